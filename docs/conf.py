@@ -1,0 +1,25 @@
+"""Sphinx configuration; nothing here needs the network."""
+
+import penstock
+
+project = "Penstock"
+author = "The Penstock authors"
+copyright = "The Penstock authors"
+version = release = penstock.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"Penstock {release}"
+
+# Docstrings write code in single backticks, as Markdown does.
+default_role = "literal"
+
+myst_enable_extensions = ["deflist", "dollarmath", "amsmath"]
+
+napoleon_custom_sections = ["Source"]
+autodoc_default_options = {"members": True, "undoc-members": True}
+autodoc_member_order = "bysource"
+autodoc_class_signature = "separated"
+autodoc_typehints = "signature"
+python_display_short_literal_types = True

@@ -1,0 +1,60 @@
+"""Train PyTorch models past memory: saved activations leave for host memory or files and come back.
+
+This file holds the public names and nothing else. They load on first use, so `import penstock`
+touches no GPU, compiler, network or disk and does not import torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock import activations, codegen, errors, memory, report, tables, units
+    from penstock.activations import Offload, OffloadReport, offload
+    from penstock.errors import PenstockError
+    from penstock.memory import FileStore, MachineProfile, probe
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FileStore",
+    "MachineProfile",
+    "Offload",
+    "OffloadReport",
+    "PenstockError",
+    "__version__",
+    "activations",
+    "codegen",
+    "errors",
+    "memory",
+    "offload",
+    "probe",
+    "report",
+    "tables",
+    "units",
+]
+
+_HOME_OF_NAME = {
+    "FileStore": "memory",
+    "MachineProfile": "memory",
+    "Offload": "activations",
+    "OffloadReport": "activations",
+    "PenstockError": "errors",
+    "offload": "activations",
+    "probe": "memory",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name or a subpackage on first use (PEP 562)."""
+    if name not in __all__:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    if name in _HOME_OF_NAME:
+        value = getattr(import_module(f"penstock.{_HOME_OF_NAME[name]}"), name)
+    else:
+        value = import_module(f"penstock.{name}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,95 @@
+"""Copies between CUDA devices and registered host memory, on streams of their own."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any
+
+import torch
+
+from penstock.errors import PenstockError
+
+Token = tuple[torch.cuda.Stream, Any]  # the computing stream, and the event to wait for
+
+
+class CudaCopies:
+    """`DeviceCopies` for CUDA: one stream per device and direction."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Page-lock and map host memory (cudaHostRegister, portable to all devices)."""
+        runtime: Any = torch.cuda.cudart()
+        error = runtime.cudaHostRegister(address, num_bytes, 1)
+        if int(error) != 0:
+            raise PenstockError(
+                f"cudaHostRegister refused {num_bytes} bytes of host memory (CUDA error "
+                f"{int(error)}). Lower host_memory, or raise the locked-memory limit (ulimit -l)."
+            )
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+        runtime: Any = torch.cuda.cudart()
+        runtime.cudaHostUnregister(address)
+
+    def mark(self, device: torch.device) -> Token:
+        """An event on the stream that is computing what is being saved."""
+        stream = torch.cuda.current_stream(device)
+        return stream, stream.record_event()
+
+    def to_host(self, storage: torch.UntypedStorage, address: int, ready: Token) -> None:
+        """Copy after `ready`; the storage may be freed on return, the copy has ended."""
+        stream = self._stream(storage.device, "out")
+        stream.wait_event(ready[1])
+        with torch.cuda.stream(stream):
+            host = _host_bytes(address, storage.nbytes())
+            host.copy_(_bytes(storage), non_blocking=True)
+            event = stream.record_event()
+        event.synchronize()
+
+    def allocate(self, num_bytes: int, device: torch.device, ready: Token) -> torch.UntypedStorage:
+        """Memory of the computing stream's pool: freeing it needs no further ordering."""
+        with torch.cuda.stream(ready[0]):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
+
+    def to_device(
+        self, address: int, storage: torch.UntypedStorage, start: int, end: int, ready: Token
+    ) -> Token:
+        """Start the copy once the computing stream is done with the memory's former content."""
+        compute = ready[0]  # autograd runs the backward pass on the stream of the forward pass
+        stream = self._stream(storage.device, "in")
+        stream.wait_event(compute.record_event())
+        with torch.cuda.stream(stream):
+            _bytes(storage)[start:end].copy_(_host_bytes(address, end - start), non_blocking=True)
+            return compute, stream.record_event()
+
+    def finish(self, token: Token) -> None:
+        """Block this thread until the copy has ended."""
+        token[1].synchronize()
+
+    def settle(self, token: Token) -> None:
+        """Let the stream that computes here, and the memory's own, wait for the copy."""
+        compute, event = token
+        compute.wait_event(event)
+        current = torch.cuda.current_stream(compute.device)
+        if current != compute:
+            current.wait_event(event)
+
+    def _stream(self, device: torch.device, direction: str) -> torch.cuda.Stream:
+        with self._lock:
+            key = device, direction
+            if key not in self._streams:
+                self._streams[key] = torch.cuda.Stream(device)
+            return self._streams[key]
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _host_bytes(address: int, num_bytes: int) -> torch.Tensor:
+    buffer = (ctypes.c_uint8 * num_bytes).from_address(address)
+    return torch.frombuffer(buffer, dtype=torch.uint8)

@@ -1,0 +1,612 @@
+"""The one place where saved bytes are accounted for and moved.
+
+One lock guards all records. Transfers run without it, in worker threads: writers take the oldest
+saved storage first, readers what the backward pass needs next; what it needs *now* is read by the
+thread that needs it. A record changes state only here:
+
+    in memory --queue--> STORE_QUEUED --> STORING --> copied --release--> only the copy
+                              |               |                              |
+                              +---------------+---- restore: forwarded       +-- restore: read
+
+Every wait has a way out: saving waits for transfers under way, never for a backward pass;
+restoring waits for reads and, under a budget, for writes. Bytes leave memory only when the whole
+copy exists.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from penstock.activations._policy import Policy
+from penstock.activations._record import Activity, Record, SavedHandle
+from penstock.activations._roster import Roster
+from penstock.activations._routes import Declined, Route
+from penstock.activations._steps import StepKeeper
+from penstock.activations._workers import Workers
+from penstock.errors import CapacityError, PenstockError, StoreError
+from penstock.memory import Ledger, Tier
+
+logger = logging.getLogger(__name__)
+
+_NUM_WRITERS = 2
+_NUM_READERS = 2
+_MAX_LOOK_AHEAD = 256  # records that one prefetch looks at
+_DEFERRED_SAVES = 4  # later saves after which the operator that saved an input has surely run
+
+
+class Engine:
+    """Records, queues and budgets of one `Offload`.
+
+    device_memory: budget in bytes for saved storages on the device tier, or None.
+    in_flight_bytes: how many bytes may wait for their write before saving blocks, where there is
+    no budget. window_bytes: how far reads run ahead of the backward pass.
+    """
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        policy: Policy,
+        device_memory: int | None,
+        in_flight_bytes: int,
+        window_bytes: int,
+    ) -> None:
+        self.ledger = ledger
+        self.policy = policy
+        self.steps = StepKeeper(ledger, policy)
+        self.totals = self.steps.totals
+        self.disowned = False  # in a forked child: threads, locks and file are the parent's
+        self.error: PenstockError | None = None  # why nothing is offloaded any more
+        self._device_memory = device_memory
+        self._in_flight_bytes = in_flight_bytes
+        self._window_bytes = window_bytes
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._writers = Workers(
+            self._changed, self._store, self._bury, name="write", num_threads=_NUM_WRITERS
+        )
+        self._readers = Workers(
+            self._changed, self._load_ahead, self._bury, name="read", num_threads=_NUM_READERS
+        )
+        self._records = Roster()
+        self._dead: deque[tuple[Record, int]] = deque()  # records that lost a handle, its epoch
+        self._deferred: deque[tuple[Record, int]] = deque()  # with the number of its save
+        self._num_saves = 0
+        self._in_use: list[tuple[StorageWeakRef, int]] = []  # dropped here, autograd not done
+        self._resident_bytes = 0
+        self._backlog_bytes = 0  # in STORE_QUEUED and STORING
+        self._ahead_bytes = 0  # prefetched and not asked for yet
+        self._num_loading = 0
+        self._parked = False  # outside `with`: threads end with the last record
+
+    # ------------------------------------------------------------------ saving
+
+    def save(self, tensor: torch.Tensor, route: Route | None, *, offloadable: bool) -> SavedHandle:
+        """Register `tensor`, which autograd saves, and start its way out if the policy says so."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        storage = tensor.untyped_storage()
+        with self._changed:
+            self._bury()
+            record = self._records.find(storage, tensor)
+            if record is None:
+                self.steps.begin_if_due(in_backward=in_backward, num_live=len(self._records))
+                num_bytes = storage.nbytes()
+                leaves = (
+                    offloadable and not self.error and self.policy.wants(num_bytes, in_backward)
+                )
+                self._admit(num_bytes, leaves)
+                record = self._register(tensor, storage, route, offloadable)
+                if leaves and tensor.requires_grad:
+                    self._queue_store(record)
+                elif leaves:
+                    self._deferred.append((record, self._num_saves))
+            self._num_saves += 1
+            self._queue_deferred()
+            handle = SavedHandle(self, record, tensor)
+            record.num_handles += 1
+        self._look_again()
+        return handle
+
+    def _queue_deferred(self) -> None:
+        """Send what was saved a few saves ago without a history of its own.
+
+        Operators save their inputs before they run, and a few (`rrelu`'s noise) fill one of them
+        while they run without raising its version: its bytes are there only afterwards.
+        """
+        while self._deferred and self._num_saves - self._deferred[0][1] > _DEFERRED_SAVES:
+            record, _ = self._deferred.popleft()
+            if self._may_spill(record) and not self.error:
+                self._queue_store(record)
+
+    def _register(
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        route: Route | None,
+        offloadable: bool,
+    ) -> Record:
+        num_bytes = storage.nbytes()
+        entry = self.steps.note_saved(num_bytes, offloadable=offloadable)
+        record = Record(tensor, storage, route=route, offloadable=offloadable, entry=entry)
+        if offloadable and route is not None:
+            record.ready = route.mark(record.device)
+        if self._records.add(record):  # else: changed in place since, and saved again
+            self.totals.saved_bytes += num_bytes
+            self.totals.num_saved += 1
+        self._count(record)
+        return record
+
+    def _admit(self, num_bytes: int, leaves: bool) -> None:
+        """Wait until a storage of `num_bytes` may become resident."""
+        if self._device_memory is not None:
+            self._make_room(num_bytes)
+            if self.error is not None and self._over_budget(num_bytes):
+                raise self._cannot_hold_budget(num_bytes)
+        elif leaves and self.policy.learning:
+            self._wait_while(
+                lambda: 0 < self._backlog_bytes > self._in_flight_bytes - num_bytes, "write"
+            )
+
+    def _over_budget(self, num_bytes: int) -> bool:
+        limit = self._device_memory
+        return limit is not None and 0 < self._resident_bytes > limit - num_bytes
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Bring the resident bytes down until `num_bytes` more keep within the device budget.
+
+        Drops what was read too early, waits for transfers under way, sends what had been kept.
+        Returns with the budget still exceeded where nothing more can leave.
+        """
+        while self._over_budget(num_bytes):
+            if self._drop_prefetched():
+                continue
+            if self._backlog_bytes or self._num_loading:
+                state = self._resident_bytes, self._backlog_bytes, self._num_loading
+                self._wait_while(
+                    lambda state=state: (
+                        state == (self._resident_bytes, self._backlog_bytes, self._num_loading)
+                    ),
+                    "device budget",
+                )
+            elif not self._spill_oldest():
+                return
+
+    def _cannot_hold_budget(self, num_bytes: int) -> CapacityError:
+        return CapacityError(
+            f"device_memory={self._device_memory}: {self._resident_bytes} bytes of saved "
+            f"activations and {num_bytes} more do not fit, and the store takes no more of them "
+            f"({self.error}). Free or enlarge the store, or raise device_memory."
+        )
+
+    def _spill_oldest(self) -> bool:
+        """Queue the write of the oldest kept storage that no backward pass has asked for."""
+        if not self.error:
+            for record in self._records:
+                if self._may_spill(record):
+                    self._queue_store(record)
+                    return True
+        return False
+
+    def _may_spill(self, record: Record) -> bool:
+        """Whether the record is kept in memory only, and no backward pass has asked for it."""
+        return (
+            record.offloadable
+            and record.storage is not None
+            and record.copy is None
+            and record.activity is Activity.IDLE
+            and record.num_served == 0
+        )
+
+    def _queue_store(self, record: Record) -> None:
+        record.activity = Activity.STORE_QUEUED
+        self._backlog_bytes += record.num_bytes
+        self._writers.put(record)
+
+    # --------------------------------------------------------------- restoring
+
+    def restore(self, handle: SavedHandle) -> torch.Tensor:
+        """The tensor that `handle` stands for, from wherever its bytes are.
+
+        Raises:
+            RuntimeError: it was changed in place since it was saved (as stock autograd).
+            StoreError: its bytes could not be read back.
+        """
+        handle.check_version()
+        if self.disowned:
+            return self._restore_in_child(handle)
+        in_backward = torch._C._current_graph_task_id() != -1
+        record = handle.record
+        with self._changed:
+            self._bury()
+            self.steps.note_used(record.entry, in_backward=in_backward)
+            storage = self._bring_back(record)
+            shift, ready = record.shift, record.ready
+            self._serve(record, handle)
+            if in_backward:
+                self._prefetch(record)
+        self._look_again()
+        if ready is not None and record.route is not None:
+            record.route.settle(ready)
+        return handle.view(storage, shift)
+
+    def _bring_back(self, record: Record) -> torch.UntypedStorage:
+        """The record's storage: as it is, from who else holds it, or read."""
+        while record.storage is None:
+            if record.activity is Activity.LOADING:
+                self._wait_while(lambda: record.activity is Activity.LOADING, "read")
+            elif (storage := record.promote()) is not None:
+                self._cancel_load(record)
+                record.storage = storage
+                self._count(record)
+            else:
+                self._read_now(record)
+        if record.activity is Activity.STORE_QUEUED:
+            self._cancel_store(record)
+        if record.started and not record.returned:
+            record.returned = True
+            self.totals.forwarded_bytes += record.num_bytes
+        return record.storage
+
+    def _read_now(self, record: Record) -> None:
+        """Read the record in this thread: the computation stands still until it is there."""
+        start = time.perf_counter_ns()
+        reserved = record.activity is Activity.LOAD_QUEUED
+        record.activity = Activity.LOADING  # nobody else starts this read
+        try:
+            if not reserved:
+                self._make_room(record.num_bytes)
+                self._count(record)
+            self._prefetch(record)
+        except BaseException:
+            record.activity = Activity.IDLE
+            self._uncount(record)
+            raise
+        try:
+            self._load(record)
+        finally:
+            self.steps.note_stall("read", start)
+
+    def _load(self, record: Record) -> None:
+        """Run the record's read without the lock; its bytes are counted already."""
+        assert record.route is not None and record.copy is not None
+        route, copy, device = record.route, record.copy, record.device
+        self._num_loading += 1
+        self.steps.reads.begin()
+        self._lock.release()
+        loaded = None
+        try:
+            loaded = route.load(copy, device)
+        finally:
+            self._lock.acquire()
+            self._num_loading -= 1
+            self.steps.reads.end(record.num_bytes if loaded else 0)
+            record.activity = Activity.IDLE
+            if loaded is not None:
+                record.storage, record.shift, record.ready = loaded
+                record.weak = StorageWeakRef(record.storage)
+                record.epoch += 1
+                record.num_served = 0
+                record.returned = True  # it came back by being read
+                self.totals.bytes_read += record.num_bytes
+            else:
+                self._set_prefetched(record, False)
+                self._uncount(record)
+            if record.dead:
+                self._free(record)
+            self._bury()
+            self._changed.notify_all()
+
+    def _serve(self, record: Record, handle: SavedHandle) -> None:
+        """Note that `handle` was unpacked; the storage goes once every living handle was."""
+        self._set_prefetched(record, False)
+        if handle.epoch != record.epoch:
+            handle.epoch = record.epoch
+            record.num_served += 1
+        self._drop_if_served(record)
+
+    def _drop_if_served(self, record: Record) -> None:
+        served = record.num_served >= record.num_handles
+        if served and record.copy is not None and record.activity is Activity.IDLE:
+            self._drop(record)
+
+    def _drop(self, record: Record) -> None:
+        """Give up the strong reference to a storage that has a copy.
+
+        Autograd may still be using the tensor: its bytes stay counted until it is gone.
+        """
+        if record.storage is None:
+            return
+        if record.prefetched and record.route is not None:  # nobody has waited for its read
+            record.route.settle(record.ready)
+        self._set_prefetched(record, False)
+        record.storage = None
+        record.epoch += 1
+        record.num_served = 0
+        if record.counted and not record.weak.expired():
+            record.counted = False
+            self._in_use.append((record.weak, record.num_bytes))
+        else:
+            self._uncount(record)
+
+    def _restore_in_child(self, handle: SavedHandle) -> torch.Tensor:
+        record = handle.record
+        storage = record.storage
+        if storage is None:
+            raise StoreError(
+                "this process was forked from one that had offloaded this saved tensor, and the "
+                "parent owns the store. Run the backward pass in the process that ran the forward "
+                "pass, or fork before it."
+            )
+        return handle.view(storage, record.shift)
+
+    # ------------------------------------------------------------- prefetching
+
+    def _prefetch(self, record: Record) -> None:
+        """Queue reads of what was saved before `record`, within the byte window and the budget."""
+        limit = self._device_memory
+        older, num_looked = record.older, 0
+        while older is not None and num_looked < _MAX_LOOK_AHEAD:
+            if (
+                older.storage is None
+                and older.activity is Activity.IDLE
+                and older.weak.expired()  # else it is in memory without our doing
+            ):
+                if self._ahead_bytes and self._ahead_bytes + older.num_bytes > self._window_bytes:
+                    return
+                if limit is not None and self._resident_bytes + older.num_bytes > limit:
+                    return
+                older.activity = Activity.LOAD_QUEUED
+                self._set_prefetched(older, True)
+                self._count(older)
+                self._readers.put(older)
+            older, num_looked = older.older, num_looked + 1
+
+    def _load_ahead(self, record: Record) -> None:
+        """A reader's turn with a queued record."""
+        if record.activity is not Activity.LOAD_QUEUED:
+            return
+        record.activity = Activity.LOADING
+        try:
+            self._load(record)
+        except Exception as error:
+            # Whoever needs the bytes reads them again, and gets the error himself.
+            logger.info("reading ahead failed: %s", error)
+
+    def _drop_prefetched(self) -> bool:
+        """Drop or cancel the prefetched storage that is needed last; False if there is none."""
+        if self._ahead_bytes:
+            for record in self._records:
+                if record.prefetched and record.activity is Activity.LOAD_QUEUED:
+                    self._cancel_load(record)
+                    return True
+                if record.prefetched and record.storage is not None:
+                    self._drop(record)
+                    return True
+        return False
+
+    def _cancel_load(self, record: Record) -> None:
+        if record.activity is Activity.LOAD_QUEUED:
+            record.activity = Activity.IDLE
+            self._set_prefetched(record, False)
+            self._uncount(record)
+
+    # ----------------------------------------------------------------- storing
+
+    def _store(self, record: Record) -> None:
+        """A writer's turn: copy the record out, then release its storage."""
+        if record.activity is not Activity.STORE_QUEUED:
+            return
+        assert record.route is not None and record.storage is not None
+        record.activity = Activity.STORING
+        if not record.started:
+            record.started = True
+            self.totals.offloaded_bytes += record.num_bytes
+            self.totals.num_offloaded += 1
+        self.steps.writes.begin()
+        route, storage, ready = record.route, record.storage, record.ready
+        self._lock.release()
+        copy, error = None, None
+        try:
+            copy = route.store(storage, ready)
+        except Exception as caught:
+            error = caught
+        finally:
+            del storage
+            self._lock.acquire()
+        self.steps.writes.end(record.num_bytes if copy is not None else 0)
+        record.activity = Activity.IDLE
+        self._backlog_bytes -= record.num_bytes
+        if error is None:
+            record.copy, record.ready = copy, None
+            self.totals.bytes_written += record.num_bytes
+            self._release(record)
+        elif isinstance(error, Declined):
+            record.offloadable = False
+        else:
+            self._give_up(error)
+        if record.dead:
+            self._free(record)
+        self._bury()
+        self._changed.notify_all()
+
+    def _release(self, record: Record) -> None:
+        """The copy is complete: let the storage go, unless a backward pass has asked for it."""
+        if record.num_served:
+            self._drop_if_served(record)
+        else:
+            record.storage = None
+            self._uncount(record)
+
+    def _give_up(self, error: Exception) -> None:
+        """A write failed: keep everything from now on. The source is there, nothing is lost."""
+        if self.error is not None:
+            return
+        if not isinstance(error, PenstockError):
+            error = StoreError(f"the store failed: {error!r}")
+        self.error = error
+        self._cancel_queued()
+        warnings.warn(
+            f"penstock.offload: {error} Saved activations stay in memory from now on.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def _cancel_queued(self) -> None:
+        for record in self._writers.queue:
+            if record.activity is Activity.STORE_QUEUED:
+                self._cancel_store(record)
+        self._writers.queue.clear()
+
+    def _cancel_store(self, record: Record) -> None:
+        record.activity = Activity.IDLE
+        self._backlog_bytes -= record.num_bytes
+        self._changed.notify_all()
+
+    # ------------------------------------------------------- handles and death
+
+    def forget(self, record: Record, epoch: int) -> None:
+        """A handle died. Called from `__del__`: in any thread, even inside this class's lock."""
+        if self.disowned:
+            return
+        self._dead.append((record, epoch))
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """Bury what died while the lock was held, unless somebody holds it: he looks again."""
+        while self._dead and self._lock.acquire(blocking=False):
+            try:
+                self._bury()
+            finally:
+                self._lock.release()
+
+    def _bury(self) -> None:
+        """Take note of the handles that have died, and free what nobody needs any more."""
+        while self._dead:
+            record, epoch = self._dead.popleft()
+            record.num_handles -= 1
+            if epoch == record.epoch:
+                record.num_served -= 1
+            if record.num_handles == 0:
+                self._destroy(record)
+            elif record.num_served:
+                self._drop_if_served(record)
+        if self._in_use:
+            self._in_use, in_use = [], self._in_use
+            for weak, num_bytes in in_use:
+                if weak.expired():
+                    self._resident_bytes -= num_bytes
+                    self.ledger.add(Tier.DEVICE, -num_bytes)
+                else:
+                    self._in_use.append((weak, num_bytes))
+
+    def _destroy(self, record: Record) -> None:
+        record.dead = True
+        self._records.remove(record)
+        if record.activity is Activity.STORE_QUEUED:
+            self._cancel_store(record)
+        self._cancel_load(record)
+        if record.activity is Activity.IDLE:  # else _store or _load does this when it ends
+            self._free(record)
+        self.steps.note_released()
+        if self._parked and not self._records:
+            self._stop_threads()
+        self._changed.notify_all()
+
+    def _free(self, record: Record) -> None:
+        """Free a dead record's bytes in every tier."""
+        if record.prefetched and record.route is not None:  # nobody has waited for its read
+            record.route.settle(record.ready)
+        self._set_prefetched(record, False)
+        record.storage = None
+        self._uncount(record)
+        copy, record.copy = record.copy, None
+        if copy is not None and record.route is not None:
+            record.route.discard(copy)
+
+    # ------------------------------------------------------------- the account
+
+    def _count(self, record: Record) -> None:
+        if not record.counted:
+            record.counted = True
+            self._resident_bytes += record.num_bytes
+            self.ledger.add(Tier.DEVICE, record.num_bytes)
+
+    def _uncount(self, record: Record) -> None:
+        if record.counted:
+            record.counted = False
+            self._resident_bytes -= record.num_bytes
+            self.ledger.add(Tier.DEVICE, -record.num_bytes)
+
+    def _set_prefetched(self, record: Record, prefetched: bool) -> None:
+        if record.prefetched != prefetched:
+            record.prefetched = prefetched
+            self._ahead_bytes += record.num_bytes if prefetched else -record.num_bytes
+
+    def _wait_while(self, condition: Callable[[], bool], reason: str) -> None:
+        if not condition():
+            return
+        start = time.perf_counter_ns()
+        try:
+            while condition():
+                self._changed.wait()
+                self._bury()
+        finally:
+            self.steps.note_stall(reason, start)
+
+    # ---------------------------------------------------------------- lifetime
+
+    def settle(self) -> None:
+        """Take note of everything that has ended, the last step included."""
+        if self.disowned:
+            return
+        with self._changed:
+            self._bury()
+            if not self._records:
+                self.steps.end()
+
+    def resume(self) -> None:
+        """The context is entered: threads may stay."""
+        with self._changed:
+            self._parked = False
+
+    def park(self) -> None:
+        """The context was left: threads end as soon as no saved tensor is alive."""
+        with self._changed:
+            self._bury()
+            self._parked = True
+            if not self._records:
+                self._stop_threads()
+
+    def close(self) -> bool:
+        """End the threads and wait for them; False if saved tensors are still alive."""
+        if self.disowned:
+            return True
+        with self._changed:
+            self._bury()
+            self._parked = True
+            self._cancel_queued()
+            for record in self._readers.queue:
+                self._cancel_load(record)
+            self._readers.queue.clear()
+            threads = self._stop_threads()
+            idle = not self._records
+        for thread in threads:
+            thread.join()
+        return idle
+
+    def _stop_threads(self) -> list[threading.Thread]:
+        return self._writers.stop() + self._readers.stop()
+
+    def disown(self) -> None:
+        """In a forked child: the lock may be held by a thread that does not exist here."""
+        self.disowned = True
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)

@@ -1,0 +1,332 @@
+"""From GPU memory to pinned host memory, and from there to the file.
+
+Host memory is one registered arena that grows by slabs up to its budget; storages lie in it at
+page-aligned addresses, so that they can go on to the file with O_DIRECT. With a file, the arena is
+a write-back cache: when it is full, what has been there longest moves on. That is what the
+backward pass needs last, since it runs in reverse.
+
+Ownership: a storage's memory belongs to the engine until `store` returns; a slab's extent belongs
+to the `HostCopy` until `discard`. Copies run on two streams of their own, one per direction, each
+ordered against the computation by events.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import time
+from collections import OrderedDict
+from typing import Any, Protocol
+
+import torch
+
+from penstock.activations._routes import Declined
+from penstock.errors import PenstockError
+from penstock.memory import ExtentAllocator, ExtentFile, Ledger, Link, StoredSpan, Tier
+
+_PAGE = mmap.PAGESIZE
+_SLAB_BYTES = 256 * 1024**2
+_BOUNCE_BYTES = 16 * 1024**2  # a file read on its way to the device passes through this much
+_DEFAULT_SHARE = 0.5  # of the RAM that is available, where host_memory is not given
+
+
+class DeviceCopies(Protocol):
+    """Copies between one kind of device and registered host memory."""
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Make host memory known to the device, so that copies need no staging."""
+        ...
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+        ...
+
+    def mark(self, device: torch.device) -> Any:
+        """A token for what the device has been given to compute until now."""
+        ...
+
+    def to_host(self, storage: torch.UntypedStorage, address: int, ready: Any) -> None:
+        """Copy the storage to `address` after `ready`; complete on return."""
+        ...
+
+    def allocate(self, num_bytes: int, device: torch.device, ready: Any) -> torch.UntypedStorage:
+        """Device memory for the computation that `ready` was taken from."""
+        ...
+
+    def to_device(
+        self, address: int, storage: torch.UntypedStorage, start: int, end: int, ready: Any
+    ) -> Any:
+        """Start the copy of bytes [start, end) of `storage` from `address`; a token for its end."""
+        ...
+
+    def finish(self, token: Any) -> None:
+        """Block until the copy that `token` stands for has ended."""
+        ...
+
+    def settle(self, token: Any) -> None:
+        """Order the computation after the copy that `token` stands for."""
+        ...
+
+
+class HostCopy:
+    """Where one storage is: at `address` in the arena, or in the file, piece by piece."""
+
+    __slots__ = ("address", "busy", "num_bytes", "offset", "ready", "slab", "spans", "token")
+
+    def __init__(self, num_bytes: int, slab: Slab, offset: int) -> None:
+        self.num_bytes = num_bytes
+        self.ready: Any = None  # the mark that it was stored with
+        self.slab: Slab | None = slab
+        self.offset = offset
+        self.address = slab.address + offset
+        self.spans: list[StoredSpan] = []
+        self.token: Any = None  # the last copy to the device that reads the arena
+        self.busy = False  # being moved to the file or read: must not move on
+
+
+class Slab:
+    """One registered piece of the arena."""
+
+    def __init__(self, num_bytes: int, copies: DeviceCopies) -> None:
+        self.memory = mmap.mmap(-1, num_bytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.num_bytes = num_bytes
+        self.extents = ExtentAllocator(num_bytes)
+        copies.register(self.address, num_bytes)
+
+
+class HostRoute:
+    """Device to host, on to the file when the host budget is used up, and back."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        copies: DeviceCopies,
+        *,
+        file: ExtentFile | None,
+        host_memory: int | None,
+    ) -> None:
+        self._ledger = ledger
+        self._copies = copies
+        self._file = file
+        budget = _available_ram() if host_memory is None else host_memory
+        self._bounce_bytes = 0
+        if file is not None:
+            self._bounce_bytes = min(
+                _BOUNCE_BYTES, max(2 * _PAGE, budget // 8 // _PAGE * 2 * _PAGE)
+            )
+        self._budget = budget - self._bounce_bytes
+        self._lock = threading.Condition()
+        self._slabs: list[Slab] = []
+        self._cached: OrderedDict[int, HostCopy] = OrderedDict()  # oldest first
+        self._bounce: Slab | None = None
+        self._bounce_lock = threading.Lock()
+
+    @classmethod
+    def for_cuda(
+        cls, ledger: Ledger, *, file: ExtentFile | None, host_memory: int | None
+    ) -> HostRoute:
+        """The route from CUDA devices."""
+        from penstock.activations._cuda import CudaCopies
+
+        return cls(ledger, CudaCopies(), file=file, host_memory=host_memory)
+
+    def mark(self, device: torch.device) -> Any:
+        """What the device has been given to compute until now."""
+        return self._copies.mark(device)
+
+    def store(self, storage: torch.UntypedStorage, ready: Any) -> HostCopy:
+        """Copy the storage to the arena, making room there first.
+
+        Raises Declined if the host budget is used up and there is no file to move on to.
+        """
+        num_bytes = storage.nbytes()
+        copy = self._place(num_bytes)
+        copy.ready = ready
+        start = time.perf_counter_ns()
+        try:
+            self._copies.to_host(storage, copy.address, ready)
+        except BaseException:
+            self.discard(copy)
+            raise
+        end = time.perf_counter_ns()
+        self._ledger.record_transfer(Link.DEVICE_TO_HOST, num_bytes, start, end)
+        with self._lock:
+            self._cached[id(copy)] = copy
+        return copy
+
+    def load(self, copy: HostCopy, device: torch.device) -> tuple[torch.UntypedStorage, int, Any]:
+        """Start the copy to the device, reading the file first if the bytes are there."""
+        with self._lock:
+            while copy.busy:
+                self._lock.wait()
+            copy.busy = True
+        try:
+            storage = self._copies.allocate(copy.num_bytes, device, copy.ready)
+            start = time.perf_counter_ns()
+            if copy.slab is not None:
+                copy.token = self._copies.to_device(
+                    copy.address, storage, 0, copy.num_bytes, copy.ready
+                )
+            else:
+                copy.token = self._load_from_file(copy, storage)
+            end = time.perf_counter_ns()
+            self._ledger.record_transfer(Link.HOST_TO_DEVICE, copy.num_bytes, start, end)
+            return storage, 0, copy.token
+        finally:
+            with self._lock:
+                copy.busy = False
+                self._lock.notify_all()
+
+    def settle(self, ready: Any) -> None:
+        """Order the current computation after the copy."""
+        self._copies.settle(ready)
+
+    def discard(self, copy: HostCopy) -> None:
+        """Free the copy's bytes, wherever they are."""
+        with self._lock:
+            while copy.busy:
+                self._lock.wait()
+            self._cached.pop(id(copy), None)
+        if copy.token is not None:
+            self._copies.finish(copy.token)
+            copy.token = None
+        self._free_host(copy)
+        self._discard_spans(copy)
+
+    def close(self) -> None:
+        """Unregister and free the arena, close the file."""
+        for slab in (*self._slabs, *([self._bounce] if self._bounce else [])):
+            self._copies.unregister(slab.address)
+            self._ledger.add(Tier.HOST, -slab.num_bytes)
+        self._slabs.clear()
+        self._bounce = None
+        if self._file is not None:
+            self._file.close()
+
+    # ------------------------------------------------------------------- arena
+
+    def _place(self, num_bytes: int) -> HostCopy:
+        """Room in the arena: free, new, or made by moving the oldest copies to the file."""
+        while True:
+            with self._lock:
+                copy = self._take_free(num_bytes) or self._take_new(num_bytes)
+                if copy is not None:
+                    return copy
+                victim = self._next_victim()
+            if victim is None:
+                raise Declined(f"host_memory of {self._budget} bytes is used up")
+            self._move_to_file(victim)
+
+    def _take_free(self, num_bytes: int) -> HostCopy | None:
+        for slab in self._slabs:
+            offset = slab.extents.allocate(num_bytes)
+            if offset is not None:
+                return HostCopy(num_bytes, slab, offset)
+        return None
+
+    def _take_new(self, num_bytes: int) -> HostCopy | None:
+        """A further slab, if the budget has room for one that holds `num_bytes`."""
+        taken = sum(slab.num_bytes for slab in self._slabs)
+        needed = -(-num_bytes // _PAGE) * _PAGE
+        slab_bytes = min(max(_SLAB_BYTES, needed), (self._budget - taken) // _PAGE * _PAGE)
+        if slab_bytes < needed:
+            return None
+        slab = Slab(slab_bytes, self._copies)
+        self._ledger.add(Tier.HOST, slab_bytes)
+        self._slabs.append(slab)
+        offset = slab.extents.allocate(num_bytes)
+        assert offset is not None
+        return HostCopy(num_bytes, slab, offset)
+
+    def _next_victim(self) -> HostCopy | None:
+        if self._file is None:
+            return None
+        for copy in self._cached.values():
+            if not copy.busy and copy.slab is not None:
+                copy.busy = True
+                return copy
+        return None
+
+    def _move_to_file(self, copy: HostCopy) -> None:
+        assert self._file is not None
+        try:
+            if copy.token is not None:
+                self._copies.finish(copy.token)
+            start = time.perf_counter_ns()
+            for begin, end in self._pieces(copy):
+                copy.spans.append(self._file.store(copy.address + begin, end - begin))
+                self._ledger.add(Tier.FILE, end - begin)
+            self._ledger.record_transfer(
+                Link.HOST_TO_FILE, copy.num_bytes, start, time.perf_counter_ns()
+            )
+            self._free_host(copy)
+        except BaseException:
+            self._discard_spans(copy)
+            raise
+        finally:
+            with self._lock:
+                if copy.slab is None:
+                    self._cached.pop(id(copy), None)
+                copy.busy = False
+                self._lock.notify_all()
+
+    def _free_host(self, copy: HostCopy) -> None:
+        with self._lock:
+            slab, copy.slab = copy.slab, None
+            if slab is not None:
+                slab.extents.free(copy.offset)
+
+    # -------------------------------------------------------------------- file
+
+    def _pieces(self, copy: HostCopy) -> list[tuple[int, int]]:
+        """The half-open ranges in which the copy is written and read: halves of the bounce slab."""
+        half = self._bounce_bytes // 2
+        return [
+            (begin, min(begin + half, copy.num_bytes)) for begin in range(0, copy.num_bytes, half)
+        ]
+
+    def _discard_spans(self, copy: HostCopy) -> None:
+        for span in copy.spans:
+            assert self._file is not None
+            self._file.discard(span)
+            self._ledger.add(Tier.FILE, -span.num_bytes)
+        copy.spans = []
+
+    def _load_from_file(self, copy: HostCopy, storage: torch.UntypedStorage) -> Any:
+        """File to device by way of two halves of a bounce slab, one read while one is copied."""
+        assert self._file is not None and copy.spans
+        with self._bounce_lock:
+            if self._bounce is None:
+                self._bounce = Slab(self._bounce_bytes, self._copies)
+                self._ledger.add(Tier.HOST, self._bounce_bytes)
+            halves = self._bounce.address, self._bounce.address + self._bounce_bytes // 2
+            tokens: list[Any] = [None, None]
+            for index, (begin, end) in enumerate(self._pieces(copy)):
+                side = index % 2
+                if tokens[side] is not None:
+                    self._copies.finish(tokens[side])
+                start = time.perf_counter_ns()
+                self._file.load(copy.spans[index], halves[side])
+                self._ledger.record_transfer(
+                    Link.FILE_TO_HOST, end - begin, start, time.perf_counter_ns()
+                )
+                tokens[side] = self._copies.to_device(
+                    halves[side], storage, begin, end, copy.ready
+                )
+            for token in tokens:  # the next storage may have the bounce slab afterwards
+                if token is not None:
+                    self._copies.finish(token)
+            return tokens[0]
+
+
+def _available_ram() -> int:
+    """Half of the RAM that is available now, in bytes."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(int(line.split()[1]) * 1024 * _DEFAULT_SHARE)
+    raise PenstockError(
+        "host_memory=None: /proc/meminfo does not say how much RAM is available; give host_memory."
+    )

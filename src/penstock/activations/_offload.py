@@ -1,0 +1,328 @@
+"""`penstock.offload`: the context manager around any number of training steps."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import weakref
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from penstock.activations._engine import Engine
+from penstock.activations._owners import ModuleStorages
+from penstock.activations._policy import AutoPolicy, Policy
+from penstock.activations._record import ResidentHandle, SavedHandle
+from penstock.activations._report import OffloadReport
+from penstock.activations._routes import FileRoute, Route
+from penstock.memory import (
+    CachingAllocator,
+    ExtentFile,
+    FileStore,
+    Ledger,
+    Link,
+    Tier,
+    Timeline,
+)
+from penstock.units import parse_bytes
+
+logger = logging.getLogger(__name__)
+
+_MIB = 1024**2
+_ALIGNMENT = 16  # the widest element; a storage at an odder address stays
+
+
+class Offload:
+    """Sends saved tensors out of the device tier while it is entered; made by `penstock.offload`.
+
+    It can be entered any number of times, one after the other, nested, and in several threads
+    (PyTorch installs saved-tensor hooks per thread). Graphs outlive the block: what they saved
+    comes back whenever their backward pass runs.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str] | FileStore | None = None,
+        *,
+        device_memory: int | str | None = None,
+        host_memory: int | str | None = None,
+        min_bytes: int | str = "1MiB",
+        policy: Literal["auto", "all"] = "auto",
+    ) -> None:
+        self._min_bytes = parse_bytes(min_bytes, name="min_bytes")
+        budget = None if device_memory is None else parse_bytes(device_memory, name="device_memory")
+        self._host_memory = (
+            None if host_memory is None else parse_bytes(host_memory, name="host_memory")
+        )
+        if policy not in ("auto", "all"):
+            raise ValueError(f'policy={policy!r}: expected "auto" or "all"')
+        on_gpu = torch.cuda.is_available()
+        if store is None and not on_gpu:
+            raise ValueError(
+                "store=None: this machine has no GPU, so saved tensors lie in RAM and can only "
+                "leave to a file. Give a directory on a disk, for example "
+                'penstock.offload("/mnt/nvme").'
+            )
+        self._store = None if store is None else FileStore.of(store)
+        scale = 8 if on_gpu else 1
+        limits = {"in_flight_bytes": scale * 128 * _MIB, "window_bytes": scale * 128 * _MIB}
+        chosen = AutoPolicy(device_memory=budget, **limits) if policy == "auto" else Policy()
+        self.ledger = Ledger()
+        self._engine = Engine(ledger=self.ledger, policy=chosen, device_memory=budget, **limits)
+        self._modules = ModuleStorages()
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._num_entered = 0
+        self._allocator: CachingAllocator | None = None
+        self._allocator_name = "stock"
+        self._device = "none"
+        self._file = None if self._store is None else ExtentFile(self._store)
+        self._routes: dict[str, Route] = {}
+        if self._file is not None:
+            self._routes["cpu"] = FileRoute(self._file, self.ledger, host_memory=self._host_memory)
+        if on_gpu:
+            from penstock.activations._host_route import HostRoute
+
+            self._routes["cuda"] = HostRoute.for_cuda(
+                self.ledger, file=self._file, host_memory=self._host_memory
+            )
+        _ENGINES.add(self._engine)
+        self._finalizer = weakref.finalize(
+            self, _release, self._engine, list(self._routes.values())
+        )
+
+    # ----------------------------------------------------------------- context
+
+    def __enter__(self) -> Offload:
+        # Dynamo traces the Python that runs around a compiled region; our hooks are not for it.
+        pack: Any = torch.compiler.disable(self._pack)
+        unpack: Any = torch.compiler.disable(self._unpack)
+        hooks = saved_tensors_hooks(pack, unpack)
+        with self._lock:
+            if self._num_entered == 0:
+                self._start()
+            self._num_entered += 1
+        hooks.__enter__()
+        if not hasattr(self._local, "entered"):
+            self._local.entered = []
+        self._local.entered.append(hooks)
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._local.entered.pop().__exit__(exception_type, exception, traceback)
+        with self._lock:
+            self._num_entered -= 1
+            if self._num_entered == 0:
+                self._stop()
+
+    def _start(self) -> None:
+        self._engine.resume()
+        self._modules.watch()
+        if "cuda" not in self._routes:
+            self._allocator, self._allocator_name = _caching_allocator()
+
+    def _stop(self) -> None:
+        self._modules.unwatch()
+        self._engine.park()
+        if self._allocator is not None:
+            self._allocator.release()
+            self._allocator = None
+
+    def close(self) -> None:
+        """End the transfers and close the file.
+
+        Raises:
+            RuntimeError: a graph that saved tensors here is still alive.
+        """
+        if not self._engine.close():
+            raise RuntimeError(
+                "Offload.close(): a graph is still alive whose saved tensors are offloaded here. "
+                "Run its backward pass, or delete the loss that holds it, and close again."
+            )
+        for route in self._routes.values():
+            route.close()
+
+    # ------------------------------------------------------------------- hooks
+
+    def _pack(self, tensor: torch.Tensor) -> SavedHandle | ResidentHandle:
+        route = self._routes.get(tensor.device.type)
+        if self._engine.disowned or type(tensor) not in _PLAIN or not _has_plain_storage(tensor):
+            return ResidentHandle(tensor)
+        storage = tensor.untyped_storage()
+        if self._modules.owns(tensor, storage):
+            return ResidentHandle(tensor)
+        offloadable = (
+            route is not None
+            and storage.nbytes() >= self._min_bytes
+            and storage.data_ptr() % _ALIGNMENT == 0
+            and not _is_slice_of_input(tensor, storage)
+            and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+        )
+        if offloadable:
+            self._device = tensor.device.type
+        return self._engine.save(tensor, route, offloadable=offloadable)
+
+    def _unpack(self, handle: SavedHandle | ResidentHandle) -> torch.Tensor:
+        if isinstance(handle, ResidentHandle):
+            return handle.restore()
+        return self._engine.restore(handle)
+
+    # ------------------------------------------------------------------ reports
+
+    def report(self) -> OffloadReport:
+        """What was saved, moved and waited for until now; valid inside and after the block."""
+        self._engine.settle()
+        totals, ledger, file = self._engine.totals, self.ledger, self._file
+        policy, error = self._engine.policy, self._engine.error
+        return OffloadReport(
+            num_steps=totals.num_steps,
+            num_saved=totals.num_saved,
+            num_kept=totals.num_saved - totals.num_offloaded,
+            saved_bytes=totals.saved_bytes,
+            offloaded_bytes=totals.offloaded_bytes,
+            bytes_written=totals.bytes_written,
+            forwarded_bytes=totals.forwarded_bytes,
+            bytes_read=totals.bytes_read,
+            peak_device_bytes=ledger.peak(Tier.DEVICE),
+            peak_host_bytes=ledger.peak(Tier.HOST),
+            peak_file_bytes=ledger.peak(Tier.FILE),
+            stall_seconds=ledger.stall_seconds,
+            policy=policy.name,
+            reason=policy.reason if error is None else f"offloading stopped: {error}",
+            device=self._device,
+            store=None if self._store is None else str(self._store.path),
+            direct_io=None if file is None else file.direct,
+            allocator=self._allocator_name,
+            moved_bytes={link.value: ledger.moved(link) for link in Link if ledger.moved(link)},
+        )
+
+    def timeline(self) -> Timeline:
+        """Bytes per tier over time, computation, transfers and stalls of the last whole step."""
+        self._engine.settle()
+        return self.ledger.timeline("last")
+
+
+def offload(
+    store: str | os.PathLike[str] | FileStore | None = None,
+    *,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    min_bytes: int | str = "1MiB",
+    policy: Literal["auto", "all"] = "auto",
+) -> Offload:
+    """Train with saved activations in host memory or in a file, behind the computation's back.
+
+    Example::
+
+        with penstock.offload("/mnt/nvme") as offload:
+            for batch in batches:
+                model(batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        print(offload.report())
+
+    Everything autograd saves for the backward pass, except parameters and buffers, may leave the
+    device while the forward pass goes on, and is read back before the backward pass needs it:
+    from GPU memory to pinned host memory, and from there to the file if `store` is given; on a
+    machine without a GPU from RAM to the file. Gradients are bit for bit those without it.
+
+    Args:
+        store: a directory on a fast local disk, or a `penstock.memory.FileStore` with limits. One
+            file without a name is created in it; it vanishes with the process.
+        device_memory: budget in bytes ("8GiB") for saved tensors on the device; saving waits
+            rather than exceed it. Exceeded by at most the largest single saved storage.
+        host_memory: budget in bytes for host memory that Penstock may hold.
+        min_bytes: smaller storages stay where they are.
+        policy: "all" sends out everything eligible; "auto" profiles the first step and keeps what
+            could not be back in time, or as much as `device_memory` allows.
+
+    Returns:
+        A reusable context manager with `report()` and `timeline()`.
+
+    Raises:
+        ValueError: an argument is out of its range; no store on a machine without a GPU.
+        StoreError: the store cannot be used, or, in a backward pass, bytes cannot be read.
+        CapacityError: `device_memory` cannot be held because the store is full.
+
+    Source:
+        SSDTrain (arXiv 2408.10013), sections III-A to III-D.
+    """
+    return Offload(
+        store,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        min_bytes=min_bytes,
+        policy=policy,
+    )
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def _has_plain_storage(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of `tensor` are all there is to it, and there are some."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor.is_inference()
+        and not is_functorch_wrapped_tensor(tensor)
+        and not tensor._is_zerotensor()
+        and tensor.device.type != "meta"
+        and tensor.untyped_storage().nbytes() > 0
+    )
+
+
+def _is_slice_of_input(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether this is a small window on data that was not computed here, such as a data set.
+
+    Its storage belongs to somebody who keeps it; writing all of it would free nothing.
+    """
+    if tensor.requires_grad:
+        return False
+    return 2 * tensor.numel() * tensor.element_size() < storage.nbytes()
+
+
+def _caching_allocator() -> tuple[CachingAllocator | None, str]:
+    allocator = CachingAllocator.instance()
+    if not allocator.available():
+        return None, "stock"
+    allocator.acquire()
+    return allocator, "caching"
+
+
+def _release(engine: Engine, routes: list[Route]) -> None:
+    """An `Offload` was garbage collected: no graph can reach it any more."""
+    if engine.disowned:
+        return
+    if engine.close():
+        for route in routes:
+            route.close()
+
+
+_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Before the interpreter goes: no thread of ours may still be in torch or in a write."""
+    for engine in list(_ENGINES):
+        engine.close()
+
+
+def _disown_all() -> None:
+    for engine in list(_ENGINES):
+        engine.disown()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_disown_all)

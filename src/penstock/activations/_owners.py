@@ -1,0 +1,83 @@
+"""Which storages belong to modules: parameters and buffers, which autograd saves too.
+
+Offloading them would free nothing, since their module keeps them. A global forward-pre hook sees
+every module that is called; the outermost one is walked each time, because `.to()` and sharding
+replace storages between steps.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+_MIN_SWEEP = 256
+
+
+class ModuleStorages:
+    """The storages of all modules called while it watches."""
+
+    def __init__(self) -> None:
+        self._children: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        # A weak reference keeps the address from naming another storage.
+        self._known: dict[int, StorageWeakRef] = {}
+        self._sweep_at = _MIN_SWEEP
+        self._hook: Any = None
+        self._num_watching = 0
+
+    def watch(self) -> None:
+        """Start watching; calls nest."""
+        self._num_watching += 1
+        if self._hook is None:
+            # Our hook does nothing in compiled code and may well fire twice.
+            warnings.filterwarnings(
+                "ignore", "Using `torch.compile.module.` when there are global hooks", UserWarning
+            )
+            self._hook = register_module_forward_pre_hook(self._on_forward)
+
+    def unwatch(self) -> None:
+        """Undo one `watch`."""
+        self._num_watching -= 1
+        if self._num_watching == 0 and self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def owns(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+        """Whether `tensor` is, or is a view of, a parameter, a buffer or another leaf.
+
+        A leaf that requires a gradient is a parameter, with or without a module around it.
+        """
+        if _is_parameter(tensor) or (tensor._base is not None and _is_parameter(tensor._base)):
+            # Compiled code also saves views that do not name their base.
+            self._remember(tensor)
+            return True
+        return storage._cdata in self._known
+
+    def _on_forward(self, module: torch.nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or module in self._children:
+            return
+        for child in module.modules():
+            if child is not module:
+                self._children.add(child)
+        for tensor in (*module.parameters(), *module.buffers()):
+            self._remember(tensor)
+        if len(self._known) > self._sweep_at:
+            self._known = {key: weak for key, weak in self._known.items() if not weak.expired()}
+            self._sweep_at = max(_MIN_SWEEP, 2 * len(self._known))
+
+    def _remember(self, tensor: torch.Tensor) -> None:
+        tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's own shard
+        try:
+            storage = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):  # sparse and other layouts without a storage
+            return
+        if storage._cdata not in self._known:
+            self._known[storage._cdata] = StorageWeakRef(storage)
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and tensor.is_leaf

@@ -1,0 +1,248 @@
+"""What is known of one saved storage: where its bytes are, and who still needs them.
+
+Autograd keeps *handles* (`SavedHandle`), one for each tensor that it saved. Several of them may be
+views of one storage, and the bytes move once: they share a `Record`. The record is the unit of
+transfer; the handle owns it, so that device, host and file bytes are freed when the last handle
+dies, however the graph ended: by a backward pass, by being abandoned or by an exception.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._autograd import _unsafe_set_version_counter
+from torch.multiprocessing.reductions import StorageWeakRef
+
+if TYPE_CHECKING:
+    from penstock.activations._engine import Engine
+    from penstock.activations._policy import SavedEntry
+    from penstock.activations._routes import Route
+
+
+class Activity(enum.Enum):
+    """The transfer that a record is part of; at most one at a time."""
+
+    IDLE = "idle"
+    STORE_QUEUED = "store queued"
+    STORING = "storing"
+    LOAD_QUEUED = "load queued"
+    LOADING = "loading"
+
+
+class Record:
+    """One saved storage. Every field is read and written under the engine's lock.
+
+    `storage` is the strong reference that keeps the bytes in memory, `copy` the bytes that left
+    (a route knows what it is). A record with neither does not exist: `copy` is complete before
+    `storage` is dropped. `storage` may be a reloaded one, whose first byte lies `shift` bytes
+    after its start, so that file and memory addresses agree in their alignment.
+    """
+
+    __slots__ = (
+        "activity",
+        "copy",
+        "counted",
+        "dead",
+        "device",
+        "entry",
+        "epoch",
+        "key",
+        "newer",
+        "num_bytes",
+        "num_handles",
+        "num_served",
+        "offloadable",
+        "older",
+        "origin",
+        "prefetched",
+        "probe",
+        "ready",
+        "returned",
+        "route",
+        "shift",
+        "started",
+        "storage",
+        "version",
+        "weak",
+    )
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        *,
+        route: Route | None,
+        offloadable: bool,
+        entry: SavedEntry,
+    ) -> None:
+        self.storage: torch.UntypedStorage | None = storage
+        self.num_bytes = storage.nbytes()
+        self.device = tensor.device
+        self.route = route
+        self.offloadable = offloadable
+        self.entry = entry
+        # The weak reference keeps the StorageImpl's shell, so its address names this storage and
+        # no other for as long as the record lives.
+        self.origin = StorageWeakRef(storage)
+        self.key: int = self.origin.cdata
+        self.weak = self.origin
+        self.shift = 0
+        self.version = tensor._version
+        self.probe = version_probe(tensor)
+        self.copy: Any = None
+        self.ready: Any = None  # what the route must wait for before it may read the source
+        self.activity = Activity.IDLE
+        self.counted = False  # its bytes are in the ledger's device tier
+        self.started = False  # its write has been started once
+        self.returned = False  # counted as forwarded
+        self.prefetched = False  # loaded ahead and not asked for yet
+        self.dead = False
+        self.num_handles = 0
+        self.num_served = 0  # living handles that were unpacked since the last load
+        self.epoch = 0
+        self.older: Record | None = None
+        self.newer: Record | None = None
+
+    def describes(self, tensor: torch.Tensor) -> bool:
+        """Whether the record's bytes are still what `tensor`, a view of the storage, shows."""
+        return self.version == tensor._version and shares_version_counter(self.probe, tensor)
+
+    def promote(self) -> torch.UntypedStorage | None:
+        """The storage, if something else still keeps it alive, else None."""
+        if self.weak.expired():
+            return None
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
+        if storage is None or storage.nbytes() < self.shift + self.num_bytes:
+            return None
+        return storage
+
+
+class SavedHandle:
+    """What autograd keeps in place of one saved tensor.
+
+    It holds how to look at the storage (dtype, shape, stride, offset) and a version probe, with
+    which `check_version` finds the in-place changes that PyTorch does not look for once hooks
+    are installed.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "conj",
+        "dtype",
+        "engine",
+        "epoch",
+        "neg",
+        "offset",
+        "probe",
+        "record",
+        "shape",
+        "stride",
+        "version",
+    )
+
+    def __init__(self, engine: Engine, record: Record, tensor: torch.Tensor) -> None:
+        self.record = record
+        self.probe = version_probe(tensor)
+        self.version = tensor._version
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+        self.conj = tensor.is_conj()
+        self.neg = tensor.is_neg()
+        self.epoch = -1
+        self.engine = engine
+
+    def __del__(self) -> None:
+        engine = getattr(self, "engine", None)
+        if engine is not None:  # else __init__ did not finish, and the record never counted it
+            engine.forget(self.record, self.epoch)
+
+    def check_version(self) -> None:
+        """Raise, as stock autograd does, if the saved tensor was changed in place."""
+        check_version(self.probe, self.version, self.dtype, self.shape)
+
+    def view(self, storage: torch.UntypedStorage, shift: int) -> torch.Tensor:
+        """The saved tensor as a view of `storage`, whose bytes begin at `shift`."""
+        tensor = torch.empty(0, dtype=self.dtype, device=self.record.device)
+        offset = self.offset + shift // tensor.element_size()
+        tensor.set_(storage, offset, self.shape, self.stride)  # type: ignore[call-overload]
+        if self.conj:
+            torch._C._set_conj(tensor, True)
+        if self.neg:
+            torch._C._set_neg(tensor, True)
+        return tensor
+
+
+class ResidentHandle:
+    """A saved tensor that stays as it is: parameters, buffers and what cannot be offloaded."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # detach(): the tensor itself may own the graph node that will own this handle.
+        self._tensor = tensor.detach()
+        self._version = _version_of(tensor)
+
+    def restore(self) -> torch.Tensor:
+        """The tensor, on the same storage; raises if it was changed in place."""
+        if self._version is not None:
+            check_version(self._tensor, self._version, self._tensor.dtype, self._tensor.shape)
+        return self._tensor
+
+
+def version_probe(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that shares `tensor`'s version counter and none of its memory.
+
+    `detach()` shares counter and storage; assigning to `.data` replaces the storage and keeps the
+    counter. So an in-place change is seen long after the bytes have left and been freed.
+    """
+    probe = tensor.detach()
+    probe.data = _nothing(tensor.dtype, tensor.device)
+    return probe
+
+
+def shares_version_counter(probe: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether both count their in-place changes together: views of one another, `detach()`.
+
+    Two tensors on one storage that do not (`x` and `x.data`) can differ in content at equal
+    versions, and must not be taken for one another. The counter is raised and put back.
+    """
+    before, seen = probe._version, tensor._version
+    torch.autograd.graph.increment_version(probe)
+    shared = tensor._version != seen
+    _unsafe_set_version_counter((probe,), (before,))
+    return shared
+
+
+def check_version(
+    probe: torch.Tensor, expected: int, dtype: torch.dtype, shape: torch.Size
+) -> None:
+    """Raise stock autograd's RuntimeError if `probe`'s counter has moved on from `expected`."""
+    found = probe._version
+    if found != expected:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an "
+            f"inplace operation: [{dtype}, shape {list(shape)}] is at version {found}; expected "
+            f"version {expected} instead. Hint: replace the in-place operation on this tensor by "
+            "an out-of-place one, or clone the tensor before it is changed."
+        )
+
+
+def _version_of(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor._version
+    except (RuntimeError, NotImplementedError):  # inference tensors and wrappers without one
+        return None
+
+
+_EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    empty = _EMPTY.get((dtype, device))
+    if empty is None:
+        empty = _EMPTY[dtype, device] = torch.empty(0, dtype=dtype, device=device)
+    return empty

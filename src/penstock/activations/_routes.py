@@ -1,0 +1,119 @@
+"""The ways out of the device tier, and back.
+
+A route moves one storage at a time, blocking the worker thread that calls it; which storage, when
+and under which budget is the engine's business. On a machine without a GPU the device tier is
+RAM, and `FileRoute` takes a storage straight to the file. `penstock.activations._host_route` has
+the way from a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+from penstock.memory import ExtentFile, Ledger, Link, StoredSpan, Tier
+
+_RAM_BYTES = 512 + 4096  # at most this much of an unaligned storage stays in RAM
+_CONGRUENT = 512  # O_DIRECT: file and memory addresses agree modulo this
+
+
+class Declined(Exception):
+    """A route has no room for this storage at present: it stays resident, and nothing failed."""
+
+
+class Route(Protocol):
+    """Takes storages of one device type out and brings them back."""
+
+    def mark(self, device: torch.device) -> Any:
+        """A token for "what has been computed on `device` up to now", at the time of saving."""
+        ...
+
+    def store(self, storage: torch.UntypedStorage, ready: Any) -> Any:
+        """Copy the storage out once `ready` has come; the copy is complete on return."""
+        ...
+
+    def load(self, copy: Any, device: torch.device) -> tuple[torch.UntypedStorage, int, Any]:
+        """A new storage with the copy's bytes, where they begin in it, and a token for `settle`."""
+        ...
+
+    def settle(self, ready: Any) -> None:
+        """Order the current computation after the transfer that `ready` stands for."""
+        ...
+
+    def discard(self, copy: Any) -> None:
+        """Free the copy's bytes in every tier."""
+        ...
+
+    def close(self) -> None:
+        """Free the route's resources; no copy is alive."""
+        ...
+
+
+class FileRoute:
+    """RAM to file and back, without a staging copy.
+
+    Writes go from the storage's own memory, reads land in the memory that becomes the tensor. The
+    few bytes before the first and after the last aligned address stay in RAM: they count for the
+    host tier, whose budget is `host_memory`.
+    """
+
+    def __init__(self, file: ExtentFile, ledger: Ledger, *, host_memory: int | None) -> None:
+        self.file = file
+        self._ledger = ledger
+        self._host_memory = host_memory
+
+    def mark(self, device: torch.device) -> None:
+        """Nothing to wait for: the CPU has computed what it saves."""
+        return None
+
+    def store(self, storage: torch.UntypedStorage, ready: None) -> StoredSpan:
+        """Write the storage; raises StoreError and keeps nothing if that fails."""
+        limit = self._host_memory
+        if limit is not None and self._ledger.resident(Tier.HOST) + _RAM_BYTES > limit:
+            raise Declined(f"host_memory of {limit} bytes holds no more unaligned ends")
+        start = time.perf_counter_ns()
+        span = self.file.store(storage.data_ptr(), storage.nbytes())
+        end = time.perf_counter_ns()
+        self._ledger.record_transfer(Link.DEVICE_TO_FILE, span.num_bytes, start, end)
+        self._ledger.add(Tier.FILE, span.num_bytes)
+        self._ledger.add(Tier.HOST, span.ram_bytes)
+        return span
+
+    def load(
+        self, copy: StoredSpan, device: torch.device
+    ) -> tuple[torch.UntypedStorage, int, None]:
+        """Read the span into fresh memory; raises StoreReadError if a byte is missing."""
+        storage, shift = congruent_storage(copy.num_bytes, copy.address_offset)
+        start = time.perf_counter_ns()
+        self.file.load(copy, storage.data_ptr() + shift)
+        end = time.perf_counter_ns()
+        self._ledger.record_transfer(Link.FILE_TO_DEVICE, copy.num_bytes, start, end)
+        return storage, shift, None
+
+    def settle(self, ready: None) -> None:
+        """Nothing to wait for: `load` has read every byte."""
+
+    def discard(self, copy: StoredSpan) -> None:
+        """Free the extent."""
+        self.file.discard(copy)
+        self._ledger.add(Tier.FILE, -copy.num_bytes)
+        self._ledger.add(Tier.HOST, -copy.ram_bytes)
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+
+def congruent_storage(num_bytes: int, address_offset: int) -> tuple[torch.UntypedStorage, int]:
+    """CPU storage with `num_bytes` bytes from an address that is `address_offset` modulo 512.
+
+    Kernels see the alignment they saw in the source, so they take the same code path and give
+    the same bits. Returns the storage and where in it those bytes begin.
+    """
+    storage = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
+    if storage.data_ptr() % _CONGRUENT == address_offset:
+        return storage, 0
+    storage = torch.empty(num_bytes + _CONGRUENT, dtype=torch.uint8, device="cpu").untyped_storage()
+    return storage, (address_offset - storage.data_ptr()) % _CONGRUENT

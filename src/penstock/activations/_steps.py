@@ -1,0 +1,144 @@
+"""Steps, their profile, and the totals that the report shows.
+
+A step is what is saved up to a backward pass, and that pass; nobody has to announce it. All of
+this is kept under the engine's lock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from penstock.activations._policy import LinkRates, Policy, SavedEntry
+from penstock.memory import Ledger
+
+_MAX_PROFILE = 100_000  # entries of one step's profile
+
+
+@dataclasses.dataclass(slots=True)
+class Totals:
+    """Sums over all steps; the report's fields of the same names say what they mean."""
+
+    num_steps: int = 0
+    num_saved: int = 0
+    num_offloaded: int = 0
+    saved_bytes: int = 0
+    offloaded_bytes: int = 0
+    bytes_written: int = 0
+    forwarded_bytes: int = 0
+    bytes_read: int = 0
+
+
+class LinkClock:
+    """The rate of one direction while it is busy: bytes over the union of the transfers' times."""
+
+    def __init__(self) -> None:
+        self._active = 0
+        self._since_ns = 0
+        self._busy_ns = 0
+        self._bytes = 0
+        self._rate: float | None = None
+
+    def begin(self) -> None:
+        """A transfer starts."""
+        if self._active == 0:
+            self._since_ns = time.perf_counter_ns()
+        self._active += 1
+
+    def end(self, num_bytes: int) -> None:
+        """A transfer of `num_bytes` (0 if it failed) has ended."""
+        self._active -= 1
+        self._bytes += num_bytes
+        if self._active == 0:
+            self._busy_ns += time.perf_counter_ns() - self._since_ns
+
+    def rate(self) -> float | None:
+        """Bytes per second since the last call, mixed half and half with the rate before."""
+        if self._bytes and self._busy_ns:
+            rate = self._bytes * 1e9 / self._busy_ns
+            self._rate = rate if self._rate is None else (self._rate + rate) / 2
+            self._bytes = self._busy_ns = 0
+        return self._rate
+
+
+class StepKeeper:
+    """Recognises steps, profiles them and hands the profile to the policy."""
+
+    def __init__(self, ledger: Ledger, policy: Policy) -> None:
+        self.totals = Totals()
+        self.writes = LinkClock()
+        self.reads = LinkClock()
+        self._ledger = ledger
+        self._policy = policy
+        self._stall_ns = 0
+        self._profile: list[SavedEntry] = []
+        self._in_step = False
+        self._backward_seen = False
+        self._first_pack_ns = self._last_pack_ns = 0
+        self._first_use_ns = self._last_use_ns = 0
+
+    def begin_if_due(self, *, in_backward: bool, num_live: int) -> None:
+        """Called before a storage is registered: start a step if the last one is over.
+
+        It is over when a backward pass has used it, or when all of it was abandoned.
+        """
+        if in_backward and self._in_step:
+            return
+        if self._in_step and not self._backward_seen and num_live:
+            return
+        self.end()
+        self._in_step = True
+        self.totals.num_steps += 1
+        self._policy.begin_step()
+        self._first_pack_ns = self._last_pack_ns = time.perf_counter_ns()
+        self._first_use_ns = self._last_use_ns = 0
+
+    def end(self) -> None:
+        """Close the step under way, if there is one: learn from it, keep its timeline."""
+        if not self._in_step:
+            return
+        middle = self._first_use_ns or self._last_pack_ns
+        self._ledger.record_span("compute", "forward", self._first_pack_ns, middle)
+        if self._backward_seen:
+            end = max(middle, self._last_use_ns)
+            self._ledger.record_span("compute", "backward", middle, end)
+            rates = LinkRates(
+                write_bytes_per_second=self.writes.rate(), read_bytes_per_second=self.reads.rate()
+            )
+            self._policy.learn(self._profile, rates)
+        self._ledger.begin_step()
+        self._profile = []
+        self._in_step = self._backward_seen = False
+
+    def note_saved(self, num_bytes: int, *, offloadable: bool) -> SavedEntry:
+        """A storage was saved: its entry in the profile."""
+        self._last_pack_ns = time.perf_counter_ns()
+        entry = SavedEntry(num_bytes, self._clock(self._last_pack_ns), offloadable)
+        if len(self._profile) < _MAX_PROFILE:
+            self._profile.append(entry)
+        return entry
+
+    def note_used(self, entry: SavedEntry, *, in_backward: bool) -> None:
+        """A storage is needed; only a backward pass counts, not a look at `grad_fn._saved_x`."""
+        if not in_backward:
+            return
+        self._last_use_ns = time.perf_counter_ns()
+        if not self._backward_seen:
+            self._backward_seen = True
+            self._first_use_ns = self._last_use_ns
+        if entry.used_seconds is None:
+            entry.used_seconds = self._clock(self._last_use_ns)
+
+    def note_released(self) -> None:
+        """A storage's last handle died: in a backward pass, the last sign of life of a step."""
+        if self._backward_seen:
+            self._last_use_ns = time.perf_counter_ns()
+
+    def note_stall(self, reason: str, start_ns: int) -> None:
+        """The computation stood still from `start_ns` until now."""
+        end_ns = time.perf_counter_ns()
+        self._stall_ns += end_ns - start_ns
+        self._ledger.record_stall(reason, start_ns, end_ns)
+
+    def _clock(self, now_ns: int) -> float:
+        return (now_ns - self._stall_ns) / 1e9

@@ -1,0 +1,10 @@
+"""Source text becomes a loaded library: the system's compiler builds it, ctypes loads it.
+
+Penstock ships no compiled code, so no wheel has to match a release of PyTorch. What needs C++ is
+built at its first use, in under a second, and found in the user's cache from then on.
+"""
+
+from penstock.codegen._build import build_library, load_library
+from penstock.codegen._compiler import find_compiler
+
+__all__ = ["build_library", "find_compiler", "load_library"]

@@ -1,0 +1,421 @@
+"""What `penstock env` prints: the state of an installation, also when the installation is broken.
+
+Somebody runs this because something does not work. Nothing but the standard library is imported at
+module level, every check stands alone, and torch is imported in a process of its own, where it may
+crash or hang without taking the answer with it. `python -m penstock.env` needs not even typer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import errno
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+Status = Literal["ok", "note", "broken"]
+
+_IMPORT_TIMEOUT_SECONDS = 120
+_COMPILE_TIMEOUT_SECONDS = 60
+_REQUIRED = ("numpy", "rich", "typer", "platformdirs", "filelock")
+_OPTIONAL = {
+    "matplotlib": "pictures: pip install 'penstock[viz]'",
+    "transformers": "penstock demo: pip install 'penstock[demo]'",
+    "triton": "GPU kernels; comes with the CUDA builds of torch",
+    "kvikio": "GPUDirect Storage: pip install 'penstock[gds]'",
+}
+# Only these are shown: the rest of the environment is nobody's business in a bug report.
+_VARIABLE_PREFIXES = ("PENSTOCK_", "MALLOC_", "OMP_", "MKL_", "PYTORCH_", "TORCH_", "CUDA_")
+_VARIABLES = ("CXX", "LD_PRELOAD", "XDG_CACHE_HOME")
+MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
+
+_TORCH_QUESTIONS = """
+import json, torch
+cuda = torch.cuda.is_available()
+print(json.dumps({
+    "version": torch.__version__,
+    "threads": torch.get_num_threads(),
+    "cuda": torch.version.cuda,
+    "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    if cuda else [],
+}))
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """One line of the answer: what was looked at, how it is, and what to do about it."""
+
+    name: str
+    """What was looked at."""
+    status: Status
+    """``"ok"``, ``"note"`` (works, but worth knowing) or ``"broken"`` (Penstock needs it)."""
+    value: str
+    """What was found, or what is wrong."""
+    remedy: str = ""
+    """What to do, where something can be done."""
+
+
+def collect_checks() -> Iterator[Check]:
+    """Look at everything that Penstock depends on, one check after the other.
+
+    Example:
+        >>> [check.name for check in collect_checks()][:2]
+        ['penstock', 'python']
+
+    Yields:
+        The checks, each as soon as it is known. A check that itself fails becomes a broken check.
+    """
+    checks: list[tuple[str, Callable[[], Iterator[Check]]]] = [
+        ("penstock", _check_penstock),
+        ("python", _check_python),
+        ("machine", _check_machine),
+        ("torch", _check_torch),
+        ("packages", _check_packages),
+        ("compiler", _check_compiler),
+        ("cache", _check_cache),
+        ("store", _check_store),
+        ("variables", _check_variables),
+    ]
+    for name, check in checks:
+        try:
+            yield from check()
+        except Exception as error:
+            yield Check(
+                name=name, status="broken", value=f"cannot tell: {type(error).__name__}: {error}"
+            )
+
+
+def _check_penstock() -> Iterator[Check]:
+    import penstock
+
+    where = Path(penstock.__file__ or "?").parent
+    yield Check(name="penstock", status="ok", value=f"{penstock.__version__} in {where}")
+
+
+def _check_python() -> Iterator[Check]:
+    value = f"{platform.python_version()} ({sys.executable})"
+    if sys.version_info < (3, 11):
+        yield Check(name="python", status="broken", value=value, remedy="Use Python 3.11 or later.")
+    else:
+        yield Check(name="python", status="ok", value=value)
+
+
+def _check_machine() -> Iterator[Check]:
+    if sys.platform != "linux":
+        yield Check(
+            name="system",
+            status="note",
+            value=platform.platform(),
+            remedy="Penstock is tested on Linux; elsewhere files go through the page cache.",
+        )
+    else:
+        yield Check(name="system", status="ok", value=platform.platform())
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Check(name="cores", status="ok", value=f"{usable} usable of {os.cpu_count()}")
+    if hasattr(os, "sysconf"):
+        page_bytes = os.sysconf("SC_PAGE_SIZE")
+        total_bytes = page_bytes * os.sysconf("SC_PHYS_PAGES")
+        yield Check(name="memory", status="ok", value=f"{_gib(total_bytes)} installed")
+
+
+def _check_torch() -> Iterator[Check]:
+    remedy = "Install it again: pip install --force-reinstall 'torch>=2.11'"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _TORCH_QUESTIONS],
+            capture_output=True,
+            text=True,
+            timeout=_IMPORT_TIMEOUT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        yield Check(
+            name="torch",
+            status="broken",
+            value=f"did not finish importing within {_IMPORT_TIMEOUT_SECONDS} s",
+            remedy=remedy,
+        )
+        return
+    if done.returncode != 0:
+        version = _version("torch")
+        if version is None and "No module named 'torch'" in done.stderr:
+            yield Check(
+                name="torch",
+                status="broken",
+                value="is not installed",
+                remedy="Install it: pip install 'torch>=2.11'",
+            )
+            return
+        last_line = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"
+        yield Check(
+            name="torch",
+            status="broken",
+            value=f"{version or 'unknown version'} does not import ({ended}): {last_line}",
+            remedy=remedy,
+        )
+        return
+    answers = json.loads(done.stdout.strip().splitlines()[-1])
+    old = tuple(int(part) for part in answers["version"].split("+")[0].split(".")[:2]) < (2, 11)
+    yield Check(
+        name="torch",
+        status="broken" if old else "ok",
+        value=f"{answers['version']}, {answers['threads']} threads",
+        remedy="Penstock needs 2.11 or later: pip install -U 'torch>=2.11'" if old else "",
+    )
+    if answers["devices"]:
+        value = f"CUDA {answers['cuda']}: {', '.join(answers['devices'])}"
+        yield Check(name="gpu", status="ok", value=value)
+    elif answers["cuda"]:
+        yield Check(
+            name="gpu",
+            status="note",
+            value=f"none visible, although torch was built for CUDA {answers['cuda']}",
+            remedy="See nvidia-smi and CUDA_VISIBLE_DEVICES if there should be one.",
+        )
+    else:
+        yield Check(
+            name="gpu", status="ok", value="none; activations go from RAM to a file, needs a store"
+        )
+
+
+def _check_packages() -> Iterator[Check]:
+    for name in _REQUIRED:
+        version = _version(name)
+        if version is None:
+            yield Check(
+                name=name,
+                status="broken",
+                value="is not installed",
+                remedy=f"Install it: pip install {name}",
+            )
+        else:
+            yield Check(name=name, status="ok", value=version)
+    for name, purpose in _OPTIONAL.items():
+        version = _version(name)
+        value = version or f"is not installed (only for {purpose})"
+        yield Check(name=name, status="ok" if version else "note", value=value)
+
+
+def _check_compiler() -> Iterator[Check]:
+    remedy = (
+        "Install a C++ compiler (Debian, Ubuntu: apt-get install g++) or point CXX at one. "
+        "Without it Penstock falls back to torch's own allocator, which keeps more memory."
+    )
+    named = os.environ.get("CXX")
+    candidates = [named] if named else ["c++", "g++", "clang++"]
+    compiler = next(filter(None, map(shutil.which, candidates)), None)
+    if compiler is None:
+        value = f"CXX={named} is not a program" if named else "none found: c++, g++ and clang++"
+        yield Check(name="compiler", status="note", value=value, remedy=remedy)
+        return
+    # A compiler without its headers or linker prints a version like any other: let it build.
+    with tempfile.TemporaryDirectory(prefix="penstock-env-") as directory:
+        source = Path(directory, "check.cpp")
+        source.write_text('#include <cstdint>\nextern "C" std::int64_t one() { return 1; }\n')
+        built = subprocess.run(
+            [compiler, "-shared", "-fPIC", "-o", str(source.with_suffix(".so")), str(source)],
+            capture_output=True,
+            text=True,
+            timeout=_COMPILE_TIMEOUT_SECONDS,
+            check=False,
+        )
+    if built.returncode != 0:
+        first_line = (built.stderr.strip().splitlines() or ["it printed nothing"])[0]
+        value = f"{compiler} cannot build a shared library: {first_line}"
+        yield Check(name="compiler", status="note", value=value, remedy=remedy)
+        return
+    described = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, timeout=10, check=False
+    )
+    first_line = (described.stdout.strip().splitlines() or ["unknown version"])[0]
+    yield Check(name="compiler", status="ok", value=f"{compiler}: {first_line}")
+
+
+def _check_cache() -> Iterator[Check]:
+    directory = _cache_directory()
+    remedy = (
+        f"Make it yours alone: mkdir -p {directory} && chmod 700 {directory}; "
+        "or set XDG_CACHE_HOME to a directory that you own."
+    )
+    # What does not exist yet is made at first use, so the nearest existing parent decides.
+    existing = directory
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    state = existing.stat()
+    if not stat.S_ISDIR(state.st_mode):
+        problem = f"{existing} is not a directory"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        problem = f"{existing} is not writable"
+    elif existing == directory and state.st_uid != os.geteuid():
+        problem = f"{directory} belongs to another user (uid {state.st_uid})"
+    elif existing == directory and stat.S_IMODE(state.st_mode) & 0o022:
+        problem = f"{directory} is writable by others (mode {stat.S_IMODE(state.st_mode):o})"
+    else:
+        made = "" if existing == directory else " (made at first use)"
+        yield Check(name="cache", status="ok", value=f"{directory}{made}")
+        return
+    yield Check(name="cache", status="broken", value=problem, remedy=remedy)
+
+
+def _check_store() -> Iterator[Check]:
+    store = os.environ.get("PENSTOCK_STORE")
+    remedy = "Set PENSTOCK_STORE, or pass --store, to a directory on a fast local disk."
+    if not store:
+        yield Check(name="store", status="note", value="PENSTOCK_STORE is not set", remedy=remedy)
+        return
+    if not os.path.isdir(store):
+        value = f"PENSTOCK_STORE={store} is not a directory"
+        yield Check(name="store", status="broken", value=value, remedy=remedy)
+        return
+    if not os.access(store, os.W_OK | os.X_OK):
+        value = f"PENSTOCK_STORE={store} is not writable"
+        yield Check(name="store", status="broken", value=value, remedy=remedy)
+        return
+    free_bytes = shutil.disk_usage(store).free
+    filesystem = filesystem_type(store)
+    direct = _direct_io(store)
+    value = f"{store}: {filesystem or 'unknown file system'}, {_gib(free_bytes)} free, {direct}"
+    if filesystem in MEMORY_FILESYSTEMS:
+        yield Check(
+            name="store",
+            status="note",
+            value=f"{value}; this file system is RAM, so offloading to it frees nothing",
+            remedy=remedy,
+        )
+    else:
+        yield Check(name="store", status="ok", value=value)
+
+
+def _check_variables() -> Iterator[Check]:
+    for name, value in sorted(os.environ.items()):
+        if name in _VARIABLES or name.startswith(_VARIABLE_PREFIXES):
+            yield Check(name=name, status="ok", value=value)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        # kvikio and triton are distributed under names that carry the CUDA version.
+        for name in importlib.metadata.packages_distributions().get(distribution, ()):
+            return importlib.metadata.version(name)
+        return None
+
+
+def _cache_directory() -> Path:
+    try:
+        import platformdirs
+    except ImportError:
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        return Path(home, "penstock")
+    return Path(platformdirs.user_cache_dir("penstock"))
+
+
+def filesystem_type(path: str) -> str | None:
+    """The type of the file system of a path by the longest matching mount point, or None."""
+    mounts = Path("/proc/self/mounts")
+    if not mounts.exists():
+        return None
+    resolved = os.path.realpath(path)
+    best, filesystem = "", None
+    for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
+        mount_point, kind = line.split(" ")[1:3]
+        mount_point = mount_point.replace("\\040", " ")
+        inside = os.path.commonpath([mount_point, resolved]) == mount_point
+        # A later mount on the same point hides the earlier one, hence >=.
+        if inside and len(mount_point) >= len(best):
+            best, filesystem = mount_point, kind
+    return filesystem
+
+
+def _direct_io(directory: str) -> str:
+    """What opening a nameless file past the page cache gives; nothing is left behind."""
+    if not hasattr(os, "O_DIRECT") or not hasattr(os, "O_TMPFILE"):
+        return "no O_DIRECT on this system"
+    try:
+        os.close(os.open(directory, os.O_TMPFILE | os.O_DIRECT | os.O_RDWR, 0o600))
+    except OSError as error:
+        return f"no O_DIRECT ({errno.errorcode.get(error.errno or 0, error.errno)})"
+    return "O_DIRECT works"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def format_check(check: Check) -> str:
+    """Write one check as one line of plain text, and its remedy as a second one.
+
+    Example:
+        >>> print(format_check(Check(name="torch", status="ok", value="2.13.0")))
+        ok      torch          2.13.0
+
+    Args:
+        check: the check to write.
+
+    Returns:
+        One or two lines without a line break at the end.
+    """
+    line = f"{check.status.upper() if check.status == 'broken' else check.status:<7} "
+    line += f"{check.name:<14} {check.value}"
+    return f"{line}\n{'':<8}{'':<14} -> {check.remedy}" if check.remedy else line
+
+
+def to_dict(checks: list[Check]) -> dict[str, Any]:
+    """Turn checks into plain data.
+
+    Args:
+        checks: the checks.
+
+    Returns:
+        ``{"ok": whether nothing is broken, "checks": [...]}``.
+    """
+    return {
+        "ok": all(check.status != "broken" for check in checks),
+        "checks": [dataclasses.asdict(check) for check in checks],
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the state of the installation; what `python -m penstock.env` runs.
+
+    Args:
+        arguments: command-line arguments; by default those of the process.
+
+    Returns:
+        The exit status: 0, also when something is broken, because the question was answered.
+    """
+    parser = argparse.ArgumentParser(
+        prog="penstock env", description="Show what Penstock finds on this machine."
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+    as_json = parser.parse_args(arguments).json
+    checks: list[Check] = []
+    for check in collect_checks():
+        checks.append(check)
+        if not as_json:
+            sys.stdout.write(format_check(check) + "\n")
+            sys.stdout.flush()
+    if as_json:
+        sys.stdout.write(json.dumps(to_dict(checks), indent=2) + "\n")
+        return 0
+    num_broken = sum(check.status == "broken" for check in checks)
+    verdict = f"{num_broken} broken: see above." if num_broken else "Nothing is broken."
+    sys.stdout.write(f"\n{verdict}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

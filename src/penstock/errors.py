@@ -1,0 +1,74 @@
+"""The errors and warnings that Penstock raises, so that one `except PenstockError` catches them
+all.
+
+Wrong arguments raise `ValueError` or `TypeError`; these classes are for what goes wrong with the
+right arguments: a full disk, a broken compiler, a budget that cannot be met.
+"""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """Base class of the errors that Penstock raises itself.
+
+    Example:
+        >>> issubclass(StoreFullError, PenstockError)
+        True
+    """
+
+
+class CapacityError(PenstockError):
+    """A budget cannot be met, however long one waits or whatever moves elsewhere."""
+
+
+class BuildError(PenstockError):
+    """Generated or shipped source code could not be compiled or loaded."""
+
+
+class StoreError(PenstockError):
+    """Something went wrong with the files of a store; the message names the path and the remedy.
+
+    Example:
+        >>> error = StoreError("no such extent", path="/mnt/nvme", offset=4096)
+        >>> error.path, error.offset, error.errno
+        ('/mnt/nvme', 4096, None)
+
+    Args:
+        message: What happened, where, and what to do about it.
+        path: The directory of the store.
+        offset: Byte offset in the store's file at which it happened, where there is one.
+        errno: The operating system's error number, where there is one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        offset: int | None = None,
+        errno: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.path = path
+        self.offset = offset
+        self.errno = errno
+
+
+class StoreUnavailableError(StoreError):
+    """The store's directory cannot be used: missing, not a directory, not writable."""
+
+
+class StoreFullError(StoreError):
+    """The store has no room: its own limit, the file system's, a quota's or a file size limit."""
+
+
+class StoreWriteError(StoreError):
+    """Bytes could not be written; what was to be stored is still where it was."""
+
+
+class StoreReadError(StoreError):
+    """Bytes that were stored could not be read back; the destination must not be used."""
+
+
+class StoreWarning(UserWarning):
+    """The store works but is not what it seems, for example a directory that lives in RAM."""

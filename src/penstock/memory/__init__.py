@@ -1,0 +1,62 @@
+"""What Penstock knows about memory: tiers and links, one ledger of bytes, staging, the extent file.
+
+`probe` and `CachingAllocator` load on first use, so importing this package stays light.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from penstock.memory._extent_file import Extent, ExtentFile, StoredSpan
+from penstock.memory._extents import ExtentAllocator
+from penstock.memory._ledger import Ledger, Span, Timeline
+from penstock.memory._staging import StagingBuffer, StagingPool
+from penstock.memory._store import FileStore
+from penstock.memory._throttle import Throttle
+from penstock.memory._tiers import Link, Tier
+
+if TYPE_CHECKING:
+    from penstock.memory._cpu_allocator import CachingAllocator
+    from penstock.memory._probe import probe
+    from penstock.memory._profile import LinkProfile, MachineProfile, TierProfile
+
+__all__ = [
+    "CachingAllocator",
+    "Extent",
+    "ExtentAllocator",
+    "ExtentFile",
+    "FileStore",
+    "Ledger",
+    "Link",
+    "LinkProfile",
+    "MachineProfile",
+    "Span",
+    "StagingBuffer",
+    "StagingPool",
+    "StoredSpan",
+    "Throttle",
+    "Tier",
+    "TierProfile",
+    "Timeline",
+    "probe",
+]
+
+_HOME_OF_NAME = {
+    "CachingAllocator": "_cpu_allocator",
+    "LinkProfile": "_profile",
+    "MachineProfile": "_profile",
+    "TierProfile": "_profile",
+    "probe": "_probe",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name that is expensive to import on first use (PEP 562)."""
+    if name not in _HOME_OF_NAME:
+        raise AttributeError(f"module 'penstock.memory' has no attribute {name!r}")
+    value = getattr(import_module(f"penstock.memory.{_HOME_OF_NAME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

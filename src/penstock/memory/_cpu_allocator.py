@@ -1,0 +1,266 @@
+"""Replace torch's CPU allocator while Penstock moves activations that live in RAM.
+
+Offloading frees and allocates large blocks all the time. glibc either keeps what was freed, and the
+peak that the operating system sees does not fall, or unmaps it, and every reuse pays page faults.
+`cpu_allocator.cpp` does neither; this file builds it, counts who needs it, and says so where it
+cannot be had.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import logging
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any, ClassVar
+
+from penstock.codegen import load_library
+from penstock.errors import BuildError
+from penstock.units import parse_bytes
+
+_logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("cpu_allocator.cpp")
+_NO_LIMIT = ctypes.c_size_t(-1).value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AllocatorStatistics:
+    """What the allocator holds, and how well it reuses it; all zero where it is not available."""
+
+    live_bytes: int = 0
+    """Bytes in blocks in use, rounded up to 32 KiB each."""
+    idle_bytes: int = 0
+    """Resident bytes that no block uses."""
+    mapped_bytes: int = 0
+    """Resident bytes: live and idle."""
+    peak_mapped_bytes: int = 0
+    """The most that `mapped_bytes` has been since the last `trim`."""
+    idle_limit_bytes: int | None = None
+    """The limit on `idle_bytes`, or None."""
+    num_live: int = 0
+    """Blocks in use."""
+    num_hits: int = 0
+    """Allocations served from resident memory, so far."""
+    num_misses: int = 0
+    """Allocations that made further memory resident, so far."""
+    huge_pages: bool = False
+    """Whether the kernel backs the blocks with pages of 2 MiB."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as a dictionary that JSON can hold."""
+        return dataclasses.asdict(self)
+
+
+class _RawStatistics(ctypes.Structure):
+    """`struct Statistics` of cpu_allocator.cpp, field by field."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_int64)
+        for name in (
+            "live_bytes",
+            "mapped_bytes",
+            "peak_mapped_bytes",
+            "idle_limit_bytes",
+            "num_live",
+            "num_hits",
+            "num_misses",
+            "huge_pages",
+        )
+    ]
+
+
+class CachingAllocator:
+    """Torch's CPU allocator for as long as somebody needs it; one per process.
+
+    Blocks of 256 KiB and more come from memory that is reused without page faults, start on a
+    multiple of 4096 bytes, and never make the process larger than its live blocks need at their
+    peak. Smaller ones come from torch's own allocator. Tensors may outlive `release`.
+
+    Where it cannot be had (no Linux, no C++ compiler) the same object is there, does not replace
+    anything, and its `trim` asks glibc to return what it can.
+
+    Example:
+        >>> allocator = CachingAllocator.instance()
+        >>> if allocator.acquire():
+        ...     block = torch.empty(1 << 20)  # 4 MiB
+        >>> allocator.release()
+    """
+
+    _instance: ClassVar[CachingAllocator | None] = None
+    _instance_lock: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def instance(cls) -> CachingAllocator:
+        """Return the allocator of this process. Nothing is built or installed yet."""
+        with cls._instance_lock:
+            if cls._instance is None:
+                cls._instance = cls()
+            return cls._instance
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._library: ctypes.CDLL | None = None
+        self._reason: str | None = None
+        self._num_acquired = 0
+
+    def available(self) -> bool:
+        """Return whether `acquire` can replace torch's allocator; the first call builds it.
+
+        Returns:
+            False where it cannot; `reason` then says why, and it has been logged once.
+        """
+        with self._lock:
+            return self._prepare() is not None
+
+    @property
+    def reason(self) -> str:
+        """Why the allocator is not available, or "" where it is (or nobody has asked yet)."""
+        return self._reason or ""
+
+    def acquire(self) -> bool:
+        """Serve new CPU tensors from this allocator until as many calls of `release` follow.
+
+        Returns:
+            Whether torch uses it now. If not, `release` must be called all the same.
+        """
+        with self._lock:
+            self._num_acquired += 1
+            library = self._prepare()
+            if library is None:
+                return False
+            if self._num_acquired == 1:
+                problem = library.penstock_allocator_install()
+                if problem is not None:
+                    self._give_up(problem.decode())
+                    return False
+            return True
+
+    def release(self) -> None:
+        """Take back one `acquire`; after the last one torch's own allocator serves new tensors.
+
+        Raises:
+            RuntimeError: There have been more calls of `release` than of `acquire`.
+        """
+        with self._lock:
+            if self._num_acquired == 0:
+                raise RuntimeError("CachingAllocator.release() without an acquire() before it")
+            self._num_acquired -= 1
+            if self._num_acquired == 0 and self._library is not None:
+                self._library.penstock_allocator_uninstall()
+
+    def trim(self) -> None:
+        """Return memory that no tensor uses to the operating system, and start a new peak.
+
+        Where the C library is glibc, it returns what it holds too.
+        """
+        with self._lock:
+            if self._library is not None:
+                self._library.penstock_allocator_trim()
+        _trim_glibc()
+
+    def set_idle_limit(self, num_bytes: int | str | None) -> None:
+        """Limit the bytes that are kept for reuse, now and from now on.
+
+        There is no limit at first, because what is kept never raises the peak: before the resident
+        bytes would exceed their former peak, idle ones are given back. A limit makes the process
+        smaller between the peaks and costs page faults in every step.
+
+        Example:
+            >>> CachingAllocator.instance().set_idle_limit("64MiB")
+
+        Args:
+            num_bytes: At most so many idle bytes, as a number or as text such as "64MiB"; None for
+                no limit. Ignored where the allocator is not available.
+
+        Raises:
+            TypeError: `num_bytes` is neither a number, a text nor None.
+            ValueError: `num_bytes` is negative or not a size.
+        """
+        limit = _NO_LIMIT if num_bytes is None else parse_bytes(num_bytes, name="num_bytes")
+        with self._lock:
+            library = self._prepare()
+            if library is not None:
+                library.penstock_allocator_set_idle_limit(min(limit, _NO_LIMIT))
+
+    def statistics(self) -> AllocatorStatistics:
+        """Return what the allocator holds now and how it was used so far."""
+        library = self._library
+        if library is None:
+            return AllocatorStatistics()
+        raw = _RawStatistics()
+        library.penstock_allocator_statistics(ctypes.byref(raw))
+        has_limit = raw.idle_limit_bytes < _NO_LIMIT >> 1  # the largest signed number
+        return AllocatorStatistics(
+            live_bytes=raw.live_bytes,
+            idle_bytes=raw.mapped_bytes - raw.live_bytes,
+            mapped_bytes=raw.mapped_bytes,
+            peak_mapped_bytes=raw.peak_mapped_bytes,
+            idle_limit_bytes=raw.idle_limit_bytes if has_limit else None,
+            num_live=raw.num_live,
+            num_hits=raw.num_hits,
+            num_misses=raw.num_misses,
+            huge_pages=bool(raw.huge_pages),
+        )
+
+    def _prepare(self) -> ctypes.CDLL | None:
+        """Build and load the library once; the caller holds the lock."""
+        if self._library is not None or self._reason is not None:
+            return self._library
+        if not sys.platform.startswith("linux"):
+            self._give_up(f"it needs Linux, and this is {sys.platform}")
+            return None
+        try:
+            library = load_library("penstock_cpu_allocator", _SOURCE, include_torch=True)
+        except BuildError as error:
+            self._give_up(str(error))
+            return None
+        _declare(library)
+        problem = library.penstock_allocator_prepare()
+        if problem is not None:
+            self._give_up(problem.decode())
+            return None
+        self._library = library
+        return library
+
+    def _give_up(self, reason: str) -> None:
+        self._library, self._reason = None, reason
+        _logger.info("torch's own CPU allocator stays: %s", reason)
+
+    def _after_fork_in_child(self) -> None:
+        # A thread that the child does not have may have held it.
+        self._lock = threading.Lock()
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    """Tell ctypes the argument and result types of the functions in cpu_allocator.cpp."""
+    for name in ("prepare", "install"):
+        function = getattr(library, f"penstock_allocator_{name}")
+        function.argtypes, function.restype = [], ctypes.c_char_p
+    for name, *arguments in (
+        ("uninstall",),
+        ("trim",),
+        ("set_idle_limit", ctypes.c_size_t),
+        ("set_idle_window", ctypes.c_double),
+        ("statistics", ctypes.POINTER(_RawStatistics)),
+    ):
+        function = getattr(library, f"penstock_allocator_{name}")
+        function.argtypes, function.restype = arguments, None
+
+
+def _trim_glibc() -> None:
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
+def _after_fork_in_child() -> None:
+    CachingAllocator._instance_lock = threading.Lock()
+    if CachingAllocator._instance is not None:
+        CachingAllocator._instance._after_fork_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

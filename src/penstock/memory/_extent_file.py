@@ -1,0 +1,386 @@
+"""The slow tier: one nameless file per process whose extents hold what left the memory.
+
+Bytes go between the file and the memory of a tensor without a copy: O_DIRECT wants offsets and
+lengths that are multiples of 4096 and addresses that are multiples of 512, so `store` writes the
+aligned middle of a memory range straight from where it lies and keeps the few bytes around it in
+RAM.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from penstock.errors import StoreError
+from penstock.memory import _fork
+from penstock.memory._file_space import FileSpace
+from penstock.memory._raw_memory import view_at
+from penstock.memory._store import (
+    FileStore,
+    OpenFile,
+    filesystem_type,
+    open_nameless,
+    total_bytes,
+    warn_if_ram,
+)
+from penstock.memory._throttle import Throttle
+from penstock.memory._transfers import Transfers
+from penstock.units import parse_bytes
+
+_ADDRESS_PERIOD_BYTES = 512
+_MIN_RESERVE_BYTES = 64 * 2**20
+
+
+def _pwritev(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Write; every byte that reaches the file goes through here, so tests can make it fail."""
+    return os.pwritev(fd, buffers, offset)
+
+
+def _preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Read; every byte that comes from the file goes through here, so tests can make it fail."""
+    return os.preadv(fd, buffers, offset)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Extent:
+    """The half-open range `[offset, offset + num_bytes)` of the file; compared by identity.
+
+    Attributes:
+        offset: First byte, a multiple of 4096.
+        num_bytes: Bytes asked for; the file holds a multiple of 4096 for them.
+    """
+
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredSpan:
+    """A range of memory that `ExtentFile.store` took away.
+
+    Attributes:
+        extent: Where the aligned middle is, or everything where there is none.
+        num_bytes: Length of the whole range.
+        address_offset: Source address modulo 512. A `load` to an address with the same remainder
+            needs no copy; any other works too, through a small buffer.
+        head: The bytes before the middle, kept in RAM.
+        tail: The bytes after the middle, kept in RAM.
+    """
+
+    extent: Extent
+    num_bytes: int
+    address_offset: int
+    head: bytes = field(repr=False)
+    tail: bytes = field(repr=False)
+
+    @property
+    def ram_bytes(self) -> int:
+        """Bytes of this span that did not go to the file."""
+        return len(self.head) + len(self.tail)
+
+
+class ExtentFile:
+    """A file without a name, in a store's directory, that holds extents of raw memory.
+
+    All transfers are synchronous and take place without the interpreter lock: call them from
+    threads. All methods may be called from many threads at once. `free`, `discard` and `close`
+    never wait, so destructors may call them. In a child process after a fork everything but these
+    three raises `StoreError`, and these three do nothing.
+
+    Example:
+        >>> import ctypes, tempfile
+        >>> memory = ctypes.create_string_buffer(b"activations", 8192)
+        >>> file = ExtentFile(tempfile.gettempdir())
+        >>> span = file.store(ctypes.addressof(memory), 8192)
+        >>> memory.value = b""
+        >>> file.load(span, ctypes.addressof(memory))
+        >>> memory.value
+        b'activations'
+        >>> file.close()
+
+    Args:
+        store: Directory, or a `FileStore` with limits.
+        reserve_bytes: Bytes of the file system that the file leaves free for everyone else, as an
+            int or text such as `"1GiB"`; None: 1 % of the file system, at least 64 MiB.
+
+    Raises:
+        StoreUnavailableError: The directory is missing, is none, or cannot be written.
+        StoreFullError: The file system has nothing free beyond the reserve.
+    """
+
+    def __init__(
+        self,
+        store: FileStore | str | os.PathLike[str],
+        *,
+        reserve_bytes: int | str | None = None,
+    ) -> None:
+        self._closed = True  # until there is a file: __del__ also runs when this constructor raises
+        self._generation = _fork.generation()
+        self.file_store = FileStore.of(store)
+        self.path = os.path.abspath(self.file_store.path)
+        opened = open_nameless(self.path)
+        self._fd = opened.fd
+        self.direct = opened.direct
+        self._fd_lock = threading.RLock()  # reentrant: a destructor may close inside of it
+        self._num_users = 0
+        self._closed = False
+        try:
+            self._set_up(opened, reserve_bytes)
+        except BaseException:
+            self.close()
+            raise
+        _fork.disown_in_children(self)
+
+    def _set_up(self, opened: OpenFile, reserve_bytes: int | str | None) -> None:
+        if reserve_bytes is None:
+            reserve_bytes = reserved_bytes(total_bytes(self._fd))
+        self._space = FileSpace(
+            self._fd,
+            path=self.path,
+            max_bytes=self.file_store.max_bytes,
+            reserve_bytes=parse_bytes(reserve_bytes, name="reserve_bytes"),
+        )
+        self._live: dict[int, Extent] = {}
+        self._transfers = Transfers(
+            path=self.path,
+            # Looked up at every call, so that tests can replace them.
+            pwritev=lambda fd, buffers, offset: _pwritev(fd, buffers, offset),
+            preadv=lambda fd, buffers, offset: _preadv(fd, buffers, offset),
+            address_alignment=opened.address_alignment,
+            length_alignment=opened.length_alignment,
+            write_throttle=_throttle(self.file_store.write_bytes_per_second),
+            read_throttle=_throttle(self.file_store.read_bytes_per_second),
+        )
+        self.filesystem = filesystem_type(self.path)
+        warn_if_ram(self.path, self.filesystem)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the file in extents that are in use, each rounded up to 4096."""
+        return self._space.used_bytes
+
+    @property
+    def peak_used_bytes(self) -> int:
+        """The most that `used_bytes` has been."""
+        return self._space.peak_used_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        """Length of the file, all of it preallocated where the file system can do that."""
+        return self._space.file_bytes
+
+    def allocate(self, num_bytes: int) -> Extent:
+        """Take an extent of the file.
+
+        Args:
+            num_bytes: Bytes, at least 1.
+
+        Returns:
+            The extent, to be given back with `free`.
+
+        Raises:
+            ValueError: `num_bytes` is below 1.
+            StoreFullError: There is no room.
+            StoreError: The file is closed, or belongs to another process.
+        """
+        with self._descriptor():
+            extent = Extent(self._space.allocate(num_bytes), num_bytes)
+            self._live[extent.offset] = extent
+            return extent
+
+    def free(self, extent: Extent) -> None:
+        """Give an extent back, at once and without waiting; no transfer of it may be under way.
+
+        Args:
+            extent: What `allocate` returned.
+
+        Raises:
+            ValueError: It is not in use: of another file, or freed already.
+        """
+        if self._generation != _fork.generation():
+            return
+        self._check_live(extent)
+        # Of two threads that free the same extent, one gets it here.
+        if self._live.pop(extent.offset, None) is not None:
+            self._space.free(extent.offset)
+
+    def write(self, extent: Extent, address: int, num_bytes: int) -> None:
+        """Write raw memory to the beginning of an extent; returns when all of it is written.
+
+        Args:
+            extent: Where to.
+            address: Where the bytes are, valid until this returns; a multiple of 512 needs no copy.
+            num_bytes: How many, at most `extent.num_bytes`.
+
+        Raises:
+            ValueError: The extent is not in use, or shorter than `num_bytes`.
+            StoreFullError: The file system has run full.
+            StoreWriteError: The operating system refused; the message names offset and errno.
+            StoreError: The file is closed, or belongs to another process.
+        """
+        with self._descriptor() as fd:
+            self._check_transfer(extent, num_bytes)
+            self._transfers.write(fd, extent.offset, address, num_bytes)
+
+    def read(self, extent: Extent, address: int, num_bytes: int) -> None:
+        """Read the beginning of an extent into raw memory; returns when all of it is there.
+
+        Args:
+            extent: Where from.
+            address: Where the bytes go, valid until this returns; a multiple of 512 needs no copy.
+            num_bytes: How many, at most `extent.num_bytes`.
+
+        Raises:
+            ValueError: The extent is not in use, or shorter than `num_bytes`.
+            StoreReadError: Not all bytes came; what is at `address` must not be used.
+            StoreError: The file is closed, or belongs to another process.
+        """
+        with self._descriptor() as fd:
+            self._check_transfer(extent, num_bytes)
+            self._transfers.read(fd, extent.offset, address, num_bytes)
+
+    def store(self, address: int, num_bytes: int) -> StoredSpan:
+        """Take a range of memory away: its aligned middle to the file, the rest to a few bytes of
+        RAM.
+
+        Args:
+            address: Any address, valid until this returns.
+            num_bytes: Bytes, at least 1.
+
+        Returns:
+            The span, to be given back with `discard`.
+
+        Raises:
+            ValueError, StoreFullError, StoreWriteError, StoreError: As `allocate` and `write`;
+                nothing is kept then, and the memory is as it was.
+        """
+        head_bytes, middle_bytes = self._transfers.split(address, num_bytes)
+        extent = self.allocate(middle_bytes)
+        try:
+            self.write(extent, address + head_bytes, middle_bytes)
+            end = head_bytes + middle_bytes
+            return StoredSpan(
+                extent=extent,
+                num_bytes=num_bytes,
+                address_offset=address % _ADDRESS_PERIOD_BYTES,
+                head=view_at(address, head_bytes).tobytes(),
+                tail=view_at(address + end, num_bytes - end).tobytes(),
+            )
+        except BaseException:
+            self.free(extent)
+            raise
+
+    def load(self, span: StoredSpan, address: int, begin: int = 0, end: int | None = None) -> None:
+        """Bring a span, or a part of it, back to memory; it stays stored and can be loaded again.
+
+        Args:
+            span: What `store` returned.
+            address: Where byte `begin` of the span goes, valid until this returns; without a copy
+                where it is congruent to `span.address_offset + begin` modulo 512 and the part
+                begins at a multiple of 4096 behind the head.
+            begin: First byte to load.
+            end: End of the bytes to load; None: `span.num_bytes`.
+
+        Raises:
+            ValueError: The span was given back, or `[begin, end)` is not part of it.
+            StoreReadError, StoreError: As `read`.
+        """
+        end = span.num_bytes if end is None else end
+        if not 0 <= begin <= end <= span.num_bytes:
+            raise ValueError(f"[{begin}, {end}) is not part of [0, {span.num_bytes}) of {span}")
+        origin = address - begin  # where byte 0 of the span would go
+        middle = len(span.head)
+        tail = middle + span.extent.num_bytes
+        with self._descriptor() as fd:
+            self._check_live(span.extent)
+            first, last = max(begin, middle), min(end, tail)
+            if first < last:
+                offset = span.extent.offset + first - middle
+                self._transfers.read(fd, offset, origin + first, last - first)
+        for kept, start in ((span.head, 0), (span.tail, tail)):
+            first, last = max(begin, start), min(end, start + len(kept))
+            if first < last:
+                view_at(origin + first, last - first)[:] = kept[first - start : last - start]
+
+    def discard(self, span: StoredSpan) -> None:
+        """Give back what a span occupies, without waiting; no transfer of it may be under way.
+
+        Args:
+            span: What `store` returned.
+
+        Raises:
+            ValueError: It was given back already.
+        """
+        self.free(span.extent)
+
+    def close(self) -> None:
+        """Close the file, which gives its space back; a transfer under way ends first, on its own
+        thread.
+
+        Further calls do nothing.
+        """
+        if self._generation != _fork.generation() or self._closed:
+            return
+        with self._fd_lock:
+            close_now = not self._closed and self._num_users == 0
+            self._closed = True
+        if close_now:
+            os.close(self._fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _disown(self) -> None:
+        """Let go of the file in a forked child, without an effect on the parent."""
+        if not self._closed:
+            os.close(self._fd)
+
+    @contextmanager
+    def _descriptor(self) -> Iterator[int]:
+        """Lend the file's descriptor, which is not closed while it is lent."""
+        if self._generation != _fork.generation():
+            raise StoreError(
+                f"the extent file in store {self.path!r} belongs to another process, of which this "
+                "one is a fork; offload in the process that made the file, or make a new one here",
+                path=self.path,
+            )
+        with self._fd_lock:
+            if self._closed:
+                raise StoreError(
+                    f"the extent file in store {self.path!r} is closed; make a new one",
+                    path=self.path,
+                )
+            self._num_users += 1
+        try:
+            yield self._fd
+        finally:
+            with self._fd_lock:
+                self._num_users -= 1
+                close_now = self._closed and self._num_users == 0
+            if close_now:
+                os.close(self._fd)
+
+    def _check_live(self, extent: Extent) -> None:
+        if self._live.get(extent.offset) is not extent:
+            raise ValueError(
+                f"{extent} is not in use in this file: it was freed, or belongs to another file"
+            )
+
+    def _check_transfer(self, extent: Extent, num_bytes: int) -> None:
+        self._check_live(extent)
+        if not 0 <= num_bytes <= extent.num_bytes:
+            raise ValueError(
+                f"num_bytes must be in [0, {extent.num_bytes}] for {extent}; got {num_bytes}"
+            )
+
+
+def reserved_bytes(file_system_bytes: int) -> int:
+    """Return how many bytes of a file system an extent file leaves free unless it is told."""
+    return max(_MIN_RESERVE_BYTES, file_system_bytes // 100)
+
+
+def _throttle(bytes_per_second: float | None) -> Throttle | None:
+    return None if bytes_per_second is None else Throttle(bytes_per_second)

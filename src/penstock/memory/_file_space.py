@@ -1,0 +1,155 @@
+"""The space of the extent file: which extents are in use, and how the file grows without filling
+the disk.
+
+The file is preallocated in steps, so a full disk shows when space is asked for and not in the
+middle of a write. `posix_fallocate` may fail and yet leave a file as long as was asked for,
+therefore free space is looked at first and the file is cut back after a failure.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from penstock.errors import StoreFullError
+from penstock.memory._extents import ALIGNMENT_BYTES, ExtentAllocator, round_up
+from penstock.memory._mailbox import Mailbox
+from penstock.memory._store import free_bytes
+from penstock.units import format_bytes
+
+_MIN_STEP_BYTES = 64 * 2**20
+_MAX_STEP_BYTES = 2**30
+_UNLIMITED_BYTES = 2**62
+
+FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NO_PREALLOCATION = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV})
+
+
+def _fallocate(fd: int, offset: int, num_bytes: int) -> None:
+    """Reserve blocks for `[offset, offset + num_bytes)`; tests replace it to make it fail."""
+    os.posix_fallocate(fd, offset, num_bytes)
+
+
+class FileSpace:
+    """Extents of a file that grows when they need it; thread-safe, and `free` never waits.
+
+    Args:
+        fd: The file, empty. Used by `allocate` only.
+        path: Where it is, for messages.
+        max_bytes: The file never grows beyond this; None: beyond what is free.
+        reserve_bytes: Bytes of the file system that stay free for everyone else.
+    """
+
+    def __init__(self, fd: int, *, path: str, max_bytes: int | None, reserve_bytes: int) -> None:
+        self._fd = fd
+        self._path = path
+        self._max_bytes = max_bytes
+        self._reserve_bytes = reserve_bytes
+        self._extents = ExtentAllocator(_UNLIMITED_BYTES if max_bytes is None else max_bytes)
+        self._mailbox: Mailbox[int] = Mailbox(self._extents.free)
+        self._file_bytes = 0
+        self._peak_used_bytes = 0
+        self._require_free(ALIGNMENT_BYTES)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in extents that are in use, each rounded up to 4096."""
+        with self._mailbox:
+            return self._extents.used_bytes
+
+    @property
+    def peak_used_bytes(self) -> int:
+        """The most that `used_bytes` has been."""
+        return self._peak_used_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        """Length of the file."""
+        return self._file_bytes
+
+    def allocate(self, num_bytes: int) -> int:
+        """Take an extent, and let the file grow where it reaches beyond its end.
+
+        Args:
+            num_bytes: Bytes, at least 1.
+
+        Returns:
+            The offset of the extent.
+
+        Raises:
+            ValueError: `num_bytes` is below 1.
+            StoreFullError: The limit, the reserve, the disk, a quota or a file size limit is in the
+                way.
+        """
+        with self._mailbox:
+            offset = self._extents.allocate(num_bytes)
+            if offset is None:
+                limit = self._max_bytes or 0
+                raise StoreFullError(
+                    f"store {self._path!r} has no room for {format_bytes(num_bytes)}: "
+                    f"{format_bytes(self._extents.used_bytes)} of max_bytes={format_bytes(limit)} "
+                    "are in use; raise max_bytes or offload less",
+                    path=self._path,
+                )
+            try:
+                self._grow(offset + round_up(num_bytes))
+            except BaseException:
+                self._extents.free(offset)
+                raise
+            self._peak_used_bytes = max(self._peak_used_bytes, self._extents.used_bytes)
+            return offset
+
+    def free(self, offset: int) -> None:
+        """Give an extent back; never waits and never touches the file.
+
+        Args:
+            offset: Of an extent in use.
+        """
+        self._mailbox.put(offset)
+
+    def _grow(self, end: int) -> None:
+        """Make the file at least `end` bytes long, in steps so that this happens rarely."""
+        if end <= self._file_bytes:
+            return
+        step = min(max(self._file_bytes // 4, _MIN_STEP_BYTES), _MAX_STEP_BYTES)
+        target = min(
+            max(end, round_up(self._file_bytes + step)), self._extents.capacity_bytes // 4096 * 4096
+        )
+        if free_bytes(self._fd) - (target - self._file_bytes) < self._reserve_bytes:
+            target = end
+            self._require_free(target - self._file_bytes)
+        try:
+            self._preallocate(target)
+        except OSError as error:
+            os.ftruncate(self._fd, self._file_bytes)
+            raise StoreFullError(
+                f"store {self._path!r} cannot grow from {format_bytes(self._file_bytes)} to "
+                f"{format_bytes(target)}: {error.strerror} (errno {error.errno}); free space, lift "
+                "the limit, or offload less",
+                path=self._path,
+                offset=self._file_bytes,
+                errno=error.errno,
+            ) from error
+        self._file_bytes = target
+
+    def _preallocate(self, target: int) -> None:
+        try:
+            _fallocate(self._fd, self._file_bytes, target - self._file_bytes)
+        except OSError as error:
+            if error.errno not in _NO_PREALLOCATION:
+                raise
+            # Without preallocation the blocks come with the writes, and so may ENOSPC.
+            os.ftruncate(self._fd, target)
+
+    def _require_free(self, num_bytes: int) -> None:
+        available = free_bytes(self._fd)
+        if available - num_bytes < self._reserve_bytes:
+            raise StoreFullError(
+                f"store {self._path!r} has no room for {format_bytes(num_bytes)} more: "
+                f"{format_bytes(available)} are free on its file system, of which "
+                f"{format_bytes(self._reserve_bytes)} stay in reserve; free space there or pass "
+                "another directory",
+                path=self._path,
+                offset=self._file_bytes,
+                errno=errno.ENOSPC,
+            )

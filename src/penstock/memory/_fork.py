@@ -1,0 +1,92 @@
+"""What a fork must not break: a child owns no store, and no read may be in flight while it is made.
+
+The child of a fork shares the parent's open files. If it wrote to or reused the parent's extents,
+the parent would compute with wrong numbers, so a child is told apart here by a counter that costs
+one comparison. It also closes its copy of the files, or a child that outlives its parent would keep
+the disk space.
+
+The kernel may resolve a fork's copy-on-write in the parent while a direct read is under way, and
+before Linux 6.3 the read then lands in the page that the child kept. Forks therefore wait for
+reads.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from typing import Protocol
+
+_logger = logging.getLogger(__name__)
+
+_MAX_WAIT_SECONDS = 10.0
+
+
+class OwnsFiles(Protocol):
+    """Something with open files that a child process must let go of."""
+
+    def _disown(self) -> None: ...
+
+
+class _ReadGate:
+    """Counts direct reads in flight; a fork waits until there are none and holds new ones back."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()  # reentrant: a signal handler may fork here
+        self._num_reads = 0
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._num_reads += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._num_reads -= 1
+            self._changed.notify_all()
+
+    def before_fork(self) -> None:
+        """Wait for the reads in flight; the lock, kept over the fork, holds new ones back."""
+        self._changed.acquire()
+        # Bounded, because a read that never returns (a dead network disk) must not stop all forks.
+        if not self._changed.wait_for(lambda: self._num_reads == 0, timeout=_MAX_WAIT_SECONDS):
+            _logger.warning("forking although %d reads are still in flight", self._num_reads)
+
+    def after_fork(self) -> None:
+        """Let reads go on."""
+        self._changed.release()
+
+
+read_gate = _ReadGate()
+_generation = 0
+_owners: weakref.WeakSet[OwnsFiles] = weakref.WeakSet()
+
+
+def generation() -> int:
+    """Return a number that differs between a process and its forked children."""
+    return _generation
+
+
+def disown_in_children(owner: OwnsFiles) -> None:
+    """Let forked children call `owner._disown()` as their first act.
+
+    Args:
+        owner: Held weakly.
+    """
+    _owners.add(owner)
+
+
+def _after_fork_in_child() -> None:
+    global _generation, read_gate
+    _generation += 1
+    read_gate = _ReadGate()  # the old one may count reads of threads that the child does not have
+    for owner in list(_owners):
+        owner._disown()
+    _owners.clear()
+
+
+os.register_at_fork(
+    before=lambda: read_gate.before_fork(),
+    after_in_parent=lambda: read_gate.after_fork(),
+    after_in_child=_after_fork_in_child,
+)

@@ -1,0 +1,325 @@
+"""One account of the bytes: resident per tier, moved per link, and the time the computation waited.
+
+Whoever moves bytes writes here and every report reads here, so that two numbers about one run
+cannot disagree. Writing must be cheap enough for hot paths and safe in destructors: see `_mailbox`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.memory._mailbox import Mailbox
+from penstock.memory._tiers import Link, Tier
+
+_MAX_EVENTS_PER_STEP = 100_000
+_BANDWIDTH_WINDOW = 128  # transfers of a link that its bandwidth is taken from
+_NS_PER_SECOND = 1e9
+
+# Typed as the strings that tiers and links are: an event carries either, or the name of a lane.
+_TIERS: tuple[str, ...] = tuple(Tier)
+_LINKS: tuple[str, ...] = tuple(Link)
+
+# What a message of the ledger is about.
+_ADD, _TRANSFER, _STALL, _SPAN = range(4)
+_Event = tuple[int, str, str, int, int, int]  # kind, key, name, start_ns, end_ns, num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that took place in `[start_ns, end_ns)` on one lane of a timeline.
+
+    Attributes:
+        lane: `"compute"`, `"stall"` or the value of a `Link`.
+        name: What it was, for example `"forward"`; empty for transfers.
+        start_ns: Beginning, on the clock of `time.perf_counter_ns`.
+        end_ns: End, same clock.
+        num_bytes: Bytes moved; 0 where nothing moved.
+    """
+
+    lane: str
+    name: str
+    start_ns: int
+    end_ns: int
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What happened during one step: memory per tier over time, and who was busy when.
+
+    Attributes:
+        start_ns: Beginning of the step, on the clock of `time.perf_counter_ns`.
+        end_ns: End of the step, same clock.
+        samples: For each tier the resident bytes after every change, as `(ns, bytes)`; the first
+            sample is what was resident when the step began.
+        spans: Computations, transfers and stalls, in the order in which they were recorded.
+        num_dropped: Events left out because the step had too many of them.
+    """
+
+    start_ns: int
+    end_ns: int
+    samples: dict[Tier, list[tuple[int, int]]]
+    spans: list[Span]
+    num_dropped: int = 0
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the timeline as plain data for JSON.
+
+        Returns:
+            The fields by name; samples as `[ns, bytes]` lists, spans as dictionaries.
+        """
+        return {
+            "start_ns": self.start_ns,
+            "end_ns": self.end_ns,
+            "samples": {str(t): [list(s) for s in taken] for t, taken in self.samples.items()},
+            "spans": [
+                {name: getattr(span, name) for name in Span.__dataclass_fields__}
+                for span in self.spans
+            ],
+            "num_dropped": self.num_dropped,
+        }
+
+
+class Ledger:
+    """Counts bytes and waiting time; thread-safe, bounded in memory, under 2 microseconds a call.
+
+    The methods that write (`add`, `record_*`) never wait for a lock, so destructors may call them.
+    The methods that read see everything that was written before.
+
+    Example:
+        >>> ledger = Ledger()
+        >>> ledger.add(Tier.DEVICE, 4096)
+        >>> ledger.add(Tier.DEVICE, -4096)
+        >>> ledger.resident(Tier.DEVICE), ledger.peak(Tier.DEVICE)
+        (0, 4096)
+
+    Args:
+        max_events_per_step: Samples and spans that a step's timeline keeps; more are counted only.
+    """
+
+    def __init__(self, *, max_events_per_step: int = _MAX_EVENTS_PER_STEP) -> None:
+        self._mailbox: Mailbox[_Event] = Mailbox(self._apply)
+        self._max_events_per_step = max_events_per_step
+        self._resident_bytes: dict[str, int] = dict.fromkeys(_TIERS, 0)
+        self._peak_bytes: dict[str, int] = dict.fromkeys(_TIERS, 0)
+        self._moved_bytes: dict[str, int] = dict.fromkeys(_LINKS, 0)
+        self._recent: dict[str, deque[tuple[int, int, int]]] = {
+            link: deque(maxlen=_BANDWIDTH_WINDOW) for link in _LINKS
+        }
+        self._stall_ns = 0
+        self._last: Timeline | None = None
+        self._start_recording(time.perf_counter_ns())
+
+    def add(self, tier: Tier, num_bytes: int) -> None:
+        """Record that a tier holds more, or fewer, bytes than before.
+
+        Args:
+            tier: Where.
+            num_bytes: Change of resident bytes; negative when bytes left.
+        """
+        self._mailbox.put((_ADD, tier, "", time.perf_counter_ns(), 0, num_bytes))
+
+    def record_transfer(self, link: Link, num_bytes: int, start_ns: int, end_ns: int) -> None:
+        """Record bytes that moved along a link.
+
+        Args:
+            link: Which way.
+            num_bytes: Bytes moved.
+            start_ns: Beginning, from `time.perf_counter_ns`.
+            end_ns: End, same clock, not before `start_ns`.
+
+        Raises:
+            ValueError: The interval ends before it starts.
+        """
+        _check_interval(start_ns, end_ns)
+        self._mailbox.put((_TRANSFER, link, "", start_ns, end_ns, num_bytes))
+
+    def record_stall(self, reason: str, start_ns: int, end_ns: int) -> None:
+        """Record that the computation waited.
+
+        Args:
+            reason: For what, for example `"load"`.
+            start_ns: Beginning, from `time.perf_counter_ns`.
+            end_ns: End, same clock, not before `start_ns`.
+
+        Raises:
+            ValueError: The interval ends before it starts.
+        """
+        _check_interval(start_ns, end_ns)
+        self._mailbox.put((_STALL, "stall", reason, start_ns, end_ns, 0))
+
+    def record_span(self, lane: str, name: str, start_ns: int, end_ns: int) -> None:
+        """Record something worth seeing on the timeline.
+
+        Args:
+            lane: The lane, for example `"compute"`.
+            name: What it was, for example `"forward"`.
+            start_ns: Beginning, from `time.perf_counter_ns`.
+            end_ns: End, same clock, not before `start_ns`.
+
+        Raises:
+            ValueError: The interval ends before it starts.
+        """
+        _check_interval(start_ns, end_ns)
+        self._mailbox.put((_SPAN, lane, name, start_ns, end_ns, 0))
+
+    def begin_step(self) -> None:
+        """End the current step's timeline, which becomes the last one, and start a new one.
+
+        A step during which nothing was recorded is forgotten, so that a call before the first step
+        does no harm.
+        """
+        now = time.perf_counter_ns()
+        with self._mailbox:
+            if self._num_events:
+                self._last = self._recorded(now)
+            self._start_recording(now)
+
+    def resident(self, tier: Tier) -> int:
+        """Return the bytes that a tier holds now.
+
+        Args:
+            tier: Which tier.
+
+        Returns:
+            Bytes.
+        """
+        with self._mailbox:
+            return self._resident_bytes[tier]
+
+    def peak(self, tier: Tier) -> int:
+        """Return the most bytes that a tier held since the last `reset_peaks`.
+
+        Args:
+            tier: Which tier.
+
+        Returns:
+            Bytes.
+        """
+        with self._mailbox:
+            return self._peak_bytes[tier]
+
+    def reset_peaks(self) -> None:
+        """Let the peaks start again from what is resident now."""
+        with self._mailbox:
+            self._peak_bytes.update(self._resident_bytes)
+
+    def moved(self, link: Link) -> int:
+        """Return the bytes that moved along a link since the beginning.
+
+        Args:
+            link: Which link.
+
+        Returns:
+            Bytes.
+        """
+        with self._mailbox:
+            return self._moved_bytes[link]
+
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds that the computation waited since the beginning."""
+        with self._mailbox:
+            return self._stall_ns / _NS_PER_SECOND
+
+    def bandwidth(self, link: Link) -> float | None:
+        """Return the rate of a link while it was in use, over its recent transfers.
+
+        Args:
+            link: Which link.
+
+        Returns:
+            Bytes per second: bytes of the last 128 transfers over the length of the union of their
+            intervals, so that parallel transfers count their time once and idle time does not
+            count. None before the first transfer that took measurable time.
+        """
+        with self._mailbox:
+            transfers = list(self._recent[link])
+        busy_ns = _union_ns((start, end) for start, end, _ in transfers)
+        if busy_ns == 0:
+            return None
+        return sum(num_bytes for _, _, num_bytes in transfers) * _NS_PER_SECOND / busy_ns
+
+    def timeline(self, which: Literal["last", "current"] = "last") -> Timeline:
+        """Return a copy of what was recorded during a step.
+
+        Args:
+            which: `"last"`, the last complete step, or `"current"`, the step so far.
+
+        Returns:
+            The timeline; an empty one where no step is complete yet.
+
+        Raises:
+            ValueError: `which` is something else.
+        """
+        if which not in ("last", "current"):
+            raise ValueError(f'which must be "last" or "current"; got {which!r}')
+        now = time.perf_counter_ns()
+        with self._mailbox:
+            if which == "current":
+                return self._recorded(now)
+            return self._last or Timeline(now, now, {tier: [] for tier in Tier}, [])
+
+    def _apply(self, event: _Event) -> None:
+        kind, key, name, start_ns, end_ns, num_bytes = event
+        if kind == _ADD:
+            resident_bytes = self._resident_bytes[key] + num_bytes
+            self._resident_bytes[key] = resident_bytes
+            if resident_bytes > self._peak_bytes[key]:
+                self._peak_bytes[key] = resident_bytes
+        elif kind == _TRANSFER:
+            self._moved_bytes[key] += num_bytes
+            self._recent[key].append((start_ns, end_ns, num_bytes))
+        elif kind == _STALL:
+            self._stall_ns += end_ns - start_ns
+        self._num_events += 1
+        if self._num_events > self._max_events_per_step:
+            return
+        if kind == _ADD:
+            self._samples[key].append((start_ns, self._resident_bytes[key]))
+        else:
+            self._spans.append((key, name, start_ns, end_ns, num_bytes))
+
+    def _start_recording(self, now: int) -> None:
+        self._start_ns = now
+        self._num_events = 0
+        self._samples = {tier: [(now, held)] for tier, held in self._resident_bytes.items()}
+        self._spans: list[tuple[str, str, int, int, int]] = []
+
+    def _recorded(self, now: int) -> Timeline:
+        return Timeline(
+            start_ns=self._start_ns,
+            end_ns=now,
+            samples={tier: list(self._samples[tier]) for tier in Tier},
+            spans=[
+                Span(str(lane), name, start_ns, end_ns, num_bytes)
+                for lane, name, start_ns, end_ns, num_bytes in self._spans
+            ],
+            num_dropped=max(0, self._num_events - self._max_events_per_step),
+        )
+
+
+def _check_interval(start_ns: int, end_ns: int) -> None:
+    if end_ns < start_ns:
+        raise ValueError(
+            f"end_ns must not be before start_ns; got start_ns={start_ns}, end_ns={end_ns}; "
+            "take both from time.perf_counter_ns"
+        )
+
+
+def _union_ns(intervals: Iterable[tuple[int, int]]) -> int:
+    """Return the length of the union of half-open intervals."""
+    total = 0
+    reached: int | None = None
+    for start, end in sorted(intervals):
+        if reached is None or start > reached:
+            total += end - start
+            reached = end
+        elif end > reached:
+            total += end - reached
+            reached = end
+    return total

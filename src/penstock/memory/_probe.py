@@ -1,0 +1,249 @@
+"""How fast this machine's links really are: measured as they will be used, not read off a
+datasheet.
+
+Files are measured through the extent file, with its direct I/O and several threads, and rewritten
+as every step rewrites them. The spread is kept beside the median, because a shared disk has one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import os
+import platform
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from penstock.errors import StoreUnavailableError
+from penstock.memory._extent_file import Extent, ExtentFile, reserved_bytes
+from penstock.memory._profile import LinkProfile, MachineProfile, TierProfile
+from penstock.memory._profile_cache import cache_entry
+from penstock.memory._raw_memory import address_of, copy_bytes
+from penstock.memory._store import FileStore
+from penstock.memory._tiers import Link, Tier
+
+_SCHEMA = 1  # of the cached files: raise it when what is measured changes
+_MIN_RUNS, _MAX_RUNS = 3, 9
+_LINK_SECONDS = 1.0  # aim for one link, once it has its least number of runs
+_RUN_SECONDS = 0.1
+_MEMCPY_BYTES = 64 * 2**20
+_PCIE_BYTES = 256 * 2**20
+_REQUEST_BYTES = 8 * 2**20
+_MAX_REQUESTS_PER_RUN = 32
+_NUM_THREADS = 4
+
+
+class _Device(NamedTuple):
+    kind: str  # "cuda" or "cpu"
+    name: str
+    capacity_bytes: int
+
+
+def probe(
+    store: FileStore | str | os.PathLike[str] | None = None, *, refresh: bool = False
+) -> MachineProfile:
+    """Measure the tiers and links of this machine; a few seconds the first time, then cached.
+
+    Example:
+        >>> profile = probe("/mnt/nvme")  # doctest: +SKIP
+        >>> profile.links[Link.DEVICE_TO_FILE].bytes_per_second  # doctest: +SKIP
+        1525000000.0
+
+    Args:
+        store: Directory of the file tier, or a `FileStore` with limits; None: no file tier.
+        refresh: Measure again also where a cached profile exists. Profiles are cached per machine,
+            device, store and limits, in the user's cache directory.
+
+    Returns:
+        The profile; capacities are those of now, also where the links' rates are cached.
+
+    Raises:
+        StoreUnavailableError: The directory is missing, is none, or cannot be written.
+        StoreFullError: It has no room for the measurement, 8 MiB or its own limit.
+    """
+    file_store = None if store is None else FileStore.of(store)
+    device = _device()
+    with cache_entry(_key(device, file_store)) as entry:
+        profile = None if refresh else entry.load()
+        if profile is None:
+            profile = _measure(device, file_store)
+            entry.save(profile)
+    return dataclasses.replace(profile, tiers=_tiers(device, file_store))
+
+
+def _key(device: _Device, store: FileStore | None) -> list[object]:
+    key: list[object] = [_SCHEMA, platform.node(), device.kind, device.name, _num_cores()]
+    if store is not None:
+        path = os.path.realpath(store.path)
+        try:
+            file_system = os.stat(path).st_dev
+        except OSError as error:
+            raise StoreUnavailableError(
+                f"store {store.path!r} cannot be used: {error.strerror} (errno {error.errno}); "
+                "pass an existing directory on a local disk",
+                path=store.path,
+                errno=error.errno,
+            ) from error
+        key += [path, file_system, store.max_bytes]
+        key += [store.write_bytes_per_second, store.read_bytes_per_second]
+    return key
+
+
+def _measure(device: _Device, store: FileStore | None) -> MachineProfile:
+    links: dict[Link, LinkProfile] = {}
+    direct_io = None
+    if device.kind == "cuda":
+        links |= _measure_pcie()
+    if store is not None:
+        file_links, direct_io = _measure_file(store)
+        if device.kind == "cuda":
+            links |= zip((Link.HOST_TO_FILE, Link.FILE_TO_HOST), file_links, strict=True)
+        else:
+            links |= zip((Link.DEVICE_TO_FILE, Link.FILE_TO_DEVICE), file_links, strict=True)
+    return MachineProfile(
+        name=platform.node(),
+        device=device.kind,
+        device_name=device.name,
+        num_cores=_num_cores(),
+        tiers=_tiers(device, store),
+        links=links,
+        memcpy=_measure_memcpy(),
+        store=None if store is None else store.path,
+        direct_io=direct_io,
+    )
+
+
+def _measure_memcpy() -> LinkProfile:
+    source, destination = mmap.mmap(-1, _MEMCPY_BYTES), mmap.mmap(-1, _MEMCPY_BYTES)
+    source.write(b"\x01" * _MEMCPY_BYTES)  # untouched pages would all be the one page of zeros
+
+    def run() -> int:
+        copy_bytes(address_of(destination), address_of(source), _MEMCPY_BYTES)
+        return _MEMCPY_BYTES
+
+    return _repeat(run)
+
+
+def _measure_pcie() -> dict[Link, LinkProfile]:
+    """Copy between the GPU and pinned host memory, as offloading does."""
+    import torch
+
+    host = torch.empty(_PCIE_BYTES, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(_PCIE_BYTES, dtype=torch.uint8, device="cuda")
+
+    def copy(destination: torch.Tensor, source: torch.Tensor) -> int:
+        destination.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        return _PCIE_BYTES
+
+    return {
+        Link.DEVICE_TO_HOST: _repeat(lambda: copy(host, device)),
+        Link.HOST_TO_DEVICE: _repeat(lambda: copy(device, host)),
+    }
+
+
+def _measure_file(store: FileStore) -> tuple[tuple[LinkProfile, LinkProfile], bool]:
+    """Write and read through an extent file, with several threads at once."""
+    buffers = [mmap.mmap(-1, _REQUEST_BYTES) for _ in range(_NUM_THREADS)]
+    noise = os.urandom(_REQUEST_BYTES)  # some file systems and disks compress
+    for buffer in buffers:
+        buffer.write(noise)
+    file = ExtentFile(store)
+    try:
+        with ThreadPoolExecutor(_NUM_THREADS) as threads:
+
+            def run(move: Callable[[Extent, int, int], None], extents: list[Extent]) -> int:
+                def lane(index: int) -> None:
+                    # Each thread has its own buffer and every fourth extent.
+                    for extent in extents[index::_NUM_THREADS]:
+                        move(extent, address_of(buffers[index]), extent.num_bytes)
+
+                list(threads.map(lane, range(_NUM_THREADS)))
+                return sum(extent.num_bytes for extent in extents)
+
+            extents = _extents_for(file, lambda extent: run(file.write, [extent]))
+            return (
+                _repeat(lambda: run(file.write, extents)),
+                _repeat(lambda: run(file.read, extents)),
+            ), file.direct
+    finally:
+        file.close()
+
+
+def _extents_for(file: ExtentFile, write: Callable[[Extent], int]) -> list[Extent]:
+    """Take as many extents as a run of about 0.1 s needs, within what the store's limit allows."""
+    limit = file.file_store.max_bytes
+    num_bytes = _REQUEST_BYTES if limit is None else min(_REQUEST_BYTES, limit)
+    first = file.allocate(num_bytes)
+    start = time.perf_counter()
+    write(first)
+    wanted = round(_RUN_SECONDS / (time.perf_counter() - start))
+    wanted = min(max(wanted, 1), _MAX_REQUESTS_PER_RUN)
+    if limit is not None:
+        wanted = min(wanted, limit // num_bytes)
+    return [first, *(file.allocate(num_bytes) for _ in range(wanted - 1))]
+
+
+def _repeat(run: Callable[[], int]) -> LinkProfile:
+    """Call `run`, which returns the bytes that it moved, once to warm up and then several times."""
+    run()
+    rates: list[float] = []
+    begin = time.perf_counter()
+    while len(rates) < _MIN_RUNS or (
+        len(rates) < _MAX_RUNS and time.perf_counter() - begin < _LINK_SECONDS
+    ):
+        start = time.perf_counter()
+        num_bytes = run()
+        rates.append(num_bytes / max(time.perf_counter() - start, 1e-9))
+    return LinkProfile.of(rates)
+
+
+def _tiers(device: _Device, store: FileStore | None) -> dict[Tier, TierProfile]:
+    tiers = {Tier.DEVICE: TierProfile(device.capacity_bytes)}
+    if device.kind == "cuda":
+        tiers[Tier.HOST] = TierProfile(_ram_bytes())
+    if store is not None:
+        statistics = os.statvfs(store.path)
+        free = statistics.f_bavail * statistics.f_frsize
+        usable = max(0, free - reserved_bytes(statistics.f_blocks * statistics.f_frsize))
+        limit = usable if store.max_bytes is None else store.max_bytes
+        tiers[Tier.FILE] = TierProfile(min(usable, limit))
+    return tiers
+
+
+def _device() -> _Device:
+    import torch
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return _Device("cuda", properties.name, properties.total_memory)
+    return _Device("cpu", _processor_name(), _ram_bytes())
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _processor_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                key, _, value = line.partition(":")
+                if key.strip() == "model name":
+                    return value.strip()
+    except FileNotFoundError:
+        return platform.machine()  # a system without /proc
+    return platform.machine()
+
+
+def _ram_bytes() -> int:
+    """Return the RAM in bytes, or the limit of the control group where that is lower."""
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            limit = file.read().strip()
+    except OSError:
+        return installed  # no control group, or one that cannot be read: no limit is known
+    return min(installed, int(limit)) if limit.isdigit() else installed

@@ -1,0 +1,254 @@
+"""The directory that a user gives as a store: what it is, and how a nameless file is opened in it.
+
+A nameless file (`O_TMPFILE`) is reclaimed by the kernel when the process ends, however it ends, so
+not even SIGKILL leaves anything behind.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import warnings
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from penstock.errors import StoreUnavailableError, StoreWarning
+from penstock.memory._extents import ALIGNMENT_BYTES
+from penstock.units import parse_bandwidth, parse_bytes
+
+_logger = logging.getLogger(__name__)
+
+# Zero where the platform has no such flag.
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_O_TMPFILE: int = getattr(os, "O_TMPFILE", 0)
+
+_RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
+# What a file system says that does not know O_TMPFILE or O_DIRECT.
+_NOT_SUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOSYS})
+# Memory addresses of direct I/O: most devices take 512, some demand the page.
+_ADDRESS_ALIGNMENTS = (512, ALIGNMENT_BYTES)
+
+
+@dataclass(frozen=True, init=False)
+class FileStore:
+    """A directory for offloaded bytes, with limits.
+
+    Example:
+        >>> FileStore("/mnt/nvme", "100GiB", write_bytes_per_second="500MB/s").max_bytes
+        107374182400
+
+    Args:
+        path: An existing, writable directory, best on a local NVMe disk.
+        max_bytes: The most bytes to use there, as an int or text such as `"100GiB"`; None: what is
+            free.
+        write_bytes_per_second: Write no faster than this; None: as fast as the device goes.
+        read_bytes_per_second: Read no faster than this; None: as fast as the device goes.
+
+    Raises:
+        TypeError, ValueError: A limit is not a size or a bandwidth, or `max_bytes` is below 4096.
+    """
+
+    path: str
+    max_bytes: int | None
+    write_bytes_per_second: float | None
+    read_bytes_per_second: float | None
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        max_bytes: int | str | None = None,
+        write_bytes_per_second: float | str | None = None,
+        read_bytes_per_second: float | str | None = None,
+    ) -> None:
+        if max_bytes is not None:
+            max_bytes = parse_bytes(max_bytes, name="max_bytes")
+            if max_bytes < ALIGNMENT_BYTES:
+                raise ValueError(f"max_bytes must be at least {ALIGNMENT_BYTES}; got {max_bytes}")
+        if write_bytes_per_second is not None:
+            write_bytes_per_second = parse_bandwidth(
+                write_bytes_per_second, name="write_bytes_per_second"
+            )
+        if read_bytes_per_second is not None:
+            read_bytes_per_second = parse_bandwidth(
+                read_bytes_per_second, name="read_bytes_per_second"
+            )
+        # The dataclass is frozen: this is the one place that sets its fields.
+        object.__setattr__(self, "path", _path_text(path))
+        object.__setattr__(self, "max_bytes", max_bytes)
+        object.__setattr__(self, "write_bytes_per_second", write_bytes_per_second)
+        object.__setattr__(self, "read_bytes_per_second", read_bytes_per_second)
+
+    @classmethod
+    def of(cls, store: FileStore | str | os.PathLike[str]) -> FileStore:
+        """Turn what users pass as `store` into a `FileStore`.
+
+        Args:
+            store: A `FileStore`, which is returned as it is, or the path of a directory.
+
+        Returns:
+            The store.
+
+        Raises:
+            TypeError: It is neither.
+        """
+        return store if isinstance(store, FileStore) else cls(store)
+
+
+class OpenFile(NamedTuple):
+    """A nameless file: its descriptor, and the alignment that its transfers need."""
+
+    fd: int
+    direct: bool
+    address_alignment: int  # of memory addresses, in bytes
+    length_alignment: int  # of file offsets and lengths, in bytes
+
+
+def open_nameless(path: str) -> OpenFile:
+    """Open a file without a name in a directory, for direct I/O where the file system has it.
+
+    Args:
+        path: The directory.
+
+    Returns:
+        The open file, empty, readable and writable by this process only.
+
+    Raises:
+        StoreUnavailableError: The directory is missing, is none, or cannot be written.
+    """
+    if not os.path.isdir(path):
+        problem = "is not a directory" if os.path.exists(path) else "does not exist"
+        raise StoreUnavailableError(
+            f"store {path!r} {problem}; pass an existing directory on a local disk", path=path
+        )
+    for direct in (True, False):
+        for nameless in (True, False):
+            try:
+                fd = _open(path, direct=direct, nameless=nameless)
+            except OSError as error:
+                if error.errno in _NOT_SUPPORTED:
+                    continue
+                raise StoreUnavailableError(
+                    f"store {path!r} cannot be used: {error.strerror} (errno {error.errno}); "
+                    "pass a directory that this user may write",
+                    path=path,
+                    errno=error.errno,
+                ) from error
+            try:
+                alignment = _address_alignment(fd) if direct else None
+            except BaseException:
+                os.close(fd)
+                raise
+            if alignment is not None:
+                return OpenFile(fd, True, alignment, ALIGNMENT_BYTES)
+            if not direct:
+                _logger.warning(
+                    "store %r refuses direct I/O: its transfers go through the page cache, which "
+                    "is slower and uses memory of its own",
+                    path,
+                )
+                return OpenFile(fd, False, 1, 1)
+            os.close(fd)
+    raise StoreUnavailableError(
+        f"store {path!r} cannot be used: no file can be created there; pass a directory that this "
+        "user may write",
+        path=path,
+    )
+
+
+def warn_if_ram(path: str, filesystem: str | None) -> None:
+    """Warn with `StoreWarning` where a store's file system lives in RAM.
+
+    Args:
+        path: The directory.
+        filesystem: Its file system's type.
+    """
+    if filesystem in _RAM_FILESYSTEMS:
+        warnings.warn(
+            f"store {path!r} is on {filesystem}: the slow tier is RAM, so offloading to it saves "
+            "no memory; pass a directory on a disk",
+            StoreWarning,
+            stacklevel=3,
+        )
+
+
+def filesystem_type(path: str) -> str | None:
+    """Return the type of the file system that holds a path, such as `"ext4"`.
+
+    Args:
+        path: An existing file or directory.
+
+    Returns:
+        The type, or None where the system does not tell.
+    """
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                fields, _, rest = line.partition(" - ")
+                if fields.split()[2] == wanted:
+                    return rest.split()[0]
+    except OSError as error:
+        _logger.debug("the type of the file system of %r is unknown: %s", path, error)
+    return None
+
+
+def free_bytes(fd: int) -> int:
+    """Return what an unprivileged user may still write to the file system of an open file, in
+    bytes.
+    """
+    statistics = os.fstatvfs(fd)
+    return statistics.f_bavail * statistics.f_frsize
+
+
+def total_bytes(fd: int) -> int:
+    """Return the bytes that the file system of an open file has in all."""
+    statistics = os.fstatvfs(fd)
+    return statistics.f_blocks * statistics.f_frsize
+
+
+def _open(path: str, *, direct: bool, nameless: bool) -> int:
+    if (direct and not _O_DIRECT) or (nameless and not _O_TMPFILE):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+    flags = os.O_RDWR | os.O_EXCL | os.O_CLOEXEC | (_O_DIRECT if direct else 0)
+    if nameless:
+        return os.open(path, flags | _O_TMPFILE, 0o600)
+    name = os.path.join(path, f".penstock-{os.getpid()}-{os.urandom(8).hex()}")
+    try:
+        return os.open(name, flags | os.O_CREAT, 0o600)
+    finally:
+        # An open that is refused for O_DIRECT has already created the file.
+        if os.path.lexists(name):
+            os.unlink(name)
+
+
+def _address_alignment(fd: int) -> int | None:
+    """Find by trial which memory alignment direct writes need; None: they are refused."""
+    with mmap.mmap(-1, 2 * ALIGNMENT_BYTES) as memory, memoryview(memory) as view:
+        for alignment in _ADDRESS_ALIGNMENTS:
+            with view[alignment : alignment + ALIGNMENT_BYTES] as block:
+                try:
+                    os.pwritev(fd, [block], 0)
+                except OSError as error:
+                    if error.errno == errno.EINVAL:
+                        continue
+                    # A full disk says nothing about alignment, and the first real write reports it.
+                    return ALIGNMENT_BYTES
+            os.ftruncate(fd, 0)
+            return alignment
+    return None
+
+
+def _path_text(path: str | os.PathLike[str]) -> str:
+    try:
+        text = os.fspath(path)
+    except TypeError:
+        text = None
+    if not isinstance(text, str) or not text:
+        raise TypeError(
+            f"store must be the path of a directory or a FileStore; got {path!r} of type "
+            f"{type(path).__name__}"
+        )
+    return text

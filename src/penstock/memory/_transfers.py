@@ -1,0 +1,190 @@
+"""Raw memory to a file and back, whole or not at all: short transfers, errors, alignment,
+throttling.
+
+A transfer either moves every byte or raises. The operating system may move fewer bytes than it was
+asked to, at any count; direct I/O can only go on from an aligned position, so what lies beyond the
+last aligned one is moved again.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+from penstock.errors import StoreFullError, StoreReadError, StoreWriteError
+from penstock.memory import _fork
+from penstock.memory._file_space import FULL_ERRNOS
+from penstock.memory._raw_memory import MAX_VIEW_BYTES, BounceBuffers, copy_bytes, view_at
+from penstock.memory._throttle import Throttle
+
+_logger = logging.getLogger(__name__)
+
+_MAX_READ_RETRIES = 3
+_MAX_MOVES_WITHOUT_PROGRESS = 3
+
+RawIO = Callable[[int, Sequence[memoryview], int], int]  # (fd, buffers, offset) -> bytes moved
+
+
+class Transfers:
+    """Moves bytes between raw memory and a file; thread-safe.
+
+    Args:
+        path: Where the file is, for messages.
+        pwritev: Writes to the file.
+        preadv: Reads from the file.
+        address_alignment: Alignment of memory in bytes that needs no copy.
+        length_alignment: Alignment of file offsets and lengths in bytes.
+        write_throttle: Slows writes down; None: as fast as they go.
+        read_throttle: Slows reads down; None: as fast as they go.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        pwritev: RawIO,
+        preadv: RawIO,
+        address_alignment: int,
+        length_alignment: int,
+        write_throttle: Throttle | None,
+        read_throttle: Throttle | None,
+    ) -> None:
+        self._path = path
+        self._pwritev = pwritev
+        self._preadv = preadv
+        self._address_alignment = address_alignment
+        self._length_alignment = length_alignment
+        self._write_throttle = write_throttle
+        self._read_throttle = read_throttle
+        self._bounce = BounceBuffers()
+
+    def split(self, address: int, num_bytes: int) -> tuple[int, int]:
+        """Return how long the head and the aligned middle of a memory range are, in bytes.
+
+        A range without an aligned middle counts as all middle: it moves through a padded buffer.
+        """
+        head_bytes = -address % self._address_alignment
+        middle_bytes = num_bytes - head_bytes
+        middle_bytes -= middle_bytes % self._length_alignment
+        return (head_bytes, middle_bytes) if middle_bytes > 0 else (0, num_bytes)
+
+    def write(self, fd: int, offset: int, address: int, num_bytes: int) -> None:
+        """Write memory to the file; the file's blocks are written whole, so padding follows the
+        end.
+        """
+        direct_bytes = self._direct_bytes(address, num_bytes)
+        self._write_aligned(fd, offset, address, direct_bytes)
+        for at, length in _chunks(direct_bytes, num_bytes):
+            with self._bounce.take() as buffer:
+                copy_bytes(buffer, address + at, length)
+                self._write_aligned(fd, offset + at, buffer, self._padded(length))
+
+    def read(self, fd: int, offset: int, address: int, num_bytes: int) -> None:
+        """Read from the file into memory, from any offset; an aligned one needs no copy."""
+        before = offset % self._length_alignment
+        if before:
+            length = min(self._length_alignment - before, num_bytes)
+            with self._bounce.take() as buffer:
+                self._read_aligned(fd, offset - before, buffer, self._length_alignment)
+                copy_bytes(address, buffer + before, length)
+            offset, address, num_bytes = offset + length, address + length, num_bytes - length
+        direct_bytes = self._direct_bytes(address, num_bytes)
+        self._read_aligned(fd, offset, address, direct_bytes)
+        for at, length in _chunks(direct_bytes, num_bytes):
+            with self._bounce.take() as buffer:
+                self._read_aligned(fd, offset + at, buffer, self._padded(length))
+                copy_bytes(address + at, buffer, length)
+
+    def _direct_bytes(self, address: int, num_bytes: int) -> int:
+        if address % self._address_alignment:
+            return 0
+        return num_bytes - num_bytes % self._length_alignment
+
+    def _padded(self, num_bytes: int) -> int:
+        return -(-num_bytes // self._length_alignment) * self._length_alignment
+
+    def _write_aligned(self, fd: int, offset: int, address: int, num_bytes: int) -> None:
+        self._move(self._write_once, self._write_throttle, fd, offset, address, num_bytes)
+
+    def _read_aligned(self, fd: int, offset: int, address: int, num_bytes: int) -> None:
+        self._move(self._read_once, self._read_throttle, fd, offset, address, num_bytes)
+
+    def _move(
+        self,
+        move_once: Callable[[int, memoryview, int], int],
+        throttle: Throttle | None,
+        fd: int,
+        offset: int,
+        address: int,
+        num_bytes: int,
+    ) -> None:
+        """Move all bytes, in requests of at most 8 MiB; go on after a short one from an aligned
+        place.
+        """
+        num_done = num_stuck = 0
+        while num_done < num_bytes:
+            view = view_at(address + num_done, min(num_bytes - num_done, MAX_VIEW_BYTES))
+            if throttle is not None:
+                throttle.acquire(len(view))
+            num_moved = move_once(fd, view, offset + num_done)
+            num_new = num_moved - num_moved % self._length_alignment
+            num_done += num_new
+            num_stuck = 0 if num_new else num_stuck + 1
+            if num_stuck > _MAX_MOVES_WITHOUT_PROGRESS:
+                write = move_once == self._write_once
+                raise (StoreWriteError if write else StoreReadError)(
+                    f"store {self._path!r} moved {num_moved} of {len(view)} bytes at offset "
+                    f"{offset + num_done} and would not move more; the "
+                    + ("file system refuses the write" if write else "file is shorter than it was"),
+                    path=self._path,
+                    offset=offset + num_done,
+                )
+
+    def _write_once(self, fd: int, view: memoryview, offset: int) -> int:
+        try:
+            return self._pwritev(fd, [view], offset)
+        except OSError as error:
+            if error.errno in FULL_ERRNOS:
+                raise StoreFullError(
+                    f"store {self._path!r} ran full while writing {len(view)} bytes at offset "
+                    f"{offset}: {error.strerror} (errno {error.errno}); free space there, lift the "
+                    "limit, or offload less",
+                    path=self._path,
+                    offset=offset,
+                    errno=error.errno,
+                ) from error
+            raise StoreWriteError(
+                f"store {self._path!r} could not write {len(view)} bytes at offset {offset}: "
+                f"{error.strerror} (errno {error.errno}); check the disk or pass another one",
+                path=self._path,
+                offset=offset,
+                errno=error.errno,
+            ) from error
+
+    def _read_once(self, fd: int, view: memoryview, offset: int) -> int:
+        num_retries = 0
+        while True:
+            try:
+                # A fork must wait for reads: see _fork.
+                with _fork.read_gate:
+                    return self._preadv(fd, [view], offset)
+            except OSError as error:
+                if error.errno == errno.EIO and num_retries < _MAX_READ_RETRIES:
+                    num_retries += 1
+                    _logger.warning("store %r: EIO at offset %d, reading again", self._path, offset)
+                    continue
+                raise StoreReadError(
+                    f"store {self._path!r} could not read {len(view)} bytes at offset {offset}: "
+                    f"{error.strerror} (errno {error.errno}), after {num_retries} retries; check "
+                    "the disk",
+                    path=self._path,
+                    offset=offset,
+                    errno=error.errno,
+                ) from error
+
+
+def _chunks(start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Cut `[start, end)` into pieces that fit a bounce buffer, as (start, length)."""
+    for at in range(start, end, BounceBuffers.NUM_BYTES):
+        yield at, min(BounceBuffers.NUM_BYTES, end - at)

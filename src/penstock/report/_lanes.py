@@ -1,0 +1,118 @@
+"""How a timeline's spans are laid out in lanes, the same for the trace and for the picture.
+
+Transfers of one link overlap in time (several threads write at once), and neither a trace viewer
+nor a picture can draw two overlapping spans in one row. A lane is therefore split into as few rows
+as keep its spans apart.
+"""
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from penstock.memory import Link, Span, Timeline
+
+
+class LaneKind(enum.StrEnum):
+    """What a lane shows; the order of the members is the order from top to bottom."""
+
+    COMPUTE = "compute"
+    WRITE = "writes"
+    READ = "reads"
+    STALL = "stalls"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """One lane of a timeline: the spans of one link, of the computation, or of its stalls."""
+
+    title: str
+    """What a person reads beside the lane, such as ``"writes device->file"``."""
+    kind: LaneKind
+    """What the lane shows; decides colour and order."""
+    rows: tuple[tuple[Span, ...], ...]
+    """The lane's spans; no two spans of a row overlap, and each row is sorted by start."""
+
+    @property
+    def spans(self) -> Iterable[Span]:
+        """Every span of the lane, row by row."""
+        for row in self.rows:
+            yield from row
+
+
+# Away from the device is a write, towards it a read: the same two words on every machine.
+_WRITE_LINKS = (Link.DEVICE_TO_HOST, Link.DEVICE_TO_FILE, Link.HOST_TO_FILE)
+_READ_LINKS = (Link.FILE_TO_HOST, Link.FILE_TO_DEVICE, Link.HOST_TO_DEVICE)
+
+
+def timeline_lanes(timeline: Timeline) -> list[Lane]:
+    """Sort a timeline's spans into lanes: compute, writes, reads, stalls, then the rest by name.
+
+    Example:
+        >>> [lane.title for lane in timeline_lanes(ledger.timeline())]  # doctest: +SKIP
+        ['compute', 'writes device->file', 'reads file->device', 'stalls']
+
+    Args:
+        timeline: the timeline whose spans are sorted.
+
+    Returns:
+        The lanes that have at least one span, from top to bottom.
+    """
+    spans_by_lane: dict[str, list[Span]] = {}
+    for span in timeline.spans:
+        spans_by_lane.setdefault(span.lane, []).append(span)
+    lanes = [
+        Lane(title=_title(name), kind=_kind(name), rows=_rows(spans))
+        for name, spans in spans_by_lane.items()
+    ]
+    kinds = list(LaneKind)
+    return sorted(lanes, key=lambda lane: (kinds.index(lane.kind), lane.title))
+
+
+def _kind(name: str) -> LaneKind:
+    if name == "compute":
+        return LaneKind.COMPUTE
+    if name in _WRITE_LINKS:
+        return LaneKind.WRITE
+    if name in _READ_LINKS:
+        return LaneKind.READ
+    if name == "stall":
+        return LaneKind.STALL
+    return LaneKind.OTHER
+
+
+def _title(name: str) -> str:
+    kind = _kind(name)
+    if kind is LaneKind.OTHER:
+        return name
+    return f"{kind} {name}" if kind in (LaneKind.WRITE, LaneKind.READ) else str(kind)
+
+
+def _rows(spans: list[Span]) -> tuple[tuple[Span, ...], ...]:
+    """Greedy interval partitioning: the fewest rows, as spans are taken in order of start."""
+    rows: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: (span.start_ns, span.end_ns)):
+        for row in rows:
+            if row[-1].end_ns <= span.start_ns:
+                row.append(span)
+                break
+        else:
+            rows.append([span])
+    return tuple(tuple(row) for row in rows)
+
+
+def time_bounds(timeline: Timeline) -> tuple[int, int]:
+    """The earliest start and the latest end of anything in a timeline, in nanoseconds.
+
+    A transfer may have begun in the step before, so this can be wider than the step itself.
+
+    Args:
+        timeline: the timeline to look at.
+
+    Returns:
+        ``(start_ns, end_ns)``, a half-open interval.
+    """
+    sampled = [at_ns for samples in timeline.samples.values() for at_ns, _ in samples]
+    starts = [span.start_ns for span in timeline.spans] + sampled
+    ends = [span.end_ns for span in timeline.spans] + sampled
+    return min([timeline.start_ns, *starts]), max([timeline.end_ns, *ends])

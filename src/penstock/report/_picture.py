@@ -1,0 +1,196 @@
+"""A timeline as one picture: where the bytes were, and what the machine did meanwhile.
+
+The memory of each tier is on top, the lanes are below on the same time axis, so that a write can be
+seen to lower one curve and to raise the other. Everything that explains colours stands outside the
+axes: nothing covers the data.
+"""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.memory import Tier, Timeline
+from penstock.report._lanes import Lane, LaneKind, time_bounds, timeline_lanes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_MIB = 1 << 20
+
+# Okabe and Ito's palette, which stays apart for colour-blind readers.
+_BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+_SKY, _PURPLE, _GREY = "#56B4E9", "#CC79A7", "#7F7F7F"
+# No tier shares its colour with an activity below it.
+_TIER_COLOURS = {Tier.DEVICE: _BLUE, Tier.HOST: "#6A3D9A", Tier.FILE: "#555555"}
+_COMPUTE_COLOURS = {"forward": _SKY, "backward": _PURPLE}
+_LANE_COLOURS = {LaneKind.WRITE: _ORANGE, LaneKind.READ: _GREEN, LaneKind.STALL: _RED}
+
+_FIGURE_WIDTH_INCHES = 13.0
+_MEMORY_HEIGHT_INCHES = 3.4
+_LANE_HEIGHT_INCHES = 0.55
+_MARGINS_HEIGHT_INCHES = 1.7
+
+
+def draw_timeline(
+    timeline: Timeline, path: str | os.PathLike[str], *, title: str | None = None
+) -> Path:
+    """Draw a timeline: memory per tier over time, with compute, writes, reads and stalls below.
+
+    Example:
+        >>> draw_timeline(offload.timeline(), "step.png")  # doctest: +SKIP
+        PosixPath('step.png')
+
+    Args:
+        timeline: the timeline, for example that of the last training step.
+        path: the picture to write, replaced when it exists; the suffix decides the format
+            (``.png``, ``.svg``, ``.pdf``); missing directories are made.
+        title: the headline; by default it says how long the step took.
+
+    Returns:
+        The path of the picture.
+
+    Raises:
+        ImportError: matplotlib is missing; the extra ``viz`` brings it.
+        ValueError: the suffix of ``path`` names no format that matplotlib writes.
+        OSError: the file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+    except ImportError as error:
+        raise ImportError(
+            "Drawing a timeline needs matplotlib. Install it with: pip install 'penstock[viz]'"
+        ) from error
+
+    lanes = timeline_lanes(timeline)
+    lanes_height = _LANE_HEIGHT_INCHES * max(1, len(lanes))
+    figure = Figure(
+        figsize=(
+            _FIGURE_WIDTH_INCHES,
+            _MEMORY_HEIGHT_INCHES + lanes_height + _MARGINS_HEIGHT_INCHES,
+        ),
+        layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12),
+    )
+    FigureCanvasAgg(figure)
+    memory_axes, lane_axes = figure.subplots(
+        2, 1, sharex=True, height_ratios=[_MEMORY_HEIGHT_INCHES, lanes_height]
+    )
+    origin_ns, end_ns = time_bounds(timeline)
+    _draw_memory(memory_axes, timeline, origin_ns, end_ns)
+    _draw_lanes(lane_axes, lanes, origin_ns)
+    # An empty timeline still gets an axis of positive length.
+    lane_axes.set_xlim(0, max((end_ns - origin_ns) / 1e6, 1e-3))
+    figure.suptitle(title or _headline(timeline), fontsize=15)
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _headline(timeline: Timeline) -> str:
+    headline = f"One training step: {(timeline.end_ns - timeline.start_ns) / 1e9:.2f} s"
+    if timeline.num_dropped:
+        headline += f" ({timeline.num_dropped:,} later events were not recorded)"
+    return headline
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:,.{0 if num_bytes >= 10 * _MIB else 2}f} MiB"
+
+
+def _draw_memory(axes: "Axes", timeline: Timeline, origin_ns: int, end_ns: int) -> None:
+    highest_mib = 0.0
+    for tier, samples in timeline.samples.items():
+        peak_bytes = max((num_bytes for _, num_bytes in samples), default=0)
+        if peak_bytes == 0:
+            continue
+        # The last value holds until the end of the timeline.
+        times_ms = [(at_ns - origin_ns) / 1e6 for at_ns, _ in [*samples, (end_ns, 0)]]
+        sizes_mib = [num_bytes / _MIB for _, num_bytes in [*samples, samples[-1]]]
+        colour = _TIER_COLOURS[tier]
+        label = f"{tier}: peak {_mib(peak_bytes)}"
+        axes.step(times_ms, sizes_mib, where="post", color=colour, linewidth=1.8, label=label)
+        axes.fill_between(times_ms, sizes_mib, step="post", color=colour, alpha=0.15, linewidth=0)
+        highest_mib = max(highest_mib, peak_bytes / _MIB)
+    axes.set_ylim(0, highest_mib * 1.08 or 1.0)
+    axes.set_ylabel("saved activations, MiB", fontsize=12)
+    axes.tick_params(labelsize=11)
+    axes.grid(alpha=0.3)
+    _tidy(axes)
+    if highest_mib:
+        axes.legend(title="resident bytes by tier", **_LEGEND_OUTSIDE)
+    else:
+        _say_empty(axes, "no resident bytes were recorded")
+
+
+def _draw_lanes(axes: "Axes", lanes: list[Lane], origin_ns: int) -> None:
+    from matplotlib.patches import Patch
+
+    legend: dict[str, str] = {}
+    for position, lane in enumerate(lanes):
+        row_height = 0.8 / len(lane.rows)
+        for row_index, row in enumerate(lane.rows):
+            bottom = position - 0.4 + row_index * row_height
+            by_colour: dict[str, list[tuple[float, float]]] = {}
+            for span in row:
+                label, colour = _label_and_colour(lane.kind, span.name)
+                legend.setdefault(label, colour)
+                by_colour.setdefault(colour, []).append(
+                    ((span.start_ns - origin_ns) / 1e6, (span.end_ns - span.start_ns) / 1e6)
+                )
+            for colour, ranges in by_colour.items():
+                # The hair line keeps spans shorter than a pixel visible.
+                axes.broken_barh(
+                    ranges,
+                    (bottom, row_height),
+                    facecolors=colour,
+                    edgecolors=colour,
+                    linewidth=0.3,
+                )
+    axes.set_yticks(range(len(lanes)), [_two_lines(lane.title) for lane in lanes], fontsize=11)
+    axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)  # the first lane is on top
+    axes.set_xlabel("time, ms", fontsize=12)
+    axes.tick_params(labelsize=11)
+    axes.grid(axis="x", alpha=0.3)
+    _tidy(axes)
+    if lanes:
+        patches = [Patch(color=colour, label=label) for label, colour in legend.items()]
+        axes.legend(handles=patches, title="activity", **_LEGEND_OUTSIDE)
+    else:
+        _say_empty(axes, "no compute, transfer or stall was recorded")
+
+
+_LEGEND_OUTSIDE = {
+    "loc": "upper left",
+    "bbox_to_anchor": (1.01, 1.0),
+    "borderaxespad": 0.0,
+    "frameon": False,
+    "fontsize": 11,
+    "title_fontsize": 11,
+    "alignment": "left",
+}
+
+
+def _label_and_colour(kind: LaneKind, name: str) -> tuple[str, str]:
+    if kind is LaneKind.COMPUTE:
+        if name in _COMPUTE_COLOURS:
+            return name, _COMPUTE_COLOURS[name]
+        return "other compute", _GREY
+    return str(kind), _LANE_COLOURS.get(kind, _GREY)
+
+
+def _two_lines(title: str) -> str:
+    return title.replace("->", "\N{RIGHTWARDS ARROW}").replace(" ", "\n", 1)
+
+
+def _tidy(axes: "Axes") -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
+
+
+def _say_empty(axes: "Axes", text: str) -> None:
+    axes.text(
+        0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=12, color=_GREY
+    )

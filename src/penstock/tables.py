@@ -1,0 +1,126 @@
+"""A report as a table for the terminal, so that every report reads the same.
+
+The unit of a number is the end of its name: `peak_file_bytes` is shown in GiB and `stall_seconds`
+in milliseconds without the report saying so again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from penstock.units import format_bandwidth, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_WIDTH = 100  # columns where the output is no terminal
+_UNITS = {
+    "_bytes_per_second": format_bandwidth,
+    "_bytes": format_bytes,
+    "_seconds": format_seconds,
+}
+
+
+def report_table(report: DataclassInstance | Iterable[tuple[str, object]], *, title: str) -> str:
+    """Lay out a report as a two-column table: what, and how much.
+
+    Example:
+        >>> print(report_table([("peak_file_bytes", 3 * 2**30), ("num_steps", 5)], title="demo"))
+        ╭─ demo ────────────────╮
+        │ peak file    3.00 GiB │
+        │ steps               5 │
+        ╰───────────────────────╯
+
+    Args:
+        report: A dataclass instance, or rows of name and value. Names ending in `_bytes`,
+            `_seconds` or `_bytes_per_second` (or beginning with `bytes_`) give their numbers a
+            unit; a mapping becomes one row per entry, with the unit of its own name.
+        title: Headline of the table.
+
+    Returns:
+        Lines of text without a newline at the end; with colour only where standard output is a
+        terminal.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    is_terminal = bool(getattr(sys.stdout, "isatty", lambda: False)())
+    console = Console(
+        file=io.StringIO(),
+        force_terminal=is_terminal,
+        width=None if is_terminal else _WIDTH,
+        force_jupyter=False,  # a notebook would get the table by itself instead of the text
+    )
+    grid = Table.grid(padding=(0, 4, 0, 0))
+    grid.add_column(style="cyan", no_wrap=True)
+    grid.add_column(overflow="fold")
+    rows = [
+        (_label(name), _format(name, value), _is_number(value)) for name, value in _rows(report)
+    ]
+    # Numbers line up at their right end, close to their names even beside a long text.
+    num_columns = max((len(shown) for _, shown, is_number in rows if is_number), default=0)
+    for label, shown, is_number in rows:
+        # Text, not a string: a path with brackets must not be read as markup.
+        grid.add_row(Text(label), Text(shown.rjust(num_columns) if is_number else shown))
+    can_draw = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
+    console.print(
+        Panel(
+            grid,
+            title=Text(title),
+            title_align="left",
+            box=box.ROUNDED if can_draw else box.ASCII,
+            expand=False,
+        )
+    )
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def _rows(report: DataclassInstance | Iterable[tuple[str, object]]) -> Iterator[tuple[str, Any]]:
+    if dataclasses.is_dataclass(report) and not isinstance(report, type):
+        rows: Iterable[tuple[str, object]] = [
+            (field.name, getattr(report, field.name)) for field in dataclasses.fields(report)
+        ]
+    else:
+        rows = report  # pyright: ignore[reportAssignmentType]
+    for name, value in rows:
+        if isinstance(value, Mapping):
+            suffix = _suffix(name)
+            stem = name.removesuffix(suffix)
+            for key, entry in value.items():
+                yield f"{stem} {key}{suffix}", entry
+        else:
+            yield name, value
+
+
+def _suffix(name: str) -> str:
+    return next((suffix for suffix in _UNITS if name.endswith(suffix)), "")
+
+
+def _label(name: str) -> str:
+    return name.removesuffix(_suffix(name)).removeprefix("num_").replace("_", " ")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _format(name: str, value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        suffix = _suffix(name) or ("_bytes" if name.startswith("bytes_") else "")
+        if suffix:
+            return _UNITS[suffix](value)
+        return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+    return str(value)

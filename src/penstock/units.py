@@ -1,0 +1,179 @@
+"""Byte counts, bandwidths and durations as people write them, to numbers and back.
+
+Every size that a user passes to Penstock goes through this file, so that `"8GiB"` means the same
+everywhere and a wrong size is refused with the name of the argument that carried it.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from fractions import Fraction
+
+_QUANTITY = re.compile(r"\s*(?P<number>[0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(?P<unit>[A-Za-z]*)\s*")
+_PREFIXES = "kmgtp"
+_UNIT_BYTES: dict[str, int] = (
+    {"": 1, "b": 1}
+    | {f"{prefix}b": 1000 ** (power + 1) for power, prefix in enumerate(_PREFIXES)}
+    | {f"{prefix}ib": 1024 ** (power + 1) for power, prefix in enumerate(_PREFIXES)}
+)
+_ACCEPTED_BYTES = 'a whole number of bytes >= 0, or a string such as "4096", "1.5 MB" or "8GiB"'
+_ACCEPTED_BANDWIDTH = (
+    'a number of bytes per second > 0, or a string such as "200MB/s" or "1.5 GiB/s"'
+)
+
+
+def parse_bytes(value: int | str, *, name: str = "value") -> int:
+    """Turn a size as a user writes it into a number of bytes.
+
+    Example:
+        >>> parse_bytes("8GiB"), parse_bytes("1.5 MB"), parse_bytes(4096)
+        (8589934592, 1500000, 4096)
+
+    Args:
+        value: Whole number of bytes, or a number with a unit: `B`, `KB` `MB` `GB` `TB` `PB` (powers
+            of 1000), `KiB` `MiB` `GiB` `TiB` `PiB` (powers of 1024), in any case. Fractions are
+            rounded to the nearest byte.
+        name: The argument that carried the value, for the error message.
+
+    Returns:
+        Bytes, at least 0.
+
+    Raises:
+        TypeError: `value` is neither an integer nor a string (a bool is not a size).
+        ValueError: `value` is negative, or the text is not a size.
+    """
+    if isinstance(value, str):
+        return _parse_text(value, name=name, whole=value, accepted=_ACCEPTED_BYTES)
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(
+            f"{name} must be {_ACCEPTED_BYTES}; got {value!r} of type {type(value).__name__}"
+        )
+    num_bytes = operator.index(value)
+    if num_bytes < 0:
+        raise ValueError(f"{name} must be {_ACCEPTED_BYTES}; got {value!r}")
+    return num_bytes
+
+
+def parse_bandwidth(value: int | float | str, *, name: str = "value") -> float:
+    """Turn a bandwidth as a user writes it into bytes per second.
+
+    Example:
+        >>> parse_bandwidth("200MB/s"), parse_bandwidth(1e9)
+        (200000000.0, 1000000000.0)
+
+    Args:
+        value: Bytes per second, or a size (see `parse_bytes`) followed by `/s`.
+        name: The argument that carried the value, for the error message.
+
+    Returns:
+        Bytes per second, finite and above 0.
+
+    Raises:
+        TypeError: `value` is neither a number nor a string.
+        ValueError: `value` is not above 0, not finite, or the text is not a bandwidth.
+    """
+    if isinstance(value, str):
+        size, slash, second = value.rpartition("/")
+        if not slash or second.strip() != "s":
+            raise ValueError(f"{name} must be {_ACCEPTED_BANDWIDTH}; got {value!r}")
+        number = float(_parse_text(size, name=name, whole=value, accepted=_ACCEPTED_BANDWIDTH))
+    elif isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise TypeError(
+            f"{name} must be {_ACCEPTED_BANDWIDTH}; got {value!r} of type {type(value).__name__}"
+        )
+    else:
+        number = float(value)
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(f"{name} must be {_ACCEPTED_BANDWIDTH}; got {value!r}")
+    return number
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Write a number of bytes with the largest binary unit that keeps it at 1 or more.
+
+    Example:
+        >>> format_bytes(1610612736), format_bytes(512)
+        ('1.50 GiB', '512 B')
+
+    Args:
+        num_bytes: Bytes; may be negative (a difference).
+
+    Returns:
+        Text with two decimals, whole bytes below 1 KiB.
+    """
+    if abs(num_bytes) < 1024:
+        return f"{num_bytes:.0f} B"
+    scaled = float(num_bytes)
+    unit = "B"
+    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        scaled /= 1024
+        # Compare what will be shown, so that 1023.999 KiB reads 1.00 MiB and not 1024.00 KiB.
+        if round(abs(scaled), 2) < 1024:
+            break
+    return f"{scaled:.2f} {unit}"
+
+
+def format_bandwidth(bytes_per_second: float) -> str:
+    """Write a bandwidth, with the units of `format_bytes`.
+
+    Example:
+        >>> format_bandwidth(1610612736.0)
+        '1.50 GiB/s'
+
+    Args:
+        bytes_per_second: Bytes per second.
+
+    Returns:
+        Text such as `1.50 GiB/s`.
+    """
+    return f"{format_bytes(round(bytes_per_second))}/s"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration with three significant digits, or minutes and hours when it is long.
+
+    Example:
+        >>> format_seconds(0.0123), format_seconds(200)
+        ('12.3 ms', '3 min 20 s')
+
+    Args:
+        seconds: Seconds; may be negative (a difference).
+
+    Returns:
+        Text in ns, us, ms, s, minutes or hours.
+    """
+    if seconds < 0:
+        return f"-{format_seconds(-seconds)}"
+    if seconds == 0:
+        return "0 s"
+    if seconds >= 7200:
+        minutes = round(seconds / 60)
+        return f"{minutes // 60} h {minutes % 60} min"
+    if seconds >= 120:
+        whole = round(seconds)
+        return f"{whole // 60} min {whole % 60} s"
+    scaled, unit = seconds * 1e9, "ns"
+    for larger in ("us", "ms", "s"):
+        if scaled < 999.5:
+            break
+        scaled, unit = scaled / 1000, larger
+    digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
+    return f"{scaled:.{digits}f} {unit}"
+
+
+def _parse_text(text: str, *, name: str, whole: str, accepted: str) -> int:
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{name} must be {accepted}; got {whole!r}")
+    unit = match["unit"].lower()
+    if unit not in _UNIT_BYTES:
+        hint = ""
+        if unit in _PREFIXES:
+            letter = unit.upper()
+            hint = f"; write {letter}B for powers of 1000 or {letter}iB for powers of 1024"
+        raise ValueError(
+            f"{name} must be {accepted}; got {whole!r} with unknown unit {match['unit']!r}{hint}"
+        )
+    return round(Fraction(match["number"]) * _UNIT_BYTES[unit])

@@ -1,0 +1,129 @@
+"""`device_memory` and `host_memory` are never exceeded by more than one storage."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.memory import FileStore
+
+KIB = 1024
+HIDDEN = 256
+
+
+def model_of(num_layers: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(HIDDEN, HIDDEN), nn.GELU()] * num_layers)
+
+
+def gradients(model: nn.Module, batch: int) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(batch)
+    model(torch.randn(batch, HIDDEN)).square().mean().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def saved_bytes(store, model: nn.Module, batch: int) -> tuple[int, int]:
+    """What one step saves, in all and at most in one storage."""
+    with penstock.offload(store, policy="all", min_bytes="1GiB") as offload:
+        gradients(model, batch)
+    return offload.report().saved_bytes, batch * HIDDEN * 4
+
+
+@pytest.mark.parametrize("policy", ["all", "auto"])
+@pytest.mark.parametrize("fraction", [2, 4, 16])
+def test_device_memory_holds_from_the_first_step(store, policy, fraction):
+    model = model_of(8)
+    expected = gradients(model, 512)
+    total, largest = saved_bytes(store, model, 512)
+    budget = total // fraction
+    offload = penstock.offload(store, device_memory=budget, policy=policy, min_bytes="4KiB")
+    for _ in range(4):
+        with offload:
+            assert equal(gradients(model, 512), expected)
+        assert offload.report().peak_device_bytes <= budget + largest
+    assert offload.report().peak_device_bytes > budget // 4
+    offload.close()
+
+
+def test_auto_uses_the_budget_it_is_given(store):
+    model = model_of(8)
+    total, _ = saved_bytes(store, model, 512)
+    offload = penstock.offload(store, device_memory=2 * total, min_bytes="4KiB")
+    with offload:
+        gradients(model, 512)
+        first = offload.report().offloaded_bytes
+        gradients(model, 512)
+        gradients(model, 512)
+    assert offload.report().offloaded_bytes == first  # the first step measures, then all stays
+    assert "fits" in offload.report().reason
+    offload.close()
+
+
+def test_a_slow_store_blocks_and_never_exceeds(store):
+    model = model_of(4)
+    expected = gradients(model, 256)
+    total, largest = saved_bytes(store, model, 256)
+    slow = FileStore(str(store), write_bytes_per_second=20e6, read_bytes_per_second=20e6)
+    offload = penstock.offload(slow, device_memory=total // 4, policy="all", min_bytes="4KiB")
+    with offload:
+        assert equal(gradients(model, 256), expected)
+    report = offload.report()
+    assert report.peak_device_bytes <= total // 4 + largest
+    assert report.stall_seconds > 0
+    offload.close()
+
+
+@pytest.mark.parametrize("policy", ["all", "auto"])
+def test_batch_shapes_that_change_and_models_in_turn(store, policy):
+    models = [model_of(6), model_of(3)]
+    batches = [512, 64, 300, 8, 512, 129]
+    expected = {
+        (index, batch): gradients(model, batch)
+        for index, model in enumerate(models)
+        for batch in batches
+    }
+    total, largest = saved_bytes(store, models[0], 512)
+    budget = total // 4
+    offload = penstock.offload(store, device_memory=budget, policy=policy, min_bytes="4KiB")
+    with offload:
+        for batch in batches:
+            for index, model in enumerate(models):
+                assert equal(gradients(model, batch), expected[index, batch])
+    assert offload.report().peak_device_bytes <= budget + largest
+    offload.close()
+
+
+def test_interleaved_graphs_keep_within_the_budget(store):
+    model = model_of(4)
+    expected = [gradients(model, batch) for batch in (128, 256, 512)]
+    total, largest = saved_bytes(store, model, 512)
+    offload = penstock.offload(store, device_memory=total // 4, policy="all", min_bytes="4KiB")
+    with offload:
+        losses = []
+        for batch in (128, 256, 512):
+            torch.manual_seed(batch)
+            losses.append(model(torch.randn(batch, HIDDEN)).square().mean())
+        for loss, gradient in zip(losses, expected, strict=True):
+            model.zero_grad()
+            loss.backward()
+            assert equal([parameter.grad for parameter in model.parameters()], gradient)
+        del loss, losses
+    assert offload.report().peak_device_bytes <= total // 4 + largest
+    offload.close()
+
+
+def test_host_memory_bounds_the_unaligned_ends(store):
+    model = model_of(4)
+    expected = gradients(model, 100)
+    offload = penstock.offload(store, host_memory=16 * KIB, policy="all", min_bytes="4KiB")
+    with offload:
+        assert equal(gradients(model, 100), expected)
+    assert offload.report().peak_host_bytes <= 16 * KIB
+    offload.close()

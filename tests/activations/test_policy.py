@@ -1,0 +1,165 @@
+"""The plan against a step-by-step model of the two links."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.activations._policy import (
+    AutoPolicy,
+    LinkRates,
+    SavedEntry,
+    hidden_prefix,
+    step_delay,
+)
+
+MIB = 1024**2
+
+
+def step(sizes: list[int], forward_seconds: float, backward_seconds: float) -> list[SavedEntry]:
+    """A step that saves at even intervals and uses in reverse."""
+    count = len(sizes)
+    return [
+        SavedEntry(
+            num_bytes=size,
+            packed_seconds=forward_seconds * (index + 1) / count,
+            offloadable=True,
+            used_seconds=forward_seconds + backward_seconds * (count - index) / count,
+        )
+        for index, size in enumerate(sizes)
+    ]
+
+
+def rates(write: float, read: float) -> LinkRates:
+    return LinkRates(write_bytes_per_second=write, read_bytes_per_second=read)
+
+
+def test_everything_is_hidden_behind_fast_links():
+    entries = step([MIB] * 20, 1.0, 2.0)
+    assert hidden_prefix(entries, rates(1e12, 1e12), window_bytes=64 * MIB) == 20
+
+
+def test_nothing_is_hidden_behind_dead_slow_links():
+    entries = step([MIB] * 20, 1.0, 2.0)
+    assert hidden_prefix(entries, rates(1e3, 1e3), window_bytes=64 * MIB) == 0
+
+
+@pytest.mark.parametrize("slow", ["write", "read"])
+def test_half_the_needed_rate_keeps_a_tail(slow):
+    entries = step([MIB] * 40, 1.0, 1.0)
+    half = 20 * MIB
+    link = rates(half, 1e12) if slow == "write" else rates(1e12, half)
+    count = hidden_prefix(entries, link, window_bytes=1024 * MIB)
+    assert 10 <= count < 40
+    delay = step_delay(entries[:count], link, 1.0, window_bytes=1024 * MIB)
+    assert delay is not None and delay <= 0.02
+
+
+def test_a_faster_link_never_hides_less():
+    entries = step([MIB * (1 + index % 5) for index in range(30)], 1.0, 2.0)
+    counts = [
+        hidden_prefix(entries, rates(rate * MIB, rate * MIB), window_bytes=32 * MIB)
+        for rate in (10, 20, 40, 80, 160)
+    ]
+    assert counts == sorted(counts)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=8),
+    write=st.integers(5, 200),
+    read=st.integers(5, 200),
+)
+def test_the_chosen_prefix_is_the_longest_that_is_hidden(sizes, write, read):
+    """Against all prefixes: no longer one is hidden while the chosen one is."""
+    entries = step([size * MIB for size in sizes], 1.0, 2.0)
+    link = rates(write * MIB, read * MIB)
+    duration = max(entry.used_seconds or 0.0 for entry in entries) - entries[0].packed_seconds
+    count = hidden_prefix(entries, link, window_bytes=64 * MIB)
+
+    def hidden(length: int) -> bool:
+        delay = step_delay(entries[:length], link, 1.0 + 2.0 / len(sizes), window_bytes=64 * MIB)
+        return delay is not None and delay <= 0.01 * duration
+
+    assert hidden(count)
+    monotone = all(hidden(a) or not hidden(a + 1) for a in range(len(entries)))
+    if monotone:
+        assert count == max(length for length in range(len(entries) + 1) if hidden(length))
+
+
+def test_delay_of_one_storage_is_exact():
+    """Written from 1 s to 1.5 s; needed at 3 s; read from 2 s at half speed until 3 1/3 s."""
+    entry = SavedEntry(90 * MIB, packed_seconds=1.0, offloadable=True, used_seconds=3.0)
+    delay = step_delay([entry], rates(200 * MIB, 75 * MIB), 2.0, window_bytes=MIB)
+    assert delay == pytest.approx(2.0 + 90 / (75 * 0.9) - 3.0)
+
+
+def test_the_window_holds_reads_back():
+    entries = step([10 * MIB] * 10, 1.0, 1.0)
+    for entry in entries:
+        entry.used_seconds = 2.0  # all at once, a second after the backward pass has begun
+    link = rates(1e12, 150 * MIB)
+    wide = step_delay(entries, link, 1.0, window_bytes=1000 * MIB)
+    narrow = step_delay(entries, link, 1.0, window_bytes=10 * MIB)
+    assert wide is not None and narrow is not None
+    assert narrow > wide
+
+
+def auto(device_memory: int | None = None) -> AutoPolicy:
+    return AutoPolicy(device_memory=device_memory, in_flight_bytes=64 * MIB, window_bytes=64 * MIB)
+
+
+def offloaded(policy: AutoPolicy, entries: list[SavedEntry]) -> int:
+    policy.begin_step()
+    return sum(entry.num_bytes for entry in entries if policy.wants(entry.num_bytes, False))
+
+
+def test_auto_learns_from_the_first_step():
+    policy, entries = auto(), step([MIB] * 40, 1.0, 1.0)
+    assert offloaded(policy, entries) == 40 * MIB
+    assert policy.learning
+    policy.learn(entries, rates(20 * MIB, 20 * MIB))
+    second = offloaded(policy, entries)
+    assert not policy.learning
+    assert 0 < second < 40 * MIB
+    assert "leave" in policy.reason
+
+
+def test_auto_with_a_budget_sends_what_does_not_fit():
+    policy, entries = auto(device_memory=30 * MIB), step([MIB] * 40, 1.0, 1.0)
+    offloaded(policy, entries)
+    policy.learn(entries, rates(None, None))
+    assert offloaded(policy, entries) == 25 * MIB  # 40 - (30 - half of it for writes in flight)
+    roomy = auto(device_memory=64 * MIB)
+    offloaded(roomy, entries)
+    roomy.learn(entries, rates(None, None))
+    assert offloaded(roomy, entries) == 0
+    assert "fits" in roomy.reason
+
+
+def test_auto_plans_each_kind_of_step_by_itself():
+    policy = auto()
+    large, small = step([8 * MIB] * 10, 1.0, 1.0), step([MIB] * 10, 1.0, 1.0)
+    for entries in (large, small):
+        offloaded(policy, entries)
+        policy.learn(entries, rates(20 * MIB, 20 * MIB))
+    amounts = [offloaded(policy, entries) for entries in (large, small, large, small)]
+    assert amounts[0] == amounts[2] != amounts[1] == amounts[3]
+
+
+def test_auto_keeps_what_a_backward_pass_saves():
+    policy = auto()
+    policy.begin_step()
+    assert policy.wants(MIB, False)
+    assert not policy.wants(MIB, True)
+
+
+def test_a_prefix_has_no_holes():
+    policy, entries = auto(), step([MIB, 30 * MIB, MIB, MIB], 1.0, 1.0)
+    offloaded(policy, entries)
+    policy.learn(entries, rates(10 * MIB, 10 * MIB))
+    policy.begin_step()
+    choices = [policy.wants(entry.num_bytes, False) for entry in entries]
+    assert not any(later and not sooner for sooner, later in itertools.pairwise(choices))

@@ -1,0 +1,152 @@
+"""What every test shares: a store on a real disk, fixed seeds, a watch on what is left behind."""
+
+import gc
+import os
+import random
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # a GPU machine may run the `gpu` tests without it
+    pass
+else:
+    # Shared machines are noisy: no deadline for one example, and the same examples in every run.
+    settings.register_profile(
+        "penstock",
+        deadline=None,
+        derandomize=True,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    )
+    settings.load_profile("penstock")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
+SECONDS_TO_END = 5.0  # how long worker threads may take to notice that their owner is gone
+
+
+def filesystem_type(path: Path) -> str:
+    """The type of the file system that holds `path`, by the kernel's mount table; "" if unknown."""
+    best_length, best_type = -1, ""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except FileNotFoundError:  # not Linux
+        return ""
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        mount_point = fields.split(" ")[4].encode().decode("unicode_escape")
+        # Later mounts cover earlier ones, hence >=.
+        if path.is_relative_to(mount_point) and len(mount_point) >= best_length:
+            best_length, best_type = len(mount_point), rest.split(" ")[0]
+    return best_type
+
+
+def _real_disk(candidates: list[Path]) -> Path | None:
+    for candidate in candidates:
+        directory = candidate.resolve()
+        if (
+            directory.is_dir()
+            and os.access(directory, os.W_OK)
+            and filesystem_type(directory) not in MEMORY_FILESYSTEMS
+        ):
+            return directory
+    return None
+
+
+@pytest.fixture(scope="session")
+def real_disk() -> Path:
+    """A writable directory whose file system is not memory: the temporary one, or the next best."""
+    candidates = [Path(tempfile.gettempdir()), Path("/var/tmp"), REPOSITORY, Path.home()]
+    directory = _real_disk(candidates)
+    if directory is None:
+        pytest.fail(f"no directory on a real disk among {[str(c) for c in candidates]}; set TMPDIR")
+    return directory
+
+
+@pytest.fixture
+def store(real_disk: Path) -> Iterator[Path]:
+    """An empty directory on a real disk, for `penstock.offload(store)`; it must end up empty.
+
+    Penstock's files have no name, so one that is listed here has been leaked.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="penstock-test-", dir=real_disk))
+    try:
+        yield directory
+        directory.chmod(0o700)  # a test may have taken its own rights away
+        left = sorted(path.name for path in directory.iterdir())
+        assert not left, f"files left in the store: {left}"
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    """The same random numbers in every run; torch only where the test module has imported it."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 (for libraries under test that use the global generator)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
+def _unnamed_files() -> set[str]:
+    """Open files on disk that no directory lists: the kernel keeps them for a store still open."""
+    found = set()
+    descriptors = Path("/proc/self/fd")
+    if not descriptors.is_dir():
+        return found
+    for number in os.listdir(descriptors):
+        try:
+            target = os.readlink(descriptors / number)
+        except OSError:  # the descriptor that listed the directory
+            continue
+        # O_TMPFILE looks like "/dir/#1234 (deleted)"; torch has unnamed shared memory of its own.
+        if target.endswith("(deleted)") and not target.startswith(("/memfd:", "/dev/shm/")):
+            found.add(f"{number} -> {target}")
+    return found
+
+
+def _left_behind(threads: set[threading.Thread], files: set[str]) -> list[str]:
+    """Penstock's threads (named "penstock...") and any unnamed files that were not there before."""
+    names = [
+        f"thread {thread.name}"
+        for thread in threading.enumerate()
+        if thread not in threads and thread.name.startswith("penstock")
+    ]
+    return names + [f"file {name}" for name in sorted(_unnamed_files() - files)]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves a thread of Penstock's running or an unnamed file open."""
+    threads, files = set(threading.enumerate()), _unnamed_files()
+    yield
+    if not _left_behind(threads, files):
+        return
+    # Objects in reference cycles, tracebacks above all, end with the next collection.
+    gc.collect()
+    deadline = time.monotonic() + SECONDS_TO_END
+    while left := _left_behind(threads, files):
+        if time.monotonic() > deadline:
+            pytest.fail(f"left behind by this test: {', '.join(left)}")
+        time.sleep(0.01)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip `gpu` tests where there is no GPU; torch is imported only if one was collected."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
