@@ -56,8 +56,8 @@ def build(
             num_layers=layers // 2,
             num_decoder_layers=layers - layers // 2,
             num_heads=heads,
-            decoder_start_token_id=0,
         )
+        config.decoder_start_token_id = 0
         model = transformers.T5ForConditionalGeneration(config)
     else:
         raise ValueError(f"model={name!r}: expected one of {MODELS}")

@@ -294,7 +294,8 @@ def _command(arguments: Sequence[str]) -> str:
     script = Path(arguments[0]).resolve() if arguments and arguments[0] else None
     if script is not None and script.is_relative_to(REPOSITORY):
         arguments = [str(script.relative_to(REPOSITORY)), *arguments[1:]]
-    return shlex.join(["python3", *arguments]).replace(f"{REPOSITORY}{os.sep}", "")
+    text = shlex.join(["python3", *arguments]).replace(f"{REPOSITORY}{os.sep}", "")
+    return re.sub(r" --out[ =]('[^']*'|\S+)", "", text)  # where the rows went changes no row
 
 
 def _slug(text: str) -> str:

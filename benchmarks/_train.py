@@ -40,58 +40,101 @@ def digest(model: torch.nn.Module, losses: list[float]) -> str:
     total = hashlib.sha256(repr(losses).encode())
     for parameter in model.parameters():
         if parameter.grad is not None:
-            total.update(parameter.grad.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            flat = parameter.grad.detach().cpu().contiguous().flatten()
+            total.update(flat.view(torch.uint8).numpy().tobytes())
     return total.hexdigest()[:16]
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
+    """What `benchmarks/offload.py` chooses for one process."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="gpt2")
-    parser.add_argument("--arm", default="keep")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--model", default="gpt2", help="one of _models.MODELS")
+    parser.add_argument("--arm", default="keep", help="words joined by +; see `wrap`")
+    parser.add_argument("--steps", type=int, default=3, help="steps that count")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=8192)
-    parser.add_argument("--store", default=None, help="for the arms with the bare context manager")
-    parser.add_argument("--policy", default="all")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", help="of the weights")
+    parser.add_argument("--store", default=None, help="for the arms with the context manager")
     parser.add_argument("--device-memory", default=None)
     parser.add_argument("--write-rate", type=float, default=None, help="throttle, bytes/second")
     parser.add_argument("--read-rate", type=float, default=None, help="throttle, bytes/second")
-    options = parser.parse_args()
+    return parser.parse_args()
 
-    model: Any = build(
-        options.model,
-        hidden=options.hidden,
-        layers=options.layers,
-        seq=options.seq,
-        vocab=options.vocab,
-    )
-    if "checkpoint" in options.arm:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    batch = batch_of(options.model, batch=options.batch, seq=options.seq, vocab=options.vocab)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    context: Any = contextlib.nullcontext()
-    if "offload" in options.arm:
+
+def wrap(options: argparse.Namespace) -> Any:
+    """The context manager of an arm.
+
+    Words of an arm: keep (nothing), checkpoint, compile, all or auto (Penstock with that policy),
+    file (with a store, on a GPU), save_on_cpu (PyTorch's), trl (TRL's).
+    """
+    words = options.arm.split("+")
+    if "all" in words or "auto" in words:
         import penstock
         from penstock.memory import FileStore
 
-        context = penstock.offload(
-            FileStore(
-                options.store,
-                write_bytes_per_second=options.write_rate,
-                read_bytes_per_second=options.read_rate,
-            ),
-            policy=options.policy,
+        store = FileStore(
+            options.store,
+            write_bytes_per_second=options.write_rate,
+            read_bytes_per_second=options.read_rate,
+        )
+        return penstock.offload(
+            store if options.device == "cpu" or "file" in words else None,
+            policy="all" if "all" in words else "auto",
             device_memory=options.device_memory,
         )
-    reset_peak()
-    loaded = memory_bytes("VmRSS")
+    if "save_on_cpu" in words:
+        return torch.autograd.graph.save_on_cpu(pin_memory=options.device != "cpu")
+    if "trl" in words:
+        from trl.models.activation_offloading import OffloadActivations  # type: ignore[import]
+
+        return OffloadActivations()
+    return contextlib.nullcontext()
+
+
+def peak_bytes(options: argparse.Namespace, loaded: int) -> int:
+    """Growth of the peak over the loaded model: of the process, or of CUDA's allocator."""
+    if options.device == "cpu":
+        return memory_bytes("VmHWM") - loaded
+    return torch.cuda.max_memory_allocated() - loaded
+
+
+def synchronize(options: argparse.Namespace) -> None:
+    if options.device != "cpu":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    options = arguments()
+    shape = {name: getattr(options, name) for name in ("hidden", "layers", "heads", "seq", "vocab")}
+    dtype = getattr(torch, options.dtype)
+    model: Any = build(options.model, **shape).to(options.device, dtype)
+    words = options.arm.split("+")
+    if "checkpoint" in words:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if "compile" in words:
+        for layer in model.modules():
+            if type(layer).__name__.endswith(("Block", "DecoderLayer", "BertLayer")):
+                layer.compile()
+    batch = batch_of(options.model, batch=options.batch, seq=options.seq, vocab=options.vocab)
+    batch = {name: tensor.to(options.device) for name, tensor in batch.items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    context = wrap(options)
+    if options.device == "cpu":
+        reset_peak()
+        loaded = memory_bytes("VmRSS")
+    else:
+        torch.cuda.reset_peak_memory_stats()
+        loaded = torch.cuda.memory_allocated()
     losses, seconds, cpu_seconds = [], [], []
     with context:
         for _ in range(options.warmup + options.steps):
+            synchronize(options)
             start, cpu_start = time.perf_counter(), time.process_time()
             optimizer.zero_grad(set_to_none=True)
             loss = model(**batch).loss
@@ -99,17 +142,19 @@ def main() -> None:
             optimizer.step()
             losses.append(loss.item())
             del loss
+            synchronize(options)
             seconds.append(time.perf_counter() - start)
             cpu_seconds.append(time.process_time() - cpu_start)
     result = {
         "seconds": seconds[options.warmup :],
         "cpu_seconds": cpu_seconds[options.warmup :],
         "warmup_seconds": seconds[: options.warmup],
-        "growth_bytes": memory_bytes("VmHWM") - loaded,
+        "growth_bytes": peak_bytes(options, loaded),
         "losses": losses,
         "digest": digest(model, losses),
+        "parameter_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
     }
-    if "offload" in options.arm:
+    if hasattr(context, "report"):
         result["report"] = context.report().to_dict()
     print(json.dumps(result))
 

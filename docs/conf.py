@@ -17,6 +17,7 @@ default_role = "literal"
 
 myst_enable_extensions = ["deflist", "dollarmath", "amsmath"]
 
+napoleon_use_ivar = True
 napoleon_custom_sections = ["Source"]
 autodoc_default_options = {"members": True, "undoc-members": True}
 autodoc_member_order = "bysource"

@@ -2,7 +2,9 @@
 
 Read it in two halves. `train` is an ordinary training script, run in a process of its own as
 `python -m penstock.demo`; for the arm "penstock" the very same script is started by `penstock run`.
-`run_demo` starts those processes one after the other, and compares what they report.
+`run_demo` starts those processes and compares what they report. The processes take turns, a step
+each: a machine that is busy with something else for a while then slows all of them alike, and the
+ratio of two steps of one round still means something.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import os
 import statistics
@@ -19,7 +22,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,27 +32,28 @@ from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     import torch
+    from rich.console import Console
     from rich.table import Table
 
 _ARMS = {
     "stock": "stock PyTorch",
-    "checkpoint": "torch.utils.checkpoint",
+    "checkpoint": "checkpointing",
     "penstock": "Penstock",
 }
 _CORPUS_BYTES = 4 << 20
-_LEARNING_RATE = 1e-3
+_LEARNING_RATE = 1.5e-4
+# What a measured step may take in all arms together; a machine that needs longer takes fewer steps.
+_SECONDS_PER_ROUND = 35
 
 
 class DemoError(PenstockError):
-    """An arm of the demo did not finish; the message holds the end of what it printed."""
+    """The demo cannot go on; for a process that died, the message holds its last words."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DemoConfig:
     """The model and its training; the same in every arm."""
 
-    num_steps: int = 6
-    """Measured steps, after one that is not."""
     hidden_size: int = 512
     """Width of the model."""
     num_layers: int = 4
@@ -58,7 +62,7 @@ class DemoConfig:
     """Attention heads of a layer."""
     sequence_length: int = 512
     """Bytes of text in one sequence."""
-    batch_size: int = 4
+    batch_size: int = 8
     """Sequences in one step."""
     seed: int = 0
     """Seed of the weights and of the choice of text."""
@@ -92,11 +96,14 @@ class ArmResult:
 # ------------------------------------------------------------------------- the training script
 
 
-def train(config: DemoConfig, *, checkpoint: bool, say: Callable[..., None]) -> None:
+def train(
+    config: DemoConfig, turns: Iterable[object], *, checkpoint: bool, say: Callable[..., None]
+) -> None:
     """Train the model; an ordinary loop that knows nothing of Penstock.
 
     Args:
         config: model and training.
+        turns: one item for every step; the loop waits for the next one and ends with the last.
         checkpoint: recompute activations with `torch.utils.checkpoint` instead of keeping them.
         say: called with keyword arguments after loading, after every step, and at the end.
     """
@@ -108,27 +115,23 @@ def train(config: DemoConfig, *, checkpoint: bool, say: Callable[..., None]) -> 
     if checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
-
     loaded_bytes = _watch_peak()
-    for step in range(1 + config.num_steps):
+    say(num_parameters=model.num_parameters())
+
+    for _ in turns:
         start = time.perf_counter()
         batch = _sample(text, config)
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        say(step=step, seconds=time.perf_counter() - start, loss=loss.item())
+        say(seconds=time.perf_counter() - start, loss=loss.item())
     growth_bytes = max(0, _status_bytes("VmHWM") - loaded_bytes)
     say(peak_growth_bytes=growth_bytes, weights_sha256=_digest(model))
 
 
 def _make_model(config: DemoConfig) -> Any:
-    try:
-        from transformers import GPT2Config, GPT2LMHeadModel
-    except ImportError as error:
-        raise ImportError(
-            f"penstock demo needs transformers ({error}): pip install 'penstock[demo]'"
-        ) from error
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     gpt2 = GPT2Config(
         vocab_size=256,  # one token per byte
@@ -205,7 +208,8 @@ def _worker_main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.write(json.dumps(event) + "\n")
         sys.stdout.flush()
 
-    train(DemoConfig(**values), checkpoint=checkpoint, say=say)
+    turns = iter(sys.stdin.readline, "")  # whoever started this process says when
+    train(DemoConfig(**values), turns, checkpoint=checkpoint, say=say)
 
 
 def _option(field_name: str) -> str:
@@ -218,6 +222,7 @@ def _option(field_name: str) -> str:
 def run_demo(
     config: DemoConfig,
     *,
+    num_steps: int = 6,
     out: str | os.PathLike[str],
     store: str | os.PathLike[str] | None = None,
     policy: str = "auto",
@@ -226,11 +231,13 @@ def run_demo(
     """Run all arms, print the comparison, write the timeline of Penstock's last step.
 
     Example:
-        >>> run_demo(DemoConfig(num_steps=2), out="penstock-demo")  # doctest: +SKIP
+        >>> run_demo(DemoConfig(), out="penstock-demo")  # doctest: +SKIP
         True
 
     Args:
         config: model and training.
+        num_steps: measured steps of every arm, after one that is not; fewer on a machine so slow
+            that six of them would take four minutes.
         out: directory for ``timeline.png``, ``timeline.trace.json``, ``report.json`` (of
             `penstock run`) and ``demo.json`` (the table's numbers).
         store: directory for the activations; by default a temporary one inside `out`.
@@ -241,36 +248,43 @@ def run_demo(
         Whether Penstock's losses and weights are those of stock PyTorch, bit for bit.
 
     Raises:
-        DemoError: an arm did not finish.
+        DemoError: an arm did not finish, or a package is missing.
         OSError: `out` cannot be written.
     """
     from rich.console import Console
 
+    for package in ("transformers", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            raise DemoError(f"{package} is not installed: pip install 'penstock[demo]'")
+    start = time.monotonic()
     out = Path(out).absolute()
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
     console.print(
         f"A byte-level GPT-2 ({config.num_layers} layers, width {config.hidden_size}) learns "
-        f"Python: {config.batch_size} x {config.sequence_length} tokens a step, "
-        f"1 + {config.num_steps} steps an arm, every arm in a process of its own."
+        f"Python, {config.batch_size} x {config.sequence_length} tokens a step, in three "
+        f"processes that take turns: 1 + {num_steps} steps each."
     )
     with contextlib.ExitStack() as stack:
         if store is None:
             store = stack.enter_context(tempfile.TemporaryDirectory(prefix="store-", dir=out))
-        if env.filesystem_type(store) in env.MEMORY_FILESYSTEMS:
+        if env.filesystem_type(os.fspath(store)) in env.MEMORY_FILESYSTEMS:
             console.print(
                 f"{store} lies in RAM: offloading to it frees nothing. Choose --out or --store "
                 "on a disk.",
                 style="yellow",
             )
         commands = _commands(config, out, store=store, policy=policy, min_bytes=min_bytes)
-        report_step = stack.enter_context(_progress(console, len(commands), config))
-        results = [_run_arm(arm, command, report_step) for arm, command in commands.items()]
+        tell = stack.enter_context(_progress(console, num_turns=len(commands) * (1 + num_steps)))
+        arms = [stack.enter_context(_Arm(name, command)) for name, command in commands.items()]
+        _take_turns(arms, num_steps, start + num_steps * _SECONDS_PER_ROUND, tell)
+        results = [arm.finish() for arm in arms]
 
-    by_arm = {result.arm: result for result in results}
-    stock, ours = by_arm["stock"], by_arm["penstock"]
+    stock, _, ours = results
     equal = (stock.losses, stock.weights_sha256) == (ours.losses, ours.weights_sha256)
     console.print(_table(results, config))
+    if len(stock.step_seconds) < num_steps:
+        console.print(f"The machine is slow: {len(stock.step_seconds)} steps were measured.")
     console.print(_verdict(stock, ours, equal=equal))
     numbers = {
         "config": dataclasses.asdict(config),
@@ -285,6 +299,30 @@ def run_demo(
     print(f"  trace    {out / 'timeline.trace.json'} (open it with https://ui.perfetto.dev)")
     print(f"  report   {out / 'report.json'}")
     return equal
+
+
+def _take_turns(
+    arms: Sequence[_Arm], num_steps: int, deadline: float, tell: Callable[[str, int], None]
+) -> None:
+    """Let every arm take a step in every round, the first round unmeasured."""
+    tell("three processes load torch and the model", 0)
+    for arm in arms:
+        arm.wait_until_loaded()
+    longest_seconds = 0.0
+    for round_index in range(1 + num_steps):
+        start = time.monotonic()
+        # Two measured rounds are the fewest that make a median of anything.
+        if round_index > 2 and start + longest_seconds > deadline:
+            return
+        first = round_index % len(arms)
+        for arm in (*arms[first:], *arms[:first]):
+            event = arm.take_step()
+            tell(
+                f"{_ARMS[arm.name]:<13}  step {round_index + 1} of {1 + num_steps}  "
+                f"{event['seconds']:5.1f} s  loss {event['loss']:.3f}",
+                1,
+            )
+        longest_seconds = max(longest_seconds, time.monotonic() - start)
 
 
 def _commands(
@@ -304,97 +342,127 @@ def _commands(
     }
 
 
-def _run_arm(arm: str, command: list[str], report_step: Callable[..., None]) -> ArmResult:
-    """Run one arm, passing its steps on as they come."""
-    events: list[dict[str, Any]] = []
-    report_step(arm, None)
-    # Nothing is downloaded, and no library should try.
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=complaints, text=True, env=environment
+class _Arm:
+    """The process of one arm, which takes a step whenever it is told to."""
+
+    def __init__(self, name: str, command: list[str]) -> None:
+        self.name = name
+        self._losses: list[float] = []
+        self._seconds: list[float] = []
+        # Closed by __exit__, like the process that writes to it.
+        self._complaints = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            text=True,
+            # Nothing is downloaded, and no library should try.
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},
         )
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                if line.startswith("{"):
-                    events.append(json.loads(line))
-                    if "step" in events[-1]:
-                        report_step(arm, events[-1])
-            exit_code = process.wait()
-        finally:
-            if process.poll() is None:
-                process.kill()
-            process.stdout.close()
-            process.wait()
-        if exit_code != 0 or not events or "weights_sha256" not in events[-1]:
-            complaints.seek(0)
-            last_lines = "".join(complaints.readlines()[-20:])
-            raise DemoError(
-                f"the arm {_ARMS[arm]!r} ended with exit status {exit_code}; its last words:\n"
-                f"{last_lines}"
-            )
-    steps = [event for event in events if "step" in event]
-    return ArmResult(
-        arm=arm,
-        peak_growth_bytes=events[-1]["peak_growth_bytes"],
-        step_seconds=tuple(event["seconds"] for event in steps[1:]),
-        losses=tuple(event["loss"] for event in steps),
-        weights_sha256=events[-1]["weights_sha256"],
-    )
+
+    def __enter__(self) -> _Arm:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        for stream in (self._process.stdin, self._process.stdout, self._complaints):
+            assert stream is not None
+            # The process may be gone, with a line for it still in our buffer.
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+        self._process.wait()
+
+    def wait_until_loaded(self) -> None:
+        """Return when the model is there and nothing has been trained yet."""
+        self._next_event()
+
+    def take_step(self) -> dict[str, Any]:
+        """Train one step; return its ``seconds`` and ``loss``."""
+        assert self._process.stdin is not None
+        # A process that has died is reported by the read that follows, with its last words.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        event = self._next_event()
+        self._losses.append(event["loss"])
+        self._seconds.append(event["seconds"])
+        return event
+
+    def finish(self) -> ArmResult:
+        """Let the process end, and return what it reported."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        event = self._next_event()
+        if self._process.wait() != 0:
+            raise self._error()
+        return ArmResult(
+            arm=self.name,
+            peak_growth_bytes=event["peak_growth_bytes"],
+            step_seconds=tuple(self._seconds[1:]),
+            losses=tuple(self._losses),
+            weights_sha256=event["weights_sha256"],
+        )
+
+    def _next_event(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        self._process.wait()
+        raise self._error()
+
+    def _error(self) -> DemoError:
+        self._complaints.seek(0)
+        last_lines = "".join(self._complaints.readlines()[-20:])
+        return DemoError(
+            f"the arm {_ARMS[self.name]!r} ended with exit status {self._process.returncode}; "
+            f"its last words:\n{last_lines}"
+        )
 
 
 @contextlib.contextmanager
-def _progress(console: Any, num_arms: int, config: DemoConfig) -> Iterator[Callable[..., None]]:
+def _progress(console: Console, *, num_turns: int) -> Iterator[Callable[[str, int], None]]:
     """A live bar on a terminal, one line per step elsewhere; yields what to call per step."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    def describe(arm: str, event: dict[str, Any] | None) -> str:
-        if event is None:
-            return f"{_ARMS[arm]}: loading"
-        return (
-            f"{_ARMS[arm]}: step {event['step'] + 1} of {1 + config.num_steps}, "
-            f"{event['seconds']:.1f} s, loss {event['loss']:.3f}"
-        )
-
     if not console.is_terminal:
         # print, not console.print: a log file wants each line whole and at once.
-        yield lambda arm, event: print(describe(arm, event), flush=True)
+        yield lambda text, _: print(text, flush=True)
         return
     columns = [TextColumn("{task.description:<52}"), BarColumn(), MofNCompleteColumn()]
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=num_arms * (1 + config.num_steps))
-
-        def report_step(arm: str, event: dict[str, Any] | None) -> None:
-            progress.update(
-                task, description=describe(arm, event), advance=0 if event is None else 1
-            )
-
-        yield report_step
+        task = progress.add_task("", total=num_turns)
+        yield lambda text, done: progress.update(task, description=text, advance=done)
 
 
-def _table(results: list[ArmResult], config: DemoConfig) -> Table:
+def _table(results: Sequence[ArmResult], config: DemoConfig) -> Table:
+    from rich import box
     from rich.table import Table
 
-    table = Table(title="One model, trained three ways", title_justify="left")
-    table.add_column("")
-    for heading in ("peak memory", "step time", "tokens/s", f"loss after {1 + config.num_steps}"):
-        table.add_column(heading, justify="right")
     stock = results[0]
-    stock_seconds = statistics.median(stock.step_seconds)
+    table = Table(box=box.SIMPLE_HEAD, title="One model, trained three ways")
+    table.add_column("", no_wrap=True)
+    loss_heading = f"loss after {len(stock.losses)}"
+    for heading in ("peak memory", "step time", "tokens/s", loss_heading):
+        table.add_column(heading, justify="right", no_wrap=True)
     for result in results:
         seconds = statistics.median(result.step_seconds)
+        # Steps of the same round are compared: they met the machine in the same mood.
+        pairs = zip(result.step_seconds, stock.step_seconds, strict=True)
+        time_ratio = statistics.median(ours / theirs for ours, theirs in pairs)
         peak_ratio = result.peak_growth_bytes / max(stock.peak_growth_bytes, 1)
         table.add_row(
             _ARMS[result.arm],
             f"{format_bytes(result.peak_growth_bytes)}  {peak_ratio:.2f}x",
-            f"{format_seconds(seconds)}  {seconds / stock_seconds:.2f}x",
+            f"{format_seconds(seconds)}  {time_ratio:.2f}x",
             f"{config.tokens_per_step / seconds:,.0f}",
             f"{result.losses[-1]:.6f}",
         )
     table.caption = (
-        "Peak memory: growth of the process over the loaded model (VmHWM); gradients and optimizer "
-        "state, which all arms need, are in it. Step time: the median."
+        "Peak memory: how far the process grew beyond the loaded model (VmHWM), gradients and "
+        "optimizer state included. Step time: median, and median ratio to the stock step of the "
+        "same round."
     )
     table.caption_justify = "left"
     return table
@@ -403,7 +471,7 @@ def _table(results: list[ArmResult], config: DemoConfig) -> Table:
 def _verdict(stock: ArmResult, ours: ArmResult, *, equal: bool) -> str:
     num_equal = sum(a == b for a, b in zip(stock.losses, ours.losses, strict=True))
     if equal:
-        return f"Bit for bit equal in stock and Penstock: all {num_equal} losses, and the weights."
+        return f"Stock and Penstock: all {num_equal} losses and the weights are equal bit for bit."
     weights = "equal" if stock.weights_sha256 == ours.weights_sha256 else "different"
     return (
         f"Stock and Penstock DIFFER: {num_equal} of {len(stock.losses)} losses are equal bit for "

@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
@@ -59,7 +60,7 @@ class Check:
     name: str
     """What was looked at."""
     status: Status
-    """``"ok"``, ``"note"`` (works, but worth knowing) or ``"broken"`` (Penstock needs it)."""
+    """``"ok"``, ``"note"`` (can be done without, but worth knowing) or ``"broken"``."""
     value: str
     """What was found, or what is wrong."""
     remedy: str = ""
@@ -211,43 +212,49 @@ def _check_packages() -> Iterator[Check]:
 def _check_compiler() -> Iterator[Check]:
     remedy = (
         "Install a C++ compiler (Debian, Ubuntu: apt-get install g++) or point CXX at one. "
-        "Without it Penstock falls back to torch's own allocator, which keeps more memory."
+        "Without it torch's own allocator stays, which keeps more memory."
     )
-    named = os.environ.get("CXX")
-    candidates = [named] if named else ["c++", "g++", "clang++"]
-    compiler = next(filter(None, map(shutil.which, candidates)), None)
-    if compiler is None:
-        value = f"CXX={named} is not a program" if named else "none found: c++, g++ and clang++"
-        yield Check(name="compiler", status="note", value=value, remedy=remedy)
-        return
+    named = os.environ.get("CXX", "").strip()
+    if named:
+        compiler = shlex.split(named)  # CXX may hold arguments: "ccache g++"
+        if shutil.which(compiler[0]) is None:
+            value = f"CXX={named} is not a program"
+            yield Check(name="compiler", status="broken", value=value, remedy=remedy)
+            return
+    else:
+        found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+        if found is None:
+            value = "none found: neither c++ nor g++ nor clang++"
+            yield Check(name="compiler", status="note", value=value, remedy=remedy)
+            return
+        compiler = [found]
     # A compiler without its headers or linker prints a version like any other: let it build.
     with tempfile.TemporaryDirectory(prefix="penstock-env-") as directory:
         source = Path(directory, "check.cpp")
         source.write_text('#include <cstdint>\nextern "C" std::int64_t one() { return 1; }\n')
-        built = subprocess.run(
-            [compiler, "-shared", "-fPIC", "-o", str(source.with_suffix(".so")), str(source)],
-            capture_output=True,
-            text=True,
-            timeout=_COMPILE_TIMEOUT_SECONDS,
-            check=False,
-        )
+        output = str(source.with_suffix(".so"))
+        built = _run([*compiler, "-shared", "-fPIC", "-o", output, str(source)])
     if built.returncode != 0:
         first_line = (built.stderr.strip().splitlines() or ["it printed nothing"])[0]
-        value = f"{compiler} cannot build a shared library: {first_line}"
-        yield Check(name="compiler", status="note", value=value, remedy=remedy)
+        value = f"{shlex.join(compiler)} cannot build a shared library: {first_line}"
+        yield Check(name="compiler", status="broken", value=value, remedy=remedy)
         return
-    described = subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, timeout=10, check=False
+    described = _run([*compiler, "--version"]).stdout.strip().splitlines()
+    first_line = described[0] if described else "unknown version"
+    yield Check(name="compiler", status="ok", value=f"{shlex.join(compiler)}: {first_line}")
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_SECONDS, check=False
     )
-    first_line = (described.stdout.strip().splitlines() or ["unknown version"])[0]
-    yield Check(name="compiler", status="ok", value=f"{compiler}: {first_line}")
 
 
 def _check_cache() -> Iterator[Check]:
     directory = _cache_directory()
     remedy = (
         f"Make it yours alone: mkdir -p {directory} && chmod 700 {directory}; "
-        "or set XDG_CACHE_HOME to a directory that you own."
+        "or set PENSTOCK_CACHE_DIR to a directory that you own."
     )
     # What does not exist yet is made at first use, so the nearest existing parent decides.
     existing = directory
@@ -259,9 +266,9 @@ def _check_cache() -> Iterator[Check]:
     elif not os.access(existing, os.W_OK | os.X_OK):
         problem = f"{existing} is not writable"
     elif existing == directory and state.st_uid != os.geteuid():
-        problem = f"{directory} belongs to another user (uid {state.st_uid})"
-    elif existing == directory and stat.S_IMODE(state.st_mode) & 0o022:
-        problem = f"{directory} is writable by others (mode {stat.S_IMODE(state.st_mode):o})"
+        problem = f"{directory} belongs to user {state.st_uid}, not to you"
+    elif existing == directory and state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = f"others can write to {directory} (mode {stat.S_IMODE(state.st_mode):04o})"
     else:
         made = "" if existing == directory else " (made at first use)"
         yield Check(name="cache", status="ok", value=f"{directory}{made}")
@@ -315,6 +322,9 @@ def _version(distribution: str) -> str | None:
 
 
 def _cache_directory() -> Path:
+    chosen = os.environ.get("PENSTOCK_CACHE_DIR")
+    if chosen:
+        return Path(os.path.realpath(os.path.expanduser(chosen)))
     try:
         import platformdirs
     except ImportError:

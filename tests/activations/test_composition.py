@@ -24,6 +24,15 @@ HIDDEN = 64
 KIB = 1024
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Operators as small as these gain nothing from a second one, which spins on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture
 def everything(store) -> Iterator[Offload]:
     """An Offload that sends out every eligible byte; nothing may be left in it afterwards."""

@@ -167,8 +167,8 @@ def test_abandoned_graph_frees_everything(everything):
             loss = small_model()(torch.randn(32, 64)).sum()
             del loss
     everything._engine.settle()
+    wait_until(lambda: everything.ledger.resident(Tier.DEVICE) == 0)
     wait_until(lambda: everything.ledger.resident(Tier.FILE) == 0)
-    assert everything.ledger.resident(Tier.DEVICE) == 0
 
 
 def test_exception_between_forward_and_backward(everything):
@@ -389,6 +389,19 @@ def test_threads_end_with_the_block(everything):
     with everything:
         train(small_model())
     wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("penstock")])
+
+
+def test_closed_is_said(store):
+    offload = penstock.offload(store, policy="all")
+    with offload:
+        loss = (torch.randn(1024, 1024, requires_grad=True) * 1.0).exp().sum()
+    with pytest.raises(RuntimeError, match="still alive"):
+        offload.close()
+    loss.backward()
+    offload.close()
+    offload.close()
+    with pytest.raises(RuntimeError, match="closed"), offload:
+        pass
 
 
 def test_arguments_are_checked(store):

@@ -163,8 +163,10 @@ def test_environment_says_where(monkeypatch):
 
 def test_command_names_no_directory_of_this_machine(monkeypatch):
     data = _rows.REPOSITORY / "data"
-    monkeypatch.setattr(sys, "argv", [str(_rows.REPOSITORY / "benchmarks" / "x.py"), str(data)])
-    assert environment("cpu")["command"] == "python3 benchmarks/x.py data"
+    script = str(_rows.REPOSITORY / "benchmarks" / "x.py")
+    for out in (["--out", "/mnt/rows"], ["--out=/mnt/rows"], ["--out", "/mnt/my rows"]):
+        monkeypatch.setattr(sys, "argv", [script, *out, str(data), "--n", "1"])
+        assert environment("cpu")["command"] == "python3 benchmarks/x.py data --n 1"
 
 
 def test_line_for_the_terminal():

@@ -312,9 +312,7 @@ class HostRoute:
                 self._ledger.record_transfer(
                     Link.FILE_TO_HOST, end - begin, start, time.perf_counter_ns()
                 )
-                tokens[side] = self._copies.to_device(
-                    halves[side], storage, begin, end, copy.ready
-                )
+                tokens[side] = self._copies.to_device(halves[side], storage, begin, end, copy.ready)
             for token in tokens:  # the next storage may have the bounce slab afterwards
                 if token is not None:
                     self._copies.finish(token)

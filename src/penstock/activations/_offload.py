@@ -8,16 +8,14 @@ import os
 import threading
 import weakref
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.activations._engine import Engine
+from penstock.activations._hooks import Hooks
 from penstock.activations._owners import ModuleStorages
 from penstock.activations._policy import AutoPolicy, Policy
-from penstock.activations._record import ResidentHandle, SavedHandle
 from penstock.activations._report import OffloadReport
 from penstock.activations._routes import FileRoute, Route
 from penstock.memory import (
@@ -34,7 +32,6 @@ from penstock.units import parse_bytes
 logger = logging.getLogger(__name__)
 
 _MIB = 1024**2
-_ALIGNMENT = 16  # the widest element; a storage at an odder address stays
 
 
 class Offload:
@@ -54,7 +51,7 @@ class Offload:
         min_bytes: int | str = "1MiB",
         policy: Literal["auto", "all"] = "auto",
     ) -> None:
-        self._min_bytes = parse_bytes(min_bytes, name="min_bytes")
+        smallest = parse_bytes(min_bytes, name="min_bytes")
         budget = None if device_memory is None else parse_bytes(device_memory, name="device_memory")
         self._host_memory = (
             None if host_memory is None else parse_bytes(host_memory, name="host_memory")
@@ -78,9 +75,9 @@ class Offload:
         self._local = threading.local()
         self._lock = threading.Lock()
         self._num_entered = 0
+        self._closed = False
         self._allocator: CachingAllocator | None = None
         self._allocator_name = "stock"
-        self._device = "none"
         self._file = None if self._store is None else ExtentFile(self._store)
         self._routes: dict[str, Route] = {}
         if self._file is not None:
@@ -91,6 +88,7 @@ class Offload:
             self._routes["cuda"] = HostRoute.for_cuda(
                 self.ledger, file=self._file, host_memory=self._host_memory
             )
+        self._hooks = Hooks(self._engine, self._modules, self._routes, min_bytes=smallest)
         _ENGINES.add(self._engine)
         self._finalizer = weakref.finalize(
             self, _release, self._engine, list(self._routes.values())
@@ -99,11 +97,10 @@ class Offload:
     # ----------------------------------------------------------------- context
 
     def __enter__(self) -> Offload:
-        # Dynamo traces the Python that runs around a compiled region; our hooks are not for it.
-        pack: Any = torch.compiler.disable(self._pack)
-        unpack: Any = torch.compiler.disable(self._unpack)
-        hooks = saved_tensors_hooks(pack, unpack)
+        hooks = self._hooks.context()
         with self._lock:
+            if self._closed:
+                raise RuntimeError("this Offload is closed; make a new one with penstock.offload")
             if self._num_entered == 0:
                 self._start()
             self._num_entered += 1
@@ -149,33 +146,9 @@ class Offload:
                 "Offload.close(): a graph is still alive whose saved tensors are offloaded here. "
                 "Run its backward pass, or delete the loss that holds it, and close again."
             )
+        self._closed = True
         for route in self._routes.values():
             route.close()
-
-    # ------------------------------------------------------------------- hooks
-
-    def _pack(self, tensor: torch.Tensor) -> SavedHandle | ResidentHandle:
-        route = self._routes.get(tensor.device.type)
-        if self._engine.disowned or type(tensor) not in _PLAIN or not _has_plain_storage(tensor):
-            return ResidentHandle(tensor)
-        storage = tensor.untyped_storage()
-        if self._modules.owns(tensor, storage):
-            return ResidentHandle(tensor)
-        offloadable = (
-            route is not None
-            and storage.nbytes() >= self._min_bytes
-            and storage.data_ptr() % _ALIGNMENT == 0
-            and not _is_slice_of_input(tensor, storage)
-            and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-        )
-        if offloadable:
-            self._device = tensor.device.type
-        return self._engine.save(tensor, route, offloadable=offloadable)
-
-    def _unpack(self, handle: SavedHandle | ResidentHandle) -> torch.Tensor:
-        if isinstance(handle, ResidentHandle):
-            return handle.restore()
-        return self._engine.restore(handle)
 
     # ------------------------------------------------------------------ reports
 
@@ -199,7 +172,7 @@ class Offload:
             stall_seconds=ledger.stall_seconds,
             policy=policy.name,
             reason=policy.reason if error is None else f"offloading stopped: {error}",
-            device=self._device,
+            device=self._hooks.device,
             store=None if self._store is None else str(self._store.path),
             direct_io=None if file is None else file.direct,
             allocator=self._allocator_name,
@@ -266,39 +239,12 @@ def offload(
     )
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-
-
-def _has_plain_storage(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of `tensor` are all there is to it, and there are some."""
-    return (
-        tensor.layout is torch.strided
-        and not tensor.is_quantized
-        and not tensor.is_nested
-        and not tensor.is_inference()
-        and not is_functorch_wrapped_tensor(tensor)
-        and not tensor._is_zerotensor()
-        and tensor.device.type != "meta"
-        and tensor.untyped_storage().nbytes() > 0
-    )
-
-
-def _is_slice_of_input(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether this is a small window on data that was not computed here, such as a data set.
-
-    Its storage belongs to somebody who keeps it; writing all of it would free nothing.
-    """
-    if tensor.requires_grad:
-        return False
-    return 2 * tensor.numel() * tensor.element_size() < storage.nbytes()
-
-
 def _caching_allocator() -> tuple[CachingAllocator | None, str]:
     allocator = CachingAllocator.instance()
-    if not allocator.available():
-        return None, "stock"
-    allocator.acquire()
-    return allocator, "caching"
+    if allocator.acquire():
+        return allocator, "caching"
+    allocator.release()
+    return None, f"stock: {allocator.reason}"
 
 
 def _release(engine: Engine, routes: list[Route]) -> None:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from penstock.errors import StoreUnavailableError
 from penstock.memory._extent_file import Extent, ExtentFile, reserved_bytes
+from penstock.memory._extents import ALIGNMENT_BYTES
 from penstock.memory._profile import LinkProfile, MachineProfile, TierProfile
 from penstock.memory._profile_cache import cache_entry
 from penstock.memory._raw_memory import address_of, copy_bytes
@@ -175,7 +176,9 @@ def _measure_file(store: FileStore) -> tuple[tuple[LinkProfile, LinkProfile], bo
 def _extents_for(file: ExtentFile, write: Callable[[Extent], int]) -> list[Extent]:
     """Take as many extents as a run of about 0.1 s needs, within what the store's limit allows."""
     limit = file.file_store.max_bytes
-    num_bytes = _REQUEST_BYTES if limit is None else min(_REQUEST_BYTES, limit)
+    num_bytes = _REQUEST_BYTES
+    if limit is not None:
+        num_bytes = min(num_bytes, limit - limit % ALIGNMENT_BYTES)
     first = file.allocate(num_bytes)
     start = time.perf_counter()
     write(first)

@@ -119,9 +119,7 @@ class Transfers:
         address: int,
         num_bytes: int,
     ) -> None:
-        """Move all bytes, in requests of at most 8 MiB; go on after a short one from an aligned
-        place.
-        """
+        """Move all bytes by requests of at most 8 MiB; a short one is continued where aligned."""
         num_done = num_stuck = 0
         while num_done < num_bytes:
             view = view_at(address + num_done, min(num_bytes - num_done, MAX_VIEW_BYTES))

@@ -1,0 +1,258 @@
+"""Activation offloading against keeping, checkpointing and the peers: time, peak and bytes.
+
+Every measurement is a process of its own (`_train.py`), and the arms of one round run one after the
+other, in an order that alternates from round to round: interleaved in one process, the arms change
+the allocator under each other and give false ratios. Ratios are taken within a round.
+
+    python benchmarks/offload.py                      # arms on the four models, 9 rounds
+    python benchmarks/offload.py --part throttle      # a store slower than needed
+    python benchmarks/offload.py --device cuda        # GPU: host and file tier, the peers
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from _rows import REPOSITORY, BenchmarkRow, Limit, argument_parser, environment, write_rows
+
+WORKER = Path(__file__).resolve().parent / "_train.py"
+MODELS = ("gpt2", "llama", "bert", "t5")
+CPU_ARMS = (
+    "keep",
+    "checkpoint",
+    "run all",
+    "run auto",
+    "run all+checkpoint",
+    "bare all",
+    "bare auto",
+)
+GPU_ARMS = (
+    "keep",
+    "checkpoint",
+    "save_on_cpu",
+    "trl",
+    "bare all",
+    "bare auto",
+    "bare all+file",
+    "bare auto+file",
+    "bare all+checkpoint",
+    "bare all+checkpoint+file",
+)
+GPU_CASES = (
+    # model, hidden, layers, heads, seq, batch: bf16
+    ("llama", 4096, 8, 32, 4096, 4),
+    ("llama", 8192, 4, 64, 4096, 2),
+    ("gpt2", 1600, 48, 25, 1024, 8),
+    ("bert", 8192, 4, 64, 512, 16),
+    ("t5", 4096, 8, 32, 1024, 8),
+)
+THROTTLES = (4.0, 2.0, 1.0, 0.5, 0.25)  # rate of the store over the rate that is needed
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One model and shape; `flags` are those of `_train.py`."""
+
+    name: str
+    flags: tuple[str, ...]
+
+
+def run_arm(case: Case, arm: str, *, store: str, steps: int, extra: tuple[str, ...] = ()) -> Any:
+    """One process: "run X" is `penstock run --policy X`, "bare X" the context manager."""
+    how, _, words = arm.rpartition(" ")
+    flags = [*case.flags, *extra, "--steps", str(steps)]
+    path = os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")])
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as report:
+        if how == "run":
+            policy, _, rest = words.partition("+")
+            command = [
+                *(sys.executable, "-m", "penstock", "run", "--store", store, "--policy", policy),
+                *("--report", report.name, str(WORKER), "--arm", rest or "keep", *flags),
+            ]
+        else:
+            command = [sys.executable, str(WORKER), "--arm", words, "--store", store, *flags]
+        done = subprocess.run(
+            command,
+            env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode != 0:
+            lines = done.stderr.strip().splitlines() or ["no output"]
+            print(f"{case.name} {arm}: {lines[-1]}", file=sys.stderr)
+            return None
+        result = json.loads(done.stdout.strip().splitlines()[-1])
+        if how == "run":
+            result["report"] = json.loads(Path(report.name).read_text())["offload"]
+    return result
+
+
+def compare(
+    case: Case, arms: tuple[str, ...], *, rounds: int, store: str, steps: int
+) -> dict[str, list[Any]]:
+    """`rounds` results per arm, in paired processes; an arm that fails once is left out."""
+    results: dict[str, list[Any]] = {arm: [] for arm in arms}
+    for index in range(rounds):
+        order = arms if index % 2 == 0 else tuple(reversed(arms))
+        for arm in order:
+            if arm not in results:
+                continue
+            result = run_arm(case, arm, store=store, steps=steps)
+            if result is None:
+                del results[arm]
+                continue
+            results[arm].append(result)
+            seconds = statistics.median(result["seconds"])
+            growth = result["growth_bytes"] / 2**20
+            print(
+                f"{case.name} round {index + 1}/{rounds} {arm:22s} {seconds:7.3f} s "
+                f"{growth:7.0f} MiB",
+                file=sys.stderr,
+                flush=True,
+            )
+    return results
+
+
+def rows_of(
+    case: Case, results: dict[str, list[Any]], limit: Limit | None, where: Any
+) -> list[BenchmarkRow]:
+    """A row per arm, with its ratios to "keep", round by round."""
+    stock = results["keep"]
+    rows = []
+    for arm, runs in results.items():
+        ratios = [
+            statistics.median(ours["seconds"]) / statistics.median(theirs["seconds"])
+            for ours, theirs in zip(runs, stock, strict=True)
+        ]
+        peaks = [
+            ours["growth_bytes"] / theirs["growth_bytes"]
+            for ours, theirs in zip(runs, stock, strict=True)
+        ]
+        report = runs[-1].get("report") or {}
+        cpu = [statistics.median(run["cpu_seconds"]) for run in runs]
+        extra = {
+            "time_ratio_median": statistics.median(ratios),
+            "time_ratio_range": [min(ratios), max(ratios)],
+            "peak_growth_ratio_median": statistics.median(peaks),
+            "cpu_seconds_median": statistics.median(cpu),
+            "bit_equal_to_keep": all(
+                ours["digest"] == theirs["digest"] for ours, theirs in zip(runs, stock, strict=True)
+            ),
+            "left_fraction": (
+                report["offloaded_bytes"] / report["saved_bytes"] if report else None
+            ),
+            "report": report,
+        }
+        rows.append(
+            BenchmarkRow.of(
+                [statistics.median(run["seconds"]) for run in runs],
+                topic="offload",
+                case=case.name,
+                arm=arm,
+                moved_bytes=report.get("moved_bytes", {}),
+                peak_bytes={
+                    "growth": int(statistics.median([run["growth_bytes"] for run in runs])),
+                    **({"device": report["peak_device_bytes"]} if report else {}),
+                },
+                limit=limit if arm != "keep" else None,
+                extra=extra,
+                **where,
+            )
+        )
+        print(
+            f"{case.name} {arm:22s} time x{extra['time_ratio_median']:.3f} "
+            f"{[round(r, 2) for r in extra['time_ratio_range']]} peak "
+            f"x{extra['peak_growth_ratio_median']:.3f} equal {extra['bit_equal_to_keep']}"
+        )
+    return rows
+
+
+def throttle_rows(case: Case, *, rounds: int, store: str, steps: int, where: Any) -> Any:
+    """Time against the rate of the store, in units of the rate that hides everything.
+
+    What is needed is a step's saved bytes within half of its time, out and back.
+    """
+    first = [run_arm(case, arm, store=store, steps=steps) for arm in ("keep", "bare all", "keep")]
+    step_seconds = min(statistics.median(run["seconds"]) for run in (first[0], first[2]))
+    report = first[1]["report"]
+    saved = report["saved_bytes"] / report["num_steps"]
+    needed = 2 * saved / step_seconds
+    rows = []
+    for fraction in THROTTLES:
+        rate = fraction * needed
+        flags = ("--write-rate", str(rate), "--read-rate", str(rate))
+        runs: dict[str, list[Any]] = {"keep": [], "bare all": [], "bare auto": []}
+        for index in range(rounds):
+            order = list(runs) if index % 2 == 0 else list(reversed(runs))
+            for arm in order:
+                extra = () if arm == "keep" else flags
+                runs[arm].append(run_arm(case, arm, store=store, steps=steps, extra=extra))
+        at = Case(f"{case.name}, store at {fraction:g} of the needed rate", case.flags)
+        model_seconds = step_seconds * max(1.0, 1.0 / fraction)
+        limit = Limit(name="step / min(1, rate / needed)", value=model_seconds, unit="s")
+        rows += rows_of(at, runs, limit, where)
+    return rows
+
+
+def gpu_case(model: str, hidden: int, layers: int, heads: int, seq: int, batch: int) -> Case:
+    """A case of the GPU suite, in bf16."""
+    shape = {
+        "model": model,
+        "hidden": hidden,
+        "layers": layers,
+        "heads": heads,
+        "seq": seq,
+        "batch": batch,
+        "vocab": 32768,
+        "device": "cuda",
+        "dtype": "bfloat16",
+    }
+    flags = [text for name, value in shape.items() for text in (f"--{name}", str(value))]
+    return Case(f"{model} h{hidden} L{layers} s{seq} b{batch} bf16", tuple(flags))
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--part", choices=["arms", "throttle"], default="arms")
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--arms", nargs="+", default=None, help='such as keep "run all"')
+    parser.add_argument("--rounds", type=int, default=None)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--store", default=None, help="directory on the disk to measure with")
+    options = parser.parse_args()
+    on_gpu = options.device != "cpu"
+    where = environment(options.device)
+    rounds = options.rounds or (2 if on_gpu else 9)
+    with tempfile.TemporaryDirectory(dir=options.store) as store:
+        rows: list[BenchmarkRow] = []
+        if on_gpu:
+            arms = tuple(options.arms or GPU_ARMS)
+            for case in (gpu_case(*shape) for shape in GPU_CASES if shape[0] in options.models):
+                results = compare(case, arms, rounds=rounds, store=store, steps=options.steps)
+                if results.get("keep"):
+                    rows += rows_of(case, results, None, where)
+        elif options.part == "throttle":
+            for model in options.models:
+                case = Case(model, ("--model", model))
+                rows += throttle_rows(
+                    case, rounds=rounds, store=store, steps=options.steps, where=where
+                )
+        else:
+            arms = tuple(options.arms or CPU_ARMS)
+            for model in options.models:
+                case = Case(model, ("--model", model))
+                results = compare(case, arms, rounds=rounds, store=store, steps=options.steps)
+                rows += rows_of(case, results, None, where)
+        write_rows(rows, options.out)
+
+
+if __name__ == "__main__":
+    main()

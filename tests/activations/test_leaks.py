@@ -1,0 +1,226 @@
+"""Hundreds of steps, blocks and broken-off graphs leave nothing behind: no bytes, no objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as module_globals
+
+import penstock
+from penstock.activations import Offload
+from penstock.activations._record import Record, ResidentHandle, SavedHandle
+from penstock.memory import Tier
+
+MIB = 1024**2
+# What 150 steps may add: noise of the C allocator, far below one step's 6 MiB of saved bytes.
+RSS_NOISE_BYTES = 6 * MIB
+PYTHON_NOISE = 200
+OURS = {Record, SavedHandle, ResidentHandle, Offload}
+
+pytestmark = pytest.mark.skipif(
+    not os.path.isdir("/proc/self/fd"), reason="counts what Linux lists in /proc"
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Operators as small as these gain nothing from a second one, which spins on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """What the process holds, as far as an Offload may have a part in it."""
+
+    num_objects: int
+    num_threads: int
+    num_descriptors: int
+    num_module_hooks: int
+    num_warning_filters: int
+    num_python_objects: int  # of any kind; the interpreter's own caches let them vary
+    rss_bytes: int
+
+    def assert_not_above(self, before: Footprint) -> None:
+        for name in ("objects", "threads", "descriptors", "module_hooks", "warning_filters"):
+            now, then = getattr(self, f"num_{name}"), getattr(before, f"num_{name}")
+            assert now <= then, f"{now} {name} after {then}"
+        more_objects = self.num_python_objects - before.num_python_objects
+        assert more_objects <= PYTHON_NOISE, f"{more_objects} more Python objects"
+        more_bytes = self.rss_bytes - before.rss_bytes
+        assert more_bytes <= RSS_NOISE_BYTES, f"{more_bytes / MIB:.1f} MiB more RSS"
+
+
+def footprint() -> Footprint:
+    gc.collect()
+    objects = gc.get_objects()
+    with open("/proc/self/statm") as statm:
+        rss_bytes = int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+    return Footprint(
+        num_objects=sum(type(item) in OURS for item in objects),
+        num_threads=threading.active_count(),
+        num_descriptors=len(os.listdir("/proc/self/fd")),
+        num_module_hooks=len(module_globals._global_forward_pre_hooks),
+        num_warning_filters=len(warnings.filters),
+        num_python_objects=len(objects),
+        rss_bytes=rss_bytes,
+    )
+
+
+def model_of(width: int = 256) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)] * 4)
+
+
+def step(model: nn.Module, batch: int = 512) -> None:
+    model(torch.randn(batch, 256)).square().mean().backward()
+    model.zero_grad()
+
+
+def forward_only(model: nn.Module) -> None:
+    model(torch.randn(512, 256)).square().mean()
+
+
+def failing_step(model: nn.Module) -> None:
+    try:
+        loss = model(torch.randn(512, 256)).square().mean()
+        raise KeyError(loss.item())
+    except KeyError:
+        pass
+
+
+def step_with_cycle(model: nn.Module) -> None:
+    """The loss is part of a reference cycle that only the garbage collector ends."""
+    holder: dict[str, object] = {"loss": model(torch.randn(512, 256)).square().mean()}
+    holder["holder"] = holder
+
+
+def step_in_changing_shape(model: nn.Module) -> None:
+    step(model, batch=128 + 64 * (time.perf_counter_ns() % 7))
+
+
+WORK: dict[str, Callable[[nn.Module], None]] = {
+    "step": step,
+    "abandoned": forward_only,
+    "exception": failing_step,
+    "cycle": step_with_cycle,
+    "shapes": step_in_changing_shape,
+}
+
+
+@pytest.mark.parametrize("policy", ["all", "auto"])
+@pytest.mark.parametrize("work", WORK.values(), ids=WORK)
+def test_200_steps_in_one_block(store, work, policy):
+    model = model_of()
+    offload = penstock.offload(store, policy=policy, min_bytes="4KiB")
+    with offload:
+        for _ in range(50):
+            work(model)
+        offload.report()
+        before, file_bytes = footprint(), peak_file_bytes(offload)
+        for _ in range(150):
+            work(model)
+        report = offload.report()
+        footprint().assert_not_above(before)
+        assert peak_file_bytes(offload) <= file_bytes + 8 * MIB
+    assert report.num_steps >= 150
+    assert report.bytes_written > 0
+    wait_until(lambda: all(offload.ledger.resident(tier) == 0 for tier in Tier))
+    assert offload._file is not None and offload._file.used_bytes == 0
+    offload.close()
+
+
+def test_200_blocks(store):
+    """Entering and leaving: hooks, threads and the allocator come and go."""
+    model = model_of()
+    offload = penstock.offload(store, policy="all", min_bytes="4KiB")
+
+    def block() -> None:
+        with offload:
+            step(model)
+
+    for _ in range(20):
+        block()
+    wait_until(no_thread_of_ours)
+    before = footprint()
+    for _ in range(180):
+        block()
+    wait_until(no_thread_of_ours)
+    footprint().assert_not_above(before)
+    assert offload.report().num_steps == 200
+    offload.close()
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
+def test_100_offloads(store, closed):
+    """Each has a file, threads and a ledger of its own; closing it or dropping it ends them."""
+    model = model_of()
+
+    def use_one() -> None:
+        offload = penstock.offload(store, policy="all", min_bytes="4KiB")
+        with offload:
+            step(model)
+        if closed:
+            offload.close()
+
+    for _ in range(10):
+        use_one()
+    wait_until(no_thread_of_ours)
+    before = footprint()
+    for _ in range(90):
+        use_one()
+    wait_until(no_thread_of_ours)
+    footprint().assert_not_above(before)
+
+
+def test_a_graph_that_outlives_its_offload(store):
+    """Handles keep what they need; the file goes with the last of them."""
+    model = model_of()
+    before = footprint()
+    offload = penstock.offload(store, policy="all", min_bytes="4KiB")
+    with offload:
+        torch.manual_seed(3)
+        loss = model(torch.randn(512, 256)).square().mean()
+    del offload
+    gc.collect()
+    loss.backward()
+    found = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    torch.manual_seed(3)
+    model(torch.randn(512, 256)).square().mean().backward()
+    for ours, parameter in zip(found, model.parameters(), strict=True):
+        assert torch.equal(ours, parameter.grad)
+    del loss, ours, found, parameter
+    wait_until(no_thread_of_ours)
+    after = footprint()
+    assert after.num_objects <= before.num_objects
+    assert after.num_descriptors <= before.num_descriptors
+
+
+def peak_file_bytes(offload: Offload) -> int:
+    return offload.report().peak_file_bytes
+
+
+def no_thread_of_ours() -> bool:
+    return not any(thread.name.startswith("penstock") for thread in threading.enumerate())
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Poll `condition`; transfers run in threads."""
+    event = threading.Event()
+    for _ in range(int(seconds / 0.005)):
+        if condition():
+            return
+        event.wait(0.005)
+    raise AssertionError("the condition did not come true in time")

@@ -1,0 +1,757 @@
+"""What goes into the extent file comes out, or an error says why: no wrong bytes and no leaks."""
+
+import contextlib
+import errno
+import fcntl
+import gc
+import logging
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.errors import (
+    StoreError,
+    StoreFullError,
+    StoreReadError,
+    StoreUnavailableError,
+    StoreWarning,
+    StoreWriteError,
+)
+from penstock.memory import ExtentFile, FileStore, _extent_file, _file_space, _store
+
+BLOCK, MIB = 4096, 2**20
+LENGTHS = [1, 511, 512, 4095, 4096, 4097, 4096 + 511, 8191, 8192, MIB + 13, 9 * MIB + 4097]
+
+
+class Memory:
+    """`num_bytes` bytes of memory whose address is `shift` modulo 4096, filled with noise."""
+
+    def __init__(self, num_bytes: int, shift: int = 0, seed: int = 0) -> None:
+        self.whole = np.random.default_rng(seed).integers(
+            0, 256, num_bytes + 3 * BLOCK, dtype=np.uint8
+        )
+        start = BLOCK + (shift - self.whole.ctypes.data) % BLOCK
+        self.bytes = self.whole[start : start + num_bytes]
+        self.address = self.bytes.ctypes.data
+
+
+@pytest.fixture
+def file(store: Path) -> Iterator[ExtentFile]:
+    with contextlib.closing(ExtentFile(store)) as file:
+        yield file
+
+
+def assert_comes_back(file: ExtentFile, num_bytes: int, source_shift: int, target_shift: int):
+    source, target = Memory(num_bytes, source_shift, 1), Memory(num_bytes, target_shift, 2)
+    expected = target.whole.copy()
+    span = file.store(source.address, num_bytes)
+    assert span.num_bytes == num_bytes
+    assert span.address_offset == source.address % 512
+    file.load(span, target.address)
+    at = target.address - target.whole.ctypes.data
+    expected[at : at + num_bytes] = source.bytes
+    assert np.array_equal(target.whole, expected)  # and nothing beside it was touched
+    file.discard(span)
+    assert file.used_bytes == 0
+
+
+@pytest.mark.parametrize("num_bytes", LENGTHS)
+@pytest.mark.parametrize(
+    ("source_shift", "target_shift"), [(0, 0), (64, 64), (64, 64 + 512), (1, 0), (0, 4095)]
+)
+def test_store_and_load(file: ExtentFile, num_bytes: int, source_shift: int, target_shift: int):
+    assert_comes_back(file, num_bytes, source_shift, target_shift)
+
+
+@pytest.mark.parametrize("num_bytes", LENGTHS)
+@pytest.mark.parametrize("shift", [0, 64])
+def test_write_and_read(file: ExtentFile, num_bytes: int, shift: int):
+    source, target = Memory(num_bytes, shift, 1), Memory(num_bytes, 512, 2)
+    extent = file.allocate(num_bytes)
+    file.write(extent, source.address, num_bytes)
+    file.read(extent, target.address, num_bytes)
+    assert np.array_equal(target.bytes, source.bytes)
+    file.read(extent, target.address, min(num_bytes, 100))
+    assert np.array_equal(target.bytes, source.bytes)
+
+
+def test_only_the_unaligned_ends_stay_in_ram(file: ExtentFile):
+    source = Memory(10 * MIB, 64)
+    span = file.store(source.address, 10 * MIB)
+    assert len(span.head) == 448
+    assert span.ram_bytes < 512 + BLOCK
+    assert span.extent.num_bytes == 10 * MIB - span.ram_bytes
+    short = file.store(source.address, 100)
+    assert short.ram_bytes == 0  # its bytes really are in the file
+
+
+def test_parts_of_a_span_can_be_loaded(file: ExtentFile):
+    num_bytes = 300_000
+    source = Memory(num_bytes, 64, 1)
+    span = file.store(source.address, num_bytes)
+    cuts = random.Random(0)
+    ranges = [(0, 0), (0, 1), (0, 448), (447, 449), (num_bytes - 1, num_bytes), (0, num_bytes)]
+    ranges += [(448 + BLOCK, 448 + 3 * BLOCK), (448 + 1, 448 + 2)]
+    ranges += [sorted(cuts.sample(range(num_bytes + 1), 2)) for _ in range(30)]
+    for begin, end in ranges:
+        target = Memory(end - begin, cuts.randrange(BLOCK), 2)
+        before = target.whole.copy()
+        file.load(span, target.address, begin, end)
+        at = target.address - target.whole.ctypes.data
+        before[at : at + end - begin] = source.bytes[begin:end]
+        assert np.array_equal(target.whole, before), (begin, end)
+    for begin, end in [(-1, 5), (5, 4), (0, num_bytes + 1)]:
+        with pytest.raises(ValueError, match="is not part of"):
+            file.load(span, source.address, begin, end)
+
+
+def test_space_is_reused_and_counted(file: ExtentFile):
+    source = Memory(MIB)
+    first = file.store(source.address, MIB)
+    second = file.store(source.address, MIB)
+    assert file.used_bytes == 2 * MIB
+    file.discard(first)
+    third = file.store(source.address, MIB)
+    assert third.extent.offset == first.extent.offset == 0
+    file_bytes = file.file_bytes
+    for _ in range(50):
+        file.discard(second)
+        second = file.store(source.address, MIB)
+    assert file.peak_used_bytes == 2 * MIB
+    assert file.file_bytes == file_bytes == os.fstat(file._fd).st_size
+
+
+def test_requests_are_at_most_8_mib(file: ExtentFile, monkeypatch: pytest.MonkeyPatch):
+    requests: list[int] = []
+
+    def write(fd: int, buffers: list[memoryview], offset: int) -> int:
+        requests.append(sum(map(len, buffers)))
+        return os.pwritev(fd, buffers, offset)
+
+    monkeypatch.setattr(_extent_file, "_pwritev", write)
+    source = Memory(20 * MIB)
+    file.store(source.address, 20 * MIB)
+    assert requests == [8 * MIB, 8 * MIB, 4 * MIB]
+
+
+@pytest.mark.parametrize("num_threads", [8])
+def test_many_threads_at_once(file: ExtentFile, num_threads: int):
+    wrong: list[object] = []
+
+    def work(seed: int):
+        choose = random.Random(seed)
+        try:
+            for index in range(15):
+                num_bytes = choose.choice([100, 5000, MIB // 2 + choose.randrange(BLOCK)])
+                source = Memory(num_bytes, choose.randrange(BLOCK), seed * 100 + index)
+                target = Memory(num_bytes, source.address % 512, 0)
+                span = file.store(source.address, num_bytes)
+                time.sleep(0)
+                file.load(span, target.address)
+                if not np.array_equal(source.bytes, target.bytes):
+                    wrong.append(span)
+                file.discard(span)
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert file.used_bytes == 0
+
+
+# ------------------------------------------------------------------ misuse
+
+
+def test_an_extent_is_refused_after_it_was_freed(file: ExtentFile, store: Path):
+    memory = Memory(BLOCK)
+    extent = file.allocate(BLOCK)
+    file.free(extent)
+    again = file.allocate(BLOCK)
+    assert again.offset == extent.offset
+    for use in (file.write, file.read):
+        with pytest.raises(ValueError, match="is not in use in this file"):
+            use(extent, memory.address, BLOCK)
+    with pytest.raises(ValueError, match="freed"):
+        file.free(extent)
+    with contextlib.closing(ExtentFile(store)) as other:
+        with pytest.raises(ValueError, match="belongs to another file"):
+            other.free(again)
+
+
+@pytest.mark.parametrize("num_bytes", [-1, BLOCK + 1])
+def test_transfers_stay_within_the_extent(file: ExtentFile, num_bytes: int):
+    memory = Memory(2 * BLOCK)
+    extent = file.allocate(BLOCK)
+    for use in (file.write, file.read):
+        with pytest.raises(ValueError, match=r"num_bytes must be in \[0, 4096\]"):
+            use(extent, memory.address, num_bytes)
+
+
+def test_nothing_cannot_be_stored(file: ExtentFile):
+    with pytest.raises(ValueError, match="num_bytes must be at least 1"):
+        file.store(Memory(1).address, 0)
+
+
+@pytest.mark.parametrize("wrong", [None, 5, b"/tmp", "", object()])
+def test_a_store_is_a_path(wrong: object):
+    with pytest.raises(TypeError, match="store must be the path of a directory or a FileStore"):
+        ExtentFile(wrong)
+
+
+def test_file_store_reads_limits_as_users_write_them(store: Path):
+    limits = FileStore(store, "1MiB", "200MB/s", read_bytes_per_second=5)
+    assert limits == FileStore(str(store), 2**20, 2e8, 5.0)
+    assert FileStore.of(limits) is limits
+    assert FileStore.of(store) == FileStore(os.fspath(store))
+    with pytest.raises(ValueError, match="max_bytes must be at least 4096"):
+        FileStore(store, max_bytes="1KB")
+    with pytest.raises(ValueError, match="read_bytes_per_second must be"):
+        FileStore(store, read_bytes_per_second=0)
+
+
+# --------------------------------------------------------------- life cycle
+
+
+def test_close_is_final_and_idempotent(store: Path):
+    file = ExtentFile(store)
+    memory = Memory(BLOCK)
+    span = file.store(memory.address, BLOCK)
+    fd = file._fd
+    file.close()
+    file.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    for call in (
+        lambda: file.store(memory.address, BLOCK),
+        lambda: file.load(span, memory.address),
+        lambda: file.allocate(1),
+    ):
+        with pytest.raises(StoreError, match="is closed"):
+            call()
+    file.discard(span)  # a destructor may come late
+    assert file.used_bytes == 0
+
+
+def test_close_lets_a_transfer_end(file: ExtentFile, monkeypatch: pytest.MonkeyPatch):
+    memory, target = Memory(BLOCK, seed=1), Memory(BLOCK, seed=2)
+    span = file.store(memory.address, BLOCK)
+    reading, go_on = threading.Event(), threading.Event()
+
+    def read(fd: int, buffers: list[memoryview], offset: int) -> int:
+        reading.set()
+        assert go_on.wait(10)
+        return os.preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(_extent_file, "_preadv", read)
+    thread = threading.Thread(target=file.load, args=(span, target.address))
+    thread.start()
+    assert reading.wait(10)
+    file.close()
+    os.fstat(file._fd)  # still open: the number must not go to another file meanwhile
+    go_on.set()
+    thread.join()
+    assert np.array_equal(memory.bytes, target.bytes)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file._fd)
+
+
+def test_files_close_when_they_die(store: Path):
+    before = sorted(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        ExtentFile(store).store(Memory(BLOCK).address, BLOCK)
+    gc.collect()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_freeing_never_waits(file: ExtentFile):
+    """A destructor may run while its own thread is in the middle of an allocation."""
+    span = file.store(Memory(BLOCK).address, BLOCK)
+    with file._space._mailbox:
+        file.discard(span)  # a lock that waited would hang here
+    assert file.used_bytes == 0
+
+
+def test_the_file_has_no_name_and_is_private(file: ExtentFile, store: Path):
+    status = os.fstat(file._fd)
+    assert (status.st_nlink, status.st_mode & 0o777) == (0, 0o600)
+    assert not os.get_inheritable(file._fd)
+    assert list(store.iterdir()) == []
+
+
+def test_sigkill_leaves_nothing(store: Path):
+    script = (
+        "import ctypes, sys, time\n"
+        "from penstock.memory import ExtentFile\n"
+        "file = ExtentFile(sys.argv[1])\n"
+        "memory = ctypes.create_string_buffer(2**20)\n"
+        "file.store(ctypes.addressof(memory), 2**20)\n"
+        "print('stored', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    source = str(Path(__file__).resolve().parents[2] / "src")
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(store)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": source},
+    )
+    with process:
+        assert process.stdout.readline() == b"stored\n"
+        process.send_signal(signal.SIGKILL)
+    assert list(store.iterdir()) == []
+
+
+# -------------------------------------------------------------------- forks
+
+
+def run_in_child(work: Callable[[], None]) -> int:
+    """Fork, let the child do `work`, and return its exit code: 0 if nothing was raised."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forks beside threads, Python >= 3.12
+        pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_forked_child_has_no_say(store: Path):
+    file = ExtentFile(store)
+    source, target = Memory(MIB, 64, 1), Memory(MIB, 64, 2)
+    span = file.store(source.address, MIB)
+    spans = [span]
+
+    def child():
+        for call in (
+            lambda: file.store(target.address, MIB),
+            lambda: file.load(span, target.address),
+            lambda: file.write(span.extent, target.address, BLOCK),
+            lambda: file.read(span.extent, target.address, BLOCK),
+            lambda: file.allocate(1),
+        ):
+            with pytest.raises(StoreError, match="belongs to another process"):
+                call()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(file._fd)  # a child that outlives its parent must not keep the space
+        file.discard(span)
+        spans.clear()
+        gc.collect()
+        file.close()
+        with contextlib.closing(ExtentFile(store)) as own:
+            own.load(own.store(source.address, MIB), target.address)
+            assert np.array_equal(source.bytes, target.bytes)
+
+    assert run_in_child(child) == 0
+    assert file.used_bytes > 0
+    file.load(span, target.address)
+    assert np.array_equal(source.bytes, target.bytes)
+    file.close()
+
+
+def test_a_fork_waits_for_reads(file: ExtentFile, monkeypatch: pytest.MonkeyPatch):
+    memory = Memory(BLOCK)
+    span = file.store(memory.address, BLOCK)
+    reading, ended = threading.Event(), []
+
+    def read(fd: int, buffers: list[memoryview], offset: int) -> int:
+        reading.set()
+        time.sleep(0.2)
+        ended.append(time.monotonic())
+        return os.preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(_extent_file, "_preadv", read)
+    thread = threading.Thread(target=file.load, args=(span, memory.address))
+    thread.start()
+    assert reading.wait(10)
+    assert run_in_child(lambda: None) == 0
+    assert ended, "the fork came in the middle of a read"
+    thread.join()
+    file.load(span, memory.address)  # and reads go on afterwards
+
+
+# ------------------------------------------------------------------- faults
+
+
+def test_short_transfers_are_completed(file: ExtentFile, monkeypatch: pytest.MonkeyPatch):
+    """Also those that stop at an odd byte, after which direct I/O cannot simply go on."""
+    cuts = random.Random(0)
+    num_short = 0
+
+    def shorten(call: Callable[..., int]) -> Callable[..., int]:
+        def short(fd: int, buffers: list[memoryview], offset: int) -> int:
+            nonlocal num_short
+            num_short += 1
+            assert offset % BLOCK == 0
+            length = sum(map(len, buffers))
+            assert length % BLOCK == 0
+            # The kernel moves whole blocks; now and then the caller hears of fewer bytes.
+            moved = cuts.choice([length, length // BLOCK // 2 * BLOCK or BLOCK])
+            unheard = cuts.choice([1, 511, 4095]) if num_short % 3 == 0 else 0
+            return call(fd, [buffers[0][:moved]], offset) - unheard
+
+        return short
+
+    monkeypatch.setattr(_extent_file, "_pwritev", shorten(os.pwritev))
+    monkeypatch.setattr(_extent_file, "_preadv", shorten(os.preadv))
+    for num_bytes in LENGTHS[3:]:
+        assert_comes_back(file, num_bytes, 64, 64)
+    assert num_short > 20
+
+
+def test_a_write_that_never_moves_anything_ends(file: ExtentFile, monkeypatch: pytest.MonkeyPatch):
+    memory = Memory(2 * BLOCK)
+    for stuck in (0, 100):
+        monkeypatch.setattr(_extent_file, "_pwritev", lambda *_, stuck=stuck: stuck)
+        with pytest.raises(StoreWriteError, match=f"moved {stuck} of 8192 bytes"):
+            file.store(memory.address, 2 * BLOCK)
+    assert file.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.EIO, StoreWriteError),
+        (errno.EROFS, StoreWriteError),
+        (errno.ENOSPC, StoreFullError),
+        (errno.EDQUOT, StoreFullError),
+        (errno.EFBIG, StoreFullError),
+    ],
+)
+def test_a_write_that_fails_keeps_nothing(
+    file: ExtentFile,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    expected: type[StoreError],
+):
+    source = Memory(20 * MIB, 0, 1)
+    before = source.whole.copy()
+
+    def write(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if offset >= 8 * MIB:
+            raise OSError(number, os.strerror(number))
+        return os.pwritev(fd, buffers, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_extent_file, "_pwritev", write)
+        with pytest.raises(expected) as caught:
+            file.store(source.address, 20 * MIB)
+    error = caught.value
+    assert type(error) is expected
+    assert (error.errno, error.offset, error.path) == (number, 8 * MIB, file.path)
+    assert file.path in str(error) and f"errno {number}" in str(error)
+    assert file.used_bytes == 0
+    assert np.array_equal(source.whole, before)
+    assert_comes_back(file, MIB, 0, 0)  # the file is as good as before
+
+
+@pytest.mark.parametrize(("num_failures", "succeeds"), [(3, True), (4, False)])
+def test_reads_are_tried_again(
+    file: ExtentFile, monkeypatch: pytest.MonkeyPatch, num_failures: int, succeeds: bool
+):
+    source, target = Memory(BLOCK, 0, 1), Memory(BLOCK, 0, 2)
+    file.allocate(BLOCK)
+    span = file.store(source.address, BLOCK)
+    left = num_failures
+
+    def read(fd: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal left
+        if left:
+            left -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return os.preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(_extent_file, "_preadv", read)
+    if succeeds:
+        file.load(span, target.address)
+        assert np.array_equal(source.bytes, target.bytes)
+    else:
+        with pytest.raises(StoreReadError, match="after 3 retries") as caught:
+            file.load(span, target.address)
+        error = caught.value
+        assert (error.errno, error.offset, error.path) == (errno.EIO, BLOCK, file.path)
+
+
+def test_other_read_errors_are_not_tried_again(file: ExtentFile, monkeypatch: pytest.MonkeyPatch):
+    memory = Memory(BLOCK)
+    span = file.store(memory.address, BLOCK)
+
+    def read(*_: object) -> int:
+        raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
+
+    monkeypatch.setattr(_extent_file, "_preadv", read)
+    with pytest.raises(StoreReadError, match="after 0 retries"):
+        file.load(span, memory.address)
+
+
+@pytest.mark.parametrize("left_bytes", [0, BLOCK, BLOCK + 100])
+def test_a_file_that_became_shorter_is_an_error(file: ExtentFile, left_bytes: int):
+    memory = Memory(MIB)
+    span = file.store(memory.address, MIB)
+    os.ftruncate(file._fd, left_bytes)
+    with pytest.raises(StoreReadError, match="the file is shorter than it was"):
+        file.load(span, memory.address)
+
+
+# --------------------------------------------------------------- full disks
+
+
+def mount_tmpfs(directory: Path, options: str) -> None:
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MiB that really runs full."""
+    directory = tmp_path / "small"
+    directory.mkdir()
+    mount_tmpfs(directory, "size=16m")
+    yield directory
+    subprocess.run(["umount", str(directory)], check=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*slow tier is RAM")
+def test_a_full_disk_shows_when_space_is_asked_for(small_disk: Path):
+    file = ExtentFile(small_disk, reserve_bytes="1MiB")
+    memories = [Memory(4 * MIB, 64, seed) for seed in range(4)]
+    spans = [file.store(memory.address, 4 * MIB) for memory in memories[:3]]
+    with pytest.raises(StoreFullError, match="stay in reserve") as caught:
+        file.store(memories[3].address, 4 * MIB)
+    assert caught.value.path == str(small_disk)
+    status = os.statvfs(small_disk)
+    assert status.f_bavail * status.f_frsize >= MIB
+    target = Memory(4 * MIB, 64, 99)
+    for span, memory in zip(spans, memories, strict=False):
+        file.load(span, target.address)
+        assert np.array_equal(target.bytes, memory.bytes)
+    file.discard(spans[0])
+    file.store(memories[3].address, 4 * MIB)  # there is room again
+    file.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*slow tier is RAM")
+def test_a_disk_that_fills_up_under_a_sparse_file(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Without preallocation, and with the space gone after it was looked at."""
+
+    def no_preallocation(*_: object):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(_file_space, "_fallocate", no_preallocation)
+    monkeypatch.setattr(_file_space, "free_bytes", lambda _: 2**40)
+    file = ExtentFile(small_disk, reserve_bytes=0)
+    memory, target = Memory(12 * MIB, 0, 1), Memory(12 * MIB, 0, 2)
+    span = file.store(memory.address, 12 * MIB)
+    with pytest.raises(StoreFullError, match="ran full while writing") as caught:
+        file.store(memory.address, 12 * MIB)
+    assert caught.value.errno == errno.ENOSPC
+    file.load(span, target.address)
+    assert np.array_equal(target.bytes, memory.bytes)
+    file.close()
+
+
+def test_a_failed_growth_is_cut_back(file: ExtentFile, monkeypatch: pytest.MonkeyPatch):
+    """posix_fallocate may fail and yet leave the file as long as it was asked to be."""
+    memory = Memory(MIB, 0, 1)
+    span = file.store(memory.address, MIB)
+    file_bytes = file.file_bytes
+
+    def fail_late(fd: int, offset: int, num_bytes: int):
+        os.ftruncate(fd, offset + num_bytes)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_file_space, "_fallocate", fail_late)
+        with pytest.raises(StoreFullError, match="cannot grow") as caught:
+            file.allocate(file_bytes)
+    assert caught.value.errno == errno.ENOSPC
+    assert os.fstat(file._fd).st_size == file.file_bytes == file_bytes
+    assert file.used_bytes == MIB
+    target = Memory(MIB, 0, 2)
+    file.load(span, target.address)
+    assert np.array_equal(target.bytes, memory.bytes)
+    file.free(file.allocate(file_bytes))
+
+
+def test_max_bytes_is_a_hard_limit(store: Path):
+    with contextlib.closing(ExtentFile(FileStore(store, max_bytes="1MiB"))) as file:
+        memory = Memory(MIB)
+        span = file.store(memory.address, MIB)
+        with pytest.raises(StoreFullError, match=r"1\.00 MiB of max_bytes=1\.00 MiB are in use"):
+            file.store(memory.address, 1)
+        assert file.file_bytes == os.fstat(file._fd).st_size == MIB
+        file.discard(span)
+        file.store(memory.address, 1)
+
+
+def test_a_file_size_limit_of_the_process(file: ExtentFile):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
+    try:
+        with pytest.raises(StoreFullError) as caught:
+            file.allocate(2 * MIB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.errno == errno.EFBIG
+    assert os.fstat(file._fd).st_size == 0
+    file.allocate(2 * MIB)
+
+
+def test_the_reserve_stays_free(store: Path):
+    status = os.statvfs(store)
+    free = status.f_bavail * status.f_frsize
+    with pytest.raises(StoreFullError, match="free space there or pass another directory"):
+        ExtentFile(store, reserve_bytes=free + 2**40)
+    # A step of growth would reach into the reserve, what is needed would not.
+    with contextlib.closing(ExtentFile(store, reserve_bytes=free - 48 * MIB)) as file:
+        file.allocate(MIB)
+        assert file.file_bytes == MIB
+        with pytest.raises(StoreFullError, match="stay in reserve"):
+            file.allocate(10**9)
+        assert file.used_bytes == MIB
+
+
+# -------------------------------------------------------- kinds of directory
+
+
+def test_a_directory_in_ram_is_warned_about():
+    if _store.filesystem_type("/dev/shm") != "tmpfs":
+        pytest.skip("/dev/shm is no tmpfs here")
+    with pytest.warns(StoreWarning, match="is on tmpfs: the slow tier is RAM"):
+        file = ExtentFile("/dev/shm", reserve_bytes=0)
+    assert_comes_back(file, 10_000, 64, 64)
+    file.close()
+
+
+def test_missing_directories_and_files_are_refused(store: Path):
+    with pytest.raises(StoreUnavailableError, match="does not exist") as caught:
+        ExtentFile(store / "missing")
+    assert caught.value.path == str(store / "missing")
+    with pytest.raises(StoreUnavailableError, match="is not a directory"):
+        ExtentFile(__file__)
+    with pytest.raises(StoreUnavailableError, match="cannot be used"):
+        ExtentFile("/proc")
+
+
+def test_an_unwritable_directory_is_refused(store: Path):
+    if os.geteuid() == 0:
+        mount_tmpfs(store, "ro,size=16m")  # rights do not bind root, a read-only disk does
+    else:
+        store.chmod(0o500)
+    try:
+        with pytest.raises(StoreUnavailableError, match="a directory that this user may write"):
+            ExtentFile(store)
+    finally:
+        if os.geteuid() == 0:
+            subprocess.run(["umount", str(store)], check=True)
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, flag: int, number: int) -> None:
+    """Let opening with a flag fail as it does on a file system that does not know the flag."""
+    original = os.open
+
+    def fake_open(path: str, flags: int, mode: int = 0o777, **kwargs: int) -> int:
+        if flags & flag == flag:
+            if flags & os.O_CREAT:  # Linux creates the file before it refuses O_DIRECT
+                os.close(original(path, os.O_CREAT | os.O_WRONLY, mode))
+            raise OSError(number, os.strerror(number))
+        return original(path, flags, mode, **kwargs)
+
+    monkeypatch.setattr(os, "open", fake_open)
+
+
+def test_without_nameless_files_the_name_is_removed_at_once(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+):
+    refuse(monkeypatch, os.O_TMPFILE, errno.EOPNOTSUPP)
+    with contextlib.closing(ExtentFile(store)) as file:
+        assert list(store.iterdir()) == []
+        assert file.direct
+        status = os.fstat(file._fd)
+        assert (status.st_nlink, status.st_mode & 0o777) == (0, 0o600)
+        assert_comes_back(file, MIB + 7, 64, 64)
+
+
+@pytest.mark.parametrize("when", ["open", "open without O_TMPFILE", "first write"])
+def test_without_direct_io_the_page_cache_is_used_and_said(
+    store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, when: str
+):
+    if when == "first write":
+
+        def refuse_write(fd: int, buffers: list[memoryview], offset: int) -> int:
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return original(fd, buffers, offset)
+
+        original = os.pwritev
+        monkeypatch.setattr(os, "pwritev", refuse_write)
+    else:
+        refuse(monkeypatch, os.O_DIRECT, errno.EINVAL)
+    if when == "open without O_TMPFILE":
+        refuse(monkeypatch, os.O_TMPFILE, errno.EISDIR)
+    with caplog.at_level(logging.WARNING, logger="penstock"):
+        file = ExtentFile(store)
+    assert not file.direct
+    assert [record.message for record in caplog.records if "refuses direct I/O" in record.message]
+    assert list(store.iterdir()) == []
+    for num_bytes in LENGTHS:
+        assert_comes_back(file, num_bytes, 64, 65)
+    file.close()
+
+
+def test_a_disk_that_wants_aligned_pages(store: Path, monkeypatch: pytest.MonkeyPatch):
+    original = _extent_file.open_nameless
+    monkeypatch.setattr(
+        _extent_file, "open_nameless", lambda path: original(path)._replace(address_alignment=4096)
+    )
+
+    def write(fd: int, buffers: list[memoryview], offset: int) -> int:
+        assert all(np.frombuffer(b, np.uint8).ctypes.data % 4096 == 0 for b in buffers)
+        return os.pwritev(fd, buffers, offset)
+
+    monkeypatch.setattr(_extent_file, "_pwritev", write)
+    with contextlib.closing(ExtentFile(store)) as file:
+        for num_bytes in LENGTHS:
+            assert_comes_back(file, num_bytes, 64, 576)
+
+
+# ---------------------------------------------------------------- throttles
+
+
+@pytest.mark.parametrize("direction", ["write", "read"])
+def test_a_throttled_store_is_as_slow_as_it_should_be(store: Path, direction: str):
+    limits = FileStore(store, **{f"{direction}_bytes_per_second": "100MB/s"})
+    with contextlib.closing(ExtentFile(limits)) as file:
+        memory = Memory(20_000_000 // BLOCK * BLOCK)
+        start = time.monotonic()
+        span = file.store(memory.address, memory.bytes.nbytes)
+        middle = time.monotonic()
+        file.load(span, memory.address)
+        end = time.monotonic()
+    seconds = middle - start if direction == "write" else end - middle
+    assert seconds >= 0.2 - 0.010 - 0.001  # with the credit of 10 ms

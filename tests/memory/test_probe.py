@@ -1,0 +1,216 @@
+"""`probe` measures what is there, keeps it, and works where it cannot keep it."""
+
+import json
+import logging
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock.errors import StoreUnavailableError
+from penstock.memory import FileStore, LinkProfile, MachineProfile, Tier, TierProfile, _probe
+from penstock.memory import Link as L
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small and few runs: these tests are about what is measured, not about how well."""
+    monkeypatch.setattr(_probe, "_LINK_SECONDS", 0.0)
+    monkeypatch.setattr(_probe, "_RUN_SECONDS", 0.01)
+    monkeypatch.setattr(_probe, "_MEMCPY_BYTES", 2**20)
+    monkeypatch.setattr(_probe, "_REQUEST_BYTES", 2**20)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the profiles are kept during a test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "penstock" / "profiles"
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_probe, "_device", lambda: _probe._Device("cpu", "a processor", 2**30))
+
+
+def count_measurements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    calls: list[str] = []
+    original = _probe._measure
+
+    def measure(*args):
+        calls.append("measured")
+        return original(*args)
+
+    monkeypatch.setattr(_probe, "_measure", measure)
+    return calls
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_machine_without_a_gpu(store: Path):
+    profile = penstock.probe(store)
+    assert (profile.device, profile.device_name) == ("cpu", "a processor")
+    assert profile.num_cores == len(os.sched_getaffinity(0))
+    assert profile.store == str(store)
+    assert profile.direct_io is True
+    assert set(profile.tiers) == {Tier.DEVICE, Tier.FILE}
+    assert profile.tiers[Tier.DEVICE].capacity_bytes == 2**30
+    assert profile.tiers[Tier.FILE].capacity_bytes > 0
+    assert set(profile.links) == {L.DEVICE_TO_FILE, L.FILE_TO_DEVICE}
+    for link in [*profile.links.values(), profile.memcpy]:
+        first, third = link.quartiles
+        assert 0 < first <= link.bytes_per_second <= third
+        assert link.num_runs >= 3
+
+
+@pytest.mark.gpu
+def test_a_machine_with_a_gpu(store: Path):
+    profile = penstock.probe(store)
+    assert profile.device == "cuda"
+    assert set(profile.tiers) == set(Tier)
+    assert set(profile.links) == {
+        L.DEVICE_TO_HOST,
+        L.HOST_TO_DEVICE,
+        L.HOST_TO_FILE,
+        L.FILE_TO_HOST,
+    }
+    assert profile.links[L.DEVICE_TO_HOST].bytes_per_second > 1e9
+
+
+def test_the_real_device_has_a_name_and_memory():
+    device = _probe._device()
+    assert device.name
+    assert device.capacity_bytes > 2**28
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_without_a_store_there_is_no_file_tier():
+    profile = penstock.probe()
+    assert set(profile.tiers) == {Tier.DEVICE}
+    assert profile.links == {}
+    assert (profile.store, profile.direct_io) == (None, None)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_profile_is_kept_and_measured_again_when_asked(
+    store: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    calls = count_measurements(monkeypatch)
+    first = penstock.probe(store)
+    assert penstock.probe(str(store)).links == first.links
+    assert len(calls) == 1
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    penstock.probe(store, refresh=True)
+    assert len(calls) == 2
+    penstock.probe(FileStore(store, "100MiB"))  # another limit, another profile
+    penstock.probe()
+    assert len(calls) == 4
+    assert [path.suffix for path in cache.iterdir() if path.suffix == ".tmp"] == []
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_capacities_are_those_of_now(store: Path, monkeypatch: pytest.MonkeyPatch):
+    penstock.probe(store)
+    calls = count_measurements(monkeypatch)
+    monkeypatch.setattr(_probe, "_tiers", lambda *_: {Tier.FILE: TierProfile(77)})
+    assert penstock.probe(store).tiers == {Tier.FILE: TierProfile(77)}
+    assert calls == []
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"name": "x"}'])
+def test_a_broken_cache_is_measured_again(
+    store: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, text: str
+):
+    penstock.probe(store)
+    (kept,) = cache.glob("*.json")
+    kept.write_text(text)
+    calls = count_measurements(monkeypatch)
+    assert penstock.probe(store).links
+    assert len(calls) == 1
+    assert MachineProfile.from_dict(json.loads(kept.read_text())).links
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_cache_that_others_may_write_is_not_used(cache: Path, caplog: pytest.LogCaptureFixture):
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    with caplog.at_level(logging.WARNING, logger="penstock"):
+        assert penstock.probe().memcpy.num_runs >= 3
+    assert "must belong to this user and have mode 0700" in caplog.text
+    assert list(cache.iterdir()) == []
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_without_a_cache_directory_it_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING, logger="penstock"):
+        assert penstock.probe().memcpy.num_runs >= 3
+    assert "profiles are not cached" in caplog.text
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_throttled_store_is_measured_as_slow_as_it_is(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(_probe, "_RUN_SECONDS", 0.2)
+    limits = FileStore(store, "32MiB", "50MB/s", "40MB/s")
+    links = penstock.probe(limits).links
+    # A run may use the credit of 10 ms of idle time; a busy machine can only make it slower.
+    assert 0.5 * 50e6 < links[L.DEVICE_TO_FILE].bytes_per_second < 1.2 * 50e6
+    assert 0.5 * 40e6 < links[L.FILE_TO_DEVICE].bytes_per_second < 1.2 * 40e6
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_store_smaller_than_a_request_is_measured(store: Path):
+    profile = penstock.probe(FileStore(store, max_bytes="20KB"))
+    assert profile.tiers[Tier.FILE].capacity_bytes == 20_000
+    assert set(profile.links) == {L.DEVICE_TO_FILE, L.FILE_TO_DEVICE}
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_missing_store_is_refused_and_not_kept(store: Path, cache: Path):
+    for path in (store / "missing", Path(__file__)):
+        with pytest.raises(StoreUnavailableError):
+            penstock.probe(path)
+    assert list(cache.glob("*.json")) == [] if cache.exists() else True
+
+
+def example() -> MachineProfile:
+    link = LinkProfile(1.5e9, (1.25e9, 1.75e9), 7)
+    return MachineProfile(
+        name="here",
+        device="cuda",
+        device_name="a GPU",
+        num_cores=16,
+        tiers={Tier.DEVICE: TierProfile(2**37), Tier.HOST: TierProfile(2**36)},
+        links={L.DEVICE_TO_HOST: link, L.HOST_TO_FILE: link},
+        memcpy=link,
+        store="/mnt/nvme",
+        direct_io=False,
+    )
+
+
+def test_a_profile_survives_json():
+    profile = example()
+    assert MachineProfile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
+
+
+@pytest.mark.parametrize("change", [{"tiers": {"moon": {}}}, {"links": 5}, {"memcpy": {}}])
+def test_what_is_no_profile_is_refused(change: dict[str, object]):
+    with pytest.raises(ValueError, match="data is not a machine profile"):
+        MachineProfile.from_dict({**example().to_dict(), **change})
+
+
+def test_a_profile_prints_as_a_table():
+    text = str(example())
+    for part in ("a GPU (cuda)", "128.00 GiB", "device->host", "1.40 GiB/s", "7 runs", "/mnt/nvme"):
+        assert part in text
+
+
+def test_median_and_quartiles():
+    assert LinkProfile.of([4.0, 1.0, 3.0, 2.0, 5.0]) == LinkProfile(3.0, (2.0, 4.0), 5)
