@@ -301,7 +301,7 @@ def _first_path(config: Launch) -> str:
     if config.is_module:
         return os.getcwd()
     if _is_bundle(config):
-        return config.target
+        return os.path.abspath(config.target)
     return os.path.dirname(os.path.realpath(config.target))
 
 
@@ -321,7 +321,7 @@ def _find_code(config: Launch) -> tuple[importlib.machinery.ModuleSpec, CodeType
         if spec is not None and spec.submodule_search_locations is not None:  # a package
             spec = _find_module(f"{config.target}.__main__")
     else:
-        spec = importlib.machinery.PathFinder.find_spec("__main__", [config.target])
+        spec = importlib.machinery.PathFinder.find_spec("__main__", [_first_path(config)])
     # InspectLoader's method; frozen, zip and source loaders all have it.
     get_code = getattr(spec and spec.loader, "get_code", None)
     code = get_code(spec.name) if spec is not None and get_code is not None else None

@@ -21,7 +21,8 @@ from penstock.activations._record import Record, ResidentHandle, SavedHandle
 from penstock.memory import Tier
 
 MIB = 1024**2
-# What 150 steps may add: noise of the C allocator, far below one step's 6 MiB of saved bytes.
+WIDTH = 128
+# What 150 steps may add: noise of the C allocator. One lost 64 KiB activation a step is 9 MiB.
 RSS_NOISE_BYTES = 6 * MIB
 PYTHON_NOISE = 200
 OURS = {Record, SavedHandle, ResidentHandle, Offload}
@@ -53,6 +54,7 @@ class Footprint:
     rss_bytes: int
 
     def assert_not_above(self, before: Footprint) -> None:
+        """Fail, naming what there is more of."""
         for name in ("objects", "threads", "descriptors", "module_hooks", "warning_filters"):
             now, then = getattr(self, f"num_{name}"), getattr(before, f"num_{name}")
             assert now <= then, f"{now} {name} after {then}"
@@ -78,36 +80,51 @@ def footprint() -> Footprint:
     )
 
 
-def model_of(width: int = 256) -> nn.Module:
+def assert_no_growth(before: Footprint) -> None:
+    """Compare with `before`; a transfer under way may still hold its record for a moment."""
+    deadline = time.monotonic() + 5
+    while True:
+        try:
+            footprint().assert_not_above(before)
+            return
+        except AssertionError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
+
+
+def small_model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)] * 4)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)] * 4)
 
 
-def step(model: nn.Module, batch: int = 512) -> None:
-    model(torch.randn(batch, 256)).square().mean().backward()
+def step(model: nn.Module, batch: int = 128) -> None:
+    model(torch.randn(batch, WIDTH)).square().mean().backward()
     model.zero_grad()
 
 
 def forward_only(model: nn.Module) -> None:
-    model(torch.randn(512, 256)).square().mean()
+    model(torch.randn(128, WIDTH)).square().mean()
 
 
 def failing_step(model: nn.Module) -> None:
     try:
-        loss = model(torch.randn(512, 256)).square().mean()
+        loss = model(torch.randn(128, WIDTH)).square().mean()
         raise KeyError(loss.item())
     except KeyError:
         pass
 
 
 def step_with_cycle(model: nn.Module) -> None:
-    """The loss is part of a reference cycle that only the garbage collector ends."""
-    holder: dict[str, object] = {"loss": model(torch.randn(512, 256)).square().mean()}
+    """The loss is part of a reference cycle, which only the garbage collector ends."""
+    holder: dict[str, object] = {"loss": model(torch.randn(128, WIDTH)).square().mean()}
     holder["holder"] = holder
+    del holder
+    gc.collect(0)
 
 
 def step_in_changing_shape(model: nn.Module) -> None:
-    step(model, batch=128 + 64 * (time.perf_counter_ns() % 7))
+    step(model, batch=32 * (1 + time.perf_counter_ns() % 7))
 
 
 WORK: dict[str, Callable[[nn.Module], None]] = {
@@ -119,21 +136,22 @@ WORK: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
-@pytest.mark.parametrize("policy", ["all", "auto"])
-@pytest.mark.parametrize("work", WORK.values(), ids=WORK)
+@pytest.mark.parametrize(
+    ("work", "policy"),
+    [*((name, "all") for name in WORK), ("step", "auto")],
+)
 def test_200_steps_in_one_block(store, work, policy):
-    model = model_of()
+    model = small_model()
     offload = penstock.offload(store, policy=policy, min_bytes="4KiB")
     with offload:
         for _ in range(50):
-            work(model)
-        offload.report()
-        before, file_bytes = footprint(), peak_file_bytes(offload)
+            WORK[work](model)
+        before, file_bytes = footprint(), offload.report().peak_file_bytes
         for _ in range(150):
-            work(model)
+            WORK[work](model)
+        assert_no_growth(before)
         report = offload.report()
-        footprint().assert_not_above(before)
-        assert peak_file_bytes(offload) <= file_bytes + 8 * MIB
+    assert report.peak_file_bytes <= file_bytes + 4 * MIB
     assert report.num_steps >= 150
     assert report.bytes_written > 0
     wait_until(lambda: all(offload.ledger.resident(tier) == 0 for tier in Tier))
@@ -143,7 +161,7 @@ def test_200_steps_in_one_block(store, work, policy):
 
 def test_200_blocks(store):
     """Entering and leaving: hooks, threads and the allocator come and go."""
-    model = model_of()
+    model = small_model()
     offload = penstock.offload(store, policy="all", min_bytes="4KiB")
 
     def block() -> None:
@@ -157,7 +175,7 @@ def test_200_blocks(store):
     for _ in range(180):
         block()
     wait_until(no_thread_of_ours)
-    footprint().assert_not_above(before)
+    assert_no_growth(before)
     assert offload.report().num_steps == 200
     offload.close()
 
@@ -165,7 +183,7 @@ def test_200_blocks(store):
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
 def test_100_offloads(store, closed):
     """Each has a file, threads and a ledger of its own; closing it or dropping it ends them."""
-    model = model_of()
+    model = small_model()
 
     def use_one() -> None:
         offload = penstock.offload(store, policy="all", min_bytes="4KiB")
@@ -181,24 +199,24 @@ def test_100_offloads(store, closed):
     for _ in range(90):
         use_one()
     wait_until(no_thread_of_ours)
-    footprint().assert_not_above(before)
+    assert_no_growth(before)
 
 
 def test_a_graph_that_outlives_its_offload(store):
     """Handles keep what they need; the file goes with the last of them."""
-    model = model_of()
+    model = small_model()
     before = footprint()
     offload = penstock.offload(store, policy="all", min_bytes="4KiB")
     with offload:
         torch.manual_seed(3)
-        loss = model(torch.randn(512, 256)).square().mean()
+        loss = model(torch.randn(128, WIDTH)).square().mean()
     del offload
     gc.collect()
     loss.backward()
     found = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     torch.manual_seed(3)
-    model(torch.randn(512, 256)).square().mean().backward()
+    model(torch.randn(128, WIDTH)).square().mean().backward()
     for ours, parameter in zip(found, model.parameters(), strict=True):
         assert torch.equal(ours, parameter.grad)
     del loss, ours, found, parameter
@@ -206,10 +224,6 @@ def test_a_graph_that_outlives_its_offload(store):
     after = footprint()
     assert after.num_objects <= before.num_objects
     assert after.num_descriptors <= before.num_descriptors
-
-
-def peak_file_bytes(offload: Offload) -> int:
-    return offload.report().peak_file_bytes
 
 
 def no_thread_of_ours() -> bool:

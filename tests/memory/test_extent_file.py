@@ -513,7 +513,9 @@ def test_a_file_that_became_shorter_is_an_error(file: ExtentFile, left_bytes: in
 # --------------------------------------------------------------- full disks
 
 
-def mount_tmpfs(directory: Path, options: str) -> None:
+@contextlib.contextmanager
+def mounted_tmpfs(directory: Path, options: str) -> Iterator[Path]:
+    """A file system of its own, gone at the latest when this process is: it is mounted nowhere."""
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)],
         capture_output=True,
@@ -522,19 +524,21 @@ def mount_tmpfs(directory: Path, options: str) -> None:
     )
     if done.returncode != 0:
         pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)
+        yield Path(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 16 MiB that really runs full."""
-    directory = tmp_path / "small"
-    directory.mkdir()
-    mount_tmpfs(directory, "size=16m")
-    yield directory
-    subprocess.run(["umount", str(directory)], check=True)
+    with mounted_tmpfs(tmp_path, "size=16m") as directory:
+        yield directory
 
 
-@pytest.mark.filterwarnings("ignore:.*slow tier is RAM")
 def test_a_full_disk_shows_when_space_is_asked_for(small_disk: Path):
     file = ExtentFile(small_disk, reserve_bytes="1MiB")
     memories = [Memory(4 * MIB, 64, seed) for seed in range(4)]
@@ -553,7 +557,6 @@ def test_a_full_disk_shows_when_space_is_asked_for(small_disk: Path):
     file.close()
 
 
-@pytest.mark.filterwarnings("ignore:.*slow tier is RAM")
 def test_a_disk_that_fills_up_under_a_sparse_file(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -659,16 +662,13 @@ def test_missing_directories_and_files_are_refused(store: Path):
 
 
 def test_an_unwritable_directory_is_refused(store: Path):
-    if os.geteuid() == 0:
-        mount_tmpfs(store, "ro,size=16m")  # rights do not bind root, a read-only disk does
-    else:
-        store.chmod(0o500)
-    try:
+    with contextlib.ExitStack() as stack:
+        if os.geteuid() == 0:  # rights do not bind root, a read-only disk does
+            store = stack.enter_context(mounted_tmpfs(store, "ro,size=16m"))
+        else:
+            store.chmod(0o500)
         with pytest.raises(StoreUnavailableError, match="a directory that this user may write"):
             ExtentFile(store)
-    finally:
-        if os.geteuid() == 0:
-            subprocess.run(["umount", str(store)], check=True)
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, flag: int, number: int) -> None:

@@ -78,6 +78,19 @@ def test_a_machine_with_a_gpu(store: Path):
     assert profile.links[L.DEVICE_TO_HOST].bytes_per_second > 1e9
 
 
+def test_with_a_gpu_all_links_meet_in_the_host(store: Path, monkeypatch: pytest.MonkeyPatch):
+    pcie = LinkProfile(5e10, (5e10, 5e10), 9)
+    monkeypatch.setattr(_probe, "_device", lambda: _probe._Device("cuda", "a GPU", 2**37))
+    monkeypatch.setattr(
+        _probe, "_measure_pcie", lambda: {L.DEVICE_TO_HOST: pcie, L.HOST_TO_DEVICE: pcie}
+    )
+    profile = penstock.probe(store)
+    assert set(profile.tiers) == set(Tier)
+    assert profile.tiers[Tier.DEVICE].capacity_bytes == 2**37
+    assert profile.links[L.DEVICE_TO_HOST] == pcie
+    assert set(profile.links) == set(L) - {L.DEVICE_TO_FILE, L.FILE_TO_DEVICE}
+
+
 def test_the_real_device_has_a_name_and_memory():
     device = _probe._device()
     assert device.name

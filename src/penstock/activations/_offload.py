@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from types import TracebackType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -18,16 +18,11 @@ from penstock.activations._owners import ModuleStorages
 from penstock.activations._policy import AutoPolicy, Policy
 from penstock.activations._report import OffloadReport
 from penstock.activations._routes import FileRoute, Route
-from penstock.memory import (
-    CachingAllocator,
-    ExtentFile,
-    FileStore,
-    Ledger,
-    Link,
-    Tier,
-    Timeline,
-)
+from penstock.memory import ExtentFile, FileStore, Ledger, Link, Tier, Timeline
 from penstock.units import parse_bytes
+
+if TYPE_CHECKING:
+    from penstock.memory import CachingAllocator
 
 logger = logging.getLogger(__name__)
 
@@ -240,6 +235,8 @@ def offload(
 
 
 def _caching_allocator() -> tuple[CachingAllocator | None, str]:
+    from penstock.memory import CachingAllocator  # builds C++; a GPU machine needs none of it
+
     allocator = CachingAllocator.instance()
     if allocator.acquire():
         return allocator, "caching"

@@ -169,7 +169,7 @@ def warn_if_ram(path: str, filesystem: str | None) -> None:
             f"store {path!r} is on {filesystem}: the slow tier is RAM, so offloading to it saves "
             "no memory; pass a directory on a disk",
             StoreWarning,
-            stacklevel=3,
+            stacklevel=4,  # the caller of ExtentFile
         )
 
 
@@ -212,7 +212,7 @@ def total_bytes(fd: int) -> int:
 def _open(path: str, *, direct: bool, nameless: bool) -> int:
     if (direct and not _O_DIRECT) or (nameless and not _O_TMPFILE):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-    flags = os.O_RDWR | os.O_EXCL | os.O_CLOEXEC | (_O_DIRECT if direct else 0)
+    flags = os.O_RDWR | os.O_EXCL | (_O_DIRECT if direct else 0)
     if nameless:
         return os.open(path, flags | _O_TMPFILE, 0o600)
     name = os.path.join(path, f".penstock-{os.getpid()}-{os.urandom(8).hex()}")

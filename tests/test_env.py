@@ -1,0 +1,169 @@
+"""`penstock env` answers whatever is broken, and says what."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import env
+
+SOURCE = Path(__file__).resolve().parent.parent / "src"
+
+
+def ask(*arguments: str, modules: Path | None = None, **variables: str) -> dict[str, Any]:
+    """The checks by name, from a process in which `modules` shadow the installed ones."""
+    paths = [str(modules)] if modules else []
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.env", "--json", *arguments],
+        env={**os.environ, **variables, "PYTHONPATH": os.pathsep.join([*paths, str(SOURCE)])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+
+
+def only(check: Any) -> env.Check:
+    (found,) = check()
+    return found
+
+
+def fake_torch(directory: Path, source: str) -> Path:
+    (directory / "torch").mkdir()
+    (directory / "torch" / "__init__.py").write_text(source)
+    return directory
+
+
+def test_everything_in_order(store: Path, monkeypatch: pytest.MonkeyPatch):
+    checks = ask(PENSTOCK_STORE=str(store))
+    for name in ("penstock", "python", "torch", "numpy", "rich", "typer", "store"):
+        assert checks[name]["status"] == "ok", checks[name]
+        assert checks[name]["remedy"] == ""
+    assert checks["PENSTOCK_STORE"]["value"] == str(store)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("raise ImportError('libc10.so: cannot open')", "libc10.so: cannot open"),
+        ("import os; os.kill(os.getpid(), 11)", "signal 11"),
+        ("raise SystemExit(3)", "exit 3"),
+    ],
+)
+def test_a_torch_that_does_not_import(source: str, expected: str, tmp_path: Path):
+    checks = ask(modules=fake_torch(tmp_path, source))
+    assert checks["torch"]["status"] == "broken"
+    assert expected in checks["torch"]["value"]
+    assert "pip install" in checks["torch"]["remedy"]
+    assert "compiler" in checks  # and it went on
+
+
+def test_an_old_torch(tmp_path: Path):
+    questions = (
+        "__version__ = '2.4.1+cu121'\nclass cuda:\n    is_available = lambda: False\n"
+        "    device_count = lambda: 0\nclass version:\n    cuda = '12.1'\n"
+        "def get_num_threads():\n    return 2\n"
+    )
+    checks = ask(modules=fake_torch(tmp_path, questions))
+    assert checks["torch"]["status"] == "broken"
+    assert "2.11" in checks["torch"]["remedy"]
+    assert checks["gpu"]["status"] == "note"
+
+
+def test_a_compiler_that_is_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    assert only(env._check_compiler).status == "broken"
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    check = only(env._check_compiler)
+    assert check.status == "note"
+    assert "g++" in check.remedy
+
+
+def test_a_compiler_that_cannot_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho 'no headers here' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    check = only(env._check_compiler)
+    assert check.status == "broken"
+    assert "no headers here" in check.value
+
+
+def test_a_cache_directory_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "new" / "cache"))
+    assert only(env._check_cache).status == "ok"
+    (tmp_path / "new").touch()
+    check = only(env._check_cache)
+    assert check.status == "broken"
+    assert "not a directory" in check.value
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(shared))
+    check = only(env._check_cache)
+    assert check.status == "broken"
+    assert "chmod 700" in check.remedy
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_cache_directory_without_write_permission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tmp_path.chmod(0o500)
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path))
+    assert "not writable" in only(env._check_cache).value
+    tmp_path.chmod(0o700)
+
+
+def test_stores(store: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("PENSTOCK_STORE", raising=False)
+    assert only(env._check_store).status == "note"
+    monkeypatch.setenv("PENSTOCK_STORE", "/nowhere")
+    assert only(env._check_store).status == "broken"
+    monkeypatch.setenv("PENSTOCK_STORE", str(store))
+    assert only(env._check_store).status == "ok"
+    monkeypatch.setattr(env, "filesystem_type", lambda path: "tmpfs")
+    check = only(env._check_store)
+    assert check.status == "note"
+    assert "RAM" in check.value
+
+
+def test_a_check_that_fails_is_an_answer_too(monkeypatch: pytest.MonkeyPatch):
+    def fail():
+        raise RuntimeError("not even this")
+
+    monkeypatch.setattr(env, "_check_torch", fail)
+    monkeypatch.setattr(env, "_check_machine", fail)
+    broken = [check for check in env.collect_checks() if check.name in ("torch", "machine")]
+    assert [check.status for check in broken] == ["broken", "broken"]
+    assert "not even this" in broken[0].value
+    assert env.to_dict(broken)["ok"] is False
+
+
+def test_as_text(monkeypatch: pytest.MonkeyPatch, capsys):
+    checks = [
+        env.Check(name="python", status="ok", value="3.11"),
+        env.Check(name="torch", status="broken", value="is not installed", remedy="Install it."),
+    ]
+    monkeypatch.setattr(env, "collect_checks", lambda: iter(checks))
+    assert env.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["ok", "python", "3.11"]
+    assert lines[1].startswith("BROKEN  torch")
+    assert lines[2].strip() == "-> Install it."
+    assert lines[-1] == "1 broken: see above."
+
+
+def test_only_our_variables_are_shown(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SECRET_TOKEN", "x")
+    monkeypatch.setenv("PENSTOCK_STORE", "y")
+    names = [check.name for check in env._check_variables()]
+    assert "PENSTOCK_STORE" in names
+    assert "SECRET_TOKEN" not in names
