@@ -1,5 +1,6 @@
 """The demo from end to end with a model that is far too small, and what it says about results."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -71,6 +72,15 @@ def test_a_difference_is_said():
     assert "weights are equal" in verdict
     verdict = demo._verdict(stock, result("penstock", weights="xyz"), equal=False)
     assert "weights are different" in verdict
+
+
+def test_a_slow_or_unsteady_machine_is_said():
+    steady = dataclasses.replace(result("stock"), step_seconds=(1.0, 1.1, 1.2))
+    assert list(demo._remarks(steady, 3)) == []
+    assert ["slow" in remark for remark in demo._remarks(steady, 6)] == [True]
+    unsteady = dataclasses.replace(steady, step_seconds=(1.0, 1.1, 2.0))
+    (remark,) = demo._remarks(unsteady, 3)
+    assert "between 1.00 s and 2.00 s" in remark
 
 
 def test_an_arm_that_dies_is_reported_with_its_last_words():

@@ -44,6 +44,8 @@ _CORPUS_BYTES = 4 << 20
 _LEARNING_RATE = 1.5e-4
 # What a measured step may take in all arms together; a machine that needs longer takes fewer steps.
 _SECONDS_PER_ROUND = 35
+# Slowest over fastest step of one arm, beyond which its times say more about the machine.
+_UNSTEADY = 1.5
 
 
 class DemoError(PenstockError):
@@ -283,9 +285,9 @@ def run_demo(
     stock, _, ours = results
     equal = (stock.losses, stock.weights_sha256) == (ours.losses, ours.weights_sha256)
     console.print(_table(results, config))
-    if len(stock.step_seconds) < num_steps:
-        console.print(f"The machine is slow: {len(stock.step_seconds)} steps were measured.")
     console.print(_verdict(stock, ours, equal=equal))
+    for remark in _remarks(stock, num_steps):
+        console.print(remark, style="yellow")
     numbers = {
         "config": dataclasses.asdict(config),
         "policy": policy,
@@ -466,6 +468,19 @@ def _table(results: Sequence[ArmResult], config: DemoConfig) -> Table:
     )
     table.caption_justify = "left"
     return table
+
+
+def _remarks(stock: ArmResult, num_steps: int) -> Iterator[str]:
+    """What a reader must know about the machine before believing the times."""
+    if len(stock.step_seconds) < num_steps:
+        yield f"The machine is slow: only {len(stock.step_seconds)} steps were measured."
+    fastest, slowest = min(stock.step_seconds), max(stock.step_seconds)
+    if slowest > _UNSTEADY * fastest:
+        yield (
+            "The machine was busy with something else: a stock step took between "
+            f"{format_seconds(fastest)} and {format_seconds(slowest)}. Trust the ratios more than "
+            "the seconds, and neither much."
+        )
 
 
 def _verdict(stock: ArmResult, ours: ArmResult, *, equal: bool) -> str:

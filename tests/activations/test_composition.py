@@ -123,7 +123,8 @@ def encoder(dropout: float = 0.1) -> nn.Module:
 
 def feed_forward(num_layers: int = 3) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(HIDDEN, HIDDEN), nn.GELU()] * num_layers)
+    layers = [(nn.Linear(HIDDEN, HIDDEN), nn.GELU()) for _ in range(num_layers)]
+    return nn.Sequential(*(module for layer in layers for module in layer))
 
 
 # ------------------------------------------------------------------------ loops

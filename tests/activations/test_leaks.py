@@ -95,7 +95,8 @@ def assert_no_growth(before: Footprint) -> None:
 
 def small_model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)] * 4)
+    layers = [(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
+    return nn.Sequential(*(module for layer in layers for module in layer))
 
 
 def step(model: nn.Module, batch: int = 128) -> None:

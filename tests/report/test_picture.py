@@ -51,7 +51,7 @@ def test_a_png_of_a_readable_size(tmp_path: Path):
 def test_it_says_what_it_shows(tmp_path: Path):
     text = words(draw_timeline(busy_timeline(num_dropped=1234), tmp_path / "step.svg"))
     for expected in (
-        "One training step: 0.10 s (1,234 later events were not recorded)",
+        "One training step, forward and backward: 0.10 s (1,234 later events were not recorded)",
         "device: peak 48 MiB",
         "file: peak 3.00 MiB",
         "saved activations, MiB",

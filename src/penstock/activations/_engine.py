@@ -574,11 +574,15 @@ class Engine:
 
     def resume(self) -> None:
         """The context is entered: threads may stay."""
+        if self.disowned:
+            return
         with self._changed:
             self._parked = False
 
     def park(self) -> None:
         """The context was left: threads end as soon as no saved tensor is alive."""
+        if self.disowned:
+            return
         with self._changed:
             self._bury()
             self._parked = True

@@ -102,9 +102,11 @@ def _rows(spans: list[Span]) -> tuple[tuple[Span, ...], ...]:
 
 
 def time_bounds(timeline: Timeline) -> tuple[int, int]:
-    """The earliest start and the latest end of anything in a timeline, in nanoseconds.
+    """When the first thing in a timeline began and the last one ended, in nanoseconds.
 
-    A transfer may have begun in the step before, so this can be wider than the step itself.
+    A transfer may have begun in the step before. The end of the step is left out where something
+    was recorded: a step lasts until the next one begins, and what the loop does in between (the
+    optimizer, reading data, waiting) is no concern of the links.
 
     Args:
         timeline: the timeline to look at.
@@ -113,6 +115,7 @@ def time_bounds(timeline: Timeline) -> tuple[int, int]:
         ``(start_ns, end_ns)``, a half-open interval.
     """
     sampled = [at_ns for samples in timeline.samples.values() for at_ns, _ in samples]
-    starts = [span.start_ns for span in timeline.spans] + sampled
-    ends = [span.end_ns for span in timeline.spans] + sampled
-    return min([timeline.start_ns, *starts]), max([timeline.end_ns, *ends])
+    start_ns = min([timeline.start_ns, *sampled, *(span.start_ns for span in timeline.spans)])
+    if not timeline.spans:
+        return start_ns, max([timeline.end_ns, *sampled])
+    return start_ns, max([*sampled, *(span.end_ns for span in timeline.spans)])

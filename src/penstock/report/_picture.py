@@ -44,7 +44,7 @@ def draw_timeline(
         timeline: the timeline, for example that of the last training step.
         path: the picture to write, replaced when it exists; the suffix decides the format
             (``.png``, ``.svg``, ``.pdf``); missing directories are made.
-        title: the headline; by default it says how long the step took.
+        title: the headline; by default it says how long the picture lasts.
 
     Returns:
         The path of the picture.
@@ -90,7 +90,8 @@ def draw_timeline(
 
 
 def _headline(timeline: Timeline) -> str:
-    headline = f"One training step: {(timeline.end_ns - timeline.start_ns) / 1e9:.2f} s"
+    start_ns, end_ns = time_bounds(timeline)
+    headline = f"One training step, forward and backward: {(end_ns - start_ns) / 1e9:.2f} s"
     if timeline.num_dropped:
         headline += f" ({timeline.num_dropped:,} later events were not recorded)"
     return headline
