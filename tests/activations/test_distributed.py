@@ -54,6 +54,7 @@ def test_case(results, case):
     for rank in range(NUM_RANKS):
         seen = results[rank][case]
         assert "error" not in seen, seen["error"]
+        assert "stopped" not in seen["reason"], seen["reason"]
         assert seen["num_compared"] > NUM_STEPS
         assert seen["num_different"] == 0
         assert seen["num_steps"] == NUM_STEPS

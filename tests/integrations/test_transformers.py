@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
-import _models
 import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+import _models
 import penstock
 from penstock.activations import Offload
 
@@ -76,10 +76,7 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
 def saved_by_one_step(name: str) -> dict[int, int]:
     """Bytes of each unique storage that a step saves, without the model's own; counted here."""
     model = build(name)
-    own = {
-        tensor.untyped_storage()._cdata
-        for tensor in (*model.parameters(), *model.buffers())
-    }
+    own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     storages: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,9 +138,7 @@ def test_the_budget_holds(store, name, fraction, policy):
     offload = penstock.offload(store, device_memory=budget, policy=policy, min_bytes=MIN_BYTES)
     peaks = []
     with offload:
-        found = train(
-            name, after_forward=lambda: peaks.append(offload.report().peak_device_bytes)
-        )
+        found = train(name, after_forward=lambda: peaks.append(offload.report().peak_device_bytes))
     assert_same(found, stock(name))
     peaks.append(offload.report().peak_device_bytes)
     offload.close()
@@ -203,17 +198,16 @@ def train_with_trainer(directory: Any, offload: Offload | None, **options: Any) 
 
 TRAINER_OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "accumulation": {"gradient_accumulation_steps": 2},
+    "accumulation": {"gradient_accumulation_steps": 2, "dataloader_num_workers": 1},
     "checkpoint": {
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
     },
-    "reentrant checkpoint": {
+    "reentrant checkpoint in bfloat16": {
+        "bf16": True,
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": True},
     },
-    "bfloat16": {"bf16": True},
-    "workers": {"dataloader_num_workers": 1},
 }
 
 

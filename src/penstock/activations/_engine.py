@@ -25,6 +25,7 @@ from collections.abc import Callable
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from penstock.activations._account import DeviceAccount
 from penstock.activations._policy import Policy
 from penstock.activations._record import Activity, Record, SavedHandle
 from penstock.activations._roster import Roster
@@ -32,7 +33,7 @@ from penstock.activations._routes import Declined, Route
 from penstock.activations._steps import StepKeeper
 from penstock.activations._workers import Workers
 from penstock.errors import CapacityError, PenstockError, StoreError
-from penstock.memory import Ledger, Tier
+from penstock.memory import Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -77,13 +78,11 @@ class Engine:
             self._changed, self._load_ahead, self._bury, name="read", num_threads=_NUM_READERS
         )
         self._records = Roster()
+        self._account = DeviceAccount(ledger)
         self._dead: deque[tuple[Record, int]] = deque()  # records that lost a handle, its epoch
         self._deferred: deque[tuple[Record, int]] = deque()  # with the number of its save
         self._num_saves = 0
-        self._in_use: list[tuple[StorageWeakRef, int]] = []  # dropped here, autograd not done
-        self._resident_bytes = 0
         self._backlog_bytes = 0  # in STORE_QUEUED and STORING
-        self._ahead_bytes = 0  # prefetched and not asked for yet
         self._num_loading = 0
         self._parked = False  # outside `with`: threads end with the last record
 
@@ -141,7 +140,7 @@ class Engine:
         if self._records.add(record):  # else: changed in place since, and saved again
             self.totals.saved_bytes += num_bytes
             self.totals.num_saved += 1
-        self._count(record)
+        self._account.add(record)
         return record
 
     def _admit(self, num_bytes: int, leaves: bool) -> None:
@@ -157,7 +156,7 @@ class Engine:
 
     def _over_budget(self, num_bytes: int) -> bool:
         limit = self._device_memory
-        return limit is not None and 0 < self._resident_bytes > limit - num_bytes
+        return limit is not None and 0 < self._account.resident_bytes > limit - num_bytes
 
     def _make_room(self, num_bytes: int) -> None:
         """Bring the resident bytes down until `num_bytes` more keep within the device budget.
@@ -169,10 +168,11 @@ class Engine:
             if self._drop_prefetched():
                 continue
             if self._backlog_bytes or self._num_loading:
-                state = self._resident_bytes, self._backlog_bytes, self._num_loading
+                state = self._account.resident_bytes, self._backlog_bytes, self._num_loading
                 self._wait_while(
                     lambda state=state: (
-                        state == (self._resident_bytes, self._backlog_bytes, self._num_loading)
+                        state
+                        == (self._account.resident_bytes, self._backlog_bytes, self._num_loading)
                     ),
                     "device budget",
                 )
@@ -181,7 +181,7 @@ class Engine:
 
     def _cannot_hold_budget(self, num_bytes: int) -> CapacityError:
         return CapacityError(
-            f"device_memory={self._device_memory}: {self._resident_bytes} bytes of saved "
+            f"device_memory={self._device_memory}: {self._account.resident_bytes} bytes of saved "
             f"activations and {num_bytes} more do not fit, and the store takes no more of them "
             f"({self.error}). Free or enlarge the store, or raise device_memory."
         )
@@ -245,7 +245,7 @@ class Engine:
             elif (storage := record.promote()) is not None:
                 self._cancel_load(record)
                 record.storage = storage
-                self._count(record)
+                self._account.add(record)
             else:
                 self._read_now(record)
         if record.activity is Activity.STORE_QUEUED:
@@ -263,11 +263,11 @@ class Engine:
         try:
             if not reserved:
                 self._make_room(record.num_bytes)
-                self._count(record)
+                self._account.add(record)
             self._prefetch(record)
         except BaseException:
             record.activity = Activity.IDLE
-            self._uncount(record)
+            self._account.remove(record)
             raise
         try:
             self._load(record)
@@ -297,8 +297,8 @@ class Engine:
                 record.returned = True  # it came back by being read
                 self.totals.bytes_read += record.num_bytes
             else:
-                self._set_prefetched(record, False)
-                self._uncount(record)
+                self._account.set_prefetched(record, False)
+                self._account.remove(record)
             if record.dead:
                 self._free(record)
             self._bury()
@@ -306,7 +306,7 @@ class Engine:
 
     def _serve(self, record: Record, handle: SavedHandle) -> None:
         """Note that `handle` was unpacked; the storage goes once every living handle was."""
-        self._set_prefetched(record, False)
+        self._account.set_prefetched(record, False)
         if handle.epoch != record.epoch:
             handle.epoch = record.epoch
             record.num_served += 1
@@ -326,15 +326,11 @@ class Engine:
             return
         if record.prefetched and record.route is not None:  # nobody has waited for its read
             record.route.settle(record.ready)
-        self._set_prefetched(record, False)
+        self._account.set_prefetched(record, False)
         record.storage = None
         record.epoch += 1
         record.num_served = 0
-        if record.counted and not record.weak.expired():
-            record.counted = False
-            self._in_use.append((record.weak, record.num_bytes))
-        else:
-            self._uncount(record)
+        self._account.release(record)
 
     def _restore_in_child(self, handle: SavedHandle) -> torch.Tensor:
         record = handle.record
@@ -359,13 +355,16 @@ class Engine:
                 and older.activity is Activity.IDLE
                 and older.weak.expired()  # else it is in memory without our doing
             ):
-                if self._ahead_bytes and self._ahead_bytes + older.num_bytes > self._window_bytes:
+                if (
+                    self._account.ahead_bytes
+                    and self._account.ahead_bytes + older.num_bytes > self._window_bytes
+                ):
                     return
-                if limit is not None and self._resident_bytes + older.num_bytes > limit:
+                if limit is not None and self._account.resident_bytes + older.num_bytes > limit:
                     return
                 older.activity = Activity.LOAD_QUEUED
-                self._set_prefetched(older, True)
-                self._count(older)
+                self._account.set_prefetched(older, True)
+                self._account.add(older)
                 self._readers.put(older)
             older, num_looked = older.older, num_looked + 1
 
@@ -382,7 +381,7 @@ class Engine:
 
     def _drop_prefetched(self) -> bool:
         """Drop or cancel the prefetched storage that is needed last; False if there is none."""
-        if self._ahead_bytes:
+        if self._account.ahead_bytes:
             for record in self._records:
                 if record.prefetched and record.activity is Activity.LOAD_QUEUED:
                     self._cancel_load(record)
@@ -395,8 +394,8 @@ class Engine:
     def _cancel_load(self, record: Record) -> None:
         if record.activity is Activity.LOAD_QUEUED:
             record.activity = Activity.IDLE
-            self._set_prefetched(record, False)
-            self._uncount(record)
+            self._account.set_prefetched(record, False)
+            self._account.remove(record)
 
     # ----------------------------------------------------------------- storing
 
@@ -443,7 +442,7 @@ class Engine:
             self._drop_if_served(record)
         else:
             record.storage = None
-            self._uncount(record)
+            self._account.remove(record)
 
     def _give_up(self, error: Exception) -> None:
         """A write failed: keep everything from now on. The source is there, nothing is lost."""
@@ -498,14 +497,7 @@ class Engine:
                 self._destroy(record)
             elif record.num_served:
                 self._drop_if_served(record)
-        if self._in_use:
-            self._in_use, in_use = [], self._in_use
-            for weak, num_bytes in in_use:
-                if weak.expired():
-                    self._resident_bytes -= num_bytes
-                    self.ledger.add(Tier.DEVICE, -num_bytes)
-                else:
-                    self._in_use.append((weak, num_bytes))
+        self._account.sweep()
 
     def _destroy(self, record: Record) -> None:
         record.dead = True
@@ -524,31 +516,14 @@ class Engine:
         """Free a dead record's bytes in every tier."""
         if record.prefetched and record.route is not None:  # nobody has waited for its read
             record.route.settle(record.ready)
-        self._set_prefetched(record, False)
+        self._account.set_prefetched(record, False)
         record.storage = None
-        self._uncount(record)
+        self._account.remove(record)
         copy, record.copy = record.copy, None
         if copy is not None and record.route is not None:
             record.route.discard(copy)
 
-    # ------------------------------------------------------------- the account
-
-    def _count(self, record: Record) -> None:
-        if not record.counted:
-            record.counted = True
-            self._resident_bytes += record.num_bytes
-            self.ledger.add(Tier.DEVICE, record.num_bytes)
-
-    def _uncount(self, record: Record) -> None:
-        if record.counted:
-            record.counted = False
-            self._resident_bytes -= record.num_bytes
-            self.ledger.add(Tier.DEVICE, -record.num_bytes)
-
-    def _set_prefetched(self, record: Record, prefetched: bool) -> None:
-        if record.prefetched != prefetched:
-            record.prefetched = prefetched
-            self._ahead_bytes += record.num_bytes if prefetched else -record.num_bytes
+    # ---------------------------------------------------------------- lifetime
 
     def _wait_while(self, condition: Callable[[], bool], reason: str) -> None:
         if not condition():
@@ -560,8 +535,6 @@ class Engine:
                 self._bury()
         finally:
             self.steps.note_stall(reason, start)
-
-    # ---------------------------------------------------------------- lifetime
 
     def settle(self) -> None:
         """Take note of everything that has ended, the last step included."""
