@@ -1118,6 +1118,8 @@ def lists_of_tensors():
     products = torch._foreach_mul([x * 1 for x in parts], [x.sin() for x in parts])
     norms = torch._foreach_norm(torch._foreach_exp(products))
     return grad(torch.stack([*norms, *torch._foreach_norm(products, 1)]).sum(), parts)
+
+
 # ------------------------------------------------------------------ checkpointing
 
 
@@ -1184,7 +1186,8 @@ def checkpoint_that_stops_early_or_not():
 def checkpoint_selective():
     x = leaf(5, 5)
     policy = functools.partial(
-        create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.sin.default]
+        create_selective_checkpoint_contexts,
+        [torch.ops.aten.mm.default, torch.ops.aten.sin.default],
     )
 
     def block(y: torch.Tensor) -> torch.Tensor:

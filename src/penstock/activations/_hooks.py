@@ -83,8 +83,10 @@ def _has_plain_storage(tensor: torch.Tensor) -> bool:
 def _is_window_on_input(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
     """Whether this is a small window on data that was not computed here, such as a data set.
 
-    Its storage belongs to somebody who keeps it: moving it would free nothing.
+    Its storage belongs to somebody who keeps it: moving it would free nothing. Slices of what was
+    computed (`qkv.chunk(3, -1)`, in compiled code too) reach over most of their storage.
     """
     if tensor.requires_grad:
         return False
-    return 2 * tensor.numel() * tensor.element_size() < storage.nbytes()
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return 2 * (reach + 1) * tensor.element_size() < storage.nbytes()

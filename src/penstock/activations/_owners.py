@@ -1,8 +1,8 @@
 """Which storages belong to modules: parameters and buffers, which autograd saves too.
 
 Offloading them would free nothing, since their module keeps them. A global forward-pre hook sees
-every module that is called; the outermost one is walked each time, because `.to()` and sharding
-replace storages between steps.
+every module that is called. Of the outermost one all are noted, of those inside what is theirs
+alone: each time, because `.to()` and sharding replace storages between steps.
 """
 
 from __future__ import annotations
@@ -58,13 +58,16 @@ class ModuleStorages:
         return storage._cdata in self._known
 
     def _on_forward(self, module: torch.nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or module in self._children:
+        if torch.compiler.is_compiling():
             return
-        for child in module.modules():
-            if child is not module:
-                self._children.add(child)
-        for tensor in (*module.parameters(), *module.buffers()):
-            self._remember(tensor)
+        if module in self._children:
+            mine = (*module._parameters.values(), *module._buffers.values())
+        else:
+            self._children.update(child for child in module.modules() if child is not module)
+            mine = (*module.parameters(), *module.buffers())
+        for tensor in mine:
+            if tensor is not None:
+                self._remember(tensor)
         if len(self._known) > self._sweep_at:
             self._known = {key: weak for key, weak in self._known.items() if not weak.expired()}
             self._sweep_at = max(_MIN_SWEEP, 2 * len(self._known))

@@ -162,7 +162,8 @@ class SavedHandle:
 
     def check_version(self) -> None:
         """Raise, as stock autograd does, if the saved tensor was changed in place."""
-        check_version(self.probe, self.version, self.dtype, self.shape)
+        if self.probe._version != self.version:
+            raise changed_in_place(self.probe._version, self.version, self.dtype, self.shape)
 
     def view(self, storage: torch.UntypedStorage, shift: int) -> torch.Tensor:
         """The saved tensor as a view of `storage`, whose bytes begin at `shift`."""
@@ -173,7 +174,11 @@ class SavedHandle:
             torch._C._set_conj(tensor, True)
         if self.neg:
             torch._C._set_neg(tensor, True)
-        return tensor
+        # It counts its in-place changes together with the tensor that was saved: a backward
+        # function that changes it is found out when the next one asks for it.
+        shared = self.probe.detach()
+        shared.data = tensor
+        return shared
 
 
 class ResidentHandle:
@@ -182,15 +187,18 @@ class ResidentHandle:
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # detach(): the tensor itself may own the graph node that will own this handle.
-        self._tensor = tensor.detach()
+        # A leaf is kept itself, as autograd does: its data may be replaced and gathered again. Any
+        # other tensor may own the graph node that will own this handle.
+        self._tensor = tensor if tensor.grad_fn is None else tensor.detach()
         self._version = _version_of(tensor)
 
     def restore(self) -> torch.Tensor:
         """The tensor, on the same storage; raises if it was changed in place."""
-        if self._version is not None:
-            check_version(self._tensor, self._version, self._tensor.dtype, self._tensor.shape)
-        return self._tensor
+        tensor = self._tensor
+        if self._version is not None and tensor._version != self._version:
+            shape = None if tensor.is_nested else tensor.shape
+            raise changed_in_place(tensor._version, self._version, tensor.dtype, shape)
+        return tensor
 
 
 def version_probe(tensor: torch.Tensor) -> torch.Tensor:
@@ -217,18 +225,16 @@ def shares_version_counter(probe: torch.Tensor, tensor: torch.Tensor) -> bool:
     return shared
 
 
-def check_version(
-    probe: torch.Tensor, expected: int, dtype: torch.dtype, shape: torch.Size
-) -> None:
-    """Raise stock autograd's RuntimeError if `probe`'s counter has moved on from `expected`."""
-    found = probe._version
-    if found != expected:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an "
-            f"inplace operation: [{dtype}, shape {list(shape)}] is at version {found}; expected "
-            f"version {expected} instead. Hint: replace the in-place operation on this tensor by "
-            "an out-of-place one, or clone the tensor before it is changed."
-        )
+def changed_in_place(
+    found: int, expected: int, dtype: torch.dtype, shape: torch.Size | None
+) -> RuntimeError:
+    """Stock autograd's error for a saved tensor whose version is not the one it was saved at."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: [{dtype}, shape {None if shape is None else list(shape)}] is at version "
+        f"{found}; expected version {expected} instead. Hint: replace the in-place operation on "
+        "this tensor by an out-of-place one, or clone the tensor before it is changed."
+    )
 
 
 def _version_of(tensor: torch.Tensor) -> int | None:
