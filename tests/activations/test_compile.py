@@ -134,6 +134,34 @@ def test_compiled(everything, how, inside):
     assert everything.report().bytes_read > 0
 
 
+def test_graph_breaks_compile_nothing_of_ours(everything):
+    """What runs between two compiled pieces saves tensors while Dynamo looks for code to trace."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for block in model:
+            x = block(x)
+            positive = x[x > 0]  # its shape depends on data: not in the graph
+            x = x * positive.exp().mean().sigmoid()
+        return x
+
+    seen = []
+    for offloaded in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        backend, model = CompileCounterWithBackend("aot_eager"), blocks()
+        compiled = torch.compile(forward, backend=backend)
+        if offloaded:
+            with everything:
+                found = train(compiled, model)
+        else:
+            found = train(compiled, model)
+        num_breaks = sum(counters["graph_break"].values())
+        seen.append((found, backend.frame_count, num_breaks, counters["frames"]["total"]))
+    assert equal(seen[1][0], seen[0][0])
+    assert seen[1][1:] == seen[0][1:]
+    assert seen[0][2] > 0
+
+
 def test_enter_and_leave_between_steps(everything):
     """Code compiled in the block runs outside of it, and the other way round, as it is."""
     backend, model = CompileCounterWithBackend("aot_eager"), blocks()

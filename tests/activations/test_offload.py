@@ -117,8 +117,7 @@ def test_bytes_leave_memory_and_come_back(store):
         expected = x.detach().clone()
         y = x.exp().sin().sum()
         del x
-        wait_until(lambda: offload.report().bytes_written == offload.report().offloaded_bytes)
-        assert offload.ledger.resident(Tier.DEVICE) <= 64  # the sum's own scalar at most
+        wait_until(lambda: offload.ledger.resident(Tier.DEVICE) <= 64)  # the sum's own scalar
         assert offload.ledger.resident(Tier.FILE) >= 4 * 1024**2
         saved = y.grad_fn.next_functions[0][0]._saved_self
         assert torch.equal(saved, expected.exp())

@@ -112,7 +112,9 @@ def test_all_is_bit_equal_and_85_percent_leave(store, name):
     assert seen[0] == sum(saved.values())
     assert report.saved_bytes == NUM_STEPS * seen[0]
     assert report.num_saved == NUM_STEPS * len(saved)
-    assert report.offloaded_bytes >= 0.85 * report.saved_bytes
+    # At most once each, however many views of it were saved.
+    assert 0.85 * report.saved_bytes <= report.bytes_written <= report.offloaded_bytes
+    assert report.offloaded_bytes <= report.saved_bytes
     assert report.bytes_read >= 0.5 * report.saved_bytes
 
 
