@@ -155,11 +155,10 @@ def test_graph_breaks_compile_nothing_of_ours(everything):
                 found = train(compiled, model)
         else:
             found = train(compiled, model)
-        num_breaks = sum(counters["graph_break"].values())
-        seen.append((found, backend.frame_count, num_breaks, counters["frames"]["total"]))
+        seen.append((found, backend.frame_count, dict(counters["frames"])))
     assert equal(seen[1][0], seen[0][0])
     assert seen[1][1:] == seen[0][1:]
-    assert seen[0][2] > 0
+    assert seen[0][2]["ok"] < seen[0][2]["total"]  # `forward` itself was given up
 
 
 def test_enter_and_leave_between_steps(everything):

@@ -153,7 +153,8 @@ def test_200_steps_in_one_block(store, work, policy):
         assert_no_growth(before)
         report = offload.report()
     assert report.peak_file_bytes <= file_bytes + 4 * MIB
-    assert report.num_steps >= 150
+    if work in ("step", "shapes"):  # graphs that are abandoned quickly count as one step
+        assert report.num_steps == 200
     assert report.bytes_written > 0
     wait_until(lambda: all(offload.ledger.resident(tier) == 0 for tier in Tier))
     assert offload._file is not None and offload._file.used_bytes == 0

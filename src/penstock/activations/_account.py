@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torch.multiprocessing.reductions import StorageWeakRef
+import weakref
+from collections.abc import Iterable
+
+import torch
 
 from penstock.activations._record import Record
 from penstock.memory import Ledger, Tier
@@ -15,7 +18,7 @@ class DeviceAccount:
         self.resident_bytes = 0
         self.ahead_bytes = 0  # prefetched and not asked for yet
         self._ledger = ledger
-        self._in_use: list[tuple[StorageWeakRef, int]] = []
+        self._in_use: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
 
     def add(self, record: Record) -> None:
         """The record's bytes are, or are about to be, resident."""
@@ -31,7 +34,7 @@ class DeviceAccount:
 
     def release(self, record: Record) -> None:
         """We gave the storage up, but autograd may be using it: it counts until it is gone."""
-        if record.counted and not record.weak.expired():
+        if record.counted and record.weak() is not None:
             record.counted = False
             self._in_use.append((record.weak, record.num_bytes))
         else:
@@ -43,7 +46,7 @@ class DeviceAccount:
             return
         self._in_use, in_use = [], self._in_use
         for weak, num_bytes in in_use:
-            if weak.expired():
+            if weak() is None:
                 self._change(-num_bytes)
             else:
                 self._in_use.append((weak, num_bytes))
@@ -53,6 +56,15 @@ class DeviceAccount:
         if record.prefetched != prefetched:
             record.prefetched = prefetched
             self.ahead_bytes += record.num_bytes if prefetched else -record.num_bytes
+
+    def recount(self, records: Iterable[Record]) -> None:
+        """Take all sums anew from the living records."""
+        records = list(records)
+        self.sweep()
+        resident = sum(record.num_bytes for record in records if record.counted)
+        resident += sum(num_bytes for _, num_bytes in self._in_use)
+        self._change(resident - self.resident_bytes)
+        self.ahead_bytes = sum(record.num_bytes for record in records if record.prefetched)
 
     def _change(self, num_bytes: int) -> None:
         self.resident_bytes += num_bytes

@@ -19,11 +19,11 @@ import logging
 import threading
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.activations._account import DeviceAccount
 from penstock.activations._policy import Policy
@@ -31,7 +31,7 @@ from penstock.activations._record import Activity, Record, SavedHandle
 from penstock.activations._roster import Roster
 from penstock.activations._routes import Declined, Route
 from penstock.activations._steps import StepKeeper
-from penstock.activations._workers import Workers
+from penstock.activations._workers import Reaper, Workers
 from penstock.errors import CapacityError, PenstockError, StoreError
 from penstock.memory import Ledger
 
@@ -79,7 +79,9 @@ class Engine:
         )
         self._records = Roster()
         self._account = DeviceAccount(ledger)
-        self._dead: deque[tuple[Record, int]] = deque()  # records that lost a handle, its epoch
+        self._reaper = Reaper(self._lock, self._bury)
+        self._suspect = False  # an exception came out of nowhere: the sums may be wrong
+        self._unsaid: PenstockError | None = None
         self._deferred: deque[tuple[Record, int]] = deque()  # with the number of its save
         self._num_saves = 0
         self._backlog_bytes = 0  # in STORE_QUEUED and STORING
@@ -90,29 +92,34 @@ class Engine:
 
     def save(self, tensor: torch.Tensor, route: Route | None, *, offloadable: bool) -> SavedHandle:
         """Register `tensor`, which autograd saves, and start its way out if the policy says so."""
+        try:
+            with self._lock:
+                handle = self._save(tensor, route, offloadable)
+        except BaseException:
+            self._suspect = True
+            raise
+        if self._unsaid is not None:
+            self._say()
+        return handle
+
+    def _save(self, tensor: torch.Tensor, route: Route | None, offloadable: bool) -> SavedHandle:
         in_backward = torch._C._current_graph_task_id() != -1
         storage = tensor.untyped_storage()
-        with self._changed:
-            self._bury()
-            record = self._records.find(storage, tensor)
-            if record is None:
-                self.steps.begin_if_due(in_backward=in_backward, num_live=len(self._records))
-                num_bytes = storage.nbytes()
-                leaves = (
-                    offloadable and not self.error and self.policy.wants(num_bytes, in_backward)
-                )
-                self._admit(num_bytes, leaves)
-                record = self._register(tensor, storage, route, offloadable)
-                if leaves and tensor.requires_grad:
-                    self._queue_store(record)
-                elif leaves:
-                    self._deferred.append((record, self._num_saves))
-            self._num_saves += 1
-            self._queue_deferred()
-            handle = SavedHandle(self, record, tensor)
-            record.num_handles += 1
-        self._look_again()
-        return handle
+        self._bury()
+        record = self._records.find(storage, tensor)
+        if record is None:
+            self.steps.begin_if_due(in_backward=in_backward, num_live=len(self._records))
+            num_bytes = storage.nbytes()
+            leaves = offloadable and not self.error and self.policy.wants(num_bytes, in_backward)
+            self._admit(num_bytes, leaves)
+            record = self._register(tensor, storage, route, offloadable)
+            if leaves and tensor.requires_grad:
+                self._queue_store(record)
+            elif leaves:
+                self._deferred.append((record, self._num_saves))
+        self._num_saves += 1
+        self._queue_deferred()
+        return SavedHandle(record, tensor, self._reaper.on_death)
 
     def _queue_deferred(self) -> None:
         """Send what was saved a few saves ago without a history of its own.
@@ -141,6 +148,7 @@ class Engine:
             self.totals.saved_bytes += num_bytes
             self.totals.num_saved += 1
         self._account.add(record)
+        self._reaper.start()
         return record
 
     def _admit(self, num_bytes: int, leaves: bool) -> None:
@@ -202,7 +210,7 @@ class Engine:
             and record.storage is not None
             and record.copy is None
             and record.activity is Activity.IDLE
-            and record.num_served == 0
+            and not record.is_asked_for()
         )
 
     def _queue_store(self, record: Record) -> None:
@@ -224,15 +232,20 @@ class Engine:
             return self._restore_in_child(handle)
         in_backward = torch._C._current_graph_task_id() != -1
         record = handle.record
-        with self._changed:
-            self._bury()
-            self.steps.note_used(record.entry, in_backward=in_backward)
-            storage = self._bring_back(record)
-            shift, ready = record.shift, record.ready
-            self._serve(record, handle)
-            if in_backward:
-                self._prefetch(record)
-        self._look_again()
+        try:
+            with self._lock:
+                self._bury()
+                self.steps.note_used(record.entry, in_backward=in_backward)
+                storage = self._bring_back(record)
+                shift, ready = record.shift, record.ready
+                self._serve(record, handle)
+                if in_backward:
+                    self._prefetch(record)
+        except BaseException:
+            self._suspect = True
+            raise
+        if self._unsaid is not None:
+            self._say()
         if ready is not None and record.route is not None:
             record.route.settle(ready)
         return handle.view(storage, shift)
@@ -259,8 +272,8 @@ class Engine:
         """Read the record in this thread: the computation stands still until it is there."""
         start = time.perf_counter_ns()
         reserved = record.activity is Activity.LOAD_QUEUED
-        record.activity = Activity.LOADING  # nobody else starts this read
         try:
+            record.activity = Activity.LOADING  # nobody else starts this read
             if not reserved:
                 self._make_room(record.num_bytes)
                 self._account.add(record)
@@ -291,9 +304,8 @@ class Engine:
             record.activity = Activity.IDLE
             if loaded is not None:
                 record.storage, record.shift, record.ready = loaded
-                record.weak = StorageWeakRef(record.storage)
+                record.weak = weakref.ref(record.storage)
                 record.epoch += 1
-                record.num_served = 0
                 record.returned = True  # it came back by being read
                 self.totals.bytes_read += record.num_bytes
             else:
@@ -307,14 +319,11 @@ class Engine:
     def _serve(self, record: Record, handle: SavedHandle) -> None:
         """Note that `handle` was unpacked; the storage goes once every living handle was."""
         self._account.set_prefetched(record, False)
-        if handle.epoch != record.epoch:
-            handle.epoch = record.epoch
-            record.num_served += 1
+        handle.watch.epoch = record.epoch
         self._drop_if_served(record)
 
     def _drop_if_served(self, record: Record) -> None:
-        served = record.num_served >= record.num_handles
-        if served and record.copy is not None and record.activity is Activity.IDLE:
+        if record.copy is not None and record.activity is Activity.IDLE and record.is_served():
             self._drop(record)
 
     def _drop(self, record: Record) -> None:
@@ -329,7 +338,6 @@ class Engine:
         self._account.set_prefetched(record, False)
         record.storage = None
         record.epoch += 1
-        record.num_served = 0
         self._account.release(record)
 
     def _restore_in_child(self, handle: SavedHandle) -> torch.Tensor:
@@ -348,25 +356,20 @@ class Engine:
     def _prefetch(self, record: Record) -> None:
         """Queue reads of what was saved before `record`, within the byte window and the budget."""
         limit = self._device_memory
-        older, num_looked = record.older, 0
-        while older is not None and num_looked < _MAX_LOOK_AHEAD:
-            if (
-                older.storage is None
-                and older.activity is Activity.IDLE
-                and older.weak.expired()  # else it is in memory without our doing
-            ):
-                if (
-                    self._account.ahead_bytes
-                    and self._account.ahead_bytes + older.num_bytes > self._window_bytes
-                ):
-                    return
-                if limit is not None and self._account.resident_bytes + older.num_bytes > limit:
-                    return
-                older.activity = Activity.LOAD_QUEUED
-                self._account.set_prefetched(older, True)
-                self._account.add(older)
-                self._readers.put(older)
-            older, num_looked = older.older, num_looked + 1
+        for older in self._records.older_than(record, _MAX_LOOK_AHEAD):
+            if older.storage is not None or older.activity is not Activity.IDLE:
+                continue
+            if older.weak() is not None:
+                continue  # it is in memory without our doing
+            ahead_bytes = self._account.ahead_bytes
+            if ahead_bytes and ahead_bytes + older.num_bytes > self._window_bytes:
+                return
+            if limit is not None and self._account.resident_bytes + older.num_bytes > limit:
+                return
+            older.activity = Activity.LOAD_QUEUED
+            self._account.set_prefetched(older, True)
+            self._account.add(older)
+            self._readers.put(older)
 
     def _load_ahead(self, record: Record) -> None:
         """A reader's turn with a queued record."""
@@ -438,7 +441,7 @@ class Engine:
 
     def _release(self, record: Record) -> None:
         """The copy is complete: let the storage go, unless a backward pass has asked for it."""
-        if record.num_served:
+        if record.is_asked_for():
             self._drop_if_served(record)
         else:
             record.storage = None
@@ -452,11 +455,17 @@ class Engine:
             error = StoreError(f"the store failed: {error!r}")
         self.error = error
         self._cancel_queued()
-        warnings.warn(
-            f"penstock.offload: {error} Saved activations stay in memory from now on.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        self._unsaid = error
+
+    def _say(self) -> None:
+        """Warn of a failed write, in the thread that trains and without the lock."""
+        error, self._unsaid = self._unsaid, None
+        if error is not None:
+            warnings.warn(
+                f"penstock.offload: {error}. Saved activations stay in memory from now on.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def _cancel_queued(self) -> None:
         for record in self._writers.queue:
@@ -471,35 +480,38 @@ class Engine:
 
     # ------------------------------------------------------- handles and death
 
-    def forget(self, record: Record, epoch: int) -> None:
-        """A handle died. Called from `__del__`: in any thread, even inside this class's lock."""
-        if self.disowned:
-            return
-        self._dead.append((record, epoch))
-        self._look_again()
-
-    def _look_again(self) -> None:
-        """Bury what died while the lock was held, unless somebody holds it: he looks again."""
-        while self._dead and self._lock.acquire(blocking=False):
-            try:
-                self._bury()
-            finally:
-                self._lock.release()
-
     def _bury(self) -> None:
         """Take note of the handles that have died, and free what nobody needs any more."""
-        while self._dead:
-            record, epoch = self._dead.popleft()
-            record.num_handles -= 1
-            if epoch == record.epoch:
-                record.num_served -= 1
-            if record.num_handles == 0:
+        if self._suspect:
+            self._audit()
+        for watch in self._reaper.dead():
+            record = watch.record
+            record.watches.pop(id(watch), None)
+            if not record.watches:
                 self._destroy(record)
-            elif record.num_served:
+            elif record.is_asked_for():
                 self._drop_if_served(record)
         self._account.sweep()
 
+    def _audit(self) -> None:
+        """Make the sums right again after an exception in the middle of this class."""
+        self._suspect = False
+        for record in list(self._records):
+            for key, watch in list(record.watches.items()):
+                if watch() is None:
+                    record.watches.pop(key, None)
+            if not record.watches:
+                self._destroy(record)
+        self._backlog_bytes = sum(
+            record.num_bytes
+            for record in self._records
+            if record.activity in (Activity.STORE_QUEUED, Activity.STORING)
+        )
+        self._account.recount(self._records)
+
     def _destroy(self, record: Record) -> None:
+        if record.dead:
+            return
         record.dead = True
         self._records.remove(record)
         if record.activity is Activity.STORE_QUEUED:
@@ -540,7 +552,7 @@ class Engine:
         """Take note of everything that has ended, the last step included."""
         if self.disowned:
             return
-        with self._changed:
+        with self._lock:
             self._bury()
             if not self._records:
                 self.steps.end()
@@ -549,14 +561,14 @@ class Engine:
         """The context is entered: threads may stay."""
         if self.disowned:
             return
-        with self._changed:
+        with self._lock:
             self._parked = False
 
     def park(self) -> None:
         """The context was left: threads end as soon as no saved tensor is alive."""
         if self.disowned:
             return
-        with self._changed:
+        with self._lock:
             self._bury()
             self._parked = True
             if not self._records:
@@ -566,21 +578,26 @@ class Engine:
         """End the threads and wait for them; False if saved tensors are still alive."""
         if self.disowned:
             return True
-        with self._changed:
+        with self._lock:
+            self._suspect = True  # the reaper may have a death in its hands
             self._bury()
             self._parked = True
             self._cancel_queued()
             for record in self._readers.queue:
                 self._cancel_load(record)
             self._readers.queue.clear()
-            threads = self._stop_threads()
             idle = not self._records
+            threads = self._writers.stop() + self._readers.stop()
+            if idle:
+                self._reaper.stop()
         for thread in threads:
             thread.join()
         return idle
 
-    def _stop_threads(self) -> list[threading.Thread]:
-        return self._writers.stop() + self._readers.stop()
+    def _stop_threads(self) -> None:
+        self._reaper.stop()
+        self._writers.stop()
+        self._readers.stop()
 
     def disown(self) -> None:
         """In a forked child: the lock may be held by a thread that does not exist here."""

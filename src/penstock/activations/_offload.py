@@ -93,13 +93,19 @@ class Offload:
 
     def __enter__(self) -> Offload:
         hooks = self._hooks.context()
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("this Offload is closed; make a new one with penstock.offload")
-            if self._num_entered == 0:
-                self._start()
-            self._num_entered += 1
-        hooks.__enter__()
+        hooks.__enter__()  # first: PyTorch refuses where hooks are disabled
+        try:
+            with self._lock:
+                if self._closed:
+                    raise RuntimeError(
+                        "this Offload is closed; make a new one with penstock.offload"
+                    )
+                if self._num_entered == 0:
+                    self._start()
+                self._num_entered += 1
+        except BaseException:
+            hooks.__exit__(None, None, None)
+            raise
         if not hasattr(self._local, "entered"):
             self._local.entered = []
         self._local.entered.append(hooks)

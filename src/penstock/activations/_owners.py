@@ -12,7 +12,6 @@ import weakref
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 _MIN_SWEEP = 256
@@ -23,8 +22,8 @@ class ModuleStorages:
 
     def __init__(self) -> None:
         self._children: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        # A weak reference keeps the address from naming another storage.
-        self._known: dict[int, StorageWeakRef] = {}
+        # By address, which names a storage only as long as the weak reference is alive.
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sweep_at = _MIN_SWEEP
         self._hook: Any = None
         self._num_watching = 0
@@ -55,7 +54,11 @@ class ModuleStorages:
             # Compiled code also saves views that do not name their base.
             self._remember(tensor)
             return True
-        return storage._cdata in self._known
+        return self._knows(storage)
+
+    def _knows(self, storage: torch.UntypedStorage) -> bool:
+        known = self._known.get(storage._cdata)
+        return known is not None and known() is storage
 
     def _on_forward(self, module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
@@ -69,7 +72,7 @@ class ModuleStorages:
             if tensor is not None:
                 self._remember(tensor)
         if len(self._known) > self._sweep_at:
-            self._known = {key: weak for key, weak in self._known.items() if not weak.expired()}
+            self._known = {key: weak for key, weak in self._known.items() if weak() is not None}
             self._sweep_at = max(_MIN_SWEEP, 2 * len(self._known))
 
     def _remember(self, tensor: torch.Tensor) -> None:
@@ -78,8 +81,8 @@ class ModuleStorages:
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):  # sparse and other layouts without a storage
             return
-        if storage._cdata not in self._known:
-            self._known[storage._cdata] = StorageWeakRef(storage)
+        if not self._knows(storage):
+            self._known[storage._cdata] = weakref.ref(storage)
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:

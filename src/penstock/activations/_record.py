@@ -9,16 +9,19 @@ dies, however the graph ended: by a backward pass, by being abandoned or by an e
 from __future__ import annotations
 
 import enum
+import itertools
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._autograd import _unsafe_set_version_counter
-from torch.multiprocessing.reductions import StorageWeakRef
 
 if TYPE_CHECKING:
-    from penstock.activations._engine import Engine
     from penstock.activations._policy import SavedEntry
     from penstock.activations._routes import Route
+
+_NUMBERS = itertools.count()
 
 
 class Activity(enum.Enum):
@@ -49,12 +52,9 @@ class Record:
         "entry",
         "epoch",
         "key",
-        "newer",
         "num_bytes",
-        "num_handles",
-        "num_served",
+        "number",
         "offloadable",
-        "older",
         "origin",
         "prefetched",
         "probe",
@@ -65,6 +65,7 @@ class Record:
         "started",
         "storage",
         "version",
+        "watches",
         "weak",
     )
 
@@ -83,10 +84,9 @@ class Record:
         self.route = route
         self.offloadable = offloadable
         self.entry = entry
-        # The weak reference keeps the StorageImpl's shell, so its address names this storage and
-        # no other for as long as the record lives.
-        self.origin = StorageWeakRef(storage)
-        self.key: int = self.origin.cdata
+        # An address names this storage only as long as the weak reference is alive.
+        self.origin = weakref.ref(storage)
+        self.key: int = storage._cdata
         self.weak = self.origin
         self.shift = 0
         self.version = tensor._version
@@ -99,24 +99,42 @@ class Record:
         self.returned = False  # counted as forwarded
         self.prefetched = False  # loaded ahead and not asked for yet
         self.dead = False
-        self.num_handles = 0
-        self.num_served = 0  # living handles that were unpacked since the last load
-        self.epoch = 0
-        self.older: Record | None = None
-        self.newer: Record | None = None
+        self.number = next(_NUMBERS)
+        self.watches: dict[int, HandleWatch] = {}  # of the living handles
+        self.epoch = 0  # rises when the storage goes or comes
 
     def describes(self, tensor: torch.Tensor) -> bool:
         """Whether the record's bytes are still what `tensor`, a view of the storage, shows."""
         return self.version == tensor._version and shares_version_counter(self.probe, tensor)
 
+    def is_asked_for(self) -> bool:
+        """Whether a living handle was unpacked since the storage came."""
+        return any(watch.epoch == self.epoch for watch in self.watches.values())
+
+    def is_served(self) -> bool:
+        """Whether every living handle was unpacked since the storage came."""
+        return all(watch.epoch == self.epoch for watch in self.watches.values())
+
     def promote(self) -> torch.UntypedStorage | None:
         """The storage, if something else still keeps it alive, else None."""
-        if self.weak.expired():
-            return None
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
+        storage = self.weak()
         if storage is None or storage.nbytes() < self.shift + self.num_bytes:
             return None
         return storage
+
+
+class HandleWatch(weakref.ref["SavedHandle"]):
+    """Tells the engine when a handle dies, without running Python code in the dying.
+
+    A `__del__` would swallow the KeyboardInterrupt that arrives during a long kernel, since the
+    handle's death is often the first Python that runs after it. The callback is `put` of a
+    `queue.SimpleQueue`, which is C and never waits.
+    """
+
+    __slots__ = ("epoch", "record")
+
+    record: Record
+    epoch: int  # of the record, when the handle was last unpacked
 
 
 class SavedHandle:
@@ -131,8 +149,6 @@ class SavedHandle:
         "__weakref__",
         "conj",
         "dtype",
-        "engine",
-        "epoch",
         "neg",
         "offset",
         "probe",
@@ -140,9 +156,12 @@ class SavedHandle:
         "shape",
         "stride",
         "version",
+        "watch",
     )
 
-    def __init__(self, engine: Engine, record: Record, tensor: torch.Tensor) -> None:
+    def __init__(
+        self, record: Record, tensor: torch.Tensor, on_death: Callable[[HandleWatch], object]
+    ) -> None:
         self.record = record
         self.probe = version_probe(tensor)
         self.version = tensor._version
@@ -152,13 +171,10 @@ class SavedHandle:
         self.offset = tensor.storage_offset()
         self.conj = tensor.is_conj()
         self.neg = tensor.is_neg()
-        self.epoch = -1
-        self.engine = engine
-
-    def __del__(self) -> None:
-        engine = getattr(self, "engine", None)
-        if engine is not None:  # else __init__ did not finish, and the record never counted it
-            engine.forget(self.record, self.epoch)
+        self.watch = HandleWatch(self, on_death)
+        self.watch.record = record
+        self.watch.epoch = -1
+        record.watches[id(self.watch)] = self.watch
 
     def check_version(self) -> None:
         """Raise, as stock autograd does, if the saved tensor was changed in place."""
@@ -167,6 +183,9 @@ class SavedHandle:
 
     def view(self, storage: torch.UntypedStorage, shift: int) -> torch.Tensor:
         """The saved tensor as a view of `storage`, whose bytes begin at `shift`."""
+        if torch.is_inference_mode_enabled():  # its tensors have no version
+            with torch.inference_mode(False):
+                return self.view(storage, shift)
         tensor = torch.empty(0, dtype=self.dtype, device=self.record.device)
         offset = self.offset + shift // tensor.element_size()
         tensor.set_(storage, offset, self.shape, self.stride)  # type: ignore[call-overload]

@@ -10,53 +10,43 @@ from penstock.activations._record import Record
 
 
 class Roster:
-    """A map from storages to records and a list that records leave in constant time."""
+    """Records by number and by storage; every change is a single operation on a dict."""
 
     def __init__(self) -> None:
+        self._by_number: dict[int, Record] = {}  # numbers rise, so the order is that of saving
         self._by_storage: dict[int, Record] = {}
-        self._oldest: Record | None = None
-        self._newest: Record | None = None
-        self._num_records = 0
 
     def __len__(self) -> int:
-        return self._num_records
+        return len(self._by_number)
 
     def __iter__(self) -> Iterator[Record]:
-        """From the oldest to the newest; the list must not change meanwhile."""
-        record = self._oldest
-        while record is not None:
-            yield record
-            record = record.newer
+        """From the oldest to the newest; the roster must not change meanwhile."""
+        return iter(self._by_number.values())
 
     def find(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> Record | None:
         """The record that holds what `tensor`, a view of `storage`, shows now."""
         record = self._by_storage.get(storage._cdata)
-        return record if record is not None and record.describes(tensor) else None
+        if record is None or record.origin() is not storage:
+            return None
+        return record if record.describes(tensor) else None
 
     def add(self, record: Record) -> bool:
         """Add the newest record; False if its storage had one already, of another version."""
-        is_new = record.key not in self._by_storage
+        known = self._by_storage.get(record.key)
+        is_new = known is None or known.origin() is not record.origin()
         self._by_storage[record.key] = record
-        record.older, self._newest = self._newest, record
-        if record.older is None:
-            self._oldest = record
-        else:
-            record.older.newer = record
-        self._num_records += 1
+        self._by_number[record.number] = record
         return is_new
 
     def remove(self, record: Record) -> None:
         """Take the record out."""
         if self._by_storage.get(record.key) is record:
             del self._by_storage[record.key]
-        older, newer = record.older, record.newer
-        record.older = record.newer = None
-        if older is None:
-            self._oldest = newer
-        else:
-            older.newer = newer
-        if newer is None:
-            self._newest = older
-        else:
-            newer.older = older
-        self._num_records -= 1
+        self._by_number.pop(record.number, None)
+
+    def older_than(self, record: Record, at_most: int) -> Iterator[Record]:
+        """What was saved before `record` and is alive, the newest first, `at_most` numbers back."""
+        for number in range(record.number - 1, record.number - 1 - at_most, -1):
+            older = self._by_number.get(number)
+            if older is not None:
+                yield older

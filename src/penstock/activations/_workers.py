@@ -1,12 +1,13 @@
-"""Threads that carry records along one direction, started when there is work."""
+"""The engine's threads: those that carry records, and the one that hears of dead handles."""
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from penstock.activations._record import Record
+from penstock.activations._record import HandleWatch, Record
 
 
 class Workers:
@@ -66,5 +67,59 @@ class Workers:
                 if self.queue:
                     self._carry(self.queue.popleft())
                 else:
-                    self._rest()
-                    self._changed.wait()
+                    self._rest()  # which may queue something, or tell us to stop
+                    if not self.queue and not stop[0]:
+                        self._changed.wait()
+
+
+class Reaper:
+    """Hears of handles that die, and has them buried when nobody else calls the engine.
+
+    bury: called with the lock held, to go through `dead`.
+    """
+
+    def __init__(self, lock: threading.Lock, bury: Callable[[], None]) -> None:
+        self._lock = lock
+        self._bury = bury
+        self._stop: list[bool] = [True]
+        self._queue: queue.SimpleQueue[HandleWatch | None] = queue.SimpleQueue()  # None: look up
+
+    @property
+    def on_death(self) -> Callable[[HandleWatch], object]:
+        """What a watch calls; written in C, and it never waits."""
+        return self._queue.put
+
+    def dead(self) -> Iterator[HandleWatch]:
+        """The watches of the handles that have died since; with the lock held."""
+        while not self._queue.empty():
+            watch = self._queue.get_nowait()
+            if watch is not None:
+                yield watch
+        if self._stop[0]:
+            self._queue.put(None)  # for the thread that is to end, if it has not
+
+    def start(self) -> None:
+        """Start the thread, if there is none; each has a queue of its own."""
+        if self._stop[0]:
+            self._stop, self._queue = [False], queue.SimpleQueue()
+            threading.Thread(
+                target=self._loop,
+                args=(self._stop, self._queue),
+                name="penstock-reaper",
+                daemon=True,
+            ).start()
+
+    def stop(self) -> None:
+        """Let the thread end; no handle may be alive."""
+        self._stop[0] = True
+        self._queue.put(None)
+
+    def _loop(self, stop: list[bool], dead: queue.SimpleQueue[HandleWatch | None]) -> None:
+        while not stop[0]:
+            watch = dead.get()
+            with self._lock:
+                if watch is not None:
+                    dead.put(watch)
+                del watch
+                if not stop[0]:
+                    self._bury()
