@@ -229,7 +229,7 @@ class Engine:
         """
         handle.check_version()
         if self.disowned:
-            return self._restore_in_child(handle)
+            return handle.view_in_child()
         in_backward = torch._C._current_graph_task_id() != -1
         record = handle.record
         try:
@@ -339,17 +339,6 @@ class Engine:
         record.storage = None
         record.epoch += 1
         self._account.release(record)
-
-    def _restore_in_child(self, handle: SavedHandle) -> torch.Tensor:
-        record = handle.record
-        storage = record.storage
-        if storage is None:
-            raise StoreError(
-                "this process was forked from one that had offloaded this saved tensor, and the "
-                "parent owns the store. Run the backward pass in the process that ran the forward "
-                "pass, or fork before it."
-            )
-        return handle.view(storage, record.shift)
 
     # ------------------------------------------------------------- prefetching
 

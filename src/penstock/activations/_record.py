@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._autograd import _unsafe_set_version_counter
 
+from penstock.errors import StoreError
+
 if TYPE_CHECKING:
     from penstock.activations._policy import SavedEntry
     from penstock.activations._routes import Route
@@ -198,6 +200,17 @@ class SavedHandle:
         shared = self.probe.detach()
         shared.data = tensor
         return shared
+
+    def view_in_child(self) -> torch.Tensor:
+        """The saved tensor in a forked process, which has the memory of the fork and no store."""
+        storage = self.record.storage
+        if storage is None:
+            raise StoreError(
+                "this process was forked from one that had offloaded this saved tensor, and the "
+                "parent owns the store. Run the backward pass in the process that ran the forward "
+                "pass, or fork before it."
+            )
+        return self.view(storage, self.record.shift)
 
 
 class ResidentHandle:
