@@ -25,6 +25,7 @@ WIDTH = 128
 # What 170 steps may add: noise of the C allocator. One lost 64 KiB activation a step is 10 MiB.
 RSS_NOISE_BYTES = 6 * MIB
 PYTHON_NOISE = 200
+OBJECT_NOISE = 8  # the last inputs that were saved are held until a few more have been
 OURS = {Record, SavedHandle, ResidentHandle, Offload}
 
 pytestmark = pytest.mark.skipif(
@@ -57,7 +58,8 @@ class Footprint:
         """Fail, naming what there is more of."""
         for name in ("objects", "threads", "descriptors", "module_hooks", "warning_filters"):
             now, then = getattr(self, f"num_{name}"), getattr(before, f"num_{name}")
-            assert now <= then, f"{now} {name} after {then}"
+            noise = OBJECT_NOISE if name == "objects" else 0
+            assert now <= then + noise, f"{now} {name} after {then}"
         more_objects = self.num_python_objects - before.num_python_objects
         assert more_objects <= PYTHON_NOISE, f"{more_objects} more Python objects"
         more_bytes = self.rss_bytes - before.rss_bytes

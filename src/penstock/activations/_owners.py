@@ -87,3 +87,21 @@ class ModuleStorages:
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and tensor.is_leaf
+
+
+def _hide_from_dynamo(function: Any) -> None:
+    """Keep Dynamo from compiling `function` where it is called between two compiled pieces.
+
+    Traced as part of a module's call it must stay inlinable, so `torch.compiler.disable`, which
+    breaks the graph there, will not do.
+    """
+    from torch._C._dynamo import eval_frame
+
+    if hasattr(eval_frame, "set_code_exec_strategy"):  # without it: one needless small graph
+        skip = eval_frame._FrameExecStrategy(
+            eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP
+        )
+        eval_frame.set_code_exec_strategy(function.__code__, skip)
+
+
+_hide_from_dynamo(ModuleStorages._on_forward)
