@@ -15,7 +15,8 @@ HIDDEN = 256
 
 def model_of(num_layers: int) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(HIDDEN, HIDDEN), nn.GELU()] * num_layers)
+    layers = [(nn.Linear(HIDDEN, HIDDEN), nn.GELU()) for _ in range(num_layers)]
+    return nn.Sequential(*[module for pair in layers for module in pair])
 
 
 def gradients(model: nn.Module, batch: int) -> list[torch.Tensor]:

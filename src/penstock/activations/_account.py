@@ -24,7 +24,11 @@ class DeviceAccount:
         """The record's bytes are, or are about to be, resident."""
         if not record.counted:
             record.counted = True
-            self._change(record.num_bytes)
+            in_use = [entry for entry in self._in_use if entry[0] is not record.weak]
+            if len(in_use) < len(self._in_use):
+                self._in_use = in_use  # it was given up, and is taken back before it was gone
+            else:
+                self._change(record.num_bytes)
 
     def remove(self, record: Record) -> None:
         """The record's bytes are resident no more."""

@@ -8,9 +8,8 @@ thread that needs it. A record changes state only here:
                               |               |                              |
                               +---------------+---- restore: forwarded       +-- restore: read
 
-Every wait has a way out: saving waits for transfers under way, never for a backward pass;
-restoring waits for reads and, under a budget, for writes. Bytes leave memory only when the whole
-copy exists.
+Every wait has a way out: it is for transfers under way, never for a backward pass. Bytes leave
+memory only when the whole copy exists.
 """
 
 from __future__ import annotations
@@ -86,6 +85,7 @@ class Engine:
         self._num_saves = 0
         self._backlog_bytes = 0  # in STORE_QUEUED and STORING
         self._num_loading = 0
+        self._busy: dict[int, Record] = {}  # in a transfer, dead or alive
         self._parked = False  # outside `with`: threads end with the last record
 
     # ------------------------------------------------------------------ saving
@@ -291,6 +291,7 @@ class Engine:
         """Run the record's read without the lock; its bytes are counted already."""
         assert record.route is not None and record.copy is not None
         route, copy, device = record.route, record.copy, record.device
+        self._busy[record.number] = record
         self._num_loading += 1
         self.steps.reads.begin()
         self._lock.release()
@@ -299,6 +300,7 @@ class Engine:
             loaded = route.load(copy, device)
         finally:
             self._lock.acquire()
+            self._busy.pop(record.number, None)
             self._num_loading -= 1
             self.steps.reads.end(record.num_bytes if loaded else 0)
             record.activity = Activity.IDLE
@@ -397,6 +399,7 @@ class Engine:
             return
         assert record.route is not None and record.storage is not None
         record.activity = Activity.STORING
+        self._busy[record.number] = record
         if not record.started:
             record.started = True
             self.totals.offloaded_bytes += record.num_bytes
@@ -412,6 +415,7 @@ class Engine:
         finally:
             del storage
             self._lock.acquire()
+        self._busy.pop(record.number, None)
         self.steps.writes.end(record.num_bytes if copy is not None else 0)
         record.activity = Activity.IDLE
         self._backlog_bytes -= record.num_bytes
@@ -491,12 +495,13 @@ class Engine:
                     record.watches.pop(key, None)
             if not record.watches:
                 self._destroy(record)
+        records = [*self._records, *(record for record in self._busy.values() if record.dead)]
         self._backlog_bytes = sum(
             record.num_bytes
-            for record in self._records
+            for record in records
             if record.activity in (Activity.STORE_QUEUED, Activity.STORING)
         )
-        self._account.recount(self._records)
+        self._account.recount(records)
 
     def _destroy(self, record: Record) -> None:
         if record.dead:
@@ -589,7 +594,7 @@ class Engine:
         self._readers.stop()
 
     def disown(self) -> None:
-        """In a forked child: the lock may be held by a thread that does not exist here."""
+        """In a forked child: the lock may be held by a thread that is not there."""
         self.disowned = True
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)

@@ -40,11 +40,11 @@ class Workers:
         """Queue a record, starting the threads if there are none."""
         self.queue.append(record)
         if self._stop[0]:
-            self._stop = [False]
+            stop = [False]
             self._threads = [
                 threading.Thread(
                     target=self._loop,
-                    args=(self._stop,),
+                    args=(stop,),
                     name=f"penstock-{self._name}-{index}",
                     daemon=True,
                 )
@@ -52,6 +52,7 @@ class Workers:
             ]
             for thread in self._threads:
                 thread.start()
+            self._stop = stop  # last: an interrupt before it leaves nobody waiting in vain
         self._changed.notify_all()
 
     def stop(self) -> list[threading.Thread]:
