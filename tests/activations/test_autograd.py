@@ -118,6 +118,7 @@ NOT_WRITTEN = {
     "mutation_of_saved_tensors_is_allowed": "the innermost hooks have what is saved",
     "in_place_change_of_a_tensor_without_history": "leaves some saves later",
     "function_that_computes_its_gradients_in_forward": "leaves some saves later",
+    "tensor_saved_before_and_after_a_change_that_no_counter_sees": "leaves some saves later",
 }
 """The cases whose bytes stay in memory."""
 
@@ -758,6 +759,29 @@ def in_place_change_of_a_tensor_without_history():
     mask.mul_(2)
     second = (x * mask).sum()
     return error_of(lambda: grad(first, x)), grad(second, x)
+
+
+@case
+def tensor_saved_at_two_versions():
+    x = leaf()
+    hidden = x * 1
+    first = hidden.sin()
+    with torch.no_grad():
+        hidden.mul_(2)
+    second = (hidden.sin() * hidden.cos()).sum()
+    del hidden  # nobody but the graphs has the bytes
+    return error_of(lambda: grad(first.sum(), x)), grad(second, x)
+
+
+@case
+def tensor_saved_before_and_after_a_change_that_no_counter_sees():
+    x = leaf()
+    hidden = x * 1
+    first = (hidden.data * x).sum()
+    hidden.data.mul_(3)
+    second = (hidden.data * x).sum()
+    del hidden, first
+    return grad(second, x)
 
 
 @case

@@ -24,11 +24,11 @@ class DeviceAccount:
         """The record's bytes are, or are about to be, resident."""
         if not record.counted:
             record.counted = True
-            in_use = [entry for entry in self._in_use if entry[0] is not record.weak]
-            if len(in_use) < len(self._in_use):
-                self._in_use = in_use  # it was given up, and is taken back before it was gone
-            else:
-                self._change(record.num_bytes)
+            # What was given up, and is taken back before it was gone, counts once.
+            back = [entry for entry in self._in_use if entry[0] is record.weak]
+            if back:
+                self._in_use = [entry for entry in self._in_use if entry[0] is not record.weak]
+            self._change(record.num_bytes - sum(num_bytes for _, num_bytes in back))
 
     def remove(self, record: Record) -> None:
         """The record's bytes are resident no more."""

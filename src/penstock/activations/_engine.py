@@ -113,6 +113,8 @@ class Engine:
             leaves = offloadable and not self.error and self.policy.wants(num_bytes, in_backward)
             self._admit(num_bytes, leaves)
             record = self._register(tensor, storage, route, offloadable)
+            if leaves:
+                self.steps.leaving_bytes += num_bytes
             if leaves and tensor.requires_grad:
                 self._queue_store(record)
             elif leaves:
@@ -121,13 +123,14 @@ class Engine:
         self._queue_deferred()
         return SavedHandle(record, tensor, self._reaper.on_death)
 
-    def _queue_deferred(self) -> None:
+    def _queue_deferred(self, *, everything: bool = False) -> None:
         """Send what was saved a few saves ago without a history of its own.
 
         Operators save their inputs before they run, and a few (`rrelu`'s noise) fill one of them
         while they run without raising its version: its bytes are there only afterwards.
         """
-        while self._deferred and self._num_saves - self._deferred[0][1] > _DEFERRED_SAVES:
+        last = self._num_saves - (0 if everything else _DEFERRED_SAVES + 1)
+        while self._deferred and self._deferred[0][1] <= last:
             record, _ = self._deferred.popleft()
             if self._may_spill(record) and not self.error:
                 self._queue_store(record)
@@ -236,6 +239,7 @@ class Engine:
             with self._lock:
                 self._bury()
                 self.steps.note_used(record.entry, in_backward=in_backward)
+                self._queue_deferred(everything=in_backward)
                 storage = self._bring_back(record)
                 shift, ready = record.shift, record.ready
                 self._serve(record, handle)
@@ -252,6 +256,12 @@ class Engine:
 
     def _bring_back(self, record: Record) -> torch.UntypedStorage:
         """The record's storage: as it is, from who else holds it, or read."""
+        held = record.storage  # so that it is there when a write that we wait for has begun
+        if record.activity is Activity.STORE_QUEUED:
+            if self.policy.insists and not self.steps.most_has_left():
+                self._wait_while(lambda: record.activity is Activity.STORE_QUEUED, "write")
+            else:
+                self._cancel_store(record)
         while record.storage is None:
             if record.activity is Activity.LOADING:
                 self._wait_while(lambda: record.activity is Activity.LOADING, "read")
@@ -261,8 +271,7 @@ class Engine:
                 self._account.add(record)
             else:
                 self._read_now(record)
-        if record.activity is Activity.STORE_QUEUED:
-            self._cancel_store(record)
+        del held
         if record.started and not record.returned:
             record.returned = True
             self.totals.forwarded_bytes += record.num_bytes
@@ -402,8 +411,7 @@ class Engine:
         self._busy[record.number] = record
         if not record.started:
             record.started = True
-            self.totals.offloaded_bytes += record.num_bytes
-            self.totals.num_offloaded += 1
+            self.steps.note_started(record.num_bytes)
         self.steps.writes.begin()
         route, storage, ready = record.route, record.storage, record.ready
         self._lock.release()

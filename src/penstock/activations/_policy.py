@@ -42,6 +42,7 @@ class Policy:
 
     name = "all"
     learning = True  # whether the pack hook waits for the store instead of piling up writes
+    insists = True  # whether a backward pass that follows at once waits for the writes to start
 
     def __init__(self) -> None:
         self.reason = "every eligible storage leaves, as policy='all' asks"
@@ -65,6 +66,7 @@ class AutoPolicy(Policy):
     """
 
     name = "auto"
+    insists = False
 
     def __init__(
         self, *, device_memory: int | None, in_flight_bytes: int, window_bytes: int

@@ -66,10 +66,12 @@ class StepKeeper:
 
     def __init__(self, ledger: Ledger, policy: Policy) -> None:
         self.totals = Totals()
+        self.leaving_bytes = 0  # of this step: what the policy sends out
         self.writes = LinkClock()
         self.reads = LinkClock()
         self._ledger = ledger
         self._policy = policy
+        self._started_bytes = 0
         self._stall_ns = 0
         self._profile: list[SavedEntry] = []
         self._in_step = False
@@ -88,6 +90,7 @@ class StepKeeper:
             return
         self.end()
         self._in_step = True
+        self.leaving_bytes = self._started_bytes = 0
         self.totals.num_steps += 1
         self._policy.begin_step()
         self._first_pack_ns = self._last_pack_ns = time.perf_counter_ns()
@@ -117,6 +120,16 @@ class StepKeeper:
         if len(self._profile) < _MAX_PROFILE:
             self._profile.append(entry)
         return entry
+
+    def note_started(self, num_bytes: int) -> None:
+        """The first write of a storage starts."""
+        self._started_bytes += num_bytes
+        self.totals.offloaded_bytes += num_bytes
+        self.totals.num_offloaded += 1
+
+    def most_has_left(self) -> bool:
+        """Whether the writes of nine tenths of what leaves in this step have started."""
+        return self._started_bytes >= 0.9 * self.leaving_bytes
 
     def note_used(self, entry: SavedEntry, *, in_backward: bool) -> None:
         """A storage is needed; only a backward pass counts, not a look at `grad_fn._saved_x`."""
