@@ -109,11 +109,18 @@ def synchronize(options: argparse.Namespace) -> None:
         torch.cuda.synchronize()
 
 
-def main() -> None:
-    options = arguments()
+def model_and_batch(options: argparse.Namespace) -> tuple[Any, dict[str, torch.Tensor]]:
+    """What is trained: the model on its device, and one batch."""
     shape = {name: getattr(options, name) for name in ("hidden", "layers", "heads", "seq", "vocab")}
     dtype = getattr(torch, options.dtype)
     model: Any = build(options.model, **shape).to(options.device, dtype)
+    batch = batch_of(options.model, batch=options.batch, seq=options.seq, vocab=options.vocab)
+    return model, {name: tensor.to(options.device) for name, tensor in batch.items()}
+
+
+def main() -> None:
+    options = arguments()
+    model, batch = model_and_batch(options)
     words = options.arm.split("+")
     if "checkpoint" in words:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -121,8 +128,6 @@ def main() -> None:
         for layer in model.modules():
             if type(layer).__name__.endswith(("Block", "DecoderLayer", "BertLayer")):
                 layer.compile()
-    batch = batch_of(options.model, batch=options.batch, seq=options.seq, vocab=options.vocab)
-    batch = {name: tensor.to(options.device) for name, tensor in batch.items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     context = wrap(options)
     if options.device == "cpu":

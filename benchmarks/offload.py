@@ -24,6 +24,8 @@ from typing import Any
 from _rows import REPOSITORY, BenchmarkRow, Limit, argument_parser, environment, write_rows
 
 WORKER = Path(__file__).resolve().parent / "_train.py"
+PEAK_BOUND = Path(__file__).resolve().parent / "_peak_bound.py"
+TIME_BAR = {"run": 1.10, "bare": 1.25}  # how much longer than stock a step may take
 MODELS = ("gpt2", "llama", "bert", "t5")
 CPU_ARMS = (
     "keep",
@@ -121,8 +123,29 @@ def compare(
     return results
 
 
+def peak_bound(case: Case) -> Any:
+    """What the peak is held against: gradients, largest operator, two layers' activations."""
+    command = [sys.executable, str(PEAK_BOUND), *case.flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def time_bar(arm: str, stock: list[Any]) -> Limit | None:
+    """What a step may take on two cores: a multiple of the fastest stock arm's median."""
+    factor = TIME_BAR.get(arm.split(" ")[0])
+    if factor is None:
+        return None
+    seconds = statistics.median([statistics.median(run["seconds"]) for run in stock])
+    return Limit(name=f"{factor:.2f} x keep", value=factor * seconds, unit="s")
+
+
 def rows_of(
-    case: Case, results: dict[str, list[Any]], limit: Limit | None, where: Any
+    case: Case,
+    results: dict[str, list[Any]],
+    where: Any,
+    *,
+    limit: Limit | None = None,
+    bound: Any = None,
 ) -> list[BenchmarkRow]:
     """A row per arm, with its ratios to "keep", round by round."""
     stock = results["keep"]
@@ -149,8 +172,12 @@ def rows_of(
             "left_fraction": (
                 report["offloaded_bytes"] / report["saved_bytes"] if report else None
             ),
+            "peak_bound": bound,
             "report": report,
         }
+        growth = int(statistics.median([run["growth_bytes"] for run in runs]))
+        if bound is not None:
+            extra["peak_growth_over_bound"] = growth / bound["bound_bytes"]
         rows.append(
             BenchmarkRow.of(
                 [statistics.median(run["seconds"]) for run in runs],
@@ -159,10 +186,10 @@ def rows_of(
                 arm=arm,
                 moved_bytes=report.get("moved_bytes", {}),
                 peak_bytes={
-                    "growth": int(statistics.median([run["growth_bytes"] for run in runs])),
+                    "growth": growth,
                     **({"device": report["peak_device_bytes"]} if report else {}),
                 },
-                limit=limit if arm != "keep" else None,
+                limit=limit if limit is not None and arm != "keep" else time_bar(arm, stock),
                 extra=extra,
                 **where,
             )
@@ -198,7 +225,7 @@ def throttle_rows(case: Case, *, rounds: int, store: str, steps: int, where: Any
         at = Case(f"{case.name}, store at {fraction:g} of the needed rate", case.flags)
         model_seconds = step_seconds * max(1.0, 1.0 / fraction)
         limit = Limit(name="step / min(1, rate / needed)", value=model_seconds, unit="s")
-        rows += rows_of(at, runs, limit, where)
+        rows += rows_of(at, runs, where, limit=limit)
     return rows
 
 
@@ -232,26 +259,22 @@ def main() -> None:
     where = environment(options.device)
     rounds = options.rounds or (2 if on_gpu else 9)
     with tempfile.TemporaryDirectory(dir=options.store) as store:
-        rows: list[BenchmarkRow] = []
+        measure = {"store": store, "steps": options.steps, "rounds": rounds}
         if on_gpu:
             arms = tuple(options.arms or GPU_ARMS)
             for case in (gpu_case(*shape) for shape in GPU_CASES if shape[0] in options.models):
-                results = compare(case, arms, rounds=rounds, store=store, steps=options.steps)
+                results = compare(case, arms, **measure)
                 if results.get("keep"):
-                    rows += rows_of(case, results, None, where)
-        elif options.part == "throttle":
-            for model in options.models:
-                case = Case(model, ("--model", model))
-                rows += throttle_rows(
-                    case, rounds=rounds, store=store, steps=options.steps, where=where
-                )
-        else:
-            arms = tuple(options.arms or CPU_ARMS)
-            for model in options.models:
-                case = Case(model, ("--model", model))
-                results = compare(case, arms, rounds=rounds, store=store, steps=options.steps)
-                rows += rows_of(case, results, None, where)
-        write_rows(rows, options.out)
+                    write_rows(rows_of(case, results, where), options.out)
+            return
+        for model in options.models:
+            case = Case(model, ("--model", model))
+            if options.part == "throttle":
+                rows = throttle_rows(case, where=where, **measure)
+            else:
+                results = compare(case, tuple(options.arms or CPU_ARMS), **measure)
+                rows = rows_of(case, results, where, bound=peak_bound(case))
+            write_rows(rows, options.out)
 
 
 if __name__ == "__main__":

@@ -34,30 +34,83 @@ def test_buffers_are_aligned_writable_and_separate():
     for value, buffer in enumerate(buffers):
         buffer.view[:] = bytes([value]) * buffer.num_bytes
     assert [buffer.view[-1] for buffer in buffers] == [0, 1, 2]
-    assert pool.used_bytes == pool.peak_bytes == 4 * PAGE
+    assert pool.used_bytes == 4 * PAGE
+    assert pool.mapped_bytes == pool.peak_bytes == 2**20
 
 
-def test_a_buffer_is_reused_by_the_next_request_of_its_length():
+def test_a_buffer_is_reused_by_the_next_request():
     pool = StagingPool(4 * PAGE)
     with pool.acquire(2 * PAGE) as buffer:
         address = buffer.address
     assert pool.used_bytes == 0
     assert pool.acquire(2 * PAGE - 1).address == address
-    assert pool.peak_bytes == 2 * PAGE
 
 
-def test_idle_buffers_make_room_for_other_lengths():
-    pool = StagingPool(4 * PAGE)
+def test_unused_slabs_make_room_for_a_longer_buffer():
+    pool = StagingPool(4 * PAGE, slab_bytes=PAGE)
     held = [pool.acquire(PAGE) for _ in range(4)]
-    for buffer in held:
+    held.pop().release()
+    assert pool.try_acquire(2 * PAGE) is None
+    assert pool.mapped_bytes == 4 * PAGE  # nothing is unmapped where that would not do
+    for buffer in held[:2]:
         buffer.release()
-    del held, buffer
     large = pool.acquire(3 * PAGE)
-    assert pool.used_bytes == 3 * PAGE
-    assert pool.peak_bytes == 4 * PAGE
+    assert pool.used_bytes == pool.mapped_bytes == pool.peak_bytes == 4 * PAGE
     large.release()
+    held[2].release()
     pool.acquire(4 * PAGE)
     assert pool.peak_bytes == 4 * PAGE
+
+
+def test_slabs_are_made_known_once_and_taken_back():
+    known: dict[int, int] = {}
+    pool = StagingPool(
+        5 * PAGE,
+        slab_bytes=2 * PAGE,
+        on_map=known.__setitem__,
+        on_unmap=lambda address, num_bytes: known.pop(address),
+    )
+    held = [pool.acquire(PAGE) for _ in range(4)]
+    assert list(known.values()) == [2 * PAGE, 2 * PAGE]
+    held.append(pool.acquire(PAGE))
+    assert list(known.values()) == [2 * PAGE, 2 * PAGE, PAGE]  # no more than the budget has left
+    for buffer in held:
+        buffer.release()
+    pool.acquire(4 * PAGE).release()
+    assert sum(known.values()) == pool.mapped_bytes <= 5 * PAGE
+    pool.close()
+    assert known == {}
+    assert pool.mapped_bytes == 0
+
+
+def test_a_slab_that_a_device_refuses_is_not_lent():
+    refuse = True
+
+    def on_map(address: int, num_bytes: int):
+        if refuse:
+            raise OSError("no more locked memory")
+
+    pool = StagingPool(PAGE, on_map=on_map)
+    for borrow in (pool.acquire, pool.try_acquire):
+        with pytest.raises(OSError, match="locked"):
+            borrow(PAGE)
+    assert pool.mapped_bytes == 0
+    refuse = False
+    assert pool.acquire(PAGE, timeout=0).num_bytes == PAGE
+
+
+def test_trying_never_waits_and_never_overtakes():
+    pool = StagingPool(2 * PAGE)
+    held = pool.try_acquire(PAGE)
+    assert held is not None
+    assert pool.try_acquire(2 * PAGE) is None
+    assert pool.try_acquire(3 * PAGE) is None
+    waiter = in_thread(lambda: pool.acquire(2 * PAGE).release())
+    wait_until(lambda: pool._waiting)
+    assert pool.try_acquire(PAGE) is None  # there is room, but somebody is first
+    held.release()
+    waiter.join(timeout=10)
+    assert pool.try_acquire(2 * PAGE) is not None
 
 
 def test_releasing_twice_counts_once():
@@ -187,8 +240,9 @@ def test_many_threads_stay_within_the_budget():
 
 @pytest.mark.parametrize("num_bytes", [0, -5])
 def test_a_buffer_has_at_least_a_byte(num_bytes: int):
-    with pytest.raises(ValueError, match="num_bytes must be at least 1"):
-        StagingPool(PAGE).acquire(num_bytes)
+    for borrow in (StagingPool(PAGE).acquire, StagingPool(PAGE).try_acquire):
+        with pytest.raises(ValueError, match="num_bytes must be at least 1"):
+            borrow(num_bytes)
 
 
 def test_the_budget_is_a_size():

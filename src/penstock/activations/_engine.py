@@ -19,12 +19,12 @@ import threading
 import time
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable
 
 import torch
 
 from penstock.activations._account import DeviceAccount
+from penstock.activations._deferred import DeferredSaves
 from penstock.activations._policy import Policy
 from penstock.activations._record import Activity, Record, SavedHandle
 from penstock.activations._roster import Roster
@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 _NUM_WRITERS = 2
 _NUM_READERS = 2
 _MAX_LOOK_AHEAD = 256  # records that one prefetch looks at
-_DEFERRED_SAVES = 4  # later saves after which the operator that saved an input has surely run
 
 
 class Engine:
@@ -81,8 +80,7 @@ class Engine:
         self._reaper = Reaper(self._lock, self._bury)
         self._suspect = False  # an exception came out of nowhere: the sums may be wrong
         self._unsaid: PenstockError | None = None
-        self._deferred: deque[tuple[Record, int]] = deque()  # with the number of its save
-        self._num_saves = 0
+        self._deferred = DeferredSaves()
         self._backlog_bytes = 0  # in STORE_QUEUED and STORING
         self._num_loading = 0
         self._busy: dict[int, Record] = {}  # in a transfer, dead or alive
@@ -115,23 +113,15 @@ class Engine:
             record = self._register(tensor, storage, route, offloadable)
             if leaves:
                 self.steps.leaving_bytes += num_bytes
-            if leaves and tensor.requires_grad:
-                self._queue_store(record)
-            elif leaves:
-                self._deferred.append((record, self._num_saves))
-        self._num_saves += 1
+                send = self._queue_store if tensor.requires_grad else self._deferred.add
+                send(record)
+        self._deferred.note_save()
         self._queue_deferred()
         return SavedHandle(record, tensor, self._reaper.on_death)
 
     def _queue_deferred(self, *, everything: bool = False) -> None:
-        """Send what was saved a few saves ago without a history of its own.
-
-        Operators save their inputs before they run, and a few (`rrelu`'s noise) fill one of them
-        while they run without raising its version: its bytes are there only afterwards.
-        """
-        last = self._num_saves - (0 if everything else _DEFERRED_SAVES + 1)
-        while self._deferred and self._deferred[0][1] <= last:
-            record, _ = self._deferred.popleft()
+        """Send what was deferred and is due, or all of it."""
+        for record in self._deferred.due(everything=everything):
             if self._may_spill(record) and not self.error:
                 self._queue_store(record)
 
@@ -179,16 +169,13 @@ class Engine:
             if self._drop_prefetched():
                 continue
             if self._backlog_bytes or self._num_loading:
-                state = self._account.resident_bytes, self._backlog_bytes, self._num_loading
-                self._wait_while(
-                    lambda state=state: (
-                        state
-                        == (self._account.resident_bytes, self._backlog_bytes, self._num_loading)
-                    ),
-                    "device budget",
-                )
+                before = self._progress()
+                self._wait_while(lambda before=before: before == self._progress(), "device budget")
             elif not self._spill_oldest():
                 return
+
+    def _progress(self) -> tuple[int, int, int]:
+        return self._account.resident_bytes, self._backlog_bytes, self._num_loading
 
     def _cannot_hold_budget(self, num_bytes: int) -> CapacityError:
         return CapacityError(
@@ -355,21 +342,26 @@ class Engine:
 
     def _prefetch(self, record: Record) -> None:
         """Queue reads of what was saved before `record`, within the byte window and the budget."""
-        limit = self._device_memory
         for older in self._records.older_than(record, _MAX_LOOK_AHEAD):
             if older.storage is not None or older.activity is not Activity.IDLE:
                 continue
             if older.weak() is not None:
                 continue  # it is in memory without our doing
-            ahead_bytes = self._account.ahead_bytes
-            if ahead_bytes and ahead_bytes + older.num_bytes > self._window_bytes:
-                return
-            if limit is not None and self._account.resident_bytes + older.num_bytes > limit:
+            if not self._may_read_ahead(older.num_bytes):
                 return
             older.activity = Activity.LOAD_QUEUED
             self._account.set_prefetched(older, True)
             self._account.add(older)
             self._readers.put(older)
+
+    def _may_read_ahead(self, num_bytes: int) -> bool:
+        """Whether reads may run further ahead: by the window, and into what kept storages left."""
+        ahead_bytes, resident_bytes = self._account.ahead_bytes, self._account.resident_bytes
+        if self._device_memory is not None and resident_bytes + num_bytes > self._device_memory:
+            return False
+        if not ahead_bytes or ahead_bytes + num_bytes <= self._window_bytes:
+            return True
+        return resident_bytes + num_bytes <= self.policy.kept_bytes + self._window_bytes
 
     def _load_ahead(self, record: Record) -> None:
         """A reader's turn with a queued record."""
@@ -446,6 +438,7 @@ class Engine:
             self._drop_if_served(record)
         else:
             record.storage = None
+            record.entry.left = True
             self._account.remove(record)
 
     def _give_up(self, error: Exception) -> None:

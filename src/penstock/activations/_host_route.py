@@ -1,19 +1,17 @@
 """From GPU memory to pinned host memory, and from there to the file.
 
-Host memory is one registered arena that grows by slabs up to its budget; storages lie in it at
-page-aligned addresses, so that they can go on to the file with O_DIRECT. With a file, the arena is
+Host memory is a staging pool whose slabs are registered with the device; storages lie in it at
+page-aligned addresses, so that they can go on to the file with O_DIRECT. With a file, the pool is
 a write-back cache: when it is full, what has been there longest moves on. That is what the
 backward pass needs last, since it runs in reverse.
 
-Ownership: a storage's memory belongs to the engine until `store` returns; a slab's extent belongs
+Ownership: a storage's memory belongs to the engine until `store` returns; a staging buffer belongs
 to the `HostCopy` until `discard`. Copies run on two streams of their own, one per direction, each
 ordered against the computation by events.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import threading
 import time
 from collections import OrderedDict
@@ -23,9 +21,17 @@ import torch
 
 from penstock.activations._routes import Declined
 from penstock.errors import PenstockError
-from penstock.memory import ExtentAllocator, ExtentFile, Ledger, Link, StoredSpan, Tier
+from penstock.memory import (
+    ExtentFile,
+    Ledger,
+    Link,
+    StagingBuffer,
+    StagingPool,
+    StoredSpan,
+    Tier,
+)
 
-_PAGE = mmap.PAGESIZE
+_PAGE = 4096
 _SLAB_BYTES = 256 * 1024**2
 _BOUNCE_BYTES = 16 * 1024**2  # a file read on its way to the device passes through this much
 _DEFAULT_SHARE = 0.5  # of the RAM that is available, where host_memory is not given
@@ -70,30 +76,17 @@ class DeviceCopies(Protocol):
 
 
 class HostCopy:
-    """Where one storage is: at `address` in the arena, or in the file, piece by piece."""
+    """Where one storage is: in a staging buffer, or in the file, piece by piece."""
 
-    __slots__ = ("address", "busy", "num_bytes", "offset", "ready", "slab", "spans", "token")
+    __slots__ = ("buffer", "busy", "num_bytes", "ready", "spans", "token")
 
-    def __init__(self, num_bytes: int, slab: Slab, offset: int) -> None:
-        self.num_bytes = num_bytes
+    def __init__(self, buffer: StagingBuffer) -> None:
+        self.num_bytes = buffer.num_bytes
         self.ready: Any = None  # the mark that it was stored with
-        self.slab: Slab | None = slab
-        self.offset = offset
-        self.address = slab.address + offset
+        self.buffer: StagingBuffer | None = buffer
         self.spans: list[StoredSpan] = []
-        self.token: Any = None  # the last copy to the device that reads the arena
+        self.token: Any = None  # the last copy to the device that reads the buffer
         self.busy = False  # being moved to the file or read: must not move on
-
-
-class Slab:
-    """One registered piece of the arena."""
-
-    def __init__(self, num_bytes: int, copies: DeviceCopies) -> None:
-        self.memory = mmap.mmap(-1, num_bytes)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self.num_bytes = num_bytes
-        self.extents = ExtentAllocator(num_bytes)
-        copies.register(self.address, num_bytes)
 
 
 class HostRoute:
@@ -116,12 +109,10 @@ class HostRoute:
             self._bounce_bytes = min(
                 _BOUNCE_BYTES, max(2 * _PAGE, budget // 8 // _PAGE * 2 * _PAGE)
             )
-        self._budget = budget - self._bounce_bytes
+        self._pool = self._registered_pool(max(0, budget - self._bounce_bytes))
+        self._bounce = self._registered_pool(self._bounce_bytes)
         self._lock = threading.Condition()
-        self._slabs: list[Slab] = []
         self._cached: OrderedDict[int, HostCopy] = OrderedDict()  # oldest first
-        self._bounce: Slab | None = None
-        self._bounce_lock = threading.Lock()
 
     @classmethod
     def for_cuda(
@@ -137,7 +128,7 @@ class HostRoute:
         return self._copies.mark(device)
 
     def store(self, storage: torch.UntypedStorage, ready: Any) -> HostCopy:
-        """Copy the storage to the arena, making room there first.
+        """Copy the storage to host memory, making room there first.
 
         Raises Declined if the host budget is used up and there is no file to move on to.
         """
@@ -146,7 +137,8 @@ class HostRoute:
         copy.ready = ready
         start = time.perf_counter_ns()
         try:
-            self._copies.to_host(storage, copy.address, ready)
+            assert copy.buffer is not None
+            self._copies.to_host(storage, copy.buffer.address, ready)
         except BaseException:
             self.discard(copy)
             raise
@@ -165,9 +157,9 @@ class HostRoute:
         try:
             storage = self._copies.allocate(copy.num_bytes, device, copy.ready)
             start = time.perf_counter_ns()
-            if copy.slab is not None:
+            if copy.buffer is not None:
                 copy.token = self._copies.to_device(
-                    copy.address, storage, 0, copy.num_bytes, copy.ready
+                    copy.buffer.address, storage, 0, copy.num_bytes, copy.ready
                 )
             else:
                 copy.token = self._load_from_file(copy, storage)
@@ -196,67 +188,58 @@ class HostRoute:
         self._discard_spans(copy)
 
     def close(self) -> None:
-        """Unregister and free the arena, close the file."""
-        for slab in (*self._slabs, *([self._bounce] if self._bounce else [])):
-            self._copies.unregister(slab.address)
-            self._ledger.add(Tier.HOST, -slab.num_bytes)
-        self._slabs.clear()
-        self._bounce = None
+        """Unregister and free the host memory, close the file."""
+        self._pool.close()
+        self._bounce.close()
         if self._file is not None:
             self._file.close()
 
-    # ------------------------------------------------------------------- arena
+    # ------------------------------------------------------------- host memory
+
+    def _registered_pool(self, budget_bytes: int) -> StagingPool:
+        def register(address: int, num_bytes: int) -> None:
+            self._copies.register(address, num_bytes)
+            self._ledger.add(Tier.HOST, num_bytes)
+
+        def unregister(address: int, num_bytes: int) -> None:
+            self._copies.unregister(address)
+            self._ledger.add(Tier.HOST, -num_bytes)
+
+        return StagingPool(
+            budget_bytes, slab_bytes=_SLAB_BYTES, on_map=register, on_unmap=unregister
+        )
 
     def _place(self, num_bytes: int) -> HostCopy:
-        """Room in the arena: free, new, or made by moving the oldest copies to the file."""
+        """Room in host memory: free, new, or made by moving the oldest copies to the file."""
         while True:
-            with self._lock:
-                copy = self._take_free(num_bytes) or self._take_new(num_bytes)
-                if copy is not None:
-                    return copy
-                victim = self._next_victim()
+            buffer = self._pool.try_acquire(num_bytes)
+            if buffer is not None:
+                return HostCopy(buffer)
+            victim = self._next_victim()
             if victim is None:
-                raise Declined(f"host_memory of {self._budget} bytes is used up")
+                raise Declined(f"host_memory of {self._pool.budget_bytes} bytes is used up")
             self._move_to_file(victim)
 
-    def _take_free(self, num_bytes: int) -> HostCopy | None:
-        for slab in self._slabs:
-            offset = slab.extents.allocate(num_bytes)
-            if offset is not None:
-                return HostCopy(num_bytes, slab, offset)
-        return None
-
-    def _take_new(self, num_bytes: int) -> HostCopy | None:
-        """A further slab, if the budget has room for one that holds `num_bytes`."""
-        taken = sum(slab.num_bytes for slab in self._slabs)
-        needed = -(-num_bytes // _PAGE) * _PAGE
-        slab_bytes = min(max(_SLAB_BYTES, needed), (self._budget - taken) // _PAGE * _PAGE)
-        if slab_bytes < needed:
-            return None
-        slab = Slab(slab_bytes, self._copies)
-        self._ledger.add(Tier.HOST, slab_bytes)
-        self._slabs.append(slab)
-        offset = slab.extents.allocate(num_bytes)
-        assert offset is not None
-        return HostCopy(num_bytes, slab, offset)
-
     def _next_victim(self) -> HostCopy | None:
-        if self._file is None:
-            return None
-        for copy in self._cached.values():
-            if not copy.busy and copy.slab is not None:
-                copy.busy = True
-                return copy
+        """The oldest copy in host memory, now busy; waits for one while all are in use."""
+        with self._lock:
+            while self._file is not None and self._cached:
+                for copy in self._cached.values():
+                    if not copy.busy:
+                        copy.busy = True
+                        return copy
+                self._lock.wait()
         return None
 
     def _move_to_file(self, copy: HostCopy) -> None:
-        assert self._file is not None
+        assert self._file is not None and copy.buffer is not None
+        address = copy.buffer.address
         try:
             if copy.token is not None:
                 self._copies.finish(copy.token)
             start = time.perf_counter_ns()
             for begin, end in self._pieces(copy):
-                copy.spans.append(self._file.store(copy.address + begin, end - begin))
+                copy.spans.append(self._file.store(address + begin, end - begin))
                 self._ledger.add(Tier.FILE, end - begin)
             self._ledger.record_transfer(
                 Link.HOST_TO_FILE, copy.num_bytes, start, time.perf_counter_ns()
@@ -267,21 +250,20 @@ class HostRoute:
             raise
         finally:
             with self._lock:
-                if copy.slab is None:
+                if copy.buffer is None:
                     self._cached.pop(id(copy), None)
                 copy.busy = False
                 self._lock.notify_all()
 
     def _free_host(self, copy: HostCopy) -> None:
-        with self._lock:
-            slab, copy.slab = copy.slab, None
-            if slab is not None:
-                slab.extents.free(copy.offset)
+        buffer, copy.buffer = copy.buffer, None
+        if buffer is not None:
+            buffer.release()
 
     # -------------------------------------------------------------------- file
 
     def _pieces(self, copy: HostCopy) -> list[tuple[int, int]]:
-        """The half-open ranges in which the copy is written and read: halves of the bounce slab."""
+        """Half-open ranges in which the copy is written and read: half a bounce buffer each."""
         half = self._bounce_bytes // 2
         return [
             (begin, min(begin + half, copy.num_bytes)) for begin in range(0, copy.num_bytes, half)
@@ -295,13 +277,10 @@ class HostRoute:
         copy.spans = []
 
     def _load_from_file(self, copy: HostCopy, storage: torch.UntypedStorage) -> Any:
-        """File to device by way of two halves of a bounce slab, one read while one is copied."""
+        """File to device by way of a bounce buffer: one half is read while one is copied."""
         assert self._file is not None and copy.spans
-        with self._bounce_lock:
-            if self._bounce is None:
-                self._bounce = Slab(self._bounce_bytes, self._copies)
-                self._ledger.add(Tier.HOST, self._bounce_bytes)
-            halves = self._bounce.address, self._bounce.address + self._bounce_bytes // 2
+        with self._bounce.acquire(self._bounce_bytes) as bounce:
+            halves = bounce.address, bounce.address + self._bounce_bytes // 2
             tokens: list[Any] = [None, None]
             for index, (begin, end) in enumerate(self._pieces(copy)):
                 side = index % 2
@@ -313,7 +292,7 @@ class HostRoute:
                     Link.FILE_TO_HOST, end - begin, start, time.perf_counter_ns()
                 )
                 tokens[side] = self._copies.to_device(halves[side], storage, begin, end, copy.ready)
-            for token in tokens:  # the next storage may have the bounce slab afterwards
+            for token in tokens:  # the next storage may have the buffer afterwards
                 if token is not None:
                     self._copies.finish(token)
             return tokens[0]

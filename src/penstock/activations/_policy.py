@@ -4,18 +4,26 @@ The amount is a prefix of what a step saves, in bytes: what is saved first is ne
 beginning of the forward pass has the longest time to leave and to return, and the tail stays
 (SSDTrain, arXiv 2408.10013, section III; there the condition is an inequality over one bandwidth,
 here the two links are simulated with their own rates against the times of the last step).
+
+Evidence beats simulation: what left in a step that did not wait can leave in the next one; after
+a step that waited the amount shrinks, and grows again little by little.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import math
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from penstock.units import format_bandwidth, format_bytes
 
-_TOLERANCE = 0.01  # of the step's duration: what the plan may lose to waiting
+_TOLERANCE = 0.02  # of the step's duration: what may be lost to waiting
 _RATE_MARGIN = 0.9  # rates fluctuate; plan with less than was measured
+_GROWTH = 0.02  # of a step's bytes: how fast the amount grows back after a step that waited
+_NUM_RATES = 3  # steps over which the best rate counts: one disturbed step changes no plan
+_PATIENCE = 2  # steps that wait, one after the other, before the plan is wrong and not the machine
 _MAX_KINDS = 16  # kinds of step remembered (models trained in turn, batch shapes)
 
 
@@ -27,6 +35,7 @@ class SavedEntry:
     packed_seconds: float
     offloadable: bool
     used_seconds: float | None = None  # first needed by the backward pass
+    left: bool = False  # its bytes were out of memory before they were needed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +55,7 @@ class Policy:
 
     def __init__(self) -> None:
         self.reason = "every eligible storage leaves, as policy='all' asks"
+        self.kept_bytes = 0  # of a step: what is meant to stay, whose room reads may take later
 
     def begin_step(self) -> None:
         """A new step starts."""
@@ -54,8 +64,10 @@ class Policy:
         """Whether the storage being saved should leave."""
         return True
 
-    def learn(self, entries: Sequence[SavedEntry], rates: LinkRates) -> None:
-        """Take in the profile of the step that ended."""
+    def learn(
+        self, entries: Sequence[SavedEntry], rates: LinkRates, stall_seconds: float = 0.0
+    ) -> None:
+        """Take in the profile of the step that ended, which waited for `stall_seconds`."""
 
 
 class AutoPolicy(Policy):
@@ -76,9 +88,11 @@ class AutoPolicy(Policy):
         self._device_memory = device_memory
         self._in_flight_bytes = in_flight_bytes
         self._window_bytes = window_bytes
-        self._amounts: OrderedDict[int, int] = OrderedDict()  # kind of step -> bytes to offload
-        self._last_amount: int | None = None
-        self._amount: int | None = None  # of the step under way; None: everything
+        self.kept_bytes = 0
+        self._rates: deque[LinkRates] = deque(maxlen=_NUM_RATES)
+        self._plans: OrderedDict[int, _Plan] = OrderedDict()  # by kind of step
+        self._last_plan: _Plan | None = None
+        self._amount: int | None = None  # bytes to offload in this step; None: everything
         self._kind: int | None = None
         self._offloaded = 0
 
@@ -97,38 +111,66 @@ class AutoPolicy(Policy):
             return False
         if self._kind is None:
             self._kind = num_bytes
-            self._amount = self._amounts.get(num_bytes, self._last_amount)
-            self.learning = self._amount is None
+            plan = self._plans.get(num_bytes, self._last_plan)
+            self._amount = None if plan is None else plan.amount
+            self.kept_bytes = 0 if plan is None else plan.kept_bytes
+            self.learning = plan is None
         if self._amount is not None and self._offloaded + num_bytes > self._amount:
             self._offloaded = max(self._offloaded, self._amount)  # a prefix: nothing after it
             return False
         self._offloaded += num_bytes
         return True
 
-    def learn(self, entries: Sequence[SavedEntry], rates: LinkRates) -> None:
+    def learn(
+        self, entries: Sequence[SavedEntry], rates: LinkRates, stall_seconds: float = 0.0
+    ) -> None:
         """Plan the next step of this kind from the profile of the one that ended."""
         if self._kind is None:
             return
         total = sum(entry.num_bytes for entry in entries)
-        eligible = [entry for entry in entries if entry.offloadable]
         if self._device_memory is not None:
-            amount = self._demanded(total, self._device_memory)
-        elif rates.write_bytes_per_second is None:
+            plan = self._demanded(total, self._device_memory)
+        elif rates.write_bytes_per_second is None and not self._rates:
             return  # nothing was written: not enough to plan with
         else:
-            if rates.read_bytes_per_second is None:  # all was handed back before it had left
-                rates = dataclasses.replace(
-                    rates, read_bytes_per_second=rates.write_bytes_per_second
-                )
-            count = hidden_prefix(eligible, rates, window_bytes=self._window_bytes)
-            amount = sum(entry.num_bytes for entry in eligible[:count])
-            self._explain(amount, total, rates)
-        self._amounts[self._kind] = self._last_amount = amount
-        self._amounts.move_to_end(self._kind)
-        while len(self._amounts) > _MAX_KINDS:
-            self._amounts.popitem(last=False)
+            self._rates.append(rates)
+            plan = self._hidden(entries, total, stall_seconds)
+            self._explain(plan.amount, total)
+        self._plans[self._kind] = self._last_plan = plan
+        self._plans.move_to_end(self._kind)
+        while len(self._plans) > _MAX_KINDS:
+            self._plans.popitem(last=False)
 
-    def _demanded(self, total: int, device_memory: int) -> int:
+    def _hidden(self, entries: Sequence[SavedEntry], total: int, stall_seconds: float) -> _Plan:
+        """What leaves and returns without delaying the step."""
+        assert self._kind is not None
+        rates = self._best_rates()
+        last = self._plans.get(self._kind) or _Plan(amount=total, kept_bytes=0)
+        count = hidden_prefix(entries, rates, window_bytes=self._window_bytes)
+        amount = _eligible_bytes(entries[:count])
+        if stall_seconds <= _TOLERANCE * _duration(entries):
+            num_waited, ceiling = 0, last.ceiling + _GROWTH * total
+            amount = int(min(max(amount, _left_bytes(entries)), ceiling))
+        else:
+            num_waited = last.num_waited + 1
+            if num_waited == _PATIENCE:
+                assert rates.read_bytes_per_second
+                num_waited = 0
+                waited_for = int(stall_seconds * rates.read_bytes_per_second)
+                amount = max(0, min(amount, self._offloaded - waited_for))
+            ceiling = amount
+        return _Plan(amount, total - amount, num_waited, ceiling)
+
+    def _best_rates(self) -> LinkRates:
+        """The best of the last steps, in each direction."""
+        writes = [rates.write_bytes_per_second or 0.0 for rates in self._rates]
+        reads = [rates.read_bytes_per_second or 0.0 for rates in self._rates]
+        # All that was handed back before it had left was never read.
+        return LinkRates(
+            write_bytes_per_second=max(writes), read_bytes_per_second=max(reads) or max(writes)
+        )
+
+    def _demanded(self, total: int, device_memory: int) -> _Plan:
         """Bytes that must leave so that the rest, with writes in flight, fits the budget."""
         room = min(device_memory // 2, self._in_flight_bytes)
         amount = 0 if total <= device_memory else total - (device_memory - room)
@@ -139,33 +181,63 @@ class AutoPolicy(Policy):
             else f"a step saves {format_bytes(total)}, which fits the device budget of "
             f"{format_bytes(device_memory)}: everything stays"
         )
-        return amount
+        return _Plan(amount, total - amount)
 
-    def _explain(self, amount: int, total: int, rates: LinkRates) -> None:
+    def _explain(self, amount: int, total: int) -> None:
+        rates = self._best_rates()
         assert rates.write_bytes_per_second and rates.read_bytes_per_second
         self.reason = (
             f"the first {format_bytes(amount)} of the {format_bytes(total)} that a step saves "
-            f"leave; more would not be back in time at "
-            f"{format_bandwidth(rates.write_bytes_per_second)} out and "
-            f"{format_bandwidth(rates.read_bytes_per_second)} in"
+            f"leave, which the links hide at {format_bandwidth(rates.write_bytes_per_second)} out "
+            f"and {format_bandwidth(rates.read_bytes_per_second)} in"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What a kind of step offloads and keeps, in bytes."""
+
+    amount: int
+    kept_bytes: int
+    num_waited: int = 0  # steps in a row that waited for transfers
+    ceiling: float = math.inf  # bytes: the amount may not exceed this for now
+
+
+def _duration(entries: Sequence[SavedEntry]) -> float:
+    """Seconds from the first save to the last use."""
+    used = [entry.used_seconds for entry in entries if entry.used_seconds is not None]
+    return max(used) - entries[0].packed_seconds if used else 0.0
+
+
+def _eligible_bytes(entries: Sequence[SavedEntry]) -> int:
+    return sum(entry.num_bytes for entry in entries if entry.offloadable)
+
+
+def _left_bytes(entries: Sequence[SavedEntry]) -> int:
+    """Bytes of the longest prefix of what may leave that was out of memory when it was needed."""
+    num_bytes = 0
+    for entry in entries:
+        if entry.offloadable and not entry.left:
+            break
+        num_bytes += entry.num_bytes if entry.offloadable else 0
+    return num_bytes
 
 
 def hidden_prefix(entries: Sequence[SavedEntry], rates: LinkRates, *, window_bytes: int) -> int:
     """How many of the first `entries` can leave and return without delaying the step.
 
-    `entries` are in the order in which they were saved. A prefix is hidden if every write in it
-    has ended before its storage is needed (otherwise the bytes never leave, and offloading them
-    gains nothing) and the reads delay the step by at most 1 %.
+    `entries` are in the order in which they were saved; what is not offloadable stays wherever it
+    stands. A prefix is hidden if every write in it has ended before its storage is needed
+    (otherwise the bytes never leave, and offloading them gains nothing) and the reads delay the
+    step by at most 2 %.
     """
-    used = [entry.used_seconds for entry in entries if entry.used_seconds is not None]
-    if not used:
+    if not any(entry.used_seconds is not None for entry in entries):
         return len(entries)
-    tolerance = _TOLERANCE * (max(used) - entries[0].packed_seconds)
+    tolerance = _TOLERANCE * _duration(entries)
     low, high = 0, len(entries)
     while low < high:
         middle = (low + high + 1) // 2
-        delay = step_delay(entries[:middle], rates, min(used), window_bytes=window_bytes)
+        delay = step_delay(entries, middle, rates, window_bytes=window_bytes)
         if delay is not None and delay <= tolerance:
             low = middle
         else:
@@ -174,40 +246,45 @@ def hidden_prefix(entries: Sequence[SavedEntry], rates: LinkRates, *, window_byt
 
 
 def step_delay(
-    offloaded: Sequence[SavedEntry],
-    rates: LinkRates,
-    backward_seconds: float,
-    *,
-    window_bytes: int,
+    entries: Sequence[SavedEntry], count: int, rates: LinkRates, *, window_bytes: int
 ) -> float | None:
-    """Seconds that the step loses if exactly `offloaded` leave; None if a write comes too late.
+    """Seconds that the step loses if the first `count` leave; None if a write comes too late.
 
     Writes go in the order of saving, reads in the order of use, each link one transfer at a time,
-    both at once. Reads start with the backward pass and run at most `window_bytes` ahead of it.
+    both at once. Reads start with the backward pass and run as far ahead of it as `window_bytes`
+    and the room that kept storages have left allow.
     """
     assert rates.write_bytes_per_second and rates.read_bytes_per_second
     write = rates.write_bytes_per_second * _RATE_MARGIN
     read = rates.read_bytes_per_second * _RATE_MARGIN
+    offloaded = [entry for entry in entries[:count] if entry.offloadable]
     written: dict[int, float] = {}
     free = 0.0
     for entry in offloaded:
         free = max(free, entry.packed_seconds) + entry.num_bytes / write
         written[id(entry)] = free
-    delay, free = 0.0, backward_seconds
-    ahead: deque[tuple[float, int]] = deque()  # (time of use, bytes) of what was read, not used
-    ahead_bytes = 0
-    needed = [entry for entry in offloaded if entry.used_seconds is not None]
-    for entry in sorted(needed, key=lambda entry: entry.used_seconds or 0.0):
-        assert entry.used_seconds is not None
-        if written[id(entry)] > entry.used_seconds + delay:
+    used = {id(entry): entry.used_seconds for entry in entries if entry.used_seconds is not None}
+    # (time of use, bytes) of what is in memory: kept, or read ahead
+    resident = [
+        (used[id(entry)], entry.num_bytes)
+        for entry in entries
+        if id(entry) in used and id(entry) not in written
+    ]
+    heapq.heapify(resident)
+    resident_bytes = sum(num_bytes for _, num_bytes in resident)
+    limit = resident_bytes + window_bytes
+    delay, free = 0.0, min(used.values(), default=0.0)
+    needed = [entry for entry in offloaded if id(entry) in used]
+    for entry in sorted(needed, key=lambda entry: used[id(entry)]):
+        if written[id(entry)] > used[id(entry)] + delay:
             return None
         start = max(free, written[id(entry)])
-        while ahead and ahead_bytes + entry.num_bytes > window_bytes:
-            use, num_bytes = ahead.popleft()
-            ahead_bytes -= num_bytes
+        while resident and resident_bytes + entry.num_bytes > limit:
+            use, num_bytes = heapq.heappop(resident)
+            resident_bytes -= num_bytes
             start = max(start, use + delay)
         free = start + entry.num_bytes / read
-        delay = max(delay, free - entry.used_seconds)
-        ahead.append((entry.used_seconds, entry.num_bytes))
-        ahead_bytes += entry.num_bytes
+        delay = max(delay, free - used[id(entry)])
+        heapq.heappush(resident, (used[id(entry)], entry.num_bytes))
+        resident_bytes += entry.num_bytes
     return delay

@@ -37,7 +37,6 @@ class LinkClock:
         self._since_ns = 0
         self._busy_ns = 0
         self._bytes = 0
-        self._rate: float | None = None
 
     def begin(self) -> None:
         """A transfer starts."""
@@ -53,12 +52,10 @@ class LinkClock:
             self._busy_ns += time.perf_counter_ns() - self._since_ns
 
     def rate(self) -> float | None:
-        """Bytes per second since the last call, mixed half and half with the rate before."""
-        if self._bytes and self._busy_ns:
-            rate = self._bytes * 1e9 / self._busy_ns
-            self._rate = rate if self._rate is None else (self._rate + rate) / 2
-            self._bytes = self._busy_ns = 0
-        return self._rate
+        """Bytes per second since the last call; None if nothing was moved."""
+        rate = self._bytes * 1e9 / self._busy_ns if self._busy_ns else None
+        self._bytes = self._busy_ns = 0
+        return rate or None
 
 
 class StepKeeper:
@@ -72,7 +69,7 @@ class StepKeeper:
         self._ledger = ledger
         self._policy = policy
         self._started_bytes = 0
-        self._stall_ns = 0
+        self._stall_ns = self._stall_ns_before = 0
         self._profile: list[SavedEntry] = []
         self._in_step = False
         self._backward_seen = False
@@ -91,6 +88,7 @@ class StepKeeper:
         self.end()
         self._in_step = True
         self.leaving_bytes = self._started_bytes = 0
+        self._stall_ns_before = self._stall_ns
         self.totals.num_steps += 1
         self._policy.begin_step()
         self._first_pack_ns = self._last_pack_ns = time.perf_counter_ns()
@@ -108,7 +106,8 @@ class StepKeeper:
             rates = LinkRates(
                 write_bytes_per_second=self.writes.rate(), read_bytes_per_second=self.reads.rate()
             )
-            self._policy.learn(self._profile, rates)
+            stall_seconds = (self._stall_ns - self._stall_ns_before) / 1e9
+            self._policy.learn(self._profile, rates, stall_seconds)
         self._ledger.begin_step()
         self._profile = []
         self._in_step = self._backward_seen = False
