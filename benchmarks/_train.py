@@ -71,7 +71,8 @@ def wrap(options: argparse.Namespace) -> Any:
     """The context manager of an arm.
 
     Words of an arm: keep (nothing), checkpoint, compile, all or auto (Penstock with that policy),
-    file (with a store, on a GPU), save_on_cpu (PyTorch's), trl (TRL's).
+    file (with a store, on a GPU), gds (with a store that the GPU writes to itself, by kvikio),
+    save_on_cpu (PyTorch's), trl (TRL's).
     """
     words = options.arm.split("+")
     if "all" in words or "auto" in words:
@@ -82,9 +83,10 @@ def wrap(options: argparse.Namespace) -> Any:
             options.store,
             write_bytes_per_second=options.write_rate,
             read_bytes_per_second=options.read_rate,
+            gpu_direct="gds" in words,
         )
         return penstock.offload(
-            store if options.device == "cpu" or "file" in words else None,
+            store if options.device == "cpu" or {"file", "gds"} & set(words) else None,
             policy="all" if "all" in words else "auto",
             device_memory=options.device_memory,
         )

@@ -23,6 +23,7 @@ cd "$(dirname "$0")/.." || exit 2
 
 device=${DEVICE:-cuda}
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export PENSTOCK_CACHE_DIR=${PENSTOCK_CACHE_DIR:-$(mktemp -d)} # private; and platformdirs may be missing
 
 all_topics() {
     echo tests

@@ -82,3 +82,10 @@ def test_ascii_where_the_output_knows_nothing_else(monkeypatch: pytest.MonkeyPat
     table = report_table(Report(), title="t")
     assert table.isascii()
     assert rows(table)["peak file"] == "3.00 GiB"
+
+
+def test_names_that_would_look_the_same_are_shown_whole():
+    shown = report_table([("num_saved", 3), ("saved_bytes", 2**20), ("num_steps", 1)], title="t")
+    assert "num saved" in shown
+    assert "saved bytes" in shown
+    assert "num steps" not in shown

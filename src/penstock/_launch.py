@@ -124,10 +124,10 @@ def arrange_process() -> Arrangement:
     """
     import torch
 
-    from penstock.memory import CachingAllocator
-
     if torch.cuda.is_available():
         return Arrangement(allocator="stock", reason="activations live on the GPU")
+    from penstock.memory import CachingAllocator  # builds C++; a GPU machine needs none of it
+
     allocator = CachingAllocator.instance()
     # For good, without a release: the script's tensors may outlive every block.
     if not allocator.acquire():

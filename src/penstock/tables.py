@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -61,8 +62,16 @@ def report_table(report: DataclassInstance | Iterable[tuple[str, object]], *, ti
     grid = Table.grid(padding=(0, 4, 0, 0))
     grid.add_column(style="cyan", no_wrap=True)
     grid.add_column(overflow="fold")
+    named = list(_rows(report))
+    labels = Counter(_label(name) for name, _ in named)
     rows = [
-        (_label(name), _format(name, value), _is_number(value)) for name, value in _rows(report)
+        # `num_saved` and `saved_bytes` would both be "saved": then each keeps its whole name.
+        (
+            _label(name) if labels[_label(name)] == 1 else name.replace("_", " "),
+            _format(name, value),
+            _is_number(value),
+        )
+        for name, value in named
     ]
     # Numbers line up at their right end, close to their names even beside a long text.
     num_columns = max((len(shown) for _, shown, is_number in rows if is_number), default=0)

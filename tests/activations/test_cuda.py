@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.memory import Link
+from penstock.memory import FileStore, Link
 
 pytestmark = pytest.mark.gpu
 
@@ -64,6 +64,19 @@ def test_training_is_bit_equal(store, policy, dtype, with_file):
         assert report.peak_host_bytes <= 64 * MIB
         if policy == "all":
             assert report.moved_bytes[Link.HOST_TO_FILE.value] > 0
+    offload.close()
+
+
+@pytest.mark.parametrize("policy", ["all", "auto"])
+def test_training_past_host_memory_is_bit_equal(store, policy):
+    pytest.importorskip("kvikio", reason="GPUDirect Storage needs it")
+    expected = train(model_of())
+    offload = penstock.offload(FileStore(store, gpu_direct=True), policy=policy)
+    with offload:
+        assert_equal(train(model_of()), expected)
+    moved = offload.report().moved_bytes
+    assert moved[Link.DEVICE_TO_FILE.value] > 0
+    assert Link.DEVICE_TO_HOST.value not in moved
     offload.close()
 
 

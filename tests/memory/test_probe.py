@@ -27,6 +27,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the profiles are kept during a test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("PENSTOCK_CACHE_DIR", raising=False)
     return tmp_path / "penstock" / "profiles"
 
 
@@ -153,6 +154,19 @@ def test_a_cache_that_others_may_write_is_not_used(cache: Path, caplog: pytest.L
         assert penstock.probe().memcpy.num_runs >= 3
     assert "must belong to this user and have mode 0700" in caplog.text
     assert list(cache.iterdir()) == []
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_cache_directory_can_be_named(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "own"))
+    calls = count_measurements(monkeypatch)
+    penstock.probe()
+    penstock.probe()
+    assert len(calls) == 1
+    assert list((tmp_path / "own" / "profiles").glob("*.json"))
+    assert not cache.exists()
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -46,7 +46,7 @@ class CudaCopies:
         stream.wait_event(ready[1])
         with torch.cuda.stream(stream):
             host = _host_bytes(address, storage.nbytes())
-            host.copy_(_bytes(storage), non_blocking=True)
+            host.copy_(bytes_of(storage), non_blocking=True)
             event = stream.record_event()
         event.synchronize()
 
@@ -63,7 +63,7 @@ class CudaCopies:
         stream = self._stream(storage.device, "in")
         stream.wait_event(compute.record_event())
         with torch.cuda.stream(stream):
-            _bytes(storage)[start:end].copy_(_host_bytes(address, end - start), non_blocking=True)
+            bytes_of(storage)[start:end].copy_(_host_bytes(address, end - start), non_blocking=True)
             return compute, stream.record_event()
 
     def finish(self, token: Token) -> None:
@@ -86,7 +86,8 @@ class CudaCopies:
             return self._streams[key]
 
 
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The whole storage as a tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

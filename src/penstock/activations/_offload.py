@@ -77,7 +77,9 @@ class Offload:
         self._routes: dict[str, Route] = {}
         if self._file is not None:
             self._routes["cpu"] = FileRoute(self._file, self.ledger, host_memory=self._host_memory)
-        if on_gpu:
+        if self._store is not None and self._store.gpu_direct:
+            self._routes["cuda"] = self._gds_route(on_gpu=on_gpu)
+        elif on_gpu:
             from penstock.activations._host_route import HostRoute
 
             self._routes["cuda"] = HostRoute.for_cuda(
@@ -88,6 +90,17 @@ class Offload:
         self._finalizer = weakref.finalize(
             self, _release, self._engine, list(self._routes.values())
         )
+
+    def _gds_route(self, *, on_gpu: bool) -> Route:
+        if not on_gpu:
+            raise ValueError(
+                "store: gpu_direct=True, but PyTorch sees no CUDA device here. Leave gpu_direct "
+                "out: saved tensors lie in RAM and go to the file directly."
+            )
+        from penstock.activations._gds_route import GdsRoute
+
+        assert self._file is not None
+        return GdsRoute.for_cuda(self._file, self.ledger)
 
     # ----------------------------------------------------------------- context
 

@@ -4,7 +4,7 @@ Penstock ships no compiled code, so no wheel has to match a release of PyTorch. 
 built at its first use, in under a second, and found in the user's cache from then on.
 """
 
-from penstock.codegen._build import build_library, load_library
+from penstock.codegen._build import build_library, cache_root, load_library
 from penstock.codegen._compiler import find_compiler
 
-__all__ = ["build_library", "find_compiler", "load_library"]
+__all__ = ["build_library", "cache_root", "find_compiler", "load_library"]

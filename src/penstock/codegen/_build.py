@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import filelock
-import platformdirs
 
 from penstock.codegen._compiler import (
     COMMON_FLAGS,
@@ -182,11 +181,20 @@ def _compile(compiler: Sequence[str], text: str, flags: Sequence[str], path: Pat
         os.replace(built_path, path)
 
 
+def cache_root() -> Path:
+    """Return where this user's caches of Penstock lie; nothing is created or checked."""
+    chosen = os.environ.get(CACHE_DIR_VARIABLE)
+    if not chosen:
+        import platformdirs
+
+        chosen = platformdirs.user_cache_dir("penstock", appauthor=False)
+    # Links are resolved first, so that what is checked is what is used.
+    return Path(os.path.realpath(Path(chosen).expanduser()))
+
+
 def _library_directory() -> Path:
     """Return the directory of the libraries; create it, or refuse it if others can write to it."""
-    chosen = os.environ.get(CACHE_DIR_VARIABLE) or platformdirs.user_cache_dir("penstock")
-    # Links are resolved first, so that what is checked is what is used.
-    directory = Path(os.path.realpath(Path(chosen).expanduser())) / _LIBRARIES
+    directory = cache_root() / _LIBRARIES
     try:
         directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)

@@ -172,6 +172,11 @@ class ExtentFile:
         """Length of the file, all of it preallocated where the file system can do that."""
         return self._space.file_bytes
 
+    @property
+    def descriptor_path(self) -> str:
+        """A path by which this process can open the file once more, while it is open."""
+        return f"/proc/self/fd/{self._fd}"
+
     def allocate(self, num_bytes: int) -> Extent:
         """Take an extent of the file.
 

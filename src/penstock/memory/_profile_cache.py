@@ -96,9 +96,9 @@ def cache_entry(key: list[object]) -> Iterator[CacheEntry]:
 
 def _directory() -> Path | None:
     """Return the cache directory, private to this user, or None where there cannot be one."""
-    import platformdirs
+    from penstock.codegen import cache_root
 
-    directory = Path(platformdirs.user_cache_dir("penstock", appauthor=False)) / "profiles"
+    directory = cache_root() / "profiles"
     try:
         directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)

@@ -45,6 +45,8 @@ class FileStore:
             free.
         write_bytes_per_second: Write no faster than this; None: as fast as the device goes.
         read_bytes_per_second: Read no faster than this; None: as fast as the device goes.
+        gpu_direct: Move bytes between GPU memory and the file past host memory (GPUDirect Storage,
+            with kvikio). For transfers of a GPU only; the rates do not hold for them.
 
     Raises:
         TypeError, ValueError: A limit is not a size or a bandwidth, or `max_bytes` is below 4096.
@@ -54,6 +56,7 @@ class FileStore:
     max_bytes: int | None
     write_bytes_per_second: float | None
     read_bytes_per_second: float | None
+    gpu_direct: bool
 
     def __init__(
         self,
@@ -61,6 +64,8 @@ class FileStore:
         max_bytes: int | str | None = None,
         write_bytes_per_second: float | str | None = None,
         read_bytes_per_second: float | str | None = None,
+        *,
+        gpu_direct: bool = False,
     ) -> None:
         if max_bytes is not None:
             max_bytes = parse_bytes(max_bytes, name="max_bytes")
@@ -79,6 +84,7 @@ class FileStore:
         object.__setattr__(self, "max_bytes", max_bytes)
         object.__setattr__(self, "write_bytes_per_second", write_bytes_per_second)
         object.__setattr__(self, "read_bytes_per_second", read_bytes_per_second)
+        object.__setattr__(self, "gpu_direct", gpu_direct)
 
     @classmethod
     def of(cls, store: FileStore | str | os.PathLike[str]) -> FileStore:

@@ -1,40 +1,45 @@
-"""What goes wrong on real machines, caused for real: right numbers or a clear error, and no rest.
-
-Functions named `child_...` run in a process of their own, which has to be killed, interrupted or
-forked: this file is also their program.
-"""
+"""Stores that fail, caused for real: right numbers or a clear error, and nothing left behind."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import errno
-import functools
 import gc
 import os
 import random
 import resource
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import pytest
 import torch
-from torch import nn
 
 import penstock
-from penstock.activations import Offload
+from _training import (
+    ACTIVATION_BYTES,
+    KIB,
+    MIB,
+    NUM_LAYERS,
+    all_written,
+    equal,
+    error_of,
+    forward,
+    gradients,
+    model,
+    offloading,
+    steps_until_stopped,
+    stopped,
+    wait_until,
+)
 from penstock.errors import (
     CapacityError,
-    StoreError,
     StoreFullError,
     StoreReadError,
     StoreUnavailableError,
@@ -45,103 +50,7 @@ from penstock.memory import FileStore, Tier, _extent_file
 pytest.importorskip("pytest_timeout", reason="a hang would not end")
 pytestmark = pytest.mark.timeout(60)
 
-E = TypeVar("E", bound=BaseException)
-KIB, MIB = 1024, 1024**2
-WIDTH = 256
-BATCH = 1024
-ACTIVATION_BYTES = BATCH * WIDTH * 4
-NUM_LAYERS = 8
-SAVED_BYTES = (2 * NUM_LAYERS + 1) * ACTIVATION_BYTES  # the input, and two of each layer
 STOPPED = "Saved activations stay in memory"
-QUICK_SECONDS = 15  # for a process to end; most of it is a busy machine's
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Operators as small as these gain nothing from a second one, which spins on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-@functools.cache
-def model() -> nn.Sequential:
-    """Eight layers that save seventeen activations of 1 MiB; never trained."""
-    torch.manual_seed(0)
-    layers = [(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(NUM_LAYERS)]
-    return nn.Sequential(*(module for layer in layers for module in layer))
-
-
-def forward() -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return model()(torch.randn(BATCH, WIDTH, generator=generator)).square().mean()
-
-
-def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
-    return list(torch.autograd.grad(loss, list(model().parameters())))
-
-
-@functools.cache
-def expected() -> list[torch.Tensor]:
-    return gradients(forward())
-
-
-def equal(found: list[torch.Tensor]) -> bool:
-    return all(torch.equal(ours, stock) for ours, stock in zip(found, expected(), strict=True))
-
-
-@contextlib.contextmanager
-def offloading(store: str | os.PathLike[str] | FileStore, **options: object) -> Iterator[Offload]:
-    """Everything leaves; afterwards nothing may be left of it in any tier, whatever happened."""
-    expected()
-    offload = penstock.offload(store, **{"policy": "all", "min_bytes": "4KiB", **options})
-    try:
-        with offload:
-            yield offload
-    finally:
-        gc.collect()
-        wait_until(lambda: offload.ledger.resident(Tier.FILE) == 0)
-        offload.close()
-    assert offload.ledger.resident(Tier.DEVICE) == 0
-
-
-def all_written(offload: Offload, num_bytes: int = SAVED_BYTES) -> None:
-    """Wait until all that one forward pass saves is in the file."""
-    wait_until(lambda: offload.ledger.resident(Tier.FILE) >= num_bytes)
-
-
-def error_of(kind: type[E], call: Callable[..., object], *arguments: object) -> E:
-    """The error that `call` must raise, without the frames that would keep a graph alive."""
-    try:
-        call(*arguments)
-    except kind as error:
-        link: BaseException | None = error
-        while link is not None:
-            link.__traceback__ = None
-            link = link.__cause__ or link.__context__
-        return error
-    pytest.fail(f"did not raise {kind.__name__}")
-
-
-def stopped(offload: Offload) -> bool:
-    return offload.report().reason.startswith("offloading stopped")
-
-
-def steps_until_stopped(offload: Offload) -> None:
-    """Right numbers before the store fails, while it does and afterwards."""
-    assert equal(gradients(forward()))
-    wait_until(lambda: stopped(offload))
-    for _ in range(2):
-        assert equal(gradients(forward()))
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Poll `condition`; transfers run in threads."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.005)
 
 
 # ---------------------------------------------------------------- a full store
@@ -459,202 +368,3 @@ def test_file_system_too_small():
     with mounted("-t", "tmpfs", "-o", "size=1m", "tmpfs") as directory:
         with pytest.raises(StoreFullError, match=str(directory)):
             penstock.offload(directory)
-
-
-# ---------------------------------------------------------- signals, processes
-
-
-class Interrupted(BaseException):
-    """Stands for KeyboardInterrupt, which would also stop pytest."""
-
-
-def test_interrupts_at_any_moment(store, monkeypatch):
-    """An exception out of nowhere between two byte codes reaches the caller; the next step is
-    right, and what was saved is freed.
-    """
-    numbers = random.Random(2)
-    lost: list[str] = []  # in destructors, which cannot raise
-    main = threading.main_thread().ident
-    assert main is not None
-
-    def interrupt(*_: object) -> NoReturn:
-        raise Interrupted
-
-    monkeypatch.setattr(sys, "unraisablehook", lambda problem: lost.append(repr(problem.object)))
-    previous = signal.signal(signal.SIGUSR1, interrupt)
-    num_interrupted = 0
-    try:
-        with offloading(store, device_memory=4 * ACTIVATION_BYTES) as offload:
-            for _ in range(30):
-                timer = threading.Timer(
-                    numbers.uniform(0.0, 0.05), signal.pthread_kill, (main, signal.SIGUSR1)
-                )
-                try:
-                    timer.start()
-                    while timer.is_alive():
-                        assert equal(gradients(forward()))
-                except Interrupted:
-                    num_interrupted += 1
-                timer.join()
-                assert equal(gradients(forward()))
-            assert offload.report().bytes_read > 0
-    finally:
-        signal.signal(signal.SIGUSR1, previous)
-    assert not lost
-    assert num_interrupted == 30
-
-
-def search_path() -> str:
-    """PYTHONPATH with which a child imports this very Penstock."""
-    source = str(Path(penstock.__file__).parent.parent)
-    return os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-
-
-@contextlib.contextmanager
-def child(name: str, store: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that runs the function `name` of this file; returns when it says that it is ready.
-
-    It is killed at the end, if it is still there.
-    """
-    process = subprocess.Popen(
-        [sys.executable, __file__, name, str(store)],
-        env={**os.environ, "PYTHONPATH": search_path(), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None and process.stderr is not None
-        said = process.stdout.readline()
-        assert said == "ready\n", said + process.stderr.read()
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def say_ready() -> None:
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
-
-
-def child_that_never_ends(store: str) -> NoReturn:
-    """Trains for ever; says that it is ready when a step is under way and bytes have left."""
-    with penstock.offload(store, policy="all", min_bytes="4KiB") as offload:
-        kept = forward()
-        all_written(offload)
-        say_ready()
-        while True:
-            gradients(forward())
-        del kept
-
-
-def child_that_waits_for_its_store(store: str) -> NoReturn:
-    """Its store is so slow that the computation stands still."""
-    slow = FileStore(store, write_bytes_per_second="1MB/s")
-    offload = penstock.offload(slow, device_memory=2 * MIB, policy="all", min_bytes="4KiB")
-    with offload:
-        threading.Timer(0.5, say_ready).start()
-        while True:
-            gradients(forward())
-
-
-def test_sigkill_in_the_middle_of_a_step(store):
-    """The kernel takes the nameless file back, and its space."""
-    with child("child_that_never_ends", store) as process:
-        assert not list(store.iterdir())  # no name, even while it is in use
-        used = os.statvfs(store)
-        process.kill()
-        assert process.wait(QUICK_SECONDS) == -signal.SIGKILL
-        assert not list(store.iterdir())
-        # The file is preallocated by 64 MiB; the disk is shared, hence half of it.
-        wait_until(lambda: (os.statvfs(store).f_bfree - used.f_bfree) * used.f_frsize > 32 * MIB)
-
-
-@pytest.mark.parametrize("name", ["child_that_never_ends", "child_that_waits_for_its_store"])
-def test_sigint(store, name):
-    with child(name, store) as process:
-        time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=QUICK_SECONDS)
-        assert process.returncode == -signal.SIGINT
-        assert "KeyboardInterrupt" in said
-    assert not list(store.iterdir())
-
-
-def child_that_forks(store: str) -> None:
-    """Forks with saved tensors in memory, in the file and on their way; both sides go on."""
-    torch.set_num_threads(1)
-    slow = FileStore(store, write_bytes_per_second="20MB/s")
-    offload = penstock.offload(store, policy="all", min_bytes="4KiB")
-    slow_offload = penstock.offload(slow, policy="all", min_bytes="4KiB")
-    with offload:
-        in_file = forward()
-        all_written(offload)
-        with slow_offload:
-            on_its_way = forward()
-        with penstock.offload(store, min_bytes="1GiB") as idle:
-            in_memory = forward()
-        # PyTorch forbids a backward pass in the child if the parent has run one before the fork.
-        pid = os.fork()
-        if pid == 0:
-            in_the_child(store, offload, in_file, on_its_way, in_memory)
-    say_ready()
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    for loss in (in_file, on_its_way, in_memory):
-        assert equal(gradients(loss))
-    with offload:
-        loss = forward()
-        all_written(offload)
-        assert equal(gradients(loss))
-    del in_file, on_its_way, in_memory, loss
-    gc.collect()
-    with offload:  # and with nothing saved that is alive
-        pid = os.fork()
-        if pid == 0:
-            sys.exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    for each in (offload, slow_offload, idle):
-        each.close()
-
-
-def in_the_child(
-    store: str,
-    offload: Offload,
-    in_file: torch.Tensor,
-    on_its_way: torch.Tensor,
-    in_memory: torch.Tensor,
-) -> NoReturn:
-    """What a forked process may do: use what is in memory, be told about the rest, start anew."""
-    signal.alarm(30)  # a hang ends the child, and the parent sees how
-    assert equal(gradients(in_memory))
-    for loss in (in_file, on_its_way):
-        with contextlib.suppress(StoreError):
-            assert equal(gradients(loss))
-    assert "forked" in str(error_of(StoreError, gradients, in_file))
-    assert offload.report().saved_bytes > 0
-    offload.timeline()
-    assert equal(gradients(forward()))  # inside the parent's block: everything stays
-    with offload:
-        assert equal(gradients(forward()))
-    del in_file, on_its_way, in_memory, loss
-    gc.collect()
-    with penstock.offload(store, policy="all", min_bytes="4KiB") as own:
-        loss = forward()
-        all_written(own)
-        assert equal(gradients(loss))
-    del loss
-    own.close()
-    offload.close()
-    sys.exit(0)  # through the parent's `with` block and all exit handlers
-
-
-def test_fork_while_offloading(store):
-    with child("child_that_forks", store) as process:
-        _, said = process.communicate(timeout=50)
-        assert process.returncode == 0, said
-    assert not list(store.iterdir())
-
-
-if __name__ == "__main__":
-    globals()[sys.argv[1]](sys.argv[2])

@@ -1,0 +1,182 @@
+"""From GPU memory to the file and back, past host memory (GPUDirect Storage, by kvikio).
+
+cuFile moves bytes without a CUDA stream, so the order against the computation is kept here: a
+write starts when the storage has been computed, and a read goes to memory of a stream of its own,
+which the computation has never used before and which the allocator hands out again only when the
+computing stream is done with it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any, Protocol
+
+import torch
+
+from penstock.activations._cuda import Token, bytes_of
+from penstock.errors import PenstockError, StoreReadError, StoreWriteError
+from penstock.memory import Extent, ExtentFile, Ledger, Link, Tier
+
+
+class DeviceFile(Protocol):
+    """A file that device memory is written to and read from; as `kvikio.CuFile`."""
+
+    def pwrite(self, buf: Any, size: int, file_offset: int) -> Any:
+        """Start a write; `get()` of the result waits and returns the bytes written."""
+        ...
+
+    def pread(self, buf: Any, size: int, file_offset: int) -> Any:
+        """Start a read; `get()` of the result waits and returns the bytes read."""
+        ...
+
+    def close(self) -> None:
+        """Close the file."""
+        ...
+
+
+class DeviceMemory(Protocol):
+    """When a device has computed what is to be written, and where it reads to."""
+
+    def mark(self, device: torch.device) -> Any:
+        """A token for what the device has been given to compute until now."""
+        ...
+
+    def wait(self, ready: Any) -> None:
+        """Block until what `ready` stands for has been computed."""
+        ...
+
+    def allocate(self, num_bytes: int, device: torch.device, ready: Any) -> torch.UntypedStorage:
+        """Memory that nothing on the device is using, for the computation that gave `ready`."""
+        ...
+
+
+class CudaMemory:
+    """`DeviceMemory` for CUDA."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def mark(self, device: torch.device) -> Token:
+        """An event on the stream that is computing what is being saved."""
+        stream = torch.cuda.current_stream(device)
+        return stream, stream.record_event()
+
+    def wait(self, ready: Token) -> None:
+        """Block this thread until the event has come."""
+        ready[1].synchronize()
+
+    def allocate(self, num_bytes: int, device: torch.device, ready: Token) -> torch.UntypedStorage:
+        """Memory of a stream without kernels, so that no work is pending on it."""
+        with self._lock:
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            stream = self._streams[device]
+        with torch.cuda.stream(stream):
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        memory.record_stream(ready[0])
+        return memory.untyped_storage()
+
+
+class GdsRoute:
+    """Device to file and back; host memory is not touched."""
+
+    def __init__(
+        self, file: ExtentFile, ledger: Ledger, *, device_file: DeviceFile, memory: DeviceMemory
+    ) -> None:
+        self._file = file
+        self._ledger = ledger
+        self._device_file = device_file
+        self._memory = memory
+
+    @classmethod
+    def for_cuda(cls, file: ExtentFile, ledger: Ledger) -> GdsRoute:
+        """The route from CUDA devices.
+
+        Raises:
+            PenstockError: kvikio is not installed, or cannot open the file.
+        """
+        try:
+            import kvikio  # type: ignore[import]
+
+            device_file = kvikio.CuFile(file.descriptor_path, "r+")
+        except (ImportError, OSError, RuntimeError) as error:
+            raise PenstockError(
+                f"store {file.path!r} asks for gpu_direct=True, which kvikio does not offer here "
+                f"({error}). Install it with pip install 'penstock[gds]', or leave gpu_direct out."
+            ) from error
+        return cls(file, ledger, device_file=device_file, memory=CudaMemory())
+
+    def mark(self, device: torch.device) -> Any:
+        """What the device has been given to compute until now."""
+        return self._memory.mark(device)
+
+    def store(self, storage: torch.UntypedStorage, ready: Any) -> tuple[Extent, Any]:
+        """Write the storage; raises StoreError and keeps nothing if that fails."""
+        self._memory.wait(ready)
+        num_bytes = storage.nbytes()
+        extent = self._file.allocate(num_bytes)
+        start = time.perf_counter_ns()
+        try:
+            self._move(self._device_file.pwrite, storage, extent, StoreWriteError)
+        except BaseException:
+            self._file.free(extent)
+            raise
+        self._ledger.record_transfer(Link.DEVICE_TO_FILE, num_bytes, start, time.perf_counter_ns())
+        self._ledger.add(Tier.FILE, num_bytes)
+        return extent, ready
+
+    def load(
+        self, copy: tuple[Extent, Any], device: torch.device
+    ) -> tuple[torch.UntypedStorage, int, None]:
+        """Read the extent into fresh device memory; raises StoreReadError if a byte is missing."""
+        extent, ready = copy
+        storage = self._memory.allocate(extent.num_bytes, device, ready)
+        start = time.perf_counter_ns()
+        self._move(self._device_file.pread, storage, extent, StoreReadError)
+        self._ledger.record_transfer(
+            Link.FILE_TO_DEVICE, extent.num_bytes, start, time.perf_counter_ns()
+        )
+        return storage, 0, None
+
+    def settle(self, ready: None) -> None:
+        """Nothing to wait for: `load` has read every byte."""
+
+    def discard(self, copy: tuple[Extent, Any]) -> None:
+        """Free the extent."""
+        extent, _ = copy
+        self._file.free(extent)
+        self._ledger.add(Tier.FILE, -extent.num_bytes)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._device_file.close()
+        self._file.close()
+
+    def _move(
+        self,
+        transfer: Any,
+        storage: torch.UntypedStorage,
+        extent: Extent,
+        kind: type[StoreWriteError | StoreReadError],
+    ) -> None:
+        """Move all bytes between the storage and the extent, or raise `kind`."""
+        num_bytes = storage.nbytes()
+        try:
+            num_moved = transfer(bytes_of(storage), num_bytes, extent.offset).get()
+        except (OSError, RuntimeError) as error:
+            raise kind(
+                f"store {self._file.path!r}: GPUDirect Storage could not move {num_bytes} bytes at "
+                f"offset {extent.offset}: {error}; check the disk, or leave gpu_direct out",
+                path=self._file.path,
+                offset=extent.offset,
+                errno=getattr(error, "errno", None),
+            ) from error
+        if num_moved != num_bytes:
+            raise kind(
+                f"store {self._file.path!r}: GPUDirect Storage moved {num_moved} of {num_bytes} "
+                f"bytes at offset {extent.offset}; check the disk, or leave gpu_direct out",
+                path=self._file.path,
+                offset=extent.offset,
+            )
