@@ -19,6 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _models import batch_of, build
+from penstock._vector_math import settle_vector_math
 
 
 def memory_bytes(field: str) -> int:
@@ -122,6 +123,7 @@ def model_and_batch(options: argparse.Namespace) -> tuple[Any, dict[str, torch.T
 
 def main() -> None:
     options = arguments()
+    settle_vector_math()  # in every arm, or no two runs of stock could be compared bit by bit
     model, batch = model_and_batch(options)
     words = options.arm.split("+")
     if "checkpoint" in words:

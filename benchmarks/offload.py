@@ -155,8 +155,18 @@ def rows_of(
     limit: Limit | None = None,
     bound: Any = None,
 ) -> list[BenchmarkRow]:
-    """A row per arm, with its ratios to "keep", round by round."""
+    """A row per arm, with its ratios to "keep", round by round.
+
+    Args:
+        case: what was measured.
+        results: for every arm, what each of its processes printed.
+        where: fields that all rows share; see `environment`.
+        limit: what every arm but "keep" is held against, where that is not `time_bar`.
+        bound: what `peak_bound` gave; with it the bars for two cores apply.
+    """
     stock = results["keep"]
+    limits = {arm: time_bar(arm, stock) if bound is not None else limit for arm in results}
+    limits["keep"] = None
     rows = []
     for arm, runs in results.items():
         ratios = [
@@ -174,7 +184,6 @@ def rows_of(
             "time_ratio_range": [min(ratios), max(ratios)],
             "peak_growth_ratio_median": statistics.median(peaks),
             "cpu_seconds_median": statistics.median(cpu),
-            # Stock itself does not always give the same bits: compare with all that it gave.
             "bit_equal_to_keep": digests(runs) <= digests(stock),
             "digests": dict(Counter(run["digest"] for run in runs)),
             "left_fraction": (
@@ -197,7 +206,7 @@ def rows_of(
                     "growth": growth,
                     **({"device": report["peak_device_bytes"]} if report else {}),
                 },
-                limit=limit if limit is not None and arm != "keep" else time_bar(arm, stock),
+                limit=limits[arm],
                 extra=extra,
                 **where,
             )

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from penstock._vector_math import settle_vector_math
 from penstock.errors import PenstockError
 from penstock.units import format_bytes, format_seconds, parse_bytes
 
@@ -117,13 +118,15 @@ def arrange_process() -> Arrangement:
 
     Everything that has to happen before user code runs belongs here. On a machine without a GPU the
     caching allocator replaces torch's: what offloading frees then goes back to the operating system
-    or to the next tensor, and not into the C library's heap.
+    or to the next tensor, and not into the C library's heap. And the kernels of the CPU's vector
+    mathematics are chosen while there is one thread, so that the run is one that can be repeated.
 
     Returns:
         What was arranged.
     """
     import torch
 
+    settle_vector_math()
     if torch.cuda.is_available():
         return Arrangement(allocator="stock", reason="activations live on the GPU")
     from penstock.memory import CachingAllocator  # builds C++; a GPU machine needs none of it

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock import env
+from penstock._vector_math import settle_vector_math
 from penstock.errors import PenstockError
 from penstock.units import format_bytes, format_seconds
 
@@ -205,6 +206,7 @@ def _worker_main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(_option(field.name), type=int, default=field.default)
     values = vars(parser.parse_args(arguments))
     checkpoint = values.pop("checkpoint")
+    settle_vector_math()
 
     def say(**event: Any) -> None:
         sys.stdout.write(json.dumps(event) + "\n")
