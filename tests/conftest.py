@@ -97,6 +97,20 @@ def _seeds() -> None:
         sys.modules["torch"].manual_seed(0)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For small operators: they gain nothing from a second thread, which spins on a busy machine.
+
+    A module asks for it with `pytestmark = pytest.mark.usefixtures("one_thread")`.
+    """
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 def _unnamed_files() -> set[str]:
     """Open files on disk that no directory lists: the kernel keeps them for a store still open."""
     found = set()

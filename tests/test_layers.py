@@ -21,7 +21,7 @@ LAYERS = [
     {"planner"},
     {"executor"},
     {"report"},
-    {"integrations", "cli", "demo", "env", "_launch", "__main__"},
+    {"integrations", "cli", "demo", "env", "_launch", "_vector_math", "__main__"},
 ]
 # Rooms that know nothing of each other, although they lie side by side.
 APART = {"activations", "unified", "rgnn", "batching"}

@@ -23,14 +23,7 @@ from penstock.memory import Tier
 HIDDEN = 64
 KIB = 1024
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Operators as small as these gain nothing from a second one, which spins on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

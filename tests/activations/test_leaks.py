@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -28,18 +28,12 @@ PYTHON_NOISE = 200
 OBJECT_NOISE = 8  # the last inputs that were saved are held until a few more have been
 OURS = {Record, SavedHandle, ResidentHandle, Offload}
 
-pytestmark = pytest.mark.skipif(
-    not os.path.isdir("/proc/self/fd"), reason="counts what Linux lists in /proc"
-)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Operators as small as these gain nothing from a second one, which spins on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(
+        not os.path.isdir("/proc/self/fd"), reason="counts what Linux lists in /proc"
+    ),
+]
 
 
 @dataclasses.dataclass(frozen=True)

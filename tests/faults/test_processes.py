@@ -35,9 +35,7 @@ from _training import (
     wait_until,
 )
 from penstock.activations import Offload
-from penstock.errors import (
-    StoreError,
-)
+from penstock.errors import StoreError
 from penstock.memory import FileStore
 
 pytest.importorskip("pytest_timeout", reason="a hang would not end")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -23,14 +23,7 @@ NUM_STEPS = 5
 BATCH, SEQ, VOCAB = 2, 128, 512
 MIN_BYTES = 16 * 1024
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Operators as small as these gain nothing from a second one, which spins on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def build(name: str) -> nn.Module:

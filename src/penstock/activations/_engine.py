@@ -96,8 +96,7 @@ class Engine:
         except BaseException:
             self._suspect = True
             raise
-        if self._unsaid is not None:
-            self._say()
+        self._say()
         return handle
 
     def _save(self, tensor: torch.Tensor, route: Route | None, offloadable: bool) -> SavedHandle:
@@ -235,8 +234,7 @@ class Engine:
         except BaseException:
             self._suspect = True
             raise
-        if self._unsaid is not None:
-            self._say()
+        self._say()
         if ready is not None and record.route is not None:
             record.route.settle(ready)
         return handle.view(storage, shift)
@@ -452,9 +450,9 @@ class Engine:
         self._unsaid = error
 
     def _say(self) -> None:
-        """Warn of a failed write, in the thread that trains and without the lock."""
-        error, self._unsaid = self._unsaid, None
-        if error is not None:
+        """Warn of a write that has failed, in the thread that trains and without the lock."""
+        if self._unsaid is not None:
+            error, self._unsaid = self._unsaid, None
             warnings.warn(
                 f"penstock.offload: {error}. Saved activations stay in memory from now on.",
                 RuntimeWarning,

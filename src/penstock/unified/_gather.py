@@ -1,0 +1,93 @@
+"""Gathering rows, with gradients that hold only the rows that were gathered."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from penstock.unified._tensor import UnifiedTensor
+
+INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+
+
+def gather(
+    table: UnifiedTensor,
+    index: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    negative: bool = False,
+    padding_index: int | None = None,
+) -> torch.Tensor:
+    """`table[index]` for integers of any shape; see `UnifiedTensor.gather_rows`.
+
+    negative: whether indices below zero count from the end. padding_index: the row that gets no
+    gradient, as in `torch.nn.functional.embedding`.
+    """
+    if not isinstance(index, torch.Tensor) or index.dtype not in INTEGERS:
+        found = index.dtype if isinstance(index, torch.Tensor) else type(index).__name__
+        raise TypeError(f"index: expected a tensor of integers, got {found}")
+    differentiable = torch.is_grad_enabled() and table.requires_grad
+    if out is not None:
+        if differentiable:
+            raise RuntimeError(
+                "gather_rows(out=...) records no gradient, but the table requires one: leave out "
+                "`out`, or gather under torch.no_grad()"
+            )
+        _check_out(table, index, out)
+    if differentiable:
+        return _Gather.apply(table, index, negative, padding_index)
+    return _gathered(table, index, out, negative)
+
+
+def _check_out(table: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
+    shape = (*index.shape, *table.shape[1:])
+    if out.dtype != table.dtype:
+        raise TypeError(f"out: expected {table.dtype}, as the table has, got {out.dtype}")
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out: expected shape {shape}, got {tuple(out.shape)}")
+
+
+def _gathered(
+    table: UnifiedTensor, index: torch.Tensor, out: torch.Tensor | None, negative: bool
+) -> torch.Tensor:
+    row = table.shape[1:]
+    if out is None:
+        out = torch.empty((*index.shape, *row), dtype=table.dtype)
+    if out.is_contiguous():
+        table._table.gather(index.reshape(-1), out.view(-1, *row), negative=negative)
+    else:
+        rows = torch.empty((index.numel(), *row), dtype=table.dtype)
+        table._table.gather(index.reshape(-1), rows, negative=negative)
+        out.copy_(rows.view(out.shape))
+    return out
+
+
+class _Gather(torch.autograd.Function):
+    """Rows forward, a sparse tensor of (indices, rows) backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        table: UnifiedTensor,
+        index: torch.Tensor,
+        negative: bool,
+        padding_index: int | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        ctx.shape, ctx.negative, ctx.padding_index = table.shape, negative, padding_index
+        return _gathered(table, index, None, negative)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        (index,) = ctx.saved_tensors
+        index = index.reshape(-1).long()
+        if ctx.negative:
+            index = torch.where(index < 0, index + ctx.shape[0], index)
+        rows = gradient.reshape(index.numel(), *ctx.shape[1:])
+        if ctx.padding_index is not None:
+            kept = (index != ctx.padding_index).nonzero().flatten()
+            index, rows = index[kept], rows[kept]
+        sparse = torch.sparse_coo_tensor(index[None], rows, ctx.shape, check_invariants=False)
+        return sparse, None, None, None

@@ -1,0 +1,175 @@
+"""Rows of tables in host memory: gathered, put and added.
+
+`host_rows.cpp` does it, built at first use; without a compiler torch does, with the same results.
+Which of the two is chosen once per process, and logged.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from pathlib import Path
+
+import torch
+
+from penstock.codegen import load_library
+from penstock.errors import BuildError
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("host_rows.cpp")
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off")
+_ALONE_BYTES = 64 * 1024  # fewer bytes than this are copied before a second thread is awake
+_STREAM_BYTES = 8 * 2**20  # results larger than this go past the caches
+_INDEX_DTYPES = (torch.int64, torch.int32)
+
+
+def backend() -> str:
+    """What gathers rows in this process: "cpp" or "torch"."""
+    return "torch" if _library() is None else "cpp"
+
+
+def gather_rows(
+    table: torch.Tensor, index: torch.Tensor, out: torch.Tensor, *, negative: bool = False
+) -> None:
+    """`out[i] = table[index[i]]`, for rows of any shape.
+
+    Args:
+        table: on the CPU, shape (num_rows, *row); rows contiguous, at any distance.
+        index: on the CPU, integers of shape (n,).
+        out: on the CPU, shape (n, *row), of the table's dtype; rows contiguous.
+        negative: whether indices below zero count from the end.
+
+    Raises:
+        IndexError: an index is out of range; the message names it. `out` is then undefined.
+    """
+    index = _as_index(index)
+    library = _library()
+    if library is None:
+        torch.index_select(table, 0, _checked(table, index, negative), out=out)
+        return
+    num_bytes = out.numel() * out.element_size()
+    bad = library.penstock_gather_rows(
+        *_arguments(table, index, negative, num_bytes),
+        out.data_ptr(),
+        out.stride(0) * out.element_size() if out.dim() else 0,
+        num_bytes >= _STREAM_BYTES,
+    )
+    if bad >= 0:
+        raise _out_of_range(table, index, bad)
+
+
+def put_rows(
+    table: torch.Tensor, index: torch.Tensor, source: torch.Tensor, *, negative: bool = False
+) -> None:
+    """`table[index[i]] = source[i]`; of several for one row the last one stays.
+
+    Nothing is written if an index is out of range. Shapes as for `gather_rows`.
+    """
+    index = _as_index(index)
+    library = _library()
+    if library is None:
+        index = _checked(table, index, negative)
+        # torch leaves the order of duplicates open; keep the last of each.
+        last = torch.full((table.shape[0],), -1, dtype=torch.int64)
+        last.scatter_reduce_(0, index, torch.arange(len(index)), "amax")
+        rows = (last >= 0).nonzero().flatten()
+        table.index_copy_(0, rows, source.index_select(0, last[rows]))
+        return
+    num_bytes = source.numel() * source.element_size()
+    bad = library.penstock_put_rows(
+        *_arguments(table, index, negative, num_bytes),
+        source.data_ptr(),
+        source.stride(0) * source.element_size() if source.dim() else 0,
+    )
+    if bad >= 0:
+        raise _out_of_range(table, index, bad)
+
+
+def add_rows(
+    table: torch.Tensor,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    *,
+    alpha: float = 1,
+    negative: bool = False,
+) -> None:
+    """`table[index[i]] += alpha * source[i]`, in the order of `i` for each row.
+
+    Nothing is written if an index is out of range. Shapes as for `gather_rows`.
+    """
+    index = _as_index(index)
+    library = _library()
+    if library is None or table.dtype not in (torch.float32, torch.float64):
+        # Of narrow floats torch adds the rows up in float before it rounds.
+        table.index_add_(0, _checked(table, index, negative), source, alpha=alpha)
+        return
+    bad = library.penstock_add_rows(
+        *_arguments(table, index, negative, source.numel() * source.element_size()),
+        source.data_ptr(),
+        source.stride(0) * source.element_size() if source.dim() else 0,
+        float(alpha),
+        table.dtype == torch.float64,
+    )
+    if bad >= 0:
+        raise _out_of_range(table, index, bad)
+
+
+def _arguments(
+    table: torch.Tensor, index: torch.Tensor, negative: bool, num_bytes: int
+) -> tuple[int, ...]:
+    """What all functions of the library begin with; `num_bytes` will be moved."""
+    num_rows = table.shape[0]
+    element_bytes = table.element_size()
+    row_bytes = table[0].numel() * element_bytes if num_rows else 0
+    return (
+        table.data_ptr(),
+        num_rows,
+        table.stride(0) * element_bytes,
+        row_bytes,
+        index.data_ptr(),
+        index.element_size(),
+        index.numel(),
+        negative,
+        1 if num_bytes < _ALONE_BYTES else torch.get_num_threads(),
+    )
+
+
+def _as_index(index: torch.Tensor) -> torch.Tensor:
+    """Contiguous int32 or int64."""
+    return (index if index.dtype in _INDEX_DTYPES else index.long()).contiguous()
+
+
+def _checked(table: torch.Tensor, index: torch.Tensor, negative: bool) -> torch.Tensor:
+    """Non-negative indices in range, for torch; raises IndexError for others."""
+    num_rows = table.shape[0]
+    resolved = torch.where(index < 0, index + num_rows, index) if negative else index
+    wrong = ((resolved < 0) | (resolved >= num_rows)).nonzero()
+    if len(wrong):
+        raise _out_of_range(table, index, int(wrong[0]))
+    return resolved
+
+
+def _out_of_range(table: torch.Tensor, index: torch.Tensor, position: int) -> IndexError:
+    return IndexError(
+        f"index[{position}] is {int(index[position])}, but the table has {table.shape[0]} rows"
+    )
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        library = load_library("host_rows", _SOURCE, flags=_FLAGS)
+    except BuildError as error:
+        logger.info("rows are gathered by torch, not by C++: %s", error)
+        return None
+    pointer, count, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    common = [pointer, count, count, count, pointer, flag, count, flag, flag]
+    library.penstock_gather_rows.argtypes = [*common, pointer, count, flag]
+    library.penstock_put_rows.argtypes = [*common, pointer, count]
+    library.penstock_add_rows.argtypes = [*common, pointer, count, ctypes.c_double, flag]
+    for function in ("gather", "put", "add"):
+        getattr(library, f"penstock_{function}_rows").restype = ctypes.c_int64
+    logger.info("rows are gathered by C++")
+    return library

@@ -1,0 +1,268 @@
+"""What is different about a table, operation by operation: one list for code, docs and tests.
+
+Everything that is not in the list runs as on any tensor over the same memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from penstock.unified._gather import INTEGERS, gather
+from penstock.unified._tensor import UnifiedTensor, copies_everything
+
+Operation = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What happens when one of `operations` meets a table."""
+
+    operations: tuple[str, ...]
+    """As a user writes them, `u` being the table."""
+    result: str
+    """What comes out, and what moves."""
+    handlers: dict[Operation, Operation]
+    """PyTorch's function to ours, which gets PyTorch's as its first argument."""
+
+
+# ------------------------------------------------------------------------ rows
+
+
+def _getitem(func: Operation, table: Any, key: Any) -> Any:
+    index = _row_index(table, key)
+    return func(table, key) if index is None else gather(table, index, negative=True)
+
+
+def _row_index(table: Any, key: Any) -> torch.Tensor | None:
+    """The integers that choose whole rows of a table; None if `key` does something else."""
+    if not isinstance(table, UnifiedTensor):
+        return None
+    if isinstance(key, list) and key and all(type(each) is int for each in key):
+        key = torch.tensor(key)
+    elif isinstance(key, np.ndarray) and key.ndim and key.dtype.kind in "iu":
+        key = torch.from_numpy(key)
+    if not isinstance(key, torch.Tensor) or key.dim() == 0:
+        return None
+    if key.dtype == torch.bool:
+        return key.nonzero().flatten() if key.shape == table.shape[:1] else None
+    if key.dtype == torch.uint8:  # PyTorch's mask of old
+        return None
+    return key if key.dtype in INTEGERS else None
+
+
+def _index_select(
+    func: Operation, input: Any, dim: int, index: Any, *, out: torch.Tensor | None = None
+) -> Any:
+    if isinstance(input, UnifiedTensor) and dim in (0, -input.dim()) and index.dim() <= 1:
+        if out is not None and not torch.is_grad_enabled():
+            out.resize_((index.numel(), *input.shape[1:]))
+        return gather(input, index.reshape(-1), out=out)
+    return func(input, dim, index) if out is None else func(input, dim, index, out=out)
+
+
+def _embedding(
+    func: Operation,
+    input: torch.Tensor,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    if not isinstance(weight, UnifiedTensor) or max_norm is not None or scale_grad_by_freq:
+        return func(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += weight.shape[0]
+    return gather(weight, input, padding_index=padding_idx)
+
+
+# ---------------------------------------------------------------------- writes
+
+
+def _is_plain_write(table: Any, source: Any) -> bool:
+    """Whether autograd has no interest: else PyTorch does what it does, or raises."""
+    if not isinstance(table, UnifiedTensor) or not isinstance(source, torch.Tensor):
+        return False
+    return not (torch.is_grad_enabled() and (table.requires_grad or source.requires_grad))
+
+
+def _wrote(table: Any) -> Any:
+    torch.autograd.graph.increment_version(table)
+    return table
+
+
+def _setitem(func: Operation, table: Any, key: Any, value: Any) -> None:
+    index = _row_index(table, key)
+    source = value if isinstance(value, torch.Tensor) else None
+    if index is None or source is None or not _is_plain_write(table, source):
+        func(table, key, value)
+        return
+    rows = source.to(table.dtype).expand(*index.shape, *table.shape[1:])
+    _put(table, index, rows, negative=True)
+
+
+def _put(table: UnifiedTensor, index: torch.Tensor, rows: torch.Tensor, *, negative: bool) -> Any:
+    rows = rows.reshape(index.numel(), *table.shape[1:]).contiguous()
+    table._table.put(index.reshape(-1), rows, negative=negative)
+    return _wrote(table)
+
+
+def _index_copy(func: Operation, input: Any, dim: int, index: Any, source: Any) -> Any:
+    if _is_plain_row_write(input, dim, index, source):
+        return _put(input, index, source, negative=False)
+    return func(input, dim, index, source)
+
+
+def _index_add(
+    func: Operation, input: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1
+) -> Any:
+    if _is_plain_row_write(input, dim, index, source):
+        input._table.add(index.reshape(-1), source.contiguous(), alpha=alpha, negative=False)
+        return _wrote(input)
+    return func(input, dim, index, source, alpha=alpha)
+
+
+def _is_plain_row_write(table: Any, dim: int, index: torch.Tensor, source: Any) -> bool:
+    """Whether rows are written whole; what is wrong in shape or dtype is for PyTorch to refuse."""
+    return (
+        _is_plain_write(table, source)
+        and dim in (0, -table.dim())
+        and index.dim() == 1
+        and source.dtype == table.dtype
+        and source.shape == (index.numel(), *table.shape[1:])
+    )
+
+
+# ------------------------------------------------------------------ whole tables
+
+
+def _same(func: Operation, table: Any, *args: Any, **kwargs: Any) -> Any:
+    return table
+
+
+def _true(func: Operation, table: Any, *args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+def _detach(func: Operation, table: Any) -> Any:
+    return UnifiedTensor._over(table._table) if isinstance(table, UnifiedTensor) else func(table)
+
+
+def _plain(func: Operation, table: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return table.detach() if not table.requires_grad else table.view_as(table)
+
+
+def _clone(func: Operation, table: Any, **kwargs: Any) -> Any:
+    raise copies_everything(table, f"{func.__name__}()", "gather rows, or unify(u.cpu())")
+
+
+def _to(func: Operation, table: Any, *args: Any, **kwargs: Any) -> Any:
+    copies = kwargs.pop("copy", False)
+    device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
+    _refuse_dtype(table, dtype)
+    if device is not None and device.type != table.device.type:
+        raise copies_everything(table, f"to({str(device)!r})", "gather rows, and move those")
+    if copies:
+        return _clone(func, table)
+    return table
+
+
+def _refuse_dtype(table: Any, dtype: torch.dtype | None) -> None:
+    if dtype is not None and dtype != table.dtype:
+        raise copies_everything(
+            table, f"converting it to {dtype}", "convert it before unify, or convert gathered rows"
+        )
+
+
+def _converted(dtype: torch.dtype) -> Operation:
+    def convert(func: Operation, table: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_dtype(table, dtype)
+        return table
+
+    return convert
+
+
+_T = torch.Tensor
+RULES = (
+    Rule(
+        operations=("u[index]", "u[mask]", "u[list]"),
+        result="rows, copied by Penstock; sparse gradient",
+        handlers={_T.__getitem__: _getitem},
+    ),
+    Rule(
+        operations=("torch.index_select(u, 0, index)", "u.index_select(0, index)"),
+        result="rows, copied by Penstock; sparse gradient",
+        handlers={torch.index_select: _index_select, _T.index_select: _index_select},
+    ),
+    Rule(
+        operations=("F.embedding(index, u)", "nn.Embedding.from_pretrained(u)"),
+        result="rows, copied by Penstock; sparse gradient, whatever `sparse` says",
+        handlers={functional.embedding: _embedding},
+    ),
+    Rule(
+        operations=("u[index] = rows", "u.index_copy_(0, index, rows)"),
+        result="rows written in place; of several for one row the last one stays",
+        handlers={_T.__setitem__: _setitem, _T.index_copy_: _index_copy},
+    ),
+    Rule(
+        operations=("u.index_add_(0, index, rows)",),
+        result="rows added in place, in the order of `index`",
+        handlers={_T.index_add_: _index_add},
+    ),
+    Rule(
+        operations=("u.detach()",),
+        result="another name for the same table, without gradient",
+        handlers={_T.detach: _detach},
+    ),
+    Rule(
+        operations=("u.cpu()",),
+        result="a plain tensor over the same memory",
+        handlers={_T.cpu: _plain},
+    ),
+    Rule(
+        operations=("u.contiguous()", "u.pin_memory()", "u.share_memory_()"),
+        result="u itself: it is that already",
+        handlers={_T.contiguous: _same, _T.pin_memory: _same, _T.share_memory_: _same},
+    ),
+    Rule(
+        operations=("u.is_shared()",),
+        result="True",
+        handlers={_T.is_shared: _true},
+    ),
+    Rule(
+        operations=("u.clone()", "copy.deepcopy(u)", "u.cuda()"),
+        result="TypeError: it would copy the whole table",
+        handlers={_T.clone: _clone, torch.clone: _clone, _T.cuda: _clone},
+    ),
+    Rule(
+        operations=("u.to(dtype)", "u.half()", "u.float()", "u.double()", "u.bfloat16()"),
+        result="TypeError if it would copy the whole table, else u itself",
+        handlers={
+            _T.to: _to,
+            _T.half: _converted(torch.float16),
+            _T.float: _converted(torch.float32),
+            _T.double: _converted(torch.float64),
+            _T.bfloat16: _converted(torch.bfloat16),
+        },
+    ),
+)
+
+HANDLERS: dict[Operation, Operation] = {
+    function: handler for rule in RULES for function, handler in rule.handlers.items()
+}
+
+
+def placement_table() -> str:
+    """The rules as a table in Markdown, as the documentation shows them."""
+    lines = ["| operation | result |", "|---|---|"]
+    for rule in RULES:
+        lines.append(f"| {', '.join(f'`{each}`' for each in rule.operations)} | {rule.result} |")
+    lines.append("| everything else | as on any tensor over the same memory |")
+    return "\n".join(lines)

@@ -1,0 +1,32 @@
+"""Tables in several processes: what is sent is a descriptor of the memory, never the rows."""
+
+from __future__ import annotations
+
+from multiprocessing.reduction import DupFd, ForkingPickler
+from typing import Any
+
+import torch
+
+from penstock.unified._host_memory import SharedMemory
+from penstock.unified._tables import HostTable
+from penstock.unified._tensor import UnifiedTensor, rebuild_from_content
+
+
+def _reduce(tensor: UnifiedTensor) -> Any:
+    memory = tensor._table.memory
+    shape = tuple(tensor._table.rows.shape)
+    content = (DupFd(memory.descriptor), memory.num_bytes, shape, tensor.dtype)
+    return _rebuild, (*content, tensor.requires_grad)
+
+
+def _rebuild(
+    descriptor: Any, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool
+) -> UnifiedTensor:
+    memory = SharedMemory(num_bytes, descriptor=descriptor.detach())
+    return UnifiedTensor._over(HostTable(memory, shape, dtype), requires_grad=requires_grad)
+
+
+def share_through_multiprocessing() -> None:
+    """Teach the pickler of `multiprocessing`, and `torch.load`, about tables."""
+    ForkingPickler.register(UnifiedTensor, _reduce)
+    torch.serialization.add_safe_globals([rebuild_from_content])

@@ -1,0 +1,272 @@
+// Rows of a table in host memory: gathered, put and added.
+//
+// The threads are those of torch. Compiled OpenMP code enters its runtime through GOMP_parallel, and
+// so does this file, by the weak name that the process resolves to whatever runtime torch has
+// loaded. Linking an OpenMP runtime of our own would bring a second pool of threads that spin
+// against the first one. Where there is no such runtime the work is done by the calling thread.
+//
+// All row indices are checked while they are used, never before in a pass of their own: the first
+// position with an index out of range is returned, and no memory outside the table is touched.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+extern "C" {
+void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
+int omp_get_thread_num() __attribute__((weak));
+int omp_get_num_threads() __attribute__((weak));
+}
+
+namespace {
+
+constexpr int64_t kLine = 64;
+constexpr int64_t kAheadBytes = 8192;  // how far prefetching runs ahead, by bytes of rows
+constexpr int64_t kMaxAhead = 64;      // and by rows
+constexpr int64_t kMaxPrefetch = 1024;  // of one row; the hardware follows what is longer
+
+template <class Body>
+void parallel(int num_threads, Body body) {
+  if (num_threads < 2 || GOMP_parallel == nullptr || omp_get_thread_num == nullptr ||
+      omp_get_num_threads == nullptr) {
+    body(0, 1);
+    return;
+  }
+  GOMP_parallel(
+      [](void* data) {
+        (*static_cast<Body*>(data))(omp_get_thread_num(), omp_get_num_threads());
+      },
+      &body, static_cast<unsigned>(num_threads), 0);
+}
+
+// The first position that was out of range, over all threads.
+class FirstBad {
+ public:
+  void note(int64_t position) {
+    int64_t known = first_.load(std::memory_order_relaxed);
+    while (position < known && !first_.compare_exchange_weak(known, position)) {
+    }
+  }
+  int64_t position() const {
+    const int64_t found = first_.load();
+    return found == INT64_MAX ? -1 : found;
+  }
+
+ private:
+  std::atomic<int64_t> first_{INT64_MAX};
+};
+
+struct Table {
+  char* rows;
+  int64_t num_rows;
+  int64_t stride;  // bytes from one row to the next
+  int64_t row_bytes;
+};
+
+// Negative indices count from the end. False if the row does not exist.
+inline bool resolve(int64_t& row, int64_t num_rows, bool negative) {
+  if (negative && row < 0) row += num_rows;
+  return static_cast<uint64_t>(row) < static_cast<uint64_t>(num_rows);
+}
+
+inline void prefetch_row(const Table& table, int64_t row) {
+  // An address that is out of range only makes the prefetch do nothing.
+  const uintptr_t start = reinterpret_cast<uintptr_t>(table.rows) +
+                          static_cast<uintptr_t>(row) * static_cast<uintptr_t>(table.stride);
+  const uintptr_t end = start + std::min(table.row_bytes, kMaxPrefetch);
+  for (uintptr_t line = start & ~static_cast<uintptr_t>(kLine - 1); line < end; line += kLine) {
+    __builtin_prefetch(reinterpret_cast<const void*>(line), 0, 3);
+  }
+}
+
+template <int64_t kBytes>
+struct FixedCopy {
+  void operator()(char* to, const char* from, int64_t) const { std::memcpy(to, from, kBytes); }
+};
+
+#if defined(__AVX512F__)
+// Whole vectors, the last one overlapping the one before it; at least 64 bytes.
+struct VectorCopy {
+  void operator()(char* to, const char* from, int64_t num_bytes) const {
+    int64_t at = 0;
+    for (; at + kLine <= num_bytes; at += kLine) {
+      _mm512_storeu_si512(to + at, _mm512_loadu_si512(from + at));
+    }
+    if (at < num_bytes) {
+      at = num_bytes - kLine;
+      _mm512_storeu_si512(to + at, _mm512_loadu_si512(from + at));
+    }
+  }
+};
+
+// The same past the caches: the lines of a large result would push out the table's.
+struct StreamingCopy {
+  void operator()(char* to, const char* from, int64_t num_bytes) const {
+    const int64_t head = -reinterpret_cast<intptr_t>(to) & (kLine - 1);
+    if (head) _mm512_storeu_si512(to, _mm512_loadu_si512(from));
+    int64_t at = head;
+    for (; at + kLine <= num_bytes; at += kLine) {
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at), _mm512_loadu_si512(from + at));
+    }
+    if (at < num_bytes) {
+      at = num_bytes - kLine;
+      _mm512_storeu_si512(to + at, _mm512_loadu_si512(from + at));
+    }
+  }
+};
+#endif
+
+struct AnyCopy {
+  void operator()(char* to, const char* from, int64_t num_bytes) const {
+    std::memcpy(to, from, static_cast<size_t>(num_bytes));
+  }
+};
+
+template <class Index, class Copy>
+int64_t gather(const Table& table, const Index* index, int64_t num_indices, char* out,
+               int64_t out_stride, bool negative, int num_threads, Copy copy) {
+  FirstBad bad;
+  const int64_t ahead =
+      std::clamp(kAheadBytes / std::max<int64_t>(table.row_bytes, 1), int64_t{2}, kMaxAhead);
+  parallel(num_threads, [&](int thread, int count) {
+    const int64_t begin = num_indices * thread / count;
+    const int64_t end = num_indices * (thread + 1) / count;
+    for (int64_t at = begin; at < std::min(begin + ahead, end); ++at) {
+      prefetch_row(table, index[at]);
+    }
+    for (int64_t at = begin; at < end; ++at) {
+      if (at + ahead < end) prefetch_row(table, index[at + ahead]);
+      int64_t row = index[at];
+      if (!resolve(row, table.num_rows, negative)) {
+        bad.note(at);
+        continue;
+      }
+      copy(out + at * out_stride, table.rows + row * table.stride, table.row_bytes);
+    }
+#if defined(__AVX512F__)
+    if constexpr (std::is_same_v<Copy, StreamingCopy>) _mm_sfence();
+#endif
+  });
+  return bad.position();
+}
+
+template <class Index>
+int64_t gather(const Table& table, const Index* index, int64_t num_indices, char* out,
+               int64_t out_stride, bool negative, int num_threads, bool streaming) {
+  const auto with = [&](auto copy) {
+    return gather(table, index, num_indices, out, out_stride, negative, num_threads, copy);
+  };
+  switch (table.row_bytes) {
+    case 1: return with(FixedCopy<1>());
+    case 2: return with(FixedCopy<2>());
+    case 4: return with(FixedCopy<4>());
+    case 8: return with(FixedCopy<8>());
+    case 16: return with(FixedCopy<16>());
+    case 32: return with(FixedCopy<32>());
+    default: break;
+  }
+#if defined(__AVX512F__)
+  if (streaming && table.row_bytes >= 2 * kLine) return with(StreamingCopy());
+  if (table.row_bytes >= kLine) return with(VectorCopy());
+#else
+  (void)streaming;
+#endif
+  return with(AnyCopy());
+}
+
+// What is written is divided among the threads by row, so that each row has one writer, which takes
+// the positions in their order: duplicates give the same result for any number of threads.
+inline int owner(int64_t row, int count) {
+  return static_cast<int>((static_cast<uint64_t>(row) >> 3) % static_cast<uint64_t>(count));
+}
+
+template <class Index, class Write>
+int64_t write(const Table& table, const Index* index, int64_t num_indices, bool negative,
+              int num_threads, Write write_row) {
+  for (int64_t at = 0; at < num_indices; ++at) {  // nothing is written if any index is wrong
+    int64_t row = index[at];
+    if (!resolve(row, table.num_rows, negative)) return at;
+  }
+  parallel(num_threads, [&](int thread, int count) {
+    for (int64_t at = 0; at < num_indices; ++at) {
+      int64_t row = index[at];
+      resolve(row, table.num_rows, negative);
+      if (owner(row, count) == thread) write_row(table.rows + row * table.stride, at);
+    }
+  });
+  return -1;
+}
+
+template <class Value, class Index>
+int64_t add(const Table& table, const Index* index, int64_t num_indices, const char* source,
+            int64_t source_stride, double alpha, bool negative, int num_threads) {
+  const Value factor = static_cast<Value>(alpha);
+  const int64_t width = table.row_bytes / static_cast<int64_t>(sizeof(Value));
+  return write(table, index, num_indices, negative, num_threads, [&](char* row, int64_t at) {
+    Value* to = reinterpret_cast<Value*>(row);
+    const Value* from = reinterpret_cast<const Value*>(source + at * source_stride);
+    for (int64_t i = 0; i < width; ++i) to[i] = std::fma(from[i], factor, to[i]);
+  });
+}
+
+// Calls `work` with a pointer to the indices in their own type.
+template <class Work>
+int64_t with_index(const void* index, int32_t index_bytes, Work work) {
+  if (index_bytes == 4) return work(static_cast<const int32_t*>(index));
+  return work(static_cast<const int64_t*>(index));
+}
+
+}  // namespace
+
+extern "C" {
+
+// Copies rows of the table to `out`. Returns -1, or the first position whose index is out of range;
+// the rows of `out` at such positions are left as they were.
+int64_t penstock_gather_rows(char* rows, int64_t num_rows, int64_t stride, int64_t row_bytes,
+                             const void* index, int32_t index_bytes, int64_t num_indices,
+                             int32_t negative, int32_t num_threads, char* out, int64_t out_stride,
+                             int32_t streaming) {
+  const Table table{rows, num_rows, stride, row_bytes};
+  return with_index(index, index_bytes, [&](auto typed) {
+    return gather(table, typed, num_indices, out, out_stride, negative != 0, num_threads,
+                  streaming != 0);
+  });
+}
+
+// Copies rows of `source` into the table; of several for one row, the last one stays.
+int64_t penstock_put_rows(char* rows, int64_t num_rows, int64_t stride, int64_t row_bytes,
+                          const void* index, int32_t index_bytes, int64_t num_indices,
+                          int32_t negative, int32_t num_threads, const char* source,
+                          int64_t source_stride) {
+  const Table table{rows, num_rows, stride, row_bytes};
+  return with_index(index, index_bytes, [&](auto typed) {
+    return write(table, typed, num_indices, negative != 0, num_threads, [&](char* row, int64_t at) {
+      std::memcpy(row, source + at * source_stride, static_cast<size_t>(row_bytes));
+    });
+  });
+}
+
+// Adds `alpha` times rows of `source` to rows of the table, which are float or, if `is_double`,
+// double. Each product and sum is rounded once, as torch's are.
+int64_t penstock_add_rows(char* rows, int64_t num_rows, int64_t stride, int64_t row_bytes,
+                          const void* index, int32_t index_bytes, int64_t num_indices,
+                          int32_t negative, int32_t num_threads, const char* source,
+                          int64_t source_stride, double alpha, int32_t is_double) {
+  const Table table{rows, num_rows, stride, row_bytes};
+  return with_index(index, index_bytes, [&](auto typed) {
+    const auto as = [&]<class Value>() {
+      return add<Value>(table, typed, num_indices, source, source_stride, alpha, negative != 0,
+                        num_threads);
+    };
+    return is_double ? as.template operator()<double>() : as.template operator()<float>();
+  });
+}
+
+}  // extern "C"

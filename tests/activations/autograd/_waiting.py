@@ -1,0 +1,28 @@
+"""Waiting until an `Offload` has done what it was asked for."""
+
+from __future__ import annotations
+
+import time
+
+import penstock
+
+
+def nothing_is_held(offload: penstock.activations.Offload, seconds: float = 5.0) -> bool:
+    """Whether every record is gone, as soon as a thread has seen its handles die."""
+    deadline = time.monotonic() + seconds
+    while True:
+        offload._engine.settle()
+        if not len(offload._engine._records):
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+
+
+def wait_until_written(offload: penstock.activations.Offload) -> None:
+    """Block until no transfer is queued or under way."""
+    engine = offload._engine
+    with engine._changed:
+        assert engine._changed.wait_for(
+            lambda: engine._backlog_bytes == engine._num_loading == 0, timeout=60
+        )

@@ -1,0 +1,76 @@
+"""How far reads run ahead of a backward pass, in bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import penstock
+from penstock.activations import Offload
+from penstock.activations._policy import Policy
+from penstock.memory import Tier
+
+MIB = 1024**2
+NUM_SAVED = 40
+WINDOW_BYTES = 3 * MIB
+
+
+class KeepsTail(Policy):
+    """Of a step's storages the last `num_kept`, a MiB each, stay."""
+
+    def __init__(self, num_kept: int) -> None:
+        super().__init__()
+        self.kept_bytes = num_kept * MIB
+        self._num_leaving = NUM_SAVED - num_kept
+        self._num_asked = 0
+
+    def wants(self, num_bytes: int, in_backward: bool) -> bool:
+        self._num_asked += 1
+        return self._num_asked <= self._num_leaving
+
+
+def wait_for_transfers(offload: Offload) -> None:
+    """Until nothing is queued or under way: what may move has moved."""
+    engine = offload._engine
+    with engine._changed:
+        assert engine._changed.wait_for(
+            lambda: engine._backlog_bytes == engine._num_loading == len(engine._readers.queue) == 0,
+            timeout=60,
+        )
+
+
+def resident_in_backward(offload: Offload) -> list[int]:
+    """Saved bytes in memory at every node of a backward pass that leaves the reads all the time."""
+    resident = []
+
+    def look(gradient: torch.Tensor) -> None:
+        wait_for_transfers(offload)
+        resident.append(offload.ledger.resident(Tier.DEVICE))
+
+    with offload:
+        hidden = torch.randn(MIB // 4, requires_grad=True) * 1
+        for _ in range(NUM_SAVED):
+            hidden.register_hook(look)
+            hidden = hidden.sin()
+        total = hidden.sum()
+        del hidden
+        wait_for_transfers(offload)
+        total.backward()
+    return resident
+
+
+@pytest.mark.parametrize("num_kept", [0, 2, 10])
+def test_reads_fill_the_window_and_the_room_of_what_was_kept(store, num_kept):
+    offload = penstock.offload(store, policy="all", min_bytes="1MiB")
+    engine = offload._engine
+    engine._window_bytes = WINDOW_BYTES
+    engine.policy = engine.steps._policy = KeepsTail(num_kept)
+    resident = resident_in_backward(offload)
+    allowed = num_kept * MIB + WINDOW_BYTES
+    assert offload.report().bytes_read == (NUM_SAVED - num_kept) * MIB
+    # One more: the storage that the node at work holds belongs to no budget of reads.
+    assert max(resident) <= allowed + MIB
+    middle = resident[NUM_SAVED // 2]
+    assert middle >= allowed - MIB, "the room that kept storages left is not used"
+    assert resident[-1] <= MIB
+    offload.close()

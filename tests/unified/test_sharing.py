@@ -1,0 +1,67 @@
+"""One table in several processes."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from penstock.unified import UnifiedTensor, unify
+
+
+class Rows(Dataset):
+    """Rows of a table, each with the process that gathered it."""
+
+    def __init__(self, table: UnifiedTensor) -> None:
+        self.table = table
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, at: int) -> tuple[torch.Tensor, int]:
+        return self.table[torch.tensor([at])][0], os.getpid()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_loader_workers_read_the_same_table(method):
+    table = unify(torch.arange(40.0).view(20, 2))
+    loader = DataLoader(Rows(table), batch_size=5, num_workers=2, multiprocessing_context=method)
+    batches = list(loader)
+    assert torch.equal(torch.cat([rows for rows, _ in batches]), table.cpu())
+    processes = {int(process) for _, owners in batches for process in owners}
+    assert len(processes) == 2 and os.getpid() not in processes
+
+
+def add_one(table: UnifiedTensor) -> None:
+    table.index_add_(0, torch.arange(len(table)), torch.ones_like(table.cpu()))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_what_a_child_writes_its_parent_sees(method):
+    context = torch.multiprocessing.get_context(method)
+    table = unify(torch.zeros(8, 4))
+    child = context.Process(target=add_one, args=(table,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert torch.equal(table.cpu(), torch.ones(8, 4))
+
+
+def test_descriptors_and_mappings_end_with_the_table():
+    def counted() -> tuple[int, int]:
+        gc.collect()
+        with open("/proc/self/maps") as maps:
+            return len(os.listdir("/proc/self/fd")), maps.read().count("penstock-table")
+
+    unify(torch.zeros(4, 4))  # what is opened once stays open
+    before = counted()
+    for _ in range(20):
+        table = unify(torch.zeros(1000, 4))
+        plain = table.cpu()
+        del table
+        assert not plain.any()  # the memory lives as long as a tensor over it
+        del plain
+    assert counted() == before
