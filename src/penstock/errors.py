@@ -21,6 +21,10 @@ class CapacityError(PenstockError):
     """A budget cannot be met, however long one waits or whatever moves elsewhere."""
 
 
+class WholeTableError(PenstockError):
+    """An operation would copy a whole table, perhaps into a memory that is smaller."""
+
+
 class BuildError(PenstockError):
     """Generated or shipped source code could not be compiled or loaded."""
 

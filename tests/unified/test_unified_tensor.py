@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from penstock.errors import CapacityError
+from penstock.errors import CapacityError, WholeTableError
 from penstock.unified import UnifiedTensor, _host_memory, empty, unify
 from penstock.unified._placement import HANDLERS
 
@@ -130,7 +130,7 @@ def test_a_read_only_array_can_be_a_source():
 @pytest.mark.parametrize(
     ("wrong", "error", "says"),
     [
-        ([1, 2], TypeError, "expected a tensor or a NumPy array, got list"),
+        ([1, 2], TypeError, "expected a tensor, a NumPy array or a path, got list"),
         (torch.tensor(1.0), ValueError, "got a scalar"),
         (torch.eye(3).to_sparse(), TypeError, "to_dense"),
         (np.array(["a"]), TypeError, "source: can't convert"),
@@ -223,6 +223,23 @@ def test_out_where_gradients_are_recorded_is_refused(source):
         assert torch.equal(u.gather_rows(torch.tensor([1]), out=torch.empty(1, 6)), source[1:2])
 
 
+def test_gather_rows_async(source):
+    u = unify(source, requires_grad=True)
+    batches = [index_of(4, 5) for _ in range(20)]
+    pending = [u.gather_rows_async(index) for index in batches]
+    for index, rows in zip(batches, pending, strict=True):
+        assert torch.equal(rows.wait(), source[index])
+        assert rows.done()
+    u.gather_rows_async(torch.tensor([3, 3])).wait().sum().backward()
+    assert u.grad.to_dense()[3].eq(2).all() and u.grad.to_dense().sum() == 12
+    with torch.no_grad():
+        assert not u.gather_rows_async(batches[0]).wait().requires_grad
+    with pytest.raises(IndexError, match=r"index\[0\] is 50"):
+        u.gather_rows_async(torch.tensor([50])).wait()
+    with pytest.raises(TypeError, match="expected a tensor of integers"):
+        u.gather_rows_async(torch.tensor([0.5]))
+
+
 WRITES = {
     "u[index] = rows": lambda u, i, rows: u.__setitem__(i, rows),
     "u[index] = row": lambda u, i, rows: u.__setitem__(i, rows[0]),
@@ -280,7 +297,7 @@ def test_a_leaf_is_written_as_torch_allows(source):
     ],
 )
 def test_what_would_copy_everything_raises(source, copy_all):
-    with pytest.raises(TypeError, match=r"would copy the whole table of 1\.17 KiB"):
+    with pytest.raises(WholeTableError, match=r"would copy the whole table of 1\.17 KiB"):
         copy_all(unify(source))
 
 

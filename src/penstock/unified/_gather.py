@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +12,7 @@ import torch
 if TYPE_CHECKING:
     from penstock.unified._tensor import UnifiedTensor
 
+_NUM_THREADS = 2  # of `gather_rows_async`: one batch is read while another is copied
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
 
@@ -25,9 +29,7 @@ def gather(
     negative: whether indices below zero count from the end. padding_index: the row that gets no
     gradient, as in `torch.nn.functional.embedding`.
     """
-    if not isinstance(index, torch.Tensor) or index.dtype not in INTEGERS:
-        found = index.dtype if isinstance(index, torch.Tensor) else type(index).__name__
-        raise TypeError(f"index: expected a tensor of integers, got {found}")
+    check_index(index)
     differentiable = torch.is_grad_enabled() and table.requires_grad
     if out is not None:
         if differentiable:
@@ -37,8 +39,43 @@ def gather(
             )
         _check_out(table, index, out)
     if differentiable:
-        return _Gather.apply(table, index, negative, padding_index)
+        return _Gather.apply(table, index, negative, padding_index, None)
     return _gathered(table, index, out, negative)
+
+
+class PendingRows:
+    """Rows that are being gathered by another thread; see `UnifiedTensor.gather_rows_async`."""
+
+    def __init__(self, table: UnifiedTensor, index: torch.Tensor) -> None:
+        self._table = table
+        self._index = check_index(index)
+        self._rows = _threads(os.getpid()).submit(_gathered, table, index, None, False)
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._rows.done()
+
+    def wait(self) -> torch.Tensor:
+        """The rows, as `gather_rows` returns them; raises what it raises."""
+        rows = self._rows.result()
+        if torch.is_grad_enabled() and self._table.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                return _Gather.apply(self._table, self._index, False, None, rows)
+        return rows
+
+
+@functools.cache
+def _threads(process: int) -> ThreadPoolExecutor:
+    """Threads of this process: a forked child has none of its parent's."""
+    return ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="gather-rows")
+
+
+def check_index(index: Any) -> torch.Tensor:
+    """`index` itself, if it is a tensor of integers."""
+    if not isinstance(index, torch.Tensor) or index.dtype not in INTEGERS:
+        found = index.dtype if isinstance(index, torch.Tensor) else type(index).__name__
+        raise TypeError(f"index: expected a tensor of integers, got {found}")
+    return index
 
 
 def _check_out(table: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
@@ -74,10 +111,11 @@ class _Gather(torch.autograd.Function):
         index: torch.Tensor,
         negative: bool,
         padding_index: int | None,
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(index)
         ctx.shape, ctx.negative, ctx.padding_index = table.shape, negative, padding_index
-        return _gathered(table, index, None, negative)
+        return _gathered(table, index, None, negative) if rows is None else rows
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
@@ -90,4 +128,4 @@ class _Gather(torch.autograd.Function):
             kept = (index != ctx.padding_index).nonzero().flatten()
             index, rows = index[kept], rows[kept]
         sparse = torch.sparse_coo_tensor(index[None], rows, ctx.shape, check_invariants=False)
-        return sparse, None, None, None
+        return sparse, None, None, None, None

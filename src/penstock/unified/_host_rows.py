@@ -44,10 +44,10 @@ def gather_rows(
     Raises:
         IndexError: an index is out of range; the message names it. `out` is then undefined.
     """
-    index = _as_index(index)
+    index = as_index(index)
     library = _library()
     if library is None:
-        torch.index_select(table, 0, _checked(table, index, negative), out=out)
+        torch.index_select(table, 0, checked_index(index, table.shape[0], negative), out=out)
         return
     num_bytes = out.numel() * out.element_size()
     bad = library.penstock_gather_rows(
@@ -57,7 +57,7 @@ def gather_rows(
         num_bytes >= _STREAM_BYTES,
     )
     if bad >= 0:
-        raise _out_of_range(table, index, bad)
+        raise out_of_range(index, bad, table.shape[0])
 
 
 def put_rows(
@@ -67,10 +67,10 @@ def put_rows(
 
     Nothing is written if an index is out of range. Shapes as for `gather_rows`.
     """
-    index = _as_index(index)
+    index = as_index(index)
     library = _library()
     if library is None:
-        index = _checked(table, index, negative)
+        index = checked_index(index, table.shape[0], negative)
         # torch leaves the order of duplicates open; keep the last of each.
         last = torch.full((table.shape[0],), -1, dtype=torch.int64)
         last.scatter_reduce_(0, index, torch.arange(len(index)), "amax")
@@ -84,7 +84,7 @@ def put_rows(
         source.stride(0) * source.element_size() if source.dim() else 0,
     )
     if bad >= 0:
-        raise _out_of_range(table, index, bad)
+        raise out_of_range(index, bad, table.shape[0])
 
 
 def add_rows(
@@ -99,11 +99,11 @@ def add_rows(
 
     Nothing is written if an index is out of range. Shapes as for `gather_rows`.
     """
-    index = _as_index(index)
+    index = as_index(index)
     library = _library()
     if library is None or table.dtype not in (torch.float32, torch.float64):
         # Of narrow floats torch adds the rows up in float before it rounds.
-        table.index_add_(0, _checked(table, index, negative), source, alpha=alpha)
+        table.index_add_(0, checked_index(index, table.shape[0], negative), source, alpha=alpha)
         return
     bad = library.penstock_add_rows(
         *_arguments(table, index, negative, source.numel() * source.element_size()),
@@ -113,7 +113,7 @@ def add_rows(
         table.dtype == torch.float64,
     )
     if bad >= 0:
-        raise _out_of_range(table, index, bad)
+        raise out_of_range(index, bad, table.shape[0])
 
 
 def _arguments(
@@ -136,24 +136,24 @@ def _arguments(
     )
 
 
-def _as_index(index: torch.Tensor) -> torch.Tensor:
+def as_index(index: torch.Tensor) -> torch.Tensor:
     """Contiguous int32 or int64."""
     return (index if index.dtype in _INDEX_DTYPES else index.long()).contiguous()
 
 
-def _checked(table: torch.Tensor, index: torch.Tensor, negative: bool) -> torch.Tensor:
+def checked_index(index: torch.Tensor, num_rows: int, negative: bool) -> torch.Tensor:
     """Non-negative indices in range, for torch; raises IndexError for others."""
-    num_rows = table.shape[0]
     resolved = torch.where(index < 0, index + num_rows, index) if negative else index
     wrong = ((resolved < 0) | (resolved >= num_rows)).nonzero()
     if len(wrong):
-        raise _out_of_range(table, index, int(wrong[0]))
+        raise out_of_range(index, int(wrong[0]), num_rows)
     return resolved
 
 
-def _out_of_range(table: torch.Tensor, index: torch.Tensor, position: int) -> IndexError:
+def out_of_range(index: torch.Tensor, position: int, num_rows: int) -> IndexError:
+    """The error that names an index."""
     return IndexError(
-        f"index[{position}] is {int(index[position])}, but the table has {table.shape[0]} rows"
+        f"index[{position}] is {int(index[position])}, but the table has {num_rows} rows"
     )
 
 

@@ -14,7 +14,12 @@ import torch
 from torch.nn import functional
 
 from penstock.unified._gather import INTEGERS, gather
-from penstock.unified._tensor import UnifiedTensor, copies_everything
+from penstock.unified._tensor import (
+    FileTensor,
+    UnifiedTensor,
+    copies_everything,
+    tensor_over,
+)
 
 Operation = Callable[..., Any]
 
@@ -35,8 +40,20 @@ class Rule:
 
 
 def _getitem(func: Operation, table: Any, key: Any) -> Any:
+    if isinstance(table, FileTensor) and isinstance(key, int | slice):
+        return _some_rows(table, key)
     index = _row_index(table, key)
     return func(table, key) if index is None else gather(table, index, negative=True)
+
+
+def _some_rows(table: FileTensor, key: int | slice) -> torch.Tensor:
+    """One row, or some in a regular distance; of a table in memory that is a view."""
+    if isinstance(key, int):
+        return gather(table, torch.tensor([key]), negative=True)[0]
+    wanted = range(*key.indices(len(table)))
+    if len(wanted) == len(table) > 0:
+        raise copies_everything(table, "a slice of all rows", "gather those that are needed")
+    return gather(table, torch.arange(wanted.start, wanted.stop, wanted.step))
 
 
 def _row_index(table: Any, key: Any) -> torch.Tensor | None:
@@ -152,11 +169,13 @@ def _true(func: Operation, table: Any, *args: Any, **kwargs: Any) -> bool:
 
 
 def _detach(func: Operation, table: Any) -> Any:
-    return UnifiedTensor._over(table._table) if isinstance(table, UnifiedTensor) else func(table)
+    return tensor_over(table._table) if isinstance(table, UnifiedTensor) else func(table)
 
 
 def _plain(func: Operation, table: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return table.detach() if not table.requires_grad else table.view_as(table)
+    if isinstance(table, FileTensor):
+        raise copies_everything(table, "cpu()", "gather rows of it")
+    return table.view_as(table)
 
 
 def _clone(func: Operation, table: Any, **kwargs: Any) -> Any:
@@ -238,12 +257,12 @@ RULES = (
     ),
     Rule(
         operations=("u.clone()", "copy.deepcopy(u)", "u.cuda()"),
-        result="TypeError: it would copy the whole table",
+        result="WholeTableError: it would copy the whole table",
         handlers={_T.clone: _clone, torch.clone: _clone, _T.cuda: _clone},
     ),
     Rule(
         operations=("u.to(dtype)", "u.half()", "u.float()", "u.double()", "u.bfloat16()"),
-        result="TypeError if it would copy the whole table, else u itself",
+        result="WholeTableError if it would copy the whole table, else u itself",
         handlers={
             _T.to: _to,
             _T.half: _converted(torch.float16),

@@ -9,12 +9,18 @@ import torch
 
 from penstock.unified._host_memory import SharedMemory
 from penstock.unified._tables import HostTable
-from penstock.unified._tensor import UnifiedTensor, rebuild_from_content
+from penstock.unified._tensor import (
+    UnifiedTensor,
+    rebuild_from_content,
+    rebuild_from_file,
+    tensor_over,
+)
 
 
 def _reduce(tensor: UnifiedTensor) -> Any:
-    memory = tensor._table.memory
-    shape = tuple(tensor._table.rows.shape)
+    table = tensor._table
+    assert isinstance(table, HostTable)
+    memory, shape = table.memory, tuple(table.rows.shape)
     content = (DupFd(memory.descriptor), memory.num_bytes, shape, tensor.dtype)
     return _rebuild, (*content, tensor.requires_grad)
 
@@ -23,10 +29,10 @@ def _rebuild(
     descriptor: Any, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool
 ) -> UnifiedTensor:
     memory = SharedMemory(num_bytes, descriptor=descriptor.detach())
-    return UnifiedTensor._over(HostTable(memory, shape, dtype), requires_grad=requires_grad)
+    return tensor_over(HostTable(memory, shape, dtype), requires_grad=requires_grad)
 
 
 def share_through_multiprocessing() -> None:
     """Teach the pickler of `multiprocessing`, and `torch.load`, about tables."""
     ForkingPickler.register(UnifiedTensor, _reduce)
-    torch.serialization.add_safe_globals([rebuild_from_content])
+    torch.serialization.add_safe_globals([rebuild_from_content, rebuild_from_file])

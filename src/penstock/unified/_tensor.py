@@ -9,11 +9,18 @@ whole table raises. `_placement.py` has the list.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from penstock.unified._tables import HostTable
+from penstock.errors import WholeTableError
+from penstock.unified._report import UnifiedReport
+from penstock.unified._tables import FileTable, HostTable
+from penstock.units import format_bytes
+
+if TYPE_CHECKING:
+    from penstock.unified._gather import PendingRows
 
 
 class UnifiedTensor(torch.Tensor):
@@ -22,14 +29,7 @@ class UnifiedTensor(torch.Tensor):
     Made by `penstock.unified.unify` and `penstock.unified.empty`.
     """
 
-    _table: HostTable
-
-    @staticmethod
-    def _over(table: HostTable, *, requires_grad: bool = False) -> UnifiedTensor:
-        """A tensor over `table`; all of them share its version counter."""
-        tensor = torch.Tensor._make_subclass(UnifiedTensor, table.rows, requires_grad)
-        tensor._table = table
-        return tensor
+    _table: HostTable | FileTable
 
     @classmethod
     def __torch_function__(
@@ -75,25 +75,84 @@ class UnifiedTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return gather(self, index, out=out)
 
+    def gather_rows_async(self, index: torch.Tensor) -> PendingRows:
+        """Begin to gather rows in another thread, and go on.
+
+        Example:
+            >>> from penstock.unified import unify
+            >>> table = unify(torch.arange(12.0).view(4, 3))
+            >>> pending = table.gather_rows_async(torch.tensor([2]))
+            >>> pending.wait()
+            tensor([[6., 7., 8.]])
+
+        Args:
+            index: as for `gather_rows`; not to be changed before `wait` has returned.
+
+        Returns:
+            An object whose `wait()` returns the rows, or raises what `gather_rows` raises.
+        """
+        from penstock.unified._gather import PendingRows
+
+        return PendingRows(self, index)
+
+    def report(self) -> UnifiedReport:
+        """What was gathered from the table so far, and where it came from."""
+        return self._table.report()
+
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise copies_everything(self, "copy.deepcopy", "share it, or copy it with unify(u.cpu())")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """By content, as for `torch.save`; processes share tables through multiprocessing."""
+        table = self._table
+        assert isinstance(table, HostTable)
         with torch._C.DisableTorchFunctionSubclass():
-            return rebuild_from_content, (self._table.rows, self.requires_grad)
+            return rebuild_from_content, (table.rows, self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         parts = f"shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'"
         return f"UnifiedTensor({parts}{', requires_grad=True' if self.requires_grad else ''})"
 
 
-def copies_everything(table: torch.Tensor, operation: str, remedy: str) -> TypeError:
-    """The error of an operation that would copy a whole table behind its user's back."""
-    from penstock.units import format_bytes
+class FileTensor(UnifiedTensor):
+    """A table in a file: a tensor without memory, which refuses what is not done row by row."""
 
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        table = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, FileTensor))
+        if func is torch.ops.aten.detach.default:
+            return tensor_over(table._table)
+        name = func.overloadpacket.__name__
+        raise copies_everything(table, name, "gather rows of it, or load all of it into a tensor")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """By name: whoever loads it opens the same file."""
+        table = self._table
+        assert isinstance(table, FileTable)
+        with torch._C.DisableTorchFunctionSubclass():
+            cache_bytes = table.report().cache_bytes
+            return rebuild_from_file, (table.source, cache_bytes, self.requires_grad)
+
+
+def tensor_over(table: HostTable | FileTable, *, requires_grad: bool = False) -> UnifiedTensor:
+    """A tensor over `table`."""
+    if isinstance(table, HostTable):  # all tensors over its rows share their version counter
+        tensor = torch.Tensor._make_subclass(UnifiedTensor, table.rows, requires_grad)
+    else:
+        layout = table.layout
+        tensor = torch.Tensor._make_wrapper_subclass(
+            FileTensor, layout.shape, dtype=layout.dtype, requires_grad=requires_grad
+        )
+    tensor._table = table
+    return tensor
+
+
+def copies_everything(table: torch.Tensor, operation: str, remedy: str) -> WholeTableError:
+    """The error of an operation that would copy a whole table behind its user's back."""
     num_bytes = table.numel() * table.element_size()
-    return TypeError(
+    return WholeTableError(
         f"{operation} would copy the whole table of {format_bytes(num_bytes)}: {remedy}."
     )
 
@@ -102,4 +161,9 @@ def rebuild_from_content(rows: torch.Tensor, requires_grad: bool) -> UnifiedTens
     """A new table with the content of `rows`."""
     table = HostTable.empty(tuple(rows.shape), rows.dtype)
     table.rows.copy_(rows)
-    return UnifiedTensor._over(table, requires_grad=requires_grad)
+    return tensor_over(table, requires_grad=requires_grad)
+
+
+def rebuild_from_file(source: str, cache_bytes: int, requires_grad: bool) -> UnifiedTensor:
+    """The table in a file; see `penstock.unified.unify` for what `source` may be."""
+    return tensor_over(FileTable(source, cache_bytes=cache_bytes), requires_grad=requires_grad)

@@ -1,0 +1,214 @@
+"""Gathering rows of tables: from host memory and from a file, against what PyTorch and NumPy offer.
+
+    python benchmarks/unified.py                     # the grid, in memory
+    python benchmarks/unified.py --part file         # random rows of a file with a cold cache
+
+All arms of a case gather the same rows into the same buffer, one after the other, in an order that
+alternates; every repetition has new rows, so that nothing is in the caches by chance. Ratios are
+taken within a repetition.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from _rows import BenchmarkRow, argument_parser, environment, write_rows
+from penstock.units import format_bytes, parse_bytes
+
+ROW_BYTES = (64, 128, 256, 400, 512, 1024, 2052, 4096, 16384)
+NUM_INDICES = (64, 512, 4096, 65536, 1 << 20)
+MAX_RESULT_BYTES = 2 << 30
+FILE_ROW_BYTES = 512
+ZIPF_EXPONENT = 1.1
+
+Arm = Callable[[torch.Tensor, torch.Tensor], object]
+
+
+def indices(kind: str, count: int, num_rows: int, generator: np.random.Generator) -> torch.Tensor:
+    """`count` row numbers: all alike, or a few popular ones that lie anywhere in the table."""
+    if kind == "uniform":
+        return torch.from_numpy(generator.integers(0, num_rows, count))
+    ranks = generator.zipf(ZIPF_EXPONENT, count) % num_rows
+    return torch.from_numpy(ranks * 2654435761 % num_rows)  # spread over the table
+
+
+def measured(
+    arms: dict[str, Arm], batches: list[torch.Tensor], out: torch.Tensor
+) -> dict[str, list[float]]:
+    """Seconds of every arm for every batch; the first batch warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for number, batch in enumerate(batches):
+        order = list(arms) if number % 2 == 0 else list(reversed(arms))
+        for name in order:
+            start = time.perf_counter()
+            arms[name](batch, out)
+            if number:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def repetitions_of(num_bytes: int) -> int:
+    """More for what is short: the clock and the threads of a small gather are noisy."""
+    return 7 if num_bytes > 64 << 20 else 15 if num_bytes > 1 << 20 else 101
+
+
+def memory_rows(row_bytes: int, table_bytes: int, where: Any) -> list[BenchmarkRow]:
+    """The grid for one width of rows."""
+    from penstock.unified import empty
+
+    num_rows, width = table_bytes // row_bytes, row_bytes // 4
+    table = torch.empty(num_rows, width)
+    for start in range(0, num_rows, 1 << 20):
+        table[start : start + (1 << 20)].random_(0, 1000)
+    unified = empty(table.shape)
+    unified.cpu().copy_(table)
+    arms: dict[str, Arm] = {
+        "index_select": lambda index, out: torch.index_select(table, 0, index, out=out),
+        "gather_rows": lambda index, out: unified.gather_rows(index, out=out),
+        "F.embedding, fresh result": lambda index, out: functional.embedding(index, table),
+        "gather_rows, fresh result": lambda index, out: unified.gather_rows(index),
+        "numpy.take": lambda index, out: np.take(
+            table.numpy(), index.numpy(), axis=0, out=out.numpy(), mode="clip"
+        ),
+    }
+    rows = []
+    generator = np.random.default_rng(0)
+    for count in NUM_INDICES:
+        num_bytes = count * row_bytes
+        if num_bytes > MAX_RESULT_BYTES:
+            continue
+        out = torch.zeros(count, width)
+        for kind in ("uniform", "zipf"):
+            batches = [
+                indices(kind, count, num_rows, generator)
+                for _ in range(repetitions_of(num_bytes) + 1)
+            ]
+            seconds = measured(arms, batches, out)
+            case = f"{format_bytes(table_bytes)} table, {row_bytes} B rows, {count} {kind}"
+            rows += rows_of(case, seconds, "index_select", num_bytes, where)
+    return rows
+
+
+def rows_of(
+    case: str, seconds: dict[str, list[float]], reference: str, num_bytes: int, where: Any
+) -> list[BenchmarkRow]:
+    """A row per arm, with how many times faster than the reference it was."""
+    rows = []
+    for arm, times in seconds.items():
+        ratios = [theirs / ours for ours, theirs in zip(times, seconds[reference], strict=True)]
+        added = [ours - theirs for ours, theirs in zip(times, seconds[reference], strict=True)]
+        extra = {
+            "speedup_median": statistics.median(ratios),
+            "speedup_quartiles": list(np.quantile(ratios, [0.25, 0.75])),
+            "added_microseconds_median": statistics.median(added) * 1e6,
+            "bytes_per_second": num_bytes / statistics.median(times),
+        }
+        rows.append(
+            BenchmarkRow.of(times, topic="unified", case=case, arm=arm, extra=extra, **where)
+        )
+        print(
+            f"{case:55s} {arm:26s} {statistics.median(times) * 1e6:10.1f} us "
+            f"x{extra['speedup_median']:.2f}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return rows
+
+
+# ---------------------------------------------------------------------------------- files
+
+
+def drop_cache(path: Path) -> None:
+    """Have the kernel forget the file's pages."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def write_table(path: Path, num_rows: int) -> None:
+    """A .npy file of noise, written in pieces."""
+    width = FILE_ROW_BYTES // 4
+    array = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(num_rows, width))
+    generator = np.random.default_rng(0)
+    piece = generator.random((1 << 18, width), dtype=np.float32)
+    for start in range(0, num_rows, len(piece)):
+        array[start : start + len(piece)] = piece[: num_rows - start]
+    array.flush()
+
+
+def file_rows(table_bytes: int, directory: str | None, count: int, where: Any) -> list[Any]:
+    """Random rows of a file, nothing of it in memory."""
+    from penstock.unified._file_rows import RowReader
+    from penstock.unified._row_file import open_layout
+
+    rows = []
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        path = Path(folder, "table.npy")
+        num_rows = table_bytes // FILE_ROW_BYTES
+        write_table(path, num_rows)
+        mapped = np.load(path, mmap_mode="r")
+        mapped._mmap.madvise(mmap.MADV_RANDOM)
+        readers = {
+            f"gather_rows, {reader.method}": reader
+            for reader in (RowReader(open_layout(path), ring=ring) for ring in (True, False))
+        }
+        arms: dict[str, Arm] = {
+            "numpy.memmap, MADV_RANDOM": lambda index, out: np.take(
+                mapped, index[: count // 4].numpy(), axis=0, out=out[: count // 4].numpy()
+            ),
+            **{name: reader.gather for name, reader in readers.items()},
+        }
+        out = torch.zeros(count, FILE_ROW_BYTES // 4)
+        generator = np.random.default_rng(1)
+        seconds: dict[str, list[float]] = {name: [] for name in arms}
+        for number in range(6):
+            for name in list(arms) if number % 2 else list(reversed(arms)):
+                drop_cache(path)
+                index = indices("uniform", count, num_rows, generator)
+                start = time.perf_counter()
+                arms[name](index, out)
+                spent = time.perf_counter() - start
+                if number:  # the memory map gathers a quarter of the rows, or it would take ages
+                    seconds[name].append(spent * 4 if "memmap" in name else spent)
+        case = f"{format_bytes(table_bytes)} file, {FILE_ROW_BYTES} B rows, {count} uniform, cold"
+        rows = rows_of(case, seconds, next(iter(arms)), count * FILE_ROW_BYTES, where)
+        for reader in readers.values():
+            reader.close()
+    return rows
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--part", choices=["memory", "file"], default="memory")
+    parser.add_argument("--table-bytes", default=None, help="4GiB in memory, 16GiB in a file")
+    parser.add_argument("--row-bytes", type=int, nargs="+", default=list(ROW_BYTES))
+    parser.add_argument("--count", type=int, default=40_000, help="rows of a batch, of the file")
+    parser.add_argument("--store", default=None, help="directory on the disk to measure")
+    options = parser.parse_args()
+    where = environment(options.device)
+    if options.part == "file":
+        table_bytes = parse_bytes(options.table_bytes or "16GiB", name="--table-bytes")
+        write_rows(file_rows(table_bytes, options.store, options.count, where), options.out)
+        return
+    table_bytes = parse_bytes(options.table_bytes or "4GiB", name="--table-bytes")
+    for row_bytes in options.row_bytes:
+        write_rows(memory_rows(row_bytes, table_bytes, where), options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Rows of tables in files: gathered with many reads in flight, past the page cache.
+
+`file_rows.cpp` does it, built at first use; without a compiler a pool of Python threads does, more
+slowly and with the same results.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from penstock.codegen import load_library
+from penstock.errors import BuildError, CapacityError, StoreError, StoreReadError
+from penstock.unified._host_rows import as_index, checked_index, out_of_range
+from penstock.unified._report import Counters
+from penstock.unified._row_file import PAGE_BYTES, RowLayout
+from penstock.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("file_rows.cpp")
+_DEPTH = 128  # reads in flight; disks gain nothing from more
+_READ_BYTES = 64 * 1024  # the longest read of several rows
+_GAP_BYTES = 4096  # unwanted bytes between two rows that are still read as one
+_NUM_PYTHON_THREADS = 16
+_OUT_OF_RANGE, _READ_FAILED = 1, 2
+
+
+class RowReader:
+    """Reads rows of one file; thread-safe, and at home in a forked child.
+
+    Attributes:
+        method: "io_uring", "threads" or "python".
+        cache_bytes: What the rows that are kept in memory may take.
+        counters: `num_reads`, `bytes_read`, `num_hits` and `num_misses` so far.
+    """
+
+    def __init__(
+        self, layout: RowLayout, *, cache_bytes: int = 0, depth: int = _DEPTH, ring: bool = True
+    ) -> None:
+        self.layout = layout
+        self.counters = Counters()
+        self.cache_bytes = cache_bytes
+        if 0 < cache_bytes < layout.row_bytes:
+            raise ValueError(
+                f"cache={format_bytes(cache_bytes)}: a row of {layout.path} has "
+                f"{format_bytes(layout.row_bytes)}; give the cache room for many"
+            )
+        self._library = library()
+        self._fd, self._alignment = _open(layout.path, direct=self._library is not None)
+        self._max_read_bytes = max(_READ_BYTES, layout.row_bytes + 2 * PAGE_BYTES)
+        self._depth = max(4, min(depth, (64 << 20) // self._max_read_bytes))
+        self._allow_ring = ring
+        self._engine: int | None = None
+        self._engine_process = -1
+        self.method = "python" if self._library is None else self._start_engine()
+
+    def gather(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool = False) -> None:
+        """`out[i] = table[index[i]]`, of shapes (n,) and (n, *row), both on the CPU.
+
+        Raises:
+            IndexError: an index is out of range; the message names it. `out` is then undefined.
+            StoreReadError: the rows could not be read, or the file has become shorter.
+        """
+        index = as_index(index)
+        if not index.numel() or not self.layout.row_bytes:
+            checked_index(index, self.layout.num_rows, negative)
+            return
+        if self._library is None:
+            self._gather_in_python(checked_index(index, self.layout.num_rows, negative), out)
+            return
+        if self._engine_process != os.getpid():
+            self._start_engine()  # the parent's threads and ring are not ours
+        outcome = (ctypes.c_int64 * 8)()
+        layout = self.layout
+        self._library.penstock_read_rows(
+            self._engine,
+            self._fd,
+            layout.offset,
+            layout.num_rows,
+            layout.row_bytes,
+            layout.rows_per_block,
+            layout.block_bytes,
+            index.data_ptr(),
+            index.element_size(),
+            index.numel(),
+            negative,
+            out.data_ptr(),
+            out.stride(0) * out.element_size(),
+            self._alignment,
+            self._max_read_bytes,
+            _GAP_BYTES,
+            outcome,
+        )
+        status, position, offset, number, num_reads, num_bytes, num_hits, num_misses = outcome
+        if status == _OUT_OF_RANGE:
+            raise out_of_range(index, position, layout.num_rows)
+        if status:
+            raise self._failure(position, offset, number if status == _READ_FAILED else None)
+        self.counters.add(num_reads=num_reads, bytes_read=num_bytes)
+        if self.cache_bytes:
+            self.counters.add(num_hits=num_hits, num_misses=num_misses)
+
+    def update_cache(self, rows: torch.Tensor, content: torch.Tensor) -> None:
+        """Tell the cache of rows that have changed; int64 (n,) and (n, *row), contiguous."""
+        if self._library is not None and self.cache_bytes and self._engine_process == os.getpid():
+            self._library.penstock_row_engine_update(
+                self._engine, rows.data_ptr(), len(rows), content.data_ptr(), self.layout.row_bytes
+            )
+
+    def close(self) -> None:
+        """Close the file and end the threads."""
+        engine, self._engine = self._engine, None
+        if engine and self._library is not None and self._engine_process == os.getpid():
+            self._library.penstock_row_engine_free(engine)
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_engine"):
+            self.close()
+
+    def _start_engine(self) -> str:
+        assert self._library is not None
+        engine = self._library.penstock_row_engine(
+            self._depth, self._max_read_bytes, self._allow_ring
+        )
+        if not engine:
+            raise StoreError("there is no memory for the buffers of reads", path=self.layout.path)
+        self._engine, self._engine_process = engine, os.getpid()
+        if self.cache_bytes and self.layout.row_bytes:
+            capacity = min(self.cache_bytes // self.layout.row_bytes, self.layout.num_rows)
+            if self._library.penstock_row_engine_cache(engine, capacity, self.layout.row_bytes):
+                raise CapacityError(
+                    f"cache={format_bytes(self.cache_bytes)}: there is not enough memory"
+                )
+        return "io_uring" if self._library.penstock_row_engine_has_ring(engine) else "threads"
+
+    def _failure(self, row: int, offset: int, number: int | None) -> StoreReadError:
+        problem = "the file has become shorter" if number is None else os.strerror(number)
+        return StoreReadError(
+            f"row {row} of {self.layout.path} could not be read at byte {offset}: {problem}",
+            path=self.layout.path,
+            offset=offset,
+            errno=number,
+        )
+
+    def _gather_in_python(self, index: torch.Tensor, out: torch.Tensor) -> None:
+        """A read per row, through the page cache."""
+        layout = self.layout
+        rows = out.reshape(index.numel(), -1).view(torch.uint8).numpy()
+
+        def read(position: int) -> None:
+            row = int(index[position])
+            start = layout.row_offset(row)
+            begin = start // PAGE_BYTES * PAGE_BYTES
+            end = -(-(start + layout.row_bytes) // PAGE_BYTES) * PAGE_BYTES
+            try:
+                content = os.pread(self._fd, end - begin, begin)
+            except OSError as error:
+                raise self._failure(row, begin, error.errno) from error
+            content = content[start - begin : start - begin + layout.row_bytes]
+            if len(content) < layout.row_bytes:
+                raise self._failure(row, begin, None)
+            rows[position] = memoryview(content)
+
+        with ThreadPoolExecutor(_NUM_PYTHON_THREADS) as threads:
+            for _ in threads.map(read, range(index.numel())):
+                pass
+        self.counters.add(num_reads=index.numel(), bytes_read=index.numel() * layout.row_bytes)
+
+
+def _open(path: str, *, direct: bool) -> tuple[int, int]:
+    """A descriptor for reading, and the alignment that it demands."""
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    try:
+        if direct:
+            try:
+                return os.open(path, flags | os.O_DIRECT), PAGE_BYTES
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+            logger.info("%s: the file system refuses direct I/O; rows pass the page cache", path)
+        return os.open(path, flags), 1
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be opened: {os.strerror(error.errno or 0)}",
+            path=path,
+            errno=error.errno,
+        ) from error
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    try:
+        compiled = load_library("file_rows", _SOURCE, flags=("-O3", "-pthread"))
+    except BuildError as error:
+        logger.info("rows of files are read by Python threads, not by C++: %s", error)
+        return None
+    pointer, count, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    compiled.penstock_row_engine.argtypes = [flag, count, flag]
+    compiled.penstock_row_engine.restype = pointer
+    compiled.penstock_row_engine_free.argtypes = [pointer]
+    compiled.penstock_row_engine_free.restype = None
+    compiled.penstock_row_engine_has_ring.argtypes = [pointer]
+    compiled.penstock_row_engine_has_ring.restype = flag
+    compiled.penstock_row_engine_cache.argtypes = [pointer, count, count]
+    compiled.penstock_row_engine_cache.restype = flag
+    compiled.penstock_row_engine_update.argtypes = [pointer, pointer, count, pointer, count]
+    compiled.penstock_row_engine_update.restype = None
+    compiled.penstock_read_rows.argtypes = [
+        *(pointer, flag, count, count, count, count, count),
+        *(pointer, flag, count, flag, pointer, count, count, count, count, pointer),
+    ]
+    compiled.penstock_read_rows.restype = None
+    compiled.penstock_write_rows.argtypes = [
+        *(flag, count, count, count, count, count),
+        *(pointer, count, pointer, pointer),
+    ]
+    compiled.penstock_write_rows.restype = None
+    return compiled

@@ -1,0 +1,60 @@
+"""What was gathered from a table, and where it came from, in numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any
+
+from penstock.tables import report_table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnifiedReport:
+    """The account of a table since it was made, over all tensors that share it in this process."""
+
+    num_gathers: int
+    """Batches of rows."""
+    num_rows_gathered: int
+    """Rows in them, each as often as it was asked for."""
+    gathered_bytes: int
+    """Bytes of those rows."""
+    num_reads: int
+    """Reads from the file."""
+    bytes_read: int
+    """What those brought, with what lay between the rows."""
+    num_cache_hits: int
+    """Different rows of a batch that the cache had."""
+    num_cache_misses: int
+    """Different rows of a batch that it had not; zero where there is no cache."""
+    cache_bytes: int
+    """Budget of the cache."""
+    tier: str
+    """Where the table lies: "host" or "file"."""
+    method: str
+    """How rows are gathered: "cpp" or "torch" in memory, "io_uring", "threads" or "python" of a
+    file."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain data, for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        return report_table(self, title="penstock.unified")
+
+
+class Counters:
+    """Sums that several threads add to."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: dict[str, int] = {}
+
+    def add(self, **amounts: int) -> None:
+        """Add to each of the named sums."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._sums[name] = self._sums.get(name, 0) + amount
+
+    def __getitem__(self, name: str) -> int:
+        return self._sums.get(name, 0)

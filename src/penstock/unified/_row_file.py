@@ -1,0 +1,288 @@
+"""Files that hold a table: where its rows lie in them.
+
+Three formats are read: NumPy's `.npy`, one tensor of a `.safetensors` file, and Penstock's own,
+whose rows never cross a page if they fit into one, so that a random row costs one read of one page.
+
+The native format, version 1: the first 4096 bytes hold 8 bytes of magic, the length of a JSON text
+(unsigned, 4 bytes, little endian), its CRC-32 (the same) and the text: `shape`, `dtype` (as torch
+names it, without "torch."), `rows_per_block` and `block_bytes`. The rows begin at byte 4096: row r
+at 4096 + (r // rows_per_block) * block_bytes + (r % rows_per_block) * row_bytes. Numbers are little
+endian. What lies between rows is zero.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import errno
+import json
+import math
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.errors import StoreError, StoreFullError, StoreUnavailableError
+from penstock.units import format_bytes
+
+PAGE_BYTES = 4096
+_MAGIC = b"PENSTOCK"
+_VERSION = 1
+FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_MAX_HEADER_BYTES = 64 * 2**20  # of a foreign file: more than this is no header
+_NUMPY_KINDS = {
+    "f2": torch.float16,
+    "f4": torch.float32,
+    "f8": torch.float64,
+    "i1": torch.int8,
+    "i2": torch.int16,
+    "i4": torch.int32,
+    "i8": torch.int64,
+    "u1": torch.uint8,
+    "b1": torch.bool,
+    "c8": torch.complex64,
+    "c16": torch.complex128,
+}
+_SAFETENSORS_KINDS = {
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowLayout:
+    """Where the rows of a table lie in a file."""
+
+    path: str
+    """The file."""
+    shape: tuple[int, ...]
+    """(num_rows, *row)."""
+    dtype: torch.dtype
+    """Of the elements."""
+    offset: int
+    """Byte at which the first row begins."""
+    rows_per_block: int = 1
+    """Rows that lie side by side."""
+    block_bytes: int
+    """From the first row of a block to the first row of the next."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table."""
+        return self.shape[0]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    def row_offset(self, row: int) -> int:
+        """Byte at which a row begins."""
+        block, place = divmod(row, self.rows_per_block)
+        return self.offset + block * self.block_bytes + place * self.row_bytes
+
+    @property
+    def end(self) -> int:
+        """Byte behind the last row."""
+        return self.row_offset(self.num_rows - 1) + self.row_bytes if self.num_rows else self.offset
+
+
+def open_layout(source: str | os.PathLike[str]) -> RowLayout:
+    """Read the header of a file and check that its rows are all there.
+
+    Args:
+        source: a path ending in ".npy", or "file.safetensors#name", or a file in the native format.
+
+    Raises:
+        StoreUnavailableError: there is no such file, or no such tensor in it.
+        StoreError: the file is not what its name or its header says; the message tells.
+    """
+    path, key = split_source(os.fspath(source))
+    try:
+        with open(path, "rb") as file:
+            if path.endswith(".safetensors"):
+                layout = _safetensors_layout(file, path, key)
+            elif path.endswith(".npy"):
+                layout = _npy_layout(file, path)
+            else:
+                layout = _native_layout(file, path)
+            num_bytes = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise StoreUnavailableError(
+            f"{path} cannot be opened: {os.strerror(error.errno or 0)}",
+            path=path,
+            errno=error.errno,
+        ) from error
+    if num_bytes < layout.end:
+        raise StoreError(
+            f"{path} is shorter than its header says: a table of shape {layout.shape} and "
+            f"{layout.dtype} ends at byte {layout.end}, but the file has {num_bytes}. It was "
+            "truncated, or its copying was not finished.",
+            path=path,
+            offset=num_bytes,
+        )
+    return layout
+
+
+def split_source(source: str) -> tuple[str, str]:
+    """The file and, of a .safetensors file, the tensor in it."""
+    path, mark, key = source.rpartition(".safetensors#")
+    return (path + mark[:-1], key) if mark else (source, "")
+
+
+def native_layout(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> RowLayout:
+    """How the native format lays out a table."""
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    per_block = max(1, PAGE_BYTES // max(row_bytes, 1)) if row_bytes <= PAGE_BYTES else 1
+    block_bytes = PAGE_BYTES if row_bytes <= PAGE_BYTES else -(-row_bytes // 512) * 512
+    return RowLayout(
+        path=path,
+        shape=shape,
+        dtype=dtype,
+        offset=PAGE_BYTES,
+        rows_per_block=per_block,
+        block_bytes=block_bytes,
+    )
+
+
+def create(path: str | os.PathLike[str], shape: tuple[int, ...], dtype: torch.dtype) -> RowLayout:
+    """Make a native file of zeroes, with its space allocated.
+
+    Raises:
+        StoreUnavailableError: the file exists, or its directory cannot be written to.
+        StoreFullError: the file system has no room.
+    """
+    layout = native_layout(os.fspath(path), shape, dtype)
+    text = json.dumps(
+        {
+            "version": _VERSION,
+            "shape": list(shape),
+            "dtype": str(dtype).removeprefix("torch."),
+            "rows_per_block": layout.rows_per_block,
+            "block_bytes": layout.block_bytes,
+        }
+    ).encode()
+    header = _MAGIC + struct.pack("<II", len(text), zlib.crc32(text)) + text
+    num_blocks = -(-layout.num_rows // layout.rows_per_block)
+    num_bytes = layout.offset + num_blocks * layout.block_bytes
+    try:
+        with open(layout.path, "xb") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+                file.write(header.ljust(PAGE_BYTES, b"\0"))
+            except BaseException:
+                os.unlink(layout.path)
+                raise
+    except FileExistsError as error:
+        raise StoreUnavailableError(
+            f"{layout.path} exists; give another path, or open it with penstock.unify",
+            path=layout.path,
+            errno=error.errno,
+        ) from error
+    except OSError as error:
+        kind = StoreFullError if error.errno in FULL_ERRORS else StoreUnavailableError
+        raise kind(
+            f"{layout.path}: a table of {format_bytes(num_bytes)} cannot be made there: "
+            f"{os.strerror(error.errno or 0)}",
+            path=layout.path,
+            errno=error.errno,
+        ) from error
+    return layout
+
+
+def _wrong(path: str, problem: str) -> StoreError:
+    return StoreError(f"{path} {problem}", path=path)
+
+
+def _native_layout(file: Any, path: str) -> RowLayout:
+    header = file.read(PAGE_BYTES)
+    if header[:8] != _MAGIC:
+        raise _wrong(path, "is no table: expected .npy, .safetensors#name or the native format")
+    num_bytes, checksum = struct.unpack("<II", header[8:16])
+    text = header[16 : 16 + num_bytes]
+    if len(text) != num_bytes or zlib.crc32(text) != checksum:
+        raise _wrong(path, "has a damaged header: its checksum is wrong")
+    fields = json.loads(text)
+    if fields["version"] != _VERSION:
+        raise _wrong(path, f"has version {fields['version']}; this Penstock reads {_VERSION}")
+    return RowLayout(
+        path=path,
+        shape=tuple(fields["shape"]),
+        dtype=getattr(torch, fields["dtype"]),
+        offset=PAGE_BYTES,
+        rows_per_block=fields["rows_per_block"],
+        block_bytes=fields["block_bytes"],
+    )
+
+
+def _npy_layout(file: Any, path: str) -> RowLayout:
+    """NumPy's format, versions 1 to 3."""
+    start = file.read(12)
+    if start[:6] != b"\x93NUMPY" or start[6] not in (1, 2, 3):
+        raise _wrong(path, "is no .npy file: its first bytes are wrong")
+    long = start[6] > 1
+    num_bytes = struct.unpack("<I", start[8:12])[0] if long else struct.unpack("<H", start[8:10])[0]
+    begin = 12 if long else 10
+    if num_bytes > _MAX_HEADER_BYTES:
+        raise _wrong(path, f"is no .npy file: a header of {num_bytes} bytes")
+    file.seek(begin)
+    try:
+        fields = ast.literal_eval(file.read(num_bytes).decode("utf-8" if long else "latin-1"))
+        kind, fortran, shape = fields["descr"], fields["fortran_order"], tuple(fields["shape"])
+    except (ValueError, SyntaxError, KeyError, TypeError) as error:
+        raise _wrong(path, f"has a damaged header: {error}") from error
+    if not isinstance(kind, str) or kind[0] == ">" or kind[1:] not in _NUMPY_KINDS:
+        raise _wrong(path, f"has elements of dtype {kind!r}, which tables do not hold")
+    if fortran and len(shape) > 1:
+        raise _wrong(path, "is in Fortran order, so its rows are in pieces; save it in C order")
+    return _plain_layout(path, shape, _NUMPY_KINDS[kind[1:]], begin + num_bytes)
+
+
+def _safetensors_layout(file: Any, path: str, key: str) -> RowLayout:
+    """One tensor of a file in Hugging Face's format."""
+    if not key:
+        raise ValueError(f"source={path!r}: which tensor of it? Write {path}#name")
+    start = file.read(8)
+    num_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER_BYTES + 1
+    if num_bytes > _MAX_HEADER_BYTES:
+        raise _wrong(path, "is no .safetensors file: its first bytes are wrong")
+    try:
+        entries = json.loads(file.read(num_bytes))
+    except ValueError as error:
+        raise _wrong(path, f"has a damaged header: {error}") from error
+    names = sorted(name for name in entries if name != "__metadata__")
+    if key not in names:
+        some = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+        raise StoreUnavailableError(f"{path} has no tensor {key!r}; it has {some}", path=path)
+    entry = entries[key]
+    if entry["dtype"] not in _SAFETENSORS_KINDS:
+        raise _wrong(path, f"holds {key!r} as {entry['dtype']}, which tables do not hold")
+    dtype, shape = _SAFETENSORS_KINDS[entry["dtype"]], tuple(entry["shape"])
+    begin, end = entry["data_offsets"]
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise _wrong(path, f"has a damaged header: {key!r} has {end - begin} bytes")
+    return _plain_layout(path, shape, dtype, 8 + num_bytes + begin)
+
+
+def _plain_layout(path: str, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> RowLayout:
+    """Rows without a gap."""
+    if not shape:
+        raise _wrong(path, "holds a scalar, not a table of shape (num_rows, *row)")
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    return RowLayout(path=path, shape=shape, dtype=dtype, offset=offset, block_bytes=row_bytes)
+
+
+def is_path(source: object) -> bool:
+    """Whether `source` names a file."""
+    return isinstance(source, str | Path | os.PathLike)
