@@ -177,7 +177,8 @@ def rows_of(
             ours["growth_bytes"] / theirs["growth_bytes"]
             for ours, theirs in zip(runs, stock, strict=True)
         ]
-        report = runs[-1].get("report") or {}
+        report = dict(runs[-1].get("report") or {})
+        report.pop("store", None)  # a directory of the machine, gone by now
         cpu = [statistics.median(run["cpu_seconds"]) for run in runs]
         extra = {
             "time_ratio_median": statistics.median(ratios),

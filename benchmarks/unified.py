@@ -3,13 +3,14 @@
     python benchmarks/unified.py                     # the grid, in memory
     python benchmarks/unified.py --part file         # random rows of a file with a cold cache
 
-All arms of a case gather the same rows into the same buffer, one after the other, in an order that
-alternates; every repetition has new rows, so that nothing is in the caches by chance. Ratios are
-taken within a repetition.
+All arms of a case gather into the same buffer, one after the other, in an order that alternates.
+Every time the rows are new ones, drawn alike, so that no arm finds in the caches what another has
+left there. Ratios are taken within a repetition.
 """
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import statistics
@@ -45,13 +46,14 @@ def indices(kind: str, count: int, num_rows: int, generator: np.random.Generator
 
 
 def measured(
-    arms: dict[str, Arm], batches: list[torch.Tensor], out: torch.Tensor
+    arms: dict[str, Arm], draw: Callable[[], torch.Tensor], out: torch.Tensor, repetitions: int
 ) -> dict[str, list[float]]:
-    """Seconds of every arm for every batch; the first batch warms up."""
+    """Seconds of every arm, each time for indices that `draw` has made; one more warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for number, batch in enumerate(batches):
+    for number in range(repetitions + 1):
         order = list(arms) if number % 2 == 0 else list(reversed(arms))
         for name in order:
+            batch = draw()
             start = time.perf_counter()
             arms[name](batch, out)
             if number:
@@ -91,11 +93,8 @@ def memory_rows(row_bytes: int, table_bytes: int, where: Any) -> list[BenchmarkR
             continue
         out = torch.zeros(count, width)
         for kind in ("uniform", "zipf"):
-            batches = [
-                indices(kind, count, num_rows, generator)
-                for _ in range(repetitions_of(num_bytes) + 1)
-            ]
-            seconds = measured(arms, batches, out)
+            draw = functools.partial(indices, kind, count, num_rows, generator)
+            seconds = measured(arms, draw, out, repetitions_of(num_bytes))
             case = f"{format_bytes(table_bytes)} table, {row_bytes} B rows, {count} {kind}"
             rows += rows_of(case, seconds, "index_select", num_bytes, where)
     return rows

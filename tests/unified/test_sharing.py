@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from penstock.unified import UnifiedTensor, unify
+from penstock.errors import CapacityError
+from penstock.unified import UnifiedTensor, _host_memory, unify
 
 
 class Rows(Dataset):
@@ -43,11 +44,40 @@ def add_one(table: UnifiedTensor) -> None:
 def test_what_a_child_writes_its_parent_sees(method):
     context = torch.multiprocessing.get_context(method)
     table = unify(torch.zeros(8, 4))
+    if method == "fork":  # nothing is sent that way
+        table.share_memory_()
     child = context.Process(target=add_one, args=(table,))
     child.start()
     child.join(60)
     assert child.exitcode == 0
     assert torch.equal(table.cpu(), torch.ones(8, 4))
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 1024, 40_000])
+def test_a_table_moves_into_shared_memory_where_it_is(num_rows, monkeypatch):
+    monkeypatch.setattr(_host_memory, "_CHUNK_BYTES", 1 << 20)  # several chunks
+    content = torch.randn(num_rows, 17)
+    table = unify(content)
+    plain, address = table.cpu(), table.data_ptr()
+    assert not table.is_shared()
+    assert table.share_memory_() is table and table.share_memory_() is table
+    assert table.is_shared() and table.data_ptr() == address
+    assert torch.equal(plain, content) and torch.equal(table.cpu(), content)
+    table.zero_()
+    assert not plain.any()
+
+
+def test_sharing_without_memory_says_so(monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    table = unify(torch.ones(5, 5))
+    with monkeypatch.context() as patch:
+        patch.setattr(_host_memory.os, "pwrite", full)
+        with pytest.raises(CapacityError, match="No space left"):
+            table.share_memory_()
+    assert torch.equal(table.cpu(), torch.ones(5, 5))
+    assert table.share_memory_().is_shared()
 
 
 def test_descriptors_and_mappings_end_with_the_table():
@@ -56,10 +86,10 @@ def test_descriptors_and_mappings_end_with_the_table():
         with open("/proc/self/maps") as maps:
             return len(os.listdir("/proc/self/fd")), maps.read().count("penstock-table")
 
-    unify(torch.zeros(4, 4))  # what is opened once stays open
+    unify(torch.zeros(4, 4)).share_memory_()  # what is opened once stays open
     before = counted()
     for _ in range(20):
-        table = unify(torch.zeros(1000, 4))
+        table = unify(torch.zeros(1000, 4)).share_memory_()
         plain = table.cpu()
         del table
         assert not plain.any()  # the memory lives as long as a tensor over it

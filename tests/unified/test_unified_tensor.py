@@ -91,10 +91,10 @@ def test_what_it_looks_like(source):
     u = unify(source)
     assert isinstance(u, UnifiedTensor) and isinstance(u, torch.Tensor)
     assert (len(u), u.shape, u.dtype, u.dim(), u.numel()) == (50, (50, 6), torch.float32, 2, 300)
-    assert u.device.type == "cpu" and u.is_contiguous() and u.is_leaf and u.is_shared()
+    assert u.device.type == "cpu" and u.is_contiguous() and u.is_leaf
     assert u.data_ptr() % 4096 == 0
     assert repr(u) == "UnifiedTensor(shape=(50, 6), dtype=torch.float32, device='cpu')"
-    assert u.contiguous() is u and u.pin_memory() is u and u.share_memory_() is u
+    assert u.contiguous() is u and u.pin_memory() is u
     assert u.to("cpu") is u and u.to(torch.float32) is u and u.float() is u
     assert u.cpu().data_ptr() == u.data_ptr()
     assert np.array_equal(np.asarray(u), source.numpy())
@@ -157,6 +157,9 @@ def test_a_table_that_does_not_fit_says_what_to_do(monkeypatch):
     monkeypatch.setattr(_host_memory, "_madvise", lambda *_: 12)
     with pytest.raises(CapacityError, match="does not fit into memory: Cannot allocate memory"):
         empty((1024, 1024))
+    monkeypatch.undo()
+    with pytest.raises(CapacityError, match=r"table of 4\.00 TiB does not fit .* are available"):
+        empty((1 << 20, 1 << 20))
 
 
 def test_gather_rows(source):
@@ -175,6 +178,8 @@ def test_gather_rows(source):
         u.gather_rows(torch.ones(3))
     with pytest.raises(IndexError, match=r"index\[1\] is -1, but the table has 50 rows"):
         u.gather_rows(torch.tensor([0, -1]))
+    with pytest.raises(IndexError, match=r"index\[1\]\[0\] is 50, but the table has 50 rows"):
+        u.gather_rows(torch.tensor([[0, 1], [50, 3]]))
 
 
 @pytest.mark.parametrize(

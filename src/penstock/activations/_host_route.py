@@ -20,7 +20,6 @@ from typing import Any, Protocol
 import torch
 
 from penstock.activations._routes import Declined
-from penstock.errors import PenstockError
 from penstock.memory import (
     ExtentFile,
     Ledger,
@@ -29,6 +28,7 @@ from penstock.memory import (
     StagingPool,
     StoredSpan,
     Tier,
+    available_ram,
 )
 
 _PAGE = 4096
@@ -103,7 +103,7 @@ class HostRoute:
         self._ledger = ledger
         self._copies = copies
         self._file = file
-        budget = _available_ram() if host_memory is None else host_memory
+        budget = int(available_ram() * _DEFAULT_SHARE) if host_memory is None else host_memory
         self._bounce_bytes = 0
         if file is not None:
             self._bounce_bytes = min(
@@ -296,14 +296,3 @@ class HostRoute:
                 if token is not None:
                     self._copies.finish(token)
             return tokens[0]
-
-
-def _available_ram() -> int:
-    """Half of the RAM that is available now, in bytes."""
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(int(line.split()[1]) * 1024 * _DEFAULT_SHARE)
-    raise PenstockError(
-        "host_memory=None: /proc/meminfo does not say how much RAM is available; give host_memory."
-    )

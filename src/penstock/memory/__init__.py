@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.memory._extent_file import Extent, ExtentFile, StoredSpan
 from penstock.memory._extents import ExtentAllocator
 from penstock.memory._ledger import Ledger, Span, Timeline
+from penstock.memory._ram import available_ram, installed_ram
 from penstock.memory._staging import StagingBuffer, StagingPool
 from penstock.memory._store import FileStore
 from penstock.memory._throttle import Throttle
@@ -37,6 +38,8 @@ __all__ = [
     "Tier",
     "TierProfile",
     "Timeline",
+    "available_ram",
+    "installed_ram",
     "probe",
 ]
 

@@ -21,6 +21,7 @@ from penstock.memory._extent_file import Extent, ExtentFile, reserved_bytes
 from penstock.memory._extents import ALIGNMENT_BYTES
 from penstock.memory._profile import LinkProfile, MachineProfile, TierProfile
 from penstock.memory._profile_cache import cache_entry
+from penstock.memory._ram import installed_ram
 from penstock.memory._raw_memory import address_of, copy_bytes
 from penstock.memory._store import FileStore
 from penstock.memory._tiers import Link, Tier
@@ -206,7 +207,7 @@ def _repeat(run: Callable[[], int]) -> LinkProfile:
 def _tiers(device: _Device, store: FileStore | None) -> dict[Tier, TierProfile]:
     tiers = {Tier.DEVICE: TierProfile(device.capacity_bytes)}
     if device.kind == "cuda":
-        tiers[Tier.HOST] = TierProfile(_ram_bytes())
+        tiers[Tier.HOST] = TierProfile(installed_ram())
     if store is not None:
         statistics = os.statvfs(store.path)
         free = statistics.f_bavail * statistics.f_frsize
@@ -222,7 +223,7 @@ def _device() -> _Device:
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         return _Device("cuda", properties.name, properties.total_memory)
-    return _Device("cpu", _processor_name(), _ram_bytes())
+    return _Device("cpu", _processor_name(), installed_ram())
 
 
 def _num_cores() -> int:
@@ -239,14 +240,3 @@ def _processor_name() -> str:
     except FileNotFoundError:
         return platform.machine()  # a system without /proc
     return platform.machine()
-
-
-def _ram_bytes() -> int:
-    """Return the RAM in bytes, or the limit of the control group where that is lower."""
-    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-            limit = file.read().strip()
-    except OSError:
-        return installed  # no control group, or one that cannot be read: no limit is known
-    return min(installed, int(limit)) if limit.isdigit() else installed

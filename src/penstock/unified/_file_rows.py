@@ -63,7 +63,7 @@ class RowReader:
         self.method = "python" if self._library is None else self._start_engine()
 
     def gather(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool = False) -> None:
-        """`out[i] = table[index[i]]`, of shapes (n,) and (n, *row), both on the CPU.
+        """`out[i] = table[index[i]]`; `out` has shape (*index.shape, *row) and is contiguous.
 
         Raises:
             IndexError: an index is out of range; the message names it. `out` is then undefined.
@@ -93,7 +93,6 @@ class RowReader:
             index.numel(),
             negative,
             out.data_ptr(),
-            out.stride(0) * out.element_size(),
             self._alignment,
             self._max_read_bytes,
             _GAP_BYTES,
@@ -156,7 +155,8 @@ class RowReader:
     def _gather_in_python(self, index: torch.Tensor, out: torch.Tensor) -> None:
         """A read per row, through the page cache."""
         layout = self.layout
-        rows = out.reshape(index.numel(), -1).view(torch.uint8).numpy()
+        index = index.view(-1)
+        rows = out.view(index.numel(), -1).view(torch.uint8).numpy()
 
         def read(position: int) -> None:
             row = int(index[position])
@@ -218,7 +218,7 @@ def library() -> ctypes.CDLL | None:
     compiled.penstock_row_engine_update.restype = None
     compiled.penstock_read_rows.argtypes = [
         *(pointer, flag, count, count, count, count, count),
-        *(pointer, flag, count, flag, pointer, count, count, count, count, pointer),
+        *(pointer, flag, count, flag, pointer, count, count, count, pointer),
     ]
     compiled.penstock_read_rows.restype = None
     compiled.penstock_write_rows.argtypes = [

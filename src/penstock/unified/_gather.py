@@ -79,26 +79,22 @@ def check_index(index: Any) -> torch.Tensor:
 
 
 def _check_out(table: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
-    shape = (*index.shape, *table.shape[1:])
+    shape = index.shape + table.shape[1:]
     if out.dtype != table.dtype:
         raise TypeError(f"out: expected {table.dtype}, as the table has, got {out.dtype}")
-    if tuple(out.shape) != shape:
-        raise ValueError(f"out: expected shape {shape}, got {tuple(out.shape)}")
+    if out.shape != shape:
+        raise ValueError(f"out: expected shape {tuple(shape)}, got {tuple(out.shape)}")
 
 
 def _gathered(
     table: UnifiedTensor, index: torch.Tensor, out: torch.Tensor | None, negative: bool
 ) -> torch.Tensor:
-    row = table.shape[1:]
-    if out is None:
-        out = torch.empty((*index.shape, *row), dtype=table.dtype)
-    if out.is_contiguous():
-        table._table.gather(index.reshape(-1), out.view(-1, *row), negative=negative)
-    else:
-        rows = torch.empty((index.numel(), *row), dtype=table.dtype)
-        table._table.gather(index.reshape(-1), rows, negative=negative)
-        out.copy_(rows.view(out.shape))
-    return out
+    if out is not None and out.is_contiguous():
+        table._table.gather(index, out, negative=negative)
+        return out
+    rows = torch.empty(index.shape + table.shape[1:], dtype=table.dtype)
+    table._table.gather(index, rows, negative=negative)
+    return rows if out is None else out.copy_(rows)
 
 
 class _Gather(torch.autograd.Function):

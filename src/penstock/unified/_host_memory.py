@@ -1,7 +1,9 @@
-"""Memory for tables: page-aligned, shared between processes, touched before it is used.
+"""Memory for tables: page-aligned, in huge pages, touched before it is used; shared when needed.
 
-It is a mapping of a file in memory (`memfd_create`), so that another process can map the same bytes
-by a descriptor, and so that a fork does not turn it into two copies.
+Random rows of a large table miss the processor's translation cache on every row, so huge pages
+decide how fast they are gathered. Linux gives them to private memory for the asking, to shared
+memory mostly not. So a table begins as private memory, and moves into shared memory, without
+changing its address, when it is first sent to another process, as PyTorch moves tensors.
 """
 
 from __future__ import annotations
@@ -10,45 +12,116 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from penstock.errors import CapacityError
+from penstock.memory import available_ram
 from penstock.units import format_bytes
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _HUGEPAGE = 14  # MADV_HUGEPAGE
-_CHUNK_BYTES = 64 * 2**20  # touched by one thread at a time
+_MAP_FIXED = 0x10
+_HUGE_BYTES = 2 * 2**20
+_CHUNK_BYTES = 64 * 2**20  # touched, or moved, at a time
 _LONG_BYTES = 8 * 2**30  # touching more than this is worth a progress bar
 _PAGE_BYTES = mmap.PAGESIZE
 
 
-class SharedMemory:
-    """`num_bytes` bytes of zeroes, page-aligned, that other processes can map.
+class TableMemory:
+    """`num_bytes` bytes of zeroes, page-aligned, that other processes can be given.
 
     Attributes:
-        address: Where it begins; valid while this object or a tensor over it lives.
         num_bytes: Its length.
-        descriptor: Of the file in memory; closed with this object.
+        address: Where it begins, for as long as this object or a tensor over it lives.
+        descriptor: Of the file in memory, once it is shared; closed with this object. Else None.
     """
 
-    def __init__(self, num_bytes: int, *, descriptor: int | None = None) -> None:
-        """Make new memory, or map that of `descriptor`, which then belongs to this object."""
+    def __init__(self, num_bytes: int) -> None:
+        """Make private memory.
+
+        Raises:
+            CapacityError: there is not that much.
+        """
+        if num_bytes > available_ram():
+            raise _does_not_fit(num_bytes, f"{format_bytes(available_ram())} are available")
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        mapping = mmap.mmap(-1, _whole_pages(num_bytes) + _HUGE_BYTES, flags=flags)
+        everything = torch.frombuffer(mapping, dtype=torch.uint8)
+        gap = -everything.data_ptr() % _HUGE_BYTES
+        self._adopt(everything[gap : gap + num_bytes], num_bytes, None)
+        _madvise(self.address, _whole_pages(num_bytes), _HUGEPAGE)  # where the kernel allows it
+
+    @classmethod
+    def attached(cls, descriptor: int, num_bytes: int) -> TableMemory:
+        """The memory that another process has shared; `descriptor` belongs to it from now on."""
+        memory = cls.__new__(cls)
+        mapping = mmap.mmap(descriptor, _whole_pages(num_bytes))
+        memory._adopt(
+            torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes], num_bytes, descriptor
+        )
+        return memory
+
+    def _adopt(self, content: torch.Tensor, num_bytes: int, descriptor: int | None) -> None:
+        self._content = content
+        self._lock = threading.Lock()
         self.num_bytes = num_bytes
-        self.descriptor = _new_file(num_bytes) if descriptor is None else descriptor
-        self._mapping = mmap.mmap(self.descriptor, max(num_bytes, 1))
-        self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
-        self.address = self._bytes.data_ptr()
-        _madvise(self.address, max(num_bytes, 1), _HUGEPAGE)  # where the kernel allows it
+        self.address = content.data_ptr()
+        self.descriptor = descriptor
 
     def __del__(self) -> None:
-        os.close(self.descriptor)  # the mapping lives on in the tensors over it
+        descriptor = getattr(self, "descriptor", None)
+        if descriptor is not None:
+            os.close(descriptor)  # the mapping lives on in the tensors over it
+
+    def share(self) -> int:
+        """Make the memory one that other processes can map; returns its descriptor.
+
+        Nobody may write to it meanwhile. What is already shared stays as it is.
+
+        Raises:
+            CapacityError: there is not enough memory to move a part of it.
+        """
+        with self._lock:
+            if self.descriptor is None:
+                descriptor = os.memfd_create("penstock-table", os.MFD_CLOEXEC)
+                try:
+                    os.truncate(descriptor, _whole_pages(self.num_bytes))
+                    for start in range(0, self.num_bytes, _CHUNK_BYTES):
+                        self._move(start, descriptor)
+                except OSError as error:
+                    os.close(descriptor)  # what was moved already stays mapped and is moved again
+                    raise _does_not_fit(self.num_bytes, str(error)) from error
+                self.descriptor = descriptor
+            return self.descriptor
+
+    def _move(self, start: int, descriptor: int) -> None:
+        """Copy a chunk into the file, and map that in its place."""
+        num_bytes = min(_CHUNK_BYTES, self.num_bytes - start)
+        content = self._content[start : start + num_bytes].numpy().data
+        written = 0
+        while written < num_bytes:
+            written += os.pwrite(descriptor, content[written:], start + written)
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        mapped = libc.mmap(
+            ctypes.c_void_p(self.address + start),
+            ctypes.c_size_t(_whole_pages(num_bytes)),
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            mmap.MAP_SHARED | _MAP_FIXED,
+            descriptor,
+            ctypes.c_long(start),
+        )
+        if mapped != self.address + start:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The memory as a contiguous tensor on the CPU, which keeps it mapped."""
-        return self._bytes[: self.num_bytes].view(dtype).view(shape)
+        return self._content.view(dtype).view(shape)
 
     def touch(self) -> None:
         """Have the kernel give all pages now, by several threads; a bar is shown for long ones.
@@ -65,25 +138,23 @@ class SharedMemory:
         num_bytes = min(_CHUNK_BYTES, self.num_bytes - start)
         number = _madvise(self.address + start, num_bytes, _POPULATE_WRITE)
         if number == errno.EINVAL:  # an older kernel
-            for offset in range(start, start + num_bytes, _PAGE_BYTES):
-                self._mapping[offset] = self._mapping[offset]
+            self._content[start : start + num_bytes : _PAGE_BYTES].zero_()
         elif number:
-            raise CapacityError(
-                f"a table of {format_bytes(self.num_bytes)} does not fit into memory: "
-                f"{os.strerror(number)}. Give a smaller table, raise the memory limit of this "
-                "container, or keep the table in a file: penstock.unify('table.npy')."
-            )
+            raise _does_not_fit(self.num_bytes, os.strerror(number))
         return num_bytes
 
 
-def _new_file(num_bytes: int) -> int:
-    descriptor = os.memfd_create("penstock-table", os.MFD_CLOEXEC)
-    try:
-        os.truncate(descriptor, max(num_bytes, 1))
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+def _does_not_fit(num_bytes: int, why: str) -> CapacityError:
+    return CapacityError(
+        f"a table of {format_bytes(num_bytes)} does not fit into memory: {why}. Give a smaller "
+        "table, raise the memory limit of this container, or keep the table in a file: "
+        'penstock.unify("table.npy").'
+    )
+
+
+def _whole_pages(num_bytes: int) -> int:
+    """At least one."""
+    return max(1, -(-num_bytes // _PAGE_BYTES)) * _PAGE_BYTES
 
 
 def _madvise(address: int, num_bytes: int, advice: int) -> int:

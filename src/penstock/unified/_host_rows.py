@@ -11,6 +11,7 @@ import functools
 import logging
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from penstock.codegen import load_library
@@ -37,8 +38,8 @@ def gather_rows(
 
     Args:
         table: on the CPU, shape (num_rows, *row); rows contiguous, at any distance.
-        index: on the CPU, integers of shape (n,).
-        out: on the CPU, shape (n, *row), of the table's dtype; rows contiguous.
+        index: on the CPU, integers of any shape.
+        out: on the CPU, shape (*index.shape, *row), of the table's dtype; contiguous.
         negative: whether indices below zero count from the end.
 
     Raises:
@@ -47,13 +48,14 @@ def gather_rows(
     index = as_index(index)
     library = _library()
     if library is None:
-        torch.index_select(table, 0, checked_index(index, table.shape[0], negative), out=out)
+        index = checked_index(index.view(-1), table.shape[0], negative)
+        rows = out.view(index.numel(), *table.shape[1:])
+        torch.index_select(table, 0, index, out=rows)
         return
     num_bytes = out.numel() * out.element_size()
     bad = library.penstock_gather_rows(
         *_arguments(table, index, negative, num_bytes),
         out.data_ptr(),
-        out.stride(0) * out.element_size() if out.dim() else 0,
         num_bytes >= _STREAM_BYTES,
     )
     if bad >= 0:
@@ -122,7 +124,7 @@ def _arguments(
     """What all functions of the library begin with; `num_bytes` will be moved."""
     num_rows = table.shape[0]
     element_bytes = table.element_size()
-    row_bytes = table[0].numel() * element_bytes if num_rows else 0
+    row_bytes = table.numel() // num_rows * element_bytes if num_rows else 0
     return (
         table.data_ptr(),
         num_rows,
@@ -152,8 +154,9 @@ def checked_index(index: torch.Tensor, num_rows: int, negative: bool) -> torch.T
 
 def out_of_range(index: torch.Tensor, position: int, num_rows: int) -> IndexError:
     """The error that names an index."""
+    place = "".join(f"[{int(each)}]" for each in np.unravel_index(position, index.shape))
     return IndexError(
-        f"index[{position}] is {int(index[position])}, but the table has {num_rows} rows"
+        f"index{place} is {int(index.view(-1)[position])}, but the table has {num_rows} rows"
     )
 
 
@@ -166,7 +169,7 @@ def _library() -> ctypes.CDLL | None:
         return None
     pointer, count, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     common = [pointer, count, count, count, pointer, flag, count, flag, flag]
-    library.penstock_gather_rows.argtypes = [*common, pointer, count, flag]
+    library.penstock_gather_rows.argtypes = [*common, pointer, flag]
     library.penstock_put_rows.argtypes = [*common, pointer, count]
     library.penstock_add_rows.argtypes = [*common, pointer, count, ctypes.c_double, flag]
     for function in ("gather", "put", "add"):

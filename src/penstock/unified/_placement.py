@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from penstock.unified._gather import INTEGERS, gather
+from penstock.unified._tables import FileTable, HostTable
 from penstock.unified._tensor import (
     FileTensor,
     UnifiedTensor,
@@ -164,8 +165,14 @@ def _same(func: Operation, table: Any, *args: Any, **kwargs: Any) -> Any:
     return table
 
 
-def _true(func: Operation, table: Any, *args: Any, **kwargs: Any) -> bool:
-    return True
+def _share(func: Operation, table: Any) -> Any:
+    if isinstance(table._table, HostTable):
+        table._table.memory.share()
+    return table
+
+
+def _is_shared(func: Operation, table: Any) -> bool:
+    return isinstance(table._table, FileTable) or table._table.memory.descriptor is not None
 
 
 def _detach(func: Operation, table: Any) -> Any:
@@ -246,14 +253,14 @@ RULES = (
         handlers={_T.cpu: _plain},
     ),
     Rule(
-        operations=("u.contiguous()", "u.pin_memory()", "u.share_memory_()"),
+        operations=("u.contiguous()", "u.pin_memory()"),
         result="u itself: it is that already",
-        handlers={_T.contiguous: _same, _T.pin_memory: _same, _T.share_memory_: _same},
+        handlers={_T.contiguous: _same, _T.pin_memory: _same},
     ),
     Rule(
-        operations=("u.is_shared()",),
-        result="True",
-        handlers={_T.is_shared: _true},
+        operations=("u.share_memory_()", "u.is_shared()"),
+        result="u itself, moved to where other processes see what is written; whether it was",
+        handlers={_T.share_memory_: _share, _T.is_shared: _is_shared},
     ),
     Rule(
         operations=("u.clone()", "copy.deepcopy(u)", "u.cuda()"),

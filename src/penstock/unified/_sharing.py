@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from penstock.unified._host_memory import SharedMemory
+from penstock.unified._host_memory import TableMemory
 from penstock.unified._tables import HostTable
 from penstock.unified._tensor import (
     UnifiedTensor,
@@ -21,14 +21,14 @@ def _reduce(tensor: UnifiedTensor) -> Any:
     table = tensor._table
     assert isinstance(table, HostTable)
     memory, shape = table.memory, tuple(table.rows.shape)
-    content = (DupFd(memory.descriptor), memory.num_bytes, shape, tensor.dtype)
+    content = (DupFd(memory.share()), memory.num_bytes, shape, tensor.dtype)
     return _rebuild, (*content, tensor.requires_grad)
 
 
 def _rebuild(
     descriptor: Any, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool
 ) -> UnifiedTensor:
-    memory = SharedMemory(num_bytes, descriptor=descriptor.detach())
+    memory = TableMemory.attached(descriptor.detach(), num_bytes)
     return tensor_over(HostTable(memory, shape, dtype), requires_grad=requires_grad)
 
 

@@ -1,4 +1,4 @@
-"""Where a table's bytes lie: in host memory, shared between processes, or in a file."""
+"""Where a table's bytes lie: in host memory or in a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from penstock.unified import _host_rows
 from penstock.unified._file_rows import RowReader
-from penstock.unified._host_memory import SharedMemory
+from penstock.unified._host_memory import TableMemory
 from penstock.unified._host_rows import as_index, checked_index
 from penstock.unified._report import Counters, UnifiedReport
 from penstock.unified._row_file import open_layout
@@ -19,11 +19,11 @@ class HostTable:
     """A table in host memory.
 
     Attributes:
-        memory: What holds it; other processes map the same.
+        memory: What holds it.
         rows: All of it as a contiguous tensor on the CPU, of shape (num_rows, *row).
     """
 
-    def __init__(self, memory: SharedMemory, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, memory: TableMemory, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.memory = memory
         self.rows = memory.tensor(shape, dtype)
         self._counters = Counters()
@@ -31,14 +31,14 @@ class HostTable:
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: torch.dtype) -> HostTable:
         """A table of zeroes, whose pages are there."""
-        memory = SharedMemory(dtype.itemsize * math.prod(shape))
+        memory = TableMemory(dtype.itemsize * math.prod(shape))
         memory.touch()
         return cls(memory, shape, dtype)
 
     def gather(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool) -> None:
-        """`out[i] = table[index[i]]`, of shapes (n,) and (n, *row), both on the CPU."""
+        """`out[i] = table[index[i]]`; `out` has shape (*index.shape, *row) and is contiguous."""
         _host_rows.gather_rows(self.rows, index, out, negative=negative)
-        count_gather(self._counters, out)
+        count_gather(self._counters, index, out)
 
     def put(self, index: torch.Tensor, source: torch.Tensor, *, negative: bool) -> None:
         """`table[index[i]] = source[i]`; of several for one row the last one stays."""
@@ -67,9 +67,9 @@ class FileTable:
         self._writer: RowWriter | None = None
 
     def gather(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool) -> None:
-        """`out[i] = table[index[i]]`, of shapes (n,) and (n, *row), both on the CPU."""
+        """`out[i] = table[index[i]]`; `out` has shape (*index.shape, *row) and is contiguous."""
         self._reader.gather(index, out, negative=negative)
-        count_gather(self._counters, out)
+        count_gather(self._counters, index, out)
 
     def put(self, index: torch.Tensor, source: torch.Tensor, *, negative: bool) -> None:
         """`table[index[i]] = source[i]`; of several for one row the last one stays."""
@@ -109,9 +109,9 @@ class FileTable:
         )
 
 
-def count_gather(counters: Counters, out: torch.Tensor) -> None:
+def count_gather(counters: Counters, index: torch.Tensor, out: torch.Tensor) -> None:
     """Take note of a batch of rows."""
-    counters.add(num_gathers=1, num_rows=out.shape[0], num_bytes=out.numel() * out.element_size())
+    counters.add(num_gathers=1, num_rows=index.numel(), num_bytes=out.numel() * out.element_size())
 
 
 def report_of(

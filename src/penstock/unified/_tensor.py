@@ -9,18 +9,16 @@ whole table raises. `_placement.py` has the list.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from penstock.errors import WholeTableError
+from penstock.unified._gather import PendingRows, gather
 from penstock.unified._report import UnifiedReport
 from penstock.unified._tables import FileTable, HostTable
 from penstock.units import format_bytes
-
-if TYPE_CHECKING:
-    from penstock.unified._gather import PendingRows
 
 
 class UnifiedTensor(torch.Tensor):
@@ -70,8 +68,6 @@ class UnifiedTensor(torch.Tensor):
             TypeError: `index` does not hold integers, or `out` has another dtype.
             ValueError: `out` has another shape.
         """
-        from penstock.unified._gather import gather
-
         with torch._C.DisableTorchFunctionSubclass():
             return gather(self, index, out=out)
 
@@ -91,8 +87,6 @@ class UnifiedTensor(torch.Tensor):
         Returns:
             An object whose `wait()` returns the rows, or raises what `gather_rows` raises.
         """
-        from penstock.unified._gather import PendingRows
-
         return PendingRows(self, index)
 
     def report(self) -> UnifiedReport:

@@ -68,7 +68,6 @@ struct Batch {
   int64_t alignment;  // of offsets and lengths, if reads go past the page cache; else 1
   Layout layout;
   char* out;
-  int64_t out_stride;
   std::vector<Wanted> wanted;
   std::vector<Read> reads;
 };
@@ -88,7 +87,7 @@ Memory aligned(int64_t num_bytes) {
 void deliver(const Batch& batch, const Read& read, const char* bytes) {
   for (int64_t i = read.first; i < read.last; ++i) {
     const Wanted& wanted = batch.wanted[static_cast<size_t>(i)];
-    std::memcpy(batch.out + wanted.position * batch.out_stride,
+    std::memcpy(batch.out + wanted.position * batch.layout.row_bytes,
                 bytes + (batch.layout.at(wanted.row) - read.offset),
                 static_cast<size_t>(batch.layout.row_bytes));
   }
@@ -400,7 +399,7 @@ class Engine {
         if (bytes == nullptr) {
           batch.wanted[kept++] = batch.wanted[i];
         } else {
-          std::memcpy(batch.out + batch.wanted[i].position * batch.out_stride, bytes,
+          std::memcpy(batch.out + batch.wanted[i].position * batch.layout.row_bytes, bytes,
                       static_cast<size_t>(batch.layout.row_bytes));
         }
       }
@@ -414,7 +413,7 @@ class Engine {
     for (const Wanted& wanted : batch.wanted) {
       if (wanted.row == last) continue;
       last = wanted.row;
-      cache_->keep(last, batch.out + wanted.position * batch.out_stride);
+      cache_->keep(last, batch.out + wanted.position * batch.layout.row_bytes);
     }
   }
 
@@ -600,11 +599,11 @@ void penstock_row_engine_update(void* engine, const int64_t* rows, int64_t count
 void penstock_read_rows(void* engine, int32_t fd, int64_t offset, int64_t num_rows,
                         int64_t row_bytes, int64_t per_block, int64_t block_stride,
                         const void* index, int32_t index_bytes, int64_t num_indices,
-                        int32_t negative, char* out, int64_t out_stride, int64_t alignment,
+                        int32_t negative, char* out, int64_t alignment,
                         int64_t max_read_bytes, int64_t max_gap, int64_t* outcome) {
   Outcome result{kDone, 0, 0, 0};
   int64_t num_hits = 0;
-  Batch batch{fd, alignment, {offset, num_rows, row_bytes, per_block, block_stride}, out, out_stride, {}, {}};
+  Batch batch{fd, alignment, {offset, num_rows, row_bytes, per_block, block_stride}, out, {}, {}};
   try {
     int64_t bad = -1;
     const bool good =

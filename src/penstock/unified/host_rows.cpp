@@ -28,7 +28,7 @@ int omp_get_num_threads() __attribute__((weak));
 namespace {
 
 constexpr int64_t kLine = 64;
-constexpr int64_t kAheadBytes = 8192;  // how far prefetching runs ahead, by bytes of rows
+constexpr int64_t kAheadBytes = 32768;  // how far prefetching runs ahead, by bytes of rows
 constexpr int64_t kMaxAhead = 64;      // and by rows
 constexpr int64_t kMaxPrefetch = 1024;  // of one row; the hardware follows what is longer
 
@@ -82,7 +82,8 @@ inline void prefetch_row(const Table& table, int64_t row) {
                           static_cast<uintptr_t>(row) * static_cast<uintptr_t>(table.stride);
   const uintptr_t end = start + std::min(table.row_bytes, kMaxPrefetch);
   for (uintptr_t line = start & ~static_cast<uintptr_t>(kLine - 1); line < end; line += kLine) {
-    __builtin_prefetch(reinterpret_cast<const void*>(line), 0, 3);
+    // Into the second level: it waits for more lines at once than the first one.
+    __builtin_prefetch(reinterpret_cast<const void*>(line), 0, 1);
   }
 }
 
@@ -131,7 +132,7 @@ struct AnyCopy {
 
 template <class Index, class Copy>
 int64_t gather(const Table& table, const Index* index, int64_t num_indices, char* out,
-               int64_t out_stride, bool negative, int num_threads, Copy copy) {
+               bool negative, int num_threads, Copy copy) {
   FirstBad bad;
   const int64_t ahead =
       std::clamp(kAheadBytes / std::max<int64_t>(table.row_bytes, 1), int64_t{2}, kMaxAhead);
@@ -148,7 +149,7 @@ int64_t gather(const Table& table, const Index* index, int64_t num_indices, char
         bad.note(at);
         continue;
       }
-      copy(out + at * out_stride, table.rows + row * table.stride, table.row_bytes);
+      copy(out + at * table.row_bytes, table.rows + row * table.stride, table.row_bytes);
     }
 #if defined(__AVX512F__)
     if constexpr (std::is_same_v<Copy, StreamingCopy>) _mm_sfence();
@@ -159,9 +160,9 @@ int64_t gather(const Table& table, const Index* index, int64_t num_indices, char
 
 template <class Index>
 int64_t gather(const Table& table, const Index* index, int64_t num_indices, char* out,
-               int64_t out_stride, bool negative, int num_threads, bool streaming) {
+               bool negative, int num_threads, bool streaming) {
   const auto with = [&](auto copy) {
-    return gather(table, index, num_indices, out, out_stride, negative, num_threads, copy);
+    return gather(table, index, num_indices, out, negative, num_threads, copy);
   };
   switch (table.row_bytes) {
     case 1: return with(FixedCopy<1>());
@@ -227,16 +228,14 @@ int64_t with_index(const void* index, int32_t index_bytes, Work work) {
 
 extern "C" {
 
-// Copies rows of the table to `out`. Returns -1, or the first position whose index is out of range;
+// Copies rows of the table to `out`, side by side. Returns -1, or the first position whose index is out of range;
 // the rows of `out` at such positions are left as they were.
 int64_t penstock_gather_rows(char* rows, int64_t num_rows, int64_t stride, int64_t row_bytes,
                              const void* index, int32_t index_bytes, int64_t num_indices,
-                             int32_t negative, int32_t num_threads, char* out, int64_t out_stride,
-                             int32_t streaming) {
+                             int32_t negative, int32_t num_threads, char* out, int32_t streaming) {
   const Table table{rows, num_rows, stride, row_bytes};
   return with_index(index, index_bytes, [&](auto typed) {
-    return gather(table, typed, num_indices, out, out_stride, negative != 0, num_threads,
-                  streaming != 0);
+    return gather(table, typed, num_indices, out, negative != 0, num_threads, streaming != 0);
   });
 }
 
