@@ -167,7 +167,7 @@ def file_rows(table_bytes: int, directory: str | None, count: int, where: Any) -
             for reader in (RowReader(open_layout(path), ring=ring) for ring in (True, False))
         }
         arms: dict[str, Arm] = {
-            "numpy.memmap, MADV_RANDOM": lambda index, out: np.take(
+            "numpy.memmap, MADV_RANDOM, 4 x a quarter of the rows": lambda index, out: np.take(
                 mapped, index[: count // 4].numpy(), axis=0, out=out[: count // 4].numpy()
             ),
             **{name: reader.gather for name, reader in readers.items()},
@@ -199,6 +199,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=40_000, help="rows of a batch, of the file")
     parser.add_argument("--store", default=None, help="directory on the disk to measure")
     options = parser.parse_args()
+    if options.device != "cpu":
+        print("unified: nothing here runs on a GPU yet; no rows", file=sys.stderr)
+        return
     where = environment(options.device)
     if options.part == "file":
         table_bytes = parse_bytes(options.table_bytes or "16GiB", name="--table-bytes")

@@ -269,6 +269,36 @@ def test_writes_as_into_the_source(name, source):
     assert u._version > version
 
 
+def test_conjugated_rows_are_written_and_gathered_as_what_they_are():
+    source = torch.randn(6, 3, dtype=torch.complex64)
+    u, index, rows = unify(source), torch.tensor([4, 0]), torch.randn(2, 3, dtype=torch.complex64)
+    for table in (u, source):
+        table[index] = rows.conj()
+        table.index_add_(0, index, rows.conj())
+    assert torch.equal(u.cpu(), source)
+    out = torch.empty(2, 3, dtype=torch.complex64).conj()
+    assert torch.equal(u.gather_rows(index, out=out), source[index])
+
+
+def test_rows_of_the_table_itself_can_be_written_to_it(source):
+    u, index = unify(source), torch.tensor([1, 2, 3])
+    u[index] = u.cpu()[:3]
+    assert torch.equal(u.cpu()[1:4], source[:3])
+    with pytest.raises(ValueError, match="out: it lies in the table itself"):
+        u.gather_rows(index, out=u.cpu()[:3])
+
+
+def test_other_devices_are_refused(source):
+    u, elsewhere = unify(source), torch.empty(3, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match="index: expected a tensor on the CPU, got one on meta"):
+        u[elsewhere]
+    with pytest.raises(ValueError, match="index: expected a tensor on the CPU"):
+        u[elsewhere] = torch.ones(3, 6)
+    with pytest.raises(ValueError, match="out: expected a tensor on the CPU, got one on meta"):
+        u.gather_rows(torch.tensor([0]), out=torch.empty(1, 6, device="meta"))
+    assert torch.equal(u.cpu(), source)
+
+
 def test_a_write_is_seen_by_autograd(source):
     u = unify(source)
     weight = torch.ones(6, requires_grad=True)

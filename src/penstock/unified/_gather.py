@@ -75,21 +75,27 @@ def check_index(index: Any) -> torch.Tensor:
     if not isinstance(index, torch.Tensor) or index.dtype not in INTEGERS:
         found = index.dtype if isinstance(index, torch.Tensor) else type(index).__name__
         raise TypeError(f"index: expected a tensor of integers, got {found}")
+    if index.device.type != "cpu":
+        raise ValueError(f"index: expected a tensor on the CPU, got one on {index.device}")
     return index
 
 
-def _check_out(table: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
+def _check_out(table: UnifiedTensor, index: torch.Tensor, out: torch.Tensor) -> None:
     shape = index.shape + table.shape[1:]
     if out.dtype != table.dtype:
         raise TypeError(f"out: expected {table.dtype}, as the table has, got {out.dtype}")
     if out.shape != shape:
         raise ValueError(f"out: expected shape {tuple(shape)}, got {tuple(out.shape)}")
+    if out.device.type != "cpu":
+        raise ValueError(f"out: expected a tensor on the CPU, got one on {out.device}")
+    if table._table.holds(out):
+        raise ValueError("out: it lies in the table itself; give memory of its own")
 
 
 def _gathered(
     table: UnifiedTensor, index: torch.Tensor, out: torch.Tensor | None, negative: bool
 ) -> torch.Tensor:
-    if out is not None and out.is_contiguous():
+    if out is not None and out.is_contiguous() and not out.is_conj() and not out.is_neg():
         table._table.gather(index, out, negative=negative)
         return out
     rows = torch.empty(index.shape + table.shape[1:], dtype=table.dtype)

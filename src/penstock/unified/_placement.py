@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from penstock.unified._gather import INTEGERS, gather
+from penstock.unified._gather import INTEGERS, check_index, gather
 from penstock.unified._tables import FileTable, HostTable
 from penstock.unified._tensor import (
     FileTensor,
@@ -108,7 +108,15 @@ def _is_plain_write(table: Any, source: Any) -> bool:
     """Whether autograd has no interest: else PyTorch does what it does, or raises."""
     if not isinstance(table, UnifiedTensor) or not isinstance(source, torch.Tensor):
         return False
+    if source.device.type != "cpu" or source.layout != torch.strided:
+        return False
     return not (torch.is_grad_enabled() and (table.requires_grad or source.requires_grad))
+
+
+def _as_stored(table: UnifiedTensor, rows: torch.Tensor) -> torch.Tensor:
+    """The rows as bytes that can be copied: contiguous, conjugated in fact, not in the table."""
+    rows = rows.contiguous().resolve_conj().resolve_neg()
+    return rows.clone() if table._table.holds(rows) else rows
 
 
 def _wrote(table: Any) -> Any:
@@ -127,7 +135,8 @@ def _setitem(func: Operation, table: Any, key: Any, value: Any) -> None:
 
 
 def _put(table: UnifiedTensor, index: torch.Tensor, rows: torch.Tensor, *, negative: bool) -> Any:
-    rows = rows.reshape(index.numel(), *table.shape[1:]).contiguous()
+    rows = _as_stored(table, rows.reshape(index.numel(), *table.shape[1:]))
+    check_index(index)
     table._table.put(index.reshape(-1), rows, negative=negative)
     return _wrote(table)
 
@@ -142,7 +151,8 @@ def _index_add(
     func: Operation, input: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1
 ) -> Any:
     if _is_plain_row_write(input, dim, index, source):
-        input._table.add(index.reshape(-1), source.contiguous(), alpha=alpha, negative=False)
+        rows = _as_stored(input, source)
+        input._table.add(check_index(index).reshape(-1), rows, alpha=alpha, negative=False)
         return _wrote(input)
     return func(input, dim, index, source, alpha=alpha)
 

@@ -50,6 +50,10 @@ class HostTable:
         """`table[index[i]] += alpha * source[i]`, in the order of `i` for each row."""
         _host_rows.add_rows(self.rows, index, source, alpha=alpha, negative=negative)
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in the table's memory."""
+        return tensor.untyped_storage().data_ptr() == self.rows.untyped_storage().data_ptr()
+
     def report(self) -> UnifiedReport:
         """What was gathered so far."""
         return report_of(self._counters, Counters(), tier="host", method=_host_rows.backend())
@@ -89,6 +93,10 @@ class FileTable:
         self._reader.gather(rows, content)
         _host_rows.add_rows(content, place, source, alpha=alpha)
         self._write(rows, content)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in the table's memory: never, it has none."""
+        return False
 
     def _write(self, rows: torch.Tensor, content: torch.Tensor) -> None:
         if self._writer is None:
