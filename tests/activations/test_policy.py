@@ -209,6 +209,16 @@ def test_one_disturbed_step_changes_no_plan():
     assert learn(policy, entries, rates(1e9, 1e9)) == 40 * MIB
 
 
+def test_steps_that_write_nothing_forget_no_rates():
+    """All storages of several steps are handed back before they leave."""
+    policy, entries = auto(), step([MIB] * 40, 1.0, 1.0)
+    offloaded(policy, entries)
+    amount = learn(policy, entries, rates(20 * MIB, 20 * MIB))
+    assert 0 < amount < 40 * MIB
+    for _ in range(5):
+        assert learn(policy, entries, rates(None, None)) == amount
+
+
 def test_steps_that_go_on_waiting_offload_less():
     """The simulation says that all is hidden, and the steps wait all the same."""
     policy, entries = auto(), step([MIB] * 40, 1.0, 1.0)

@@ -130,10 +130,13 @@ class AutoPolicy(Policy):
         total = sum(entry.num_bytes for entry in entries)
         if self._device_memory is not None:
             plan = self._demanded(total, self._device_memory)
-        elif rates.write_bytes_per_second is None and not self._rates:
-            return  # nothing was written: not enough to plan with
         else:
-            self._rates.append(rates)
+            # A step whose storages were all handed back before they left measures nothing: the
+            # rates of those before it still hold.
+            if rates.write_bytes_per_second is not None:
+                self._rates.append(rates)
+            if not self._rates:
+                return  # nothing was ever written: not enough to plan with
             plan = self._hidden(entries, total, stall_seconds)
             self._explain(plan.amount, total)
         self._plans[self._kind] = self._last_plan = plan
