@@ -5,15 +5,20 @@
 
 All arms of a case gather into the same buffer, one after the other, in an order that alternates.
 Every time the rows are new ones, drawn alike, so that no arm finds in the caches what another has
-left there. Ratios are taken within a repetition.
+left there. Before each measured call stands one that is not measured, of the same arm: otherwise
+an arm pays for the lines of the result that the one before it has left unwritten in the caches.
+Ratios are taken within a repetition.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import mmap
 import os
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,13 +30,15 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from _rows import BenchmarkRow, argument_parser, environment, write_rows
+from _rows import BenchmarkRow, Limit, argument_parser, environment, write_rows
 from penstock.units import format_bytes, parse_bytes
 
 ROW_BYTES = (64, 128, 256, 400, 512, 1024, 2052, 4096, 16384)
 NUM_INDICES = (64, 512, 4096, 65536, 1 << 20)
 MAX_RESULT_BYTES = 2 << 30
 FILE_ROW_BYTES = 512
+FILE_REPETITIONS = 7
+FIO_DEPTHS = (32, 64, 128, 256, 512)
 ZIPF_EXPONENT = 1.1
 
 Arm = Callable[[torch.Tensor, torch.Tensor], object]
@@ -48,11 +55,12 @@ def indices(kind: str, count: int, num_rows: int, generator: np.random.Generator
 def measured(
     arms: dict[str, Arm], draw: Callable[[], torch.Tensor], out: torch.Tensor, repetitions: int
 ) -> dict[str, list[float]]:
-    """Seconds of every arm, each time for indices that `draw` has made; one more warms up."""
+    """Seconds of every arm, each time for indices that `draw` has made."""
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(repetitions + 1):
         order = list(arms) if number % 2 == 0 else list(reversed(arms))
         for name in order:
+            arms[name](draw(), out)
             batch = draw()
             start = time.perf_counter()
             arms[name](batch, out)
@@ -101,9 +109,18 @@ def memory_rows(row_bytes: int, table_bytes: int, where: Any) -> list[BenchmarkR
 
 
 def rows_of(
-    case: str, seconds: dict[str, list[float]], reference: str, num_bytes: int, where: Any
+    case: str,
+    seconds: dict[str, list[float]],
+    reference: str,
+    num_bytes: int,
+    where: Any,
+    limit: Limit | None = None,
+    count: int = 0,
 ) -> list[BenchmarkRow]:
-    """A row per arm, with how many times faster than the reference it was."""
+    """A row per arm, with how many times faster than the reference it was.
+
+    `limit` is in rows per second; `count` rows were gathered.
+    """
     rows = []
     for arm, times in seconds.items():
         ratios = [theirs / ours for ours, theirs in zip(times, seconds[reference], strict=True)]
@@ -114,8 +131,18 @@ def rows_of(
             "added_microseconds_median": statistics.median(added) * 1e6,
             "bytes_per_second": num_bytes / statistics.median(times),
         }
+        held = {} if limit is None else {"measured": count / statistics.median(times)}
         rows.append(
-            BenchmarkRow.of(times, topic="unified", case=case, arm=arm, extra=extra, **where)
+            BenchmarkRow.of(
+                times,
+                topic="unified",
+                case=case,
+                arm=arm,
+                extra=extra,
+                limit=limit,
+                **held,
+                **where,
+            )
         )
         print(
             f"{case:55s} {arm:26s} {statistics.median(times) * 1e6:10.1f} us "
@@ -150,12 +177,35 @@ def write_table(path: Path, num_rows: int) -> None:
     array.flush()
 
 
+def fio_seconds(path: Path, depth: int, count: int) -> float:
+    """Seconds in which fio reads `count` blocks of the size of a row, anywhere in the file."""
+    command = ["fio", "--name=rows", f"--filename={path}", "--readonly", "--rw=randread"]
+    command += [f"--bs={FILE_ROW_BYTES}", "--direct=1", "--ioengine=io_uring", f"--iodepth={depth}"]
+    num_bytes = 4 * count * FILE_ROW_BYTES  # its start takes a part of a short run
+    command += ["--norandommap", "--randrepeat=0", f"--io_size={num_bytes}"]
+    done = subprocess.run(
+        [*command, "--output-format=json"], capture_output=True, text=True, check=True
+    )
+    return count / json.loads(done.stdout)["jobs"][0]["read"]["iops"]
+
+
+def best_fio_depth(path: Path, count: int) -> int | None:
+    """The number of requests in flight at which fio is fastest; None where it is not installed."""
+    if shutil.which("fio") is None:
+        print("unified: fio is not installed; no limit is measured", file=sys.stderr)
+        return None
+
+    def seconds(depth: int) -> float:
+        return statistics.median(fio_seconds(path, depth, count) for _ in range(3))
+
+    return min(FIO_DEPTHS, key=seconds)
+
+
 def file_rows(table_bytes: int, directory: str | None, count: int, where: Any) -> list[Any]:
     """Random rows of a file, nothing of it in memory."""
     from penstock.unified._file_rows import RowReader
     from penstock.unified._row_file import open_layout
 
-    rows = []
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         path = Path(folder, "table.npy")
         num_rows = table_bytes // FILE_ROW_BYTES
@@ -166,29 +216,45 @@ def file_rows(table_bytes: int, directory: str | None, count: int, where: Any) -
             f"gather_rows, {reader.method}": reader
             for reader in (RowReader(open_layout(path), ring=ring) for ring in (True, False))
         }
-        arms: dict[str, Arm] = {
-            "numpy.memmap, MADV_RANDOM, 4 x a quarter of the rows": lambda index, out: np.take(
-                mapped, index[: count // 4].numpy(), axis=0, out=out[: count // 4].numpy()
-            ),
-            **{name: reader.gather for name, reader in readers.items()},
-        }
         out = torch.zeros(count, FILE_ROW_BYTES // 4)
         generator = np.random.default_rng(1)
+        few = count // 4  # the memory map gathers a quarter of the rows, or it would take ages
+
+        def timed(gather: Arm, num: int) -> float:
+            index = indices("uniform", num, num_rows, generator)
+            start = time.perf_counter()
+            gather(index, out[:num])
+            return (time.perf_counter() - start) * count / num
+
+        def memmap(index: torch.Tensor, out: torch.Tensor) -> None:
+            np.take(mapped, index.numpy(), axis=0, out=out.numpy())
+
+        arms = {
+            "numpy.memmap, MADV_RANDOM": functools.partial(timed, memmap, few),
+            **{
+                name: functools.partial(timed, each.gather, count) for name, each in readers.items()
+            },
+        }
+        depth = best_fio_depth(path, count)
+        if depth is not None:
+            arms[f"fio, {depth} in flight"] = functools.partial(fio_seconds, path, depth, count)
         seconds: dict[str, list[float]] = {name: [] for name in arms}
-        for number in range(6):
+        for number in range(FILE_REPETITIONS + 1):
             for name in list(arms) if number % 2 else list(reversed(arms)):
                 drop_cache(path)
-                index = indices("uniform", count, num_rows, generator)
-                start = time.perf_counter()
-                arms[name](index, out)
-                spent = time.perf_counter() - start
-                if number:  # the memory map gathers a quarter of the rows, or it would take ages
-                    seconds[name].append(spent * 4 if "memmap" in name else spent)
-        case = f"{format_bytes(table_bytes)} file, {FILE_ROW_BYTES} B rows, {count} uniform, cold"
-        rows = rows_of(case, seconds, next(iter(arms)), count * FILE_ROW_BYTES, where)
+                spent = arms[name]()
+                if number:
+                    seconds[name].append(spent)
         for reader in readers.values():
             reader.close()
-    return rows
+    case = f"{format_bytes(table_bytes)} file, {FILE_ROW_BYTES} B rows, {count} uniform, cold"
+    limit = None
+    if depth is not None:
+        best = statistics.median(seconds[f"fio, {depth} in flight"])
+        limit = Limit(name="rows per second of fio", value=count / best, unit="1/s")
+    return rows_of(
+        case, seconds, "numpy.memmap, MADV_RANDOM", count * FILE_ROW_BYTES, where, limit, count
+    )
 
 
 def main() -> None:
