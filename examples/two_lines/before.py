@@ -28,7 +28,7 @@ class PlainSampler(BaseSampler):
         self.neighbors = data.edge_index[0, order]
         self.starts = torch.searchsorted(target, torch.arange(data.num_nodes + 1))
 
-    def sample_from_nodes(self, index):
+    def sample_from_nodes(self, index, **kwargs):
         nodes, rows, columns = index.node, [], []
         last = torch.arange(len(nodes))  # places of the nodes that the last hop has found
         for fanout in FANOUTS:
@@ -43,7 +43,7 @@ class PlainSampler(BaseSampler):
         row, column = torch.cat(rows), torch.cat(columns)
         return SamplerOutput(nodes, row, column, None, metadata=(index.input_id, None))
 
-    def sample_from_edges(self, *_):
+    def sample_from_edges(self, index, neg_sampling=None):
         raise NotImplementedError
 
 
@@ -67,12 +67,16 @@ def train(path, *, num_epochs=10):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     file = np.load(path)
     edges = torch.from_numpy(file["edges"]).t()
+    labels = torch.from_numpy(file["node_labels"]).float()
     data = Data(
         x=torch.from_numpy(file["node_features"]),
-        y=torch.from_numpy(file["node_labels"]).float(),
+        y=labels,
         edge_index=torch.cat([edges, edges.flip(0)], dim=1),
     )
-    training, test = (torch.from_numpy(file[name][0]) for name in ("train_masks", "test_masks"))
+    training, test = (
+        torch.from_numpy(file["train_masks"][0]),
+        torch.from_numpy(file["test_masks"][0]),
+    )
     model = GraphSAGE(data.num_features, 64, num_layers=2, out_channels=1).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses = []
@@ -91,11 +95,11 @@ def train(path, *, num_epochs=10):
             batch = batch.to(device)
             scores.append(model(batch.x, batch.edge_index)[: batch.batch_size, 0].cpu())
     scores = torch.cat(scores)
-    print(f"last loss {losses[-1]:.4f}, ROC AUC {roc_auc(scores, data.y[test]):.4f}")
+    print(f"last loss {losses[-1]:.4f}, ROC AUC {roc_auc(scores, labels[test]):.4f}")
     return losses, scores
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="GraphSAGE on Tolokers")
     parser.add_argument("path", help="tolokers.npz")
     train(parser.parse_args().path)

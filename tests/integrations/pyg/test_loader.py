@@ -63,6 +63,8 @@ def test_batches_have_what_pyg_gives(data, prefetch):
     assert torch.equal(torch.cat([batch.input_id for batch in batches]), seeds)
     for batch in batches:
         assert_fits(batch, data)
+    shared = NeighborLoader(data, neighbor_sampler=loader.graph, batch_size=NUM_NODES)
+    assert_fits(next(iter(shared)), data)
     by_pyg = NodeLoader(data, loader.node_sampler, input_nodes=data.train_mask, batch_size=16)
     assert next(iter(by_pyg)).keys() == batches[0].keys()
 

@@ -140,6 +140,12 @@ class NeighborLoader(NodeLoader):
             return Prefetched(jobs, ahead=self.prefetch, waited=self._waited)
         return self._one_by_one(jobs)
 
+    @property
+    def graph(self) -> NeighborSampler:
+        """What neighbours are sampled from; another loader can share it (`neighbor_sampler=`)."""
+        assert isinstance(self.node_sampler, UnifiedSampler)
+        return self.node_sampler.graph
+
     def __getstate__(self) -> dict[str, Any]:
         """For worker processes, which make batches and draw none: generators cannot be spawned."""
         return {**self.__dict__, "generator": None, "sampler": None, "batch_sampler": None}
