@@ -146,7 +146,7 @@ def draw(rows, title, path):
     plt.close(figure)
 
 
-def main(arguments=None):
+def read_options(arguments):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -162,68 +162,66 @@ def main(arguments=None):
     parser.add_argument("--figure", default="graphsage.png", help="where the picture goes")
     options = parser.parse_args(arguments)
     if (options.where == "file") != (options.store is not None):
-        parser.error(
-            "--where file needs --store DIR, a directory on a local disk; memory needs none"
-        )
+        parser.error("--where file needs --store DIR, a directory on a local disk; memory has none")
+    return options
+
+
+def run(options, table_path):
+    """Train and evaluate; the metric, what both threads did, and the table's report."""
     budget_bytes = parse_bytes(options.budget, name="--budget")
     device = torch.device(options.device)
+    data, table, training, test = tiled(
+        options.path,
+        width=options.width,
+        budget_bytes=budget_bytes,
+        table_path=table_path,
+        cache_bytes=budget_bytes // 2,
+    )
+    size = format_bytes(table.numel() * table.element_size())
+    where = f"{size} of features in {'a file' if table_path else 'host memory'}"
+    print(
+        f"{data.num_nodes:,} nodes, {data.num_edges:,} edges; {where}, "
+        f"the budget is {format_bytes(budget_bytes)}"
+    )
+    batches = {"batch_size": options.batch_size}
+    loader = NeighborLoader(data, options.fanouts, input_nodes=training, shuffle=True, **batches)
+    model = GraphSAGE(options.width, HIDDEN, num_layers=len(options.fanouts), out_channels=1)
+    model = model.to(device)
+    start = time.perf_counter()
+    seconds = train(model, loader, device, num_epochs=options.epochs)
+    wall_seconds = time.perf_counter() - start
+    report = loader.report()
+    test_loader = NeighborLoader(data, neighbor_sampler=loader.graph, input_nodes=test, **batches)
+    metric = evaluate(model, test_loader, device)
+    next_batch = {"sample": report.sample_seconds, "gather": report.gather_seconds}
+    training_parts = {**seconds, "wait": report.wait_seconds}
+    rows = {
+        "next batch": {**next_batch, "wait": wall_seconds - sum(next_batch.values())},
+        "training": {**training_parts, "other": wall_seconds - sum(training_parts.values())},
+    }
+    title = (
+        f"Two threads over {options.epochs} epochs on {device.type.upper()}: {where}, "
+        f"budget {format_bytes(budget_bytes)}"
+    )
+    draw(rows, title, options.figure)
+    return metric, rows, table.report()
+
+
+def main(arguments=None):
+    options = read_options(arguments)
     torch.manual_seed(0)
     with contextlib.ExitStack() as stack:
         table_path = None
         if options.store is not None:
             folder = tempfile.TemporaryDirectory(prefix="penstock-graphsage-", dir=options.store)
             table_path = Path(stack.enter_context(folder), "features")
-        data, table, training, test = tiled(
-            options.path,
-            width=options.width,
-            budget_bytes=budget_bytes,
-            table_path=table_path,
-            cache_bytes=budget_bytes // 2,
-        )
-        num_bytes = table.numel() * table.element_size()
-        place = "a file" if table_path else "host memory"
-        print(
-            f"{data.num_nodes:,} nodes, {data.num_edges:,} edges; {format_bytes(num_bytes)} of "
-            f"features in {place}, the budget is {format_bytes(budget_bytes)}"
-        )
-        loader = NeighborLoader(
-            data,
-            options.fanouts,
-            input_nodes=training,
-            batch_size=options.batch_size,
-            shuffle=True,
-        )
-        model = GraphSAGE(options.width, HIDDEN, num_layers=len(options.fanouts), out_channels=1)
-        model = model.to(device)
-        start = time.perf_counter()
-        seconds = train(model, loader, device, num_epochs=options.epochs)
-        wall_seconds = time.perf_counter() - start
-        report = loader.report()
-        test_loader = NeighborLoader(
-            data,
-            neighbor_sampler=loader.graph,
-            input_nodes=test,
-            batch_size=options.batch_size,
-        )
-        metric = evaluate(model, test_loader, device)
-        prefetching = {"sample": report.sample_seconds, "gather": report.gather_seconds}
-        training_parts = {**seconds, "wait": report.wait_seconds}
-        rows = {
-            "next batch": {**prefetching, "wait": wall_seconds - sum(prefetching.values())},
-            "training": {**training_parts, "other": wall_seconds - sum(training_parts.values())},
-        }
-        title = (
-            f"Two threads over {options.epochs} epochs on {device.type.upper()}: "
-            f"{format_bytes(num_bytes)} of features in {place}, budget {format_bytes(budget_bytes)}"
-        )
-        draw(rows, title, options.figure)
-        table_report = table.report()
-        print(table_report)
-    parts = {f"{name}_seconds": value for name, value in (prefetching | training_parts).items()}
-    summary = [*parts.items(), ("wall_seconds", wall_seconds), ("test ROC AUC", metric)]
-    print(report_table(summary, title="where the time went"))
-    print(f"The picture is {options.figure}")
-    return metric, rows, table_report
+        metric, rows, report = run(options, table_path)
+    print(report)
+    for thread, parts in rows.items():
+        shown = [(f"{name}_seconds", value) for name, value in parts.items()]
+        print(report_table([*shown, ("total_seconds", sum(parts.values()))], title=thread))
+    print(f"test ROC AUC {metric:.4f}; the picture is {options.figure}")
+    return metric, rows, report
 
 
 if __name__ == "__main__":

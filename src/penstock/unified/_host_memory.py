@@ -52,7 +52,7 @@ class TableMemory:
         try:
             mapping = mmap.mmap(-1, _whole_pages(num_bytes) + _HUGE_BYTES, flags=flags)
         except OSError as error:  # a limit of the process, or one of the machine on promises
-            raise _does_not_fit(num_bytes, error.strerror) from error
+            raise _does_not_fit(num_bytes, os.strerror(error.errno or 0)) from error
         everything = torch.frombuffer(mapping, dtype=torch.uint8)
         gap = -everything.data_ptr() % _HUGE_BYTES
         self._adopt(everything[gap : gap + num_bytes], num_bytes, None)
