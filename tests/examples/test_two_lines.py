@@ -74,8 +74,12 @@ def test_both_scripts_compute_the_same(path, monkeypatch):
     monkeypatch.setattr(after.penstock, "unify", lambda x: tables.append(unify(x)) or tables[0])
     found_losses, found_scores = after.train(path, num_epochs=3)
     assert len(losses) >= 3 and losses[-1] < losses[0]
-    assert found_losses == losses
-    assert torch.equal(found_scores, scores)
+    if torch.cuda.is_available():  # where sums are in another order from run to run
+        assert found_losses == pytest.approx(losses, rel=1e-3)
+        assert torch.allclose(found_scores, scores, rtol=1e-2, atol=1e-2)
+    else:
+        assert found_losses == losses
+        assert torch.equal(found_scores, scores)
     # Every batch of training and of the test came from the table, by Penstock's kernels.
     num_test_batches = -(-len(scores) // 512)
     assert tables[0].report().num_gathers == len(losses) + num_test_batches

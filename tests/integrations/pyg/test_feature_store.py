@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.loader import NodeLoader
+from torch_geometric.loader.utils import filter_custom_hetero_store, filter_hetero_data
 
 from penstock.errors import WholeTableError
 from penstock.integrations.pyg import UnifiedFeatureStore, UnifiedSampler
@@ -137,6 +138,29 @@ def test_pyg_loads_features_from_it(num_workers, tmp_path):
     for batch in batches:
         assert torch.equal(batch.x, x[batch.n_id]) and torch.equal(batch.y, batch.n_id)
         assert torch.equal(batch.n_id[batch.edge_index], edges[:, batch.e_id])
+
+
+def test_pyg_fetches_features_of_several_types(stores):
+    """By the functions with which PyG's loaders fetch them, whose samplers are not at hand."""
+    ours, theirs = stores
+    writes = ("author", "writes", "paper")
+    theirs[writes].edge_index = torch.tensor([[1, 2], [3, 4]])
+    nodes = {"paper": torch.tensor([30, 2]), "author": torch.tensor([7])}
+    sampled = nodes, {writes: torch.tensor([0])}, {writes: torch.tensor([1])}, {writes: None}
+    expected = filter_hetero_data(theirs, *map(dict, sampled))
+    tables = HeteroData()
+    for attr in ours.get_all_tensor_attrs():
+        tables[attr.group_name][attr.attr_name] = ours.get_tensor(
+            attr.group_name, attr.attr_name, None
+        )
+    tables[writes].edge_index = theirs[writes].edge_index
+    for found in (
+        filter_hetero_data(tables, *map(dict, sampled)),
+        filter_custom_hetero_store(ours, theirs, *map(dict, sampled)),
+    ):
+        for group, name in [("paper", "x"), ("author", "x"), ("paper", "year")]:
+            assert torch.equal(found[group][name], expected[group][name])
+        assert torch.equal(found[writes].edge_index, torch.tensor([[0], [1]]))
 
 
 def test_a_store_in_memory_is_pickled_by_content():

@@ -201,6 +201,17 @@ def test_the_graph_and_the_features_may_be_elsewhere(tmp_path):
             assert torch.equal(batch.n_id[batch.edge_index], edges[:, order[batch.e_id]])
 
 
+def test_the_order_may_be_given(data):
+    """As by a DistributedSampler, which gives each process its seeds."""
+    loader = NeighborLoader(data, [2], sampler=[5, 3, 70, 1], batch_size=3)
+    assert [batch.n_id[: batch.batch_size].tolist() for batch in loader] == [[5, 3, 70], [1]]
+
+
+def test_batches_without_a_size_are_refused(data):
+    with pytest.raises(ValueError, match="batch_size=None: expected a number of seeds"):
+        next(iter(NeighborLoader(data, [2], batch_size=None)))
+
+
 def test_transforms_apply(data):
     loader = NeighborLoader(data, [2], batch_size=40, transform=lambda batch: batch.num_nodes)
     assert [type(each) for each in loader] == [int, int]
