@@ -1,5 +1,7 @@
 """Sphinx configuration; nothing here needs the network."""
 
+import re
+
 import penstock
 
 project = "Penstock"
@@ -24,3 +26,13 @@ autodoc_member_order = "bysource"
 autodoc_class_signature = "separated"
 autodoc_typehints = "signature"
 python_display_short_literal_types = True
+
+
+def escape_stars(app, what, name, obj, options, lines):
+    """A shape such as (num_rows, *row) or (*index.shape, *row) begins no emphasis."""
+    lines[:] = [re.sub(r"(?<=[(\s])\*(?=[a-z][\w.]*[,)])", r"\\*", line) for line in lines]
+
+
+def setup(app):
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", escape_stars)

@@ -45,6 +45,9 @@ def test_everything_in_order(store: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("penstock", "python", "torch", "numpy", "rich", "typer", "store"):
         assert checks[name]["status"] == "ok", checks[name]
         assert checks[name]["remedy"] == ""
+    for name in ("torch-geometric", "triton", "matplotlib"):  # there, or what it would be for
+        installed = env._version(name)
+        assert checks[name]["value"] == installed or "only for" in checks[name]["value"]
     assert checks["PENSTOCK_STORE"]["value"] == str(store)
 
 

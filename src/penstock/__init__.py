@@ -1,4 +1,5 @@
-"""Train PyTorch models past memory: saved activations leave for host memory or files and come back.
+"""Train PyTorch models past memory: saved activations leave for host memory or files and come back,
+and tables larger than memory are read where they lie.
 
 This file holds the public names and nothing else. They load on first use, so `import penstock`
 touches no GPU, compiler, network or disk and does not import torch.
@@ -8,10 +9,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock import activations, codegen, errors, memory, report, tables, units
+    from penstock import (
+        activations,
+        codegen,
+        errors,
+        integrations,
+        memory,
+        report,
+        tables,
+        unified,
+        units,
+    )
     from penstock.activations import Offload, OffloadReport, offload
     from penstock.errors import PenstockError
     from penstock.memory import FileStore, MachineProfile, probe
+    from penstock.unified import UnifiedReport, UnifiedTensor, unify
 
 __version__ = "0.1.0"
 
@@ -21,15 +33,20 @@ __all__ = [
     "Offload",
     "OffloadReport",
     "PenstockError",
+    "UnifiedReport",
+    "UnifiedTensor",
     "__version__",
     "activations",
     "codegen",
     "errors",
+    "integrations",
     "memory",
     "offload",
     "probe",
     "report",
     "tables",
+    "unified",
+    "unify",
     "units",
 ]
 
@@ -39,8 +56,11 @@ _HOME_OF_NAME = {
     "Offload": "activations",
     "OffloadReport": "activations",
     "PenstockError": "errors",
+    "UnifiedReport": "unified",
+    "UnifiedTensor": "unified",
     "offload": "activations",
     "probe": "memory",
+    "unify": "unified",
 }
 
 

@@ -33,6 +33,7 @@ _OPTIONAL = {
     "matplotlib": "pictures: pip install 'penstock[viz]'",
     "transformers": "penstock demo: pip install 'penstock[demo]'",
     "triton": "GPU kernels; comes with the CUDA builds of torch",
+    "torch-geometric": "penstock.integrations.pyg: pip install 'penstock[pyg]'",
     "kvikio": "GPUDirect Storage: pip install 'penstock[gds]'",
 }
 # Only these are shown: the rest of the environment is nobody's business in a bug report.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -26,12 +27,16 @@ class Rows(Dataset):
         return self.table[torch.tensor([at])][0], os.getpid()
 
 
+@pytest.mark.parametrize("kind", ["memory", "file"])
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_loader_workers_read_the_same_table(method):
-    table = unify(torch.arange(40.0).view(20, 2))
+def test_loader_workers_read_the_same_table(method, kind, tmp_path):
+    rows = torch.arange(40.0).view(20, 2)
+    if kind == "file":
+        np.save(tmp_path / "x.npy", rows.numpy())
+    table = unify(tmp_path / "x.npy" if kind == "file" else rows)
     loader = DataLoader(Rows(table), batch_size=5, num_workers=2, multiprocessing_context=method)
     batches = list(loader)
-    assert torch.equal(torch.cat([rows for rows, _ in batches]), table.cpu())
+    assert torch.equal(torch.cat([found for found, _ in batches]), rows)
     processes = {int(process) for _, owners in batches for process in owners}
     assert len(processes) == 2 and os.getpid() not in processes
 

@@ -368,4 +368,6 @@ def test_save_and_load(source):
 
 def test_every_handler_is_of_something_that_torch_can_override():
     overridable = {f for fs in torch.overrides.get_overridable_functions().values() for f in fs}
+    # PyTorch Geometric, if a test has imported it, has put a function of its own over this one.
+    overridable.add(torch._C._VariableFunctions.index_select)
     assert set(HANDLERS) <= overridable

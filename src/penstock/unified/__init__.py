@@ -1,10 +1,20 @@
 """Tables that are read where they lie: rows are gathered from memory larger than the device's."""
 
+from penstock.unified import optim
 from penstock.unified._report import UnifiedReport
+from penstock.unified._sampler import Neighborhood, NeighborSampler
 from penstock.unified._sharing import share_through_multiprocessing
 from penstock.unified._tensor import UnifiedTensor
 from penstock.unified._unify import empty, unify
 
-__all__ = ["UnifiedReport", "UnifiedTensor", "empty", "unify"]
+__all__ = [
+    "NeighborSampler",
+    "Neighborhood",
+    "UnifiedReport",
+    "UnifiedTensor",
+    "empty",
+    "optim",
+    "unify",
+]
 
 share_through_multiprocessing()

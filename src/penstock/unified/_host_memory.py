@@ -49,7 +49,10 @@ class TableMemory:
         if num_bytes > available_ram():
             raise _does_not_fit(num_bytes, f"{format_bytes(available_ram())} are available")
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        mapping = mmap.mmap(-1, _whole_pages(num_bytes) + _HUGE_BYTES, flags=flags)
+        try:
+            mapping = mmap.mmap(-1, _whole_pages(num_bytes) + _HUGE_BYTES, flags=flags)
+        except OSError as error:  # a limit of the process, or one of the machine on promises
+            raise _does_not_fit(num_bytes, os.strerror(error.errno or 0)) from error
         everything = torch.frombuffer(mapping, dtype=torch.uint8)
         gap = -everything.data_ptr() % _HUGE_BYTES
         self._adopt(everything[gap : gap + num_bytes], num_bytes, None)
@@ -147,7 +150,7 @@ class TableMemory:
 def _does_not_fit(num_bytes: int, why: str) -> CapacityError:
     return CapacityError(
         f"a table of {format_bytes(num_bytes)} does not fit into memory: {why}. Give a smaller "
-        "table, raise the memory limit of this container, or keep the table in a file: "
+        "table, raise the memory limit of this container or process, or keep the table in a file: "
         'penstock.unify("table.npy").'
     )
 

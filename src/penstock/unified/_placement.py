@@ -226,6 +226,9 @@ def _converted(dtype: torch.dtype) -> Operation:
 
 
 _T = torch.Tensor
+# Not `torch.index_select`, which PyTorch Geometric replaces with a function of its own that calls
+# this one: imported after it, we would not see the calls.
+_INDEX_SELECT: Operation = torch._C._VariableFunctions.index_select  # type: ignore[attr-defined]
 RULES = (
     Rule(
         operations=("u[index]", "u[mask]", "u[list]"),
@@ -235,7 +238,7 @@ RULES = (
     Rule(
         operations=("torch.index_select(u, 0, index)", "u.index_select(0, index)"),
         result="rows, copied by Penstock; sparse gradient",
-        handlers={torch.index_select: _index_select, _T.index_select: _index_select},
+        handlers={_INDEX_SELECT: _index_select, _T.index_select: _index_select},
     ),
     Rule(
         operations=("F.embedding(index, u)", "nn.Embedding.from_pretrained(u)"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from penstock.unified._gather import INTEGERS
 from penstock.unified._tensor import UnifiedTensor
 from penstock.unified._unify import unify
 
@@ -26,7 +27,8 @@ class Neighborhood:
     """int64 of shape (2, num_edges): positions in `node_ids` of each edge's neighbour (row 0) and
     of the node whose neighbour it is (row 1). The edges of the first hop come first."""
     edge_ids: torch.Tensor
-    """Places of the edges in the graph's list of neighbours, int64 of shape (num_edges,)."""
+    """What the edges are called in the whole graph, int64 of shape (num_edges,): their places in
+    its list of neighbours, where they have no other ids."""
     num_nodes: tuple[int, ...]
     """Nodes up to each hop, the seeds being hop 0."""
     num_edges: tuple[int, ...]
@@ -36,42 +38,127 @@ class Neighborhood:
 class NeighborSampler:
     """Samples, for each node, some of its neighbours, uniformly, hop after hop.
 
+    A node that is found again is in the neighbourhood once; its neighbours are sampled once, at the
+    hop that found it first. The same seeds and generator give the same neighbourhood.
+
     Example:
         >>> sampler = NeighborSampler([0, 2, 3, 3], [1, 2, 0], fanouts=[2, 2])
         >>> sampler.sample(torch.tensor([0])).node_ids.tolist()
         [0, 1, 2]
 
     Args:
-        starts: a table or tensor of integers of shape (num_nodes + 1,); the neighbours of node n
-            are `neighbors[starts[n]:starts[n + 1]]` (CSR).
-        neighbors: a table or tensor of integers of shape (num_edges,).
+        starts: integers of shape (num_nodes + 1,), int32 or int64: a table, a tensor, or what
+            `unify` takes, such as the path of a file. The neighbours of node n are
+            `neighbors[starts[n]:starts[n + 1]]` (CSR).
+        neighbors: integers of shape (num_edges,), given in the same ways.
         fanouts: neighbours per node at each hop; -1 takes all of them.
-        replace: whether a neighbour may be taken more than once (as often as it comes up).
+        replace: whether a neighbour may be taken more than once (as often as it comes up). A node
+            that has any neighbour then gives as many as the fanout says.
+        edge_ids: integers of shape (num_edges,), given in the same ways: what the edges are called,
+            where that is not their place in `neighbors`.
+
+    Raises:
+        TypeError: the graph does not consist of int32 or int64 of one dimension.
+        ValueError: the parts of the graph do not fit together, or `fanouts` makes no sense.
     """
 
     def __init__(
-        self, starts: Any, neighbors: Any, *, fanouts: Sequence[int], replace: bool = False
+        self,
+        starts: Any,
+        neighbors: Any,
+        *,
+        fanouts: Sequence[int],
+        replace: bool = False,
+        edge_ids: Any = None,
     ) -> None:
-        self._starts, self._neighbors = (
-            _as_table(starts, "starts"),
-            _as_table(neighbors, "neighbors"),
-        )
-        if not fanouts or any(fanout < -1 or fanout == 0 for fanout in fanouts):
+        self._starts = _as_table(starts, "starts")
+        self._neighbors = _as_table(neighbors, "neighbors")
+        self._edge_ids = None if edge_ids is None else _as_table(edge_ids, "edge_ids")
+        self._fanouts, self._replace = tuple(fanouts), replace
+        if not self._fanouts or any(
+            type(fanout) is not int or fanout < -1 or fanout == 0 for fanout in self._fanouts
+        ):
             raise ValueError(f"fanouts={list(fanouts)}: expected numbers above zero, or -1 for all")
         if len(self._starts) == 0:
             raise ValueError("starts: expected shape (num_nodes + 1,), got no element")
-        last = int(self._starts[torch.tensor([-1])])
-        if last != len(self._neighbors):
+        first, last = self._starts[torch.tensor([0, -1])].tolist()
+        if first != 0 or last != len(self._neighbors):
             raise ValueError(
-                f"starts ends with {last}, but there are {len(self._neighbors)} neighbors"
+                f"starts: expected to begin with 0 and to end with the number of neighbors, "
+                f"{len(self._neighbors)}; got {first} and {last}"
             )
-        self._fanouts = tuple(fanouts)
-        self._replace = replace
+        if self._edge_ids is not None and len(self._edge_ids) != len(self._neighbors):
+            raise ValueError(
+                f"edge_ids: expected one for each of {len(self._neighbors)} neighbors, got "
+                f"{len(self._edge_ids)}"
+            )
+
+    @classmethod
+    def from_edges(
+        cls,
+        edge_index: torch.Tensor,
+        num_nodes: int,
+        *,
+        fanouts: Sequence[int],
+        replace: bool = False,
+    ) -> NeighborSampler:
+        """A sampler of a graph that is given as pairs of nodes, as PyTorch Geometric does.
+
+        Example:
+            >>> edges = torch.tensor([[1, 2, 0], [0, 0, 1]])  # 1 -> 0, 2 -> 0, 0 -> 1
+            >>> sampler = NeighborSampler.from_edges(edges, 3, fanouts=[-1])
+            >>> sampler.sample(torch.tensor([0])).node_ids.tolist()
+            [0, 1, 2]
+
+        Args:
+            edge_index: integers of shape (2, num_edges); column e is an edge from node
+                `edge_index[0, e]` to node `edge_index[1, e]`. The neighbours of a node are those
+                from which an edge leads to it, and `e` is what the edge is called.
+            num_nodes: nodes of the graph.
+            fanouts: as for the sampler itself.
+            replace: as for the sampler itself.
+
+        Raises:
+            TypeError: `edge_index` does not hold integers.
+            ValueError: it has another shape, or names a node that the graph does not have.
+        """
+        if edge_index.is_floating_point() or edge_index.dtype == torch.bool:
+            raise TypeError(f"edge_index: expected integers, got {edge_index.dtype}")
+        if edge_index.dim() != 2 or len(edge_index) != 2:
+            raise ValueError(
+                f"edge_index: expected shape (2, num_edges), got {tuple(edge_index.shape)}"
+            )
+        if edge_index.numel():
+            low, high = int(edge_index.min()), int(edge_index.max())
+            if low < 0 or high >= num_nodes:
+                raise ValueError(
+                    f"edge_index: names node {low if low < 0 else high}, but num_nodes={num_nodes}"
+                )
+        source, target = edge_index.cpu()
+        order = torch.argsort(target, stable=True)
+        degrees = torch.bincount(target, minlength=num_nodes)
+        return cls(
+            torch.cat([degrees.new_zeros(1), degrees.cumsum(0)]),
+            _narrow(source[order], num_nodes),
+            fanouts=fanouts,
+            replace=replace,
+            edge_ids=_narrow(order, len(order)),
+        )
 
     @property
     def num_nodes(self) -> int:
         """Nodes of the whole graph."""
         return len(self._starts) - 1
+
+    @property
+    def num_edges(self) -> int:
+        """Edges of the whole graph."""
+        return len(self._neighbors)
+
+    @property
+    def fanouts(self) -> tuple[int, ...]:
+        """Neighbours per node at each hop; -1 stands for all of them."""
+        return self._fanouts
 
     def sample(
         self, seeds: torch.Tensor, *, generator: torch.Generator | None = None
@@ -79,31 +166,27 @@ class NeighborSampler:
         """The neighbourhood of some nodes.
 
         Args:
-            seeds: integers of shape (n,), none of them twice.
-            generator: of the random numbers; by default PyTorch's.
+            seeds: integers of shape (n,), none of them twice. Where they lie, the neighbourhood is
+                computed.
+            generator: of the random numbers, on the device of `seeds`; by default PyTorch's.
 
         Raises:
             IndexError: a seed is no node of the graph.
-            ValueError: a seed is given twice.
+            TypeError: `seeds` does not hold integers.
+            ValueError: a seed is given twice, `seeds` has another shape, or the graph is damaged.
         """
-        seeds = seeds.long()
-        if len(torch.unique(seeds)) != len(seeds):
-            raise ValueError("seeds: expected every node at most once")
-        wrong = ((seeds < 0) | (seeds >= self.num_nodes)).nonzero()
-        if len(wrong):
-            at = int(wrong[0])
-            raise IndexError(
-                f"seeds[{at}] is {int(seeds[at])}, but the graph has {self.num_nodes} nodes"
-            )
+        seeds = self._checked_seeds(seeds)
         node_ids = frontier = seeds
         begin = 0  # of the frontier in `node_ids`
         edges, edge_ids, num_nodes, num_edges = [], [], [len(seeds)], [0]
         for fanout in self._fanouts:
-            starts = self._starts.gather_rows(frontier).long()
-            degrees = self._starts.gather_rows(frontier + 1).long() - starts
+            starts, degrees = self._lists_of(frontier)
             owners, places = _choose(degrees, fanout, self._replace, generator)
-            edge_ids.append(starts[owners] + places)
-            found = self._neighbors.gather_rows(edge_ids[-1]).long()
+            places += starts[owners]
+            found = self._neighbors_at(places)
+            edge_ids.append(
+                places if self._edge_ids is None else self._edge_ids.gather_rows(places).long()
+            )
             node_ids, local = _append_new(node_ids, found)
             edges.append(torch.stack([local, owners + begin]))
             begin = num_nodes[-1]
@@ -117,6 +200,49 @@ class NeighborSampler:
             num_nodes=tuple(num_nodes),
             num_edges=tuple(num_edges),
         )
+
+    def _checked_seeds(self, seeds: torch.Tensor) -> torch.Tensor:
+        if not isinstance(seeds, torch.Tensor) or seeds.dtype not in INTEGERS:
+            found = seeds.dtype if isinstance(seeds, torch.Tensor) else type(seeds).__name__
+            raise TypeError(f"seeds: expected a tensor of integers, got {found}")
+        if seeds.dim() != 1:
+            raise ValueError(f"seeds: expected shape (n,), got {tuple(seeds.shape)}")
+        seeds = seeds.long()
+        if len(torch.unique(seeds)) != len(seeds):
+            raise ValueError("seeds: expected every node at most once")
+        wrong = ((seeds < 0) | (seeds >= self.num_nodes)).nonzero()
+        if len(wrong):
+            at = int(wrong[0])
+            raise IndexError(
+                f"seeds[{at}] is {int(seeds[at])}, but the graph has {self.num_nodes} nodes"
+            )
+        return seeds
+
+    def _lists_of(self, nodes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the neighbours of some nodes begin, and how many they are."""
+        both = self._starts.gather_rows(torch.stack([nodes, nodes + 1])).long()
+        starts, degrees = both[0], both[1] - both[0]
+        if len(degrees) and int(degrees.min()) < 0:
+            node = int(nodes[degrees.argmin()])
+            raise ValueError(f"starts falls from node {node} to node {node + 1}; it must not")
+        return starts, degrees
+
+    def _neighbors_at(self, places: torch.Tensor) -> torch.Tensor:
+        """The neighbours in some places of the list, which are nodes of the graph."""
+        found = self._neighbors.gather_rows(places).long()
+        wrong = ((found < 0) | (found >= self.num_nodes)).nonzero()
+        if len(wrong):
+            at = int(wrong[0])
+            raise ValueError(
+                f"neighbors[{int(places[at])}] is {int(found[at])}, but the graph has "
+                f"{self.num_nodes} nodes"
+            )
+        return found
+
+
+def _narrow(values: torch.Tensor, bound: int) -> torch.Tensor:
+    """In half of the memory, where the values are below a bound that allows it."""
+    return values.to(torch.int32 if bound <= torch.iinfo(torch.int32).max else torch.int64)
 
 
 def _as_table(source: Any, name: str) -> UnifiedTensor:

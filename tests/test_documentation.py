@@ -1,0 +1,55 @@
+"""What the documentation shows is what the code does: its tables are compared, its examples run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.unified._placement import placement_table
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def blocks(page: str, containing: str = "") -> list[str]:
+    """The Python examples of a page, in their order."""
+    found = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / page).read_text(), re.S | re.M)
+    return [block for block in found if containing in block]
+
+
+def run(source: str, directory: Path) -> str:
+    search = [str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, search))},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_placement_rules_are_those_of_the_code():
+    assert placement_table() in (REPOSITORY / "docs" / "unified.md").read_text()
+
+
+def test_the_examples_of_tables_run_one_after_the_other(store):
+    pytest.importorskip("torch_geometric", reason="penstock[pyg] installs PyTorch Geometric")
+    examples = blocks("docs/unified.md")
+    assert len(examples) >= 6
+    said = run("\n".join(examples), store)
+    assert "rows gathered" in said and "sample" in said
+    for path in store.iterdir():  # the fixture wants its directory back as it was
+        path.unlink()
+
+
+def test_the_readme_example_of_tables_runs(store):
+    (example,) = blocks("README.md", containing="penstock.unify(")
+    run(example, store)
+    for path in store.iterdir():
+        path.unlink()
