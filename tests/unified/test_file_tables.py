@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import io
 import os
-import signal
-import subprocess
-import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from penstock.errors import StoreError, StoreReadError, StoreUnavailableError, WholeTableError
+from penstock.errors import StoreReadError, StoreUnavailableError, WholeTableError
 from penstock.unified import UnifiedTensor, _file_rows, _row_writer, empty, unify
 from penstock.unified._file_rows import RowReader
 from penstock.unified._row_file import create, open_layout
-from penstock.unified._row_writer import RowWriter, recover
 
 
 @pytest.fixture
@@ -338,92 +336,7 @@ def test_a_file_is_saved_by_name_and_shared_by_name(source):
     assert torch.equal(torch.load(stream)[5], table[5])
 
 
-# ------------------------------------------------------------------------- faults
-
-WRITER = """
-import sys, numpy as np, os, signal
-from penstock.unified import _row_writer
-from penstock.unified._row_file import open_layout
-from penstock.unified._row_writer import RowWriter
-
-path, point = sys.argv[1:]
-writer = RowWriter(open_layout(path))
-rows = np.arange(0, 200, 2)
-content = np.full((100, 2048), 7, dtype=np.uint8)
-done = 0
-
-def die_after(name):
-    original = getattr(_row_writer, name)
-    def wrapped(*args):
-        result = original(*args)
-        global done
-        done += 1
-        if done == int(point.split(":")[1]):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-    setattr(_row_writer, name, wrapped)
-
-die_after(point.split(":")[0])
-writer.put(rows, content)
-"""
-
-
-@pytest.mark.parametrize(
-    ("point", "new"),
-    [("_write:1", False), ("_write:2", False), ("_write:3", True), ("_write_rows:1", True)],
-)
-def test_a_killed_process_leaves_old_or_new_rows(folder, point, new):
-    """Killed after each part of a write: of the journal, of its mark, of the rows themselves."""
-    layout = create(folder / "table", (200, 512), torch.float32)
-    killed = subprocess.run([sys.executable, "-c", WRITER, str(folder / "table"), point])
-    assert killed.returncode == -signal.SIGKILL
-    u = unify(folder / "table")
-    content = u[torch.arange(200)].view(torch.uint8).view(200, 2048)
-    expected = torch.zeros(200, 2048, dtype=torch.uint8)
-    if new:
-        expected[::2] = 7
-    assert torch.equal(content, expected)
-    assert not recover(layout)
-    u[torch.tensor([1])] = torch.ones(1, 512)  # and writing goes on
-    assert u[1].sum() == 512
-
-
-def test_rows_that_a_killed_process_tore_are_mended(folder, monkeypatch):
-    """Half of a row was written; the journal has all of it."""
-    layout = create(folder / "table", (10, 512), torch.float32)
-    writer = RowWriter(layout)
-
-    def tear(fd, layout, rows, content):
-        os.pwrite(fd, bytes(content[0][:100]), layout.row_offset(int(rows[0])))
-        raise OSError(errno.EIO, "")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_row_writer, "_write_rows", tear)
-        with pytest.raises(StoreError, match="could not be written: Input/output error"):
-            writer.put(np.array([3]), np.full((1, 2048), 9, dtype=np.uint8))
-    writer.close()
-    assert (folder / "table.journal").exists()
-    assert (unify(folder / "table")[3].view(torch.uint8) == 9).all()
-    assert not (folder / "table.journal").exists()
-
-
-def test_the_next_write_finishes_one_that_failed(folder, monkeypatch):
-    layout = create(folder / "table", (10, 512), torch.float32)
-    writer, write_rows = RowWriter(layout), _row_writer._write_rows
-
-    def fail(*_):
-        raise OSError(errno.EIO, "")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_row_writer, "_write_rows", fail)
-        for _ in range(2):
-            with pytest.raises(StoreError, match="Input/output error"):
-                writer.put(np.array([3]), np.full((1, 2048), 9, dtype=np.uint8))
-    assert _row_writer._write_rows is write_rows
-    writer.put(np.array([5]), np.full((1, 2048), 8, dtype=np.uint8))
-    writer.close()
-    rows = unify(folder / "table")[torch.arange(10)].view(torch.uint8)
-    assert (rows[3] == 9).all() and (rows[5] == 8).all() and not rows[[0, 4, 6]].any()
+# ------------------------------------------------------------------------- writing
 
 
 def test_a_forked_child_neither_writes_nor_tidies_up(folder):
@@ -443,28 +356,6 @@ def test_a_forked_child_neither_writes_nor_tidies_up(folder):
     assert u[torch.arange(10)].sum() == 8
 
 
-def test_a_damaged_journal_is_an_error_not_garbage(folder):
-    layout = create(folder / "table", (10, 512), torch.float32)
-    header = _row_writer._HEADER.pack(b"PENSTJRN", 1, 2048, 12345)
-    (folder / "table.journal").write_bytes(header.ljust(4096, b"\0") + bytes(8 + 2048))
-    with pytest.raises(StoreError, match="is damaged: its checksum is wrong"):
-        unify(folder / "table")
-    header = _row_writer._HEADER.pack(b"PENSTJRN", 1, 99, 12345)
-    (folder / "table.journal").write_bytes(header.ljust(4096, b"\0") + bytes(8 + 2048))
-    with pytest.raises(StoreError, match="the journal of another table"):
-        recover(layout)
-
-
-def test_only_one_writes(folder):
-    layout = create(folder / "table", (10, 4), torch.float32)
-    writer = RowWriter(layout)
-    with pytest.raises(StoreUnavailableError, match="is being written by another"):
-        RowWriter(layout)
-    writer.close()
-    RowWriter(layout).close()
-    assert [path.name for path in folder.iterdir()] == ["table"]
-
-
 def test_a_read_only_file_is_read_and_not_written(folder, monkeypatch):
     np.save(folder / "x.npy", np.ones((4, 4), dtype=np.float32))
     real_open = os.open
@@ -480,3 +371,56 @@ def test_a_read_only_file_is_read_and_not_written(folder, monkeypatch):
     with pytest.raises(StoreUnavailableError, match="cannot be opened for writing: Read-only"):
         u[torch.tensor([0])] = torch.zeros(1, 4)
     assert u[0].sum() == 4
+
+
+def test_threads_that_add_to_the_same_rows_lose_nothing(folder):
+    from concurrent.futures import ThreadPoolExecutor
+
+    u = empty((20, 3), path=folder / "table")
+    index = torch.tensor([4, 7, 4])
+
+    def add(_: int) -> None:
+        u.index_add_(0, index, torch.ones(3, 3))
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(add, range(20)))
+    found = unify(folder / "table")[torch.tensor([4, 7, 5])]
+    assert found[:, 0].tolist() == [40.0, 20.0, 0.0]
+
+
+class SlowLibrary:
+    """The library, with engines that take their time to start, and are counted."""
+
+    def __init__(self, library) -> None:
+        self._library = library
+        self.num_engines = 0
+
+    def __getattr__(self, name):
+        return getattr(self._library, name)
+
+    def penstock_row_engine(self, *arguments):
+        time.sleep(0.1)
+        self.num_engines += 1
+        return self._library.penstock_row_engine(*arguments)
+
+    def penstock_row_engine_free(self, engine) -> None:
+        self.num_engines -= 1
+        self._library.penstock_row_engine_free(engine)
+
+
+def test_threads_of_a_forked_child_share_one_engine(folder):
+    table = saved(folder / "x.npy", (5000, 64)).numpy()
+    reader = RowReader(open_layout(folder / "x.npy"))
+    reader._library = library = SlowLibrary(reader._library)
+    index = torch.arange(0, 5000, 7)
+    outs = [torch.empty(len(index), 64) for _ in range(6)]
+    child = os.fork()
+    if child == 0:
+        threads = [threading.Thread(target=reader.gather, args=(index, out)) for out in outs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        right = all(np.array_equal(out.numpy(), table[::7]) for out in outs)
+        os._exit(0 if right and library.num_engines == 1 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

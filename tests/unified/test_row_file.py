@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -146,6 +147,92 @@ def test_a_damaged_native_header_is_noticed(tmp_path):
         (tmp_path / "table").write_bytes(changed)
         with pytest.raises(StoreError):
             open_layout(tmp_path / "table")
+
+
+SOUND = {
+    "version": 1,
+    "shape": [3, 2],
+    "dtype": "int8",
+    "rows_per_block": 2048,
+    "block_bytes": 4096,
+}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"shape": [-3, 2]},
+        {"shape": [3.0, 2]},
+        {"shape": [True, 2]},
+        {"shape": [2**40, 2**40]},
+        {"shape": []},
+        {"shape": "32"},
+        {"shape": None},
+        {"dtype": "Tensor"},
+        {"dtype": "load"},
+        {"dtype": 7},
+        {"rows_per_block": 0},
+        {"rows_per_block": -1},
+        {"rows_per_block": 4096},
+        {"block_bytes": 0},
+        {"block_bytes": -4096},
+        {"block_bytes": 2**70},
+        {"version": 2},
+    ],
+)
+def test_fields_of_a_native_header_that_make_no_sense(tmp_path, wrong):
+    """Their sum is right, so somebody wrote them that way."""
+    write_native(tmp_path / "table", json.dumps({**SOUND, **wrong}))
+    with pytest.raises(StoreError, match=r"has a damaged header|has version 2"):
+        open_layout(tmp_path / "table")
+
+
+@pytest.mark.parametrize("text", ["[]", "7", "{}", '{"version": 1}', "nonsense", '"version"'])
+def test_a_native_header_that_is_none(tmp_path, text):
+    write_native(tmp_path / "table", text)
+    with pytest.raises(StoreError, match="has a damaged header"):
+        open_layout(tmp_path / "table")
+
+
+def test_a_sound_native_header(tmp_path):
+    write_native(tmp_path / "table", json.dumps(SOUND))
+    assert open_layout(tmp_path / "table").shape == (3, 2)
+
+
+def write_native(path, text: str) -> None:
+    """By hand, from the format's description."""
+    content = text.encode()
+    header = b"PENSTOCK" + struct.pack("<II", len(content), zlib.crc32(content)) + content
+    path.write_bytes(header.ljust(8192, b"\0"))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "I8", "shape": [2, 3], "data_offsets": [0, 7]},
+        {"dtype": "I8", "shape": [2, 3], "data_offsets": [-6, 0]},
+        {"dtype": "I8", "shape": [2, 3], "data_offsets": [0.0, 6.0]},
+        {"dtype": "I8", "shape": [2, 3], "data_offsets": [6]},
+        {"dtype": "I8", "shape": [-2, -3], "data_offsets": [0, 6]},
+        {"dtype": "I8", "shape": 6, "data_offsets": [0, 6]},
+        {"dtype": "I8", "shape": [2, 3]},
+        [],
+    ],
+)
+def test_entries_of_safetensors_that_make_no_sense(tmp_path, entry):
+    text = json.dumps({"a": entry}).encode()
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(6))
+    with pytest.raises(StoreError, match="has a damaged header"):
+        open_layout(f"{tmp_path}/x.safetensors#a")
+
+
+def test_shapes_of_npy_that_make_no_sense(tmp_path):
+    for shape in ("(-2, 3)", "(2.0, 3)", "(99999999999, 99999999999)"):
+        text = f"{{'descr': '|i1', 'fortran_order': False, 'shape': {shape}}}".encode()
+        start = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text))
+        (tmp_path / "x.npy").write_bytes(start + text + bytes(6))
+        with pytest.raises(StoreError, match="has a damaged header"):
+            open_layout(tmp_path / "x.npy")
 
 
 def test_a_missing_file(tmp_path):

@@ -58,8 +58,7 @@ class RowReader:
         self._max_read_bytes = max(_READ_BYTES, layout.row_bytes + 2 * PAGE_BYTES)
         self._depth = max(4, min(depth, (64 << 20) // self._max_read_bytes))
         self._allow_ring = ring
-        self._engine: int | None = None
-        self._engine_process = -1
+        self._engines: dict[int, int] = {}  # by process: a forked child has one of its own
         self.method = "python" if self._library is None else self._start_engine()
 
     def gather(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool = False) -> None:
@@ -76,12 +75,12 @@ class RowReader:
         if self._library is None:
             self._gather_in_python(checked_index(index, self.layout.num_rows, negative), out)
             return
-        if self._engine_process != os.getpid():
+        if os.getpid() not in self._engines:
             self._start_engine()  # the parent's threads and ring are not ours
         outcome = (ctypes.c_int64 * 8)()
         layout = self.layout
         self._library.penstock_read_rows(
-            self._engine,
+            self._engines[os.getpid()],
             self._fd,
             layout.offset,
             layout.num_rows,
@@ -109,22 +108,23 @@ class RowReader:
 
     def update_cache(self, rows: torch.Tensor, content: torch.Tensor) -> None:
         """Tell the cache of rows that have changed; int64 (n,) and (n, *row), contiguous."""
-        if self._library is not None and self.cache_bytes and self._engine_process == os.getpid():
+        engine = self._engines.get(os.getpid())
+        if self._library is not None and self.cache_bytes and engine:
             self._library.penstock_row_engine_update(
-                self._engine, rows.data_ptr(), len(rows), content.data_ptr(), self.layout.row_bytes
+                engine, rows.data_ptr(), len(rows), content.data_ptr(), self.layout.row_bytes
             )
 
     def close(self) -> None:
         """Close the file and end the threads."""
-        engine, self._engine = self._engine, None
-        if engine and self._library is not None and self._engine_process == os.getpid():
+        engine = self._engines.pop(os.getpid(), None)
+        if engine and self._library is not None:
             self._library.penstock_row_engine_free(engine)
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
     def __del__(self) -> None:
-        if hasattr(self, "_engine"):
+        if hasattr(self, "_engines"):
             self.close()
 
     def _start_engine(self) -> str:
@@ -134,13 +134,17 @@ class RowReader:
         )
         if not engine:
             raise StoreError("there is no memory for the buffers of reads", path=self.layout.path)
-        self._engine, self._engine_process = engine, os.getpid()
         if self.cache_bytes and self.layout.row_bytes:
             capacity = min(self.cache_bytes // self.layout.row_bytes, self.layout.num_rows)
             if self._library.penstock_row_engine_cache(engine, capacity, self.layout.row_bytes):
+                self._library.penstock_row_engine_free(engine)
                 raise CapacityError(
                     f"cache={format_bytes(self.cache_bytes)}: there is not enough memory"
                 )
+        # Several threads of a child may come here at once: one engine is kept, whole.
+        if self._engines.setdefault(os.getpid(), engine) != engine:
+            self._library.penstock_row_engine_free(engine)
+            engine = self._engines[os.getpid()]
         return "io_uring" if self._library.penstock_row_engine_has_ring(engine) else "threads"
 
     def _failure(self, row: int, offset: int, number: int | None) -> StoreReadError:

@@ -33,6 +33,8 @@ _MAGIC = b"PENSTOCK"
 _VERSION = 1
 FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _MAX_HEADER_BYTES = 64 * 2**20  # of a foreign file: more than this is no header
+_MAX_COUNT = 2**62  # of elements or bytes: offsets stay below 2^63
+_SAFETENSORS_FIELDS = ("dtype", "shape", "data_offsets")
 _NUMPY_KINDS = {
     "f2": torch.float16,
     "f4": torch.float32,
@@ -76,6 +78,12 @@ class RowLayout:
     """Rows that lie side by side."""
     block_bytes: int
     """From the first row of a block to the first row of the next."""
+    key: str = ""
+    """Of the tensor, in a file that holds several."""
+    file_id: tuple[int, int] | None = dataclasses.field(default=None, compare=False)
+    """Device and inode of the file whose header was read."""
+    file_bytes: int | None = dataclasses.field(default=None, compare=False)
+    """Length of the file at that time."""
 
     @property
     def num_rows(self) -> int:
@@ -117,13 +125,14 @@ def open_layout(source: str | os.PathLike[str]) -> RowLayout:
                 layout = _npy_layout(file, path)
             else:
                 layout = _native_layout(file, path)
-            num_bytes = os.fstat(file.fileno()).st_size
+            status = os.fstat(file.fileno())
     except OSError as error:
         raise StoreUnavailableError(
             f"{path} cannot be opened: {os.strerror(error.errno or 0)}",
             path=path,
             errno=error.errno,
         ) from error
+    num_bytes = status.st_size
     if num_bytes < layout.end:
         raise StoreError(
             f"{path} is shorter than its header says: a table of shape {layout.shape} and "
@@ -132,7 +141,7 @@ def open_layout(source: str | os.PathLike[str]) -> RowLayout:
             path=path,
             offset=num_bytes,
         )
-    return layout
+    return dataclasses.replace(layout, file_id=(status.st_dev, status.st_ino), file_bytes=num_bytes)
 
 
 def split_source(source: str) -> tuple[str, str]:
@@ -213,17 +222,34 @@ def _native_layout(file: Any, path: str) -> RowLayout:
     text = header[16 : 16 + num_bytes]
     if len(text) != num_bytes or zlib.crc32(text) != checksum:
         raise _wrong(path, "has a damaged header: its checksum is wrong")
-    fields = json.loads(text)
+    try:
+        fields = json.loads(text)
+        missing = {"version", "shape", "dtype", "rows_per_block", "block_bytes"} - set(fields)
+    except (ValueError, TypeError) as error:
+        raise _wrong(path, f"has a damaged header: {error}") from error
+    if not isinstance(fields, dict) or missing:
+        raise _wrong(path, f"has a damaged header: it lacks {sorted(missing)}")
     if fields["version"] != _VERSION:
         raise _wrong(path, f"has version {fields['version']}; this Penstock reads {_VERSION}")
-    return RowLayout(
+    shape, dtype = _shape(path, fields["shape"]), getattr(torch, str(fields["dtype"]), None)
+    if not shape or not isinstance(dtype, torch.dtype):
+        raise _wrong(path, f"has a damaged header: shape {shape}, dtype {fields['dtype']!r}")
+    layout = RowLayout(
         path=path,
-        shape=tuple(fields["shape"]),
-        dtype=getattr(torch, fields["dtype"]),
+        shape=shape,
+        dtype=dtype,
         offset=PAGE_BYTES,
         rows_per_block=fields["rows_per_block"],
         block_bytes=fields["block_bytes"],
     )
+    # All that this version writes; a sum alone does not say who made it.
+    if layout != native_layout(path, shape, dtype):
+        raise _wrong(
+            path,
+            f"has a damaged header: {layout.rows_per_block!r} rows of {layout.row_bytes} bytes in "
+            f"blocks of {layout.block_bytes!r}",
+        )
+    return layout
 
 
 def _npy_layout(file: Any, path: str) -> RowLayout:
@@ -246,7 +272,7 @@ def _npy_layout(file: Any, path: str) -> RowLayout:
         raise _wrong(path, f"has elements of dtype {kind!r}, which tables do not hold")
     if fortran and len(shape) > 1:
         raise _wrong(path, "is in Fortran order, so its rows are in pieces; save it in C order")
-    return _plain_layout(path, shape, _NUMPY_KINDS[kind[1:]], begin + num_bytes)
+    return _plain_layout(path, _shape(path, shape), _NUMPY_KINDS[kind[1:]], begin + num_bytes)
 
 
 def _safetensors_layout(file: Any, path: str, key: str) -> RowLayout:
@@ -265,22 +291,41 @@ def _safetensors_layout(file: Any, path: str, key: str) -> RowLayout:
     if key not in names:
         some = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         raise StoreUnavailableError(f"{path} has no tensor {key!r}; it has {some}", path=path)
-    entry = entries[key]
-    if entry["dtype"] not in _SAFETENSORS_KINDS:
-        raise _wrong(path, f"holds {key!r} as {entry['dtype']}, which tables do not hold")
-    dtype, shape = _SAFETENSORS_KINDS[entry["dtype"]], tuple(entry["shape"])
-    begin, end = entry["data_offsets"]
-    if end - begin != math.prod(shape) * dtype.itemsize:
-        raise _wrong(path, f"has a damaged header: {key!r} has {end - begin} bytes")
-    return _plain_layout(path, shape, dtype, 8 + num_bytes + begin)
+    try:
+        kind, lengths, (begin, end) = (entries[key][name] for name in _SAFETENSORS_FIELDS)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _wrong(path, f"has a damaged header: {key!r} is {entries[key]!r}") from error
+    if kind not in _SAFETENSORS_KINDS:
+        raise _wrong(path, f"holds {key!r} as {kind}, which tables do not hold")
+    dtype, shape = _SAFETENSORS_KINDS[kind], _shape(path, lengths)
+    if not _is_count(begin) or end != begin + math.prod(shape) * dtype.itemsize:
+        raise _wrong(path, f"has a damaged header: {key!r} lies from byte {begin} to {end}")
+    return _plain_layout(path, shape, dtype, 8 + num_bytes + begin, key)
 
 
-def _plain_layout(path: str, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> RowLayout:
+def _is_count(number: Any) -> bool:
+    return type(number) is int and 0 <= number <= _MAX_COUNT
+
+
+def _shape(path: str, lengths: Any) -> tuple[int, ...]:
+    """The shape that a header names, if a table can have it."""
+    if not isinstance(lengths, list | tuple) or not all(_is_count(each) for each in lengths):
+        raise _wrong(path, f"has a damaged header: its shape is {lengths!r}")
+    if math.prod(lengths) > _MAX_COUNT:
+        raise _wrong(path, f"has a damaged header: no file has as many bytes as {lengths!r} needs")
+    return tuple(lengths)
+
+
+def _plain_layout(
+    path: str, shape: tuple[int, ...], dtype: torch.dtype, offset: int, key: str = ""
+) -> RowLayout:
     """Rows without a gap."""
     if not shape:
         raise _wrong(path, "holds a scalar, not a table of shape (num_rows, *row)")
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
-    return RowLayout(path=path, shape=shape, dtype=dtype, offset=offset, block_bytes=row_bytes)
+    return RowLayout(
+        path=path, shape=shape, dtype=dtype, offset=offset, block_bytes=row_bytes, key=key
+    )
 
 
 def is_path(source: object) -> bool:

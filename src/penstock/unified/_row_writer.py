@@ -1,37 +1,47 @@
-"""Rows written to a file so that a killed process leaves the old or the new row, never a torn one.
+"""Rows written to files so that a killed process leaves the old or the new row, never a torn one.
 
 A batch of rows goes into a journal beside the file first. When all of it is on the disk the journal
 is marked as complete, then the rows are written to their places, then the mark is taken away. Who
 opens the file and finds a complete journal writes its rows again; one that is not complete is
 ignored, because then no place has been touched.
 
-The journal `<file>.journal`: 28 bytes of header (magic, the number of rows, their bytes, and CRC-32
-of all that follows the header; zeroes when there is nothing to do), at byte 4096 the row numbers
-(int64), then the rows.
+Rows of several files can be written together, all of them or none: they share the journal of the
+first file, and beside each of the others lies a journal that only names it.
+
+The journal `<file>.journal`: 20 bytes of header (magic, the number of bytes of what follows the
+header's page, and their CRC-32; zeroes when there is nothing to do). At byte 4096 the length of a
+JSON text (8 bytes), the text, which says of each file where its rows lie and how many were written,
+and then for each file the row numbers (int64) and the rows. A journal that names another one has
+another magic, and its text is the name.
 """
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
+import json
 import logging
 import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import numpy as np
 
 from penstock.errors import StoreError, StoreFullError, StoreUnavailableError, StoreWriteError
 from penstock.unified._file_rows import library
-from penstock.unified._row_file import FULL_ERRORS, PAGE_BYTES, RowLayout
+from penstock.unified._row_file import FULL_ERRORS, PAGE_BYTES, RowLayout, open_layout
 
 logger = logging.getLogger(__name__)
 
-_HEADER = struct.Struct("<8sQQI")
-_MAGIC = b"PENSTJRN"
+_HEADER = struct.Struct("<8sQI")
+_LENGTH = struct.Struct("<Q")
+_MAGIC = b"PENSTJR2"
+_LINK_MAGIC = b"PENSTLNK"
+_SUFFIX = ".journal"
 
 
 class RowWriter:
@@ -39,16 +49,20 @@ class RowWriter:
 
     def __init__(self, layout: RowLayout) -> None:
         self.layout = layout
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._process = os.getpid()
         self._owns_journal = False
-        self._unfinished: tuple[np.ndarray, np.ndarray] | None = None
+        self._unfinished: list[Part] = []  # in a complete journal, but not all in their places
+        self._failed = False  # to bring them there
+        self._leader: RowWriter | None = None  # whose journal has rows of this file
         self._fd = _open(layout.path, os.O_RDWR)
         self._journal = -1
         try:
-            self._journal = _open(layout.path + ".journal", os.O_RDWR | os.O_CREAT)
+            _check_same_file(self._fd, layout)
+            self._journal = _open(layout.path + _SUFFIX, os.O_RDWR | os.O_CREAT)
             _lock_file(self._journal, layout.path)
             self._owns_journal = True
+            _sync_directory(layout.path)
         except BaseException:
             self.close()
             raise
@@ -64,19 +78,18 @@ class RowWriter:
             StoreFullError: the journal does not fit on the disk; the table is as it was.
             StoreWriteError: the rows could not be written; opening the table again ends the job.
         """
-        if not len(rows):
-            return
-        if self._process != os.getpid():
-            raise StoreUnavailableError(
-                f"{self.layout.path} is written by the parent of this process; only one may write "
-                "at a time",
-                path=self.layout.path,
-            )
-        with self._lock, self._errors():
-            self._finish()  # of a write that failed
-            self._write_journal(rows, content)
-            self._unfinished = rows, content
-            self._finish()
+        put_together([(self, rows, content)])
+
+    def finish(self) -> None:
+        """Bring the rows of a write that failed to their places, before they are read.
+
+        Raises:
+            StoreError: they still cannot be written.
+        """
+        leader = self._leader or self
+        if leader._failed and self._process == os.getpid():
+            with leader._lock, leader._errors():
+                leader._finish()
 
     def close(self) -> None:
         """Close the files; the journal is empty by now and goes."""
@@ -86,30 +99,52 @@ class RowWriter:
             os.close(fd)
         if journal >= 0:
             mine = self._owns_journal and self._process == os.getpid()
-            if mine and os.pread(journal, 8, 0) in (b"", b"\0" * 8):
-                os.unlink(self.layout.path + ".journal")
+            if mine and self._is_done(journal):
+                os.unlink(self.layout.path + _SUFFIX)
             os.close(journal)
 
     def __del__(self) -> None:
         if hasattr(self, "_journal"):
             self.close()
 
+    def _is_done(self, journal: int) -> bool:
+        magic = os.pread(journal, 8, 0)
+        if magic == _LINK_MAGIC:
+            return self._leader is not None and not self._leader._unfinished
+        return magic in (b"", bytes(8))
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise StoreUnavailableError(
+                f"{self.layout.path} is written by the parent of this process; only one may write "
+                "at a time",
+                path=self.layout.path,
+            )
+
     def _finish(self) -> None:
         """Write the rows of a complete journal to their places."""
-        if self._unfinished is not None:
-            _write_rows(self._fd, self.layout, *self._unfinished)
-            os.fdatasync(self._fd)
-            _clear(self._journal)
-            self._unfinished = None
+        if not self._unfinished:
+            return
+        self._failed = True  # until it is done
+        for writer, rows, content in self._unfinished:
+            _write_rows(writer._fd, writer.layout, rows, content)
+        for writer, _, _ in self._unfinished:
+            os.fdatasync(writer._fd)
+        _clear(self._journal)
+        self._unfinished, self._failed = [], False
 
-    def _write_journal(self, rows: np.ndarray, content: np.ndarray) -> None:
-        checksum = zlib.crc32(content.data, zlib.crc32(rows.data))
-        _write(self._journal, rows.data.cast("B"), PAGE_BYTES)
-        _write(self._journal, content.data.cast("B"), PAGE_BYTES + rows.nbytes)
-        os.fdatasync(self._journal)
-        header = _HEADER.pack(_MAGIC, len(rows), self.layout.row_bytes, checksum)
-        _write(self._journal, memoryview(header), 0)
-        os.fdatasync(self._journal)
+    def _follow(self, leader: RowWriter) -> None:
+        """Let whoever opens this file look into the journal of the leader's."""
+        if self._leader is not leader:
+            name = os.path.relpath(leader.layout.path + _SUFFIX, os.path.dirname(self.layout.path))
+            _write_journal(self._journal, _LINK_MAGIC, [memoryview(os.fsencode(name))])
+            self._leader = leader
+
+    def _lead(self) -> None:
+        """Use the own journal again."""
+        if self._leader is not None:
+            _clear(self._journal)
+            self._leader = None
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -124,13 +159,90 @@ class RowWriter:
             ) from error
 
 
+Part = tuple[RowWriter, np.ndarray, np.ndarray]
+
+
+def put_together(parts: Sequence[Part], committed: Callable[[], None] = lambda: None) -> None:
+    """Write rows of several files, all of them or none, whatever happens to this process.
+
+    Args:
+        parts: writers, each with rows and content as `RowWriter.put` takes them.
+        committed: called when the rows are safe, but not in their places yet.
+
+    Raises:
+        StoreFullError: the journal does not fit on the disk; the tables are as they were.
+        StoreWriteError: the rows could not be written; opening the first table again ends the job.
+    """
+    parts = [part for part in parts if len(part[1])]
+    if not parts:
+        return
+    writers = [writer for writer, _, _ in parts]
+    leader = writers[0]
+    for writer in writers:
+        writer._check_process()
+    with ExitStack() as held:
+        for writer in sorted(writers, key=lambda each: each.layout.path):
+            held.enter_context(writer._lock)
+        held.enter_context(leader._errors())
+        for writer in writers:
+            (writer._leader or writer)._finish()  # what has failed before
+        leader._lead()
+        for writer in writers[1:]:
+            writer._follow(leader)
+        _write_journal(leader._journal, _MAGIC, _journal_of(leader, parts))
+        leader._unfinished = list(parts)
+        committed()
+        leader._finish()
+
+
+# ---------------------------------------------------------------------------- the journal
+
+_WHERE = ("offset", "shape", "rows_per_block", "block_bytes")
+
+
+def _journal_of(leader: RowWriter, parts: Sequence[Part]) -> list[memoryview]:
+    """The body of a journal."""
+    directory = os.path.dirname(leader.layout.path)
+    entries = []
+    for writer, rows, _ in parts:
+        layout = writer.layout
+        source = os.path.relpath(layout.path, directory) + (f"#{layout.key}" if layout.key else "")
+        entries.append({"source": source, "count": len(rows), **_where(layout)})
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)  # what follows is aligned
+    body = [memoryview(_LENGTH.pack(len(text)) + text)]
+    for _, rows, content in parts:
+        body += [rows.data.cast("B"), content.data.cast("B")]
+    return body
+
+
+def _where(layout: RowLayout) -> dict[str, Any]:
+    """What must be the same when the rows are written again."""
+    place = {name: getattr(layout, name) for name in _WHERE}
+    return {**place, "shape": list(layout.shape), "row_bytes": layout.row_bytes}
+
+
+def _write_journal(journal: int, magic: bytes, body: list[memoryview]) -> None:
+    checksum, at = 0, PAGE_BYTES
+    for part in body:
+        checksum = zlib.crc32(part, checksum)
+        _write(journal, part, at)
+        at += part.nbytes
+    os.fdatasync(journal)
+    _write(journal, memoryview(_HEADER.pack(magic, at - PAGE_BYTES, checksum)), 0)
+    os.fdatasync(journal)
+
+
 def recover(layout: RowLayout) -> int:
     """Finish what a killed process has begun; returns how many rows were written again.
 
     Raises:
         StoreError: the journal is of another table, or cannot be read.
     """
-    path = layout.path + ".journal"
+    return _recover(layout.path + _SUFFIX, follow=True)
+
+
+def _recover(path: str, *, follow: bool) -> int:
     if not os.path.exists(path):
         return 0
     journal = _open(path, os.O_RDWR)
@@ -138,37 +250,63 @@ def recover(layout: RowLayout) -> int:
         if not _try_lock(journal):
             return 0  # its writer lives and will finish by itself
         header = os.pread(journal, _HEADER.size, 0)
-        if len(header) < _HEADER.size or header[:8] != _MAGIC:
+        if len(header) < _HEADER.size or header[:8] not in (_MAGIC, _LINK_MAGIC):
             return 0
-        _, count, row_bytes, checksum = _HEADER.unpack(header)
-        if row_bytes != layout.row_bytes:
-            raise StoreError(
-                f"{path} holds rows of {row_bytes} bytes, but those of {layout.path} have "
-                f"{layout.row_bytes}: it is the journal of another table. Move it away.",
-                path=path,
-            )
-        content = _read(journal, count * (8 + row_bytes), PAGE_BYTES)
-        if zlib.crc32(content) != checksum:
+        magic, num_bytes, checksum = _HEADER.unpack(header)
+        body = _read(journal, min(num_bytes, os.fstat(journal).st_size), PAGE_BYTES)
+        if len(body) != num_bytes or zlib.crc32(body) != checksum:
             raise StoreError(
                 f"{path} is damaged: its checksum is wrong, so the rows of a batch that was being "
-                f"written to {layout.path} may be torn. Restore the table, or delete the journal.",
+                f"written to {path.removesuffix(_SUFFIX)} may be torn. Restore the table, or "
+                "delete the journal.",
                 path=path,
             )
-        rows = np.frombuffer(content, dtype=np.int64, count=count)
-        table = _open(layout.path, os.O_RDWR)
-        try:
-            _write_rows(
-                table, layout, rows, np.frombuffer(content, dtype=np.uint8, offset=count * 8)
-            )
-            os.fdatasync(table)
-        finally:
-            os.close(table)
+        directory = os.path.dirname(path)
+        if magic == _LINK_MAGIC:
+            leader = os.path.join(directory, os.fsdecode(body))
+            return _recover(leader, follow=False) if follow else 0
+        count = _write_again(path, directory, body)
         _clear(journal)
         os.unlink(path)
-        logger.warning("%s: %d rows of an interrupted write were written again", layout.path, count)
+        logger.warning("%s: %d rows of an interrupted write were written again", path, count)
         return count
     finally:
         os.close(journal)
+
+
+def _write_again(path: str, directory: str, body: bytes) -> int:
+    """Write the rows of a complete journal to their places; returns how many there are."""
+    at = _LENGTH.size + _LENGTH.unpack_from(body)[0]
+    entries = json.loads(body[_LENGTH.size : at])
+    layouts = [_layout_of(path, directory, entry) for entry in entries]
+    num_rows = 0
+    for layout, entry in zip(layouts, entries, strict=True):
+        count = entry["count"]
+        rows = np.frombuffer(body, dtype=np.int64, count=count, offset=at)
+        at += rows.nbytes
+        size = count * layout.row_bytes
+        content = np.frombuffer(body, dtype=np.uint8, count=size, offset=at)
+        at, num_rows = at + size, num_rows + count
+        table = _open(layout.path, os.O_RDWR)
+        try:
+            _write_rows(table, layout, rows, content)
+            os.fdatasync(table)
+        finally:
+            os.close(table)
+    return num_rows
+
+
+def _layout_of(path: str, directory: str, entry: dict[str, Any]) -> RowLayout:
+    """Of a file that a journal has rows of, if it is still the same."""
+    layout = open_layout(os.path.join(directory, entry["source"]))
+    found, expected = _where(layout), {name: entry[name] for name in _where(layout)}
+    if found != expected:
+        raise StoreError(
+            f"{path} holds rows of a table {expected}, but that of {layout.path} is {found}: it is "
+            "the journal of another table. Move it away.",
+            path=path,
+        )
+    return layout
 
 
 def _write_rows(fd: int, layout: RowLayout, rows: np.ndarray, content: np.ndarray) -> None:
@@ -195,6 +333,26 @@ def _write_rows(fd: int, layout: RowLayout, rows: np.ndarray, content: np.ndarra
     )
     if outcome[0]:
         raise OSError(outcome[3], os.strerror(outcome[3]))
+
+
+def _check_same_file(fd: int, layout: RowLayout) -> None:
+    """Raise unless this is the very file whose header was read."""
+    status = os.fstat(fd)
+    if layout.file_id not in (None, (status.st_dev, status.st_ino)):
+        raise StoreUnavailableError(
+            f"{layout.path} has been replaced by another file since the table was opened; open it "
+            "again",
+            path=layout.path,
+        )
+
+
+def _sync_directory(path: str) -> None:
+    """Have a new file beside `path` survive a loss of power."""
+    directory = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def _clear(journal: int) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
+from collections.abc import Sequence
 
 import torch
 
+from penstock.errors import StoreReadError
 from penstock.unified import _host_rows
 from penstock.unified._file_rows import RowReader
 from penstock.unified._host_memory import TableMemory
 from penstock.unified._host_rows import as_index, checked_index
 from penstock.unified._report import Counters, UnifiedReport
 from penstock.unified._row_file import open_layout
-from penstock.unified._row_writer import RowWriter, recover
+from penstock.unified._row_writer import RowWriter, put_together, recover
 
 
 class HostTable:
@@ -69,10 +73,16 @@ class FileTable:
         self._reader = RowReader(self.layout, cache_bytes=cache_bytes)
         self._counters = Counters()
         self._writer: RowWriter | None = None
+        self._writing: dict[int, threading.RLock] = {}
+
+    @property
+    def writing(self) -> threading.RLock:
+        """Held by whoever reads rows, changes them and writes them; a child has one of its own."""
+        return self._writing.setdefault(os.getpid(), threading.RLock())
 
     def gather(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool) -> None:
         """`out[i] = table[index[i]]`; `out` has shape (*index.shape, *row) and is contiguous."""
-        self._reader.gather(index, out, negative=negative)
+        self._read(index, out, negative=negative)
         count_gather(self._counters, index, out)
 
     def put(self, index: torch.Tensor, source: torch.Tensor, *, negative: bool) -> None:
@@ -81,7 +91,7 @@ class FileTable:
         rows, place = torch.unique(index, return_inverse=True)
         content = torch.empty((len(rows), *source.shape[1:]), dtype=source.dtype)
         _host_rows.put_rows(content, place, source)
-        self._write(rows, content)
+        write_together([(self, rows, content)])
 
     def add(
         self, index: torch.Tensor, source: torch.Tensor, *, alpha: float, negative: bool
@@ -90,20 +100,42 @@ class FileTable:
         index = checked_index(as_index(index).long(), self.layout.num_rows, negative)
         rows, place = torch.unique(index, return_inverse=True)
         content = torch.empty((len(rows), *source.shape[1:]), dtype=source.dtype)
-        self._reader.gather(rows, content)
-        _host_rows.add_rows(content, place, source, alpha=alpha)
-        self._write(rows, content)
+        with self.writing:
+            self._read(rows, content)
+            _host_rows.add_rows(content, place, source, alpha=alpha)
+            write_together([(self, rows, content)])
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in the table's memory: never, it has none."""
         return False
 
-    def _write(self, rows: torch.Tensor, content: torch.Tensor) -> None:
-        if self._writer is None:
-            self._writer = RowWriter(self.layout)
-        flat = content.reshape(len(rows), -1).view(torch.uint8) if content.numel() else content
-        self._writer.put(rows.numpy(), flat.numpy())
-        self._reader.update_cache(rows, content)
+    def close(self) -> None:
+        """Close the files."""
+        if self._writer is not None:
+            self._writer.close()
+        self._reader.close()
+
+    def _read(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool = False) -> None:
+        self._check_size()
+        if self._writer is not None:
+            self._writer.finish()  # or some rows could be half old and half new
+        self._reader.gather(index, out, negative=negative)
+
+    def _opened_writer(self) -> RowWriter:
+        with self.writing:
+            if self._writer is None:
+                self._writer = RowWriter(self.layout)
+            return self._writer
+
+    def _check_size(self) -> None:
+        num_bytes = os.fstat(self._reader._fd).st_size
+        if num_bytes != self.layout.file_bytes:
+            raise StoreReadError(
+                f"{self.layout.path} has changed size since the table was opened: it had "
+                f"{self.layout.file_bytes} bytes, now it has {num_bytes}. Restore it, or open the "
+                "table again.",
+                path=self.layout.path,
+            )
 
     def report(self) -> UnifiedReport:
         """What was gathered so far."""
@@ -115,6 +147,24 @@ class FileTable:
             method=reader.method,
             cache_bytes=reader.cache_bytes,
         )
+
+
+def write_together(parts: Sequence[tuple[FileTable, torch.Tensor, torch.Tensor]]) -> None:
+    """Write rows of several tables in files, all of them or none; see `put_together`.
+
+    parts: tables, each with rows (int64, rising, none of them twice) and their content.
+    """
+
+    def committed() -> None:
+        for table, rows, content in parts:
+            table._reader.update_cache(rows, content)
+
+    prepared = []
+    for table, rows, content in parts:
+        table._check_size()
+        flat = content.reshape(len(rows), -1).view(torch.uint8) if content.numel() else content
+        prepared.append((table._opened_writer(), rows.numpy(), flat.numpy()))
+    put_together(prepared, committed)
 
 
 def count_gather(counters: Counters, index: torch.Tensor, out: torch.Tensor) -> None:

@@ -1,113 +1,56 @@
 """Optimizers for tables whose gradients are sparse: they touch the rows that were used, once each.
 
-The arithmetic is that of `torch.optim`, applied to the gathered rows and to the rows of the state.
-A row that has a gradient in every step goes the way that the dense optimizer would take it. A row
-without a gradient is left alone, with its state: momentum does not decay meanwhile (as in
-`torch.optim.SparseAdam`; the step count of the bias correction is the table's).
+The formulas are those of `torch.optim`; `_row_steps.py` and `row_updates.cpp` hold them. Rows are
+changed where they lie, and the result does not depend on the number of threads: the gradients of
+what was gathered several times are added up in the order in which they were gathered.
 
-State lies where the table lies: in host memory, or in files beside the table's own, named
-`<file>.<table>.<state>` and found there again by the next run.
+**Rows without a gradient are left alone, with their state.** A row that has a gradient in every
+step goes the way that the dense optimizer would take it. A row that has none in a step does not
+move by its momentum meanwhile, its means do not decay, and it gets no weight decay; the dense
+optimizers do all that. The step count, of which bias corrections and `lr_decay` are made, is the
+table's. All this is as in `torch.optim.SparseAdam`.
+
+**State** lies where the table lies. Beside a table in a file it lies in files named
+`<file>.<state>` (`<file>.<name>.<state>` for one tensor of several): `exp_avg`, `step` and so on,
+which the next run finds and goes on with; delete them to begin anew. Rows, their state and the step
+count are written together: a killed process leaves the table before the step or after it, and
+nothing between. State of 16-bit tables is kept in float32, because what the means forget in a step
+is less than the last digit of 16 bits.
+
+The optimizers are ordinary ones: parameter groups, schedulers of the learning rate and
+`state_dict()` work as with any other. Options of `torch.optim` that choose an implementation
+(`foreach`, `fused`, `capturable`, `differentiable`) do not exist here.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch.optim.adagrad import adagrad
-from torch.optim.adam import adam
-from torch.optim.sgd import sgd
-
-from penstock.unified._row_file import split_source
-from penstock.unified._tables import FileTable
-from penstock.unified._tensor import UnifiedTensor
-from penstock.unified._unify import empty, unify
+from penstock.unified._row_optimizer import RowOptimizer
+from penstock.unified._row_steps import AdagradStep, AdamStep, RowStep, SgdStep
 
 __all__ = ["SGD", "Adagrad", "Adam"]
 
 
-class _RowOptimizer(torch.optim.Optimizer):
-    """What the optimizers share: which rows there are, and where their state lies."""
-
-    _states: tuple[str, ...] = ()
-
-    def __init__(self, tables: Iterable[Any], defaults: dict[str, Any]) -> None:
-        super().__init__(tables, defaults)
-        for group in self.param_groups:
-            for table in group["params"]:
-                if not isinstance(table, UnifiedTensor):
-                    raise TypeError(
-                        f"params: expected tables made by penstock.unify, got "
-                        f"{type(table).__name__}; give other parameters to torch.optim"
-                    )
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update the rows that have a gradient.
-
-        Args:
-            closure: computes the loss again, as for any `torch.optim.Optimizer`.
-
-        Raises:
-            TypeError: a gradient is dense: the table was used as a whole, not row by row.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for table in group["params"]:
-                if table.grad is not None:
-                    self._step_table(table, group)
-        return loss
-
-    def _step_table(self, table: UnifiedTensor, group: dict[str, Any]) -> None:
-        assert table.grad is not None
-        if table.grad.layout != torch.sparse_coo:
-            raise TypeError(
-                f"{table!r} has a dense gradient, because it was used as a whole. Use it row by "
-                "row, or update it with an optimizer of torch.optim."
-            )
-        gradient = table.grad.coalesce()
-        rows, gradients = gradient.indices()[0], gradient.values()
-        state = self.state[table]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            for name in self._states:
-                state[name] = self._new_state(table, name, group)
-        tables = [table, *(state[name] for name in self._states)]
-        gathered = [each.detach().gather_rows(rows) for each in tables]
-        self._update(gathered[0], gradients, gathered[1:], state["step"], group)
-        for each, changed in zip(tables, gathered, strict=True):
-            each._table.put(rows, changed, negative=False)
-            torch.autograd.graph.increment_version(each)
-
-    def _new_state(self, table: UnifiedTensor, name: str, group: dict[str, Any]) -> UnifiedTensor:
-        """A table of zeroes beside the table."""
-        if not isinstance(table._table, FileTable):
-            return empty(table.shape, table.dtype)
-        file, key = split_source(table._table.source)
-        path = f"{file}.{key}.{name}" if key else f"{file}.{name}"
-        if os.path.exists(path):
-            return unify(path)
-        return empty(table.shape, table.dtype, path=path)
-
-    def _update(
-        self,
-        rows: torch.Tensor,
-        gradients: torch.Tensor,
-        states: list[torch.Tensor],
-        step: torch.Tensor,
-        group: dict[str, Any],
-    ) -> None:
-        """Change `rows` and `states` in place, as the dense optimizer would."""
-        raise NotImplementedError
+def _shared(group: dict[str, Any], count: int) -> dict[str, Any]:
+    """What the steps have in common."""
+    return {
+        "lr": float(group["lr"]),
+        "weight_decay": float(group["weight_decay"]),
+        "maximize": bool(group["maximize"]),
+        "count": count,
+    }
 
 
-class SGD(_RowOptimizer):
-    """Gradient descent on the rows of tables.
+class SGD(RowOptimizer):
+    """Gradient descent on the rows of tables, with momentum (Sutskever et al., ICML 2013).
+
+    For the gradient g of a row p with velocity m, as `torch.optim.SGD` computes it::
+
+        g = g + weight_decay p
+        m = momentum m + (1 - dampening) g      (g itself in the table's first step)
+        p = p - lr m                            (p - lr (g + momentum m) with nesterov)
 
     Example:
         >>> table = unify(torch.ones(4, 2), requires_grad=True)
@@ -119,108 +62,154 @@ class SGD(_RowOptimizer):
 
     Args:
         params: tables, or groups of them as `torch.optim` takes them.
-        lr: learning rate.
+        lr: learning rate; a number, or a tensor of one.
+        momentum: of the velocity, which is the state `momentum_buffer`; with 0 there is none.
+        dampening: of what a gradient adds to the velocity.
         weight_decay: added to the gradient, times the weight, of rows that have a gradient.
+        nesterov: whether to look ahead; needs momentum, and no dampening.
+        maximize: whether to climb.
+
+    Raises:
+        TypeError: one of `params` is no table.
+        ValueError: an option makes no sense.
     """
-
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3, *, weight_decay: float = 0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-
-    def _update(self, rows: Any, gradients: Any, states: Any, step: Any, group: Any) -> None:
-        sgd(
-            [rows],
-            [gradients],
-            [None],
-            weight_decay=group["weight_decay"],
-            momentum=0,
-            lr=group["lr"],
-            dampening=0,
-            nesterov=False,
-            maximize=False,
-            foreach=False,
-        )
-
-
-class Adagrad(_RowOptimizer):
-    """Adagrad on the rows of tables (Duchi et al., JMLR 12, 2011).
-
-    Args:
-        params: tables, or groups of them as `torch.optim` takes them.
-        lr: learning rate.
-        lr_decay: decay of the learning rate per step.
-        weight_decay: added to the gradient, times the weight, of rows that have a gradient.
-        eps: keeps the denominator from zero.
-    """
-
-    _states = ("sum",)
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-2,
-        *,
-        lr_decay: float = 0,
-        weight_decay: float = 0,
-        eps: float = 1e-10,
-    ) -> None:
-        defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
-        super().__init__(params, defaults)
-
-    def _update(self, rows: Any, gradients: Any, states: Any, step: Any, group: Any) -> None:
-        adagrad(
-            [rows],
-            [gradients],
-            states,
-            [step],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            lr_decay=group["lr_decay"],
-            eps=group["eps"],
-            has_sparse_grad=False,
-            maximize=False,
-            foreach=False,
-        )
-
-
-class Adam(_RowOptimizer):
-    """Adam on the rows of tables (Kingma and Ba, ICLR 2015).
-
-    Args:
-        params: tables, or groups of them as `torch.optim` takes them.
-        lr: learning rate.
-        betas: how slowly the means of gradients and of their squares forget.
-        eps: keeps the denominator from zero.
-        weight_decay: added to the gradient, times the weight, of rows that have a gradient.
-    """
-
-    _states = ("exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
         *,
+        maximize: bool = False,
+    ) -> None:
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError(
+                f"nesterov=True, momentum={momentum}, dampening={dampening}: nesterov needs a "
+                "momentum above 0, and no dampening"
+            )
+        defaults = {
+            **{"lr": lr, "momentum": momentum, "dampening": dampening},
+            **{"weight_decay": weight_decay, "nesterov": nesterov, "maximize": maximize},
+        }
+        super().__init__(params, defaults)
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] else ()
+
+    def _update(self, group: dict[str, Any], count: int) -> RowStep:
+        options = {name: group[name] for name in ("momentum", "dampening", "nesterov")}
+        return SgdStep(**options, **_shared(group, count))
+
+
+class Adagrad(RowOptimizer):
+    """Adagrad on the rows of tables (Duchi et al., JMLR 12, 2011, figure 1, diagonal).
+
+    For the gradient g of a row p with sum of squares s in step t, as `torch.optim.Adagrad`
+    computes it::
+
+        g = g + weight_decay p
+        s = s + g^2
+        p = p - lr / (1 + (t - 1) lr_decay) g / (sqrt(s) + eps)
+
+    Args:
+        params: tables, or groups of them as `torch.optim` takes them.
+        lr: learning rate; a number, or a tensor of one.
+        lr_decay: decay of the learning rate per step.
+        weight_decay: added to the gradient, times the weight, of rows that have a gradient.
+        initial_accumulator_value: where the sums of squares, the state `sum`, begin.
+        eps: keeps the denominator from zero.
+        maximize: whether to climb.
+
+    Raises:
+        TypeError: one of `params` is no table.
+        ValueError: an option makes no sense.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        lr_decay: float = 0,
+        weight_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        if not initial_accumulator_value >= 0:
+            raise ValueError(
+                f"initial_accumulator_value={initial_accumulator_value}: expected a number that is "
+                "not negative"
+            )
+        defaults = {
+            **{"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps},
+            **{"initial_accumulator_value": initial_accumulator_value, "maximize": maximize},
+        }
+        super().__init__(params, defaults)
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("sum",)
+
+    def _first_value(self, group: dict[str, Any]) -> float:
+        return float(group["initial_accumulator_value"])
+
+    def _update(self, group: dict[str, Any], count: int) -> RowStep:
+        options = {name: group[name] for name in ("lr_decay", "eps")}
+        return AdagradStep(**options, **_shared(group, count))
+
+
+class Adam(RowOptimizer):
+    """Adam on the rows of tables (Kingma and Ba, ICLR 2015, algorithm 1).
+
+    For the gradient g of a row p with means m and v in step t, as `torch.optim.Adam` computes it::
+
+        g = g + weight_decay p
+        m = m + (1 - beta1) (g - m)
+        v = beta2 v + (1 - beta2) g^2
+        p = p - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+    Args:
+        params: tables, or groups of them as `torch.optim` takes them.
+        lr: learning rate; a number, or a tensor of one.
+        betas: how slowly the means of gradients and of their squares, the states `exp_avg` and
+            `exp_avg_sq`, forget.
+        eps: keeps the denominator from zero.
+        weight_decay: added to the gradient, times the weight, of rows that have a gradient.
+        amsgrad: whether the largest v so far, the state `max_exp_avg_sq`, takes the place of v in
+            the last line (Reddi et al., ICLR 2018).
+        maximize: whether to climb.
+
+    Raises:
+        TypeError: one of `params` is no table.
+        ValueError: an option makes no sense.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas={betas}: expected two numbers from 0 to below 1")
+        defaults = {
+            **{"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+            **{"amsgrad": amsgrad, "maximize": maximize},
+        }
         super().__init__(params, defaults)
 
-    def _update(self, rows: Any, gradients: Any, states: Any, step: Any, group: Any) -> None:
-        adam(
-            [rows],
-            [gradients],
-            [states[0]],
-            [states[1]],
-            [],
-            [step],
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-            foreach=False,
-        )
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        names = ("exp_avg", "exp_avg_sq")
+        return (*names, "max_exp_avg_sq") if group["amsgrad"] else names
+
+    def _update(self, group: dict[str, Any], count: int) -> RowStep:
+        options = {name: group[name] for name in ("betas", "eps", "amsgrad")}
+        return AdamStep(**options, **_shared(group, count))
