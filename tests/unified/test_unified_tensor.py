@@ -290,11 +290,11 @@ def test_rows_of_the_table_itself_can_be_written_to_it(source):
 
 def test_other_devices_are_refused(source):
     u, elsewhere = unify(source), torch.empty(3, dtype=torch.int64, device="meta")
-    with pytest.raises(ValueError, match="index: expected a tensor on the CPU, got one on meta"):
+    with pytest.raises(ValueError, match="index: expected a tensor on the CPU or a GPU, got"):
         u[elsewhere]
-    with pytest.raises(ValueError, match="index: expected a tensor on the CPU"):
+    with pytest.raises(ValueError, match="index: expected a tensor on the CPU or a GPU"):
         u[elsewhere] = torch.ones(3, 6)
-    with pytest.raises(ValueError, match="out: expected a tensor on the CPU, got one on meta"):
+    with pytest.raises(ValueError, match="out: expected a tensor on the CPU or a GPU, got"):
         u.gather_rows(torch.tensor([0]), out=torch.empty(1, 6, device="meta"))
     assert torch.equal(u.cpu(), source)
 

@@ -1,10 +1,11 @@
 """Tables that are read where they lie: rows are gathered from memory larger than the device's."""
 
+from penstock.unified._hot_rows import HotRows
 from penstock.unified._report import UnifiedReport
 from penstock.unified._sharing import share_through_multiprocessing
 from penstock.unified._tensor import UnifiedTensor
 from penstock.unified._unify import empty, unify
 
-__all__ = ["UnifiedReport", "UnifiedTensor", "empty", "unify"]
+__all__ = ["HotRows", "UnifiedReport", "UnifiedTensor", "empty", "unify"]
 
 share_through_multiprocessing()
