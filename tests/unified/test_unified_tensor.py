@@ -357,6 +357,27 @@ def test_it_can_be_a_parameter(source):
     assert torch.equal(restored.table.detach().cpu(), model.table.detach().cpu())
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # PyTorch's
+def test_a_compiled_function_gathers(source):
+    index, head = torch.tensor([3, -1, 3]), nn.Linear(6, 1)
+    u, dense = unify(source, requires_grad=True), source.clone().requires_grad_()
+
+    def loss(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return head(table[index] * 2).sum() + functional.embedding(index.abs(), table).sin().sum()
+
+    compiled = torch.compile(loss, backend="aot_eager")
+    for table, function in ((u, compiled), (dense, loss)):
+        function(table, index).backward()
+    assert u.grad.layout == torch.sparse_coo
+    torch.testing.assert_close(u.grad.to_dense(), dense.grad)
+    gathered = torch.compile(lambda u, i: u.gather_rows(i) + 1, backend="aot_eager")
+    assert torch.equal(gathered(u, index.abs()), source[index.abs()] + 1)
+    for fresh in (torch.tensor([0, 1]), torch.tensor([5, 6, 7, 8])):  # of other lengths
+        torch.testing.assert_close(compiled(u, fresh), loss(dense, fresh))
+
+
 def test_save_and_load(source):
     stream = io.BytesIO()
     torch.save({"table": unify(source, requires_grad=True)}, stream)

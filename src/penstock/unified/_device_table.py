@@ -149,11 +149,11 @@ class DeviceTable:
         self, index: torch.Tensor, out: torch.Tensor, negative: bool, max_programs: int
     ) -> Check:
         num_rows = self._shape[0]
-        given, index = index, as_index(index).view(-1)
+        given, index = index, as_index(index)
         out = out.view(index.numel(), *self._shape[1:])
         if self.method == "staged" or index.device.type == "cpu":
-            index = checked_index(given.reshape(-1).cpu(), num_rows, negative)
-            negative = False
+            index, negative = checked_index(index.cpu(), num_rows, negative), False
+        index = index.view(-1)
         first_wrong = None
         if index.device.type != "cpu":
             from penstock.unified._device_rows import NONE_WRONG

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 
 from penstock.errors import WholeTableError
@@ -39,13 +40,9 @@ class UnifiedTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        from penstock.unified._placement import HANDLERS, run
-
-        handler = HANDLERS.get(func)
-        with torch._C.DisableTorchFunctionSubclass():
-            if handler is not None:
-                return handler(func, *args, **(kwargs or {}))
-            return run(func, *args, **(kwargs or {}))
+        if torch.compiler.is_compiling():
+            return _uncompiled(func, args, kwargs)
+        return _overridden(func, args, kwargs)
 
     @property
     def output_device(self) -> torch.device:
@@ -79,6 +76,8 @@ class UnifiedTensor(torch.Tensor):
             ValueError: `out` has another shape, or is on another GPU than `index`.
         """
         with torch._C.DisableTorchFunctionSubclass():
+            if torch.compiler.is_compiling():
+                return _gather_uncompiled(self, index, out=out)
             return gather(self, index, out=out)
 
     def gather_rows_async(
@@ -130,6 +129,22 @@ class UnifiedTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         parts = f"shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'"
         return f"UnifiedTensor({parts}{', requires_grad=True' if self.requires_grad else ''})"
+
+
+def _overridden(func: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None) -> Any:
+    """The function as `_placement.py` has it, or as PyTorch has it."""
+    from penstock.unified._placement import HANDLERS, run
+
+    handler = HANDLERS.get(func)
+    with torch._C.DisableTorchFunctionSubclass():
+        if handler is not None:
+            return handler(func, *args, **(kwargs or {}))
+        return run(func, *args, **(kwargs or {}))
+
+
+# Breaks in a compiled graph: the compiler sees what comes out, not how rows are gathered.
+_uncompiled = _disable_dynamo(_overridden)
+_gather_uncompiled = _disable_dynamo(gather)
 
 
 class FileTensor(UnifiedTensor):
