@@ -226,12 +226,10 @@ def test_what_is_popular_stays(folder):
     assert report.num_cache_hits > 0.9 * 50 * 100
 
 
-def test_a_cache_too_small_for_a_row_or_of_a_table_in_memory_is_refused(folder):
+def test_a_cache_too_small_for_a_row_is_refused(folder):
     saved(folder / "x.npy", (10, 1000))
     with pytest.raises(ValueError, match=r"cache=1000 B: a row of .* has 3\.91 KiB"):
         unify(folder / "x.npy", cache=1000)
-    with pytest.raises(ValueError, match="only tables in files have one"):
-        unify(torch.zeros(3, 2), cache="1MiB")
 
 
 # --------------------------------------------------------------------- as tensors

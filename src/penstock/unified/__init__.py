@@ -1,6 +1,7 @@
 """Tables that are read where they lie: rows are gathered from memory larger than the device's."""
 
 from penstock.unified import optim
+from penstock.unified._hot_rows import HotRows
 from penstock.unified._report import UnifiedReport
 from penstock.unified._sampler import Neighborhood, NeighborSampler
 from penstock.unified._sharing import share_through_multiprocessing
@@ -8,6 +9,7 @@ from penstock.unified._tensor import UnifiedTensor
 from penstock.unified._unify import empty, unify
 
 __all__ = [
+    "HotRows",
     "NeighborSampler",
     "Neighborhood",
     "UnifiedReport",

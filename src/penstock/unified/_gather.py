@@ -1,4 +1,7 @@
-"""Gathering rows, with gradients that hold only the rows that were gathered."""
+"""Gathering rows, with gradients that hold only the rows that were gathered.
+
+They are gathered on the GPU of an operand if one is on a GPU, else where the table's `device` says.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from penstock.unified._devices import GPU, gpu_of
 
 if TYPE_CHECKING:
     from penstock.unified._tensor import UnifiedTensor
@@ -44,20 +49,35 @@ def gather(
 
 
 class PendingRows:
-    """Rows that are being gathered by another thread; see `UnifiedTensor.gather_rows_async`."""
+    """Rows that are being gathered beside other work; see `UnifiedTensor.gather_rows_async`."""
 
-    def __init__(self, table: UnifiedTensor, index: torch.Tensor) -> None:
+    def __init__(self, table: UnifiedTensor, index: torch.Tensor, stream: Any = None) -> None:
         self._table = table
         self._index = check_index(index)
-        self._rows = _threads(os.getpid()).submit(_gathered, table, index, None, False)
+        device = _device_of(table, index, None)
+        if device.type == "cpu":
+            if stream is not None:
+                raise ValueError("stream: rows that go to the CPU are gathered by a thread")
+            self._rows = _threads(os.getpid()).submit(_gathered, table, index, None, False)
+            self._take = self._rows.result
+        else:
+            self._rows = table._table.on(device).begin(index, stream)
+            self._take = self._rows.wait
+            num_bytes = index.numel() * (table.numel() // max(1, len(table)))
+            table._table.count(index, num_bytes * table.element_size())
 
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Whether the rows are there, or `wait` would raise at once."""
         return self._rows.done()
 
     def wait(self) -> torch.Tensor:
-        """The rows, as `gather_rows` returns them; raises what it raises."""
-        rows = self._rows.result()
+        """The rows, as `gather_rows` returns them; raises what it raises.
+
+        On a GPU the current stream waits for the rows, not the host. An index that is on the GPU
+        can then be found wrong too late: its row is zeroes, and the next use of the table, or its
+        report, raises.
+        """
+        rows = self._take()
         if torch.is_grad_enabled() and self._table.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 return _Gather.apply(self._table, self._index, False, None, rows)
@@ -75,9 +95,16 @@ def check_index(index: Any) -> torch.Tensor:
     if not isinstance(index, torch.Tensor) or index.dtype not in INTEGERS:
         found = index.dtype if isinstance(index, torch.Tensor) else type(index).__name__
         raise TypeError(f"index: expected a tensor of integers, got {found}")
-    if index.device.type != "cpu":
-        raise ValueError(f"index: expected a tensor on the CPU, got one on {index.device}")
+    if index.device.type not in ("cpu", GPU):
+        raise ValueError(f"index: expected a tensor on the CPU or a GPU, got one on {index.device}")
     return index
+
+
+def _device_of(table: UnifiedTensor, index: torch.Tensor, out: torch.Tensor | None) -> torch.device:
+    """Where the rows go: to `out`, to the GPU that the index is on, or to the table's device."""
+    if out is not None:
+        return out.device
+    return table._table.device if index.device.type == "cpu" else index.device
 
 
 def _check_out(table: UnifiedTensor, index: torch.Tensor, out: torch.Tensor) -> None:
@@ -86,8 +113,10 @@ def _check_out(table: UnifiedTensor, index: torch.Tensor, out: torch.Tensor) -> 
         raise TypeError(f"out: expected {table.dtype}, as the table has, got {out.dtype}")
     if out.shape != shape:
         raise ValueError(f"out: expected shape {tuple(shape)}, got {tuple(out.shape)}")
-    if out.device.type != "cpu":
-        raise ValueError(f"out: expected a tensor on the CPU, got one on {out.device}")
+    on_gpu = gpu_of(index)
+    if out.device.type not in ("cpu", GPU) or (on_gpu is not None and out.device != on_gpu):
+        expected = "the CPU or a GPU" if on_gpu is None else f"{on_gpu}, as the index is"
+        raise ValueError(f"out: expected a tensor on {expected}, got one on {out.device}")
     if table._table.holds(out):
         raise ValueError("out: it lies in the table itself; give memory of its own")
 
@@ -95,12 +124,18 @@ def _check_out(table: UnifiedTensor, index: torch.Tensor, out: torch.Tensor) -> 
 def _gathered(
     table: UnifiedTensor, index: torch.Tensor, out: torch.Tensor | None, negative: bool
 ) -> torch.Tensor:
+    device = _device_of(table, index, out)
     if out is not None and out.is_contiguous() and not out.is_conj() and not out.is_neg():
-        table._table.gather(index, out, negative=negative)
-        return out
-    rows = torch.empty(index.shape + table.shape[1:], dtype=table.dtype)
-    table._table.gather(index, rows, negative=negative)
-    return rows if out is None else out.copy_(rows)
+        rows = out
+    else:
+        rows = torch.empty(index.shape + table.shape[1:], dtype=table.dtype, device=device)
+    source = table._table
+    if device.type == "cpu":
+        source.gather(index, rows, negative=negative)
+    else:
+        source.on(device).gather(index, rows, negative=negative)
+        source.count(index, rows.numel() * rows.element_size())
+    return rows if out is None or rows is out else out.copy_(rows)
 
 
 class _Gather(torch.autograd.Function):
@@ -122,7 +157,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         (index,) = ctx.saved_tensors
-        index = index.reshape(-1).long()
+        index = index.reshape(-1).long().to(gradient.device)
         if ctx.negative:
             index = torch.where(index < 0, index + ctx.shape[0], index)
         rows = gradient.reshape(index.numel(), *ctx.shape[1:])
@@ -130,4 +165,9 @@ class _Gather(torch.autograd.Function):
             kept = (index != ctx.padding_index).nonzero().flatten()
             index, rows = index[kept], rows[kept]
         sparse = torch.sparse_coo_tensor(index[None], rows, ctx.shape, check_invariants=False)
+        if gradient.device.type != "cpu":
+            # Autograd accepts a gradient only on its leaf's device, and the table is on the CPU.
+            # So the rows cross the link, each once, while the host waits: as many bytes as were
+            # gathered, in the direction that gathers leave free.
+            sparse = sparse.coalesce().cpu()
         return sparse, None, None, None, None

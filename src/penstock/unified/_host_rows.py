@@ -146,7 +146,7 @@ def as_index(index: torch.Tensor) -> torch.Tensor:
 def checked_index(index: torch.Tensor, num_rows: int, negative: bool) -> torch.Tensor:
     """Non-negative indices in range, for torch; raises IndexError for others."""
     resolved = torch.where(index < 0, index + num_rows, index) if negative else index
-    wrong = ((resolved < 0) | (resolved >= num_rows)).nonzero()
+    wrong = ((resolved < 0) | (resolved >= num_rows)).flatten().nonzero()
     if len(wrong):
         raise out_of_range(index, int(wrong[0]), num_rows)
     return resolved

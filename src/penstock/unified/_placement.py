@@ -1,10 +1,12 @@
 """What is different about a table, operation by operation: one list for code, docs and tests.
 
-Everything that is not in the list runs as on any tensor over the same memory.
+Everything that is not in the list runs as on any tensor over the same memory: on the CPU, or, with
+an operand on a GPU, there, where an alias stands for the table.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves, tree_map
 
+from penstock.unified._devices import GPU, gpu_among
 from penstock.unified._gather import INTEGERS, check_index, gather
 from penstock.unified._tables import FileTable, HostTable
 from penstock.unified._tensor import (
@@ -37,6 +41,64 @@ class Rule:
     """PyTorch's function to ours, which gets PyTorch's as its first argument."""
 
 
+# What asks only for a table's properties, or sets them: it runs at once, whatever a GPU is doing.
+_ABOUT = frozenset(
+    {"__get__", "__set__", "__delete__", "__len__", "__hash__", "__format__"}
+    | {"size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "type"}
+    | {"storage_offset", "data_ptr", "untyped_storage", "is_contiguous", "get_device", "is_shared"}
+    | {"is_floating_point", "is_complex", "is_signed", "is_pinned", "requires_grad_", "backward"}
+    | {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "is_inference"}
+)
+
+
+def run(func: Operation, *args: Any, **kwargs: Any) -> Any:
+    """An operation as PyTorch does it, on the GPU if an operand is on one."""
+    if not torch.cuda.is_initialized():
+        return func(*args, **kwargs)
+    return _run_where_operands_are(func, args, kwargs)
+
+
+def _run_where_operands_are(func: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
+    if getattr(func, "__name__", "") in _ABOUT:
+        return func(*args, **kwargs)
+    leaves = tree_leaves((args, kwargs))
+    # Those in files have no memory; their own dispatch refuses whatever reaches it.
+    tables: list[Any] = [each for each in leaves if type(each) is UnifiedTensor]
+    device = gpu_among((*args, *kwargs.values()))
+    if device is None or not tables:
+        for table in tables:
+            table._table.use.settle(to_write=True)
+        return func(*args, **kwargs)
+    aliases = {id(table): _alias(table, device, func) for table in tables}
+    with contextlib.ExitStack() as stack:
+        for table in {id(each._table.use): each for each in tables}.values():
+            stack.enter_context(table._table.on(device).using_alias(aliases[id(table)]))
+        args, kwargs = tree_map(lambda each: aliases.get(id(each), each), (args, kwargs))
+        result = func(*args, **kwargs)
+    for table in tables:
+        if result is aliases[id(table)]:  # it was changed in place
+            return table
+    return result
+
+
+def _alias(table: UnifiedTensor, device: torch.device, func: Operation) -> torch.Tensor:
+    name = getattr(func, "__name__", str(func))
+    if torch.is_grad_enabled() and table.requires_grad:
+        raise copies_everything(
+            table,
+            f"the gradient of {name} on {device}",
+            "gather rows, or use u.detach()",
+        )
+    alias = table._table.on(device).alias()
+    if alias is None:
+        raise copies_everything(
+            table,
+            f"{name} on {device}, for which CUDA refused to register the memory,",
+            "gather rows, or allow more locked memory (ulimit -l)",
+        )
+    return alias
+
+
 # ------------------------------------------------------------------------ rows
 
 
@@ -44,7 +106,7 @@ def _getitem(func: Operation, table: Any, key: Any) -> Any:
     if isinstance(table, FileTensor) and isinstance(key, int | slice):
         return _some_rows(table, key)
     index = _row_index(table, key)
-    return func(table, key) if index is None else gather(table, index, negative=True)
+    return run(func, table, key) if index is None else gather(table, index, negative=True)
 
 
 def _some_rows(table: FileTensor, key: int | slice) -> torch.Tensor:
@@ -81,7 +143,7 @@ def _index_select(
         if out is not None and not torch.is_grad_enabled():
             out.resize_((index.numel(), *input.shape[1:]))
         return gather(input, index.reshape(-1), out=out)
-    return func(input, dim, index) if out is None else func(input, dim, index, out=out)
+    return run(func, input, dim, index, **({} if out is None else {"out": out}))
 
 
 def _embedding(
@@ -95,7 +157,8 @@ def _embedding(
     sparse: bool = False,
 ) -> torch.Tensor:
     if not isinstance(weight, UnifiedTensor) or max_norm is not None or scale_grad_by_freq:
-        return func(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        return run(func, input, weight, *options)
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
     return gather(weight, input, padding_index=padding_idx)
@@ -108,7 +171,7 @@ def _is_plain_write(table: Any, source: Any) -> bool:
     """Whether autograd has no interest: else PyTorch does what it does, or raises."""
     if not isinstance(table, UnifiedTensor) or not isinstance(source, torch.Tensor):
         return False
-    if source.device.type != "cpu" or source.layout != torch.strided:
+    if source.device.type not in ("cpu", GPU) or source.layout != torch.strided:
         return False
     return not (torch.is_grad_enabled() and (table.requires_grad or source.requires_grad))
 
@@ -120,7 +183,8 @@ def _as_stored(table: UnifiedTensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _wrote(table: Any) -> Any:
-    torch.autograd.graph.increment_version(table)
+    if isinstance(table, FileTensor):  # tables in memory count their versions themselves
+        torch.autograd.graph.increment_version(table)
     return table
 
 
@@ -128,7 +192,7 @@ def _setitem(func: Operation, table: Any, key: Any, value: Any) -> None:
     index = _row_index(table, key)
     source = value if isinstance(value, torch.Tensor) else None
     if index is None or source is None or not _is_plain_write(table, source):
-        func(table, key, value)
+        run(func, table, key, value)
         return
     rows = source.to(table.dtype).expand(*index.shape, *table.shape[1:])
     _put(table, index, rows, negative=True)
@@ -144,7 +208,7 @@ def _put(table: UnifiedTensor, index: torch.Tensor, rows: torch.Tensor, *, negat
 def _index_copy(func: Operation, input: Any, dim: int, index: Any, source: Any) -> Any:
     if _is_plain_row_write(input, dim, index, source):
         return _put(input, index, source, negative=False)
-    return func(input, dim, index, source)
+    return run(func, input, dim, index, source)
 
 
 def _index_add(
@@ -154,7 +218,7 @@ def _index_add(
         rows = _as_stored(input, source)
         input._table.add(check_index(index).reshape(-1), rows, alpha=alpha, negative=False)
         return _wrote(input)
-    return func(input, dim, index, source, alpha=alpha)
+    return run(func, input, dim, index, source, alpha=alpha)
 
 
 def _is_plain_row_write(table: Any, dim: int, index: torch.Tensor, source: Any) -> bool:
@@ -177,6 +241,7 @@ def _same(func: Operation, table: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _share(func: Operation, table: Any) -> Any:
     if isinstance(table._table, HostTable):
+        table._table.use.settle(to_write=True)
         table._table.memory.share()
     return table
 
@@ -192,10 +257,15 @@ def _detach(func: Operation, table: Any) -> Any:
 def _plain(func: Operation, table: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     if isinstance(table, FileTensor):
         raise copies_everything(table, "cpu()", "gather rows of it")
+    table._table.use.settle()
     return table.view_as(table)
 
 
-def _clone(func: Operation, table: Any, **kwargs: Any) -> Any:
+def _cuda(func: Operation, table: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
+    return _to(func, table, torch.device(GPU, device) if isinstance(device, int) else device or GPU)
+
+
+def _clone(func: Operation, table: Any, *args: Any, **kwargs: Any) -> Any:
     raise copies_everything(table, f"{func.__name__}()", "gather rows, or unify(u.cpu())")
 
 
@@ -203,11 +273,19 @@ def _to(func: Operation, table: Any, *args: Any, **kwargs: Any) -> Any:
     copies = kwargs.pop("copy", False)
     device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
     _refuse_dtype(table, dtype)
-    if device is not None and device.type != table.device.type:
-        raise copies_everything(table, f"to({str(device)!r})", "gather rows, and move those")
+    if device is not None and device.type != table.device.type and not _yields_on(table, device):
+        raise copies_everything(
+            table, f"to({str(device)!r})", f"gather rows there: unify(u, device={str(device)!r})"
+        )
     if copies:
         return _clone(func, table)
     return table
+
+
+def _yields_on(table: UnifiedTensor, device: torch.device) -> bool:
+    """Whether gathered rows go to `device` anyway."""
+    there = table._table.device
+    return device.type == there.type and device.index in (None, there.index)
 
 
 def _refuse_dtype(table: Any, dtype: torch.dtype | None) -> None:
@@ -276,15 +354,30 @@ RULES = (
         handlers={_T.share_memory_: _share, _T.is_shared: _is_shared},
     ),
     Rule(
-        operations=("u.clone()", "copy.deepcopy(u)", "u.cuda()"),
+        operations=("u.clone()", "copy.deepcopy(u)"),
         result="WholeTableError: it would copy the whole table",
-        handlers={_T.clone: _clone, torch.clone: _clone, _T.cuda: _clone},
+        handlers={_T.clone: _clone, torch.clone: _clone},
+    ),
+    Rule(
+        operations=("u.to(device)", "u.cuda()"),
+        result="u itself on the CPU or if its rows go to that device, else WholeTableError",
+        handlers={_T.to: _to, _T.cuda: _cuda},
+    ),
+    Rule(
+        operations=("u[5]", "u[2:7]"),
+        result="of a table in memory a view on the CPU, of one in a file the rows",
+        handlers={},
+    ),
+    Rule(
+        operations=("u + x", "u @ x", "torch.where(mask, u, x)", "u.scatter_(0, index, x)"),
+        result="with `x` or another operand on a GPU, there, through an alias of the same memory; "
+        "WholeTableError if `u` needs a gradient or CUDA refused its memory",
+        handlers={},
     ),
     Rule(
         operations=("u.to(dtype)", "u.half()", "u.float()", "u.double()", "u.bfloat16()"),
         result="WholeTableError if it would copy the whole table, else u itself",
         handlers={
-            _T.to: _to,
             _T.half: _converted(torch.float16),
             _T.float: _converted(torch.float32),
             _T.double: _converted(torch.float64),

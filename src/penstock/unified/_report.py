@@ -28,12 +28,15 @@ class UnifiedReport:
     num_cache_misses: int
     """Different rows of a batch that it had not; zero where there is no cache."""
     cache_bytes: int
-    """Budget of the cache."""
+    """Budget of the cache; zero where there is none."""
     tier: str
     """Where the table lies: "host" or "file"."""
+    device: str
+    """Where gathered rows go, unless an operand says otherwise."""
     method: str
-    """How rows are gathered: "cpp" or "torch" in memory, "io_uring", "threads" or "python" of a
-    file."""
+    """How they get there. To the CPU: "cpp" or "torch" from memory, "io_uring", "threads" or
+    "python" from a file. To a GPU: "triton", which reads host memory itself, or "staged", through
+    buffers of page-locked memory; "none yet" before the first gather, which decides it."""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain data, for JSON."""

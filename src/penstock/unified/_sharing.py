@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from penstock.unified._host_memory import TableMemory
+from penstock.unified._hot_rows import HotRows
 from penstock.unified._tables import HostTable
 from penstock.unified._tensor import (
     UnifiedTensor,
@@ -22,14 +23,22 @@ def _reduce(tensor: UnifiedTensor) -> Any:
     assert isinstance(table, HostTable)
     memory, shape = table.memory, tuple(table.rows.shape)
     content = (DupFd(memory.share()), memory.num_bytes, shape, tensor.dtype)
-    return _rebuild, (*content, tensor.requires_grad)
+    # What the other process gathers with, it registers itself, when it first needs it.
+    return _rebuild, (*content, table.device, table.hot_rows, tensor.requires_grad)
 
 
 def _rebuild(
-    descriptor: Any, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool
+    descriptor: Any,
+    num_bytes: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    hot_rows: HotRows | None,
+    requires_grad: bool,
 ) -> UnifiedTensor:
     memory = TableMemory.attached(descriptor.detach(), num_bytes)
-    return tensor_over(HostTable(memory, shape, dtype), requires_grad=requires_grad)
+    table = HostTable(memory, shape, dtype).seen_from(device, hot_rows)
+    return tensor_over(table, requires_grad=requires_grad)
 
 
 def share_through_multiprocessing() -> None:

@@ -2,76 +2,197 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from penstock.errors import StoreReadError
 from penstock.unified import _host_rows
+from penstock.unified._device_table import DeviceTable, TableUse
+from penstock.unified._devices import gpu_of
 from penstock.unified._file_rows import RowReader
 from penstock.unified._host_memory import TableMemory
 from penstock.unified._host_rows import as_index, checked_index
+from penstock.unified._hot_rows import HotRows
 from penstock.unified._report import Counters, UnifiedReport
 from penstock.unified._row_file import open_layout
 from penstock.unified._row_writer import RowWriter, put_together, recover
 
+_CPU = torch.device("cpu")
 
-class HostTable:
+
+class _Table:
+    """What tables in memory and in files share: how they are seen by GPUs.
+
+    Attributes:
+        device: Where gathered rows go.
+        hot_rows: What is kept on GPUs.
+    """
+
+    def __init__(self, device: torch.device, hot_rows: HotRows | None) -> None:
+        self.device = device
+        self.hot_rows = hot_rows
+        self._counters = Counters()
+        self._on: dict[torch.device, DeviceTable] = {}
+        self._lock = threading.Lock()
+
+    def on(self, device: torch.device) -> DeviceTable:
+        """The table as a GPU sees it."""
+        found = self._on.get(device)
+        if found is None:
+            with self._lock:
+                if device not in self._on:
+                    self._on[device] = self._make_on(device)
+                found = self._on[device]
+        return found
+
+    def _make_on(self, device: torch.device) -> DeviceTable:
+        raise NotImplementedError
+
+    def count(self, index: torch.Tensor, num_bytes: int) -> None:
+        """Take note of a batch of rows."""
+        self._counters.add(num_gathers=1, num_rows=index.numel(), num_bytes=num_bytes)
+
+    def _report(self, reads: Counters, *, tier: str, method: str, cache: int) -> UnifiedReport:
+        """The report, where `method` and `cache` are those of the CPU."""
+        for table in self._on.values():
+            table.raise_for_earlier()
+        on_gpus = [table.cache_report() for table in self._on.values()]
+        if self.device != _CPU:
+            here = self._on.get(self.device)
+            method = "none yet" if here is None else here.method
+            cache = 0 if self.hot_rows is None else self.hot_rows.budget_bytes
+        return UnifiedReport(
+            num_gathers=self._counters["num_gathers"],
+            num_rows_gathered=self._counters["num_rows"],
+            gathered_bytes=self._counters["num_bytes"],
+            num_reads=reads["num_reads"],
+            bytes_read=reads["bytes_read"],
+            num_cache_hits=reads["num_hits"] + sum(hits for hits, _ in on_gpus),
+            num_cache_misses=reads["num_misses"] + sum(misses for _, misses in on_gpus),
+            cache_bytes=cache,
+            tier=tier,
+            device=str(self.device),
+            method=method,
+        )
+
+
+class HostTable(_Table):
     """A table in host memory.
 
     Attributes:
         memory: What holds it.
         rows: All of it as a contiguous tensor on the CPU, of shape (num_rows, *row).
+        use: What it shares with other tables over the same memory.
     """
 
-    def __init__(self, memory: TableMemory, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        memory: TableMemory,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        device: torch.device = _CPU,
+    ) -> None:
+        super().__init__(device, None)
         self.memory = memory
         self.rows = memory.tensor(shape, dtype)
-        self._counters = Counters()
+        self.use = TableUse(self.rows, memory)
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...], dtype: torch.dtype) -> HostTable:
+    def empty(
+        cls, shape: tuple[int, ...], dtype: torch.dtype, *, device: torch.device = _CPU
+    ) -> HostTable:
         """A table of zeroes, whose pages are there."""
         memory = TableMemory(dtype.itemsize * math.prod(shape))
         memory.touch()
-        return cls(memory, shape, dtype)
+        return cls(memory, shape, dtype, device=device)
+
+    def seen_from(self, device: torch.device, hot_rows: HotRows | None) -> HostTable:
+        """A table over the same memory whose rows go to another device, or are kept there."""
+        table = HostTable.__new__(HostTable)
+        _Table.__init__(table, device, hot_rows)
+        table.memory, table.rows, table.use = self.memory, self.rows, self.use
+        return table
+
+    def _make_on(self, device: torch.device) -> DeviceTable:
+        gather_here = functools.partial(_host_rows.gather_rows, self.rows)
+        return DeviceTable(
+            device,
+            tuple(self.rows.shape),
+            self.rows.dtype,
+            gather_here,
+            use=self.use,
+            hot_rows=self.hot_rows,
+        )
 
     def gather(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool) -> None:
         """`out[i] = table[index[i]]`; `out` has shape (*index.shape, *row) and is contiguous."""
+        if self.use.registration is not None:
+            self.use.settle()
         _host_rows.gather_rows(self.rows, index, out, negative=negative)
-        count_gather(self._counters, index, out)
+        self.count(index, out.numel() * out.element_size())
 
     def put(self, index: torch.Tensor, source: torch.Tensor, *, negative: bool) -> None:
         """`table[index[i]] = source[i]`; of several for one row the last one stays."""
-        _host_rows.put_rows(self.rows, index, source, negative=negative)
+        before = self.rows._version
+        writer = self._writer_for(index, source)
+        if writer is None:
+            _host_rows.put_rows(self.rows, index.cpu(), source.cpu(), negative=negative)
+        else:
+            writer.put(index, source, negative=negative)
+        self.use.changed(index, before)
 
     def add(
         self, index: torch.Tensor, source: torch.Tensor, *, alpha: float, negative: bool
     ) -> None:
         """`table[index[i]] += alpha * source[i]`, in the order of `i` for each row."""
-        _host_rows.add_rows(self.rows, index, source, alpha=alpha, negative=negative)
+        before = self.rows._version
+        writer = self._writer_for(index, source, is_sum=True)
+        if writer is None:
+            index, source = index.cpu(), source.cpu()
+            _host_rows.add_rows(self.rows, index, source, alpha=alpha, negative=negative)
+        else:
+            writer.add(index, source, alpha=alpha, negative=negative)
+        self.use.changed(index, before)
+
+    def _writer_for(self, *operands: Any, is_sum: bool = False) -> DeviceTable | None:
+        """The GPU of the operands if it can write to the memory; else the CPU's turn has come."""
+        device = gpu_of(*operands)
+        if device is not None:
+            table = self.on(device)
+            if table.method == "triton" and not (is_sum and not table.adds(self.rows.dtype)):
+                return table
+        self.use.settle(to_write=True)
+        return None
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies in the table's memory."""
-        return tensor.untyped_storage().data_ptr() == self.rows.untyped_storage().data_ptr()
+        """Whether the tensor lies in the table's memory, seen from whatever device."""
+        begin = self.memory.address
+        return begin <= tensor.data_ptr() < begin + self.memory.num_bytes
 
     def report(self) -> UnifiedReport:
         """What was gathered so far."""
-        return report_of(self._counters, Counters(), tier="host", method=_host_rows.backend())
+        return self._report(Counters(), tier="host", method=_host_rows.backend(), cache=0)
 
 
-class FileTable:
+class FileTable(_Table):
     """A table in a file, larger than memory; nothing of it is resident but what was gathered."""
 
-    def __init__(self, source: str, *, cache_bytes: int = 0) -> None:
+    def __init__(
+        self, source: str, *, device: torch.device = _CPU, hot_rows: HotRows | None = None
+    ) -> None:
+        super().__init__(device, hot_rows)
+        cache_bytes = hot_rows.budget_bytes if hot_rows is not None and device == _CPU else 0
         self.source = source
         self.layout = open_layout(source)
         recover(self.layout)
         self._reader = RowReader(self.layout, cache_bytes=cache_bytes)
-        self._counters = Counters()
         self._writer: RowWriter | None = None
         self._writing: dict[int, threading.RLock] = {}
 
@@ -80,13 +201,20 @@ class FileTable:
         """Held by whoever reads rows, changes them and writes them; a child has one of its own."""
         return self._writing.setdefault(os.getpid(), threading.RLock())
 
+    def _make_on(self, device: torch.device) -> DeviceTable:
+        layout = self.layout
+        return DeviceTable(
+            device, layout.shape, layout.dtype, self._read, hot_rows=self.hot_rows
+        )
+
     def gather(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool) -> None:
         """`out[i] = table[index[i]]`; `out` has shape (*index.shape, *row) and is contiguous."""
         self._read(index, out, negative=negative)
-        count_gather(self._counters, index, out)
+        self.count(index, out.numel() * out.element_size())
 
     def put(self, index: torch.Tensor, source: torch.Tensor, *, negative: bool) -> None:
         """`table[index[i]] = source[i]`; of several for one row the last one stays."""
+        index, source = index.cpu(), source.cpu()
         index = checked_index(as_index(index).long(), self.layout.num_rows, negative)
         rows, place = torch.unique(index, return_inverse=True)
         content = torch.empty((len(rows), *source.shape[1:]), dtype=source.dtype)
@@ -97,6 +225,7 @@ class FileTable:
         self, index: torch.Tensor, source: torch.Tensor, *, alpha: float, negative: bool
     ) -> None:
         """`table[index[i]] += alpha * source[i]`, in the order of `i` for each row."""
+        index, source = index.cpu(), source.cpu()
         index = checked_index(as_index(index).long(), self.layout.num_rows, negative)
         rows, place = torch.unique(index, return_inverse=True)
         content = torch.empty((len(rows), *source.shape[1:]), dtype=source.dtype)
@@ -121,6 +250,11 @@ class FileTable:
             self._writer.finish()  # or some rows could be half old and half new
         self._reader.gather(index, out, negative=negative)
 
+    def refresh(self, rows: torch.Tensor) -> None:
+        """Tell the GPUs' caches of rows that have changed."""
+        for table in self._on.values():
+            table.refresh(rows, 0, 0)
+
     def _opened_writer(self) -> RowWriter:
         with self.writing:
             if self._writer is None:
@@ -140,12 +274,8 @@ class FileTable:
     def report(self) -> UnifiedReport:
         """What was gathered so far."""
         reader = self._reader
-        return report_of(
-            self._counters,
-            reader.counters,
-            tier="file",
-            method=reader.method,
-            cache_bytes=reader.cache_bytes,
+        return self._report(
+            reader.counters, tier="file", method=reader.method, cache=reader.cache_bytes
         )
 
 
@@ -158,6 +288,7 @@ def write_together(parts: Sequence[tuple[FileTable, torch.Tensor, torch.Tensor]]
     def committed() -> None:
         for table, rows, content in parts:
             table._reader.update_cache(rows, content)
+            table.refresh(rows)
 
     prepared = []
     for table, rows, content in parts:
@@ -165,26 +296,3 @@ def write_together(parts: Sequence[tuple[FileTable, torch.Tensor, torch.Tensor]]
         flat = content.reshape(len(rows), -1).view(torch.uint8) if content.numel() else content
         prepared.append((table._opened_writer(), rows.numpy(), flat.numpy()))
     put_together(prepared, committed)
-
-
-def count_gather(counters: Counters, index: torch.Tensor, out: torch.Tensor) -> None:
-    """Take note of a batch of rows."""
-    counters.add(num_gathers=1, num_rows=index.numel(), num_bytes=out.numel() * out.element_size())
-
-
-def report_of(
-    gathers: Counters, reads: Counters, *, tier: str, method: str, cache_bytes: int = 0
-) -> UnifiedReport:
-    """The report from what was counted."""
-    return UnifiedReport(
-        num_gathers=gathers["num_gathers"],
-        num_rows_gathered=gathers["num_rows"],
-        gathered_bytes=gathers["num_bytes"],
-        num_reads=reads["num_reads"],
-        bytes_read=reads["bytes_read"],
-        num_cache_hits=reads["num_hits"],
-        num_cache_misses=reads["num_misses"],
-        cache_bytes=cache_bytes,
-        tier=tier,
-        method=method,
-    )

@@ -12,10 +12,13 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 
 from penstock.errors import WholeTableError
+from penstock.unified._devices import resolve_device
 from penstock.unified._gather import PendingRows, gather
+from penstock.unified._hot_rows import HotRows
 from penstock.unified._report import UnifiedReport
 from penstock.unified._tables import FileTable, HostTable
 from penstock.units import format_bytes
@@ -37,13 +40,14 @@ class UnifiedTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        from penstock.unified._placement import HANDLERS
+        if torch.compiler.is_compiling():
+            return _uncompiled(func, args, kwargs)
+        return _overridden(func, args, kwargs)
 
-        handler = HANDLERS.get(func)
-        with torch._C.DisableTorchFunctionSubclass():
-            if handler is not None:
-                return handler(func, *args, **(kwargs or {}))
-            return func(*args, **(kwargs or {}))
+    @property
+    def output_device(self) -> torch.device:
+        """Where gathered rows go if no operand is on a GPU; the table itself stays on the CPU."""
+        return self._table.device
 
     def gather_rows(self, index: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Rows of the table, copied side by side.
@@ -56,23 +60,33 @@ class UnifiedTensor(torch.Tensor):
                     [0., 1., 2.]])
 
         Args:
-            index: integers of any shape, from 0 to num_rows - 1.
+            index: integers of any shape, from 0 to num_rows - 1, on the CPU or a GPU. For one on a
+                GPU the host waits for the rows, to say if it was wrong; `gather_rows_async` does
+                not.
             out: where the rows go, of shape (*index.shape, *row) and the table's dtype; not where
                 gradients are recorded.
 
         Returns:
-            `out`, or a new tensor. Its gradient reaches the table as a sparse tensor.
+            `out`, or a new tensor: on the GPU of `index` if it is on one, else on
+            `output_device`. Its gradient reaches the table as a sparse tensor.
 
         Raises:
             IndexError: an index is out of range; the message names it.
             TypeError: `index` does not hold integers, or `out` has another dtype.
-            ValueError: `out` has another shape.
+            ValueError: `out` has another shape, or is on another GPU than `index`.
         """
         with torch._C.DisableTorchFunctionSubclass():
+            if torch.compiler.is_compiling():
+                return _gather_uncompiled(self, index, out=out)
             return gather(self, index, out=out)
 
-    def gather_rows_async(self, index: torch.Tensor) -> PendingRows:
-        """Begin to gather rows in another thread, and go on.
+    def gather_rows_async(
+        self, index: torch.Tensor, *, stream: torch.cuda.Stream | None = None
+    ) -> PendingRows:
+        """Begin to gather rows beside other work, and go on.
+
+        Rows for the CPU are gathered by another thread, rows for a GPU on another stream, by few
+        of its processors, so that the model has the others.
 
         Example:
             >>> from penstock.unified import unify
@@ -82,12 +96,20 @@ class UnifiedTensor(torch.Tensor):
             tensor([[6., 7., 8.]])
 
         Args:
-            index: as for `gather_rows`; not to be changed before `wait` has returned.
+            index: as for `gather_rows`; not to be changed before `wait` has returned. One on the
+                GPU is waited for, with all that was launched on the current stream before it.
+            stream: of the GPU, to gather on; by default one that all tables share.
 
         Returns:
-            An object whose `wait()` returns the rows, or raises what `gather_rows` raises.
+            An object whose `wait()` returns the rows, or raises what `gather_rows` raises. On a GPU
+            it makes the current stream wait, not the host.
+
+        Raises:
+            TypeError: `index` does not hold integers.
+            ValueError: `stream` is given, but the rows go to the CPU.
         """
-        return PendingRows(self, index)
+        with torch._C.DisableTorchFunctionSubclass():
+            return PendingRows(self, index, stream)
 
     def report(self) -> UnifiedReport:
         """What was gathered from the table so far, and where it came from."""
@@ -101,11 +123,28 @@ class UnifiedTensor(torch.Tensor):
         table = self._table
         assert isinstance(table, HostTable)
         with torch._C.DisableTorchFunctionSubclass():
-            return rebuild_from_content, (table.rows, self.requires_grad)
+            device = "cpu" if table.device.type == "cpu" else None
+            return rebuild_from_content, (table.rows, device, self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         parts = f"shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'"
         return f"UnifiedTensor({parts}{', requires_grad=True' if self.requires_grad else ''})"
+
+
+def _overridden(func: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None) -> Any:
+    """The function as `_placement.py` has it, or as PyTorch has it."""
+    from penstock.unified._placement import HANDLERS, run
+
+    handler = HANDLERS.get(func)
+    with torch._C.DisableTorchFunctionSubclass():
+        if handler is not None:
+            return handler(func, *args, **(kwargs or {}))
+        return run(func, *args, **(kwargs or {}))
+
+
+# Breaks in a compiled graph: the compiler sees what comes out, not how rows are gathered.
+_uncompiled = _disable_dynamo(_overridden)
+_gather_uncompiled = _disable_dynamo(gather)
 
 
 class FileTensor(UnifiedTensor):
@@ -126,8 +165,10 @@ class FileTensor(UnifiedTensor):
         table = self._table
         assert isinstance(table, FileTable)
         with torch._C.DisableTorchFunctionSubclass():
-            cache_bytes = table.report().cache_bytes
-            return rebuild_from_file, (table.source, cache_bytes, self.requires_grad)
+            device = "cpu" if table.device.type == "cpu" else None
+            hot_rows = table.hot_rows
+            cache = None if hot_rows is None else (hot_rows.budget_bytes, hot_rows.scores)
+            return rebuild_from_file, (table.source, device, cache, self.requires_grad)
 
 
 def tensor_over(table: HostTable | FileTable, *, requires_grad: bool = False) -> UnifiedTensor:
@@ -151,13 +192,22 @@ def copies_everything(table: torch.Tensor, operation: str, remedy: str) -> Whole
     )
 
 
-def rebuild_from_content(rows: torch.Tensor, requires_grad: bool) -> UnifiedTensor:
-    """A new table with the content of `rows`."""
-    table = HostTable.empty(tuple(rows.shape), rows.dtype)
+def rebuild_from_content(
+    rows: torch.Tensor, device: str | None, requires_grad: bool
+) -> UnifiedTensor:
+    """A new table with the content of `rows`; `device` None is the best there is here."""
+    table = HostTable.empty(tuple(rows.shape), rows.dtype, device=resolve_device(device))
     table.rows.copy_(rows)
     return tensor_over(table, requires_grad=requires_grad)
 
 
-def rebuild_from_file(source: str, cache_bytes: int, requires_grad: bool) -> UnifiedTensor:
+def rebuild_from_file(
+    source: str,
+    device: str | None,
+    cache: tuple[int, torch.Tensor | None] | None,
+    requires_grad: bool,
+) -> UnifiedTensor:
     """The table in a file; see `penstock.unified.unify` for what `source` may be."""
-    return tensor_over(FileTable(source, cache_bytes=cache_bytes), requires_grad=requires_grad)
+    hot_rows = None if cache is None else HotRows(cache[0], scores=cache[1])
+    table = FileTable(source, device=resolve_device(device), hot_rows=hot_rows)
+    return tensor_over(table, requires_grad=requires_grad)

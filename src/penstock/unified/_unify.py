@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -9,14 +10,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.unified._devices import resolve_device
+from penstock.unified._hot_rows import HotRows, hot_rows_of
 from penstock.unified._row_file import create, is_path, split_source
 from penstock.unified._tables import FileTable, HostTable
 from penstock.unified._tensor import UnifiedTensor, tensor_over
-from penstock.units import parse_bytes
+
+logger = logging.getLogger(__name__)
 
 
 def unify(
-    source: Any, *, cache: int | str | None = None, requires_grad: bool = False
+    source: Any,
+    *,
+    device: torch.device | str | int | None = None,
+    cache: int | str | HotRows | None = None,
+    requires_grad: bool = False,
 ) -> UnifiedTensor:
     """A table whose rows are gathered from where they lie.
 
@@ -30,8 +38,11 @@ def unify(
             strides; it is left untouched. Or the path of a table in a file, which is read row by
             row: "x.npy", "file.safetensors#name", or what `empty(path=...)` has made.
             A `UnifiedTensor` gives another one over the same table.
-        cache: for a table in a file, what the rows that are kept in memory may take, such as
-            "2GiB"; None keeps none.
+        device: where gathered rows go: "cpu", or a CUDA device, which reads them where they lie.
+            By default the current CUDA device where there is one, else the CPU (and for a
+            `UnifiedTensor` as before). The table itself stays where it is.
+        cache: what the rows that are wanted most may take on that device, such as "2GiB", or a
+            `HotRows`; None keeps none. On the CPU only a table in a file has one, in memory.
         requires_grad: whether gradients are recorded; those of gathered rows are sparse.
 
     Returns:
@@ -39,18 +50,29 @@ def unify(
 
     Raises:
         TypeError: `source` is something else.
-        ValueError: `source` has no dimension of rows, or `cache` makes no sense.
+        ValueError: `source` has no dimension of rows, `cache` makes no sense, or `device` is not
+            there.
         CapacityError: there is not enough memory.
         StoreError: the file cannot be used; the message says why.
     """
-    cache_bytes = 0 if cache is None else parse_bytes(cache, name="cache")
+    place, hot_rows = resolve_device(device), hot_rows_of(cache)
     if is_path(source):
-        table = FileTable(_absolute(source), cache_bytes=cache_bytes)
-        return tensor_over(table, requires_grad=requires_grad)
-    if cache_bytes:
-        raise ValueError(f"cache={cache!r}: only tables in files have one; this one is in memory")
-    if isinstance(source, UnifiedTensor):
-        return tensor_over(source._table, requires_grad=requires_grad)
+        table = FileTable(_absolute(source), device=place, hot_rows=hot_rows)
+    elif isinstance(source, UnifiedTensor):
+        table = source._table
+        if isinstance(table, FileTable):
+            if device is not None or hot_rows is not None:
+                table = FileTable(table.source, device=place, hot_rows=hot_rows)
+        elif (device is not None and place != table.device) or hot_rows is not None:
+            table = table.seen_from(place if device is not None else table.device, hot_rows)
+    else:
+        table = _copied(source).seen_from(place, hot_rows)
+    _check_cache(table)
+    return tensor_over(table, requires_grad=requires_grad)
+
+
+def _copied(source: Any) -> HostTable:
+    """A table in memory with the content of `source`."""
     if not isinstance(source, torch.Tensor | np.ndarray):
         raise TypeError(
             f"source: expected a tensor, a NumPy array or a path, got {type(source).__name__}"
@@ -58,7 +80,7 @@ def unify(
     if source.ndim == 0:
         raise ValueError("source: expected a table of shape (num_rows, *row), got a scalar")
     if isinstance(source, np.ndarray):
-        return tensor_over(_table_like(source), requires_grad=requires_grad)
+        return _table_like(source)
     if source.device.type != "cpu" or source.layout != torch.strided or source.is_quantized:
         raise TypeError(
             f"source: expected a dense tensor on the CPU, got {source.layout} on {source.device}; "
@@ -66,13 +88,29 @@ def unify(
         )
     table = HostTable.empty(tuple(source.shape), source.dtype)
     table.rows.copy_(source.detach())
-    return tensor_over(table, requires_grad=requires_grad)
+    return table
+
+
+def _check_cache(table: HostTable | FileTable) -> None:
+    """Settle what a cache means where a script runs that was written for another machine."""
+    hot_rows = table.hot_rows
+    if hot_rows is None:
+        return
+    hot_rows.check(table.layout.num_rows if isinstance(table, FileTable) else len(table.rows))
+    if table.device.type != "cpu":
+        return
+    if isinstance(table, HostTable):
+        table.hot_rows = None
+        logger.info("cache: a table in memory needs none where its rows go to the CPU")
+    elif hot_rows.scores is not None:
+        logger.info("cache: on the CPU the rows of a file are kept as they are used, not by scores")
 
 
 def empty(
     shape: Sequence[int],
     dtype: torch.dtype | None = None,
     *,
+    device: torch.device | str | int | None = None,
     path: str | os.PathLike[str] | None = None,
     requires_grad: bool = False,
 ) -> UnifiedTensor:
@@ -85,12 +123,13 @@ def empty(
     Args:
         shape: (num_rows, *row).
         dtype: of the elements; by default PyTorch's.
+        device: as for `unify`.
         path: of a new file that holds the table, in a format of Penstock's; by default it lies in
             memory.
         requires_grad: whether gradients are recorded; those of gathered rows are sparse.
 
     Raises:
-        ValueError: `shape` is empty or has a negative length.
+        ValueError: `shape` is empty or has a negative length, or `device` is not there.
         CapacityError: there is not enough memory.
         StoreError: the file cannot be made.
     """
@@ -99,8 +138,9 @@ def empty(
         raise ValueError(f"shape={tuple(shape)}: expected (num_rows, *row), none of them negative")
     dtype = dtype or torch.get_default_dtype()
     if path is not None:
-        return unify(create(path, lengths, dtype).path, requires_grad=requires_grad)
-    table = HostTable.empty(lengths, dtype)
+        file = create(path, lengths, dtype).path
+        return unify(file, device=device, requires_grad=requires_grad)
+    table = HostTable.empty(lengths, dtype, device=resolve_device(device))
     return tensor_over(table, requires_grad=requires_grad)
 
 

@@ -1,0 +1,73 @@
+"""Which device a table's rows go to, and which one an operation runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+GPU = "cuda"  # tests let another type of device play this part
+
+
+def resolve_device(device: torch.device | str | int | None) -> torch.device:
+    """The device that `device=` of `penstock.unified.unify` means; it does not start CUDA.
+
+    Raises:
+        ValueError: there is no such device here.
+    """
+    if device is None:
+        device = GPU if torch.cuda.is_available() and not in_forked_child() else "cpu"
+    try:
+        found = torch.device(GPU, device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r}: {error}") from error
+    if found.type == "cpu":
+        return torch.device("cpu")
+    if found.type != GPU:
+        raise ValueError(f"device={str(device)!r}: expected the CPU or a CUDA device")
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"device={str(device)!r}: PyTorch finds no CUDA device here; leave out `device` for "
+            'the best there is, or give device="cpu"'
+        )
+    if found.index is None:
+        index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+        found = torch.device(GPU, index)
+    if found.index >= torch.cuda.device_count():
+        raise ValueError(
+            f"device={str(device)!r}: PyTorch finds {torch.cuda.device_count()} CUDA devices here"
+        )
+    return found
+
+
+def in_forked_child() -> bool:
+    """Whether this process is the child of a fork of one that has used CUDA."""
+    return bool(torch.cuda._is_in_bad_fork())
+
+
+def check_process(device: torch.device) -> None:
+    """Raises RuntimeError where `device` cannot be used because the process was forked."""
+    if device.type == GPU and in_forked_child():
+        raise RuntimeError(
+            f"{device} cannot be used in this process, which was forked from one that uses CUDA. "
+            'Gather rows on the CPU here (unify(table, device="cpu")), or start processes with '
+            'multiprocessing_context="spawn".'
+        )
+
+
+def gpu_of(*values: Any) -> torch.device | None:
+    """The GPU of the first tensor that is on one; None if none is."""
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.device.type == GPU:
+            return value.device
+    return None
+
+
+def gpu_among(leaves: Iterable[Any]) -> torch.device | None:
+    """The same for arguments that may be lists of tensors."""
+    for each in leaves:
+        found = gpu_among(each) if isinstance(each, list | tuple) else gpu_of(each)
+        if found is not None:
+            return found
+    return None
