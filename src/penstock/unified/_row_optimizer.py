@@ -22,6 +22,7 @@ from penstock.unified._unify import empty, unify
 logger = logging.getLogger(__name__)
 
 _COUNT = "step"  # as torch's optimizers call it in their state
+_HERE = "cpu"  # where steps are made, and so where the state is gathered
 _FILL_BYTES = 64 * 2**20  # of a new state in a file, written at a time
 
 
@@ -123,10 +124,14 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
         if count is not None:
             count += 1
             number = int(count)
-        rows = [_in_memory(each).rows for each in (table, *states)]
+        tables = [_in_memory(each) for each in (table, *states)]
+        for each in tables:
+            each.use.settle(to_write=True)  # a GPU may still read it
+        before = [each.rows._version for each in tables]
+        rows = [each.rows for each in tables]
         update_rows(self._update(group, number), groups, gradients, rows[0], rows[1:])
-        for each in (table, *states):
-            torch.autograd.graph.increment_version(each)
+        for each, version in zip(tables, before, strict=True):
+            each.use.changed(groups.rows, version)
 
     def _step_file(
         self,
@@ -175,7 +180,7 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
             return
         for name in names:
             if name not in state:
-                state[name] = empty(table.shape, dtype)
+                state[name] = empty(table.shape, dtype, device=_HERE)
                 if first:
                     state[name].cpu().fill_(first)
         state.setdefault(_COUNT, torch.tensor(0.0))
@@ -235,7 +240,7 @@ def _checked(table: UnifiedTensor, name: str, state: torch.Tensor) -> UnifiedTen
         )
     in_file = isinstance(table._table, FileTable)
     if not isinstance(state, UnifiedTensor) and not in_file:
-        return unify(state)
+        return unify(state, device=_HERE)
     if not isinstance(state, UnifiedTensor) or isinstance(state._table, FileTable) != in_file:
         raise ValueError(
             f"the state {name!r} and its table do not both lie in memory, or both in files; load "
@@ -260,14 +265,14 @@ def _state_file(
     """The state in a file, which is made if it is not there."""
     if os.path.exists(path):
         logger.info("%s: the state of an earlier run is taken up again", path)
-        return unify(path)
+        return unify(path, device=_HERE)
     if not first:
-        return empty(shape, dtype, path=path)
+        return empty(shape, dtype, path=path, device=_HERE)
     # Under another name until it is whole, because what is found is believed.
     unfinished = f"{path}.unfinished"
     if os.path.exists(unfinished):
         os.unlink(unfinished)
-    table = empty(shape, dtype, path=unfinished)
+    table = empty(shape, dtype, path=unfinished, device=_HERE)
     row_bytes = max(1, table[:1].nbytes if len(table) > 1 else 1)
     num_rows = max(1, _FILL_BYTES // row_bytes)
     for start in range(0, shape[0], num_rows):
@@ -275,7 +280,7 @@ def _state_file(
         table[index] = torch.full((len(index), *shape[1:]), first, dtype=dtype)
     _in_file(table).close()
     os.rename(unfinished, path)
-    return unify(path)
+    return unify(path, device=_HERE)
 
 
 def _check_not_negative(defaults: dict[str, Any], *names: str) -> None:

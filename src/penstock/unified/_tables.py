@@ -203,9 +203,7 @@ class FileTable(_Table):
 
     def _make_on(self, device: torch.device) -> DeviceTable:
         layout = self.layout
-        return DeviceTable(
-            device, layout.shape, layout.dtype, self._read, hot_rows=self.hot_rows
-        )
+        return DeviceTable(device, layout.shape, layout.dtype, self._read, hot_rows=self.hot_rows)
 
     def gather(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool) -> None:
         """`out[i] = table[index[i]]`; `out` has shape (*index.shape, *row) and is contiguous."""
