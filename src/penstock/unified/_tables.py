@@ -11,7 +11,7 @@ import torch
 
 from penstock.unified import _host_rows
 from penstock.unified._device_table import DeviceTable, TableUse
-from penstock.unified._devices import gpu_of
+from penstock.unified._devices import check_process, gpu_of
 from penstock.unified._file_rows import RowReader
 from penstock.unified._host_memory import TableMemory
 from penstock.unified._host_rows import as_index, checked_index
@@ -40,6 +40,7 @@ class _Table:
 
     def on(self, device: torch.device) -> DeviceTable:
         """The table as a GPU sees it."""
+        check_process(device)
         found = self._on.get(device)
         if found is None:
             with self._lock:
