@@ -64,6 +64,21 @@ def test_rows_are_copied_bit_by_bit(dtype, width):
     assert same_bits(table, expected)
 
 
+def test_of_several_for_one_row_only_the_last_is_written(monkeypatch):
+    """On a GPU nobody knows which of two writers comes last."""
+    written = []
+    copy = _device_rows.copy_rows
+    monkeypatch.setattr(
+        _device_rows, "copy_rows", lambda *args: (written.append((args[1], args[3])), copy(*args))
+    )
+    table, source = torch.zeros(10, 3), torch.randn(6, 3)
+    _device_rows.put_rows(table, torch.tensor([4, 2, 4, -1, 2, 4]), source, negative=True)
+    ((places, rows),) = written
+    assert sorted(zip(rows.tolist(), places.tolist(), strict=True))[-3:] == [(2, 4), (4, 5), (9, 3)]
+    assert (rows >= 0).sum() == 3
+    assert torch.equal(table[[2, 4, 9]], source[[4, 5, 3]])
+
+
 def test_the_widest_rows():
     table = unify(noise(7, 16384, dtype=torch.int8)).cpu()
     index = torch.tensor([6, 0, 6])

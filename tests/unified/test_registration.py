@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from penstock.unified import _registration, unify
+from penstock.unified import _host_memory, _registration, unify
 from penstock.unified._host_memory import TableMemory
 from penstock.unified._registration import InFlight
 
@@ -109,11 +109,22 @@ def test_a_refusal_is_said_once_forgotten_by_cuda_and_remembered(runtime, caplog
         assert _registration.register(memory, GPU) is None
     assert [call[0] for call in runtime.calls] == ["register", "clear error"]
     assert [record.levelname for record in caplog.records] == ["INFO"]
-    assert "refused to register 4.00 KiB of host memory (CUDA error 2)" in caplog.text
+    assert "refused to register 4.00 KiB of host memory: CUDA error 2." in caplog.text
     assert "ulimit -l" in caplog.text
     del memory
     gc.collect()
     assert [call[0] for call in runtime.calls] == ["register", "clear error"]
+
+
+def test_memory_that_cannot_be_moved_is_a_refusal_too(runtime, caplog, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(_host_memory.os, "pwrite", full)
+    with caplog.at_level(logging.INFO, logger="penstock"):
+        assert _registration.register(TableMemory(PAGE), GPU) is None
+    assert "could not be moved into shared memory" in caplog.text
+    assert "No space left" in caplog.text and runtime.calls == []
 
 
 def test_a_range_that_overlaps_another_is_refused_without_asking(runtime, caplog):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -15,11 +17,12 @@ CPU = torch.device("cpu")
 def test_rows_arrive_in_parts_that_fit_a_buffer(buffer_bytes, dtype):
     table = torch.randn(50, 3, 2).to(dtype)
     index = torch.randint(0, 50, (33,))
-    parts = []
+    parts, buffers = [], []
 
     def gather(part, out):
         assert out.is_contiguous() and out.shape == (len(part), 3, 2)
         parts.append(len(part))
+        buffers.append(out.data_ptr())
         out.copy_(table[part])
 
     out = torch.empty(33, 3, 2, dtype=dtype)
@@ -28,6 +31,7 @@ def test_rows_arrive_in_parts_that_fit_a_buffer(buffer_bytes, dtype):
         staging.gather(gather, index, out.zero_())
         assert torch.equal(out, table[index])
     row_bytes = 6 * dtype.itemsize
+    assert all(one != next_one for one, next_one in itertools.pairwise(buffers))
     assert max(parts) == min(33, max(1, buffer_bytes // row_bytes))
 
 

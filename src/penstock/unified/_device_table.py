@@ -2,7 +2,7 @@
 
 Kernels on several streams use one memory, so each waits for those that would disturb it: a reader
 for the writers before it, a writer for both. The cache of hot rows is used by one batch after the
-other.
+other; it sees what this process writes to the table, not what others do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from penstock.unified import _registration
-from penstock.unified._devices import GPU, check_process
+from penstock.unified._devices import GPU, in_forked_child
 from penstock.unified._host_memory import TableMemory
 from penstock.unified._host_rows import as_index, checked_index, out_of_range
 from penstock.unified._hot_rows import HotRows, Lookup, RowCache
@@ -78,7 +78,6 @@ class DeviceTable:
         hot_rows: HotRows | None = None,
     ) -> None:
         """A table on `device`; without `use` it is one that only the CPU can read."""
-        check_process(device)
         self._device, self._shape, self._dtype = device, shape, dtype
         self._gather_here = gather_here
         self._use = use
@@ -248,10 +247,16 @@ class DeviceTable:
 
     def refresh(self, index: torch.Tensor, before: int, after: int) -> None:
         """Rows of the table were written; see `RowCache.refresh`."""
-        if self._cache is not None:
-            check_process(self._device)
+        # A forked child has no use for the cache, and other processes' caches see no writes anyway.
+        if self._cache is not None and not in_forked_child():
             with self._cached() as cache:
                 cache.refresh(index, self._fetch, before=before, after=after)
+
+    def forget(self) -> None:
+        """Drop what the cache keeps."""
+        if self._cache is not None:
+            with self._cached() as cache:
+                cache.clear()
 
     # ------------------------------------------------------------------ writes
 

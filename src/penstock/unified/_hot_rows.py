@@ -166,7 +166,7 @@ class RowCache:
         if self._scores is not None or not num_places:
             return
         known = self._known(lookup.rows)
-        self._count(known, lookup.is_first, len(lookup.rows))
+        self._count(known)
         counts = self._counts[known].int()
         # The rows that were fetched, the most wanted first, against the kept ones that come up.
         wanted = torch.where(lookup.is_first & (lookup.slots < 0), counts, -1)
@@ -215,15 +215,14 @@ class RowCache:
         """The rows, with the one behind the last for what is out of range."""
         return torch.where((rows >= 0) & (rows < self._num_rows), rows, self._num_rows)
 
-    def _count(self, known: torch.Tensor, is_first: torch.Tensor, num_wanted: int) -> None:
-        self._wanted += num_wanted
+    def _count(self, known: torch.Tensor) -> None:
+        self._wanted += len(known)
         if self._wanted > _BATCHES_OF_CAPACITY * self.capacity:
             self._wanted = 0
             self._counts >>= 1
         counts = self._counts[known]
-        more = counts + (is_first & (counts < _MAX_COUNT)).to(torch.uint8)
-        # Copies of a row would undo the first one's count: they go to the row behind the last.
-        self._counts[torch.where(is_first, known, self._num_rows)] = more
+        # Of a row that is there several times all write the same: a batch counts once.
+        self._counts[known] = counts + (counts < _MAX_COUNT).to(torch.uint8)
         self._counts[self._num_rows] = 0
 
     def _replace(

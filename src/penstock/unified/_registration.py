@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from penstock.errors import CapacityError
 from penstock.unified._host_memory import TableMemory
 from penstock.units import format_bytes
 
@@ -103,12 +104,12 @@ def register(memory: TableMemory, device: torch.device) -> Registration | None:
     """
     with _lock:
         if memory not in _of_memory:
-            with _on_node_of(device):
-                memory.share()
-            error = _register_range(memory.address, memory.num_bytes, device)
+            error = _share(memory, device) or _register_range(
+                memory.address, memory.num_bytes, device
+            )
             if error:
                 logger.info(
-                    "CUDA refused to register %s of host memory (%s); rows are copied through "
+                    "CUDA refused to register %s of host memory: %s. Rows are copied through "
                     "buffers instead, more slowly. A higher locked-memory limit (ulimit -l) or "
                     "memory limit of this container may help.",
                     format_bytes(memory.num_bytes),
@@ -122,6 +123,16 @@ def keep_for_graph(memory: TableMemory) -> None:
     """A CUDA graph uses the memory, and may be replayed until the process ends."""
     if memory not in _captured:
         _captured.append(memory)
+
+
+def _share(memory: TableMemory, device: torch.device) -> str:
+    """Move the memory to where it can be registered; returns what is wrong, or nothing."""
+    try:
+        with _on_node_of(device):
+            memory.share()
+    except CapacityError as error:
+        return f"it could not be moved into shared memory ({error})"
+    return ""
 
 
 def _register_range(address: int, num_bytes: int, device: torch.device) -> str:

@@ -249,8 +249,10 @@ def _as_table(source: Any, name: str) -> UnifiedTensor:
     if isinstance(source, Sequence) and not isinstance(source, str):
         source = torch.tensor(source, dtype=torch.int64)
     # Rows go where the seeds are: to a GPU if those are on one, and else not.
-    on_cpu = isinstance(source, UnifiedTensor) and source._table.device.type == "cpu"
-    table = source if on_cpu else unify(source, device="cpu")
+    if isinstance(source, UnifiedTensor) and source._table.device.type == "cpu":
+        table = source
+    else:
+        table = unify(source, device="cpu")
     if table.dim() != 1 or table.dtype not in (torch.int64, torch.int32):
         raise TypeError(
             f"{name}: expected int32 or int64 of one dimension, got {table.dtype} of shape "

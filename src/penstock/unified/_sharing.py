@@ -21,6 +21,7 @@ from penstock.unified._tensor import (
 def _reduce(tensor: UnifiedTensor) -> Any:
     table = tensor._table
     assert isinstance(table, HostTable)
+    table.use.settle(to_write=True)  # memory that is moved is written
     memory, shape = table.memory, tuple(table.rows.shape)
     content = (DupFd(memory.share()), memory.num_bytes, shape, tensor.dtype)
     # What the other process gathers with, it registers itself, when it first needs it.

@@ -14,7 +14,7 @@ import torch
 from penstock.errors import StoreReadError
 from penstock.unified import _host_rows
 from penstock.unified._device_table import DeviceTable, TableUse
-from penstock.unified._devices import gpu_of
+from penstock.unified._devices import check_process, gpu_of
 from penstock.unified._file_rows import RowReader
 from penstock.unified._host_memory import TableMemory
 from penstock.unified._host_rows import as_index, checked_index
@@ -43,6 +43,7 @@ class _Table:
 
     def on(self, device: torch.device) -> DeviceTable:
         """The table as a GPU sees it."""
+        check_process(device)
         found = self._on.get(device)
         if found is None:
             with self._lock:
@@ -253,6 +254,11 @@ class FileTable(_Table):
         for table in self._on.values():
             table.refresh(rows, 0, 0)
 
+    def forget(self) -> None:
+        """Have the GPUs' caches drop what they keep."""
+        for table in self._on.values():
+            table.forget()
+
     def _opened_writer(self) -> RowWriter:
         with self.writing:
             if self._writer is None:
@@ -286,11 +292,17 @@ def write_together(parts: Sequence[tuple[FileTable, torch.Tensor, torch.Tensor]]
     def committed() -> None:
         for table, rows, content in parts:
             table._reader.update_cache(rows, content)
-            table.refresh(rows)
 
     prepared = []
     for table, rows, content in parts:
         table._check_size()
         flat = content.reshape(len(rows), -1).view(torch.uint8) if content.numel() else content
         prepared.append((table._opened_writer(), rows.numpy(), flat.numpy()))
-    put_together(prepared, committed)
+    try:
+        put_together(prepared, committed)
+    except BaseException:
+        for table, _, _ in parts:  # nobody can say yet which rows changed
+            table.forget()
+        raise
+    for table, rows, _ in parts:
+        table.refresh(rows)

@@ -122,6 +122,7 @@ class UnifiedTensor(torch.Tensor):
         """By content, as for `torch.save`; processes share tables through multiprocessing."""
         table = self._table
         assert isinstance(table, HostTable)
+        table.use.settle()
         with torch._C.DisableTorchFunctionSubclass():
             device = "cpu" if table.device.type == "cpu" else None
             return rebuild_from_content, (table.rows, device, self.requires_grad)
