@@ -5,7 +5,7 @@ is marked as complete, then the rows are written to their places, then the mark 
 opens the file and finds a complete journal writes its rows again; one that is not complete is
 ignored, because then no place has been touched.
 
-The journal `<file>.journal`: 28 bytes of header (magic, the number of rows, their bytes, and CRC-32
+The journal `<file>.journal`: 40 bytes of header (magic, the number of rows, their bytes, and CRC-32
 of all that follows the header; zeroes when there is nothing to do), at byte 4096 the row numbers
 (int64), then the rows.
 """

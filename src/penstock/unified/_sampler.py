@@ -184,9 +184,7 @@ class NeighborSampler:
             owners, places = _choose(degrees, fanout, self._replace, generator)
             places += starts[owners]
             found = self._neighbors_at(places)
-            edge_ids.append(
-                places if self._edge_ids is None else self._edge_ids.gather_rows(places).long()
-            )
+            edge_ids.append(places if self._edge_ids is None else _entries(self._edge_ids, places))
             node_ids, local = _append_new(node_ids, found)
             edges.append(torch.stack([local, owners + begin]))
             begin = num_nodes[-1]
@@ -220,7 +218,7 @@ class NeighborSampler:
 
     def _lists_of(self, nodes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the neighbours of some nodes begin, and how many they are."""
-        both = self._starts.gather_rows(torch.stack([nodes, nodes + 1])).long()
+        both = _entries(self._starts, torch.stack([nodes, nodes + 1]))
         starts, degrees = both[0], both[1] - both[0]
         if len(degrees) and int(degrees.min()) < 0:
             node = int(nodes[degrees.argmin()])
@@ -229,7 +227,7 @@ class NeighborSampler:
 
     def _neighbors_at(self, places: torch.Tensor) -> torch.Tensor:
         """The neighbours in some places of the list, which are nodes of the graph."""
-        found = self._neighbors.gather_rows(places).long()
+        found = _entries(self._neighbors, places)
         wrong = ((found < 0) | (found >= self.num_nodes)).nonzero()
         if len(wrong):
             at = int(wrong[0])
@@ -238,6 +236,12 @@ class NeighborSampler:
                 f"{self.num_nodes} nodes"
             )
         return found
+
+
+def _entries(table: UnifiedTensor, index: torch.Tensor) -> torch.Tensor:
+    """`table[index]` as int64, on the device of the index whatever that of the table is."""
+    out = torch.empty(index.shape, dtype=table.dtype, device=index.device)
+    return table.gather_rows(index, out=out).long()
 
 
 def _narrow(values: torch.Tensor, bound: int) -> torch.Tensor:
