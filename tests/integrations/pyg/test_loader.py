@@ -134,7 +134,7 @@ def test_what_goes_wrong_in_the_other_thread_is_raised_here(tmp_path):
     next(batches)
     with open(tmp_path / "x.npy", "r+b") as file:
         file.truncate(40 * 4096 * 4 + 128)
-    with pytest.raises(StoreReadError, match="the file has become shorter"):
+    with pytest.raises(StoreReadError, match=r"x\.npy"):
         list(batches)
     assert next(batches, None) is None
 
