@@ -169,6 +169,25 @@ def test_gradient_mode_of_the_consumer_holds_in_the_other_thread():
     assert modes == [True, True, False, False]
 
 
+@pytest.mark.gpu
+def test_the_stream_of_the_consumer_holds_in_the_other_thread():
+    streams: list[torch.cuda.Stream] = []
+
+    def transform(batch: Data) -> Data:
+        streams.append(torch.cuda.current_stream())
+        return batch
+
+    x, edges = torch.randn(10, 2), torch.randint(0, 10, (2, 30))
+    data = Data(x=x.cuda(), edge_index=edges)
+    loader = NeighborLoader(data, [2], batch_size=5, transform=transform)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        expected = torch.cuda.current_stream()
+        for batch in loader:
+            assert torch.equal(batch.x.cpu(), x[batch.n_id])
+    assert streams == [expected, expected]
+    assert expected != torch.cuda.default_stream()
+
+
 def test_a_trained_table_is_gathered_after_the_step_that_changes_it():
     edges = torch.randint(0, 10, (2, 30))
     data = Data(x=unify(torch.zeros(10, 2), requires_grad=True), edge_index=edges)

@@ -6,6 +6,7 @@ Penstock's, and the next batch is sampled and gathered in another thread while t
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -166,10 +167,15 @@ class NeighborLoader(NodeLoader):
         seeds = torch.Generator().manual_seed(seed)
         for index in self.batch_sampler:
             each = int(torch.empty((), dtype=torch.int64).random_(generator=seeds))
-            yield functools.partial(self._batch, index, each, torch.is_grad_enabled())
+            # Another thread does not know what holds in this one.
+            stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+            yield functools.partial(self._batch, index, each, torch.is_grad_enabled(), stream)
 
-    def _batch(self, index: list[int], seed: int, gradients: bool) -> Any:
-        with torch.set_grad_enabled(gradients):  # another thread does not know what holds here
+    def _batch(
+        self, index: list[int], seed: int, gradients: bool, stream: torch.cuda.Stream | None
+    ) -> Any:
+        on_stream = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+        with torch.set_grad_enabled(gradients), on_stream:
             generator = torch.Generator().manual_seed(seed)
             start = time.perf_counter()
             found = self.node_sampler.sample_from_nodes(self.input_data[index], generator=generator)
