@@ -114,6 +114,7 @@ def train(where: str, directory: Path) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_table_of_twice_the_budget_trains_as_in_memory(directory):
     in_file, in_memory = train("file", directory), train("memory", directory)
     assert in_file["losses"] == pytest.approx(in_memory["losses"], rel=1e-6)

@@ -44,6 +44,15 @@ def test_a_model_says_the_same_of_the_seeds_as_on_the_whole_graph(data):
             assert torch.allclose(found, expected[batch.input_id], atol=1e-6)
 
 
+def test_a_table_goes_through_a_model_as_a_whole_where_it_fits(data):
+    """As scripts do for their evaluation; sums over neighbours begin with rows of the table."""
+    torch.manual_seed(0)
+    model = GraphSAGE(5, 8, num_layers=2, out_channels=3)
+    table = unify(data.x)
+    assert torch.equal(model(table, data.edge_index), model(data.x, data.edge_index))
+    assert table.report().num_rows_gathered == data.num_edges
+
+
 def test_layers_can_be_trimmed_hop_by_hop(data):
     """PyG's `trim_to_layer` drops, layer by layer, what no seed needs any more."""
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ Penstock's, and the next batch is sampled and gathered in another thread while t
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -17,15 +18,22 @@ import torch
 from torch_geometric.data import Data, FeatureStore, HeteroData
 from torch_geometric.loader import NodeLoader
 
+from penstock.integrations.pyg._feature_store import UnifiedFeatureStore
 from penstock.integrations.pyg._prefetch import Prefetched
 from penstock.integrations.pyg._sampler import UnifiedSampler
 from penstock.tables import report_table
 from penstock.unified import NeighborSampler, UnifiedTensor
 
-_NOT_SUPPORTED = (
-    *("input_time", "time_attr", "temporal_strategy", "weight_attr"),
-    *("disjoint", "directed", "subgraph_type", "is_sorted"),
-)
+# Options of PyG's loader, with the one value that says what is done here anyway.
+_ONLY = {
+    "input_time": None,
+    "time_attr": None,
+    "temporal_strategy": "uniform",
+    "weight_attr": None,
+    "disjoint": False,
+    "directed": True,
+    "subgraph_type": "directional",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,12 +108,8 @@ class NeighborLoader(NodeLoader):
         generator: torch.Generator | None = None,
         **kwargs: Any,
     ) -> None:
-        unsupported = sorted(name for name in _NOT_SUPPORTED if kwargs.get(name) is not None)
-        if unsupported:
-            raise ValueError(
-                f"{unsupported[0]}={kwargs[unsupported[0]]!r}: not supported by Penstock's loader; "
-                "leave it out, or use PyG's own with pyg-lib"
-            )
+        _check_data(data)
+        kwargs = _supported(kwargs)
         if prefetch < 0:
             raise ValueError(f"prefetch={prefetch}: expected 0 or more batches")
         trained = _trained_features(data)
@@ -166,10 +170,15 @@ class NeighborLoader(NodeLoader):
         seeds = torch.Generator().manual_seed(seed)
         for index in self.batch_sampler:
             each = int(torch.empty((), dtype=torch.int64).random_(generator=seeds))
-            yield functools.partial(self._batch, index, each, torch.is_grad_enabled())
+            # Another thread does not know what holds in this one.
+            stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+            yield functools.partial(self._batch, index, each, torch.is_grad_enabled(), stream)
 
-    def _batch(self, index: list[int], seed: int, gradients: bool) -> Any:
-        with torch.set_grad_enabled(gradients):  # another thread does not know what holds here
+    def _batch(
+        self, index: list[int], seed: int, gradients: bool, stream: torch.cuda.Stream | None
+    ) -> Any:
+        on_stream = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+        with torch.set_grad_enabled(gradients), on_stream:
             generator = torch.Generator().manual_seed(seed)
             start = time.perf_counter()
             found = self.node_sampler.sample_from_nodes(self.input_data[index], generator=generator)
@@ -191,9 +200,46 @@ class NeighborLoader(NodeLoader):
             yield batch
 
 
+def _check_data(data: Any) -> None:
+    if isinstance(data, HeteroData):
+        raise TypeError(
+            "data: expected a graph with one type of node, got HeteroData; use PyG's loader with "
+            "pyg-lib, whose feature fetch works with tables too"
+        )
+    if not isinstance(data, Data) and not _is_stores(data):
+        raise TypeError(
+            "data: expected torch_geometric.data.Data, or a pair of a FeatureStore and a "
+            f"GraphStore, got {type(data).__name__}"
+        )
+
+
+def _is_stores(data: Any) -> bool:
+    return isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], FeatureStore)
+
+
+def _supported(options: dict[str, Any]) -> dict[str, Any]:
+    """The options without those of PyG's that change nothing; raises for those that would."""
+    kept = {}
+    for name, value in options.items():
+        if name == "is_sorted":  # the edges are sorted here in any case
+            continue
+        if name not in _ONLY:
+            kept[name] = value
+        elif getattr(value, "value", value) != _ONLY[name]:
+            raise ValueError(
+                f"{name}={value!r}: Penstock's loader does {name}={_ONLY[name]!r} only; leave it "
+                "out, or use PyG's own with pyg-lib"
+            )
+    return kept
+
+
 def _trained_features(data: Any) -> list[str]:
     """Names of the tables in the data that require gradients."""
-    items = data.items() if isinstance(data, Data) else []
+    if _is_stores(data):
+        attrs = data[0].get_all_tensor_attrs() if isinstance(data[0], UnifiedFeatureStore) else []
+        items = [(attr.attr_name, data[0][attr.group_name, attr.attr_name, None]) for attr in attrs]
+    else:
+        items = data.items()
     return [
         str(name)
         for name, value in items
@@ -202,15 +248,8 @@ def _trained_features(data: Any) -> list[str]:
 
 
 def _sampler_of(data: Any, num_neighbors: Sequence[int] | None, replace: bool) -> UnifiedSampler:
-    if isinstance(data, HeteroData):
-        raise TypeError(
-            "data: expected a graph with one type of node, got HeteroData; use PyG's loader with "
-            "pyg-lib, whose feature fetch works with tables too"
-        )
-    if isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], FeatureStore):
+    if _is_stores(data):
         raise ValueError("neighbor_sampler: needed where data is a pair of stores")
-    if not isinstance(data, Data):
-        raise TypeError(f"data: expected torch_geometric.data.Data, got {type(data).__name__}")
     if num_neighbors is None:
         raise ValueError("num_neighbors: expected neighbours per node at each hop, such as [10, 5]")
     if data.edge_index is None or data.num_nodes is None:
