@@ -123,9 +123,11 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
         if count is not None:
             count += 1
             number = int(count)
-        rows = [_in_memory(each).rows for each in (table, *states)]
-        update_rows(self._update(group, number), groups, gradients, rows[0], rows[1:])
-        for each in (table, *states):
+        tables = [table, *states]
+        with ExitStack() as held:
+            rows = [held.enter_context(_in_memory(each).writing(groups.rows)) for each in tables]
+            update_rows(self._update(group, number), groups, gradients, rows[0], rows[1:])
+        for each in tables:
             torch.autograd.graph.increment_version(each)
 
     def _step_file(
@@ -141,7 +143,7 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
         tables = [table, *states]
         with ExitStack() as held:
             for each in tables:
-                held.enter_context(_in_file(each).writing)
+                held.enter_context(_in_file(each).changing)
             content = [_gathered(each, groups.rows) for each in tables]
             zero = torch.zeros(1, dtype=torch.int64)
             number = 1 if count is None else 1 + int(_gathered(count, zero))

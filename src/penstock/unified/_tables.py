@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -44,6 +45,11 @@ class HostTable:
         _host_rows.gather_rows(self.rows, index, out, negative=negative)
         count_gather(self._counters, index, out)
 
+    @contextlib.contextmanager
+    def writing(self, index: torch.Tensor) -> Iterator[torch.Tensor]:
+        """All rows, for the CPU to write to those of `index`."""
+        yield self.rows
+
     def put(self, index: torch.Tensor, source: torch.Tensor, *, negative: bool) -> None:
         """`table[index[i]] = source[i]`; of several for one row the last one stays."""
         _host_rows.put_rows(self.rows, index, source, negative=negative)
@@ -73,12 +79,12 @@ class FileTable:
         self._reader = RowReader(self.layout, cache_bytes=cache_bytes)
         self._counters = Counters()
         self._writer: RowWriter | None = None
-        self._writing: dict[int, threading.RLock] = {}
+        self._changing: dict[int, threading.RLock] = {}
 
     @property
-    def writing(self) -> threading.RLock:
+    def changing(self) -> threading.RLock:
         """Held by whoever reads rows, changes them and writes them; a child has one of its own."""
-        return self._writing.setdefault(os.getpid(), threading.RLock())
+        return self._changing.setdefault(os.getpid(), threading.RLock())
 
     def gather(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool) -> None:
         """`out[i] = table[index[i]]`; `out` has shape (*index.shape, *row) and is contiguous."""
@@ -100,7 +106,7 @@ class FileTable:
         index = checked_index(as_index(index).long(), self.layout.num_rows, negative)
         rows, place = torch.unique(index, return_inverse=True)
         content = torch.empty((len(rows), *source.shape[1:]), dtype=source.dtype)
-        with self.writing:
+        with self.changing:
             self._read(rows, content)
             _host_rows.add_rows(content, place, source, alpha=alpha)
             write_together([(self, rows, content)])
@@ -122,7 +128,7 @@ class FileTable:
         self._reader.gather(index, out, negative=negative)
 
     def _opened_writer(self) -> RowWriter:
-        with self.writing:
+        with self.changing:
             if self._writer is None:
                 self._writer = RowWriter(self.layout)
             return self._writer
