@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
@@ -71,7 +71,9 @@ def test_reads_every_row(folder, reader_of, shape, kind):
     table = saved(folder / "x.npy", shape)
     native(folder / "x", table)
     reader = reader_of(folder / ("x.npy" if kind == "npy" else "x"))
-    for num_indices in (1, 7, 5000):
+    for num_indices in (1, 7, min(5000, 4_000_000 // shape[1])):
+        if reader.method == "python":
+            num_indices = min(num_indices, 700)  # which takes its time for each
         index = torch.randint(-shape[0], shape[0], (num_indices,))
         out = torch.full((num_indices, shape[1]), -1.0)
         reader.gather(index, out, negative=True)
@@ -160,7 +162,7 @@ def test_threads_share_a_reader(folder, reader_of):
         return torch.equal(out, table[index])
 
     with ThreadPoolExecutor(8) as threads:
-        assert all(threads.map(gather, range(40)))
+        assert all(threads.map(gather, range(10 if reader.method == "python" else 40)))
 
 
 def test_a_forked_child_has_a_reader_of_its_own(folder, reader_of):
@@ -197,6 +199,7 @@ def test_what_the_cache_has_is_not_read_again(folder):
     assert "cache hits" in str(report)
 
 
+@settings(max_examples=50)
 @given(
     batches=st.lists(st.lists(st.integers(0, 79), min_size=1, max_size=30), max_size=12),
     capacity=st.integers(1, 90),

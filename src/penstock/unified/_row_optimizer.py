@@ -124,14 +124,10 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
         if count is not None:
             count += 1
             number = int(count)
-        tables = [_in_memory(each) for each in (table, *states)]
-        for each in tables:
-            each.use.settle(to_write=True)  # a GPU may still read it
-        before = [each.rows._version for each in tables]
-        rows = [each.rows for each in tables]
-        update_rows(self._update(group, number), groups, gradients, rows[0], rows[1:])
-        for each, version in zip(tables, before, strict=True):
-            each.use.changed(groups.rows, version)
+        tables = [table, *states]
+        with ExitStack() as held:
+            rows = [held.enter_context(_in_memory(each).writing(groups.rows)) for each in tables]
+            update_rows(self._update(group, number), groups, gradients, rows[0], rows[1:])
 
     def _step_file(
         self,
@@ -146,7 +142,7 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
         tables = [table, *states]
         with ExitStack() as held:
             for each in tables:
-                held.enter_context(_in_file(each).writing)
+                held.enter_context(_in_file(each).changing)
             content = [_gathered(each, groups.rows) for each in tables]
             zero = torch.zeros(1, dtype=torch.int64)
             number = 1 if count is None else 1 + int(_gathered(count, zero))

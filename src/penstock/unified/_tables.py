@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -139,6 +140,11 @@ class HostTable(_Table):
         _host_rows.gather_rows(self.rows, index, out, negative=negative)
         self.count(index, out.numel() * out.element_size())
 
+    @contextlib.contextmanager
+    def writing(self, index: torch.Tensor) -> Iterator[torch.Tensor]:
+        """All rows, for the CPU to write to those of `index`."""
+        yield self.rows
+
     def put(self, index: torch.Tensor, source: torch.Tensor, *, negative: bool) -> None:
         """`table[index[i]] = source[i]`; of several for one row the last one stays."""
         before = self.rows._version
@@ -195,12 +201,12 @@ class FileTable(_Table):
         recover(self.layout)
         self._reader = RowReader(self.layout, cache_bytes=cache_bytes)
         self._writer: RowWriter | None = None
-        self._writing: dict[int, threading.RLock] = {}
+        self._changing: dict[int, threading.RLock] = {}
 
     @property
-    def writing(self) -> threading.RLock:
+    def changing(self) -> threading.RLock:
         """Held by whoever reads rows, changes them and writes them; a child has one of its own."""
-        return self._writing.setdefault(os.getpid(), threading.RLock())
+        return self._changing.setdefault(os.getpid(), threading.RLock())
 
     def _make_on(self, device: torch.device) -> DeviceTable:
         layout = self.layout
@@ -228,7 +234,7 @@ class FileTable(_Table):
         index = checked_index(as_index(index).long(), self.layout.num_rows, negative)
         rows, place = torch.unique(index, return_inverse=True)
         content = torch.empty((len(rows), *source.shape[1:]), dtype=source.dtype)
-        with self.writing:
+        with self.changing:
             self._read(rows, content)
             _host_rows.add_rows(content, place, source, alpha=alpha)
             write_together([(self, rows, content)])
@@ -260,7 +266,7 @@ class FileTable(_Table):
             table.forget()
 
     def _opened_writer(self) -> RowWriter:
-        with self.writing:
+        with self.changing:
             if self._writer is None:
                 self._writer = RowWriter(self.layout)
             return self._writer

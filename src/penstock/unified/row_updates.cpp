@@ -15,7 +15,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 #include <new>
 #include <type_traits>
 #include <vector>
@@ -85,25 +84,25 @@ inline double widened(double number) { return number; }
 
 // -------------------------------------------------------------------------------- groups
 
-struct Place {
-  int64_t row;
-  int64_t position;
-};
+int bits_of(uint64_t largest) { return largest == 0 ? 0 : 64 - __builtin_clzll(largest); }
 
-// Sorts by row and keeps the order of positions within one: radix sort, so nothing is compared.
-void sort_by_row(std::vector<Place>& places, int64_t num_rows) {
-  constexpr int kBits = 11;
-  constexpr size_t kBuckets = size_t{1} << kBits;
-  std::vector<Place> other(places.size());
-  for (int shift = 0; shift < 63 && (num_rows - 1) >> shift; shift += kBits) {
-    std::vector<size_t> start(kBuckets + 1, 0);
-    const auto digit = [&](const Place& place) {
-      return static_cast<size_t>(place.row >> shift) & (kBuckets - 1);
-    };
-    for (const Place& place : places) ++start[digit(place) + 1];
+// Sorts keys by their upper bits, from `shift` on, and keeps the order of equal ones: a radix sort,
+// so nothing is compared. The result is in `keys`; `other` has room for as many.
+void sort_by_upper_bits(uint64_t* keys, uint64_t* other, int64_t count, int shift, int num_bits) {
+  constexpr int kDigit = 11;
+  constexpr size_t kBuckets = size_t{1} << kDigit;
+  const int num_passes = (num_bits + kDigit - 1) / kDigit;
+  if (num_passes % 2) {
+    std::copy(keys, keys + count, other);
+    std::swap(keys, other);
+  }
+  for (int pass = 0; pass < num_passes; ++pass, shift += kDigit) {
+    int64_t start[kBuckets + 1] = {};
+    const auto digit = [&](uint64_t key) { return (key >> shift) & (kBuckets - 1); };
+    for (int64_t at = 0; at < count; ++at) ++start[digit(keys[at]) + 1];
     for (size_t bucket = 0; bucket < kBuckets; ++bucket) start[bucket + 1] += start[bucket];
-    for (const Place& place : places) other[start[digit(place)]++] = place;
-    places.swap(other);
+    for (int64_t at = 0; at < count; ++at) other[start[digit(keys[at])]++] = keys[at];
+    std::swap(keys, other);
   }
 }
 
@@ -392,8 +391,9 @@ extern "C" {
 int32_t penstock_has_half() { return PENSTOCK_HALF; }
 
 // Sorts the positions of `index` by row. Fills in the different rows (rising), where in `order` the
-// positions of each begin (and their end), and the positions. Returns how many rows there are,
-// -1 - position for the first index that is out of range, or INT64_MIN if there is no memory.
+// positions of each begin (and their end), and the positions. `rows` and `order` have room for all
+// indices, `starts` for one more. Returns how many rows there are, -1 - position for the first index
+// that is out of range, or INT64_MIN if there is no memory.
 int64_t penstock_group_rows(const int64_t* index, int64_t num_indices, int64_t num_rows,
                             int64_t* rows, int64_t* starts, int64_t* order) {
   bool rising = true;
@@ -401,24 +401,40 @@ int64_t penstock_group_rows(const int64_t* index, int64_t num_indices, int64_t n
     if (static_cast<uint64_t>(index[at]) >= static_cast<uint64_t>(num_rows)) return -1 - at;
     rising = rising && (at == 0 || index[at - 1] <= index[at]);
   }
-  try {
-    std::vector<Place> places(static_cast<size_t>(num_indices));
-    for (int64_t at = 0; at < num_indices; ++at) places[static_cast<size_t>(at)] = {index[at], at};
-    if (!rising) sort_by_row(places, num_rows);
-    int64_t count = 0;
+  // A row and a position in one number, sorted where the result goes to.
+  const int row_bits = bits_of(static_cast<uint64_t>(std::max<int64_t>(num_rows - 1, 0)));
+  const int position_bits = bits_of(static_cast<uint64_t>(num_indices));
+  const bool packed = row_bits + position_bits <= 64;
+  if (rising) {
+    for (int64_t at = 0; at < num_indices; ++at) order[at] = at;
+  } else if (packed) {
+    uint64_t* keys = reinterpret_cast<uint64_t*>(rows);
     for (int64_t at = 0; at < num_indices; ++at) {
-      const Place& place = places[static_cast<size_t>(at)];
-      if (at == 0 || place.row != rows[count - 1]) {
-        rows[count] = place.row;
-        starts[count++] = at;
-      }
-      order[at] = place.position;
+      keys[at] = static_cast<uint64_t>(index[at]) << position_bits | static_cast<uint64_t>(at);
     }
-    starts[count] = num_indices;
-    return count;
-  } catch (const std::bad_alloc&) {
-    return INT64_MIN;
+    sort_by_upper_bits(keys, reinterpret_cast<uint64_t*>(order), num_indices, position_bits,
+                       row_bits);
+    const uint64_t mask = (uint64_t{1} << position_bits) - 1;
+    for (int64_t at = 0; at < num_indices; ++at) order[at] = static_cast<int64_t>(keys[at] & mask);
+  } else {
+    for (int64_t at = 0; at < num_indices; ++at) order[at] = at;
+    try {
+      std::stable_sort(order, order + num_indices,
+                       [&](int64_t a, int64_t b) { return index[a] < index[b]; });
+    } catch (const std::bad_alloc&) {
+      return INT64_MIN;
+    }
   }
+  int64_t count = 0;
+  for (int64_t at = 0; at < num_indices; ++at) {
+    const int64_t row = index[order[at]];
+    if (at == 0 || row != rows[count - 1]) {
+      rows[count] = row;
+      starts[count++] = at;
+    }
+  }
+  starts[count] = num_indices;
+  return count;
 }
 
 // `numbers` are those of the step, in the order of its constructor.
