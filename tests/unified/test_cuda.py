@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -314,7 +315,13 @@ def test_the_end_of_the_interpreter_is_quiet():
         "pending = [u.gather_rows_async(index) for _ in range(10)]\n"
         "alias = u * torch.ones(64, device='cuda')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -328,7 +335,7 @@ def gather_in_child(table, expected, results):
 
 def test_a_spawned_process_registers_the_memory_itself():
     content = torch.randn(8, 4)
-    table = unify(content)
+    table = unify(content, cache="4KiB")  # each process has its own
     table[torch.tensor([0])]  # registered here already
     context = torch.multiprocessing.get_context("spawn")
     results = context.Queue()

@@ -11,8 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+from penstock.unified import unify
 
 HERE = Path(__file__).resolve().parent
 needs_triton = pytest.mark.skipif(
@@ -43,48 +46,52 @@ def test_values_under_the_interpreter():
 # ------------------------------------------------------------------------ compiled
 
 
-def compiled(kernel, types, constants):
-    """The kernel's machine code for compute capability 9.0, without a GPU."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+class Launches:
+    """Stands in for a kernel, and compiles each launch of it for compute capability 9.0."""
 
-    names = kernel.arg_names
-    signature = {name: types.get(name, "constexpr") for name in names}
-    aligned = [["tt.divisibility", 16]]
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(at,): aligned for at, name in enumerate(names) if signature[name][0] == "*"},
-    )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    def __init__(self, kernel) -> None:
+        self.kernel = kernel
+        self.compiled = []
+
+    def __getitem__(self, grid):
+        return self._compile
+
+    def _compile(self, *args, **kwargs) -> None:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+        from triton.runtime.jit import create_function_from_signature
+
+        target = GPUTarget("cuda", 90, 32)
+        backend = triton.compiler.make_backend(target)
+        bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
+        bound, specialized, options = bind(*args, **kwargs)
+        signature = {
+            name: kind for name, (kind, _) in zip(bound, specialized, strict=False)
+        }  # as triton.runtime.jit.JITFunction.run has it
+        names = list(signature)
+        constants = {
+            (names.index(name),): bound[name] for name in names if signature[name] == "constexpr"
+        }
+        attributes = {
+            (at,): backend.parse_attr(attribute)
+            for at, (_, attribute) in enumerate(specialized[: len(names)])
+            if isinstance(attribute, str)
+        }
+        source = ASTSource(self.kernel, signature, constants, attributes)
+        self.compiled.append(triton.compile(source, target=target, options=options))
 
 
-def copy_kernel(row_bytes: int, address: int = 0, *, host_is_source: bool = True):
-    from penstock.unified import _device_rows, _row_kernels
+@pytest.fixture
+def launches(monkeypatch):
+    """What `_device_rows` launches, compiled as on a GPU, from tensors that are here."""
+    from penstock.unified import _row_kernels
 
-    tile = _device_rows._tile(row_bytes, address, address, 0)
-    kernel, constants = _row_kernels.copy_words, {}
-    word = str(_device_rows._WORDS[tile.word_bytes])
-    source = word
-    if tile.word_bytes < 4 and host_is_source:
-        tile = _device_rows._narrow_tile(row_bytes, address, tile.word_bytes)
-        kernel, source = _row_kernels.gather_narrow, "int32"
-        constants["UNIT"] = tile.word_bytes
-    else:
-        constants |= {"VECTOR": tile.vector, "HOST_IS_SOURCE": host_is_source}
-    constants |= {"HAS_SOURCE_INDEX": True, "HAS_TARGET_INDEX": True, "NEGATIVE": True}
-    constants |= {"CHECK": host_is_source, "ROW": tile.row, "LINE": tile.line, "BASE": tile.base}
-    constants |= {"SPAN": tile.span, "ROWS": tile.rows, "COLUMNS": tile.columns}
-    names = {"int8": "*i8", "int16": "*i16", "int32": "*i32", "int64": "*i64"}
-    types = {"source": names[source], "target": names[word], "source_index": "*i64"}
-    types |= {"target_index": "*i64", "num_places": "i64", "num_source_rows": "i64"}
-    if host_is_source:
-        types["first_wrong"] = "*i64"
-    else:
-        constants["first_wrong"] = None
-    return compiled(kernel, types, constants)
+    found = {}
+    for name in ("copy_words", "gather_narrow", "add_runs"):
+        found[name] = Launches(getattr(_row_kernels, name))
+        monkeypatch.setattr(_row_kernels, name, found[name])
+    return lambda: [each for launch in found.values() for each in launch.compiled]
 
 
 WIDEST = {
@@ -106,38 +113,57 @@ WIDEST = {
 
 @needs_triton
 @pytest.mark.parametrize("row_bytes", WIDEST)
-def test_the_gather_compiled_for_hopper_loads_the_widest_words(row_bytes):
-    kernel = copy_kernel(row_bytes)
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
+def test_the_gather_compiled_for_hopper_loads_the_widest_words(row_bytes, index_dtype, launches):
+    from penstock.unified import _device_rows
+
+    table = unify(torch.zeros(10, row_bytes, dtype=torch.uint8)).cpu()
+    index, first = torch.zeros(7, dtype=index_dtype), torch.tensor(_device_rows.NONE_WRONG)
+    out = torch.empty(7, row_bytes, dtype=torch.uint8)
+    _device_rows.gather_rows(table, index, out, first_wrong=first)
+    (kernel,) = launches()
     assert kernel.asm["cubin"][:4] == b"\x7fELF" and len(kernel.asm["cubin"]) > 1000
     loads = set(re.findall(r"ld\.global[.\w]*", kernel.asm["ptx"]))
-    # Beside those of rows there are loads of indices, 64 bits each.
+    # Beside those of rows there are loads of indices.
+    indices = {"b64", "v2.b64"} if index_dtype == torch.int64 else {"b32", "v2.b32", "v4.b32"}
     assert WIDEST[row_bytes] in loads
-    assert loads <= {WIDEST[row_bytes], "ld.global.b64", "ld.global.v2.b64"}
+    assert loads <= {WIDEST[row_bytes], *(f"ld.global.{each}" for each in indices)}
 
 
 @needs_triton
 @pytest.mark.parametrize("row_bytes", [512, 2064, 602, 3])
-def test_the_put_compiled_for_hopper(row_bytes):
-    kernel = copy_kernel(row_bytes, host_is_source=False)
-    assert kernel.asm["cubin"][:4] == b"\x7fELF"
-    widest = {512: "st.global.v4.b32", 2064: "st.global.v4.b32", 602: "b16", 3: "b8"}[row_bytes]
-    assert widest in kernel.asm["ptx"]
+def test_the_put_compiled_for_hopper(row_bytes, launches):
+    from penstock.unified import _device_rows
+
+    table = unify(torch.zeros(10, row_bytes, dtype=torch.uint8)).cpu()
+    source = torch.zeros(4, row_bytes, dtype=torch.uint8)
+    _device_rows.put_rows(table, torch.tensor([1, 2, 1, 3]), source)
+    (kernel,) = launches()
+    stores = set(re.findall(r"st\.global\.([.\w]*)", kernel.asm["ptx"]))
+    assert stores == {{512: "v4.b32", 2064: "v4.b32", 602: "b16", 3: "b8"}[row_bytes]}
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", ["fp32", "fp64", "fp16", "bf16", "i8", "i64"])
-def test_the_sum_compiled_for_hopper(dtype):
-    import triton.language as tl
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int8", "int64"])
+def test_the_sum_compiled_for_hopper_has_no_atomics(dtype, launches):
+    from penstock.unified import _device_rows
 
-    from penstock.unified import _row_kernels
-
-    total = {"fp16": tl.float32, "bf16": tl.float32, "fp32": tl.float32, "fp64": tl.float64}
-    types = {"table": f"*{dtype}", "source": f"*{dtype}", "rows": "*i64", "order": "*i64"}
-    constants = {"SUM": total.get(dtype, getattr(tl, dtype.replace("i", "int"), None))}
-    constants |= {"ROW": 130, "COLUMNS": 256}
-    kernel = compiled(_row_kernels.add_runs, {**types, "num_places": "i64"}, constants)
+    table = torch.zeros(10, 130, dtype=getattr(torch, dtype))
+    _device_rows.add_rows(table, torch.tensor([1, 2, 1]), torch.zeros_like(table[:3]))
+    (kernel,) = launches()
     assert kernel.asm["cubin"][:4] == b"\x7fELF"
-    assert ".shared" not in kernel.asm["ptx"] and "atom" not in kernel.asm["ptx"]
+    assert "atom" not in kernel.asm["ptx"] and "red." not in kernel.asm["ptx"]
+
+
+@needs_triton
+def test_a_gather_of_more_rows_uses_the_same_kernel(launches):
+    from penstock.unified import _device_rows
+
+    for num_rows, num_indices in ((10, 7), (64, 1), (1000, 16)):
+        out = torch.empty(num_indices, 32)
+        index = torch.zeros(num_indices, dtype=torch.int64)
+        _device_rows.gather_rows(torch.zeros(num_rows, 32), index, out)
+    assert len({kernel.hash for kernel in launches()}) == 1
 
 
 # --------------------------------------------------------------------------- tiles
@@ -176,4 +202,6 @@ def test_nothing_imports_triton_before_a_gpu_is_used():
         "assert 'penstock.unified._row_kernels' not in sys.modules\n"
         "assert not torch.cuda.is_initialized()"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent / "src")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, check=False)
+    assert done.returncode == 0

@@ -202,7 +202,6 @@ def test_a_device_is_found_or_refused(monkeypatch):
         resolve_device("meta")
     with pytest.raises(ValueError, match="device='tpu9'"):
         resolve_device("tpu9")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert resolve_device(None) == resolve_device("cuda") == torch.device("cuda", 0)
     assert resolve_device(1) == torch.device("cuda", 1)
@@ -211,7 +210,7 @@ def test_a_device_is_found_or_refused(monkeypatch):
 
 
 def test_a_forked_child_of_a_user_of_cuda_is_told(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     assert resolve_device(None) == torch.device("cpu")
     table = unify(torch.ones(3, 2))._table.seen_from(torch.device("cuda", 0), None)

@@ -16,8 +16,10 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     Raises:
         ValueError: there is no such device here.
     """
+    # Counted by NVML, while `torch.cuda.is_available` starts the driver, which no fork survives.
+    num_gpus = torch.cuda.device_count()
     if device is None:
-        device = GPU if torch.cuda.is_available() and not in_forked_child() else "cpu"
+        device = GPU if num_gpus and not in_forked_child() else "cpu"
     try:
         found = torch.device(GPU, device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -26,7 +28,7 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
         return torch.device("cpu")
     if found.type != GPU:
         raise ValueError(f"device={str(device)!r}: expected the CPU or a CUDA device")
-    if not torch.cuda.is_available():
+    if not num_gpus:
         raise ValueError(
             f"device={str(device)!r}: PyTorch finds no CUDA device here; leave out `device` for "
             'the best there is, or give device="cpu"'
@@ -34,10 +36,8 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     if found.index is None:
         index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
         found = torch.device(GPU, index)
-    if found.index >= torch.cuda.device_count():
-        raise ValueError(
-            f"device={str(device)!r}: PyTorch finds {torch.cuda.device_count()} CUDA devices here"
-        )
+    if found.index >= num_gpus:
+        raise ValueError(f"device={str(device)!r}: PyTorch finds {num_gpus} CUDA devices here")
     return found
 
 

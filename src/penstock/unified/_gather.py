@@ -95,7 +95,7 @@ def check_index(index: Any) -> torch.Tensor:
     if not isinstance(index, torch.Tensor) or index.dtype not in INTEGERS:
         found = index.dtype if isinstance(index, torch.Tensor) else type(index).__name__
         raise TypeError(f"index: expected a tensor of integers, got {found}")
-    if index.device.type not in ("cpu", GPU):
+    if not index.is_cpu and index.device.type != GPU:
         raise ValueError(f"index: expected a tensor on the CPU or a GPU, got one on {index.device}")
     return index
 
@@ -104,7 +104,7 @@ def _device_of(table: UnifiedTensor, index: torch.Tensor, out: torch.Tensor | No
     """Where the rows go: to `out`, to the GPU that the index is on, or to the table's device."""
     if out is not None:
         return out.device
-    return table._table.device if index.device.type == "cpu" else index.device
+    return table._table.device if index.is_cpu else index.device
 
 
 def _check_out(table: UnifiedTensor, index: torch.Tensor, out: torch.Tensor) -> None:

@@ -142,41 +142,45 @@ class HostTable(_Table):
 
     @contextlib.contextmanager
     def writing(self, index: torch.Tensor) -> Iterator[torch.Tensor]:
-        """All rows, for the CPU to write to those of `index`."""
+        """All rows, for the CPU to write to those of `index`; negative ones count from the end.
+
+        It comes after what GPUs are doing with the memory, and their caches hear of it. If it
+        raises, nothing may have been written.
+        """
+        before = self.rows._version
+        self.use.settle(to_write=True)
         yield self.rows
+        self.use.changed(index, before)
 
     def put(self, index: torch.Tensor, source: torch.Tensor, *, negative: bool) -> None:
         """`table[index[i]] = source[i]`; of several for one row the last one stays."""
-        before = self.rows._version
-        writer = self._writer_for(index, source)
-        if writer is None:
-            _host_rows.put_rows(self.rows, index.cpu(), source.cpu(), negative=negative)
-        else:
+        writer, before = self._writer_for(index, source), self.rows._version
+        if writer is not None:
             writer.put(index, source, negative=negative)
-        self.use.changed(index, before)
+            self.use.changed(index, before)
+            return
+        index, source = index.cpu(), source.cpu()
+        with self.writing(index) as rows:
+            _host_rows.put_rows(rows, index, source, negative=negative)
 
     def add(
         self, index: torch.Tensor, source: torch.Tensor, *, alpha: float, negative: bool
     ) -> None:
         """`table[index[i]] += alpha * source[i]`, in the order of `i` for each row."""
-        before = self.rows._version
-        writer = self._writer_for(index, source, is_sum=True)
-        if writer is None:
-            index, source = index.cpu(), source.cpu()
-            _host_rows.add_rows(self.rows, index, source, alpha=alpha, negative=negative)
-        else:
+        writer, before = self._writer_for(index, source), self.rows._version
+        if writer is not None and writer.adds(self.rows.dtype):
             writer.add(index, source, alpha=alpha, negative=negative)
-        self.use.changed(index, before)
+            self.use.changed(index, before)
+            return
+        index, source = index.cpu(), source.cpu()
+        with self.writing(index) as rows:
+            _host_rows.add_rows(rows, index, source, alpha=alpha, negative=negative)
 
-    def _writer_for(self, *operands: Any, is_sum: bool = False) -> DeviceTable | None:
-        """The GPU of the operands if it can write to the memory; else the CPU's turn has come."""
+    def _writer_for(self, *operands: Any) -> DeviceTable | None:
+        """The GPU of the operands, if it can write to the memory; else the CPU does."""
         device = gpu_of(*operands)
-        if device is not None:
-            table = self.on(device)
-            if table.method == "triton" and not (is_sum and not table.adds(self.rows.dtype)):
-                return table
-        self.use.settle(to_write=True)
-        return None
+        table = None if device is None else self.on(device)
+        return table if table is not None and table.method == "triton" else None
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in the table's memory, seen from whatever device."""
