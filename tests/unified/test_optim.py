@@ -12,6 +12,8 @@ from penstock.errors import StoreError
 from penstock.unified import _row_optimizer, _row_updates, empty, unify
 from penstock.unified.optim import SGD, Adagrad, Adam
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # but where a test sets the number
+
 CASES = {  # the options are those of torch.optim, by the same names
     "SGD": (SGD, {"lr": 0.1}),
     "SGD decay": (SGD, {"lr": 0.1, "weight_decay": 0.01, "maximize": True}),

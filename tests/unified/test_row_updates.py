@@ -13,6 +13,8 @@ from penstock.unified import _row_updates
 from penstock.unified._row_steps import AdagradStep, AdamStep, RowStep, SgdStep
 from penstock.unified._row_updates import Groups, group_rows, state_dtype, update_rows
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # but where a test sets the number
+
 SHARED = {"lr": 0.1, "count": 1}
 STEPS: dict[str, tuple[RowStep, int]] = {  # and the number of states
     "sgd": (
