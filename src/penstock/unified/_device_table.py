@@ -92,6 +92,7 @@ class DeviceTable:
         if hot_rows is not None and shape[0]:
             version = 0 if use is None else use.rows._version
             self._cache = RowCache(hot_rows, shape, dtype, device, version=version)
+            self._cache_use.note(self._current_stream())  # on which it is being zeroed
         if use is not None:
             use.seen_by.add(self)
 
