@@ -78,10 +78,7 @@ class _RowOptimizer(torch.optim.Optimizer):
             for name in self._states:
                 state[name] = self._new_state(table, name, group)
         tables = [table, *(state[name] for name in self._states)]
-        # The update is done on the CPU, wherever the table's rows go.
-        gathered = [torch.empty((len(rows), *each.shape[1:]), dtype=each.dtype) for each in tables]
-        for each, place in zip(tables, gathered, strict=True):
-            each.detach().gather_rows(rows, out=place)
+        gathered = [each.detach().gather_rows(rows) for each in tables]
         self._update(gathered[0], gradients, gathered[1:], state["step"], group)
         for each, changed in zip(tables, gathered, strict=True):
             each._table.put(rows, changed, negative=False)
