@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.unified import HotRows, _device_rows, _host_rows, _registration, unify
 from penstock.unified._device_rows import NONE_WRONG
-from penstock.unified._device_table import DeviceTable
+from penstock.unified._device_table import Check, DeviceTable
 from penstock.unified._registration import InFlight, Registration
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "test_device_rows.py runs this"
@@ -288,3 +288,41 @@ def test_a_table_is_read_through_its_kernels_and_its_cache(registered, cache, wi
             u.mul_(0.5)  # of which no cache is told
     hits, misses = on.cache_report()
     assert (hits > 0 and misses > 0) if cache else (hits, misses) == (0, 0)
+
+
+def test_rows_on_their_way_and_wrong_indices(registered):
+    u = unify(torch.randn(50, 6))
+    on, stream = u._table.on(CPU), torch.cpu.current_stream()
+    index = torch.tensor([[3, 1], [3, 49]])
+    assert torch.equal(on.begin(index, stream).wait(), u.cpu()[index])
+    pending = on.begin(torch.tensor([[7, 50]]), stream)
+    assert pending.done()
+    with pytest.raises(IndexError, match=r"index\[0\]\[1\] is 50"):
+        pending.wait()
+    with pytest.raises(IndexError, match=r"index\[1\] is -51"):
+        on.gather(torch.tensor([-50, -51]), torch.empty(2, 6), negative=True)
+
+
+def test_a_check_names_what_a_kernel_found():
+    first, index = torch.tensor(3), torch.tensor([[0, 1], [2, 77]])
+    for follow in (False, True):
+        check = Check(index, first, 50)
+        if follow:
+            check.follow(torch.cpu.current_stream())
+        assert check.done()
+        with pytest.raises(IndexError, match=r"index\[1\]\[1\] is 77, but the table has 50 rows"):
+            check.raise_if_wrong()
+    Check(index, torch.tensor(NONE_WRONG), 50).raise_if_wrong()
+
+
+def test_the_next_use_of_a_table_raises_for_what_nobody_waited_for(registered):
+    u = unify(torch.randn(50, 6))
+    on = u._table.on(CPU)
+    check = Check(torch.tensor([50]), torch.tensor(0), 50)
+    on.remember(check)
+    with pytest.raises(IndexError, match=r"index\[0\] is 50"):
+        u.report()
+    u.report()
+    on.remember(check)
+    with pytest.raises(IndexError, match=r"index\[0\] is 50"):
+        on.gather(torch.tensor([1]), torch.empty(1, 6), negative=False)

@@ -239,7 +239,7 @@ def test_a_script_for_a_gpu_runs_without_one(caplog, tmp_path):
         v = unify(torch.ones(10, 2), cache=HotRows("1MiB", scores=torch.arange(10)))
     assert caplog.text.count("a table in memory needs none") == 2
     assert u.report().cache_bytes == v.report().cache_bytes == 0
-    assert u.report().device == "cpu"
+    assert u.report().device == "cpu" and u._table.hot_rows is None
     file = unify(empty((10, 2), path=tmp_path / "t"), cache=HotRows("1MiB"))
     assert file.report().cache_bytes == 2**20
 

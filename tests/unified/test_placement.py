@@ -140,6 +140,19 @@ def test_reading_does_not_change_the_version(meta_is_the_gpu):
     assert u._version == before
 
 
+def test_a_write_is_seen_by_autograd_and_by_other_tensors_over_the_table(meta_is_the_gpu):
+    u, weight = unify(torch.randn(50, 6)), x(6).requires_grad_()
+    loss = (u * weight).sum()
+    u.index_add_(0, torch.tensor([1]), torch.ones(1, 6))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    other = torch.Tensor._make_subclass(UnifiedTensor, u._table.rows)
+    other._table = u._table.seen_from(META, None)
+    before = u._version
+    assert other.addcmul_(u, x(6)) is other
+    assert u._version > before
+
+
 def test_a_gradient_as_large_as_the_table_is_refused(meta_is_the_gpu):
     u = unify(torch.randn(50, 6), requires_grad=True)
     with pytest.raises(WholeTableError, match=r"the gradient of \w+ on meta would copy the whole"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -207,6 +208,24 @@ def test_a_stream_comes_after_what_others_have_launched():
     uses.note(writer)
     uses.order(writer)  # not after itself: a stream is in order
     assert calls == [("writer after", ("reader", 1))]
+
+
+def test_the_cpu_waits_for_those_that_it_would_disturb(runtime):
+    u, index = unify(torch.zeros(10, 4)), torch.tensor([1, 2])
+    registration = u._table.use.register(GPU)
+    registration.reads.note(Stream(runtime.calls, "reader"))
+    registration.writes.note(Stream(runtime.calls, "writer"))
+    after_reader, after_writer = ("wait", ("reader", 1)), ("wait", ("writer", 1))
+    reads = (lambda: u[index], lambda: u.cpu(), lambda: pickle.dumps(u))
+    writes = (
+        lambda: u.index_add_(0, index, torch.ones(2, 4)),
+        lambda: u.__setitem__(index, torch.ones(2, 4)),
+    )
+    for operations, expected in ((reads, {after_writer}), (writes, {after_reader, after_writer})):
+        for operation in operations:
+            runtime.calls.clear()
+            operation()
+            assert set(runtime.calls) == expected
 
 
 def test_an_alias_without_an_owner_keeps_the_memory(runtime):

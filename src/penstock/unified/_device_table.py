@@ -37,7 +37,7 @@ class TableUse:
         self.rows = rows
         self.memory = memory
         self.registration: Registration | None = None
-        self.caching: weakref.WeakSet[DeviceTable] = weakref.WeakSet()
+        self.seen_by: weakref.WeakSet[DeviceTable] = weakref.WeakSet()
 
     def register(self, device: torch.device) -> Registration | None:
         """See `_registration.register`."""
@@ -55,7 +55,7 @@ class TableUse:
     def changed(self, index: torch.Tensor, before: int) -> None:
         """Rows were written, the version of the memory having been `before`."""
         torch.autograd.graph.increment_version(self.rows)
-        for table in list(self.caching):
+        for table in list(self.seen_by):
             table.refresh(index, before, self.rows._version)
 
 
@@ -92,8 +92,9 @@ class DeviceTable:
         if hot_rows is not None and shape[0]:
             version = 0 if use is None else use.rows._version
             self._cache = RowCache(hot_rows, shape, dtype, device, version=version)
-            if use is not None:
-                use.caching.add(self)
+            self._cache_use.note(self._current_stream())  # on which it is being zeroed
+        if use is not None:
+            use.seen_by.add(self)
 
     def cache_report(self) -> tuple[int, int]:
         """Hits and misses of the cache so far; waits for the device."""
@@ -247,6 +248,8 @@ class DeviceTable:
 
     def refresh(self, index: torch.Tensor, before: int, after: int) -> None:
         """Rows of the table were written; see `RowCache.refresh`."""
+        if self._alias is not None:  # for autograd, which may have saved it
+            torch.autograd.graph.increment_version(self._alias)
         # A forked child has no use for the cache, and other processes' caches see no writes anyway.
         if self._cache is not None and not in_forked_child():
             with self._cached() as cache:

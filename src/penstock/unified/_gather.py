@@ -113,12 +113,17 @@ def _check_out(table: UnifiedTensor, index: torch.Tensor, out: torch.Tensor) -> 
         raise TypeError(f"out: expected {table.dtype}, as the table has, got {out.dtype}")
     if out.shape != shape:
         raise ValueError(f"out: expected shape {tuple(shape)}, got {tuple(out.shape)}")
+    if not out.is_cpu or not index.is_cpu:
+        _check_devices(index, out)
+    if table._table.holds(out):
+        raise ValueError("out: it lies in the table itself; give memory of its own")
+
+
+def _check_devices(index: torch.Tensor, out: torch.Tensor) -> None:
     on_gpu = gpu_of(index)
     if out.device.type not in ("cpu", GPU) or (on_gpu is not None and out.device != on_gpu):
         expected = "the CPU or a GPU" if on_gpu is None else f"{on_gpu}, as the index is"
         raise ValueError(f"out: expected a tensor on {expected}, got one on {out.device}")
-    if table._table.holds(out):
-        raise ValueError("out: it lies in the table itself; give memory of its own")
 
 
 def _gathered(

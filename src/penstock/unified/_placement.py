@@ -71,7 +71,7 @@ def _run_where_operands_are(func: Operation, args: Any, kwargs: dict[str, Any]) 
         return func(*args, **kwargs)
     aliases = {id(table): _alias(table, device, func) for table in tables}
     with contextlib.ExitStack() as stack:
-        for table in {id(each._table.use): each for each in tables}.values():
+        for table in tables:
             stack.enter_context(table._table.on(device).using_alias(aliases[id(table)]))
         args, kwargs = tree_map(lambda each: aliases.get(id(each), each), (args, kwargs))
         result = func(*args, **kwargs)

@@ -15,7 +15,7 @@ import torch
 from penstock.errors import StoreReadError
 from penstock.unified import _host_rows
 from penstock.unified._device_table import DeviceTable, TableUse
-from penstock.unified._devices import check_process, gpu_of
+from penstock.unified._devices import check_process, gpu_of, in_forked_child
 from penstock.unified._file_rows import RowReader
 from penstock.unified._host_memory import TableMemory
 from penstock.unified._host_rows import as_index, checked_index
@@ -62,9 +62,10 @@ class _Table:
 
     def _report(self, reads: Counters, *, tier: str, method: str, cache: int) -> UnifiedReport:
         """The report, where `method` and `cache` are those of the CPU."""
-        for table in self._on.values():
+        tables = [] if in_forked_child() else list(self._on.values())
+        for table in tables:
             table.raise_for_earlier()
-        on_gpus = [table.cache_report() for table in self._on.values()]
+        on_gpus = [table.cache_report() for table in tables]
         if self.device != _CPU:
             here = self._on.get(self.device)
             method = "none yet" if here is None else here.method

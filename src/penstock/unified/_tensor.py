@@ -40,7 +40,7 @@ class UnifiedTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return _uncompiled(func, args, kwargs)
         return _overridden(func, args, kwargs)
 
@@ -76,7 +76,7 @@ class UnifiedTensor(torch.Tensor):
             ValueError: `out` has another shape, or is on another GPU than `index`.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling():
                 return _gather_uncompiled(self, index, out=out)
             return gather(self, index, out=out)
 
