@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from _rows import BenchmarkRow, Limit, argument_parser, environment, write_rows
-from unified import indices
+from _unified_arms import indices
 
 NUM_ROWS, WIDTH, NUM_INDICES = 1_000_000, 128, 65_536
 REPETITIONS = 9
