@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock import activations, codegen, errors, memory, report, tables, units
+    from penstock import activations, codegen, errors, memory, report, rgnn, tables, units
     from penstock.activations import Offload, OffloadReport, offload
     from penstock.errors import PenstockError
     from penstock.memory import FileStore, MachineProfile, probe
@@ -29,6 +29,7 @@ __all__ = [
     "offload",
     "probe",
     "report",
+    "rgnn",
     "tables",
     "units",
 ]

@@ -1,0 +1,147 @@
+"""The torch backend: gradients by finite differences, equal bits in every run, memory let go."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from _relational import (
+    LAYERS,
+    graphs,
+    layer_arguments,
+    random_graph,
+    random_tensor,
+    recipes,
+    results_and_gradients,
+)
+from penstock import rgnn
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("is_canonical", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_of_layers_are_right(name, is_canonical):
+    graph = random_graph(7, 20, is_canonical=is_canonical)
+    arguments = layer_arguments(name, graph)
+    assert torch.autograd.gradcheck(lambda *args: LAYERS[name](graph, *args), arguments)
+
+
+@settings(max_examples=10)
+@given(recipe=recipes(max_steps=5), graph=graphs())
+def test_gradients_of_random_programs_are_right(recipe, graph):
+    function = rgnn.compile(recipe.__call__)
+    arguments = recipe.arguments(graph)
+    # The fast mode compares one random direction; the reference covers every entry elsewhere.
+    assert torch.autograd.gradcheck(
+        lambda *args: function(graph, *args), arguments, fast_mode=True, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_equal_bits_from_run_to_run_and_for_any_number_of_threads(name):
+    graph = random_graph(300, 4000)
+    arguments = layer_arguments(name, graph, dim=16)
+    runs = []
+    for num_threads in (1, 2, 2):
+        torch.set_num_threads(num_threads)
+        runs.append(results_and_gradients(LAYERS[name], graph, arguments))
+    for other in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_graph_without_edges_works(name):
+    graph = random_graph(5, 0)
+    arguments = layer_arguments(name, graph)
+    results = results_and_gradients(LAYERS[name], graph, arguments)
+    reference = results_and_gradients(LAYERS[name].to_torch(), graph, arguments)
+    for result, expected in zip(results, reference, strict=True):
+        torch.testing.assert_close(result, expected)
+
+
+def test_single_precision_stays_single():
+    graph = random_graph()
+    arguments = [a.detach().float().requires_grad_() for a in layer_arguments("rgcn", graph)]
+    result = LAYERS["rgcn"](graph, *arguments)
+    assert result.dtype == torch.float32
+    result.sum().backward()
+    assert {a.grad.dtype for a in arguments} == {torch.float32}
+
+
+def test_without_gradients_no_backward_is_planned_and_nothing_is_kept():
+    graph = random_graph()
+    arguments = layer_arguments("rgat", graph)
+    with torch.no_grad():
+        result = LAYERS["rgat"](graph, *arguments)
+    assert not result.requires_grad
+    plan = LAYERS["rgat"].explain(graph, *(a.detach() for a in arguments))
+    assert not any(kernel.is_backward for kernel in plan.kernels)
+
+
+def test_a_second_derivative_is_refused():
+    graph = random_graph()
+    arguments = layer_arguments("rgat", graph)
+    (gradient,) = torch.autograd.grad(
+        LAYERS["rgat"](graph, *arguments).square().sum(), arguments[0], create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_an_argument_returned_as_it_is_does_not_alias_it():
+    x = random_tensor(12, 3).detach()
+    result = rgnn.compile(lambda g, x: g.nodes(x))(random_graph(), x)
+    result.zero_()
+    assert x.any()
+
+
+def test_one_value_returned_twice_is_two_tensors():
+    @rgnn.compile
+    def twice(g, x):
+        summed = g.sum_to_dst(g.edges.src(x))
+        return summed, summed
+
+    x = random_tensor(12, 3)
+    one, other = twice(random_graph(), x)
+    assert one.data_ptr() != other.data_ptr()
+    (one.sum() + 2 * other.sum()).backward()
+    reference = torch.autograd.grad(twice.to_torch()(random_graph(), x)[0].sum() * 3, x)
+    torch.testing.assert_close(x.grad, reference[0])
+
+
+def test_the_graph_is_let_go_with_the_result():
+    graph = random_graph()
+    watched = weakref.ref(graph)
+    result = LAYERS["rgat"](graph, *layer_arguments("rgat", graph))
+    del graph
+    assert watched() is not None  # the backward needs it
+    del result
+    gc.collect()
+    assert watched() is None
+
+
+def test_graphs_that_are_alike_share_a_plan():
+    function = rgnn.compile(LAYERS["rgat"].__wrapped__)
+    for seed in range(4):
+        graph = random_graph(40, 4000, seed=seed)
+        function(graph, *layer_arguments("rgat", graph))
+    assert function._plan.cache_info().misses == 1
+    other = random_graph(40, 40)
+    function(other, *layer_arguments("rgat", other))
+    assert function._plan.cache_info().misses == 2
+
+
+def test_an_argument_changed_in_place_before_the_backward_is_noticed():
+    graph = random_graph()
+    arguments = layer_arguments("rgat", graph)
+    leaf = arguments[1].detach().requires_grad_()
+    weight = leaf * 1.0
+    result = LAYERS["rgat"](graph, arguments[0], weight, *arguments[2:])
+    weight.detach().zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()
