@@ -106,7 +106,7 @@ class _Traced:
 
     def __float__(self) -> NoReturn:
         raise TraceError(
-            "a traced value is no plain number; use the functions of penstock.rgnn, not those of math"
+            "a traced value is no plain number; use the functions of penstock.rgnn for math's"
         )
 
     __int__ = __index__ = __float__
