@@ -1,4 +1,4 @@
-"""The plan as people read it: its numbers are those of the graph, its reasons those of the rules."""
+"""The plan as people read it: its numbers are the graph's, its reasons those of the rules."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import re
 
 import torch
-from _relational import LAYERS, layer_arguments, random_graph, random_tensor
 
+from _relational import LAYERS, layer_arguments, random_graph, random_tensor
 from penstock import rgnn
 
 

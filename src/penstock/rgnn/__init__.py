@@ -19,6 +19,7 @@ from penstock.rgnn._graph import Graph, GraphNames
 from penstock.rgnn._plan import REWRITES
 from penstock.rgnn._stats import GraphStats
 from penstock.rgnn._where import TraceError
+from penstock.rgnn.layers import HGTConv, RGATConv, RGCNConv
 
 __all__ = [
     "REWRITES",
@@ -27,6 +28,9 @@ __all__ = [
     "Graph",
     "GraphNames",
     "GraphStats",
+    "HGTConv",
+    "RGATConv",
+    "RGCNConv",
     "TraceError",
     "combine",
     "compile",

@@ -78,8 +78,7 @@ def _product_of_products(walk: Walk, position: int, counts: Counts, rows_of: Row
     nodes, builder = walk.program.nodes, walk.builder
     outer = nodes[position]
     read, second = outer.operands
-    if walk.typed_map(second) != _rows.EDGE_TYPE:
-        return None
+    second_map = walk.typed_map(second)
     # The inner product is on edges, or on nodes and read at an end.
     end = nodes[read].map if nodes[read].op == "gather" else None
     inner = nodes[read].operands[0] if end in _TYPE_AT_END else read
@@ -87,6 +86,10 @@ def _product_of_products(walk: Walk, position: int, counts: Counts, rows_of: Row
         return None
     x, first = nodes[inner].operands
     first_map = walk.typed_map(first)
+    # One of the two has a matrix per relation; with two untyped weights nothing is gained by us.
+    is_second_untyped = inner == read and second_map == _rows.to_one(Space.EDGE)
+    if second_map != _rows.EDGE_TYPE and not (is_second_untyped and first_map == _rows.EDGE_TYPE):
+        return None
     if first_map is None:
         return None
     what = "(x @ V) @ W to x @ (V W)"
