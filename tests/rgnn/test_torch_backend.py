@@ -73,6 +73,33 @@ def test_single_precision_stays_single():
     assert {a.grad.dtype for a in arguments} == {torch.float32}
 
 
+def test_autocast_changes_nothing():
+    graph = random_graph()
+    arguments = [a.detach().float() for a in layer_arguments("rgat with heads", graph)]
+    expected = LAYERS["rgat with heads"](graph, *arguments)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = LAYERS["rgat with heads"](graph, *arguments)
+    assert torch.equal(result, expected)
+
+
+def test_arguments_that_the_backward_does_not_read_are_not_kept():
+    @rgnn.compile
+    def shifted(g, x, b):
+        return g.sum_to_dst(rgnn.tanh(g.edges.src(x) + b))
+
+    graph = random_graph()
+    x, b = random_tensor(12, 3), random_tensor(3)
+    leaf = (x * 1.0).detach().requires_grad_()
+    scaled = leaf * 1.0
+    watched = weakref.ref(scaled)
+    result = shifted(graph, scaled, b)
+    del scaled
+    gc.collect()
+    assert watched() is None  # the slope of tanh is read from its result
+    result.sum().backward()
+    assert leaf.grad.any()
+
+
 def test_without_gradients_no_backward_is_planned_and_nothing_is_kept():
     graph = random_graph()
     arguments = layer_arguments("rgat", graph)

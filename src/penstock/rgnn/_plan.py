@@ -91,15 +91,15 @@ def make_plan(
         return rewritten.program
 
     on = [name for name in REWRITES if name not in without]
+    can_compact = "compaction" in on
     for name in on:
         if name == "common subexpressions":
             program = run(name, common_subexpressions(program))
         elif name == "split concat":
             program = run(name, split_concat(program))
         elif name == "reorder":
-            program = run(name, reorder(program, counts))
+            program = run(name, reorder(program, counts, can_compact=can_compact))
         elif name == "aggregate first":
-            can_compact = "compaction" in on
             program = run(name, aggregate_first(program, counts, can_compact=can_compact))
         else:
             program = run(name, compact(program, counts))

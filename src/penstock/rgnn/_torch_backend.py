@@ -38,7 +38,9 @@ def run(
     """
     names = tuple(plan.traced.inputs())
     tensors = tuple(arguments[name] for name in names)
-    return _Run.apply(plan, graph, names, *tensors)
+    # Products are computed in the dtype of the arguments, whatever torch's own would be cast to.
+    with torch.autocast(graph.device.type, enabled=False):
+        return _Run.apply(plan, graph, names, *tensors)
 
 
 class _Run(torch.autograd.Function):
@@ -46,45 +48,48 @@ class _Run(torch.autograd.Function):
     def forward(
         ctx: Any, plan: Plan, graph: Graph, names: tuple[str, ...], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        dtype, device = _common(tensors, graph)
-        keep = _kept(plan)
-        execution = _Execution(plan.program, graph, plan.forward, keep, dtype, device)
+        dtype = tensors[0].dtype if tensors else torch.get_default_dtype()
+        read = _read_by_backward(plan)
+        execution = _Execution(plan.program, graph, plan.forward, read, dtype)
         outputs = plan.program.outputs[: plan.num_outputs]
         values = execution.run(dict(zip(names, tensors, strict=True)), outputs)
-        kept = {at: execution.values[at] for at in sorted(keep) if at in execution.values}
-        # Inputs and outputs have to be saved as the tensors that autograd knows.
-        ctx.save_for_backward(*tensors, *(kept[at] for at in kept))
-        ctx.plan, ctx.graph, ctx.names, ctx.kept = plan, graph, names, tuple(kept)
+        kept = {at: execution.values[at] for at in sorted(read) if at in plan.forward}
+        # Inputs are saved as autograd knows them, so that a change in place is noticed.
+        of_name = plan.program.inputs()
+        saved = {name: t for name, t in zip(names, tensors, strict=True) if of_name[name] in read}
+        kept = {at: t for at, t in kept.items() if at not in of_name.values()}
+        ctx.save_for_backward(*saved.values(), *kept.values())
+        ctx.plan, ctx.graph, ctx.dtype = plan, graph, dtype
+        ctx.names, ctx.saved_names, ctx.kept = names, tuple(saved), tuple(kept)
         return values
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         plan: Plan = ctx.plan
-        num_inputs = len(ctx.names)
-        tensors, kept = ctx.saved_tensors[:num_inputs], ctx.saved_tensors[num_inputs:]
-        dtype, device = _common(tensors, ctx.graph)
-        arguments = dict(zip(ctx.names, tensors, strict=True))
+        num_saved = len(ctx.saved_names)
+        tensors, kept = ctx.saved_tensors[:num_saved], ctx.saved_tensors[num_saved:]
+        arguments = dict(zip(ctx.saved_names, tensors, strict=True))
         arguments |= {Differentiated.seed(k): grad for k, grad in enumerate(gradients)}
-        execution = _Execution(plan.program, ctx.graph, plan.backward, frozenset(), dtype, device)
+        execution = _Execution(plan.program, ctx.graph, plan.backward, (), ctx.dtype)
         execution.values.update(zip(ctx.kept, kept, strict=True))
         outputs = plan.program.outputs[plan.num_outputs :]
         found = dict(zip(plan.wrt, execution.run(arguments, outputs), strict=True))
         return (None, None, None, *(found.get(name) for name in ctx.names))
 
 
-def _kept(plan: Plan) -> frozenset[int]:
-    """Values of the forward that the backward reads, gathers replaced by what they read."""
+def _read_by_backward(plan: Plan) -> frozenset[int]:
+    """Arguments and values of the forward that the backward reads, at the source of gathers."""
     nodes = plan.program.nodes
-    kept = set()
     read = [operand for at in plan.backward for operand in nodes[at].operands]
     read += plan.program.outputs[plan.num_outputs :]
+    found = set()
     for position in read:
         while nodes[position].op == "gather":
             position = nodes[position].operands[0]
-        if position in plan.forward and nodes[position].op != "input":
-            kept.add(position)
-    return frozenset(kept)
+        if position in plan.forward:
+            found.add(position)
+    return frozenset(found)
 
 
 class _Execution:
@@ -101,14 +106,13 @@ class _Execution:
         run: frozenset[int],
         keep: Iterable[int],
         dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         self._program = program
         self._graph = graph
         self._fused = fused_outers(program)
         self._run = sorted(run)
         self._keep = frozenset(keep)
-        self._dtype, self._device = dtype, device
+        self._dtype = dtype
         self.values: dict[int, torch.Tensor] = {}
 
     def run(
@@ -142,8 +146,7 @@ class _Execution:
         if is_typed_product(self._program, node):
             return self._typed_product(node)
         if node.op == "inverse_count":
-            count = _interpreter.inverse_count(self._graph, node.map, self._dtype)
-            return count.to(self._device)
+            return _interpreter.inverse_count(self._graph, node.map, self._dtype)
         operands = [self._rows(operand) for operand in node.operands]
         return _interpreter.apply(node, operands, self._graph).contiguous()
 
@@ -240,10 +243,3 @@ def _outer_sum(left: torch.Tensor, right: torch.Tensor, heads: int) -> torch.Ten
     if heads:
         return left.permute(1, 2, 0) @ right.permute(1, 0, 2)
     return left.reshape(-1, left.shape[-1]).T @ right.reshape(-1, right.shape[-1])
-
-
-def _common(tensors: Sequence[torch.Tensor], graph: Graph) -> tuple[torch.dtype, torch.device]:
-    """The dtype and device of the arguments; of a program without any, torch's and the graph's."""
-    if not tensors:
-        return torch.get_default_dtype(), graph.device
-    return tensors[0].dtype, tensors[0].device

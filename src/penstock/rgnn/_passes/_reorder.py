@@ -9,6 +9,7 @@ nothing else and there are fewer types than rows. (Hector, ASPLOS'24, linear ope
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from penstock.rgnn import _rows
@@ -26,12 +27,19 @@ _TYPE_AT_END = {
 }
 
 
-def reorder(program: Program, counts: Counts) -> Rewritten:
-    """Multiply weights with weights first, where that is legal and saves work."""
+def reorder(program: Program, counts: Counts, *, can_compact: bool = True) -> Rewritten:
+    """Multiply weights with weights first, where that is legal and saves work.
+
+    Args:
+        program: Any program.
+        counts: Rows of the graph.
+        can_compact: Whether products would otherwise be computed on as few rows as they can.
+    """
     depends = dependencies(program)
 
     def rows_of(position: int) -> int:
-        return fewest_rows(program.nodes[position].space, depends[position], counts)
+        space = program.nodes[position].space
+        return fewest_rows(space, depends[position], counts) if can_compact else counts.rows(space)
 
     def rewrite(walk: Walk, position: int) -> int | None:
         op = program.nodes[position].op
@@ -74,57 +82,85 @@ def _dot_of_product(walk: Walk, position: int, counts: Counts, rows_of: RowsOf) 
     return None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Chain:
+    """`(x @ first) @ second`; the inner product is on edges, or on nodes and read at an `end`."""
+
+    x: int
+    first: int
+    first_map: RowMap
+    inner: int
+    end: RowMap | None
+    read: int
+    """The inner product as the outer one reads it."""
+    second: int
+
+
 def _product_of_products(walk: Walk, position: int, counts: Counts, rows_of: RowsOf) -> int | None:
-    nodes, builder = walk.program.nodes, walk.builder
-    outer = nodes[position]
-    read, second = outer.operands
-    second_map = walk.typed_map(second)
-    # The inner product is on edges, or on nodes and read at an end.
-    end = nodes[read].map if nodes[read].op == "gather" else None
-    inner = nodes[read].operands[0] if end in _TYPE_AT_END else read
-    if nodes[inner].op != "matmul":
-        return None
-    x, first = nodes[inner].operands
-    first_map = walk.typed_map(first)
-    # One of the two has a matrix per relation; with two untyped weights nothing is gained by us.
-    is_second_untyped = inner == read and second_map == _rows.to_one(Space.EDGE)
-    if second_map != _rows.EDGE_TYPE and not (is_second_untyped and first_map == _rows.EDGE_TYPE):
-        return None
-    if first_map is None:
+    nodes = walk.program.nodes
+    chain = _chain_at(walk, position)
+    if chain is None:
         return None
     what = "(x @ V) @ W to x @ (V W)"
-    if len(nodes[first].shape) != 2 or len(nodes[second].shape) != 2 or len(outer.shape) != 1:
-        walk.decide(position, False, what, "V or W has heads")
+    objection = _objection(walk, position, chain, counts)
+    if objection is not None:
+        walk.decide(position, False, what, objection)
         return None
-    if nodes[inner]["transposed"] or outer["transposed"]:
-        walk.decide(position, False, what, "a weight is transposed")
-        return None
-    if first_map == _rows.NODE_TYPE_OF and not counts.is_canonical:
-        walk.decide(position, False, what, "relations of this graph do not decide node types")
-        return None
-    is_only = walk.is_only_used_by(inner, position if end not in _TYPE_AT_END else read)
-    if not (is_only and walk.is_only_used_by(read, position)):
-        walk.decide(position, False, what, "x @ V is needed elsewhere as well")
-        return None
-    (num_in, num_between), num_out = nodes[first].shape, nodes[second].shape[1]
+    (num_in, num_between), num_out = nodes[chain.first].shape, nodes[chain.second].shape[1]
     cost = counts.num_relations * num_in * num_between * num_out
-    saved = rows_of(inner) * num_in * num_between
+    saved = rows_of(chain.inner) * num_in * num_between
     saved += rows_of(position) * (num_between - num_in) * num_out
     reason = f"{cost:,} multiplications among weights for {saved:,} on rows"
     if not walk.decide(position, cost < saved, what, reason):
         return None
-    weight = builder.nodes[walk.place[first]].operands[0]
-    if end in _TYPE_AT_END:
-        vector = builder.add("gather", walk.place[x], map=end)
-        by_relation = _weight_by_relation(walk, weight, first_map, end)
-    else:
-        vector = walk.place[x]
-        by_relation = builder.add("gather", weight, map=first_map)
-        product = builder.add("matmul", by_relation, walk.place[second], transposed=False)
-        return builder.add("matmul", vector, product, transposed=False)
-    second_weight = builder.nodes[walk.place[second]].operands[0]
-    product = builder.add("matmul", by_relation, second_weight, transposed=False)
-    product = builder.add("gather", product, map=_rows.EDGE_TYPE)
+    return _weights_first(walk, chain)
+
+
+def _chain_at(walk: Walk, position: int) -> _Chain | None:
+    """The product of a product that ends at a matmul, if one of the weights has types of edges."""
+    nodes = walk.program.nodes
+    read, second = nodes[position].operands
+    end = nodes[read].map if nodes[read].op == "gather" else None
+    end = end if end in _TYPE_AT_END else None
+    inner = read if end is None else nodes[read].operands[0]
+    if nodes[inner].op != "matmul":
+        return None
+    x, first = nodes[inner].operands
+    first_map, second_map = walk.typed_map(first), walk.typed_map(second)
+    is_typed_first = first_map == _rows.EDGE_TYPE and second_map == _rows.to_one(Space.EDGE)
+    if first_map is None or (second_map != _rows.EDGE_TYPE and not is_typed_first):
+        return None
+    return _Chain(x, first, first_map, inner, end, read, second)
+
+
+def _objection(walk: Walk, position: int, chain: _Chain, counts: Counts) -> str | None:
+    """Why the weights of a chain cannot be multiplied first; None where they can."""
+    nodes = walk.program.nodes
+    weights = (nodes[chain.first], nodes[chain.second])
+    if any(len(node.shape) != 2 for node in weights) or len(nodes[position].shape) != 1:
+        return "V or W has heads"
+    if nodes[chain.inner]["transposed"] or nodes[position]["transposed"]:
+        return "a weight is transposed"
+    if chain.first_map == _rows.NODE_TYPE_OF and not counts.is_canonical:
+        return "relations of this graph do not decide node types"
+    reader = position if chain.end is None else chain.read
+    is_only_one = walk.is_only_used_by(chain.inner, reader)
+    if not (is_only_one and walk.is_only_used_by(chain.read, position)):
+        return "x @ V is needed elsewhere as well"
+    return None
+
+
+def _weights_first(walk: Walk, chain: _Chain) -> int:
+    builder = walk.builder
+    first, second = walk.place[chain.first], walk.place[chain.second]
+    vector = walk.place[chain.x]
+    if chain.end is not None:
+        # From the nodes to the edges: the weight of the type that the relation has at that end.
+        vector = builder.add("gather", vector, map=chain.end)
+        weight = builder.nodes[first].operands[0]
+        of_relation = _weight_by_relation(walk, weight, chain.first_map, chain.end)
+        first = builder.add("gather", of_relation, map=_rows.EDGE_TYPE)
+    product = builder.add("matmul", first, second, transposed=False)
     return builder.add("matmul", vector, product, transposed=False)
 
 
