@@ -75,11 +75,15 @@ def test_single_precision_stays_single():
 
 def test_autocast_changes_nothing():
     graph = random_graph()
-    arguments = [a.detach().float() for a in layer_arguments("rgat with heads", graph)]
-    expected = LAYERS["rgat with heads"](graph, *arguments)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        result = LAYERS["rgat with heads"](graph, *arguments)
-    assert torch.equal(result, expected)
+    arguments = layer_arguments("rgat with heads", graph)
+    arguments = tuple(argument.detach().float().requires_grad_() for argument in arguments)
+    weights = [random_tensor(12, 2, 3).float().detach()]
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            result = LAYERS["rgat with heads"](graph, *arguments)
+            found.append([result, *torch.autograd.grad([result], arguments, weights)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_arguments_that_the_backward_does_not_read_are_not_kept():

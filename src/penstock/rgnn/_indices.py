@@ -77,7 +77,7 @@ class Indices:
         Edges and pairs are stored sorted by relation; nodes need `nodes_by_type`.
         """
         if row_map not in self._segments:
-            counts = torch.bincount(self.index(row_map), minlength=self.counts.rows(row_map.into))
+            counts = self.group_sizes(row_map)
             starts = torch.zeros(len(counts) + 1, dtype=torch.int64)
             torch.cumsum(counts.cpu(), 0, out=starts[1:])
             self._segments[row_map] = tuple(starts.tolist())
@@ -102,7 +102,7 @@ class Indices:
         if row_map not in self._groups:
             index = self.index(row_map)
             dtype = dtype_for(len(index))
-            counts = torch.bincount(index, minlength=self.counts.rows(row_map.into))
+            counts = self.group_sizes(row_map)
             starts = counts.new_zeros(len(counts) + 1)
             torch.cumsum(counts, 0, out=starts[1:])
             rows = torch.sort(index, stable=True)[1]
@@ -111,10 +111,17 @@ class Indices:
 
     def group_sizes(self, row_map: RowMap) -> torch.Tensor:
         """How many rows `row_map` sends to each target; int64, on the graph's device."""
-        return torch.bincount(self.index(row_map), minlength=self.counts.rows(row_map.into))
+        if row_map not in self._sizes:
+            num_targets = self.counts.rows(row_map.into)
+            self._sizes[row_map] = torch.bincount(self.index(row_map), minlength=num_targets)
+        return self._sizes[row_map]
 
     @cached_property
     def _indices(self) -> dict[RowMap, torch.Tensor]:
+        return {}
+
+    @cached_property
+    def _sizes(self) -> dict[RowMap, torch.Tensor]:
         return {}
 
     @cached_property

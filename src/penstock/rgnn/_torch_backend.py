@@ -38,9 +38,7 @@ def run(
     """
     names = tuple(plan.traced.inputs())
     tensors = tuple(arguments[name] for name in names)
-    # Products are computed in the dtype of the arguments, whatever torch's own would be cast to.
-    with torch.autocast(graph.device.type, enabled=False):
-        return _Run.apply(plan, graph, names, *tensors)
+    return _Run.apply(plan, graph, names, *tensors)
 
 
 class _Run(torch.autograd.Function):
@@ -119,6 +117,13 @@ class _Execution:
         self, arguments: Mapping[str, torch.Tensor], outputs: Sequence[int]
     ) -> tuple[torch.Tensor, ...]:
         """Compute the values, and of them the outputs as the user has them."""
+        # Everything is in the dtype of the arguments, whatever autocast would have products be.
+        with torch.autocast(self._graph.device.type, enabled=False):
+            return self._run_all(arguments, outputs)
+
+    def _run_all(
+        self, arguments: Mapping[str, torch.Tensor], outputs: Sequence[int]
+    ) -> tuple[torch.Tensor, ...]:
         nodes = self._program.nodes
         for node, position in ((nodes[p], p) for p in self._program.inputs().values()):
             if node["name"] in arguments:

@@ -65,8 +65,9 @@ class HGTConv(nn.Module):
         self.out_channels, self.heads = out_channels, heads
         self.kqv_lin = _Linears(self.in_channels, 3 * out_channels)
         self.out_lin = _Linears(dict.fromkeys(self.node_types, out_channels), out_channels)
-        self.k_rel = _RelationWeights(heads, len(self.edge_types), out_channels // heads)
-        self.v_rel = _RelationWeights(heads, len(self.edge_types), out_channels // heads)
+        width = out_channels // heads
+        self.k_rel = _RelationWeights(heads, len(self.edge_types), width)
+        self.v_rel = _RelationWeights(heads, len(self.edge_types), width)
         self.skip = nn.ParameterDict(
             {_key(name): nn.Parameter(torch.ones(1)) for name in self.node_types}
         )
@@ -74,6 +75,16 @@ class HGTConv(nn.Module):
             {_key("__".join(t)): nn.Parameter(torch.ones(1, heads)) for t in self.edge_types}
         )
         self._last_graph = LastGraph()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew."""
+        for part in (*self.kqv_lin.lins.values(), *self.out_lin.lins.values()):
+            assert isinstance(part, nn.Linear)
+            part.reset_parameters()
+        glorot_(self.k_rel.weight)
+        glorot_(self.v_rel.weight)
+        for weight in (*self.skip.values(), *self.p_rel.values()):
+            nn.init.ones_(weight)
 
     def forward(
         self,
