@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,6 +26,7 @@ from penstock.rgnn._rows import EDGE_SRC_PAIR, Coordinate, Space
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+DATA = Path(os.environ.get("PENSTOCK_DATA", "/nowhere")) / "rgnn"
 SWITCHES = [frozenset(), *(frozenset({name}) for name in REWRITES), frozenset(REWRITES)]
 SWITCHES += [frozenset(REWRITES) - {name} for name in REWRITES]
 
@@ -47,6 +51,18 @@ def test_layers_compute_what_the_reference_does(name, without, is_canonical):
     expected = results_and_gradients(LAYERS[name].to_torch(), graph, arguments)
     function = rgnn.compile(LAYERS[name].__wrapped__, without=without)
     assert_same(results_and_gradients(function, graph, arguments), expected)
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="needs $PENSTOCK_DATA")
+@pytest.mark.parametrize("name", ["rgcn", "rgat"])
+def test_a_real_graph_gives_the_same_with_and_without_rewrites(name):
+    graph = rgnn.Graph.from_triples(DATA / "aifb" / "aifb_stripped.nt.gz").with_reverse_edges()
+    arguments = layer_arguments(name, graph, dim=8)
+    edgewise = rgnn.compile(LAYERS[name].__wrapped__, without=REWRITES)
+    expected = results_and_gradients(edgewise, graph, arguments)
+    assert_same(results_and_gradients(LAYERS[name], graph, arguments), expected)
+    rows = [kernel[1] for kernel in gemm_rows(LAYERS[name].explain(graph, *arguments))]
+    assert max(rows) < graph.num_edges
 
 
 def applied(explanation: rgnn.Explanation, rewrite: str) -> list[bool]:

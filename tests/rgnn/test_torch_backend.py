@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from _relational import (
     LAYERS,
+    assert_same,
     graphs,
     layer_arguments,
     random_graph,
@@ -19,6 +20,8 @@ from _relational import (
     results_and_gradients,
 )
 from penstock import rgnn
+from penstock.rgnn import _interpreter, _rows
+from penstock.rgnn._torch_backend import sum_grouped_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -176,3 +179,33 @@ def test_an_argument_changed_in_place_before_the_backward_is_noticed():
     weight.detach().zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         result.sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+@given(graph=graphs())
+def test_sums_over_grouped_rows_are_those_of_index_add(shape, graph):
+    rows = random_tensor(graph.num_edges, *shape).detach()
+    for row_map in (_rows.EDGE_DST, _rows.EDGE_SRC, _rows.EDGE_SRC_PAIR, _rows.EDGE_TYPE):
+        found = sum_grouped_rows(rows, graph, row_map)
+        torch.testing.assert_close(found, _interpreter.sum_rows(rows, graph, row_map))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_gpu_computes_what_the_cpu_does_with_equal_bits_in_every_run(name):
+    graph = random_graph(300, 4000)
+    arguments = layer_arguments(name, graph, dim=16)
+    expected = results_and_gradients(LAYERS[name], graph, arguments)
+    moved, on_gpu = graph.to("cuda"), []
+    for argument in arguments:
+        is_tensor = isinstance(argument, torch.Tensor)
+        on_gpu.append(argument.detach().cuda().requires_grad_() if is_tensor else argument)
+    runs = []
+    for _ in range(3):
+        outputs = LAYERS[name](moved, *on_gpu)
+        weights = random_tensor(*outputs.shape, seed=100).detach().cuda()
+        leaves = [argument for argument in on_gpu if isinstance(argument, torch.Tensor)]
+        runs.append([outputs, *torch.autograd.grad((outputs * weights).sum(), leaves)])
+    for run in runs[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(runs[0], run, strict=True))
+    assert_same([tensor.cpu() for tensor in runs[0]], expected)

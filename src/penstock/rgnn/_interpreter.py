@@ -16,6 +16,8 @@ from penstock.rgnn._graph import Graph
 from penstock.rgnn._ir import Node, Program
 from penstock.rgnn._rows import RowMap, Space
 
+SumRows = Callable[[torch.Tensor, Graph, RowMap], torch.Tensor]
+
 
 def interpret(
     program: Program, graph: Graph, arguments: Mapping[str, torch.Tensor]
@@ -82,7 +84,9 @@ def sum_rows(rows: torch.Tensor, graph: Graph, row_map: RowMap) -> torch.Tensor:
     return total.index_add(0, graph.index(row_map), rows)
 
 
-def softmax(scores: torch.Tensor, graph: Graph, row_map: RowMap) -> torch.Tensor:
+def softmax(
+    scores: torch.Tensor, graph: Graph, row_map: RowMap, add_up: SumRows = sum_rows
+) -> torch.Tensor:
     """Softmax over the rows that go to one target; the largest score is taken off first."""
     index = graph.index(row_map)
     num_targets = graph.counts.rows(row_map.into)
@@ -91,7 +95,7 @@ def softmax(scores: torch.Tensor, graph: Graph, row_map: RowMap) -> torch.Tensor
     # The result does not depend on what is taken off, so no gradient flows through it.
     largest = largest.scatter_reduce(0, wide, scores.detach(), "amax")
     powers = (scores - largest.index_select(0, index)).exp()
-    return powers / sum_rows(powers, graph, row_map).index_select(0, index)
+    return powers / add_up(powers, graph, row_map).index_select(0, index)
 
 
 def aligned(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

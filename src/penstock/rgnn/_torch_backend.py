@@ -153,6 +153,10 @@ class _Execution:
         if node.op == "inverse_count":
             return _interpreter.inverse_count(self._graph, node.map, self._dtype)
         operands = [self._rows(operand) for operand in node.operands]
+        if node.op == "sum":
+            return _sum_rows(operands[0], self._graph, node.map)
+        if node.op == "softmax":
+            return _interpreter.softmax(operands[0], self._graph, node.map, _sum_rows)
         return _interpreter.apply(node, operands, self._graph).contiguous()
 
     def _rows(self, position: int) -> torch.Tensor:
@@ -221,6 +225,22 @@ class _Execution:
             if position not in wanted and nodes[position].op != "input":
                 by_reader.setdefault(reader, []).append(position)
         return by_reader
+
+
+def _sum_rows(rows: torch.Tensor, graph: Graph, row_map: RowMap) -> torch.Tensor:
+    """Add rows up by where `row_map` sends them, with the same bits in every run."""
+    if rows.device.type == "cpu" or row_map.into is Space.ONE:
+        return _interpreter.sum_rows(rows, graph, row_map)
+    return sum_grouped_rows(rows, graph, row_map)
+
+
+def sum_grouped_rows(rows: torch.Tensor, graph: Graph, row_map: RowMap) -> torch.Tensor:
+    """The same by segments of grouped rows: elsewhere than on CPUs `index_add` adds atomically."""
+    _, order = graph.grouped(row_map)
+    lengths = graph.group_sizes(row_map)
+    flat = rows.index_select(0, order).flatten(1) if rows.dim() > 1 else rows[order.long(), None]
+    total = torch.segment_reduce(flat, "sum", lengths=lengths, axis=0, unsafe=True, initial=0.0)
+    return total.reshape(len(lengths), *rows.shape[1:])
 
 
 def _segments(

@@ -99,19 +99,7 @@ class RGATConv(nn.Module):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        if attention_mechanism not in _WITHIN:
-            raise ValueError(
-                f"attention_mechanism must be one of {list(_WITHIN)}; got {attention_mechanism!r}"
-            )
-        if attention_mode not in _MODES:
-            raise ValueError(f"attention_mode must be one of {_MODES}; got {attention_mode!r}")
-        given = {"mod": mod, "dim": dim, "dropout": dropout, "edge_dim": edge_dim}
-        for name, supported in {"mod": None, "dim": 1, "dropout": 0.0, "edge_dim": None}.items():
-            if given[name] != supported:
-                raise ValueError(
-                    f"{name}={given[name]!r} is not supported, only {supported!r}; write the layer "
-                    f"with penstock.rgnn.compile, or use PyG's"
-                )
+        _check_options(attention_mechanism, attention_mode, mod, dim, dropout, edge_dim)
         width = heads * out_channels
         if num_bases is not None and num_blocks is not None:
             raise ValueError("num_bases and num_blocks exclude each other; give one of them")
@@ -200,3 +188,26 @@ class RGATConv(nn.Module):
             f"{self.in_channels}, {self.out_channels}, num_relations={self.num_relations}, "
             f"heads={self.heads}"
         )
+
+
+def _check_options(
+    attention_mechanism: str,
+    attention_mode: str,
+    mod: str | None,
+    dim: int,
+    dropout: float,
+    edge_dim: int | None,
+) -> None:
+    if attention_mechanism not in _WITHIN:
+        raise ValueError(
+            f"attention_mechanism must be one of {list(_WITHIN)}; got {attention_mechanism!r}"
+        )
+    if attention_mode not in _MODES:
+        raise ValueError(f"attention_mode must be one of {_MODES}; got {attention_mode!r}")
+    given = {"mod": mod, "dim": dim, "dropout": dropout, "edge_dim": edge_dim}
+    for name, supported in {"mod": None, "dim": 1, "dropout": 0.0, "edge_dim": None}.items():
+        if given[name] != supported:
+            raise ValueError(
+                f"{name}={given[name]!r} is not supported, only {supported!r}; write the layer "
+                f"with penstock.rgnn.compile, or use PyG's"
+            )
