@@ -83,6 +83,8 @@ def test_heads_split_merge_and_average():
     values = x(N, 6)
     merged = run(lambda g, v: g.nodes(v).heads(2).merge_heads() * 1.0, values)
     torch.testing.assert_close(merged, values)
+    total = run(lambda g, v: g.nodes(v).heads(2).sum_heads(), values)
+    torch.testing.assert_close(total, values.view(N, 2, 3).sum(1))
     mean = run(lambda g, v: g.nodes(v).heads(2).mean_heads(), values)
     torch.testing.assert_close(mean, values.view(N, 2, 3).mean(1))
 
@@ -210,6 +212,7 @@ REFUSED = {
     "unindexed": (lambda g, v: v @ v, "say whose rows the left side has"),
     "heads": (lambda g, v: g.nodes(v).heads(2), "do not split into 2 heads"),
     "merge": (lambda g, v: g.nodes(v).merge_heads(), "have no heads to merge"),
+    "mean": (lambda g, v: g.nodes(v).mean_heads(), "have no heads to add up"),
     "within": (lambda g, v: edge_mean(g.edges.src(v), within="node"), "within must be one of"),
     "zero": (lambda g, v: g.nodes(v) / 0, "division by zero"),
 }

@@ -19,22 +19,25 @@ EDGES, TYPES = GRAPH.edge_index, GRAPH.edge_type
 N, R = GRAPH.num_nodes, GRAPH.num_relations
 
 
-def assert_like(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
+def assert_like(
+    ours: torch.nn.Module, theirs: torch.nn.Module, *, has_features: bool = True
+) -> None:
     """Equal outputs, and equal gradients of the features and of every parameter."""
     ours, theirs = ours.double(), theirs.double()
     # PyG starts biases at zero, where a missing one would not be seen.
     torch.nn.init.normal_(theirs.bias) if theirs.bias is not None else None
     ours.load_state_dict(theirs.state_dict())
-    x = random_tensor(N, 6)
+    x = random_tensor(N, 6) if has_features else None
     results = [layer(x, EDGES, TYPES) for layer in (ours, theirs)]
     torch.testing.assert_close(*results)
     weights = random_tensor(*results[0].shape, seed=1).detach()
     gradients = []
     for layer, result in zip((ours, theirs), results, strict=True):
-        x.grad = None
+        if x is not None:
+            x.grad = None
         (result * weights).sum().backward()
         named = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
-        gradients.append(named | {"x": x.grad})
+        gradients.append(named | ({} if x is None else {"x": x.grad}))
     assert len(gradients[0]) > 1
     assert gradients[0].keys() == gradients[1].keys()
     torch.testing.assert_close(*gradients)
@@ -46,6 +49,14 @@ def assert_like(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
 def test_rgcn_is_pygs(aggr, decomposition, parts):
     options = {"aggr": aggr, **decomposition, **parts}
     assert_like(rgnn.RGCNConv(6, 9, R, **options), pyg.RGCNConv(6, 9, R, **options))
+
+
+@pytest.mark.parametrize("aggr", ["mean", "add"])
+@pytest.mark.parametrize("parts", [{}, {"root_weight": False, "bias": False}], ids=str)
+def test_rgcn_without_features_is_pygs(aggr, parts):
+    options = {"num_bases": 3, "aggr": aggr, **parts}
+    layers = (conv(N, 9, R, **options) for conv in (rgnn.RGCNConv, pyg.RGCNConv))
+    assert_like(*layers, has_features=False)
 
 
 @pytest.mark.parametrize("mechanism", ["across-relation", "within-relation"])
@@ -181,6 +192,8 @@ def test_wrong_graphs_are_refused():
     layer, x = rgnn.RGCNConv(6, 4, R + 1), torch.randn(N, 6)
     with pytest.raises(ValueError, match=f"the graph has {R} relations and the layer {R + 1}"):
         layer(x, GRAPH)
+    with pytest.raises(ValueError, match="give the layer num_bases"):
+        rgnn.RGCNConv(N, 4, R)(None, GRAPH)
     with pytest.raises(TypeError, match="edge_type is missing"):
         layer(x, EDGES)
     with pytest.raises(TypeError, match="leave it out"):

@@ -176,6 +176,13 @@ def test_weights_of_node_types_join_those_of_relations_only_in_canonical_graphs(
     assert "do not decide node types" in reasons(plan, "reorder")
 
 
+def test_weights_are_not_reordered_across_heads():
+    graph = random_graph(is_canonical=True)
+    plan = LAYERS["hgt"].explain(graph, *layer_arguments("hgt", graph))
+    assert applied(plan, "reorder") == [False, False]
+    assert "split into heads" in reasons(plan, "reorder")
+
+
 def test_split_concat_lets_each_part_have_its_own_rows():
     @rgnn.compile
     def pairwise(g, x, a):

@@ -191,13 +191,16 @@ class Value(_Traced):
             raise TraceError(f"rows of shape {list(self.shape)} have no heads to merge")
         return self._reshaped(self.shape[0] * self.shape[1])
 
+    def sum_heads(self) -> Value:
+        """Sum over the heads: rows (heads, d) become (d,)."""
+        if len(self.shape) != 2:
+            raise TraceError(f"rows of shape {list(self.shape)} have no heads to add up")
+        total = Value(self.trace, self.trace.add("total", self.position, axes=(0,)))
+        return total._reshaped(self.shape[1])
+
     def mean_heads(self) -> Value:
         """Mean over the heads: rows (heads, d) become (d,)."""
-        if len(self.shape) != 2:
-            raise TraceError(f"rows of shape {list(self.shape)} have no heads to average")
-        num_heads, num_features = self.shape
-        total = Value(self.trace, self.trace.add("total", self.position, axes=(0,)))
-        return total._reshaped(num_features) * (1 / num_heads)
+        return self.sum_heads() * (1 / max(self.shape[0], 1))
 
     def __getitem__(self, features: Any) -> Value:
         if not isinstance(features, slice) or features.step not in (None, 1) or not self.shape:

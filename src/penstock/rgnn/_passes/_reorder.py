@@ -94,6 +94,8 @@ class _Chain:
     read: int
     """The inner product as the outer one reads it."""
     second: int
+    is_split: bool
+    """Whether the inner product is reshaped before it is read."""
 
 
 def _product_of_products(walk: Walk, position: int, counts: Counts, rows_of: RowsOf) -> int | None:
@@ -123,6 +125,9 @@ def _chain_at(walk: Walk, position: int) -> _Chain | None:
     end = nodes[read].map if nodes[read].op == "gather" else None
     end = end if end in _TYPE_AT_END else None
     inner = read if end is None else nodes[read].operands[0]
+    is_split = nodes[inner].op == "reshape"
+    if is_split:
+        inner = nodes[inner].operands[0]
     if nodes[inner].op != "matmul":
         return None
     x, first = nodes[inner].operands
@@ -130,12 +135,14 @@ def _chain_at(walk: Walk, position: int) -> _Chain | None:
     is_typed_first = first_map == _rows.EDGE_TYPE and second_map == _rows.to_one(Space.EDGE)
     if first_map is None or (second_map != _rows.EDGE_TYPE and not is_typed_first):
         return None
-    return _Chain(x, first, first_map, inner, end, read, second)
+    return _Chain(x, first, first_map, inner, end, read, second, is_split)
 
 
 def _objection(walk: Walk, position: int, chain: _Chain, counts: Counts) -> str | None:
     """Why the weights of a chain cannot be multiplied first; None where they can."""
     nodes = walk.program.nodes
+    if chain.is_split:
+        return "x @ V is split into heads"
     weights = (nodes[chain.first], nodes[chain.second])
     if any(len(node.shape) != 2 for node in weights) or len(nodes[position].shape) != 1:
         return "V or W has heads"

@@ -29,6 +29,19 @@ def rgcn(
     return h if bias is None else h + bias
 
 
+@compile
+def rgcn_of_embeddings(g: Any, bases: Any, comp: Any, root: Any, bias: Any, mean: bool) -> Any:
+    """The layer where nodes have no features: `x` is the identity, and weights are embeddings.
+
+    `bases` has rows (num_bases, out_channels), one embedding of the node in each basis.
+    """
+    e, n = g.edges, g.nodes
+    z = (comp[e.type] * e.src(bases)).sum_heads()
+    h = g.sum_to_dst(edge_mean(z) if mean else z)
+    h = h if root is None else h + n(root)
+    return h if bias is None else h + bias
+
+
 class RGCNConv(nn.Module):
     """PyG's `RGCNConv`, compiled to the graph at hand; its state dict can be loaded.
 
@@ -105,30 +118,40 @@ class RGCNConv(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | None,
         edge_index: torch.Tensor | Graph,
         edge_type: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Apply the layer.
 
         Args:
-            x: Node features, (num_nodes, in_channels).
+            x: Node features, (num_nodes, in_channels). None, with `num_bases`, for nodes that have
+                none: weights are then embeddings of `in_channels` nodes.
             edge_index: A `Graph`, or integers of shape (2, num_edges); a graph is then made and
                 kept for the next call with the same tensors.
             edge_type: Integers, (num_edges,), with `edge_index` as a tensor.
 
         Returns:
             (num_nodes, out_channels).
+
+        Raises:
+            ValueError: `x` is None and there are no bases, or the graph has other relations.
         """
         graph = as_graph(
             self._last_graph,
             edge_index,
             edge_type,
-            num_nodes=x.shape[0],
+            num_nodes=self.in_channels if x is None else x.shape[0],
             num_relations=self.num_relations,
         )
+        is_mean = self.aggr == "mean"
+        if x is None:
+            if self.comp is None:
+                raise ValueError("x is None: give the layer num_bases, or the nodes features")
+            bases = self.weight.transpose(0, 1)
+            return rgcn_of_embeddings(graph, bases, self.comp, self.root, self.bias, is_mean)
         weights = (self.weight, self.comp, self.root, self.bias)
-        return rgcn(graph, x, *weights, self.num_blocks, self.aggr == "mean")
+        return rgcn(graph, x, *weights, self.num_blocks, is_mean)
 
     def extra_repr(self) -> str:
         """What `print(layer)` shows."""
