@@ -162,6 +162,17 @@ def test_a_graph_is_made_once_for_the_same_tensors_and_anew_for_changed_ones():
     assert torch.equal(changed, rgnn.RGCNConv.forward(copy.deepcopy(layer), x, edge_index, TYPES))
 
 
+def test_tensors_that_do_not_count_changes_make_a_new_graph_each_time():
+    layer = rgnn.RGCNConv(6, 4, R)
+    x = torch.randn(N, 6)
+    with torch.inference_mode():
+        edge_index = EDGES.clone()
+        first = layer(x, edge_index, TYPES)
+        edge_index[:, 0] = (edge_index[:, 0] + 1) % N
+        assert not torch.equal(layer(x, edge_index, TYPES), first)
+    torch.testing.assert_close(first, layer(x, EDGES, TYPES).detach())
+
+
 def test_layers_can_be_pickled_after_use():
     layer = rgnn.RGATConv(6, 4, R)
     x = torch.randn(N, 6)

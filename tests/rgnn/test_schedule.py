@@ -67,20 +67,23 @@ class Checker:
             yield (index == group).nonzero().flatten(), group
 
     def run_stage(self, kernel, stage, rows, group, local) -> None:
+        """One loop over the rows of a group; what it reduces is there when the loop has ended."""
+        reductions = [value for value in stage if self.nodes[value].op in ("sum", "softmax")]
         for value in stage:
             node = self.nodes[value]
-            operands = [self.read(operand, local) for operand in node.operands]
             if node.op == "inverse_count":
                 local[value] = self.expected[value]
-            elif node.op == "sum":
-                assert node.map == kernel.grouped_by
-                local[value][group] = operands[0][rows].sum(0)
-            elif node.op == "softmax":
-                assert node.map == kernel.grouped_by
-                local[value][rows] = torch.softmax(operands[0][rows], 0)
-            else:
-                parts = [operand[rows] for operand in operands]
+            elif value not in reductions:
+                parts = [self.read(operand, local)[rows] for operand in node.operands]
                 local[value][rows] = _interpreter.ROWWISE[node.op](node, *parts)
+        for value in reductions:
+            node = self.nodes[value]
+            assert node.map == kernel.grouped_by
+            operand = self.read(node.operands[0], local)[rows]
+            if node.op == "sum":
+                local[value][group] = operand.sum(0)
+            else:
+                local[value][rows] = torch.softmax(operand, 0)
 
     def whole(self, value: int) -> torch.Tensor:
         return _interpreter.apply(

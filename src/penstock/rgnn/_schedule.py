@@ -45,8 +45,11 @@ class Kernel:
     grouped_by: RowMap | None
     """The map whose targets are the outer loop; None where the order of rows does not matter."""
     stages: tuple[tuple[int, ...], ...]
-    """Positions of the values computed, without gathers. A value of one stage may read, for its
-    group, what an earlier stage has reduced: each stage is a loop over the rows of the group."""
+    """Positions of the values computed, without gathers. Each stage is a loop over the rows of a
+    group. What it reduces (a sum, the maximum and the sum of a softmax) can be read when the loop
+    has ended, so by values of later stages; the operands of a reduction may be of its own stage. A
+    rowwise value that a later stage reads is recomputed there, or kept for the rows of the group.
+    """
 
     @property
     def values(self) -> tuple[int, ...]:

@@ -27,6 +27,8 @@ class LastGraph:
         self, tensors: Sequence[torch.Tensor], numbers: tuple[Any, ...], make: Callable[[], Graph]
     ) -> Graph:
         """The last graph if it was made from these, else what `make` returns."""
+        if any(tensor.is_inference() for tensor in tensors):
+            return make()  # such tensors do not count their changes
         versions = tuple(tensor._version for tensor in tensors)
         key = (numbers, versions, len(tensors))
         if self._graph is not None and self._made_from[0] == key:
