@@ -145,7 +145,7 @@ class Recipe:
                 summed = (g.sum_to_dst, g.sum_to_src)[k % 2](s * (u @ W[e.type]))
                 nodes.append(summed)
                 if not self.heads:
-                    vectors += [e.src(rgnn.tanh(summed)), e.dst(summed)]
+                    vectors += [e.src(rgnn.tanh(summed)), e.dst(summed), e.src(summed)]
         results = [g.sum_to_dst(scalars[-1] * vectors[-1]), g.sum_to_src(vectors[-1]), scalars[-1]]
         return tuple(results + nodes)
 

@@ -172,3 +172,22 @@ def test_no_vector_per_edge_is_materialised(name):
     for value in plan.schedule.materialised:
         node = plan.program.nodes[value]
         assert node.space is not rgnn._rows.Space.EDGE or len(node.shape) <= num_axes
+
+
+def test_a_sum_is_read_in_its_own_loop_only_where_it_is_complete():
+    def normalised(g, s):
+        e = g.edges
+        return g.sum_to_dst(e(s) / e.dst(g.sum_to_dst(e(s) * e(s))))
+
+    def two_hops(g, s):
+        e = g.edges
+        return g.sum_to_dst(e(s) * e.src(g.sum_to_dst(e(s) * e(s))))
+
+    graph = random_graph()
+    scores = (torch.rand(graph.num_edges, dtype=torch.float64),)
+    num_forward = [
+        check(body, graph, scores).schedule.num_forward for body in (normalised, two_hops)
+    ]
+    # The sum at an edge's own destination is complete when its group's loop has ended; the sum at
+    # its source belongs to another group.
+    assert num_forward == [1, 2]
