@@ -15,9 +15,6 @@ from penstock.rgnn._ir import Builder, Node, Shape
 from penstock.rgnn._rows import RowMap, Space
 from penstock.rgnn._where import TraceError, users_line
 
-Access = tuple[RowMap, ...]
-"""How rows are read from an argument: maps from the argument's rows outward, none for itself."""
-
 
 class Trace:
     """One run of a user's function: what it has asked for, and what its arguments turned out to be.
