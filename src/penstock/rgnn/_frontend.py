@@ -1,0 +1,388 @@
+"""What a user's function sees while it is traced: a graph, and values without numbers.
+
+An argument has no rows until it is indexed: `e.src(x)` makes it a node tensor, `W[e.type]` one
+matrix per relation. An argument that is used as it is (a bias) is the same for every row. What is
+done to arguments before they are indexed is kept back and done to what they are indexed to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+from penstock.rgnn import _rows
+from penstock.rgnn._ir import Builder, Node, Shape
+from penstock.rgnn._rows import RowMap, Space
+from penstock.rgnn._where import TraceError, users_line
+
+
+class Trace:
+    """One run of a user's function: what it has asked for, and what its arguments turned out to be.
+
+    Args:
+        shapes: The shape of each tensor argument, by name, all axes.
+    """
+
+    def __init__(self, shapes: dict[str, Shape]) -> None:
+        self.builder = Builder()
+        self._shapes = shapes
+        self._bound: dict[str, tuple[Space, int]] = {}
+
+    def bind(self, name: str, space: Space) -> int:
+        """The input node of an argument that has rows of `space`."""
+        if name in self._bound:
+            known, position = self._bound[name]
+            if known is not space:
+                raise TraceError(
+                    f"argument {name!r} is used with rows of {known.value!r} and of "
+                    f"{space.value!r}; pass it as two arguments if both are meant"
+                )
+            return position
+        shape = self._shapes[name]
+        if space is not Space.ONE and not shape:
+            raise TraceError(f"argument {name!r} is a single number and has no rows to index")
+        position = self.builder.input(name, space, shape if space is Space.ONE else shape[1:])
+        self._bound[name] = (space, position)
+        return position
+
+    def add(self, op: str, *operands: int, **attributes: Any) -> int:
+        """An operator on behalf of the user's line."""
+        self.builder.where = users_line().short
+        try:
+            return self.builder.add(op, *operands, **attributes)
+        except ValueError as error:
+            raise TraceError(str(error)) from None
+
+
+class _Traced:
+    """What values and arguments have in common: the operators, and what they refuse."""
+
+    trace: Trace
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __add__(self, other: Any) -> Any:
+        return elementwise("add", self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return elementwise("add", other, self)
+
+    def __sub__(self, other: Any) -> Any:
+        return elementwise("sub", self, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return elementwise("sub", other, self)
+
+    def __mul__(self, other: Any) -> Any:
+        return elementwise("mul", self, other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return elementwise("mul", other, self)
+
+    def __truediv__(self, other: Any) -> Any:
+        return elementwise("div", self, other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return elementwise("div", other, self)
+
+    def __neg__(self) -> Any:
+        return elementwise("mul", self, -1.0)
+
+    def __matmul__(self, other: Any) -> Any:
+        from penstock.rgnn._functions import matmul
+
+        assert isinstance(self, Argument | Value)
+        return matmul(self, other)
+
+    def __bool__(self) -> NoReturn:
+        raise TraceError(
+            "the branch depends on a tensor's values, which are not known when the function is "
+            "compiled; use elementwise operators, or branch on a plain Python argument"
+        )
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = lambda self, other: bool(self)  # pyright: ignore[reportAssignmentType]
+
+    def __float__(self) -> NoReturn:
+        raise TraceError(
+            "a traced value is no plain number; use the functions of penstock.rgnn for math's"
+        )
+
+    __int__ = __index__ = __float__
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TraceError("a traced value cannot be iterated over; its rows are not known yet")
+
+    def __len__(self) -> int:
+        raise TraceError("a traced value has no length; the number of rows is not known yet")
+
+    def __setitem__(self, key: object, value: object) -> None:
+        raise TraceError("values are immutable; write a new one instead of assigning into one")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # protocols probe for these
+            raise AttributeError(name)
+        raise TraceError(
+            f"a traced value has no {name!r}; see penstock.rgnn for the operators there are"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        name = getattr(func, "__name__", str(func))
+        raise TraceError(
+            f"torch's {name} does not work on traced values; use the operator of that name in "
+            f"penstock.rgnn if there is one, or apply torch's outside the compiled function"
+        )
+
+
+class Argument(_Traced):
+    """A tensor argument, or arithmetic on such, that has not been indexed yet."""
+
+    def __init__(self, trace: Trace, name: str, bind: Callable[[Space], int]) -> None:
+        self.trace = trace
+        self.name = name
+        self.bind = bind
+
+    def __getitem__(self, index: Any) -> Value:
+        if not isinstance(index, TypeIndex):
+            raise TraceError(
+                f"{self.name!r} is indexed with {index!r}; arguments are indexed with the types of "
+                f"a graph's edges or nodes: {self.name}[g.edges.type], {self.name}[g.nodes.type]"
+            )
+        return index.read(self)
+
+    def everywhere(self, space: Space) -> Value:
+        """The argument as it is, the same in every row."""
+        position = self.bind(Space.ONE)
+        return Value(self.trace, self.trace.add("gather", position, map=_rows.to_one(space)))
+
+
+class Value(_Traced):
+    """A value with rows: of edges or of nodes."""
+
+    def __init__(self, trace: Trace, position: int) -> None:
+        self.trace = trace
+        self.position = position
+
+    @property
+    def node(self) -> Node:
+        """What computes the value."""
+        return self.trace.builder.nodes[self.position]
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of one row: `()`, `(features,)`, `(heads,)` or `(heads, features)`."""
+        return self.node.shape
+
+    def heads(self, num_heads: int) -> Value:
+        """Split the features into heads: rows (heads * d,) become (heads, d)."""
+        if len(self.shape) != 1 or self.shape[0] % num_heads:
+            raise TraceError(
+                f"rows of shape {list(self.shape)} do not split into {num_heads} heads"
+            )
+        return self._reshaped(num_heads, self.shape[0] // num_heads)
+
+    def merge_heads(self) -> Value:
+        """Put the heads one after another: rows (heads, d) become (heads * d,)."""
+        if len(self.shape) != 2:
+            raise TraceError(f"rows of shape {list(self.shape)} have no heads to merge")
+        return self._reshaped(self.shape[0] * self.shape[1])
+
+    def sum_heads(self) -> Value:
+        """Sum over the heads: rows (heads, d) become (d,)."""
+        if len(self.shape) != 2:
+            raise TraceError(f"rows of shape {list(self.shape)} have no heads to add up")
+        total = Value(self.trace, self.trace.add("total", self.position, axes=(0,)))
+        return total._reshaped(self.shape[1])
+
+    def mean_heads(self) -> Value:
+        """Mean over the heads: rows (heads, d) become (d,)."""
+        return self.sum_heads() * (1 / max(self.shape[0], 1))
+
+    def __getitem__(self, features: Any) -> Value:
+        if not isinstance(features, slice) or features.step not in (None, 1) or not self.shape:
+            raise TraceError("of a value only a range of features can be taken: v[begin:end]")
+        begin, end, _ = features.indices(self.shape[-1])
+        axis = len(self.shape) - 1
+        sliced = self.trace.add("slice", self.position, axis=axis, begin=begin, end=max(begin, end))
+        return Value(self.trace, sliced)
+
+    def _reshaped(self, *shape: int) -> Value:
+        return Value(self.trace, self.trace.add("reshape", self.position, shape=shape))
+
+    def __repr__(self) -> str:
+        return f"Value({self.node.space.value}, rows of shape {list(self.shape)})"
+
+
+class TypeIndex:
+    """`e.type` or `n.type`: what typed weights are indexed with."""
+
+    def __init__(self, trace: Trace, row_map: RowMap) -> None:
+        self._trace = trace
+        self._map = row_map
+
+    def read(self, weight: Argument) -> Value:
+        """The weight of each row's type."""
+        position = weight.bind(self._map.into)
+        return Value(self._trace, self._trace.add("gather", position, map=self._map))
+
+    def __repr__(self) -> str:
+        return "g.edges.type" if self._map == _rows.EDGE_TYPE else "g.nodes.type"
+
+
+class Edges:
+    """`g.edges`: read values at an edge's ends, or of the edge itself."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self.type = TypeIndex(trace, _rows.EDGE_TYPE)
+
+    def src(self, x: Argument | Value) -> Value:
+        """`x` at the source of each edge; `x` has a row per node."""
+        return self._end(x, _rows.EDGE_SRC, "src")
+
+    def dst(self, x: Argument | Value) -> Value:
+        """`x` at the destination of each edge; `x` has a row per node."""
+        return self._end(x, _rows.EDGE_DST, "dst")
+
+    def __call__(self, features: Argument) -> Value:
+        """An argument with a row per edge, in the order in which the graph was given."""
+        return _own_rows(self._trace, features, Space.EDGE)
+
+    def _end(self, x: Argument | Value, row_map: RowMap, name: str) -> Value:
+        position = _own_rows(self._trace, x, Space.NODE, f"g.edges.{name}").position
+        return Value(self._trace, self._trace.add("gather", position, map=row_map))
+
+
+class Nodes:
+    """`g.nodes`: node tensors by themselves."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self.type = TypeIndex(trace, _rows.NODE_TYPE_OF)
+
+    def __call__(self, x: Argument) -> Value:
+        """An argument with a row per node."""
+        return _own_rows(self._trace, x, Space.NODE)
+
+
+class TracedGraph:
+    """The graph as a user's function sees it."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self.edges = Edges(trace)
+        self.nodes = Nodes(trace)
+
+    def sum_to_dst(self, v: Value) -> Value:
+        """Sum over the edges that end in each node; nodes without such edges get 0."""
+        return self._sum(v, _rows.EDGE_DST, "sum_to_dst")
+
+    def sum_to_src(self, v: Value) -> Value:
+        """Sum over the edges that begin in each node; nodes without such edges get 0."""
+        return self._sum(v, _rows.EDGE_SRC, "sum_to_src")
+
+    def _sum(self, v: Value, row_map: RowMap, name: str) -> Value:
+        value = require_rows(v, Space.EDGE, name)
+        return Value(self._trace, self._trace.add("sum", value.position, map=row_map))
+
+
+def require_rows(v: Any, space: Space, what: str) -> Value:
+    """`v` if it is a value with rows of `space`, else an error about the user's line."""
+    if not isinstance(v, Value) or v.node.space is not space:
+        found = f"a value of {v.node.space.value}s" if isinstance(v, Value) else _say(v)
+        raise TraceError(f"{what} needs a value of {space.value}s; got {found}")
+    return v
+
+
+def elementwise(op: str, left: Any, right: Any) -> Any:
+    """`left op right` for values, arguments and plain numbers."""
+    if isinstance(right, int | float) and not isinstance(right, bool):
+        return _with_number(op, left, float(right))
+    if isinstance(left, int | float) and not isinstance(left, bool):
+        return _number_first(op, float(left), right)
+    operands = rows_of(op, left, right)
+    if isinstance(operands, Argument):
+        return operands
+    return apply(op, *operands)
+
+
+def apply(op: str, *values: Value, **attributes: Any) -> Value:
+    """An operator on values that have the same rows; formed per type where all are of types."""
+    trace = values[0].trace
+    positions = [value.position for value in values]
+    result = Value(trace, trace.add(op, *positions, **attributes))
+    if op != "matmul" and len(result.shape) > 2 and result.node.op != "gather":
+        raise TraceError(
+            f"{op} would make a matrix for each {result.node.space.value}; "
+            f"apply it to the vector that the matrix is multiplied with"
+        )
+    return result
+
+
+def unary(op: str, x: Any, **attributes: Any) -> Any:
+    """An elementwise operator on a value, or kept back on an argument."""
+    if isinstance(x, Argument):
+        trace = x.trace
+        return Argument(trace, x.name, lambda space: trace.add(op, x.bind(space), **attributes))
+    if not isinstance(x, Value):
+        raise TraceError(f"{op} needs a value or an argument of the function; got {_say(x)}")
+    return apply(op, x, **attributes)
+
+
+def rows_of(op: str, *operands: Any) -> Argument | list[Value]:
+    """Operands with the same rows; arguments that are not indexed are the same in every row.
+
+    Where no operand has been indexed, the operation is kept back, as an argument of its own.
+    """
+    for operand in operands:
+        if not isinstance(operand, _Traced):
+            raise TraceError(
+                f"{op} of {_say(operand)}: tensors that a compiled function uses have to be passed "
+                f"to it as arguments"
+            )
+    values = [operand for operand in operands if isinstance(operand, Value)]
+    if not values:
+        trace = operands[0].trace
+        name = f"{op}({', '.join(operand.name for operand in operands)})"
+        return Argument(
+            trace, name, lambda space: trace.add(op, *(operand.bind(space) for operand in operands))
+        )
+    spaces = {value.node.space for value in values}
+    if len(spaces) > 1:
+        found = " and ".join(sorted(f"{space.value}s" for space in spaces))
+        raise TraceError(
+            f"{op} of values of {found}; read node values at an end of the edges with "
+            f"g.edges.src or g.edges.dst"
+        )
+    space = spaces.pop()
+    return [
+        operand.everywhere(space) if isinstance(operand, Argument) else operand
+        for operand in operands
+    ]
+
+
+def _with_number(op: str, x: Any, number: float) -> Any:
+    if op in ("mul", "div"):
+        if op == "div" and number == 0:
+            raise TraceError("division by zero")
+        return unary("scale", x, value=number if op == "mul" else 1 / number)
+    return unary("shift", x, value=number if op == "add" else -number)
+
+
+def _number_first(op: str, number: float, x: Any) -> Any:
+    if op == "sub":
+        return unary("shift", unary("scale", x, value=-1.0), value=number)
+    if op == "div":
+        return unary("scale", unary("reciprocal", x), value=number)
+    return _with_number(op, x, number)
+
+
+def _own_rows(trace: Trace, x: Any, space: Space, what: str = "") -> Value:
+    if isinstance(x, Argument):
+        return Value(trace, x.bind(space))
+    return require_rows(x, space, what or f"g.{space.value}s")
+
+
+def _say(thing: object) -> str:
+    return f"{type(thing).__name__} {thing!r:.60}"

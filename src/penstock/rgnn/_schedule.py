@@ -1,0 +1,290 @@
+"""Lowering: which values are computed together, in which loops, and what crosses memory between.
+
+A laid-out program becomes a list of kernels. Matrix products over typed rows are kernels of their
+own: segments of contiguous rows, one per type, with the gather of their operand as a prologue. The
+rest are traversals: rowwise operators, gathers and reductions over the rows of one space, in one
+loop nest. A traversal that reduces runs its rows grouped by where they are summed to (for edges
+into destinations: destination-major), so that every sum has one writer and needs no atomics.
+
+A value is *materialised* if a kernel other than its own reads it; all others live in registers of
+their loop. Gathers are never materialised: they are how a kernel reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+import math
+from collections.abc import Collection
+
+from penstock.rgnn._ir import ROWWISE, Node, Program
+from penstock.rgnn._rows import RowMap, Space
+
+_TYPES = (Space.RELATION, Space.NODE_TYPE, Space.ONE)
+
+
+class KernelKind(enum.Enum):
+    """How a kernel computes."""
+
+    GEMM = "segment GEMM"
+    """One matmul: rows of one space, each times the matrix of its type."""
+    WEIGHT_GRADIENT = "weight gradient GEMM"
+    """One sum of an outer: for each type the product of two tall matrices."""
+    TRAVERSAL = "traversal"
+    """Rowwise operators, gathers and reductions in one loop nest."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kernel:
+    """One loop nest."""
+
+    kind: KernelKind
+    space: Space
+    """The rows that the loops run over."""
+    grouped_by: RowMap | None
+    """The map whose targets are the outer loop; None where the order of rows does not matter."""
+    stages: tuple[tuple[int, ...], ...]
+    """Positions of the values computed, without gathers. Each stage is a loop over the rows of a
+    group. What it reduces (a sum, the maximum and the sum of a softmax) can be read when the loop
+    has ended, so by values of later stages; the operands of a reduction may be of its own stage. A
+    rowwise value that a later stage reads is recomputed there, or kept for the rows of the group.
+    """
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The values that the kernel computes, in order."""
+        return tuple(value for stage in self.stages for value in stage)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Schedule:
+    """Kernels in the order in which they run, and what they leave in memory."""
+
+    kernels: tuple[Kernel, ...]
+    num_forward: int
+    """How many of them belong to the forward."""
+    materialised: frozenset[int]
+    """Values that are written to memory: read by another kernel, or an output."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Open:
+    """A kernel that may still take more values."""
+
+    kind: KernelKind
+    space: Space
+    grouped_by: RowMap | None = None
+    stages: list[list[int]] = dataclasses.field(default_factory=list)
+
+
+def is_typed_product(program: Program, node: Node) -> bool:
+    """Whether a matmul multiplies each row with the matrix of its type (or one for all rows)."""
+    if node.op != "matmul":
+        return False
+    matrix = program.nodes[node.operands[1]]
+    if matrix.op != "gather" or matrix.map.into not in _TYPES:
+        return False
+    return matrix.map.into is Space.ONE or node.space not in _TYPES
+
+
+def fused_outers(program: Program) -> frozenset[int]:
+    """The outers that are only summed: each sum is one matrix product, and they are not made."""
+    fused = {position for position, node in enumerate(program.nodes) if node.op == "outer"}
+    fused.difference_update(program.outputs)
+    for node in program.nodes:
+        if node.op != "sum":
+            fused.difference_update(node.operands)
+    return frozenset(fused)
+
+
+def lower(program: Program, forward: Collection[int]) -> Schedule:
+    """Assign every value of a laid-out program to a kernel.
+
+    Args:
+        program: Laid out; differentiated or not.
+        forward: The values of the forward; none of them is computed together with one of the
+            backward, which runs after all of them.
+
+    Returns:
+        The schedule. Every value that is no input, gather or fused outer is in one kernel, and
+        each kernel comes after those that compute what it reads.
+    """
+    lowering = _Lowering(program)
+    for position in sorted(forward):
+        lowering.place(position)
+    lowering.close()
+    for position in sorted(set(range(len(program.nodes))) - set(forward)):
+        lowering.place(position)
+    lowering.sink()
+    return lowering.schedule()
+
+
+class _Lowering:
+    def __init__(self, program: Program) -> None:
+        self._nodes = program.nodes
+        self._program = program
+        self._fused = fused_outers(program)
+        self._outputs = {self._source(output) for output in program.outputs}
+        self._num_closed = 0
+        self._open: list[_Open] = []
+        self._kernel_of: dict[int, int] = {}
+        self._stage_of: dict[int, int] = {}
+
+    def place(self, position: int) -> None:
+        """Put a value into the last kernel that can take it, or into a new one."""
+        node = self._nodes[position]
+        if node.op in ("input", "gather"):
+            return
+        if position in self._fused:
+            return  # computed by the sum that reads it
+        if is_typed_product(self._program, node):
+            self._append(_Open(KernelKind.GEMM, node.space), position)
+            return
+        if node.op == "sum" and node.operands[0] in self._fused:
+            space = node.map.rows
+            self._append(_Open(KernelKind.WEIGHT_GRADIENT, space, node.map), position)
+            return
+        space, grouped_by = node.space, None
+        if node.op in ("sum", "softmax"):
+            space, grouped_by = node.map.rows, node.map
+        first = max((self._kernel_of[value] for value in self._read(position)), default=0)
+        first = max(first, self._num_closed)
+        for kernel in range(len(self._open) - 1, first - 1, -1):
+            stage = self._stage_in(kernel, position, space, grouped_by)
+            if stage is not None:
+                self._join(kernel, stage, position, grouped_by)
+                return
+        self._append(_Open(KernelKind.TRAVERSAL, space, grouped_by), position)
+
+    def close(self) -> None:
+        """Let no kernel so far take more values."""
+        self._num_closed = len(self._open)
+
+    def sink(self) -> None:
+        """Move values to the one kernel that reads them, where that leaves less in memory.
+
+        A product per feature that only a later sum reads is computed beside that sum, from what it
+        is made of, if that is smaller: an edge vector is then never written.
+        """
+        readers = self._direct_readers()
+        for value in sorted(self._kernel_of, reverse=True):
+            kernel = self._kernel_of[value]
+            later = {self._kernel_of[reader] for reader in readers.get(value, ())}
+            if value in self._outputs or len(later) != 1 or not self._is_movable(value):
+                continue
+            target = later.pop()
+            if target == kernel or self._open[target].space is not self._nodes[value].space:
+                continue
+            if self._open[target].kind is not KernelKind.TRAVERSAL:
+                continue
+            if (kernel < self._num_closed) != (target < self._num_closed):
+                continue  # what the forward computes is kept, or is not: that is not decided here
+            newly_written = {
+                read
+                for read in self._read(value)
+                if self._kernel_of[read] == kernel
+                and not self._is_written(read, readers)
+                and self._nodes[read].space is self._nodes[value].space
+            }
+            if sum(self._num_features(read) for read in newly_written) >= self._num_features(value):
+                continue
+            self._open[kernel].stages[self._stage_of[value]].remove(value)
+            self._open[target].stages[0].insert(0, value)
+            self._kernel_of[value], self._stage_of[value] = target, 0
+
+    def schedule(self) -> Schedule:
+        """What has been placed."""
+        kept = [opened for opened in self._open if any(opened.stages)]
+        num_forward = sum(any(opened.stages) for opened in self._open[: self._num_closed])
+        kernels = tuple(
+            Kernel(k.kind, k.space, k.grouped_by, tuple(tuple(s) for s in k.stages if s))
+            for k in kept
+        )
+        written = set(self._outputs)
+        for kernel, opened in enumerate(self._open):
+            for value in itertools.chain.from_iterable(opened.stages):
+                written |= {read for read in self._read(value) if self._kernel_of[read] != kernel}
+        return Schedule(kernels, num_forward, frozenset(written & set(self._kernel_of)))
+
+    def _append(self, opened: _Open, position: int) -> None:
+        self._open.append(opened)
+        opened.stages.append([])
+        self._join(len(self._open) - 1, 0, position, opened.grouped_by)
+
+    def _join(self, kernel: int, stage: int, position: int, grouped_by: RowMap | None) -> None:
+        opened = self._open[kernel]
+        while len(opened.stages) <= stage:
+            opened.stages.append([])
+        opened.stages[stage].append(position)
+        opened.grouped_by = opened.grouped_by or grouped_by
+        self._kernel_of[position] = kernel
+        self._stage_of[position] = stage
+
+    def _stage_in(
+        self, kernel: int, position: int, space: Space, grouped_by: RowMap | None
+    ) -> int | None:
+        """The stage at which an open kernel can compute the value; None where it cannot."""
+        opened = self._open[kernel]
+        if opened.kind is not KernelKind.TRAVERSAL or opened.space is not space:
+            return None
+        if grouped_by is not None and opened.grouped_by not in (None, grouped_by):
+            return None
+        grouping = opened.grouped_by or grouped_by
+        stage = 0
+        for operand in self._nodes[position].operands:
+            read = self._nodes[operand]
+            source = self._source(operand)
+            if self._kernel_of.get(source) != kernel:
+                continue
+            made = self._nodes[source]
+            if read.op != "gather":
+                # The value itself, of the same row; a finished softmax waits for its group.
+                if made.space is not space:
+                    return None
+                stage = max(stage, self._stage_of[source] + (made.op == "softmax"))
+            elif made.op == "sum" and made.map == read.map == grouping:
+                stage = max(stage, self._stage_of[source] + 1)
+            else:
+                return None  # another row's value, which may not be there yet
+        return stage
+
+    def _direct_readers(self) -> dict[int, set[int]]:
+        """For each value, the values that read it, through gathers and fused outers."""
+        readers: dict[int, set[int]] = {}
+        for value in self._kernel_of:
+            for read in self._read(value):
+                readers.setdefault(read, set()).add(value)
+        return readers
+
+    def _is_movable(self, value: int) -> bool:
+        """Whether a value is computed from its own row alone, in a loop that may be any."""
+        node = self._nodes[value]
+        kind = self._open[self._kernel_of[value]].kind
+        return node.op in ROWWISE and kind is KernelKind.TRAVERSAL and node.space not in _TYPES
+
+    def _is_written(self, value: int, readers: dict[int, set[int]]) -> bool:
+        kernel = self._kernel_of[value]
+        is_read_elsewhere = any(self._kernel_of[r] != kernel for r in readers.get(value, ()))
+        return is_read_elsewhere or value in self._outputs
+
+    def _num_features(self, value: int) -> int:
+        return math.prod(self._nodes[value].shape)
+
+    def _read(self, position: int) -> set[int]:
+        """The computed values that a value reads, through gathers and fused outers."""
+        found: set[int] = set()
+        for operand in self._nodes[position].operands:
+            source = self._source(operand)
+            node = self._nodes[source]
+            if source in self._fused:
+                found |= self._read(source)
+            elif node.op != "input":
+                found.add(source)
+        return found
+
+    def _source(self, position: int) -> int:
+        """What a chain of gathers reads."""
+        while self._nodes[position].op == "gather":
+            position = self._nodes[position].operands[0]
+        return position

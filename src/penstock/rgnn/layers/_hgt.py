@@ -1,0 +1,201 @@
+"""The heterogeneous graph transformer of Hu et al. 2020 (arXiv 2003.01332, section 3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from penstock.rgnn._compile import compile
+from penstock.rgnn._functions import dot, edge_softmax
+from penstock.rgnn._graph import Graph
+from penstock.rgnn.layers._graph_argument import LastGraph, glorot_
+
+EdgeType = tuple[str, str, str]
+
+
+@compile
+def hgt(
+    g: Any, k: Any, q: Any, v: Any, k_rel: Any, v_rel: Any, p_rel: Any, heads: int, scale: float
+) -> Any:
+    """Attention and messages as a program; keys, queries and values are node tensors."""
+    e, n = g.edges, g.nodes
+    keys, queries, values = (n(tensor).heads(heads) for tensor in (k, q, v))
+    s = dot(e.src(keys) @ k_rel[e.type], e.dst(queries)) * p_rel[e.type] * scale
+    return g.sum_to_dst(edge_softmax(s) * (e.src(values) @ v_rel[e.type])).merge_heads()
+
+
+class HGTConv(nn.Module):
+    """PyG's `HGTConv`, compiled to the graph at hand; its state dict can be loaded.
+
+    Example:
+        >>> layer = HGTConv(16, 32, (["a", "b"], [("a", "to", "b")]), heads=4)
+        >>> x = {"a": torch.randn(3, 16), "b": torch.randn(2, 16)}
+        >>> layer(x, {("a", "to", "b"): torch.tensor([[0, 2], [1, 1]])})["b"].shape
+        torch.Size([2, 32])
+
+    Args:
+        in_channels: Features of each node, for all node types or by node type.
+        out_channels: Features of each node of the result.
+        metadata: Node types and edge types, as `HeteroData.metadata()` gives them.
+        heads: Number of heads.
+
+    Raises:
+        ValueError: `out_channels` is no multiple of `heads`.
+    """
+
+    def __init__(
+        self,
+        in_channels: int | Mapping[str, int],
+        out_channels: int,
+        metadata: tuple[list[str], list[EdgeType]],
+        heads: int = 1,
+    ) -> None:
+        super().__init__()
+        if out_channels % heads:
+            raise ValueError(f"out_channels {out_channels} must be a multiple of heads {heads}")
+        self.node_types, self.edge_types = metadata
+        if isinstance(in_channels, int):
+            in_channels = dict.fromkeys(self.node_types, in_channels)
+        self.in_channels = dict(in_channels)
+        self.out_channels, self.heads = out_channels, heads
+        self.kqv_lin = _Linears(self.in_channels, 3 * out_channels)
+        self.out_lin = _Linears(dict.fromkeys(self.node_types, out_channels), out_channels)
+        width = out_channels // heads
+        self.k_rel = _RelationWeights(heads, len(self.edge_types), width)
+        self.v_rel = _RelationWeights(heads, len(self.edge_types), width)
+        self.skip = nn.ParameterDict(
+            {_key(name): nn.Parameter(torch.ones(1)) for name in self.node_types}
+        )
+        self.p_rel = nn.ParameterDict(
+            {_key("__".join(t)): nn.Parameter(torch.ones(1, heads)) for t in self.edge_types}
+        )
+        self._last_graph = LastGraph()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew."""
+        for part in (*self.kqv_lin.lins.values(), *self.out_lin.lins.values()):
+            assert isinstance(part, nn.Linear)
+            part.reset_parameters()
+        glorot_(self.k_rel.weight)
+        glorot_(self.v_rel.weight)
+        for weight in (*self.skip.values(), *self.p_rel.values()):
+            nn.init.ones_(weight)
+
+    def forward(
+        self,
+        x_dict: Mapping[str, torch.Tensor],
+        edge_index_dict: Mapping[EdgeType, torch.Tensor] | Graph,
+    ) -> dict[str, torch.Tensor]:
+        """Apply the layer.
+
+        Args:
+            x_dict: Features by node type, each (nodes of the type, in_channels of it).
+            edge_index_dict: Edges by edge type, each (2, edges) with numbers within the types of
+                the ends; or `Graph.from_pyg(data)`. A graph that is made here is kept for the next
+                call with the same tensors.
+
+        Returns:
+            (nodes of the type, out_channels) for each node type that an edge type ends in.
+
+        Raises:
+            ValueError: The graph has other relations, or another number of nodes.
+        """
+        sizes = {name: x_dict[name].shape[0] for name in self.node_types}
+        graph = self._graph(edge_index_dict, sizes)
+        projected = torch.cat([self.kqv_lin(name, x_dict[name]) for name in self.node_types])
+        k, q, v = projected.tensor_split(3, dim=1)
+        p_rel = torch.cat([self.p_rel[_key("__".join(t))] for t in self.edge_types])
+        scale = 1 / math.sqrt(self.out_channels // self.heads)
+        weights = (self.k_rel.by_relation(), self.v_rel.by_relation(), p_rel)
+        attended = hgt(graph, k, q, v, *weights, self.heads, scale)
+        is_target = {target for _, _, target in self.edge_types}
+        results = {}
+        for name, h in zip(self.node_types, attended.split(list(sizes.values())), strict=True):
+            if name in is_target:
+                results[name] = self._combined(name, h, x_dict[name])
+        return results
+
+    def _combined(self, name: str, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The node type's own output projection, and its gated skip connection where sizes fit."""
+        out = self.out_lin(name, functional.gelu(h))
+        if out.shape[-1] != x.shape[-1]:
+            return out
+        gate = self.skip[_key(name)].sigmoid()
+        return gate * out + (1 - gate) * x
+
+    def _graph(
+        self, edges: Mapping[EdgeType, torch.Tensor] | Graph, sizes: dict[str, int]
+    ) -> Graph:
+        num_nodes, num_relations = sum(sizes.values()), len(self.edge_types)
+        if isinstance(edges, Graph):
+            if (edges.num_nodes, edges.num_relations) != (num_nodes, num_relations):
+                raise ValueError(
+                    f"the graph has {edges.num_nodes} nodes and {edges.num_relations} relations, "
+                    f"x_dict {num_nodes} nodes and the layer {num_relations} relations"
+                )
+            return edges
+        present = [edge_type for edge_type in self.edge_types if edge_type in edges]
+        if unknown := [edge_type for edge_type in edges if edge_type not in self.edge_types]:
+            raise ValueError(f"edge_index_dict has {unknown}, which metadata has not")
+
+        def make() -> Graph:
+            starts, total = {}, 0
+            for name, length in sizes.items():
+                starts[name], total = total, total + length
+            ends = [
+                torch.stack([edges[t][0] + starts[t[0]], edges[t][1] + starts[t[2]]])
+                for t in present
+            ]
+            relations = [torch.full_like(edges[t][0], self.edge_types.index(t)) for t in present]
+            device = next(iter(self.parameters())).device
+            none = torch.empty(2, 0, dtype=torch.int64, device=device)
+            return Graph(
+                torch.cat([none, *ends], dim=1),
+                torch.cat([none[0], *relations]),
+                num_nodes=num_nodes,
+                num_relations=num_relations,
+            )
+
+        numbers = (tuple(present), tuple(sizes.items()))
+        return self._last_graph.get([edges[t] for t in present], numbers, make)
+
+    def extra_repr(self) -> str:
+        """What `print(layer)` shows."""
+        return f"{self.in_channels}, {self.out_channels}, heads={self.heads}"
+
+
+class _Linears(nn.Module):
+    """One linear map for each node type."""
+
+    def __init__(self, in_channels: Mapping[str, int], out_channels: int) -> None:
+        super().__init__()
+        self.lins = nn.ModuleDict(
+            {_key(name): nn.Linear(length, out_channels) for name, length in in_channels.items()}
+        )
+
+    def forward(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return self.lins[_key(name)](x)
+
+
+class _RelationWeights(nn.Module):
+    """A square matrix for each head and relation, stored head after head."""
+
+    def __init__(self, heads: int, num_relations: int, width: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.weight = nn.Parameter(torch.empty(heads * num_relations, width, width))
+        glorot_(self.weight)
+
+    def by_relation(self) -> torch.Tensor:
+        """(relations, heads, width, width)."""
+        return self.weight.unflatten(0, (self.heads, -1)).transpose(0, 1)
+
+
+def _key(name: str) -> str:
+    """A name as a key of a module: modules do not allow dots."""
+    return name.replace(".", "#")

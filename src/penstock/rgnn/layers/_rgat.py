@@ -1,0 +1,213 @@
+"""Relational graph attention of Busbridge et al. 2019 (arXiv 1904.05811)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.rgnn._compile import compile
+from penstock.rgnn._functions import combine, edge_softmax, leaky_relu
+from penstock.rgnn._graph import Graph
+from penstock.rgnn.layers._graph_argument import LastGraph, as_graph, glorot_
+
+_WITHIN = {"across-relation": "destination", "within-relation": "relation"}
+_MODES = ("additive-self-attention", "multiplicative-self-attention")
+
+
+@compile
+def rgat(
+    g: Any,
+    x: Any,
+    weight: Any,
+    att: Any,
+    q: Any,
+    k: Any,
+    bias: Any,
+    num_blocks: int | None,
+    heads: int,
+    concat: bool,
+    slope: float | None,
+    within: str,
+) -> Any:
+    """The layer as a program; `att` (the bases' coefficients) and `bias` may be None.
+
+    Attention is additive with the slope of its leaky ReLU, multiplicative with None.
+    """
+    e = g.edges
+    weight = weight if att is None else combine(att, weight)
+    if num_blocks is None:
+        source, target = (end(x) @ weight[e.type] for end in (e.src, e.dst))
+    else:
+        blocks = g.nodes(x).heads(num_blocks)
+        source, target = ((end(blocks) @ weight[e.type]).merge_heads() for end in (e.src, e.dst))
+    key, query = source @ k, target @ q
+    scores = query * key if slope is None else leaky_relu(query + key, slope)
+    h = g.sum_to_dst(edge_softmax(scores, within=within) * source.heads(heads))
+    h = h.merge_heads() if concat else h.mean_heads()
+    return h if bias is None else h + bias
+
+
+class RGATConv(nn.Module):
+    """PyG's `RGATConv`, compiled to the graph at hand; its state dict can be loaded.
+
+    Example:
+        >>> layer = RGATConv(16, 8, num_relations=2, heads=4)
+        >>> graph = Graph(torch.tensor([[0, 1], [1, 2]]), torch.tensor([0, 1]))
+        >>> layer(torch.randn(3, 16), graph).shape
+        torch.Size([3, 32])
+
+    Args:
+        in_channels: Features of each node.
+        out_channels: Features of each head.
+        num_relations: Number of relations.
+        num_bases: Weights are sums of so many bases.
+        num_blocks: Weights are block-diagonal, of so many blocks. Not together with `num_bases`.
+        mod: Only None: attention is not modified.
+        attention_mechanism: Attention weights sum to 1 over all edges into a node
+            ("across-relation") or over those of each relation ("within-relation").
+        attention_mode: "additive-self-attention" or "multiplicative-self-attention".
+        heads: Number of heads.
+        dim: Only 1: keys and queries are one number per head.
+        concat: Whether heads are put one after another; else their mean is taken.
+        negative_slope: Slope of the leaky ReLU of additive scores.
+        dropout: Only 0: attention weights are not dropped.
+        edge_dim: Only None: edges have no features.
+        bias: Whether to add a bias.
+
+    Raises:
+        ValueError: An option is unknown or not supported, or channels do not divide into blocks.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        num_relations: int,
+        num_bases: int | None = None,
+        num_blocks: int | None = None,
+        mod: str | None = None,
+        attention_mechanism: str = "across-relation",
+        attention_mode: str = "additive-self-attention",
+        heads: int = 1,
+        dim: int = 1,
+        concat: bool = True,
+        negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        edge_dim: int | None = None,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        _check_options(attention_mechanism, attention_mode, mod, dim, dropout, edge_dim)
+        width = heads * out_channels
+        if num_bases is not None and num_blocks is not None:
+            raise ValueError("num_bases and num_blocks exclude each other; give one of them")
+        if num_blocks is not None and (in_channels % num_blocks or width % num_blocks):
+            raise ValueError(
+                f"in_channels {in_channels} and heads * out_channels {width} must be multiples of "
+                f"num_blocks {num_blocks}"
+            )
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.num_relations, self.num_bases, self.num_blocks = num_relations, num_bases, num_blocks
+        self.attention_mechanism, self.attention_mode = attention_mechanism, attention_mode
+        self.heads, self.concat, self.negative_slope = heads, concat, negative_slope
+        self.q = nn.Parameter(torch.empty(width, heads))
+        self.k = nn.Parameter(torch.empty(width, heads))
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(width if concat else out_channels))
+        if num_blocks is not None:
+            block = (in_channels // num_blocks, width // num_blocks)
+            self.weight = nn.Parameter(torch.empty(num_relations, num_blocks, *block))
+        elif num_bases is None:
+            self.weight = nn.Parameter(torch.empty(num_relations, in_channels, width))
+        else:
+            self.att = nn.Parameter(torch.empty(num_relations, num_bases))
+            self.basis = nn.Parameter(torch.empty(num_bases, in_channels, width))
+        # PyG has these for its modified attention even where it is not used: kept, so that state
+        # dicts fit, but not trained.
+        for name in ("w", "l1", "b1", "l2", "b2"):
+            axes = {"w": (), "l2": (out_channels,)}.get(name, (1,))
+            self.register_buffer(name, torch.ones(*axes, out_channels))
+        self._last_graph = LastGraph()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew as PyG does."""
+        weights = [self.weight] if self.num_bases is None else [self.att, self.basis]
+        for weight in (*weights, self.q, self.k):
+            glorot_(weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        edge_index: torch.Tensor | Graph,
+        edge_type: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Apply the layer.
+
+        Args:
+            x: Node features, (num_nodes, in_channels).
+            edge_index: A `Graph`, or integers of shape (2, num_edges); a graph is then made and
+                kept for the next call with the same tensors.
+            edge_type: Integers, (num_edges,), with `edge_index` as a tensor.
+
+        Returns:
+            (num_nodes, heads * out_channels), or (num_nodes, out_channels) without `concat`.
+        """
+        graph = as_graph(
+            self._last_graph,
+            edge_index,
+            edge_type,
+            num_nodes=x.shape[0],
+            num_relations=self.num_relations,
+        )
+        weight, att = (self.weight, None) if self.num_bases is None else (self.basis, self.att)
+        is_additive = self.attention_mode == "additive-self-attention"
+        return rgat(
+            graph,
+            x,
+            weight,
+            att,
+            self.q,
+            self.k,
+            self.bias,
+            self.num_blocks,
+            self.heads,
+            self.concat,
+            self.negative_slope if is_additive else None,
+            _WITHIN[self.attention_mechanism],
+        )
+
+    def extra_repr(self) -> str:
+        """What `print(layer)` shows."""
+        return (
+            f"{self.in_channels}, {self.out_channels}, num_relations={self.num_relations}, "
+            f"heads={self.heads}"
+        )
+
+
+def _check_options(
+    attention_mechanism: str,
+    attention_mode: str,
+    mod: str | None,
+    dim: int,
+    dropout: float,
+    edge_dim: int | None,
+) -> None:
+    if attention_mechanism not in _WITHIN:
+        raise ValueError(
+            f"attention_mechanism must be one of {list(_WITHIN)}; got {attention_mechanism!r}"
+        )
+    if attention_mode not in _MODES:
+        raise ValueError(f"attention_mode must be one of {_MODES}; got {attention_mode!r}")
+    given = {"mod": mod, "dim": dim, "dropout": dropout, "edge_dim": edge_dim}
+    for name, supported in {"mod": None, "dim": 1, "dropout": 0.0, "edge_dim": None}.items():
+        if given[name] != supported:
+            raise ValueError(
+                f"{name}={given[name]!r} is not supported, only {supported!r}; write the layer "
+                f"with penstock.rgnn.compile, or use PyG's"
+            )

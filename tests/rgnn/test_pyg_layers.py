@@ -1,0 +1,230 @@
+"""The layers, held against PyG's with the same weights: results, gradients, state dicts."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from _relational import random_graph, random_tensor
+from penstock import rgnn
+
+pyg = pytest.importorskip("torch_geometric.nn")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+GRAPH = random_graph()
+EDGES, TYPES = GRAPH.edge_index, GRAPH.edge_type
+N, R = GRAPH.num_nodes, GRAPH.num_relations
+
+
+def assert_like(
+    ours: torch.nn.Module, theirs: torch.nn.Module, *, has_features: bool = True
+) -> None:
+    """Equal outputs, and equal gradients of the features and of every parameter."""
+    ours, theirs = ours.double(), theirs.double()
+    # PyG starts biases at zero, where a missing one would not be seen.
+    torch.nn.init.normal_(theirs.bias) if theirs.bias is not None else None
+    ours.load_state_dict(theirs.state_dict())
+    x = random_tensor(N, 6) if has_features else None
+    results = [layer(x, EDGES, TYPES) for layer in (ours, theirs)]
+    torch.testing.assert_close(*results)
+    weights = random_tensor(*results[0].shape, seed=1).detach()
+    gradients = []
+    for layer, result in zip((ours, theirs), results, strict=True):
+        if x is not None:
+            x.grad = None
+        (result * weights).sum().backward()
+        named = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+        gradients.append(named | ({} if x is None else {"x": x.grad}))
+    assert len(gradients[0]) > 1
+    assert gradients[0].keys() == gradients[1].keys()
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("aggr", ["mean", "add"])
+@pytest.mark.parametrize("decomposition", [{}, {"num_bases": 2}, {"num_blocks": 3}], ids=str)
+@pytest.mark.parametrize("parts", [{}, {"root_weight": False, "bias": False}], ids=str)
+def test_rgcn_is_pygs(aggr, decomposition, parts):
+    options = {"aggr": aggr, **decomposition, **parts}
+    assert_like(rgnn.RGCNConv(6, 9, R, **options), pyg.RGCNConv(6, 9, R, **options))
+
+
+@pytest.mark.parametrize("aggr", ["mean", "add"])
+@pytest.mark.parametrize("parts", [{}, {"root_weight": False, "bias": False}], ids=str)
+def test_rgcn_without_features_is_pygs(aggr, parts):
+    options = {"num_bases": 3, "aggr": aggr, **parts}
+    layers = (conv(N, 9, R, **options) for conv in (rgnn.RGCNConv, pyg.RGCNConv))
+    assert_like(*layers, has_features=False)
+
+
+@pytest.mark.parametrize("mechanism", ["across-relation", "within-relation"])
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_bases": 2},
+        {"num_blocks": 2},
+        {"concat": False},
+        {"bias": False},
+        {"attention_mode": "multiplicative-self-attention"},
+    ],
+    ids=str,
+)
+def test_rgat_is_pygs(mechanism, heads, options):
+    options = {"attention_mechanism": mechanism, "heads": heads, **options}
+    assert_like(rgnn.RGATConv(6, 4, R, **options), pyg.RGATConv(6, 4, R, **options))
+
+
+METADATA = (
+    ["paper", "author", "field"],
+    [("author", "writes", "paper"), ("paper", "cites", "paper"), ("paper", "has", "field")],
+)
+SIZES = {"paper": 7, "author": 4, "field": 3}
+
+
+def hetero_edges(seed: int = 0) -> dict:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        edge_type: torch.stack(
+            [
+                torch.randint(SIZES[end], (15,), generator=generator)
+                for end in (edge_type[0], edge_type[2])
+            ]
+        )
+        for edge_type in METADATA[1]
+    }
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("in_channels", [8, {"paper": 8, "author": 3, "field": 5}], ids=str)
+def test_hgt_is_pygs(heads, in_channels):
+    ours = rgnn.HGTConv(in_channels, 8, METADATA, heads=heads).double()
+    theirs = pyg.HGTConv(in_channels, 8, METADATA, heads=heads).double()
+    for p in theirs.parameters():  # no ones and zeros, which could stand in for each other
+        torch.nn.init.normal_(p, std=0.5)
+    ours.load_state_dict(theirs.state_dict())
+    widths = in_channels if isinstance(in_channels, dict) else dict.fromkeys(SIZES, in_channels)
+    x = {name: random_tensor(SIZES[name], widths[name], seed=i) for i, name in enumerate(SIZES)}
+    gradients = []
+    results = []
+    for layer in (ours, theirs):
+        result = layer(x, hetero_edges())
+        results.append(result)
+        total = sum((h * h).sum() for h in result.values())
+        names, parameters = zip(*layer.named_parameters(), strict=True)
+        found = torch.autograd.grad(total, [*x.values(), *parameters], allow_unused=True)
+        gradients.append(dict(zip([*x, *names], found, strict=True)))
+    assert set(results[0]) == set(results[1]) == {"paper", "field"}
+    for name, h in results[0].items():
+        torch.testing.assert_close(h, results[1][name])
+    for name, gradient in gradients[1].items():
+        # PyG has no gradient for what no output reaches; ours may be zeros.
+        ours_is = gradients[0][name]
+        if gradient is None:
+            assert ours_is is None or not ours_is.any()
+        else:
+            torch.testing.assert_close(ours_is, gradient)
+
+
+def test_a_graph_does_as_well_as_its_tensors():
+    layer = rgnn.RGCNConv(6, 4, R)
+    x = torch.randn(N, 6)
+    assert torch.equal(layer(x, GRAPH), layer(x, EDGES, TYPES))
+
+
+def test_hetero_data_as_a_graph_does_as_well_as_its_edges():
+    data = pytest.importorskip("torch_geometric.data").HeteroData()
+    for name, length in SIZES.items():
+        data[name].num_nodes = length
+    for edge_type, edge_index in hetero_edges().items():
+        data[edge_type].edge_index = edge_index
+    layer = rgnn.HGTConv(5, 8, data.metadata(), heads=2)
+    x = {name: torch.randn(length, 5) for name, length in SIZES.items()}
+    with_graph = layer(x, rgnn.Graph.from_pyg(data))
+    for name, h in layer(x, hetero_edges()).items():
+        assert torch.equal(h, with_graph[name])
+
+
+def test_a_graph_is_made_once_for_the_same_tensors_and_anew_for_changed_ones():
+    layer = rgnn.RGCNConv(6, 4, R)
+    x, edge_index = torch.randn(N, 6), EDGES.clone()
+    first = layer(x, edge_index, TYPES)
+    made = layer._last_graph._graph
+    layer(x, edge_index, TYPES)
+    assert layer._last_graph._graph is made
+    edge_index[:, 0] = (edge_index[:, 0] + 1) % N
+    changed = layer(x, edge_index, TYPES)
+    assert layer._last_graph._graph is not made
+    assert not torch.equal(first, changed)
+    assert torch.equal(changed, rgnn.RGCNConv.forward(copy.deepcopy(layer), x, edge_index, TYPES))
+
+
+def test_tensors_that_do_not_count_changes_make_a_new_graph_each_time():
+    layer = rgnn.RGCNConv(6, 4, R)
+    x = torch.randn(N, 6)
+    with torch.inference_mode():
+        edge_index = EDGES.clone()
+        first = layer(x, edge_index, TYPES)
+        edge_index[:, 0] = (edge_index[:, 0] + 1) % N
+        assert not torch.equal(layer(x, edge_index, TYPES), first)
+    torch.testing.assert_close(first, layer(x, EDGES, TYPES).detach())
+
+
+def test_layers_can_be_pickled_after_use():
+    layer = rgnn.RGATConv(6, 4, R)
+    x = torch.randn(N, 6)
+    result = layer(x, EDGES, TYPES)
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(x, EDGES, TYPES), result)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: rgnn.RGCNConv(6, 4, 2, aggr="max"), "aggr must be"),
+        (lambda: rgnn.RGCNConv(6, 4, 2, num_bases=2, num_blocks=2), "exclude each other"),
+        (lambda: rgnn.RGCNConv(6, 4, 2, num_blocks=4), "must be multiples of num_blocks 4"),
+        (lambda: rgnn.RGATConv(6, 4, 2, attention_mechanism="x"), "attention_mechanism must be"),
+        (lambda: rgnn.RGATConv(6, 4, 2, dropout=0.5), "dropout=0.5 is not supported, only 0.0"),
+        (lambda: rgnn.RGATConv(6, 4, 2, mod="scaled"), "mod='scaled' is not supported"),
+        (lambda: rgnn.RGATConv(6, 4, 2, attention_mode="x"), "attention_mode must be"),
+        (lambda: rgnn.RGATConv(6, 4, 2, num_blocks=5), "must be multiples of num_blocks 5"),
+        (lambda: rgnn.HGTConv(6, 5, METADATA, heads=2), "must be a multiple of heads 2"),
+    ],
+)
+def test_wrong_options_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_wrong_graphs_are_refused():
+    layer, x = rgnn.RGCNConv(6, 4, R + 1), torch.randn(N, 6)
+    with pytest.raises(ValueError, match=f"the graph has {R} relations and the layer {R + 1}"):
+        layer(x, GRAPH)
+    with pytest.raises(ValueError, match="give the layer num_bases"):
+        rgnn.RGCNConv(N, 4, R)(None, GRAPH)
+    with pytest.raises(TypeError, match="edge_type is missing"):
+        layer(x, EDGES)
+    with pytest.raises(TypeError, match="leave it out"):
+        layer(x, GRAPH, TYPES)
+    hgt, features = rgnn.HGTConv(5, 8, METADATA), {n: torch.randn(s, 5) for n, s in SIZES.items()}
+    with pytest.raises(ValueError, match="metadata has not"):
+        hgt(features, {("author", "knows", "author"): EDGES[:, :0]})
+    with pytest.raises(ValueError, match="x_dict 14 nodes and the layer 3 relations"):
+        hgt(features, GRAPH)
+
+
+def test_attention_scores_need_no_projection_of_the_destinations():
+    layer = rgnn.RGATConv(6, 4, R, heads=2)
+    x = torch.randn(N, 6)
+    graph = random_graph(40, 2000)
+    plan = rgnn.layers._rgat.rgat.explain(
+        graph, x[:1].expand(40, 6), layer.weight, None, layer.q, layer.k, None, None, 2, True, 0.2,
+        "destination",
+    )  # fmt: skip
+    reordered = [d for d in plan.decisions if d.rewrite == "reorder"]
+    assert sorted(d.applied for d in reordered) == [False, True]
+    (rejected,) = [d for d in reordered if not d.applied]
+    assert "needed elsewhere" in rejected.reason
