@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.unified._devices import GPU, gpu_of
+from penstock.unified._host_memory import in_huge_pages
 
 if TYPE_CHECKING:
     from penstock.unified._tensor import UnifiedTensor
@@ -136,7 +137,7 @@ def _gathered(
         rows = torch.empty(index.shape + table.shape[1:], dtype=table.dtype, device=device)
     source = table._table
     if device.type == "cpu":
-        source.gather(index, rows, negative=negative)
+        source.gather(index, rows if rows is out else in_huge_pages(rows), negative=negative)
     else:
         source.on(device).gather(index, rows, negative=negative)
         source.count(index, rows.numel() * rows.element_size())

@@ -26,6 +26,7 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _HUGEPAGE = 14  # MADV_HUGEPAGE
 _MAP_FIXED = 0x10
 _HUGE_BYTES = 2 * 2**20
+_LARGE_BYTES = 16 * 2**20  # less than this is often memory that is used again
 _CHUNK_BYTES = 64 * 2**20  # touched, or moved, at a time
 _LONG_BYTES = 8 * 2**30  # touching more than this is worth a progress bar
 _PAGE_BYTES = mmap.PAGESIZE
@@ -158,6 +159,20 @@ def _does_not_fit(num_bytes: int, why: str) -> CapacityError:
 def _whole_pages(num_bytes: int) -> int:
     """At least one."""
     return max(1, -(-num_bytes // _PAGE_BYTES)) * _PAGE_BYTES
+
+
+def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that nobody has written to yet; the kernel is asked for huge pages for a large one.
+
+    What a batch of many rows takes longest for, if its memory is new, is the kernel's making of
+    pages: of 4 KiB there are 512 times as many.
+    """
+    num_bytes = tensor.numel() * tensor.element_size()
+    if num_bytes >= _LARGE_BYTES:
+        start = -(-tensor.data_ptr() // _HUGE_BYTES) * _HUGE_BYTES
+        end = (tensor.data_ptr() + num_bytes) // _HUGE_BYTES * _HUGE_BYTES
+        _madvise(start, end - start, _HUGEPAGE)
+    return tensor
 
 
 def _madvise(address: int, num_bytes: int, advice: int) -> int:
