@@ -267,6 +267,11 @@ def test_wrong_arguments_are_refused_by_name(arguments, error, message):
         IDENTITY(*arguments)
 
 
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(ValueError, match=r"backend is 'cuda'; the backends are \['auto', 'torch'"):
+        rgnn.compile(lambda g, v: g.nodes(v), backend="cuda")
+
+
 def test_mixed_dtypes_are_refused():
     function = rgnn.compile(lambda g, v, w: g.nodes(v) + w)
     with pytest.raises(ValueError, match=r"w has dtype torch.float32 and v torch.float64"):

@@ -21,7 +21,7 @@ from _relational import (
 )
 from penstock import rgnn
 from penstock.rgnn import _interpreter, _rows
-from penstock.rgnn._torch_backend import sum_grouped_rows
+from penstock.rgnn._backends._torch import sum_grouped_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

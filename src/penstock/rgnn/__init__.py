@@ -1,5 +1,6 @@
 """Relational graph neural networks, compiled to the graph at hand."""
 
+from penstock.rgnn._backends import BACKENDS
 from penstock.rgnn._compile import CompiledFunction, compile
 from penstock.rgnn._explain import Explanation
 from penstock.rgnn._functions import (
@@ -22,6 +23,7 @@ from penstock.rgnn._where import TraceError
 from penstock.rgnn.layers import HGTConv, RGATConv, RGCNConv
 
 __all__ = [
+    "BACKENDS",
     "REWRITES",
     "CompiledFunction",
     "Explanation",

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from penstock.rgnn import _torch_backend
+from penstock.rgnn._backends import BACKENDS, choose
 from penstock.rgnn._explain import Explanation, explain
 from penstock.rgnn._frontend import Argument, Trace, TracedGraph, Value
 from penstock.rgnn._graph import Graph
@@ -24,6 +24,7 @@ from penstock.rgnn._interpreter import interpret
 from penstock.rgnn._ir import Program
 from penstock.rgnn._plan import REWRITES, Plan, make_plan
 from penstock.rgnn._rows import Counts, Space
+from penstock.rgnn._run import run
 from penstock.rgnn._where import TraceError
 
 _NUM_KEPT = 256  # traces and plans of a function that are remembered
@@ -31,7 +32,12 @@ _STEPS_PER_OCTAVE = 8  # counts within 9 % of each other share a plan
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def compile(function: Callable[..., Any] | None = None, *, without: Collection[str] = ()) -> Any:
+def compile(
+    function: Callable[..., Any] | None = None,
+    *,
+    without: Collection[str] = (),
+    backend: str = "auto",
+) -> Any:
     """Compile a function of a graph and tensors, written in the language of `penstock.rgnn`.
 
     Example:
@@ -47,16 +53,17 @@ def compile(function: Callable[..., Any] | None = None, *, without: Collection[s
         function: Its first argument is the graph. Tensors among the others are traced; plain
             numbers, strings, None and booleans are constants that it may branch on.
         without: Rewrites to leave out, of `penstock.rgnn.REWRITES`; for measurements.
+        backend: What runs the plans, of `penstock.rgnn.BACKENDS`; "auto" takes the fastest.
 
     Returns:
         A `CompiledFunction`.
 
     Raises:
-        ValueError: `without` names no rewrite.
+        ValueError: `without` names no rewrite, or `backend` no backend.
     """
     if function is None:
-        return functools.partial(compile, without=without)
-    return CompiledFunction(function, without=without)
+        return functools.partial(compile, without=without, backend=backend)
+    return CompiledFunction(function, without=without, backend=backend)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,15 +80,25 @@ class CompiledFunction:
     Args:
         function: The plain Python function.
         without: Rewrites to leave out.
+        backend: What runs the plans.
     """
 
-    def __init__(self, function: Callable[..., Any], *, without: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        without: Collection[str] = (),
+        backend: str = "auto",
+    ) -> None:
         functools.update_wrapper(self, function)
         if unknown := sorted(set(without) - set(REWRITES)):
             raise ValueError(f"without has {unknown}; the rewrites are {list(REWRITES)}")
+        if backend not in BACKENDS:
+            raise ValueError(f"backend is {backend!r}; the backends are {list(BACKENDS)}")
         self._function = function
         self._signature = inspect.signature(function)
         self._without = frozenset(without)
+        self._backend = backend
         self._trace = functools.lru_cache(_NUM_KEPT)(self._trace_shapes)
         self._plan = functools.lru_cache(_NUM_KEPT)(self._plan_bucket)
 
@@ -107,7 +124,7 @@ class CompiledFunction:
         if torch.is_grad_enabled():
             wrt = tuple(n for n in traced.program.inputs() if tensors[n].requires_grad)
         plan = self._plan(traced.program, _bucket(graph.counts), wrt)
-        return _result(traced, _torch_backend.run(plan, graph, tensors))
+        return _result(traced, run(plan, graph, tensors, choose(self._backend)))
 
     def to_torch(self) -> Callable[..., Any]:
         """The function as a readable reference: one torch expression per operator.

@@ -62,6 +62,20 @@ class Plan:
         return needed(self.program, self.program.outputs) - self.forward
 
     @cached_property
+    def kept(self) -> frozenset[int]:
+        """Inputs and values of the forward that the backward reads, at the source of gathers."""
+        nodes = self.program.nodes
+        read = [operand for at in self.backward for operand in nodes[at].operands]
+        read += self.program.outputs[self.num_outputs :]
+        found = set()
+        for position in read:
+            while nodes[position].op == "gather":
+                position = nodes[position].operands[0]
+            if position in self.forward:
+                found.add(position)
+        return frozenset(found)
+
+    @cached_property
     def schedule(self) -> Schedule:
         """The kernels of the forward, then those of the backward."""
         return lower(self.program, self.forward)

@@ -2,20 +2,16 @@
 
 Products with typed weights run as one matrix product per type on contiguous rows, weight gradients
 likewise, so no weight is ever copied to a row. Gathers are made where they are read and dropped.
-The backward is the program's own, in one `autograd.Function`; what it needs of the forward is kept,
-but never a gather, which is read again from its source.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
 from penstock.rgnn import _interpreter
-from penstock.rgnn._differentiate import Differentiated
 from penstock.rgnn._graph import Graph
 from penstock.rgnn._ir import Node, Program
 from penstock.rgnn._plan import Plan
@@ -23,71 +19,22 @@ from penstock.rgnn._rows import RowMap, Space
 from penstock.rgnn._schedule import fused_outers, is_typed_product
 
 
-def run(
-    plan: Plan, graph: Graph, arguments: Mapping[str, torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """Run a plan, with gradients for `plan.wrt`.
-
-    Args:
-        plan: Made for this graph, or for one whose counts are alike.
-        graph: On the device of the arguments.
-        arguments: A tensor for each input of the traced program, of one floating dtype.
-
-    Returns:
-        The outputs, in the program's order.
-    """
-    names = tuple(plan.traced.inputs())
-    tensors = tuple(arguments[name] for name in names)
-    return _Run.apply(plan, graph, names, *tensors)
-
-
-class _Run(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, plan: Plan, graph: Graph, names: tuple[str, ...], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        dtype = tensors[0].dtype if tensors else torch.get_default_dtype()
-        read = _read_by_backward(plan)
-        execution = _Execution(plan.program, graph, plan.forward, read, dtype)
-        outputs = plan.program.outputs[: plan.num_outputs]
-        values = execution.run(dict(zip(names, tensors, strict=True)), outputs)
-        kept = {at: execution.values[at] for at in sorted(read) if at in plan.forward}
-        # Inputs are saved as autograd knows them, so that a change in place is noticed.
-        of_name = plan.program.inputs()
-        saved = {name: t for name, t in zip(names, tensors, strict=True) if of_name[name] in read}
-        kept = {at: t for at, t in kept.items() if at not in of_name.values()}
-        ctx.save_for_backward(*saved.values(), *kept.values())
-        ctx.plan, ctx.graph, ctx.dtype = plan, graph, dtype
-        ctx.names, ctx.saved_names, ctx.kept = names, tuple(saved), tuple(kept)
-        return values
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        plan: Plan = ctx.plan
-        num_saved = len(ctx.saved_names)
-        tensors, kept = ctx.saved_tensors[:num_saved], ctx.saved_tensors[num_saved:]
-        arguments = dict(zip(ctx.saved_names, tensors, strict=True))
-        arguments |= {Differentiated.seed(k): grad for k, grad in enumerate(gradients)}
-        execution = _Execution(plan.program, ctx.graph, plan.backward, (), ctx.dtype)
-        execution.values.update(zip(ctx.kept, kept, strict=True))
-        outputs = plan.program.outputs[plan.num_outputs :]
-        found = dict(zip(plan.wrt, execution.run(arguments, outputs), strict=True))
-        return (None, None, None, *(found.get(name) for name in ctx.names))
-
-
-def _read_by_backward(plan: Plan) -> frozenset[int]:
-    """Arguments and values of the forward that the backward reads, at the source of gathers."""
-    nodes = plan.program.nodes
-    read = [operand for at in plan.backward for operand in nodes[at].operands]
-    read += plan.program.outputs[plan.num_outputs :]
-    found = set()
-    for position in read:
-        while nodes[position].op == "gather":
-            position = nodes[position].operands[0]
-        if position in plan.forward:
-            found.add(position)
-    return frozenset(found)
+def execute(
+    plan: Plan,
+    graph: Graph,
+    values: frozenset[int],
+    given: Mapping[int, torch.Tensor],
+    arguments: Mapping[str, torch.Tensor],
+    outputs: Sequence[int],
+    keep: Collection[int],
+) -> tuple[tuple[torch.Tensor, ...], dict[int, torch.Tensor]]:
+    """Compute some values of a plan; see `_run.Execute`."""
+    tensors = itertools.chain(arguments.values(), given.values())
+    dtype = next((tensor.dtype for tensor in tensors), torch.get_default_dtype())
+    execution = _Execution(plan.program, graph, values, keep, dtype)
+    execution.values.update(given)
+    results = execution.run(arguments, outputs)
+    return results, {at: execution.values[at] for at in keep}
 
 
 class _Execution:
