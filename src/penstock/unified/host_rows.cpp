@@ -30,7 +30,8 @@ constexpr int64_t kLine = 64;
 constexpr int64_t kAheadBytes = 32768;  // how far prefetching runs ahead, by bytes of rows
 constexpr int64_t kMaxAhead = 64;       // and by rows
 constexpr int64_t kMaxPrefetch = 1024;  // of one row; the hardware follows what is longer
-constexpr int64_t kBlockBytes = 65536;  // read together, then written together; see gather_streaming
+constexpr int64_t kBlockBytes = 98304;  // read together, then written together; see gather_streaming
+constexpr int64_t kTogether = 4;        // rows of a block that are fetched line by line in turns
 
 template <class Body>
 void parallel(int num_threads, Body body) {
@@ -76,14 +77,42 @@ inline bool resolve(int64_t& row, int64_t num_rows, bool negative) {
   return static_cast<uint64_t>(row) < static_cast<uint64_t>(num_rows);
 }
 
-inline void prefetch_row(const Table& table, int64_t row, int64_t max_bytes = kMaxPrefetch) {
-  // An address that is out of range only makes the prefetch do nothing.
-  const uintptr_t start = reinterpret_cast<uintptr_t>(table.rows) +
-                          static_cast<uintptr_t>(row) * static_cast<uintptr_t>(table.stride);
-  const uintptr_t end = start + std::min(table.row_bytes, max_bytes);
+// Into the second level: it waits for more lines at once than the first one. An address that is out
+// of range only makes the prefetch do nothing.
+inline void prefetch_line(uintptr_t address) {
+  __builtin_prefetch(reinterpret_cast<const void*>(address), 0, 1);
+}
+
+inline uintptr_t address_of(const Table& table, int64_t row) {
+  return reinterpret_cast<uintptr_t>(table.rows) +
+         static_cast<uintptr_t>(row) * static_cast<uintptr_t>(table.stride);
+}
+
+inline void prefetch_row(const Table& table, int64_t row) {
+  const uintptr_t start = address_of(table, row);
+  const uintptr_t end = start + static_cast<uintptr_t>(std::min(table.row_bytes, kMaxPrefetch));
   for (uintptr_t line = start & ~static_cast<uintptr_t>(kLine - 1); line < end; line += kLine) {
-    // Into the second level: it waits for more lines at once than the first one.
-    __builtin_prefetch(reinterpret_cast<const void*>(line), 0, 1);
+    prefetch_line(line);
+  }
+}
+
+// Fetches all lines of some rows. The rows take turns, so that the walks through the page tables
+// for their first lines go on at once (measured: 1.05 to 1.2 times as fast as row after row).
+// Always inline: a call that only prefetches is taken for one that does nothing, and left out.
+template <class Index>
+[[gnu::always_inline]] inline void prefetch_rows(const Table& table, const Index* index,
+                                                 int64_t num_indices) {
+  const uintptr_t last = static_cast<uintptr_t>(table.row_bytes) - 1;
+  const bool on_lines = (address_of(table, 0) | static_cast<uintptr_t>(table.stride)) % kLine == 0;
+  for (int64_t first = 0; first < num_indices; first += kTogether) {
+    const int64_t count = std::min(kTogether, num_indices - first);
+    uintptr_t starts[kTogether];
+    for (int64_t i = 0; i < count; ++i) starts[i] = address_of(table, index[first + i]);
+    for (uintptr_t at = 0; at <= last; at += kLine) {
+      for (int64_t i = 0; i < count; ++i) prefetch_line(starts[i] + at);
+    }
+    if (on_lines) continue;
+    for (int64_t i = 0; i < count; ++i) prefetch_line(starts[i] + last);
   }
 }
 
@@ -152,7 +181,7 @@ int64_t gather(const Table& table, const Index* index, int64_t num_indices, char
 }
 
 #if defined(__AVX512F__)
-// For large results: rows of 64 KiB are fetched into the second level of the caches, then written.
+// For large results: rows of 96 KiB are fetched into the second level of the caches, then written.
 // A core has 16 line buffers, in which a read waits some 130 ns and a streaming store some 50. When
 // both take turns row by row the reads find the buffers full of stores, and are late; in blocks
 // they have them to themselves (measured: 1.2 to 1.4 times as fast as prefetching some rows ahead).
@@ -173,7 +202,7 @@ int64_t gather_streaming(const Table& table, const Index* index, int64_t num_ind
     const int64_t end = num_indices * (thread + 1) / count;
     for (int64_t first = begin; first < end; first += block) {
       const int64_t last = std::min(first + block, end);
-      for (int64_t at = first; at < last; ++at) prefetch_row(table, index[at], kBlockBytes);
+      prefetch_rows(table, index + first, last - first);
       for (int64_t at = first; at < last; ++at) {
         int64_t row = index[at];
         if (!resolve(row, table.num_rows, negative)) {
