@@ -95,6 +95,10 @@ class RowLayout:
         """Bytes of one row."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
+    def is_same_table(self, other: RowLayout) -> bool:
+        """Whether both are of the same rows of the same file."""
+        return (self.file_id, self.offset) == (other.file_id, other.offset)
+
     def row_offset(self, row: int) -> int:
         """Byte at which a row begins."""
         block, place = divmod(row, self.rows_per_block)
