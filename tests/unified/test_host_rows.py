@@ -128,6 +128,15 @@ def test_put_keeps_the_last_of_several(backend, width, num_indices):
     assert torch.equal(table, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.uint64], ids=str)
+def test_dtypes_that_torch_does_not_copy_are_put_and_gathered(backend, dtype):
+    table, index = noise(50, 3, dtype=dtype), torch.tensor([7, 2, 7])
+    rows, out = noise(3, 3, dtype=dtype), torch.empty(3, 3, dtype=dtype)
+    _host_rows.put_rows(table, index, rows)
+    _host_rows.gather_rows(table, index, out)
+    assert same_bits(out, torch.stack([rows[2], rows[1], rows[2]]))
+
+
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int32, torch.complex64], ids=str)
 @pytest.mark.parametrize("alpha", [1, -3])
 @pytest.mark.parametrize("width", [1, 7, 64, 257])

@@ -240,8 +240,6 @@ RULES = (
             _T.char: _converted(torch.int8),
             _T.byte: _converted(torch.uint8),
             _T.bool: _converted(torch.bool),
-            _T.cfloat: _converted(torch.complex64),
-            _T.cdouble: _converted(torch.complex128),
             _T.type: _type,
             _T.type_as: _type_as,
         },

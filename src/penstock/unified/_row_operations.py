@@ -10,6 +10,7 @@ from penstock.unified._devices import GPU
 from penstock.unified._gather import INTEGERS, check_index, gather
 from penstock.unified._indexing import Rows, row_numbers, split_key, within_rows
 from penstock.unified._operands import Operation, run
+from penstock.unified._tables import FileTable
 from penstock.unified._tensor import FileTensor, UnifiedTensor, copies_everything
 
 _PLAIN_INTEGERS = INTEGERS - {torch.uint8}  # whose tensors are PyTorch's masks of old
@@ -158,11 +159,12 @@ def _write_to_file(table: FileTensor, rows: Rows, rest: tuple[Any, ...], value: 
         )
     if isinstance(rows, slice) and _are_all(rows, len(table)):
         raise copies_everything(table, "writing all rows at once", "write them in blocks")
-    index = row_numbers(len(table), rows)
-    with torch.no_grad(), table._table.changing:
+    index, file = row_numbers(len(table), rows), table._table
+    assert isinstance(file, FileTable)
+    with torch.no_grad(), file.changing:
         content = torch.empty((*index.shape, *table.shape[1:]), dtype=table.dtype)
         if rest:
-            table._table.gather(index, content, negative=True)
+            file.gather(index, content, negative=True)
         if isinstance(rows, int):
             content[0][rest or ...] = value
         else:

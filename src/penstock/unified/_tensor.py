@@ -203,6 +203,7 @@ def _size(table: torch.Tensor) -> str:
     return format_bytes(table.numel() * table.element_size())
 
 
+@torch.inference_mode(mode=False)
 def rebuild_from_content(
     rows: torch.Tensor, device: str | None, requires_grad: bool
 ) -> UnifiedTensor:
