@@ -232,6 +232,28 @@ def test_a_journal_without_room_leaves_the_table_as_it_was(folder, monkeypatch):
     assert [values_in(folder, name) for name in NAMES[:2]] == [{5}, {5}]
 
 
+@pytest.mark.parametrize("call", [2, 3, 4])
+def test_a_journal_that_does_not_fit_gives_its_room_back(folder, monkeypatch, call):
+    """Whichever write fails: of the rows, or of the header that would make it complete."""
+    layout = create(folder / "table", (200, 512), torch.float32)
+    writer, write, calls = RowWriter(layout), _row_writer._write, []
+
+    def write_some(fd, content, offset):
+        calls.append(offset)
+        if len(calls) == call:
+            raise OSError(errno.ENOSPC, "")
+        write(fd, content, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_row_writer, "_write", write_some)
+        with pytest.raises(StoreFullError):
+            writer.put(ROWS, content_of(layout, 100, 7))
+    assert len(calls) == call and (folder / "table.journal").stat().st_size == 0
+    assert values_in(folder, "table") == {0}
+    writer.put(ROWS, content_of(layout, 100, 8))
+    assert values_in(folder, "table") == {8}
+
+
 def journal(body: bytes, *, magic: bytes = b"PENSTJR2", checksum: int | None = None) -> bytes:
     checksum = zlib.crc32(body) if checksum is None else checksum
     return struct.pack("<8sQI", magic, len(body), checksum).ljust(4096, b"\0") + body

@@ -27,7 +27,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -226,13 +226,18 @@ def _where(layout: RowLayout) -> dict[str, Any]:
 
 def _write_journal(journal: int, magic: bytes, body: list[memoryview]) -> None:
     checksum, at = 0, PAGE_BYTES
-    for part in body:
-        checksum = zlib.crc32(part, checksum)
-        _write(journal, part, at)
-        at += part.nbytes
-    os.fdatasync(journal)
-    _write(journal, memoryview(_HEADER.pack(magic, at - PAGE_BYTES, checksum)), 0)
-    os.fdatasync(journal)
+    try:
+        for part in body:
+            checksum = zlib.crc32(part, checksum)
+            _write(journal, part, at)
+            at += part.nbytes
+        os.fdatasync(journal)
+        _write(journal, memoryview(_HEADER.pack(magic, at - PAGE_BYTES, checksum)), 0)
+        os.fdatasync(journal)
+    except OSError:
+        with suppress(OSError):
+            os.ftruncate(journal, 0)  # or a full disk would stay full of it
+        raise
 
 
 def recover(layout: RowLayout) -> int:
