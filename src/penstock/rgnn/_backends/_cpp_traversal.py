@@ -31,12 +31,12 @@ def is_sorted(row_map: RowMap) -> bool:
 
 
 def write_traversal(
-    program: Program, schedule: Schedule, kernel: Kernel, name: str, fields: Fields
+    program: Program, schedule: Schedule, kernel: Kernel, head: str, fields: Fields
 ) -> str:
-    """The source of a kernel, as a function `name`."""
+    """The source of a traversal; `head` is the name and the parameters of its function."""
     lines = Lines()
     writer = _Traversal(program, schedule, kernel, fields, lines)
-    with lines.block(f"void {name}(const Frame& f) {{"):
+    with lines.block(f"void {head} {{"):
         if kernel.grouped_by is None:
             writer.write_rows()
         elif kernel.grouped_by.into in TYPES:
