@@ -1,8 +1,8 @@
 """The backend of generated C++: one library for each plan, one call for each of its directions.
 
 The kernels of the schedule become functions of a shared library, built once and kept in the user's
-cache. What a call needs of a graph is built once for the graph; what is left for a call is to fill a
-struct with pointers.
+cache. What a call needs of a graph is built once for the graph; what is left for a call is to fill
+a struct with pointers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.rgnn._schedule import source
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 """The dtypes that are computed in C++; others are left to torch."""
 
-_FLAGS = ("-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = ("-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
 _KINDS_OF_CALL = frozenset({"threads", "value", "input", "stride", "parts"})
 _INDEX_TYPES = {torch.int32: "int32_t", torch.int64: "int64_t"}
 
@@ -70,12 +70,10 @@ def execute(
     return runner(arrays, given, arguments, tuple(outputs), tuple(keep))
 
 
-def _compiled(
-    plan: Plan, dtype: torch.dtype, index_dtype: torch.dtype
-) -> tuple[_Runner, ...]:
+def _compiled(plan: Plan, dtype: torch.dtype, index_dtype: torch.dtype) -> tuple[_Runner, ...]:
     """The forward and the backward of a plan, loaded."""
     written = write_source(plan, scalar=DTYPES[dtype], index=_INDEX_TYPES[index_dtype])
-    library = load_library("rgnn", written.text, flags=_FLAGS)
+    library = load_library("rgnn", written.text, flags=FLAGS)
     return tuple(_Runner(plan, library, direction, dtype) for direction in written.directions)
 
 
@@ -109,9 +107,7 @@ class _Runner:
         ]
         self._frame = ctypes.c_int64 * len(direction.fields)
         kernels = [kernel.values for kernel in direction.kernels]
-        self._written = [
-            v for values in kernels for v in values if v in plan.schedule.materialised
-        ]
+        self._written = [v for values in kernels for v in values if v in plan.schedule.materialised]
         self._lives = _lifetimes(plan.program, kernels)
         self._bindings: weakref.WeakKeyDictionary[GraphArrays, _Binding] = (
             weakref.WeakKeyDictionary()
@@ -153,9 +149,7 @@ class _Runner:
         results = _results(program, arrays.graph, rows, outputs, keep, self._dtype)
         return results, {at: rows[at] for at in keep}
 
-    def _bind(
-        self, arrays: GraphArrays, outputs: Sequence[int], keep: Collection[int]
-    ) -> _Binding:
+    def _bind(self, arrays: GraphArrays, outputs: Sequence[int], keep: Collection[int]) -> _Binding:
         """Offsets in the arena of what only this program sees; parts have negative names."""
         counts, width = arrays.graph.counts, self._dtype.itemsize
         seen = {*keep, *(source(self._program, output) for output in outputs)}
@@ -174,9 +168,7 @@ class _Runner:
                 kernel = self._lives[value][0]
                 lifetimes.append(Lifetime(_name_of_parts(value), kernel, kernel, num_bytes))
         numbers = tuple(
-            0
-            if field.kind in _KINDS_OF_CALL
-            else arrays.number(field.kind, field.key, self._dtype)
+            0 if field.kind in _KINDS_OF_CALL else arrays.number(field.kind, field.key, self._dtype)
             for field in self._fields
         )
         return _Binding(numbers, shapes, *pack(lifetimes))
@@ -187,16 +179,12 @@ def _entered(graph: Graph, space: Space, argument: torch.Tensor) -> torch.Tensor
     rows = _interpreter.enter(graph, space, argument.detach())
     is_dense = all(
         length == 1 or stride == math.prod(rows.shape[axis + 2 :])
-        for axis, (length, stride) in enumerate(
-            zip(rows.shape[1:], rows.stride()[1:], strict=True)
-        )
+        for axis, (length, stride) in enumerate(zip(rows.shape[1:], rows.stride()[1:], strict=True))
     )
     return rows if is_dense else rows.contiguous()
 
 
-def _lifetimes(
-    program: Program, kernels: Sequence[Sequence[int]]
-) -> dict[int, tuple[int, int]]:
+def _lifetimes(program: Program, kernels: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
     """For each value, the kernel that computes it and the last that reads it."""
     lives: dict[int, tuple[int, int]] = {}
 

@@ -13,7 +13,7 @@ from penstock.rgnn._schedule import Kernel
 
 
 def write_gemm(program: Program, kernel: Kernel, head: str, fields: Fields) -> str:
-    """The source of a segment GEMM; `head` is the name and the parameters of its function."""
+    """The source of a segment GEMM; `head` is its function's name and parameters."""
     lines = Lines()
     (value,) = kernel.values
     node = program.nodes[value]
@@ -31,8 +31,7 @@ def write_gemm(program: Program, kernel: Kernel, head: str, fields: Fields) -> s
             from_matrix = offset(matrix_shape, (*stretched(matrix_shape[:-2], heads), "0", "0"))
             into = offset(node.shape, (*batch, "0"))
             lines.add(
-                f"segment_product<T, {contraction}, {columns}, {is_transposed}>("
-                f"{arguments},",
+                f"segment_product<T, {contraction}, {columns}, {is_transposed}>({arguments},",
                 f"    [&](int64_t row) {{ return {_read(program, fields, vector, 'row')} + "
                 f"{from_vector}; }},",
                 f"    [&](int64_t row) {{ return {fields.value(value)} + row * "
@@ -44,7 +43,7 @@ def write_gemm(program: Program, kernel: Kernel, head: str, fields: Fields) -> s
 
 
 def write_weight_gradient(program: Program, kernel: Kernel, head: str, fields: Fields) -> str:
-    """The source of a sum of outer products; `head` is the name and the parameters of its function."""
+    """The source of a sum of outer products; `head` is its function's name and parameters."""
     lines = Lines()
     (value,) = kernel.values
     node = program.nodes[value]
