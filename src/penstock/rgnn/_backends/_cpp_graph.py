@@ -21,6 +21,7 @@ _CHUNK_ROWS = 1024  # rows and groups of a chunk, unless a group has more
 _TILE_ROWS = 192  # rows of a segment GEMM between two looks at the queue
 _TASK_ROWS = 2048  # rows that a part of a sum over a type has at least
 _MAX_TASKS = 64  # parts of all rows, so that the parts stay small beside the rows
+_MAX_AHEAD = 64  # rows; no less than kAhead of the generated programs
 _INT32_MAX = 2**31 - 1
 
 
@@ -140,7 +141,11 @@ class GraphArrays:
 
     def _once(self, key: Hashable, build: Callable[[], torch.Tensor]) -> torch.Tensor:
         if key not in self._known:
-            self._known[key] = build().to(self.index_dtype).contiguous()
+            found = build().to(self.index_dtype).contiguous()
+            # Programs look ahead of the row that they are at, and so beyond the last.
+            padded = found.new_zeros(found.numel() + _MAX_AHEAD)
+            padded[: found.numel()] = found.flatten()
+            self._known[key] = padded[: found.numel()].view(found.shape)
         return self._known[key]
 
 
