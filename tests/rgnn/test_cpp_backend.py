@@ -80,6 +80,7 @@ def test_equal_bits_for_any_number_of_threads(name):
     runs = []
     for num_threads in (1, 2, 5, 5):
         torch.set_num_threads(num_threads)
+        graph = random_graph(300, 8000)  # anew: nothing that is built for it may depend on threads
         runs.append(results_and_gradients(function, graph, arguments))
     for other in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
