@@ -2,13 +2,14 @@
 
 The order matters. Reordering and aggregate-first look at what else needs an intermediate, so they
 come before differentiation, which needs nearly all of them; compaction comes before it too, because
-the backward of a compact program is compact by itself.
+the backward of a compact program is compact by itself. What the backward makes again is decided
+last, when it is known what it reads.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from functools import cached_property
 
 from penstock.rgnn._differentiate import differentiate
@@ -19,11 +20,12 @@ from penstock.rgnn._passes import (
     aggregate_first,
     common_subexpressions,
     compact,
+    recompute,
     reorder,
     split_concat,
 )
 from penstock.rgnn._rows import Counts
-from penstock.rgnn._schedule import Schedule, lower
+from penstock.rgnn._schedule import Schedule, lower, source
 
 REWRITES = (
     "common subexpressions",
@@ -31,6 +33,7 @@ REWRITES = (
     "reorder",
     "aggregate first",
     "compaction",
+    "recompute",
 )
 """The rewrites by name, in the order in which they run; each can be switched off."""
 
@@ -51,6 +54,11 @@ class Plan:
     without: frozenset[str]
     """The rewrites that were switched off."""
 
+    compiled: dict[Hashable, object] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
+    """What backends have made of it."""
+
     @cached_property
     def forward(self) -> frozenset[int]:
         """The values that the outputs need."""
@@ -63,17 +71,15 @@ class Plan:
 
     @cached_property
     def kept(self) -> frozenset[int]:
-        """Inputs and values of the forward that the backward reads, at the source of gathers."""
+        """Inputs and values of the forward that the backward reads, at the source of reads.
+
+        The inverse counts are the graph's and need not be kept.
+        """
         nodes = self.program.nodes
         read = [operand for at in self.backward for operand in nodes[at].operands]
         read += self.program.outputs[self.num_outputs :]
-        found = set()
-        for position in read:
-            while nodes[position].op == "gather":
-                position = nodes[position].operands[0]
-            if position in self.forward:
-                found.add(position)
-        return frozenset(found)
+        found = {source(self.program, position) for position in read} & self.forward
+        return frozenset(at for at in found if nodes[at].op != "inverse_count")
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -115,14 +121,17 @@ def make_plan(
             program = run(name, reorder(program, counts, can_compact=can_compact))
         elif name == "aggregate first":
             program = run(name, aggregate_first(program, counts, can_compact=can_compact))
-        else:
+        elif name == "compaction":
             program = run(name, compact(program, counts))
     joint = differentiate(program, wrt)
     program = joint.program
     if "common subexpressions" in on:
         # Of the backward only: what it shares with the forward it finds by itself.
         program = common_subexpressions(program).program
-    return Plan(traced, program, joint.num_outputs, joint.wrt, tuple(decisions), frozenset(without))
+    plan = Plan(traced, program, joint.num_outputs, joint.wrt, (), frozenset(without))
+    if "recompute" in on:
+        program = run("recompute", recompute(program, plan.forward, plan.kept, counts))
+    return dataclasses.replace(plan, program=program, decisions=tuple(decisions), compiled={})
 
 
 def needed(program: Program, outputs: Sequence[int]) -> frozenset[int]:
