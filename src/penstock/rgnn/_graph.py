@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+_living: weakref.WeakValueDictionary[int, Graph] = weakref.WeakValueDictionary()
+"""Graphs by the storage of their edges, which is nobody else's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,6 +108,7 @@ class Graph(Indices):
             num_node_types=num_node_types,
             names=names or GraphNames(),
         )
+        _living[self._edge_index.untyped_storage()._cdata] = self
 
     if TYPE_CHECKING:  # set through __dict__, read-only to everybody
         names: GraphNames
@@ -230,6 +235,11 @@ class Graph(Indices):
             f"Graph(num_nodes={self.num_nodes}, num_edges={self.num_edges}, "
             f"num_relations={self.num_relations}{types}, device={str(self.device)!r})"
         )
+
+
+def living_graph(edge_index: torch.Tensor) -> Graph | None:
+    """The graph whose own tensor this is, if it is one's and the graph is still there."""
+    return _living.get(edge_index.untyped_storage()._cdata)
 
 
 def _unpickle(
