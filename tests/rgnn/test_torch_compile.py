@@ -11,20 +11,17 @@ import torch._dynamo
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from _layer_models import DIM, LAYERS, METADATA, RELATIONS, apply, graph_of_size, model_of, step
 from _relational import LAYERS as LAYER_FUNCTIONS
 from _relational import (
     assert_same,
     layer_arguments,
-    random_graph,
     random_tensor,
     results_and_gradients,
 )
 from penstock import rgnn
 from penstock.rgnn import _custom_ops
 from penstock.rgnn._graph_tensors import tensors_of
-
-DIM, RELATIONS = 8, 4
-METADATA = (["a", "b"], [("a", "to", "b"), ("b", "to", "a"), ("a", "by", "a"), ("b", "by", "b")])
 
 
 @pytest.fixture(autouse=True)
@@ -34,57 +31,13 @@ def _fresh_compiler(one_thread) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class Model(nn.Module):
-    """A relational layer between dense operators that a compiler may fuse."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.first, self.layer, self.last = nn.Linear(DIM, DIM), layer, nn.LazyLinear(3)
-
-    def forward(self, x, *graph):
-        h = torch.tanh(self.first(x))
-        if isinstance(self.layer, rgnn.HGTConv):
-            h = {"a": h[: len(h) // 2], "b": h[len(h) // 2 :]}
-            h = torch.cat(list(self.layer(h, *graph).values()))
-        else:
-            h = self.layer(h, *graph)
-        return self.last(torch.relu(h))
-
-
-LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "rgcn": lambda: rgnn.RGCNConv(DIM, DIM, RELATIONS),
-    "rgcn with bases": lambda: rgnn.RGCNConv(DIM, DIM, RELATIONS, num_bases=2),
-    "rgat": lambda: rgnn.RGATConv(DIM, 4, RELATIONS, heads=2),
-    "hgt": lambda: rgnn.HGTConv(DIM, DIM, METADATA, heads=2),
-}
-
-
-def model_of(name: str) -> Model:
-    torch.manual_seed(0)
-    model = Model(LAYERS[name]()).double()
-    model(torch.zeros(4, DIM, dtype=torch.float64), graph_of_size(4, 8))
-    return model
-
-
-def graph_of_size(num_nodes: int, num_edges: int, *, seed: int = 0) -> rgnn.Graph:
-    return random_graph(num_nodes, num_edges, num_relations=RELATIONS, seed=seed)
-
-
-def step(forward: Callable, model: nn.Module, *graph) -> list[torch.Tensor]:
-    """The result of a model on features that go with the graph, and all gradients."""
-    on = graph[0] if isinstance(graph[0], rgnn.Graph) else rgnn.Graph(*graph, num_nodes=12)
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(on.num_nodes, DIM, generator=generator, dtype=torch.float64).requires_grad_()
-    result = forward(x, *graph)
-    parameters = list(model.parameters())
-    gradients = torch.autograd.grad(result.square().sum(), [x, *parameters], allow_unused=True)
-    return [result.detach(), *(g for g in gradients if g is not None)]
-
-
-def assert_like_uncompiled(compiled: Callable, model: nn.Module, *graph) -> None:
-    for found, expected in zip(
-        step(compiled, model, *graph), step(model, model, *graph), strict=True
-    ):
+def assert_like_uncompiled(
+    compiled: Callable, model: nn.Module, num_nodes: int, *graph: object
+) -> None:
+    pairs = zip(
+        step(compiled, model, num_nodes, *graph), step(model, model, num_nodes, *graph), strict=True
+    )
+    for found, expected in pairs:
         torch.testing.assert_close(found, expected)
 
 
@@ -93,7 +46,7 @@ def test_graphs_of_all_sizes_go_through_two_compiled_codes(name):
     model, counter = model_of(name), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for seed, size in enumerate([(12, 60), (20, 90), (30, 40), (40, 7)]):
-        assert_like_uncompiled(compiled, model, graph_of_size(*size, seed=seed))
+        assert_like_uncompiled(compiled, model, size[0], graph_of_size(*size, seed=seed))
     assert counter.frame_count == 2  # for the first graph, then for any
 
 
@@ -101,7 +54,7 @@ def test_dynamo_alone_does_as_well():
     model = model_of("rgat")
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     for size in ((12, 60), (30, 40)):
-        assert_like_uncompiled(compiled, model, graph_of_size(*size))
+        assert_like_uncompiled(compiled, model, size[0], graph_of_size(*size))
 
 
 class All(nn.Module):
@@ -115,8 +68,7 @@ class All(nn.Module):
     def forward(self, x, graph):
         h = torch.relu(self.rgcn(x, graph))
         h = torch.relu(self.rgat(h, graph))
-        parts = {"a": h[: len(h) // 2], "b": h[len(h) // 2 :]}
-        return self.last(torch.relu(torch.cat(list(self.hgt(parts, graph).values()))))
+        return self.last(torch.relu(apply(self.hgt, h, graph)))
 
 
 @pytest.mark.slow
@@ -126,7 +78,7 @@ def test_inductor_computes_the_same():
     # Sizes are unknown from the beginning, so that it compiles once.
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     for size in ((12, 60), (30, 40)):
-        assert_like_uncompiled(compiled, model, graph_of_size(*size))
+        assert_like_uncompiled(compiled, model, size[0], graph_of_size(*size))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -136,7 +88,7 @@ def test_edges_as_tensors_need_no_graph(name, backend):
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for seed, num_edges in enumerate((60, 90, 40)):
         graph = graph_of_size(12, num_edges, seed=seed)
-        assert_like_uncompiled(compiled, model, graph.edge_index, graph.edge_type)
+        assert_like_uncompiled(compiled, model, 12, graph.edge_index, graph.edge_type)
     assert counter.frame_count == 2
 
 
@@ -154,9 +106,9 @@ def test_edges_that_change_in_place_are_read_anew():
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     graph = graph_of_size(12, 60)
     edge_index, edge_type = graph.edge_index, graph.edge_type
-    assert_like_uncompiled(compiled, model, edge_index, edge_type)
+    assert_like_uncompiled(compiled, model, 12, edge_index, edge_type)
     edge_index.copy_(graph_of_size(12, 60, seed=1).edge_index)
-    assert_like_uncompiled(compiled, model, edge_index, edge_type)
+    assert_like_uncompiled(compiled, model, 12, edge_index, edge_type)
 
 
 @rgnn.compile

@@ -96,11 +96,11 @@ class Graph(Indices):
             _check_integers("node_type", node_type)
             _check_shape("node_type", node_type, num_nodes, "one type for each node")
             num_node_types = _check_ids("node_type", node_type, num_node_types, "num_node_types")
-            node_type = node_type.to(edge_index.device, dtype_for(num_node_types), copy=True)
+            node_type = _copied(node_type.to(edge_index.device), num_node_types)
         set_once = self.__dict__.update  # assignment is refused below
         set_once(
-            _edge_index=edge_index.detach().to(dtype_for(num_nodes), copy=True),
-            _edge_type=edge_type.detach().to(dtype_for(num_relations), copy=True),
+            _edge_index=_copied(edge_index, num_nodes),
+            _edge_type=_copied(edge_type, num_relations),
             _node_type=node_type,
             num_nodes=num_nodes,
             num_edges=num_edges,
@@ -258,6 +258,11 @@ def _unpickle(
         num_node_types=numbers[2],
         names=names,
     )
+
+
+@torch.inference_mode(False)  # a graph outlives the mode that it is made in
+def _copied(ids: torch.Tensor, count: int) -> torch.Tensor:
+    return ids.detach().to(dtype_for(count), copy=True)
 
 
 def _sizes(starts: tuple[int, ...]) -> tuple[int, ...]:

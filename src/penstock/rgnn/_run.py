@@ -128,10 +128,9 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         runner: Runner = ctx.runner
-        num_saved = len(runner.saved)
-        saved, kept = ctx.saved_tensors[:num_saved], ctx.saved_tensors[num_saved:]
+        tensors, num_saved = ctx.saved_tensors, len(runner.saved)  # a checkpoint unpacks them once
         with torch.no_grad():
-            found = runner.backward(ctx.graph, saved, kept, gradients)
+            found = runner.backward(ctx.graph, tensors[:num_saved], tensors[num_saved:], gradients)
         if torch.is_grad_enabled():  # create_graph=True: an error where it is made use of
             marker = torch.empty(0, requires_grad=True)
             found = [None if one is None else _Once.apply(one, marker) for one in found]
