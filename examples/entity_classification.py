@@ -1,4 +1,4 @@
-"""RGCN tells what an entity of a knowledge graph is: AIFB and MUTAG, full-graph and in mini-batches.
+"""RGCN tells what an entity of a knowledge graph is: AIFB and MUTAG, whole or in mini-batches.
 
     python examples/entity_classification.py --dataset aifb
     python examples/entity_classification.py --dataset mutag --mini-batch
@@ -57,8 +57,9 @@ def convolve_messages(g, messages, root, bias):
 
 
 class EntityClassifier(nn.Module):
-    """Two relational convolutions; nodes have no features, so in the first one each node has an
-    embedding for each relation, of its own or summed from bases."""
+    """Two relational convolutions. Nodes have no features, so in the first one each node has an
+    embedding for each relation: its own, or a sum of bases.
+    """
 
     def __init__(self, num_nodes, num_relations, num_classes, num_bases):
         super().__init__()

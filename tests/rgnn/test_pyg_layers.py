@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import pickle
+import textwrap
 
 import pytest
 import torch
@@ -213,3 +216,15 @@ def test_attention_scores_need_no_projection_of_the_destinations():
     assert sorted(d.applied for d in reordered) == [False, True]
     (rejected,) = [d for d in reordered if not d.applied]
     assert "needed elsewhere" in rejected.reason
+
+
+def test_the_three_layers_are_at_most_45_lines_of_the_language():
+    num_lines = 0
+    for function in (rgnn.layers.rgcn, rgnn.layers.rgat, rgnn.layers.hgt):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function.__wrapped__))).body
+        assert isinstance(definition, ast.FunctionDef)
+        begin = definition.lineno - len(definition.decorator_list)
+        doc = definition.body[0]
+        assert definition.end_lineno is not None and doc.end_lineno is not None
+        num_lines += definition.end_lineno - begin + 1 - (doc.end_lineno - doc.lineno + 1)
+    assert num_lines <= 45

@@ -20,13 +20,11 @@ EdgeType = tuple[str, str, str]
 
 
 @compile
-def hgt(
-    g: Any, k: Any, q: Any, v: Any, k_rel: Any, v_rel: Any, p_rel: Any, heads: int, scale: float
-) -> Any:
+def hgt(g: Any, k: Any, q: Any, v: Any, k_rel: Any, v_rel: Any, p_rel: Any, heads: int) -> Any:
     """Attention and messages as a program; keys, queries and values are node tensors."""
     e, n = g.edges, g.nodes
     keys, queries, values = (n(tensor).heads(heads) for tensor in (k, q, v))
-    s = dot(e.src(keys) @ k_rel[e.type], e.dst(queries)) * p_rel[e.type] * scale
+    s = dot(e.src(keys) @ k_rel[e.type], e.dst(queries)) * p_rel[e.type]
     return g.sum_to_dst(edge_softmax(s) * (e.src(values) @ v_rel[e.type])).merge_heads()
 
 
@@ -110,9 +108,9 @@ class HGTConv(nn.Module):
         projected = torch.cat([self.kqv_lin(name, x_dict[name]) for name in self.node_types])
         k, q, v = projected.tensor_split(3, dim=1)
         p_rel = torch.cat([self.p_rel[_key("__".join(t))] for t in self.edge_types])
-        scale = 1 / math.sqrt(self.out_channels // self.heads)
-        weights = (self.k_rel.by_relation(), self.v_rel.by_relation(), p_rel)
-        attended = hgt(graph, k, q, v, *weights, self.heads, scale)
+        scale = p_rel / math.sqrt(self.out_channels // self.heads)
+        weights = (self.k_rel.by_relation(), self.v_rel.by_relation(), scale)
+        attended = hgt(graph, k, q, v, *weights, self.heads)
         is_target = {target for _, _, target in self.edge_types}
         results = {}
         for name, h in zip(self.node_types, attended.split(list(sizes.values())), strict=True):

@@ -19,8 +19,7 @@ def rgcn(
 ) -> Any:
     """The layer as a program; `comp`, `root`, `bias` and `num_blocks` may be None."""
     e, n = g.edges, g.nodes
-    if comp is not None:
-        weight = combine(comp, weight)
+    weight = weight if comp is None else combine(comp, weight)
     source = e.src(x) if num_blocks is None else e.src(n(x).heads(num_blocks))
     z = source @ weight[e.type]
     h = g.sum_to_dst(edge_mean(z) if mean else z)
