@@ -101,8 +101,11 @@ class HGTConv(nn.Module):
             (nodes of the type, out_channels) for each node type that an edge type ends in.
 
         Raises:
-            ValueError: The graph has other relations, or another number of nodes.
+            ValueError: The graph has other relations, or another number of nodes; or `x_dict` has
+                no features of a node type.
         """
+        if missing := [name for name in self.node_types if name not in x_dict]:
+            raise ValueError(f"x_dict has no {missing}, which metadata has")
         sizes = {name: x_dict[name].shape[0] for name in self.node_types}
         graph = self._graph(edge_index_dict, sizes)
         projected = torch.cat([self.kqv_lin(name, x_dict[name]) for name in self.node_types])
@@ -160,7 +163,7 @@ class HGTConv(nn.Module):
 
         if torch.compiler.is_dynamo_compiling():
             return joined()
-        numbers = (tuple(present), tuple(sizes.items()))
+        numbers = (tuple(self.edge_types), tuple(present), tuple(sizes.items()))
         return remembered([edges[t] for t in present], numbers, joined)
 
     def extra_repr(self) -> str:
