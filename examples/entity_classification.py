@@ -40,7 +40,7 @@ class Dataset:
     leaks: tuple[str, ...]  # predicates that the labels were made from
     num_bases: int | None
     weight_decay: float
-    num_epochs: int
+    num_epochs: int  # of MUTAG: chosen with --validate
     paper_accuracy: float
 
 
@@ -48,7 +48,7 @@ DATASETS = {
     "aifb": Dataset(
         "person", "label_affiliation", ("#employs", "#affiliation"), None, 0.0, 50, 0.958
     ),
-    "mutag": Dataset("bond", "label_mutagenic", ("#isMutagenic",), 30, 5e-4, 20, 0.732),
+    "mutag": Dataset("bond", "label_mutagenic", ("#isMutagenic",), 30, 5e-4, 25, 0.732),
 }
 
 
@@ -234,7 +234,7 @@ def read_options(arguments):
     parser.add_argument("--dataset", choices=list(DATASETS), default="aifb")
     parser.add_argument("--data", default=os.environ.get("PENSTOCK_DATA"), help="folder of rgnn/")
     parser.add_argument("--seeds", type=int, default=10, help="how many runs")
-    parser.add_argument("--epochs", type=int, help="by default 50 on AIFB and 20 on MUTAG")
+    parser.add_argument("--epochs", type=int, help="by default 50 on AIFB and 25 on MUTAG")
     parser.add_argument(
         "--validate", action="store_true", help="hold out training nodes instead of the test's"
     )
