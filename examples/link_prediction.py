@@ -199,7 +199,7 @@ def read_options(arguments):
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", default=os.environ.get("PENSTOCK_DATA"), help="folder of rgnn/")
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--mini-batch", action="store_true", help="messages over sampled edges")
     parser.add_argument("--num-edges", type=int, default=30_000, help="of a mini-batch")
     parser.add_argument("--edge-dropout", type=float, default=0.4, help="without --mini-batch")
