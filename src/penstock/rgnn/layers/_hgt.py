@@ -13,19 +13,18 @@ from torch.nn import functional
 from penstock.rgnn._compile import compile
 from penstock.rgnn._functions import dot, edge_softmax
 from penstock.rgnn._graph import Graph
-from penstock.rgnn.layers._graph_argument import LastGraph, glorot_
+from penstock.rgnn._graph_tensors import GraphTensors, graph_of, remembered
+from penstock.rgnn.layers._graph_argument import glorot_
 
 EdgeType = tuple[str, str, str]
 
 
 @compile
-def hgt(
-    g: Any, k: Any, q: Any, v: Any, k_rel: Any, v_rel: Any, p_rel: Any, heads: int, scale: float
-) -> Any:
+def hgt(g: Any, k: Any, q: Any, v: Any, k_rel: Any, v_rel: Any, p_rel: Any, heads: int) -> Any:
     """Attention and messages as a program; keys, queries and values are node tensors."""
     e, n = g.edges, g.nodes
     keys, queries, values = (n(tensor).heads(heads) for tensor in (k, q, v))
-    s = dot(e.src(keys) @ k_rel[e.type], e.dst(queries)) * p_rel[e.type] * scale
+    s = dot(e.src(keys) @ k_rel[e.type], e.dst(queries)) * p_rel[e.type]
     return g.sum_to_dst(edge_softmax(s) * (e.src(values) @ v_rel[e.type])).merge_heads()
 
 
@@ -74,7 +73,6 @@ class HGTConv(nn.Module):
         self.p_rel = nn.ParameterDict(
             {_key("__".join(t)): nn.Parameter(torch.ones(1, heads)) for t in self.edge_types}
         )
-        self._last_graph = LastGraph()
 
     def reset_parameters(self) -> None:
         """Draw the weights anew."""
@@ -103,16 +101,19 @@ class HGTConv(nn.Module):
             (nodes of the type, out_channels) for each node type that an edge type ends in.
 
         Raises:
-            ValueError: The graph has other relations, or another number of nodes.
+            ValueError: The graph has other relations, or another number of nodes; or `x_dict` has
+                no features of a node type.
         """
+        if missing := [name for name in self.node_types if name not in x_dict]:
+            raise ValueError(f"x_dict has no {missing}, which metadata has")
         sizes = {name: x_dict[name].shape[0] for name in self.node_types}
         graph = self._graph(edge_index_dict, sizes)
         projected = torch.cat([self.kqv_lin(name, x_dict[name]) for name in self.node_types])
         k, q, v = projected.tensor_split(3, dim=1)
         p_rel = torch.cat([self.p_rel[_key("__".join(t))] for t in self.edge_types])
-        scale = 1 / math.sqrt(self.out_channels // self.heads)
-        weights = (self.k_rel.by_relation(), self.v_rel.by_relation(), p_rel)
-        attended = hgt(graph, k, q, v, *weights, self.heads, scale)
+        scale = p_rel / math.sqrt(self.out_channels // self.heads)
+        weights = (self.k_rel.by_relation(), self.v_rel.by_relation(), scale)
+        attended = hgt(graph, k, q, v, *weights, self.heads)
         is_target = {target for _, _, target in self.edge_types}
         results = {}
         for name, h in zip(self.node_types, attended.split(list(sizes.values())), strict=True):
@@ -143,7 +144,7 @@ class HGTConv(nn.Module):
         if unknown := [edge_type for edge_type in edges if edge_type not in self.edge_types]:
             raise ValueError(f"edge_index_dict has {unknown}, which metadata has not")
 
-        def make() -> Graph:
+        def joined() -> Graph:
             starts, total = {}, 0
             for name, length in sizes.items():
                 starts[name], total = total, total + length
@@ -154,15 +155,16 @@ class HGTConv(nn.Module):
             relations = [torch.full_like(edges[t][0], self.edge_types.index(t)) for t in present]
             device = next(iter(self.parameters())).device
             none = torch.empty(2, 0, dtype=torch.int64, device=device)
-            return Graph(
+            edge_index, edge_type = (
                 torch.cat([none, *ends], dim=1),
                 torch.cat([none[0], *relations]),
-                num_nodes=num_nodes,
-                num_relations=num_relations,
             )
+            return graph_of(GraphTensors(edge_index, edge_type, None, num_nodes, num_relations, 1))
 
-        numbers = (tuple(present), tuple(sizes.items()))
-        return self._last_graph.get([edges[t] for t in present], numbers, make)
+        if torch.compiler.is_dynamo_compiling():
+            return joined()
+        numbers = (tuple(self.edge_types), tuple(present), tuple(sizes.items()))
+        return remembered([edges[t] for t in present], numbers, joined)
 
     def extra_repr(self) -> str:
         """What `print(layer)` shows."""
