@@ -104,7 +104,7 @@ class Case:
     def _try(
         self, name: str, make: Callable[[], Arm], expected: dict[str, list[torch.Tensor]]
     ) -> dict[str, Step]:
-        """Run an arm once in each mode: its steps by mode, without those that run out of memory."""
+        """Run an arm once in each mode: its steps by mode, until it runs out of memory."""
         arm, steps = None, {}
         for mode in MODES:
             say("trying", arm=name, mode=mode)
@@ -121,7 +121,7 @@ class Case:
                 if not is_out_of_memory(failure):
                     raise
                 say("failed", arm=name, mode=mode, seconds=time.perf_counter() - start)
-                continue
+                break  # what cannot train is of no use for inference either
             steps[mode] = step
             say(
                 "tried",

@@ -24,9 +24,12 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     linear = torch.nn.Linear(WIDTH, WIDTH).to(options.device)
-    linear(torch.randn(NUM_NODES, WIDTH, device=options.device)).sum().backward()
+    out = linear(torch.randn(NUM_NODES, WIDTH, device=options.device))
+    out.backward(torch.ones_like(out))  # with a gradient given, as below: PyTorch imports for it
     torch.manual_seed(0)
     edge_index = torch.randint(0, NUM_NODES, (2, NUM_EDGES))
     graph = Graph(edge_index, torch.randint(0, NUM_RELATIONS, (NUM_EDGES,))).to(options.device)

@@ -10,6 +10,7 @@ import torch
 from _rgnn_arms import Arm, Layer
 
 SHORT_SECONDS = 0.5  # an arm below it is measured at least MIN_ROUNDS times
+ENDLESS_SECONDS = 10.0  # an arm above it is measured once
 MIN_ROUNDS, MAX_ROUNDS, MIN_LONG_ROUNDS = 9, 15, 3
 TRAINING, INFERENCE = "training step", "inference"
 MODES = (TRAINING, INFERENCE)
@@ -20,6 +21,7 @@ class Step:
 
     def __init__(self, arm: Arm, mode: str, device: str) -> None:
         self.arm, self.mode, self._device = arm, mode, device
+        self.rough_seconds = 0.0
         self._seeds: list[torch.Tensor] = []
 
     def __call__(self) -> tuple[torch.Tensor, ...]:
@@ -56,7 +58,7 @@ class Step:
 
         On the CPU, allocator events of the profiler are added up: they are exact, and are there
         for whatever allocates through torch, also inside of compiled code. Resident bytes would
-        show the allocator's habits instead.
+        show the allocator's habits instead. The run's time is kept as `rough_seconds`.
         """
         for leaf in self.arm.leaves:
             leaf.grad = None
@@ -64,11 +66,11 @@ class Step:
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-            self()
+            self.rough_seconds = self.timed()
             return torch.cuda.max_memory_allocated() - before
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
-            self()
+            self.rough_seconds = self.timed()
         results = profiler.profiler and profiler.profiler.kineto_results
         assert results is not None
         events: list[Any] = [event for event in results.events() if event.name() == "[memory]"]
@@ -101,15 +103,18 @@ def measure(steps: dict[str, Step], budget_seconds: float) -> dict[str, list[flo
     Before each measured run of a short arm stands one that is not measured, so that it does not pay
     for what the arm before it has left in caches and allocator. Long arms take part in the first
     rounds only.
+
+    Args:
+        steps: By arm, each of which has told its peak and so had its warm-up.
+        budget_seconds: What the rounds of one arm may take, roughly.
     """
-    once = {name: step.timed() for name, step in steps.items()}
-    rounds = {name: num_rounds(seconds, budget_seconds) for name, seconds in once.items()}
+    rounds = {name: num_rounds(step.rough_seconds, budget_seconds) for name, step in steps.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(max(rounds.values(), default=0)):
         order = list(steps) if number % 2 == 0 else list(reversed(steps))
         for name in order:
             if number < rounds[name]:
-                if once[name] < SHORT_SECONDS:
+                if steps[name].rough_seconds < SHORT_SECONDS:
                     steps[name]()
                 seconds[name].append(steps[name].timed())
     return seconds
@@ -117,5 +122,7 @@ def measure(steps: dict[str, Step], budget_seconds: float) -> dict[str, list[flo
 
 def num_rounds(seconds: float, budget_seconds: float) -> int:
     """How often an arm is measured that takes so long."""
+    if seconds >= ENDLESS_SECONDS:
+        return 1
     least = MIN_ROUNDS if seconds < SHORT_SECONDS else MIN_LONG_ROUNDS
     return max(least, min(MAX_ROUNDS, int(budget_seconds / seconds)))

@@ -141,7 +141,7 @@ def case_rows(
     return record.rows(where)
 
 
-def first_call_rows(model: str, device: str, where: Any) -> list[BenchmarkRow]:
+def first_call_rows(model: str, options: argparse.Namespace, where: Any) -> list[BenchmarkRow]:
     """The first call on a new program, and in a second process."""
     seconds: dict[str, list[float]] = {name: [] for name in FIRST_CALL_LIMITS}
     later = []
@@ -149,7 +149,8 @@ def first_call_rows(model: str, device: str, where: Any) -> list[BenchmarkRow]:
         with tempfile.TemporaryDirectory() as cache:
             os.chmod(cache, 0o700)
             for times in seconds.values():
-                flags = ["--model", model, "--device", device]
+                flags = ["--model", model, "--device", options.device]
+                flags += ["--threads", str(options.threads)]
                 lines, status = run_script(
                     "_rgnn_first_call.py", flags, timeout=None, PENSTOCK_CACHE_DIR=cache
                 )
@@ -199,7 +200,7 @@ def main() -> None:
         options.part.remove("cases")
     if "first call" in options.part:
         for model in options.models:
-            write_rows(first_call_rows(model, options.device, where), options.out)
+            write_rows(first_call_rows(model, options, where), options.out)
     if "cases" in options.part:
         for graph in options.graphs:
             for model in options.models:
