@@ -8,7 +8,7 @@ the backward of a compact program is compact by itself.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from functools import cached_property
 
 from penstock.rgnn._differentiate import differentiate
@@ -50,6 +50,11 @@ class Plan:
     """What each rewrite did and did not do."""
     without: frozenset[str]
     """The rewrites that were switched off."""
+
+    compiled: dict[Hashable, object] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
+    """What backends have made of it."""
 
     @cached_property
     def forward(self) -> frozenset[int]:

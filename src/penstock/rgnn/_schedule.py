@@ -99,6 +99,16 @@ def source(program: Program, position: int) -> int:
     return position
 
 
+def maps_of(program: Program, position: int) -> list[RowMap]:
+    """The gathers on the way from a value to what it reads; none for a row's own value."""
+    maps = []
+    while program.nodes[position].op in READS:
+        if program.nodes[position].op == "gather":
+            maps.append(program.nodes[position].map)
+        position = program.nodes[position].operands[0]
+    return maps
+
+
 def is_typed_product(program: Program, node: Node) -> bool:
     """Whether a matmul multiplies each row with the matrix of its type (or one for all rows).
 
@@ -218,7 +228,7 @@ class _Lowering:
             if self._kernel_of.get(self._source(operand)) != kernel:
                 continue
             made = self._nodes[self._source(operand)]
-            if self._maps(operand) or made.space is not node.space:
+            if maps_of(self._program, operand) or made.space is not node.space:
                 return False
         return True
 
@@ -318,7 +328,7 @@ class _Lowering:
         grouping = opened.grouped_by or grouped_by
         stage = 0
         for operand in self._nodes[position].operands:
-            value, maps = self._source(operand), self._maps(operand)
+            value, maps = self._source(operand), maps_of(self._program, operand)
             if self._kernel_of.get(value) != kernel:
                 continue
             made = self._nodes[value]
@@ -370,12 +380,3 @@ class _Lowering:
 
     def _source(self, position: int) -> int:
         return source(self._program, position)
-
-    def _maps(self, position: int) -> list[RowMap]:
-        """The gathers on the way from a value to what it reads."""
-        maps = []
-        while self._nodes[position].op in READS:
-            if self._nodes[position].op == "gather":
-                maps.append(self._nodes[position].map)
-            position = self._nodes[position].operands[0]
-        return maps
