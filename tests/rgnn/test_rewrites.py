@@ -38,7 +38,7 @@ def test_random_programs_compute_what_the_reference_does(recipe, graph):
     reference = rgnn.compile(recipe.__call__).to_torch()
     expected = results_and_gradients(reference, graph, arguments)
     for without in SWITCHES:
-        compiled = rgnn.compile(recipe.__call__, without=without)
+        compiled = rgnn.compile(recipe.__call__, without=without, backend="torch")
         assert_same(results_and_gradients(compiled, graph, arguments), expected)
 
 
@@ -49,7 +49,7 @@ def test_layers_compute_what_the_reference_does(name, without, is_canonical):
     graph = random_graph(is_canonical=is_canonical)
     arguments = layer_arguments(name, graph)
     expected = results_and_gradients(LAYERS[name].to_torch(), graph, arguments)
-    function = rgnn.compile(LAYERS[name].__wrapped__, without=without)
+    function = rgnn.compile(LAYERS[name].__wrapped__, without=without, backend="torch")
     assert_same(results_and_gradients(function, graph, arguments), expected)
 
 
@@ -58,7 +58,7 @@ def test_layers_compute_what_the_reference_does(name, without, is_canonical):
 def test_a_real_graph_gives_the_same_with_and_without_rewrites(name):
     graph = rgnn.Graph.from_triples(DATA / "aifb" / "aifb_stripped.nt.gz").with_reverse_edges()
     arguments = layer_arguments(name, graph, dim=8)
-    edgewise = rgnn.compile(LAYERS[name].__wrapped__, without=REWRITES)
+    edgewise = rgnn.compile(LAYERS[name].__wrapped__, without=REWRITES, backend="torch")
     expected = results_and_gradients(edgewise, graph, arguments)
     assert_same(results_and_gradients(LAYERS[name], graph, arguments), expected)
     rows = [kernel[1] for kernel in gemm_rows(LAYERS[name].explain(graph, *arguments))]

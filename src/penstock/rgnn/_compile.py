@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from penstock.rgnn._backends import BACKENDS, choose
+from penstock.rgnn._backends import BACKENDS, choose, resolve
 from penstock.rgnn._explain import Explanation, explain
 from penstock.rgnn._frontend import Argument, Trace, TracedGraph, Value
 from penstock.rgnn._graph import Graph
@@ -158,7 +158,13 @@ class CompiledFunction:
         wrt = tuple(name for name in traced.program.inputs() if tensors[name].requires_grad)
         plan = self._plan(traced.program, _bucket(graph.counts), wrt)
         dtype = next(iter(tensors.values())).dtype if tensors else torch.get_default_dtype()
-        return explain(plan, graph, name=self._function.__name__, element_bytes=dtype.itemsize)
+        return explain(
+            plan,
+            graph,
+            name=self._function.__name__,
+            element_bytes=dtype.itemsize,
+            backend=resolve(self._backend, graph.device.type, dtype.itemsize),
+        )
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         raise TypeError(

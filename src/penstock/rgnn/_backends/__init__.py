@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from penstock.codegen import find_compiler
 from penstock.rgnn._backends import _cpp, _torch
+from penstock.rgnn._graph import Graph
+from penstock.rgnn._plan import Plan
 from penstock.rgnn._run import Execute
+
+_logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "torch", "cpp")
 """The names that `compile(backend=...)` takes."""
@@ -16,4 +27,49 @@ def choose(name: str) -> Execute:
         name: One of `BACKENDS`; "auto" takes the fastest that can run there.
     """
     assert name in BACKENDS, name
-    return {"auto": _torch.execute, "torch": _torch.execute, "cpp": _cpp.execute}[name]
+    return _fastest if name == "auto" else _named(name)
+
+
+def resolve(name: str, device_type: str, element_bytes: int) -> str:
+    """The name of the backend that runs a call, where `name` may be "auto".
+
+    Args:
+        name: One of `BACKENDS`.
+        device_type: Of the graph's device, such as "cpu".
+        element_bytes: Of one number.
+    """
+    return _fastest_on(device_type, element_bytes) if name == "auto" else name
+
+
+def _named(name: str) -> Execute:
+    return _cpp.execute if name == "cpp" else _torch.execute
+
+
+def _fastest(
+    plan: Plan,
+    graph: Graph,
+    values: frozenset[int],
+    given: Mapping[int, torch.Tensor],
+    arguments: Mapping[str, torch.Tensor],
+    outputs: Sequence[int],
+    keep: Collection[int],
+) -> tuple[tuple[torch.Tensor, ...], dict[int, torch.Tensor]]:
+    """Compute values by the fastest backend for the graph's device; see `_run.Execute`."""
+    first = next(iter(arguments.values()), None)
+    dtype = torch.get_default_dtype() if first is None else first.dtype
+    execute = _named(_fastest_on(graph.device.type, dtype.itemsize))
+    return execute(plan, graph, values, given, arguments, outputs, keep)
+
+
+@functools.cache
+def _fastest_on(device_type: str, element_bytes: int) -> str:
+    is_compiled = element_bytes in {dtype.itemsize for dtype in _cpp.DTYPES}
+    has_compiler = device_type == "cpu" and is_compiled and find_compiler() is not None
+    name = "cpp" if has_compiler else "torch"
+    _logger.info(
+        "relational programs on %s in numbers of %d bytes run in the backend %r",
+        device_type,
+        element_bytes,
+        name,
+    )
+    return name

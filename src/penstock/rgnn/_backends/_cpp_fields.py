@@ -1,7 +1,7 @@
 """What a generated program gets from outside: pointers and numbers, each of 8 bytes, in one struct.
 
-The source names a field when it first needs it; `_cpp_graph.py` and `_cpp.py` fill it in for a graph
-and a call.
+The source names a field when it first needs it; `_cpp_graph.py` and `_cpp.py` fill it in, for a
+graph and for a call.
 """
 
 from __future__ import annotations

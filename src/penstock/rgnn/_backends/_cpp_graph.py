@@ -159,5 +159,3 @@ def _starts(sizes: torch.Tensor) -> torch.Tensor:
     starts = sizes.new_zeros(len(sizes) + 1)
     torch.cumsum(sizes, 0, out=starts[1:])
     return starts
-
-

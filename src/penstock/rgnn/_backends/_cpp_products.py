@@ -12,8 +12,8 @@ from penstock.rgnn._rows import RowMap, Space
 from penstock.rgnn._schedule import Kernel
 
 
-def write_gemm(program: Program, kernel: Kernel, name: str, fields: Fields) -> str:
-    """The source of a segment GEMM, as a function `name`."""
+def write_gemm(program: Program, kernel: Kernel, head: str, fields: Fields) -> str:
+    """The source of a segment GEMM; `head` is its function's name and parameters."""
     lines = Lines()
     (value,) = kernel.values
     node = program.nodes[value]
@@ -24,15 +24,14 @@ def write_gemm(program: Program, kernel: Kernel, name: str, fields: Fields) -> s
     tiles, num_tiles = fields.tiles(row_map)
     arguments = f"f.num_threads, {tiles}, {num_tiles}, {_order(fields, row_map)}"
     is_transposed = "true" if node["transposed"] else "false"
-    with lines.block(f"void {name}(const Frame& f) {{"):
+    with lines.block(f"void {head} {{"):
         with lines.loops(node.shape[:-1], simd=False) as batch:
             from_vector = offset(vector_shape, (*stretched(vector_shape[:-1], batch), "0"))
             heads = batch[: len(matrix_shape) - 2]
             from_matrix = offset(matrix_shape, (*stretched(matrix_shape[:-2], heads), "0", "0"))
             into = offset(node.shape, (*batch, "0"))
             lines.add(
-                f"segment_product<T, {contraction}, {columns}, {is_transposed}>("
-                f"{arguments},",
+                f"segment_product<T, {contraction}, {columns}, {is_transposed}>({arguments},",
                 f"    [&](int64_t row) {{ return {_read(program, fields, vector, 'row')} + "
                 f"{from_vector}; }},",
                 f"    [&](int64_t row) {{ return {fields.value(value)} + row * "
@@ -43,8 +42,8 @@ def write_gemm(program: Program, kernel: Kernel, name: str, fields: Fields) -> s
     return str(lines)
 
 
-def write_weight_gradient(program: Program, kernel: Kernel, name: str, fields: Fields) -> str:
-    """The source of a sum of outer products, as a function `name`."""
+def write_weight_gradient(program: Program, kernel: Kernel, head: str, fields: Fields) -> str:
+    """The source of a sum of outer products; `head` is its function's name and parameters."""
     lines = Lines()
     (value,) = kernel.values
     node = program.nodes[value]
@@ -56,7 +55,7 @@ def write_weight_gradient(program: Program, kernel: Kernel, name: str, fields: F
     assert len(rest) <= 1, shapes
     tasks, num_tasks = fields.tasks(node.map)
     order, size = _order(fields, node.map), math.prod(node.shape)
-    with lines.block(f"void {name}(const Frame& f) {{"):
+    with lines.block(f"void {head} {{"):
         with lines.loops(tuple(heads), simd=False) as at:
             ends = []
             for operand, shape in zip(outer.operands, shapes, strict=True):

@@ -17,12 +17,12 @@ from penstock.rgnn._ir import Program
 from penstock.rgnn._rows import RowMap, Space
 from penstock.rgnn._schedule import READS, TYPES, Kernel, Schedule, source
 
-SORTED = frozenset(
-    {_rows.EDGE_TYPE, _rows.EDGE_DST_PAIR, _rows.SRC_PAIR_TYPE, _rows.DST_PAIR_TYPE}
-)
+SORTED = frozenset({_rows.EDGE_TYPE, _rows.EDGE_DST_PAIR, _rows.SRC_PAIR_TYPE, _rows.DST_PAIR_TYPE})
 """Maps along which the rows are in ascending order already, in every graph."""
 
-_MAX_KEPT = 16  # elements of a row that is kept from one stage to the next; longer ones are made anew
+_MAX_KEPT = (
+    16  # elements of a row that is kept from one stage to the next; longer ones are made anew
+)
 
 
 def is_sorted(row_map: RowMap) -> bool:
@@ -31,12 +31,12 @@ def is_sorted(row_map: RowMap) -> bool:
 
 
 def write_traversal(
-    program: Program, schedule: Schedule, kernel: Kernel, name: str, fields: Fields
+    program: Program, schedule: Schedule, kernel: Kernel, head: str, fields: Fields
 ) -> str:
-    """The source of a kernel, as a function `name`."""
+    """The source of a traversal; `head` is its function's name and parameters."""
     lines = Lines()
     writer = _Traversal(program, schedule, kernel, fields, lines)
-    with lines.block(f"void {name}(const Frame& f) {{"):
+    with lines.block(f"void {head} {{"):
         if kernel.grouped_by is None:
             writer.write_rows()
         elif kernel.grouped_by.into in TYPES:
@@ -86,15 +86,16 @@ class _Traversal:
                     f"const int64_t begin = {tasks}[3 * task + 1], end = {tasks}[3 * task + 2];",
                 )
                 for value in sums:
-                    lines.add(f"std::memset(sum_{value}, 0, {self._size(value)} * sizeof(T));")
+                    lines.add(f"memset(sum_{value}, 0, {self._size(value)} * sizeof(T));")
                 self._write_stage(0)
                 for value in sums:
                     size = self._size(value)
                     part = f"{self.fields.parts(value)} + task * {size}"
-                    lines.add(f"std::memcpy({part}, sum_{value}, {size} * sizeof(T));")
+                    lines.add(f"memcpy({part}, sum_{value}, {size} * sizeof(T));")
         for value in sums:
-            starts, num_types = self.fields.task_starts(grouping), self.fields.num_rows(
-                grouping.into
+            starts, num_types = (
+                self.fields.task_starts(grouping),
+                self.fields.num_rows(grouping.into),
             )
             lines.add(
                 f"add_parts<T>(f.num_threads, {starts}, {num_types}, {self._size(value)}, "
@@ -111,8 +112,12 @@ class _Traversal:
             for value in sorted(self._kept() | self._softmaxes()):
                 longest = self.fields.longest_group(grouping)
                 lines.add(f"Scratch<T> kept_{value}({longest} * {self._size(value)});")
-            with lines.block("for (int64_t chunk; chunks.next(&chunk);) {"), lines.block(
-                f"for (int64_t group = {chunks}[chunk]; group < {chunks}[chunk + 1]; ++group) {{"
+            with (
+                lines.block("for (int64_t chunk; chunks.next(&chunk);) {"),
+                lines.block(
+                    f"for (int64_t group = {chunks}[chunk]; group < {chunks}[chunk + 1]; "
+                    f"++group) {{"
+                ),
             ):
                 lines.add(f"const int64_t begin = {starts}[group], end = {starts}[group + 1];")
                 for stage, values in enumerate(self.kernel.stages):
@@ -171,7 +176,7 @@ class _Traversal:
                 with lines.block(f"for (int64_t i = 0; i < {size}; ++i) {{"):
                     lines.add(
                         f"T& x = kept_{value}[at * {size} + i];",
-                        f"total_{value}[i] += x = std::exp(x - largest_{value}[i]);",
+                        f"total_{value}[i] += x = exponential(x - largest_{value}[i]);",
                     )
             with lines.block("for (int64_t at = begin; at < end; ++at) {"):
                 with lines.block(f"for (int64_t i = 0; i < {size}; ++i) {{"):
@@ -187,7 +192,7 @@ class _Traversal:
             if value in self.schedule.materialised:
                 size = self._size(value)
                 place = f"{self.fields.value(value)} + group * {size}"
-                lines.add(f"std::memcpy({place}, {name}, {size} * sizeof(T));")
+                lines.add(f"memcpy({place}, {name}, {size} * sizeof(T));")
         if not self.kernel.epilogue:
             return
 
