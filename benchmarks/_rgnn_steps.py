@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
@@ -62,6 +63,7 @@ class Step:
         """
         for leaf in self.arm.leaves:
             leaf.grad = None
+        gc.collect()  # what earlier steps have left must not be freed in this one
         if self._device != "cpu":
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
