@@ -40,8 +40,8 @@ def draw(device_name: str, directory: Path, target: Path = FIGURE) -> None:
             centres = [place + (number + 0.5) * width - 0.4 for place in places]
             bars = panel.bar(centres, heights, width, label=f"without {name}")
             labels = ["" if height == 1.0 else f"{height:.2f}" for height in heights]
-            panel.bar_label(bars, labels, fontsize=6, padding=1)
-        panel.axhline(1, color="black", linewidth=0.8)
+            panel.bar_label(bars, labels, fontsize=6, padding=2)
+        panel.axhline(1, color="grey", linewidth=0.6)
         panel.set_ylabel(f"{model}\ntime, all rewrites = 1")
         panel.set_xticks(range(len(graphs)), graphs)
         panel.spines[["top", "right"]].set_visible(False)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import _rgnn_bars
+import _rgnn_roofline
 import _rgnn_rows
 from _rgnn_arms import EDGEWISE, EDGEWISE_CSR, MODELS, PYG, PYG_FAST, Layer, OurProgram, maker, ours
 from _rgnn_case import is_out_of_memory, plan_facts
@@ -125,6 +126,35 @@ def test_running_out_of_memory_is_told_from_other_errors():
     assert is_out_of_memory(failure.value)
     assert is_out_of_memory(MemoryError())
     assert not is_out_of_memory(RuntimeError("shapes cannot be multiplied"))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_kernels_run_one_by_one_and_move_at_least_what_they_read_and_write(model, monkeypatch):
+    monkeypatch.setattr(_rgnn_roofline, "REPETITIONS", 1)
+    layer = Layer(model, typed_graph(), WIDTH)
+    program = OurProgram(layer, "torch")
+    roofline = _rgnn_roofline.Roofline(bytes_per_second=1e9, operations_per_second=1e9)
+    facts = _rgnn_roofline.kernel_facts(layer, program, "torch", roofline)
+    kernels = program.explain(training=True).kernels
+    assert [fact["backward"] for fact in facts] == [kernel.is_backward for kernel in kernels]
+    for fact, kernel in zip(facts, kernels, strict=True):
+        assert fact["least_bytes"] > sum(value.memory_bytes for value in kernel.values)
+        least = max(fact["least_bytes"], fact["operations"]) / 1e9
+        assert fact["roofline_fraction"] == pytest.approx(least / fact["seconds"], rel=0.01)
+
+
+def test_least_bytes_of_a_product_are_its_rows_its_weights_and_its_result():
+    graph = typed_graph()
+    layer = Layer("RGCN", graph, WIDTH)
+    roofline = _rgnn_roofline.Roofline(bytes_per_second=1e9, operations_per_second=1e9)
+    facts = _rgnn_roofline.kernel_facts(layer, OurProgram(layer, "torch"), "torch", roofline)
+    (product,) = [
+        fact for fact in facts if "GEMM over node" in fact["kernel"] and not fact["backward"]
+    ]
+    row = 4 * WIDTH  # of floats
+    num_rows = graph.num_nodes
+    assert product["least_bytes"] == (2 * num_rows + WIDTH) * row
+    assert product["operations"] == 2 * num_rows * WIDTH**2
 
 
 REFERENCE = ours("torch")
