@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import traceback
 import weakref
@@ -171,6 +172,25 @@ def test_what_is_returned_has_memory_of_its_own():
     assert_is_reference(several, graph, (x, f))
 
 
+@pytest.mark.parametrize("name", ["rgat", "hgt"])
+def test_what_a_step_kept_is_gone_with_it_and_its_memory_used_again(name):
+    graph = random_graph(3000, 30_000)
+    arguments, function = layer_arguments(name, graph, dim=24), compiled(name)
+    results_and_gradients(function, graph, arguments)
+    blocks = _cpp_graph.arrays_of(graph).blocks
+    gc.disable()  # nothing may wait for the garbage collector
+    try:
+        num_blocks = blocks.num_blocks
+        results_and_gradients(function, graph, arguments)
+        assert blocks.num_blocks == num_blocks > 0
+        held = function(graph, *arguments)
+        assert not all(block.is_free() for block in blocks._blocks)
+        del held
+        assert all(block.is_free() for block in blocks._blocks)
+    finally:
+        gc.enable()
+
+
 class _Peak(TorchDispatchMode):
     """The most bytes that storages made under it have had at once."""
 
@@ -209,6 +229,7 @@ def test_a_step_takes_as_many_bytes_as_its_rows_say(name):
     for without in ((), REWRITES):
         function = compiled(name, without)
         results_and_gradients(function, graph, arguments)  # the graph's indices are built here
+        _cpp_graph.arrays_of(graph).blocks.clear()
         with _Peak() as peak:
             results_and_gradients(function, graph, arguments)
         peaks.append(peak.peak_bytes)

@@ -54,6 +54,7 @@ def write_weight_gradient(program: Program, kernel: Kernel, head: str, fields: F
     rest = _batch(shapes)[num_heads:]
     assert len(rest) <= 1, shapes
     tasks, num_tasks = fields.tasks(node.map)
+    starts = fields.task_starts(node.map)
     order, size = _order(fields, node.map), math.prod(node.shape)
     with lines.block(f"void {head} {{"):
         with lines.loops(tuple(heads), simd=False) as at:
@@ -70,11 +71,11 @@ def write_weight_gradient(program: Program, kernel: Kernel, head: str, fields: F
                 f"weight_gradient<T, {rows}, {columns}, {math.prod(rest)}>("
                 f"f.num_threads, {tasks}, {num_tasks}, {order},",
                 *ends,
-                f"    [&](int64_t task) {{ return {fields.parts(value)} + task * {size} + {into}; "
-                f"}});",
+                f"    [&](int64_t task) {{ return part_of<T>(task, {tasks}, {starts}, {size}, "
+                f"{fields.parts(value)}, {fields.value(value)}) + {into}; }});",
             )
         lines.add(
-            f"add_parts<T>(f.num_threads, {fields.task_starts(node.map)}, "
+            f"add_parts<T>(f.num_threads, {starts}, "
             f"{fields.num_rows(node.map.into)}, {size}, {fields.parts(value)}, "
             f"{fields.value(value)});"
         )

@@ -25,6 +25,7 @@ Subscript = tuple[str, ...]
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 
 
+_MIN_PREFETCHED = 8  # elements of a row: what takes a cache line of its own
 _FUNCTIONS = {"exp": "exponential", "log": "logarithm", "tanh": "hyperbolic_tangent"}
 
 
@@ -86,6 +87,8 @@ class Scope:
     grouping: RowMap | None = None
     sums: Mapping[int, str] = dataclasses.field(default_factory=dict)
     """Finished sums of the row's group, which are read along `grouping`."""
+    ahead: Callable[[RowMap | None], str | None] = lambda row_map: None
+    """Where a map sends a row that comes some rows later; None where it is no jump."""
     _pointers: dict[tuple[int, str], str] = dataclasses.field(default_factory=dict)
 
     def element(self, position: int, subscript: Subscript) -> str:
@@ -123,7 +126,15 @@ class Scope:
             name = f"row{len(self._pointers)}_of_{value}"
             self.lines.add(f"const T* const {name} = {self.address(value, row)};")
             self._pointers[value, row] = name
+            self._prefetch(value, maps)
         return self._pointers[value, row]
+
+    def _prefetch(self, value: int, maps: Sequence[RowMap]) -> None:
+        """Ask for a long row ahead of its turn: rows that are jumped to are in no cache yet."""
+        count = math.prod(self.program.nodes[value].shape)
+        later = self.ahead(maps[0] if maps else None) if len(maps) < 2 else None
+        if later is not None and count >= _MIN_PREFETCHED:
+            self.lines.add(f"prefetch<T, {count}>({self.address(value, later)});")
 
     def location(self, position: int) -> str:
         """Where the row begins that a read of memory ends in; an expression that states nothing."""

@@ -75,6 +75,7 @@ class _Traversal:
         assert not self.kernel.epilogue
         lines = self.lines
         tasks, num_tasks = self.fields.tasks(grouping)
+        starts = self.fields.task_starts(grouping)
         sums = [v for v in self.kernel.values if self.program.nodes[v].op == "sum"]
         lines.add(f"Tasks tasks({num_tasks});")
         with lines.block("parallel(f.num_threads, [&] {", "});"):
@@ -90,13 +91,13 @@ class _Traversal:
                 self._write_stage(0)
                 for value in sums:
                     size = self._size(value)
-                    part = f"{self.fields.parts(value)} + task * {size}"
+                    part = (
+                        f"part_of<T>(task, {tasks}, {starts}, {size}, "
+                        f"{self.fields.parts(value)}, {self.fields.value(value)})"
+                    )
                     lines.add(f"memcpy({part}, sum_{value}, {size} * sizeof(T));")
+        num_types = self.fields.num_rows(grouping.into)
         for value in sums:
-            starts, num_types = (
-                self.fields.task_starts(grouping),
-                self.fields.num_rows(grouping.into),
-            )
             lines.add(
                 f"add_parts<T>(f.num_threads, {starts}, {num_types}, {self._size(value)}, "
                 f"{self.fields.parts(value)}, {self.fields.value(value)});"
@@ -241,22 +242,26 @@ class _Traversal:
 
         return Scope(
             self.program, self.fields, self.lines, self._index, here, self._rooted(here), arrays,
-            memory, kernel.grouped_by, self.sums,
+            memory, kernel.grouped_by, self.sums, self._ahead,
         )  # fmt: skip
 
-    def _index(self, row_map: RowMap | None) -> str:
+    def _ahead(self, row_map: RowMap | None) -> str | None:
+        later = self._index(row_map, "at + kAhead")
+        return later if later.endswith("[at + kAhead]") else None
+
+    def _index(self, row_map: RowMap | None, at: str = "at") -> str:
         """Where a map sends the row of the loop."""
         grouping = self.kernel.grouped_by
         is_in_order = grouping is None or is_sorted(grouping)
         if row_map is None:
-            return "at" if is_in_order else f"{self.fields.rows(grouping)}[at]"  # pyright: ignore[reportArgumentType]
+            return at if is_in_order else f"{self.fields.rows(grouping)}[{at}]"  # pyright: ignore[reportArgumentType]
         if row_map.into is Space.ONE:
             return "0"
         if row_map == grouping:
             return "group"
         if is_in_order:
-            return f"{self.fields.index(row_map)}[at]"
-        return f"{self.fields.grouped(grouping, row_map)}[at]"  # pyright: ignore[reportArgumentType]
+            return f"{self.fields.index(row_map)}[{at}]"
+        return f"{self.fields.grouped(grouping, row_map)}[{at}]"  # pyright: ignore[reportArgumentType]
 
     def _rooted(self, computed: frozenset[int]) -> frozenset[int]:
         """Values that are stored as rows; the others are expressions of their readers."""

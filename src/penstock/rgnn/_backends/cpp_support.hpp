@@ -28,6 +28,8 @@ constexpr int kVectorBytes = 16, kTileRows = 6, kTileVectors = 2;
 constexpr int64_t kPanelRows = 64;  // of a weight gradient; two panels of 64 floats fit the L1 cache
 constexpr int64_t kBlockRows = 256;  // of a traversal in which the order of rows does not matter
 
+constexpr int64_t kAhead = 8;  // rows between asking for a row and reading it
+
 template <class T>
 struct VectorOf {
   typedef T type __attribute__((vector_size(kVectorBytes), aligned(sizeof(T)), may_alias));
@@ -74,6 +76,11 @@ class Scratch {
  private:
   T* data_;
 };
+
+template <class T, int kCount>
+inline void prefetch(const T* row) {
+  for (int i = 0; i < kCount && i < 512; i += 64 / static_cast<int>(sizeof(T))) __builtin_prefetch(row + i);
+}
 
 template <class T>
 inline T leaky_relu(T x, T slope) { return x > 0 ? x : x * slope; }
@@ -222,6 +229,14 @@ inline void add_outer(const T* const* left, const T* const* right, int64_t num_r
     outer_columns<T, K, (kStride - kWhole) / kLanes<T>>(left, right, num_rows, kWhole, sums, kStride);
 }
 
+// Where a task puts its part of a sum over the rows of a type: the only one is the sum.
+template <class T, class Index>
+inline T* part_of(int64_t task, const Index* tasks, const Index* task_starts, int64_t size, T* parts,
+                  T* out) {
+  const int64_t type = tasks[3 * task];
+  return task_starts[type + 1] - task_starts[type] == 1 ? out + type * size : parts + task * size;
+}
+
 // Sums that several tasks made parts of, added up in the order of the tasks.
 template <class T, class Index>
 void add_parts(int64_t num_threads, const Index* task_starts, int64_t num_types, int64_t size,
@@ -229,12 +244,11 @@ void add_parts(int64_t num_threads, const Index* task_starts, int64_t num_types,
   Tasks queue(num_types);
   parallel(num_threads, [&] {
     for (int64_t type; queue.next(&type);) {
-      T* sum = out + type * size;
       const int64_t begin = task_starts[type], end = task_starts[type + 1];
-      if (begin == end)
-        memset(sum, 0, size * sizeof(T));
-      else
-        memcpy(sum, parts + begin * size, size * sizeof(T));
+      T* sum = out + type * size;
+      if (begin == end) memset(sum, 0, size * sizeof(T));
+      if (end - begin < 2) continue;
+      memcpy(sum, parts + begin * size, size * sizeof(T));
       for (int64_t part = begin + 1; part < end; ++part)
         for (int64_t i = 0; i < size; ++i) sum[i] += parts[part * size + i];
     }
