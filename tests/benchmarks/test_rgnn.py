@@ -8,11 +8,24 @@ import torch
 import _rgnn_bars
 import _rgnn_roofline
 import _rgnn_rows
-from _rgnn_arms import EDGEWISE, EDGEWISE_CSR, MODELS, PYG, PYG_FAST, Layer, OurProgram, maker, ours
+from _rgnn_arms import (
+    EDGEWISE,
+    EDGEWISE_CSR,
+    MODELS,
+    PYG,
+    PYG_FAST,
+    Arm,
+    Layer,
+    OurProgram,
+    maker,
+    ours,
+)
 from _rgnn_case import is_out_of_memory, plan_facts
 from _rgnn_steps import INFERENCE, MODES, TRAINING, Step, answers, error_of, measure, num_rounds
 from _rows import Environment, read_rows, write_rows
 from penstock import rgnn
+from penstock.codegen import find_compiler
+from penstock.rgnn._backends._cpp_graph import arrays_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,7 +50,7 @@ def typed_graph(num_nodes: int = 40, num_edges: int = 400) -> rgnn.Graph:
         torch.cat(relations),
         num_nodes=num_nodes,
         num_relations=5,
-        node_type=torch.tensor([0] * 20 + [1] * 10 + [2] * 10),
+        node_type=torch.tensor([0] * 20 + [1] * 10 + [2] * (num_nodes - 30)),
     )
 
 
@@ -71,7 +84,6 @@ def test_a_training_step_leaves_gradients_of_every_parameter_that_counts():
 
 
 def test_the_peak_is_that_of_the_tensors_alive_at_once():
-    layer = Layer("RGCN", typed_graph(), WIDTH)
     megabyte = 1 << 20
 
     def forward():
@@ -82,10 +94,32 @@ def test_the_peak_is_that_of_the_tensors_alive_at_once():
         del second
         return (third,)
 
-    arm = layer.arm(lambda *args: layer.x, layer.graph)
-    step = Step(type(arm)(forward, []), INFERENCE, "cpu")
+    step = Step(Arm(forward, []), INFERENCE, "cpu")
     assert step.peak_bytes() == 3 * megabyte
     assert step.rough_seconds > 0
+
+
+def test_memory_that_is_kept_between_steps_counts():
+    kept: list[torch.Tensor] = []
+
+    def forward():
+        if not kept:
+            kept.append(torch.empty(1 << 20, dtype=torch.uint8))
+        return (kept[0],)
+
+    step = Step(Arm(forward, [], kept.clear), INFERENCE, "cpu")
+    step()
+    assert step.peak_bytes() == 1 << 20
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+def test_our_kept_memory_is_let_go_of():
+    graph = typed_graph(num_nodes=40_000)
+    arm = OurProgram(Layer("RGCN", graph, WIDTH), "cpp").arm()
+    Step(arm, TRAINING, "cpu")()
+    assert arrays_of(graph).blocks.num_blocks > 0
+    arm.release()
+    assert arrays_of(graph).blocks.num_blocks == 0
 
 
 def test_long_arms_are_measured_less_often_and_beside_the_short_ones():
@@ -93,12 +127,9 @@ def test_long_arms_are_measured_less_often_and_beside_the_short_ones():
     assert num_rounds(0.4, 2.0) == 9
     assert num_rounds(1.0, 2.0) == 3
     assert num_rounds(30.0, 2.0) == 1
-    order = []
-    layer = Layer("RGCN", typed_graph(), WIDTH)
-    steps = {}
+    order, steps = [], {}
     for name, seconds in {"short": 0.25, "long": 0.6}.items():
-        arm = layer.arm(lambda *args: layer.x, layer.graph)
-        step = Step(type(arm)(lambda name=name: order.append(name) or (), []), INFERENCE, "cpu")
+        step = Step(Arm(lambda name=name: order.append(name) or (), []), INFERENCE, "cpu")
         step.rough_seconds = seconds
         steps[name] = step
     found = measure(steps, 2.0)
