@@ -121,7 +121,7 @@ def hgt(edges: SortedEdges) -> Callable[..., torch.Tensor]:
         graph: Graph, k: Any, q: Any, v: Any, k_rel: Any, v_rel: Any, p_rel: Any, *options: Any
     ) -> torch.Tensor:
         keys = _SegmentProduct.apply(edges.at_source(k), k_rel[:, 0], edges.segments)
-        scale = p_rel[:, 0].index_select(0, edges.relation) / q.shape[1] ** 0.5
+        scale = p_rel[:, 0].index_select(0, edges.relation)
         scores = (keys * edges.at_target(q)).sum(1) * scale
         attention = _EdgeSoftmax.apply(scores, edges.target, edges.num_nodes)
         values = _SegmentProduct.apply(edges.at_source(v), v_rel[:, 0], edges.segments)

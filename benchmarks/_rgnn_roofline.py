@@ -112,10 +112,10 @@ def _training_plan(
 
     def record(graph: Graph, *args: Any) -> torch.Tensor:
         tensors, traced = compiled._traced(graph, args, {})
-        wrt = tuple(name for name in traced.program.inputs() if tensors[name].requires_grad)
+        wrt = tuple(name for name in tensors if tensors[name].requires_grad)
         result = compiled(graph, *args)
         seeds = {Differentiated.seed(0): torch.ones_like(result)}
-        plan = compiled._plan(traced.program, _bucket(graph.counts), wrt)
+        plan = compiled._plan(traced, _bucket(graph.counts), wrt)
         found.append((graph, tensors | seeds, plan))
         return result
 

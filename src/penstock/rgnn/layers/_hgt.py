@@ -109,7 +109,7 @@ class HGTConv(nn.Module):
         sizes = {name: x_dict[name].shape[0] for name in self.node_types}
         graph = self._graph(edge_index_dict, sizes)
         projected = torch.cat([self.kqv_lin(name, x_dict[name]) for name in self.node_types])
-        k, q, v = projected.tensor_split(3, dim=1)
+        k, q, v = projected.unflatten(1, (3, -1)).unbind(1)  # whose backward is a single stack
         p_rel = torch.cat([self.p_rel[_key("__".join(t))] for t in self.edge_types])
         scale = p_rel / math.sqrt(self.out_channels // self.heads)
         weights = (self.k_rel.by_relation(), self.v_rel.by_relation(), scale)
