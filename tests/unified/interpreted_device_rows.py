@@ -16,28 +16,12 @@ from penstock.unified import HotRows, _device_rows, _host_rows, _registration, u
 from penstock.unified._device_rows import NONE_WRONG
 from penstock.unified._device_table import Check, DeviceTable
 from penstock.unified._registration import InFlight, Registration
+from random_rows import DTYPES, noise, same_bits
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "test_device_rows.py runs this"
 
 CPU = torch.device("cpu")
-DTYPES = [
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),
-    *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool),
-]
 WIDTHS = [1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 513, 600, 2053]
-
-
-def noise(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Every bit random, so that special values occur; but no other bytes than 0 and 1 in bools."""
-    if dtype == torch.bool:
-        return torch.rand(shape) < 0.5
-    flat = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8)
-    return flat.view(dtype).view(shape)
-
-
-def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    as_bytes = [each.contiguous().view(-1).view(torch.uint8) for each in (found, expected)]
-    return found.shape == expected.shape and torch.equal(*as_bytes)
 
 
 def none_wrong() -> torch.Tensor:

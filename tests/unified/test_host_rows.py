@@ -8,11 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.unified import _host_rows
+from random_rows import DTYPES, noise, same_bits
 
-DTYPES = [
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),
-    *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool),
-]
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 WIDTHS = [1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 600, 4096, 16384]
 
@@ -24,19 +21,6 @@ def backend(request, monkeypatch):
         monkeypatch.setattr(_host_rows, "_library", lambda: None)
     assert _host_rows.backend() == request.param
     return request.param
-
-
-def noise(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Every bit random, so that special values occur; but no other bytes than 0 and 1 in bools."""
-    if dtype == torch.bool:
-        return torch.rand(shape) < 0.5
-    flat = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8)
-    return flat.view(dtype).view(shape)
-
-
-def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    as_bytes = [each.contiguous().view(-1).view(torch.uint8) for each in (found, expected)]
-    return found.shape == expected.shape and torch.equal(*as_bytes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -126,6 +110,15 @@ def test_put_keeps_the_last_of_several(backend, width, num_indices):
         expected[row] = source[at]
     _host_rows.put_rows(table, index, source, negative=True)
     assert torch.equal(table, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.uint64], ids=str)
+def test_dtypes_that_torch_does_not_copy_are_put_and_gathered(backend, dtype):
+    table, index = noise(50, 3, dtype=dtype), torch.tensor([7, 2, 7])
+    rows, out = noise(3, 3, dtype=dtype), torch.empty(3, 3, dtype=dtype)
+    _host_rows.put_rows(table, index, rows)
+    _host_rows.gather_rows(table, index, out)
+    assert same_bits(out, torch.stack([rows[2], rows[1], rows[2]]))
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int32, torch.complex64], ids=str)

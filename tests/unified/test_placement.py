@@ -20,6 +20,7 @@ from penstock.unified import (
     _gather,
     _placement,
     _registration,
+    _row_operations,
     unify,
 )
 from penstock.unified._devices import resolve_device
@@ -49,7 +50,7 @@ class Streams:
 
 @pytest.fixture
 def meta_is_the_gpu(monkeypatch):
-    for module in (_devices, _device_table, _gather, _placement):
+    for module in (_devices, _device_table, _gather, _placement, _row_operations):
         monkeypatch.setattr(module, "GPU", "meta")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -16,7 +16,9 @@ from penstock.unified import _row_file
 from penstock.unified._row_file import create, open_layout
 
 
-@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "?", "c8"])
+@pytest.mark.parametrize(
+    "dtype", ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u8", "?", "c8"]
+)
 @pytest.mark.parametrize("shape", [(7,), (7, 3), (7, 3, 2), (0, 3), (7, 0)])
 @pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
 def test_npy(tmp_path, dtype, shape, version):
@@ -77,6 +79,29 @@ def test_a_new_file_does_not_replace_one(tmp_path):
     create(tmp_path / "table", (3, 2), torch.int8)
     with pytest.raises(StoreUnavailableError, match="exists"):
         create(tmp_path / "table", (3, 2), torch.int8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint16])
+@pytest.mark.parametrize("shape", [(7, 3), (7,), (0, 3), (2, 0)])
+def test_a_new_file_of_numpy_is_one_to_numpy(tmp_path, shape, dtype):
+    made = create(tmp_path / "x.npy", shape, dtype)
+    assert made == open_layout(tmp_path / "x.npy")
+    found = torch.from_numpy(np.load(tmp_path / "x.npy"))
+    assert found.shape == shape and found.dtype == dtype and not found.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("x.npy", "NumPy's format has no torch.bfloat16"),
+        ("x.safetensors", "no table is made in that format"),
+        ("x.safetensors#weight", "no table is made in that format"),
+    ],
+)
+def test_a_name_of_another_format_makes_no_file(tmp_path, name, says):
+    with pytest.raises(ValueError, match=says):
+        create(tmp_path / name, (7, 3), torch.bfloat16)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_without_room_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):

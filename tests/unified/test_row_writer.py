@@ -232,6 +232,28 @@ def test_a_journal_without_room_leaves_the_table_as_it_was(folder, monkeypatch):
     assert [values_in(folder, name) for name in NAMES[:2]] == [{5}, {5}]
 
 
+@pytest.mark.parametrize("call", [2, 3, 4])
+def test_a_journal_that_does_not_fit_gives_its_room_back(folder, monkeypatch, call):
+    """Whichever write fails: of the rows, or of the header that would make it complete."""
+    layout = create(folder / "table", (200, 512), torch.float32)
+    writer, write, calls = RowWriter(layout), _row_writer._write, []
+
+    def write_some(fd, content, offset):
+        calls.append(offset)
+        if len(calls) == call:
+            raise OSError(errno.ENOSPC, "")
+        write(fd, content, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_row_writer, "_write", write_some)
+        with pytest.raises(StoreFullError):
+            writer.put(ROWS, content_of(layout, 100, 7))
+    assert len(calls) == call and (folder / "table.journal").stat().st_size == 0
+    assert values_in(folder, "table") == {0}
+    writer.put(ROWS, content_of(layout, 100, 8))
+    assert values_in(folder, "table") == {8}
+
+
 def journal(body: bytes, *, magic: bytes = b"PENSTJR2", checksum: int | None = None) -> bytes:
     checksum = zlib.crc32(body) if checksum is None else checksum
     return struct.pack("<8sQI", magic, len(body), checksum).ljust(4096, b"\0") + body
@@ -292,3 +314,61 @@ def test_a_file_in_the_place_of_the_one_that_was_opened_is_not_written(folder):
     assert not (folder / "table.journal").exists()
     # A layout that was not read from a file says nothing of it.
     RowWriter(native_layout(str(folder / "table"), (200, 512), torch.float32)).close()
+
+
+def test_a_writer_ends_what_was_interrupted_since_it_opened_the_table(folder):
+    layout = make_files(folder)[0]
+    u = unify(folder / "table")
+    assert killed_at(6, lambda: RowWriter(layout).put(ROWS, content_of(layout, 100, 7)))
+    u[[1]] = torch.zeros(1, 512)  # its own journal must not take the place of that one
+    assert values_in(folder, "table") == {7}
+
+
+def test_a_journal_that_was_taken_away_while_it_was_locked_is_not_used(folder, monkeypatch):
+    """Or nobody would find it after a kill."""
+    layout = create(folder / "table", (10, 4), torch.float32)
+    first, lock = RowWriter(layout), _row_writer._try_lock
+
+    def lock_late(journal: int) -> bool:
+        first.close()  # which unlinks what is open here already
+        return lock(journal)
+
+    monkeypatch.setattr(_row_writer, "_try_lock", lock_late)
+    second = RowWriter(layout)
+    assert os.path.samestat(os.fstat(second._journal), (folder / "table.journal").stat())
+
+
+def test_who_may_only_read_opens_the_table_unless_rows_are_torn(folder, monkeypatch):
+    layout = make_files(folder)[0]
+    monkeypatch.setattr(_row_writer, "_open", read_only(_row_writer._open))
+    (folder / "table.journal").write_bytes(bytes(20))  # nothing to do
+    assert not unify(folder / "table")[[0]].any()
+    monkeypatch.undo()
+    assert killed_at(6, lambda: RowWriter(layout).put(ROWS, content_of(layout, 100, 7)))
+    monkeypatch.setattr(_row_writer, "_open", read_only(_row_writer._open))
+    with pytest.raises(StoreUnavailableError, match="as a user who may write to both"):
+        unify(folder / "table")
+    assert (folder / "table.journal").exists()
+
+
+def read_only(function: Callable[..., int]) -> Callable[..., int]:
+    def opened(path: str, flags: int, *mode: int) -> int:
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            raise StoreUnavailableError("no", path=path, errno=errno.EACCES)
+        return function(path, flags, *mode)
+
+    return opened
+
+
+def test_a_journal_is_for_whoever_may_read_the_table(folder):
+    layout = create(folder / "table", (10, 4), torch.float32)
+    os.chmod(folder / "table", 0o640)
+    writer = RowWriter(layout)
+    assert (folder / "table.journal").stat().st_mode & 0o777 == 0o640
+    writer.close()
+
+
+def test_rows_without_bytes_are_written(folder):
+    u = unify(create(folder / "table", (10, 0), torch.float32).path)
+    u[torch.tensor([3])] = torch.ones(1, 0)
+    assert u[[3]].shape == (1, 0)

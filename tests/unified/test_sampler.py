@@ -199,8 +199,6 @@ def test_damage_inside_a_graph_is_noticed_where_it_is_met():
 
 def test_wrong_seeds_are_refused():
     sampler = NeighborSampler([0, 1], [0], fanouts=[1])
-    with pytest.raises(ValueError, match="every node at most once"):
-        sampler.sample(torch.tensor([0, 0]))
     with pytest.raises(IndexError, match=r"seeds\[0\] is 1, but the graph has 1 nodes"):
         sampler.sample(torch.tensor([1]))
     with pytest.raises(TypeError, match=r"expected a tensor of integers, got torch\.float32"):
@@ -209,6 +207,22 @@ def test_wrong_seeds_are_refused():
         sampler.sample([0])
     with pytest.raises(ValueError, match=r"seeds: expected shape \(n,\), got \(1, 1\)"):
         sampler.sample(torch.tensor([[0]]))
+
+
+def test_a_seed_that_is_given_twice_has_neighbours_twice():
+    """As samplers that draw seeds with replacement give it."""
+    starts, neighbors = graph([9] * 30)
+    seeds = torch.tensor([4, 7, 4, 4])
+    found = NeighborSampler(starts, neighbors, fanouts=[3, 2]).sample(seeds)
+    assert torch.equal(found.node_ids[:4], seeds)
+    assert len(torch.unique(found.node_ids)) == len(found.node_ids) - 2
+    of_seeds = found.edge_index[1, : found.num_edges[1]]
+    assert of_seeds.bincount().tolist() == [3, 3, 3, 3]
+    assert torch.equal(found.node_ids[found.edge_index[0]], neighbors[found.edge_ids])
+    ends = found.node_ids[found.edge_index[1]]
+    assert ((starts[ends] <= found.edge_ids) & (found.edge_ids < starts[ends + 1])).all()
+    loop = NeighborSampler([0, 1], [0], fanouts=[1]).sample(torch.tensor([0, 0]))
+    assert loop.node_ids.tolist() == [0, 0] and loop.edge_index.tolist() == [[0, 0], [0, 1]]
 
 
 @pytest.mark.gpu

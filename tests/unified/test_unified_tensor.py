@@ -153,6 +153,26 @@ def test_empty_is_zeroes_and_checks_its_shape():
             empty(wrong)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "says"),
+    [(5, None, "shape=5"), ((2.5, 3), None, "expected integers"), ((2, 3), "float32", "dtype='fl")],
+)
+def test_empty_wants_integers_and_a_dtype_of_torch(shape, dtype, says):
+    with pytest.raises(TypeError, match=says):
+        empty(shape, dtype)
+
+
+def test_a_table_that_was_made_in_inference_mode_is_written_elsewhere():
+    with torch.inference_mode():
+        u = unify(torch.zeros(5, 2))
+        u[[1]] = torch.ones(1, 2)
+    u.requires_grad_()
+    u[torch.tensor([1, 2])].sum().backward()
+    with torch.no_grad():
+        u.index_add_(0, torch.tensor([1]), torch.ones(1, 2))
+    assert u.detach()[:, 0].tolist() == [0, 2, 0, 0, 0]
+
+
 def test_a_table_that_does_not_fit_says_what_to_do(monkeypatch):
     monkeypatch.setattr(_host_memory, "_madvise", lambda *_: 12)
     with pytest.raises(CapacityError, match="does not fit into memory: Cannot allocate memory"):
@@ -324,6 +344,9 @@ def test_a_leaf_is_written_as_torch_allows(source):
         lambda u: torch.clone(u),
         lambda u: copy.deepcopy(u),
         lambda u: u.half(),
+        lambda u: u.long(),
+        lambda u: u.type(torch.float64),
+        lambda u: u.type_as(torch.ones(1, dtype=torch.float64)),
         lambda u: u.to(torch.float64),
         lambda u: u.to("meta"),
         lambda u: u.to("cpu", copy=True),

@@ -23,6 +23,7 @@ _SOURCE = Path(__file__).with_name("host_rows.cpp")
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off")
 _ALONE_BYTES = 64 * 1024  # fewer bytes than this are copied before a second thread is awake
 _STREAM_BYTES = 8 * 2**20  # results larger than this go past the caches
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INDEX_DTYPES = (torch.int64, torch.int32)
 
 
@@ -77,7 +78,8 @@ def put_rows(
         last = torch.full((table.shape[0],), -1, dtype=torch.int64)
         last.scatter_reduce_(0, index, torch.arange(len(index)), "amax")
         rows = (last >= 0).nonzero().flatten()
-        table.index_copy_(0, rows, source.index_select(0, last[rows]))
+        bits = _BITS.get(table.element_size(), table.dtype)  # torch does not copy every dtype
+        table.view(bits).index_copy_(0, rows, source.view(bits).index_select(0, last[rows]))
         return
     num_bytes = source.numel() * source.element_size()
     bad = library.penstock_put_rows(

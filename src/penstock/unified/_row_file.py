@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import errno
+import io
 import json
 import math
 import os
@@ -23,6 +24,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from penstock.errors import StoreError, StoreFullError, StoreUnavailableError
@@ -44,6 +46,9 @@ _NUMPY_KINDS = {
     "i4": torch.int32,
     "i8": torch.int64,
     "u1": torch.uint8,
+    "u2": torch.uint16,
+    "u4": torch.uint32,
+    "u8": torch.uint64,
     "b1": torch.bool,
     "c8": torch.complex64,
     "c16": torch.complex128,
@@ -58,6 +63,12 @@ _SAFETENSORS_KINDS = {
     "I32": torch.int32,
     "I64": torch.int64,
     "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
     "BOOL": torch.bool,
 }
 
@@ -94,6 +105,10 @@ class RowLayout:
     def row_bytes(self) -> int:
         """Bytes of one row."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    def is_same_table(self, other: RowLayout) -> bool:
+        """Whether both are of the same rows of the same file."""
+        return (self.file_id, self.offset) == (other.file_id, other.offset)
 
     def row_offset(self, row: int) -> int:
         """Byte at which a row begins."""
@@ -166,30 +181,27 @@ def native_layout(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> RowL
 
 
 def create(path: str | os.PathLike[str], shape: tuple[int, ...], dtype: torch.dtype) -> RowLayout:
-    """Make a native file of zeroes, with its space allocated.
+    """Make a file of zeroes, with its space allocated: NumPy's if its name says so, else native.
 
     Raises:
+        ValueError: the name is that of another format, or NumPy has no such dtype.
         StoreUnavailableError: the file exists, or its directory cannot be written to.
         StoreFullError: the file system has no room.
     """
-    layout = native_layout(os.fspath(path), shape, dtype)
-    text = json.dumps(
-        {
-            "version": _VERSION,
-            "shape": list(shape),
-            "dtype": str(dtype).removeprefix("torch."),
-            "rows_per_block": layout.rows_per_block,
-            "block_bytes": layout.block_bytes,
-        }
-    ).encode()
-    header = _MAGIC + struct.pack("<II", len(text), zlib.crc32(text)) + text
+    path = os.fspath(path)
+    if path.endswith(".npy"):
+        layout, header = _new_npy(path, shape, dtype)
+    elif ".safetensors" in os.path.basename(path):
+        raise ValueError(f"path={path!r}: no table is made in that format; end the name otherwise")
+    else:
+        layout, header = _new_native(path, shape, dtype)
     num_blocks = -(-layout.num_rows // layout.rows_per_block)
     num_bytes = layout.offset + num_blocks * layout.block_bytes
     try:
         with open(layout.path, "xb") as file:
             try:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
-                file.write(header.ljust(PAGE_BYTES, b"\0"))
+                file.write(header)
             except BaseException:
                 os.unlink(layout.path)
                 raise
@@ -208,6 +220,31 @@ def create(path: str | os.PathLike[str], shape: tuple[int, ...], dtype: torch.dt
             errno=error.errno,
         ) from error
     return layout
+
+
+def _new_native(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[RowLayout, bytes]:
+    layout = native_layout(path, shape, dtype)
+    text = json.dumps(
+        {
+            "version": _VERSION,
+            "shape": list(shape),
+            "dtype": str(dtype).removeprefix("torch."),
+            "rows_per_block": layout.rows_per_block,
+            "block_bytes": layout.block_bytes,
+        }
+    ).encode()
+    header = _MAGIC + struct.pack("<II", len(text), zlib.crc32(text)) + text
+    return layout, header.ljust(PAGE_BYTES, b"\0")
+
+
+def _new_npy(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[RowLayout, bytes]:
+    kind = next((kind for kind, each in _NUMPY_KINDS.items() if each == dtype), None)
+    if kind is None:
+        raise ValueError(f"path={path!r}: NumPy's format has no {dtype}; leave out the .npy")
+    fields = {"descr": np.dtype(kind).str, "fortran_order": False, "shape": shape}
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, fields)
+    return _plain_layout(path, shape, dtype, len(header.getvalue())), header.getvalue()
 
 
 def _wrong(path: str, problem: str) -> StoreError:
@@ -268,7 +305,12 @@ def _npy_layout(file: Any, path: str) -> RowLayout:
         kind, fortran, shape = fields["descr"], fields["fortran_order"], tuple(fields["shape"])
     except (ValueError, SyntaxError, KeyError, TypeError) as error:
         raise _wrong(path, f"has a damaged header: {error}") from error
-    if not isinstance(kind, str) or kind[0] == ">" or kind[1:] not in _NUMPY_KINDS:
+    if isinstance(kind, str) and kind[0] == ">" and kind[1:] in _NUMPY_KINDS:
+        raise _wrong(
+            path,
+            f"has elements of dtype {kind!r}, big endian; save array.astype({'<' + kind[1:]!r})",
+        )
+    if not isinstance(kind, str) or kind[1:] not in _NUMPY_KINDS:
         raise _wrong(path, f"has elements of dtype {kind!r}, which tables do not hold")
     if fortran and len(shape) > 1:
         raise _wrong(path, "is in Fortran order, so its rows are in pieces; save it in C order")

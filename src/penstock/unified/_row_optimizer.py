@@ -30,7 +30,7 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
     """An optimizer of tables: each row that has a gradient is changed once, in place."""
 
     def __init__(self, tables: Iterable[Any], defaults: dict[str, Any]) -> None:
-        _check_not_negative(defaults, "lr", "weight_decay", "eps", "lr_decay", "momentum")
+        _check_not_negative(defaults)
         super().__init__(tables, defaults)
 
     @abc.abstractmethod
@@ -50,7 +50,9 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
 
         Raises:
             TypeError: one of them is no table of Penstock's.
+            ValueError: an option makes no sense.
         """
+        _check_not_negative(param_group)
         tables = param_group["params"]
         tables = [tables] if isinstance(tables, torch.Tensor) else list(tables)
         for entry in tables:
@@ -279,7 +281,7 @@ def _state_file(
     return unify(path, device=_HERE)
 
 
-def _check_not_negative(defaults: dict[str, Any], *names: str) -> None:
-    for name in names:
-        if not float(defaults.get(name, 0)) >= 0:
-            raise ValueError(f"{name}={defaults[name]}: expected a number that is not negative")
+def _check_not_negative(options: dict[str, Any]) -> None:
+    for name in ("lr", "weight_decay", "eps", "lr_decay", "momentum"):
+        if not float(options.get(name, 0)) >= 0:
+            raise ValueError(f"{name}={options[name]}: expected a number that is not negative")

@@ -18,6 +18,7 @@ another magic, and its text is the name.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import json
 import logging
@@ -26,7 +27,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -59,9 +60,10 @@ class RowWriter:
         self._journal = -1
         try:
             _check_same_file(self._fd, layout)
-            self._journal = _open(layout.path + _SUFFIX, os.O_RDWR | os.O_CREAT)
-            _lock_file(self._journal, layout.path)
+            self._journal = _locked_journal(layout.path, os.fstat(self._fd).st_mode)
             self._owns_journal = True
+            # Of a process that was killed since this one has opened the table.
+            _finish_interrupted(self._journal, layout.path + _SUFFIX, follow=True)
             _sync_directory(layout.path)
         except BaseException:
             self.close()
@@ -173,7 +175,7 @@ def put_together(parts: Sequence[Part], committed: Callable[[], None] = lambda: 
         StoreFullError: the journal does not fit on the disk; the tables are as they were.
         StoreWriteError: the rows could not be written; opening the first table again ends the job.
     """
-    parts = [part for part in parts if len(part[1])]
+    parts = [part for part in parts if part[2].size]
     if not parts:
         return
     writers = [writer for writer, _, _ in parts]
@@ -224,13 +226,18 @@ def _where(layout: RowLayout) -> dict[str, Any]:
 
 def _write_journal(journal: int, magic: bytes, body: list[memoryview]) -> None:
     checksum, at = 0, PAGE_BYTES
-    for part in body:
-        checksum = zlib.crc32(part, checksum)
-        _write(journal, part, at)
-        at += part.nbytes
-    os.fdatasync(journal)
-    _write(journal, memoryview(_HEADER.pack(magic, at - PAGE_BYTES, checksum)), 0)
-    os.fdatasync(journal)
+    try:
+        for part in body:
+            checksum = zlib.crc32(part, checksum)
+            _write(journal, part, at)
+            at += part.nbytes
+        os.fdatasync(journal)
+        _write(journal, memoryview(_HEADER.pack(magic, at - PAGE_BYTES, checksum)), 0)
+        os.fdatasync(journal)
+    except OSError:
+        with suppress(OSError):
+            os.ftruncate(journal, 0)  # or a full disk would stay full of it
+        raise
 
 
 def recover(layout: RowLayout) -> int:
@@ -245,33 +252,52 @@ def recover(layout: RowLayout) -> int:
 def _recover(path: str, *, follow: bool) -> int:
     if not os.path.exists(path):
         return 0
-    journal = _open(path, os.O_RDWR)
+    try:
+        journal = _open(path, os.O_RDWR)
+    except StoreUnavailableError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        journal = _open(path, os.O_RDONLY)  # then it can only be asked whether it is complete
     try:
         if not _try_lock(journal):
             return 0  # its writer lives and will finish by itself
-        header = os.pread(journal, _HEADER.size, 0)
-        if len(header) < _HEADER.size or header[:8] not in (_MAGIC, _LINK_MAGIC):
-            return 0
-        magic, num_bytes, checksum = _HEADER.unpack(header)
-        body = _read(journal, min(num_bytes, os.fstat(journal).st_size), PAGE_BYTES)
-        if len(body) != num_bytes or zlib.crc32(body) != checksum:
-            raise StoreError(
-                f"{path} is damaged: its checksum is wrong, so the rows of a batch that was being "
-                f"written to {path.removesuffix(_SUFFIX)} may be torn. Restore the table, or "
-                "delete the journal.",
-                path=path,
-            )
-        directory = os.path.dirname(path)
-        if magic == _LINK_MAGIC:
-            leader = os.path.join(directory, os.fsdecode(body))
-            return _recover(leader, follow=False) if follow else 0
-        count = _write_again(path, directory, body)
-        _clear(journal)
-        os.unlink(path)
-        logger.warning("%s: %d rows of an interrupted write were written again", path, count)
-        return count
+        num_rows = _finish_interrupted(journal, path, follow=follow)
+        if num_rows and os.pread(journal, 8, 0) != _LINK_MAGIC:
+            os.unlink(path)
+        return num_rows
     finally:
         os.close(journal)
+
+
+def _finish_interrupted(journal: int, path: str, *, follow: bool) -> int:
+    """Write the rows of a locked journal, if it is complete; returns how many there were."""
+    header = os.pread(journal, _HEADER.size, 0)
+    if len(header) < _HEADER.size or header[:8] not in (_MAGIC, _LINK_MAGIC):
+        return 0
+    magic, num_bytes, checksum = _HEADER.unpack(header)
+    body = _read(journal, min(num_bytes, os.fstat(journal).st_size), PAGE_BYTES)
+    if len(body) != num_bytes or zlib.crc32(body) != checksum:
+        raise StoreError(
+            f"{path} is damaged: its checksum is wrong, so the rows of a batch that was being "
+            f"written to {path.removesuffix(_SUFFIX)} may be torn. Restore the table, or "
+            "delete the journal.",
+            path=path,
+        )
+    directory = os.path.dirname(path)
+    if magic == _LINK_MAGIC:
+        leader = os.path.join(directory, os.fsdecode(body))
+        return _recover(leader, follow=False) if follow else 0
+    if fcntl.fcntl(journal, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+        raise StoreUnavailableError(
+            f"{path} holds rows of an interrupted write to {path.removesuffix(_SUFFIX)}, which "
+            "this process may not finish: open the table once as a user who may write to both",
+            path=path,
+            errno=errno.EACCES,
+        )
+    num_rows = _write_again(path, directory, body)
+    _clear(journal)
+    logger.warning("%s: %d rows of an interrupted write were written again", path, num_rows)
+    return num_rows
 
 
 def _write_again(path: str, directory: str, body: bytes) -> int:
@@ -376,12 +402,13 @@ def _read(fd: int, num_bytes: int, offset: int) -> bytes:
     return b"".join(parts)
 
 
-def _open(path: str, flags: int) -> int:
+def _open(path: str, flags: int, mode: int = 0o600) -> int:
     try:
-        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+        return os.open(path, flags | os.O_CLOEXEC, mode)
     except OSError as error:
         raise StoreUnavailableError(
-            f"{path} cannot be opened for writing: {os.strerror(error.errno or 0)}",
+            f"{path} cannot be opened{'' if flags == os.O_RDONLY else ' for writing'}: "
+            f"{os.strerror(error.errno or 0)}",
             path=path,
             errno=error.errno,
         ) from error
@@ -395,10 +422,28 @@ def _try_lock(journal: int) -> bool:
     return True
 
 
-def _lock_file(journal: int, path: str) -> None:
-    if not _try_lock(journal):
-        raise StoreUnavailableError(
-            f"{path} is being written by another process or by another table object; only one "
-            "may write at a time",
-            path=path,
-        )
+def _locked_journal(path: str, mode: int) -> int:
+    """The journal beside a table, made for whoever may read the table, and locked."""
+    while True:
+        journal = _open(path + _SUFFIX, os.O_RDWR | os.O_CREAT, mode & 0o666)
+        try:
+            if not _try_lock(journal):
+                raise StoreUnavailableError(
+                    f"{path} is being written by another process, or here through another table "
+                    "object over the same file; only one may write at a time",
+                    path=path,
+                )
+            if _is_at(journal, path + _SUFFIX):
+                return journal
+        except BaseException:
+            os.close(journal)
+            raise
+        os.close(journal)  # who had it before has taken it away: nobody would find it after a kill
+
+
+def _is_at(descriptor: int, path: str) -> bool:
+    """Whether an open file is the one that has this name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False

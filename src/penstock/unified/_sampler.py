@@ -166,14 +166,15 @@ class NeighborSampler:
         """The neighbourhood of some nodes.
 
         Args:
-            seeds: integers of shape (n,), none of them twice. Where they lie, the neighbourhood is
-                computed.
+            seeds: integers of shape (n,). Where they lie, the neighbourhood is computed. One that
+                is given several times is in it as often, each time with neighbours of its own;
+                where it is a neighbour itself, its first place stands for it.
             generator: of the random numbers, on the device of `seeds`; by default PyTorch's.
 
         Raises:
             IndexError: a seed is no node of the graph.
             TypeError: `seeds` does not hold integers.
-            ValueError: a seed is given twice, `seeds` has another shape, or the graph is damaged.
+            ValueError: `seeds` has another shape, or the graph is damaged.
         """
         seeds = self._checked_seeds(seeds)
         node_ids = frontier = seeds
@@ -206,8 +207,6 @@ class NeighborSampler:
         if seeds.dim() != 1:
             raise ValueError(f"seeds: expected shape (n,), got {tuple(seeds.shape)}")
         seeds = seeds.long()
-        if len(torch.unique(seeds)) != len(seeds):
-            raise ValueError("seeds: expected every node at most once")
         wrong = ((seeds < 0) | (seeds >= self.num_nodes)).nonzero()
         if len(wrong):
             at = int(wrong[0])
@@ -310,13 +309,16 @@ def _below(bounds: torch.Tensor, generator: torch.Generator | None) -> torch.Ten
 
 
 def _append_new(known: torch.Tensor, found: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`known` with what is new in `found` behind it, and where each of `found` is in that."""
+    """`known` with what is new in `found` behind it, and where each of `found` is in that.
+
+    What is several times in `known` stays so, and is found in its first place.
+    """
     everything = torch.cat([known, found])
     values, inverse = torch.unique(everything, return_inverse=True)
     positions = torch.arange(len(everything), device=known.device)
     first = torch.full_like(values, len(everything))
     first.scatter_reduce_(0, inverse, positions, "amin")
-    order = torch.argsort(first)  # of the values, by where they come first
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(len(order), device=known.device)
-    return values[order], rank[inverse[len(known) :]]
+    new = first[first >= len(known)].sort().values  # where each new value comes first
+    place = positions  # in the result, by the place in `everything`
+    place[new] = len(known) + torch.arange(len(new), device=known.device)
+    return torch.cat([known, everything[new]]), place[first[inverse[len(known) :]]]

@@ -28,6 +28,7 @@ def _reduce(tensor: UnifiedTensor) -> Any:
     return _rebuild, (*content, table.device, table.hot_rows, tensor.requires_grad)
 
 
+@torch.inference_mode(mode=False)
 def _rebuild(
     descriptor: Any,
     num_bytes: int,

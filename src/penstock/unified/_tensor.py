@@ -115,6 +115,9 @@ class UnifiedTensor(torch.Tensor):
         """What was gathered from the table so far, and where it came from."""
         return self._table.report()
 
+    def __copy__(self) -> UnifiedTensor:
+        return tensor_over(self._table, requires_grad=self.requires_grad)
+
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise copies_everything(self, "copy.deepcopy", "share it, or copy it with unify(u.cpu())")
 
@@ -134,7 +137,8 @@ class UnifiedTensor(torch.Tensor):
 
 def _overridden(func: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None) -> Any:
     """The function as `_placement.py` has it, or as PyTorch has it."""
-    from penstock.unified._placement import HANDLERS, run
+    from penstock.unified._operands import run
+    from penstock.unified._placement import HANDLERS
 
     handler = HANDLERS.get(func)
     with torch._C.DisableTorchFunctionSubclass():
@@ -159,6 +163,11 @@ class FileTensor(UnifiedTensor):
         if func is torch.ops.aten.detach.default:
             return tensor_over(table._table)
         name = func.overloadpacket.__name__
+        if func._schema.is_mutable:
+            raise WholeTableError(
+                f"{name} would write the whole table of {_size(table)}: write rows of it, with "
+                "u[index] = rows or the optimizers of penstock.unified.optim."
+            )
         raise copies_everything(table, name, "gather rows of it, or load all of it into a tensor")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -187,12 +196,14 @@ def tensor_over(table: HostTable | FileTable, *, requires_grad: bool = False) ->
 
 def copies_everything(table: torch.Tensor, operation: str, remedy: str) -> WholeTableError:
     """The error of an operation that would copy a whole table behind its user's back."""
-    num_bytes = table.numel() * table.element_size()
-    return WholeTableError(
-        f"{operation} would copy the whole table of {format_bytes(num_bytes)}: {remedy}."
-    )
+    return WholeTableError(f"{operation} would copy the whole table of {_size(table)}: {remedy}.")
 
 
+def _size(table: torch.Tensor) -> str:
+    return format_bytes(table.numel() * table.element_size())
+
+
+@torch.inference_mode(mode=False)
 def rebuild_from_content(
     rows: torch.Tensor, device: str | None, requires_grad: bool
 ) -> UnifiedTensor:

@@ -19,6 +19,7 @@ from penstock.unified._tensor import UnifiedTensor, tensor_over
 logger = logging.getLogger(__name__)
 
 
+@torch.inference_mode(mode=False)  # or nothing could be written to the table elsewhere
 def unify(
     source: Any,
     *,
@@ -106,6 +107,7 @@ def _check_cache(table: HostTable | FileTable) -> None:
         logger.info("cache: on the CPU the rows of a file are kept as they are used, not by scores")
 
 
+@torch.inference_mode(mode=False)
 def empty(
     shape: Sequence[int],
     dtype: torch.dtype | None = None,
@@ -124,19 +126,25 @@ def empty(
         shape: (num_rows, *row).
         dtype: of the elements; by default PyTorch's.
         device: as for `unify`.
-        path: of a new file that holds the table, in a format of Penstock's; by default it lies in
-            memory.
+        path: of a new file that holds the table: in NumPy's format if it ends in ".npy", else in
+            one of Penstock's, whose random rows take fewer reads. By default it lies in memory.
         requires_grad: whether gradients are recorded; those of gathered rows are sparse.
 
     Raises:
-        ValueError: `shape` is empty or has a negative length, or `device` is not there.
+        TypeError: `shape` is no sequence of integers, or `dtype` is not torch's.
+        ValueError: `shape` is empty or has a negative length, `device` is not there, or a file at
+            `path` would be of a format that cannot hold the table.
         CapacityError: there is not enough memory.
         StoreError: the file cannot be made.
     """
+    if isinstance(shape, int) or not all(isinstance(each, int | np.integer) for each in shape):
+        raise TypeError(f"shape={shape!r}: expected integers (num_rows, *row)")
     lengths = tuple(int(length) for length in shape)
     if not lengths or min(lengths) < 0:
         raise ValueError(f"shape={tuple(shape)}: expected (num_rows, *row), none of them negative")
-    dtype = dtype or torch.get_default_dtype()
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype={dtype!r}: expected one of torch, such as torch.float32")
     if path is not None:
         file = create(path, lengths, dtype).path
         return unify(file, device=device, requires_grad=requires_grad)
