@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from _relational import LAYERS, graphs, layer_arguments, random_graph, recipes
 from penstock import rgnn
 from penstock.rgnn import _interpreter
+from penstock.rgnn._ir import LEAVES
 from penstock.rgnn._plan import Plan, make_plan
-from penstock.rgnn._schedule import Kernel, KernelKind, fused_outers
+from penstock.rgnn._schedule import READS, Kernel, KernelKind, fused_outers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,7 +36,7 @@ class Checker:
         self.memory: dict[int, torch.Tensor] = {
             position: values[position]
             for position, node in enumerate(self.nodes)
-            if node.op == "input"
+            if node.op in LEAVES
         }
 
     def run(self) -> None:
@@ -47,6 +48,8 @@ class Checker:
                 for rows, group in self.groups(kernel):
                     for stage in kernel.stages:
                         self.run_stage(kernel, stage, rows, group, local)
+                    for value in kernel.epilogue:
+                        self.run_rowwise(value, torch.tensor([group]), local)
             else:
                 (value,) = kernel.values
                 local[value] = self.whole(value)
@@ -70,12 +73,8 @@ class Checker:
         """One loop over the rows of a group; what it reduces is there when the loop has ended."""
         reductions = [value for value in stage if self.nodes[value].op in ("sum", "softmax")]
         for value in stage:
-            node = self.nodes[value]
-            if node.op == "inverse_count":
-                local[value] = self.expected[value]
-            elif value not in reductions:
-                parts = [self.read(operand, local)[rows] for operand in node.operands]
-                local[value][rows] = _interpreter.ROWWISE[node.op](node, *parts)
+            if value not in reductions:
+                self.run_rowwise(value, rows, local)
         for value in reductions:
             node = self.nodes[value]
             assert node.map == kernel.grouped_by
@@ -84,6 +83,11 @@ class Checker:
                 local[value][group] = operand.sum(0)
             else:
                 local[value][rows] = torch.softmax(operand, 0)
+
+    def run_rowwise(self, value, rows, local) -> None:
+        node = self.nodes[value]
+        parts = [self.read(operand, local)[rows] for operand in node.operands]
+        local[value][rows] = _interpreter.ROWWISE[node.op](node, *parts)
 
     def whole(self, value: int) -> torch.Tensor:
         return _interpreter.apply(
@@ -97,6 +101,8 @@ class Checker:
         if node.op == "gather":
             source = self.read(node.operands[0], local)
             return source.index_select(0, self.graph.index(node.map))
+        if node.op == "reshape":
+            return self.read(node.operands[0], local).reshape(-1, *node.shape)
         if position in fused_outers(self.plan.program):
             parts = [self.read(operand, local) for operand in node.operands]
             return _interpreter.ROWWISE["outer"](node, *parts)
@@ -110,7 +116,7 @@ def check(function, graph, arguments) -> Plan:
     computed = {
         position
         for position, node in enumerate(plan.program.nodes)
-        if node.op not in ("input", "gather") and position not in fused
+        if node.op not in LEAVES | READS and position not in fused
     }
     assert sorted(placed) == sorted(computed)
     assert all(stage for kernel in plan.schedule.kernels for stage in kernel.stages)
@@ -191,3 +197,15 @@ def test_a_sum_is_read_in_its_own_loop_only_where_it_is_complete():
     # The sum at an edge's own destination is complete when its group's loop has ended; the sum at
     # its source belongs to another group.
     assert num_forward == [1, 2]
+
+
+def test_what_follows_a_sum_is_computed_in_the_loop_that_finishes_it():
+    graph = random_graph()
+    plan = check(LAYERS["rgcn"].__wrapped__, graph, layer_arguments("rgcn", graph))
+    ops = [
+        [plan.program.nodes[value].op for value in kernel.epilogue]
+        for kernel in plan.schedule.kernels
+    ]
+    # The root's product comes first, so that the sum over neighbours need not wait for it.
+    assert ops[: plan.schedule.num_forward] == [[], [], [], ["add", "add"]]
+    assert ["add"] in ops[plan.schedule.num_forward :]

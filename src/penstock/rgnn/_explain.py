@@ -176,6 +176,10 @@ def _expression(plan: Plan, node: Node) -> str:
         found = nodes[position]
         if found.op == "gather":
             return f"{say(found.operands[0])}[{found.map.name}]"
+        if found.op == "reshape":
+            return f"{say(found.operands[0])}.reshape{found.shape}"
+        if found.op == "inverse_count":
+            return f"inverse_count({found.map.name})"
         if found.op == "outer":
             return f"outer({', '.join(say(operand) for operand in found.operands)})"
         return found["name"] if found.op == "input" else f"%{position}"

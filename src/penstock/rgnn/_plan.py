@@ -8,7 +8,7 @@ the backward of a compact program is compact by itself.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from functools import cached_property
 
 from penstock.rgnn._differentiate import differentiate
@@ -23,7 +23,7 @@ from penstock.rgnn._passes import (
     split_concat,
 )
 from penstock.rgnn._rows import Counts
-from penstock.rgnn._schedule import Schedule, lower
+from penstock.rgnn._schedule import Schedule, lower, source
 
 REWRITES = (
     "common subexpressions",
@@ -51,6 +51,11 @@ class Plan:
     without: frozenset[str]
     """The rewrites that were switched off."""
 
+    compiled: dict[Hashable, object] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
+    """What backends have made of it."""
+
     @cached_property
     def forward(self) -> frozenset[int]:
         """The values that the outputs need."""
@@ -63,17 +68,15 @@ class Plan:
 
     @cached_property
     def kept(self) -> frozenset[int]:
-        """Inputs and values of the forward that the backward reads, at the source of gathers."""
+        """Inputs and values of the forward that the backward reads, at the source of reads.
+
+        The inverse counts are the graph's and need not be kept.
+        """
         nodes = self.program.nodes
         read = [operand for at in self.backward for operand in nodes[at].operands]
         read += self.program.outputs[self.num_outputs :]
-        found = set()
-        for position in read:
-            while nodes[position].op == "gather":
-                position = nodes[position].operands[0]
-            if position in self.forward:
-                found.add(position)
-        return frozenset(found)
+        found = {source(self.program, position) for position in read} & self.forward
+        return frozenset(at for at in found if nodes[at].op != "inverse_count")
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -7,7 +7,8 @@ loop nest. A traversal that reduces runs its rows grouped by where they are summ
 into destinations: destination-major), so that every sum has one writer and needs no atomics.
 
 A value is *materialised* if a kernel other than its own reads it; all others live in registers of
-their loop. Gathers are never materialised: they are how a kernel reads.
+their loop. Gathers and reshapes are never materialised: they are how a kernel reads. Leaves (inputs
+and the graph's own inverse counts) are there before the first kernel.
 """
 
 from __future__ import annotations
@@ -18,10 +19,16 @@ import itertools
 import math
 from collections.abc import Collection
 
-from penstock.rgnn._ir import ROWWISE, Node, Program
+from penstock.rgnn._ir import LEAVES, ROWWISE, Node, Program
 from penstock.rgnn._rows import RowMap, Space
 
-_TYPES = (Space.RELATION, Space.NODE_TYPE, Space.ONE)
+TYPES = (Space.RELATION, Space.NODE_TYPE, Space.ONE)
+"""Spaces of few rows, each of which many others are sent to."""
+READS = frozenset({"gather", "reshape"})
+"""Operators that are no computation but the way to a value in memory."""
+
+
+_EPILOGUE = -1  # the stage of a value that is computed after all stages
 
 
 class KernelKind(enum.Enum):
@@ -45,16 +52,19 @@ class Kernel:
     grouped_by: RowMap | None
     """The map whose targets are the outer loop; None where the order of rows does not matter."""
     stages: tuple[tuple[int, ...], ...]
-    """Positions of the values computed, without gathers. Each stage is a loop over the rows of a
+    """Positions of the values computed, without reads. Each stage is a loop over the rows of a
     group. What it reduces (a sum, the maximum and the sum of a softmax) can be read when the loop
     has ended, so by values of later stages; the operands of a reduction may be of its own stage. A
     rowwise value that a later stage reads is recomputed there, or kept for the rows of the group.
     """
+    epilogue: tuple[int, ...] = ()
+    """Rowwise values of the space that the rows are summed to: of each group, once its last stage
+    has ended. They read the group's finished sums, one another, and what is in memory."""
 
     @property
     def values(self) -> tuple[int, ...]:
         """The values that the kernel computes, in order."""
-        return tuple(value for stage in self.stages for value in stage)
+        return (*(value for stage in self.stages for value in stage), *self.epilogue)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,16 +86,42 @@ class _Open:
     space: Space
     grouped_by: RowMap | None = None
     stages: list[list[int]] = dataclasses.field(default_factory=list)
+    epilogue: list[int] = dataclasses.field(default_factory=list)
+
+    def values(self) -> list[int]:
+        return [*itertools.chain.from_iterable(self.stages), *self.epilogue]
+
+
+def source(program: Program, position: int) -> int:
+    """What a chain of gathers and reshapes reads."""
+    while program.nodes[position].op in READS:
+        position = program.nodes[position].operands[0]
+    return position
+
+
+def maps_of(program: Program, position: int) -> list[RowMap]:
+    """The gathers on the way from a value to what it reads; none for a row's own value."""
+    maps = []
+    while program.nodes[position].op in READS:
+        if program.nodes[position].op == "gather":
+            maps.append(program.nodes[position].map)
+        position = program.nodes[position].operands[0]
+    return maps
 
 
 def is_typed_product(program: Program, node: Node) -> bool:
-    """Whether a matmul multiplies each row with the matrix of its type (or one for all rows)."""
+    """Whether a matmul multiplies each row with the matrix of its type (or one for all rows).
+
+    A matrix of one row or column is a vector: that product is no matrix product but rowwise.
+    """
     if node.op != "matmul":
         return False
     matrix = program.nodes[node.operands[1]]
-    if matrix.op != "gather" or matrix.map.into not in _TYPES:
+    if 1 in matrix.shape[-2:]:
         return False
-    return matrix.map.into is Space.ONE or node.space not in _TYPES
+    if matrix.op != "gather" or matrix.map.into not in TYPES:
+        return False
+    return matrix.map.into is Space.ONE or node.space not in TYPES
 
 
 def fused_outers(program: Program) -> frozenset[int]:
@@ -107,8 +143,8 @@ def lower(program: Program, forward: Collection[int]) -> Schedule:
             backward, which runs after all of them.
 
     Returns:
-        The schedule. Every value that is no input, gather or fused outer is in one kernel, and
-        each kernel comes after those that compute what it reads.
+        The schedule. Every value that is no leaf, read or fused outer is in one kernel, and each
+        kernel comes after those that compute what it reads.
     """
     lowering = _Lowering(program)
     for position in sorted(forward):
@@ -132,9 +168,9 @@ class _Lowering:
         self._stage_of: dict[int, int] = {}
 
     def place(self, position: int) -> None:
-        """Put a value into the last kernel that can take it, or into a new one."""
+        """Put a value into the first kernel that can take it, or into a new one."""
         node = self._nodes[position]
-        if node.op in ("input", "gather"):
+        if node.op in LEAVES or node.op in READS:
             return
         if position in self._fused:
             return  # computed by the sum that reads it
@@ -148,14 +184,65 @@ class _Lowering:
         space, grouped_by = node.space, None
         if node.op in ("sum", "softmax"):
             space, grouped_by = node.map.rows, node.map
-        first = max((self._kernel_of[value] for value in self._read(position)), default=0)
-        first = max(first, self._num_closed)
-        for kernel in range(len(self._open) - 1, first - 1, -1):
+        if self._place_in_epilogue(position):
+            return
+        read = {self._kernel_of[value] for value in self._read(position)}
+        last = max([self._num_closed, *read])
+        for kernel in range(self._num_closed, len(self._open)):
+            if kernel < last and kernel not in read:
+                continue
             stage = self._stage_in(kernel, position, space, grouped_by)
-            if stage is not None:
-                self._join(kernel, stage, position, grouped_by)
+            if stage is None:
+                continue
+            if kernel >= last or self._move_behind(kernel, last):
+                self._join(max(kernel, last), stage, position, grouped_by)
                 return
         self._append(_Open(KernelKind.TRAVERSAL, space, grouped_by), position)
+
+    def _place_in_epilogue(self, position: int) -> bool:
+        """Put a rowwise value into the loop that finishes a sum that it reads, if it can be."""
+        node = self._nodes[position]
+        if node.op not in ROWWISE or node.space in TYPES:
+            return False
+        for operand in node.operands:
+            value = self._source(operand)
+            kernel = self._kernel_of.get(value, -1)
+            if kernel < self._num_closed:
+                continue
+            opened = self._open[kernel]
+            if opened.grouped_by is None or opened.grouped_by.into is not node.space:
+                continue
+            if self._nodes[value].space is not node.space or not self._reads_own_rows(node, kernel):
+                continue
+            last = max(self._kernel_of[read] for read in self._read(position))
+            if last == kernel or self._move_behind(kernel, last):
+                opened.epilogue.append(position)
+                self._kernel_of[position] = last
+                self._stage_of[position] = _EPILOGUE
+                return True
+        return False
+
+    def _reads_own_rows(self, node: Node, kernel: int) -> bool:
+        """Whether a value reads nothing of a kernel but what its own row has there."""
+        for operand in node.operands:
+            if self._kernel_of.get(self._source(operand)) != kernel:
+                continue
+            made = self._nodes[self._source(operand)]
+            if maps_of(self._program, operand) or made.space is not node.space:
+                return False
+        return True
+
+    def _move_behind(self, kernel: int, other: int) -> bool:
+        """Let a kernel run right after a later one, unless something on the way reads it."""
+        between = range(kernel + 1, other + 1)
+        for value in itertools.chain.from_iterable(self._open[k].values() for k in between):
+            if any(self._kernel_of[read] == kernel for read in self._read(value)):
+                return False
+        self._open.insert(other, self._open.pop(kernel))
+        for value, at in self._kernel_of.items():
+            if kernel <= at <= other:
+                self._kernel_of[value] = other if at == kernel else at - 1
+        return True
 
     def close(self) -> None:
         """Let no kernel so far take more values."""
@@ -189,7 +276,9 @@ class _Lowering:
             }
             if sum(self._num_features(read) for read in newly_written) >= self._num_features(value):
                 continue
-            self._open[kernel].stages[self._stage_of[value]].remove(value)
+            opened = self._open[kernel]
+            placed = [*opened.stages, opened.epilogue][self._stage_of[value]]
+            placed.remove(value)
             self._open[target].stages[0].insert(0, value)
             self._kernel_of[value], self._stage_of[value] = target, 0
 
@@ -198,12 +287,18 @@ class _Lowering:
         kept = [opened for opened in self._open if any(opened.stages)]
         num_forward = sum(any(opened.stages) for opened in self._open[: self._num_closed])
         kernels = tuple(
-            Kernel(k.kind, k.space, k.grouped_by, tuple(tuple(s) for s in k.stages if s))
+            Kernel(
+                k.kind,
+                k.space,
+                k.grouped_by,
+                tuple(tuple(stage) for stage in k.stages if stage),
+                tuple(k.epilogue),
+            )
             for k in kept
         )
         written = set(self._outputs)
         for kernel, opened in enumerate(self._open):
-            for value in itertools.chain.from_iterable(opened.stages):
+            for value in opened.values():
                 written |= {read for read in self._read(value) if self._kernel_of[read] != kernel}
         return Schedule(kernels, num_forward, frozenset(written & set(self._kernel_of)))
 
@@ -233,24 +328,25 @@ class _Lowering:
         grouping = opened.grouped_by or grouped_by
         stage = 0
         for operand in self._nodes[position].operands:
-            read = self._nodes[operand]
-            source = self._source(operand)
-            if self._kernel_of.get(source) != kernel:
+            value, maps = self._source(operand), maps_of(self._program, operand)
+            if self._kernel_of.get(value) != kernel:
                 continue
-            made = self._nodes[source]
-            if read.op != "gather":
+            made = self._nodes[value]
+            if not maps:
                 # The value itself, of the same row; a finished softmax waits for its group.
                 if made.space is not space:
                     return None
-                stage = max(stage, self._stage_of[source] + (made.op == "softmax"))
-            elif made.op == "sum" and made.map == read.map == grouping:
-                stage = max(stage, self._stage_of[source] + 1)
+                stage = max(stage, self._stage_of[value] + (made.op == "softmax"))
+            elif made.op == "sum" and maps == [made.map] == [grouping]:
+                stage = max(stage, self._stage_of[value] + 1)
             else:
                 return None  # another row's value, which may not be there yet
+        if stage and grouping is not None and grouping.into in TYPES:
+            return None  # such a group has no one loop: it is split among threads
         return stage
 
     def _direct_readers(self) -> dict[int, set[int]]:
-        """For each value, the values that read it, through gathers and fused outers."""
+        """For each value, the values that read it, through reads and fused outers."""
         readers: dict[int, set[int]] = {}
         for value in self._kernel_of:
             for read in self._read(value):
@@ -261,7 +357,7 @@ class _Lowering:
         """Whether a value is computed from its own row alone, in a loop that may be any."""
         node = self._nodes[value]
         kind = self._open[self._kernel_of[value]].kind
-        return node.op in ROWWISE and kind is KernelKind.TRAVERSAL and node.space not in _TYPES
+        return node.op in ROWWISE and kind is KernelKind.TRAVERSAL and node.space not in TYPES
 
     def _is_written(self, value: int, readers: dict[int, set[int]]) -> bool:
         kernel = self._kernel_of[value]
@@ -272,19 +368,15 @@ class _Lowering:
         return math.prod(self._nodes[value].shape)
 
     def _read(self, position: int) -> set[int]:
-        """The computed values that a value reads, through gathers and fused outers."""
+        """The computed values that a value reads, through reads and fused outers."""
         found: set[int] = set()
         for operand in self._nodes[position].operands:
-            source = self._source(operand)
-            node = self._nodes[source]
-            if source in self._fused:
-                found |= self._read(source)
-            elif node.op != "input":
-                found.add(source)
+            value = self._source(operand)
+            if value in self._fused:
+                found |= self._read(value)
+            elif self._nodes[value].op not in LEAVES:
+                found.add(value)
         return found
 
     def _source(self, position: int) -> int:
-        """What a chain of gathers reads."""
-        while self._nodes[position].op == "gather":
-            position = self._nodes[position].operands[0]
-        return position
+        return source(self._program, position)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from penstock.rgnn._backends import _torch
+from penstock.rgnn._backends import _cpp, _torch
 from penstock.rgnn._run import Execute
 
-BACKENDS = ("auto", "torch")
+BACKENDS = ("auto", "torch", "cpp")
 """The names that `compile(backend=...)` takes."""
 
 
@@ -16,4 +16,4 @@ def choose(name: str) -> Execute:
         name: One of `BACKENDS`; "auto" takes the fastest that can run there.
     """
     assert name in BACKENDS, name
-    return _torch.execute
+    return {"auto": _torch.execute, "torch": _torch.execute, "cpp": _cpp.execute}[name]

@@ -16,7 +16,7 @@ from penstock.rgnn._graph import Graph
 from penstock.rgnn._ir import Node, Program
 from penstock.rgnn._plan import Plan
 from penstock.rgnn._rows import RowMap, Space
-from penstock.rgnn._schedule import fused_outers, is_typed_product
+from penstock.rgnn._schedule import READS, fused_outers, is_typed_product, source
 
 
 def execute(
@@ -40,8 +40,8 @@ def execute(
 class _Execution:
     """One pass over some values of a program; each is dropped after its last reader.
 
-    Gathers and per-row outers are lazy: they are made when a reader needs rows, and a typed
-    product asks for their source instead.
+    Reads, inverse counts and per-row outers are lazy: they are made when a reader needs rows, and a
+    typed product asks for their source instead.
     """
 
     def __init__(
@@ -97,8 +97,6 @@ class _Execution:
             return self._weight_gradient(node)
         if is_typed_product(self._program, node):
             return self._typed_product(node)
-        if node.op == "inverse_count":
-            return _interpreter.inverse_count(self._graph, node.map, self._dtype)
         operands = [self._rows(operand) for operand in node.operands]
         if node.op == "sum":
             return _sum_rows(operands[0], self._graph, node.map)
@@ -107,8 +105,13 @@ class _Execution:
         return _interpreter.apply(node, operands, self._graph).contiguous()
 
     def _rows(self, position: int) -> torch.Tensor:
-        """The rows of a value; of a gather they are made here."""
+        """The rows of a value; what is lazy is made here."""
         node = self._program.nodes[position]
+        if node.op == "inverse_count":
+            return _interpreter.inverse_count(self._graph, node.map, self._dtype)
+        if node.op == "reshape":
+            rows = self._rows(node.operands[0])
+            return rows.reshape(rows.shape[0], *node.shape)
         if node.op != "gather":
             return self.values[position]
         source = self._rows(node.operands[0])
@@ -145,7 +148,8 @@ class _Execution:
 
     def _is_lazy(self, position: int) -> bool:
         """Whether a value is not computed by itself but as its reader needs it."""
-        return self._program.nodes[position].op == "gather" or position in self._fused
+        op = self._program.nodes[position].op
+        return op in READS or op == "inverse_count" or position in self._fused
 
     def _last_reader(self, outputs: Sequence[int]) -> dict[int, list[int]]:
         """For each computed value, the values that are not read after it."""
@@ -163,10 +167,7 @@ class _Execution:
             if not self._is_lazy(position):
                 read(position, position)
         wanted = set(self._keep)
-        for output in outputs:
-            while nodes[output].op == "gather":
-                output = nodes[output].operands[0]
-            wanted.add(output)
+        wanted.update(source(self._program, output) for output in outputs)
         by_reader: dict[int, list[int]] = {}
         for position, reader in last.items():
             if position not in wanted and nodes[position].op != "input":

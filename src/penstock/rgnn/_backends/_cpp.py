@@ -1,0 +1,252 @@
+"""The backend of generated C++: one library for each plan, one call for each of its directions.
+
+The kernels of the schedule become functions of a shared library, built once and kept in the user's
+cache. What a call needs of a graph is built once for the graph; what is left for a call is to fill a
+struct with pointers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from penstock.codegen import load_library
+from penstock.rgnn import _interpreter
+from penstock.rgnn._backends import _torch
+from penstock.rgnn._backends._cpp_graph import GraphArrays, arrays_of
+from penstock.rgnn._backends._cpp_memory import Lifetime, allocate, pack
+from penstock.rgnn._backends._cpp_source import Direction, write_source
+from penstock.rgnn._graph import Graph
+from penstock.rgnn._ir import LEAVES, Program
+from penstock.rgnn._plan import Plan
+from penstock.rgnn._rows import Space
+from penstock.rgnn._schedule import source
+
+DTYPES = {torch.float32: "float", torch.float64: "double"}
+"""The dtypes that are computed in C++; others are left to torch."""
+
+_FLAGS = ("-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
+_KINDS_OF_CALL = frozenset({"threads", "value", "input", "stride", "parts"})
+_INDEX_TYPES = {torch.int32: "int32_t", torch.int64: "int64_t"}
+
+
+def execute(
+    plan: Plan,
+    graph: Graph,
+    values: frozenset[int],
+    given: Mapping[int, torch.Tensor],
+    arguments: Mapping[str, torch.Tensor],
+    outputs: Sequence[int],
+    keep: Collection[int],
+) -> tuple[tuple[torch.Tensor, ...], dict[int, torch.Tensor]]:
+    """Compute some values of a plan; see `_run.Execute`.
+
+    Raises:
+        BuildError: There is no compiler, or it fails; the message says what to do.
+        ValueError: The graph is not on the CPU.
+    """
+    if graph.device.type != "cpu":
+        raise ValueError(
+            f'backend is "cpp", which computes on the CPU, and the graph is on {graph.device}; '
+            f'use backend="auto", or graph.to("cpu")'
+        )
+    tensors = [*arguments.values(), *given.values()]
+    dtype = tensors[0].dtype if tensors else torch.get_default_dtype()
+    if dtype not in DTYPES:
+        return _torch.execute(plan, graph, values, given, arguments, outputs, keep)
+    arrays = arrays_of(graph)
+    key = ("cpp", dtype, arrays.index_dtype)
+    compiled = plan.compiled.get(key)
+    if compiled is None:
+        compiled = plan.compiled[key] = _compiled(plan, dtype, arrays.index_dtype)
+    assert isinstance(compiled, tuple)
+    is_backward = values is not plan.forward and values == plan.backward
+    runner: _Runner = compiled[is_backward]
+    return runner(arrays, given, arguments, tuple(outputs), tuple(keep))
+
+
+def _compiled(
+    plan: Plan, dtype: torch.dtype, index_dtype: torch.dtype
+) -> tuple[_Runner, ...]:
+    """The forward and the backward of a plan, loaded."""
+    written = write_source(plan, scalar=DTYPES[dtype], index=_INDEX_TYPES[index_dtype])
+    library = load_library("rgnn", written.text, flags=_FLAGS)
+    return tuple(_Runner(plan, library, direction, dtype) for direction in written.directions)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Binding:
+    """What a direction needs of a graph, the same in every call."""
+
+    numbers: tuple[int, ...]
+    """The fields; those of a call are 0."""
+    shapes: dict[int, tuple[int, ...]]
+    """Of the values that the call returns."""
+    offsets: dict[int, int]
+    """Of the other values, in the arena."""
+    arena_bytes: int
+
+
+class _Runner:
+    """One direction of a plan."""
+
+    def __init__(
+        self, plan: Plan, library: ctypes.CDLL, direction: Direction, dtype: torch.dtype
+    ) -> None:
+        self._entry = getattr(library, direction.entry)
+        self._entry.argtypes, self._entry.restype = [ctypes.c_void_p], None
+        self._program, self._dtype = plan.program, dtype
+        self._fields = direction.fields
+        self._of_call = [
+            (place, field.kind, field.key[0] if field.key else 0)
+            for place, field in enumerate(direction.fields)
+            if field.kind in _KINDS_OF_CALL
+        ]
+        self._frame = ctypes.c_int64 * len(direction.fields)
+        kernels = [kernel.values for kernel in direction.kernels]
+        self._written = [
+            v for values in kernels for v in values if v in plan.schedule.materialised
+        ]
+        self._lives = _lifetimes(plan.program, kernels)
+        self._bindings: weakref.WeakKeyDictionary[GraphArrays, _Binding] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def __call__(
+        self,
+        arrays: GraphArrays,
+        given: Mapping[int, torch.Tensor],
+        arguments: Mapping[str, torch.Tensor],
+        outputs: tuple[int, ...],
+        keep: tuple[int, ...],
+    ) -> tuple[tuple[torch.Tensor, ...], dict[int, torch.Tensor]]:
+        """Compute everything; see `_run.Execute`."""
+        program = self._program
+        binding = self._bindings.get(arrays)
+        if binding is None:
+            binding = self._bindings[arrays] = self._bind(arrays, outputs, keep)
+        rows = {at: tensor.contiguous() for at, tensor in given.items()}
+        for name, position in program.inputs().items():
+            if name in arguments:
+                space = program.nodes[position].space
+                rows[position] = _entered(arrays.graph, space, arguments[name])
+        for value, shape in binding.shapes.items():
+            rows[value] = allocate(shape, self._dtype)
+        arena = allocate((binding.arena_bytes,), torch.uint8)
+        numbers = list(binding.numbers)
+        for place, kind, value in self._of_call:
+            if kind == "threads":
+                numbers[place] = torch.get_num_threads()
+            elif kind == "stride":
+                numbers[place] = rows[value].stride(0)
+            elif value in rows and kind != "parts":
+                numbers[place] = rows[value].data_ptr()
+            else:
+                name = _name_of_parts(value) if kind == "parts" else value
+                numbers[place] = arena.data_ptr() + binding.offsets[name]
+        self._entry(self._frame(*numbers))
+        results = _results(program, arrays.graph, rows, outputs, keep, self._dtype)
+        return results, {at: rows[at] for at in keep}
+
+    def _bind(
+        self, arrays: GraphArrays, outputs: Sequence[int], keep: Collection[int]
+    ) -> _Binding:
+        """Offsets in the arena of what only this program sees; parts have negative names."""
+        counts, width = arrays.graph.counts, self._dtype.itemsize
+        seen = {*keep, *(source(self._program, output) for output in outputs)}
+        lifetimes, shapes = [], {}
+        for value in self._written:
+            node = self._program.nodes[value]
+            shape = (counts.rows(node.space), *node.shape)
+            if value in seen:
+                shapes[value] = shape
+            else:
+                lifetimes.append(Lifetime(value, *self._lives[value], math.prod(shape) * width))
+        for _, kind, value in self._of_call:
+            if kind == "parts":
+                node = self._program.nodes[value]
+                num_bytes = len(arrays.tasks(node.map)) * math.prod(node.shape) * width
+                kernel = self._lives[value][0]
+                lifetimes.append(Lifetime(_name_of_parts(value), kernel, kernel, num_bytes))
+        numbers = tuple(
+            0
+            if field.kind in _KINDS_OF_CALL
+            else arrays.number(field.kind, field.key, self._dtype)
+            for field in self._fields
+        )
+        return _Binding(numbers, shapes, *pack(lifetimes))
+
+
+def _entered(graph: Graph, space: Space, argument: torch.Tensor) -> torch.Tensor:
+    """An argument as rows, each of them contiguous."""
+    rows = _interpreter.enter(graph, space, argument.detach())
+    is_dense = all(
+        length == 1 or stride == math.prod(rows.shape[axis + 2 :])
+        for axis, (length, stride) in enumerate(
+            zip(rows.shape[1:], rows.stride()[1:], strict=True)
+        )
+    )
+    return rows if is_dense else rows.contiguous()
+
+
+def _lifetimes(
+    program: Program, kernels: Sequence[Sequence[int]]
+) -> dict[int, tuple[int, int]]:
+    """For each value, the kernel that computes it and the last that reads it."""
+    lives: dict[int, tuple[int, int]] = {}
+
+    def read(position: int, kernel: int) -> None:
+        for operand in program.nodes[position].operands:
+            value = source(program, operand)
+            if value in lives:
+                lives[value] = (lives[value][0], kernel)
+            elif program.nodes[value].op == "outer":
+                read(value, kernel)
+
+    for kernel, values in enumerate(kernels):
+        for value in values:
+            lives[value] = (kernel, kernel)
+            read(value, kernel)
+    return lives
+
+
+def _name_of_parts(value: int) -> int:
+    return -1 - value
+
+
+def _results(
+    program: Program,
+    graph: Graph,
+    rows: Mapping[int, torch.Tensor],
+    outputs: Sequence[int],
+    keep: Collection[int],
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, ...]:
+    """The outputs as the user has them, each with memory of its own."""
+
+    def read(position: int) -> torch.Tensor:
+        node = program.nodes[position]
+        if node.op == "inverse_count":
+            return _interpreter.inverse_count(graph, node.map, dtype)
+        if node.op == "reshape":
+            operand = read(node.operands[0])
+            return operand.reshape(operand.shape[0], *node.shape)
+        if node.op == "gather":
+            return read(node.operands[0]).index_select(0, graph.index(node.map))
+        return rows[position]
+
+    taken = {rows[at].data_ptr() for at in keep}
+    taken |= {t.data_ptr() for at, t in rows.items() if program.nodes[at].op in LEAVES}
+    found = []
+    for output in outputs:
+        result = _interpreter.leave(graph, program.nodes[output].space, read(output))
+        if result.data_ptr() in taken:
+            result = result.clone()
+        taken.add(result.data_ptr())
+        found.append(result)
+    return tuple(found)
