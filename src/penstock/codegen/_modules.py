@@ -15,10 +15,10 @@ _loaded: dict[Path, types.ModuleType] = {}
 
 
 def load_module(name: str, source: str) -> types.ModuleType:
-    """Write Python source to the cache and execute it, once per process.
+    r"""Write Python source to the cache and execute it, once per process.
 
     Example:
-        >>> load_module("answer", "def answer():\\n    return 42\\n").answer()
+        >>> load_module("answer", "def answer():\n    return 42\n").answer()
         42
 
     Args:

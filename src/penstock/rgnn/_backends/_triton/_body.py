@@ -257,9 +257,7 @@ class Body:
         (self.before if is_shared else self.loop).append(f"{unique} = {text}")
         return Block(unique, axes, is_shared)
 
-    def lifted(
-        self, block: Block, axes: tuple[Axis, ...], *, is_leading: bool = True
-    ) -> str:
+    def lifted(self, block: Block, axes: tuple[Axis, ...], *, is_leading: bool = True) -> str:
         """A variable with its axes in their places among those of a larger block.
 
         Args:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import ModuleType
 
 import torch
-import triton
+from triton import knobs
 
 from penstock.codegen import load_module
 from penstock.errors import PenstockError
@@ -42,7 +42,7 @@ def execute(
     Raises:
         PenstockError: The graph is not on a GPU, and Triton's interpreter is not on.
     """
-    if graph.device.type == "cpu" and not triton.knobs.runtime.interpret:
+    if graph.device.type == "cpu" and not knobs.runtime.interpret:
         raise PenstockError(
             "backend 'triton' runs on GPUs, and the graph is on the CPU: move the graph and the "
             "tensors with .to('cuda'), or compile with backend='auto'; for tests, set "

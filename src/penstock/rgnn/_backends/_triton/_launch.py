@@ -112,19 +112,20 @@ def weight_gradient(
     num_heads, batch = math.prod(batch_axes[:heads]), math.prod(batch_axes[heads:])
     order = _tables.type_order(graph, node.map)
     constants: dict[str, Any] = {}
-    arguments: tuple[torch.Tensor, ...] = ()
+    arguments: list[torch.Tensor] = []
     for side, shape, (source, maps) in zip(("LEFT", "RIGHT"), shapes, ends, strict=True):
         index = _tables.row_index(graph, maps, order)
         rows = memory[source]
-        arguments = (*arguments, rows, rows if index is None else index)
+        arguments += [rows, rows if index is None else index]
         constants[f"HAS_{side}_INDEX"] = index is not None
         constants[f"{side}_ROW"] = math.prod(shape)
         constants |= _strides(side, shape, heads, batch)
-    dtype = arguments[0].dtype
+    rows = arguments[0]
+    dtype = rows.dtype
     pieces = _tables.pieces(graph, node.map, batch=batch)
     height, width = node.shape[-2:]
-    partial = arguments[0].new_empty(pieces.count, *node.shape, dtype=_wide(dtype))
-    out = arguments[0].new_empty(graph.counts.rows(node.space), *node.shape)
+    partial = rows.new_empty(pieces.count, *node.shape, dtype=_wide(dtype))
+    out = rows.new_empty(graph.counts.rows(node.space), *node.shape)
     blocks = {
         "BLOCK_ROWS": 32,
         "BLOCK_HEIGHT": _block(height, 64),
@@ -134,8 +135,8 @@ def weight_gradient(
     constants |= {"PRECISION": _precision(dtype), "SUM": _sum_type(dtype), **blocks}
     num_blocks = _blocks(height, blocks["BLOCK_HEIGHT"]) * _blocks(width, blocks["BLOCK_WIDTH"])
     grid = (pieces.count, num_blocks, num_heads)
-    arguments = (*arguments, partial, pieces.begins, pieces.ends)
-    run(Launch(_kernels.weight_gradient, grid, arguments, constants, num_stages=3))
+    arguments += [partial, pieces.begins, pieces.ends]
+    run(Launch(_kernels.weight_gradient, grid, tuple(arguments), constants, num_stages=3))
     _add_pieces(partial, out, None, pieces.first_runs, run)
     return out
 
@@ -164,9 +165,7 @@ def traversal(
     nodes = program.nodes
     for value in written.stored:
         num_rows = graph.counts.rows(nodes[value].space)
-        memory[value] = torch.empty(
-            num_rows, *nodes[value].shape, dtype=dtype, device=graph.device
-        )
+        memory[value] = torch.empty(num_rows, *nodes[value].shape, dtype=dtype, device=graph.device)
     pointers = _pointers(written, graph, memory)
     constants = {"COMPUTE": _sum_type(dtype)}
     num_warps = 4 if written.num_features <= _BLOCK_NUMBERS else 8
@@ -218,9 +217,7 @@ def _over_groups(
     return Launch(function, grid, arguments, {**blocks, **constants}, num_warps)
 
 
-def _pointers(
-    written: Traversal, graph: Graph, memory: Memory
-) -> dict[Parameter, torch.Tensor]:
+def _pointers(written: Traversal, graph: Graph, memory: Memory) -> dict[Parameter, torch.Tensor]:
     found: dict[Parameter, torch.Tensor] = {}
     for parameter in written.parameters:
         if isinstance(parameter, Value):

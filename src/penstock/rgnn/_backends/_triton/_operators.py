@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from penstock.rgnn._backends._triton._index import ZERO, Axis, Index, feature_axis, of_axis, reshaped
+from penstock.rgnn._backends._triton._index import (
+    ZERO,
+    Axis,
+    Index,
+    feature_axis,
+    of_axis,
+    reshaped,
+)
 from penstock.rgnn._ir import Node, Shape, broadcast
 
 if TYPE_CHECKING:

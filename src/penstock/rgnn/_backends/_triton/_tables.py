@@ -196,7 +196,7 @@ def buckets(
 def _buckets(
     graph: Graph, row_map: RowMap, may_cut: bool
 ) -> tuple[tuple[Bucket, ...], Giants | None]:
-    starts = graph.grouped(row_map)[0].cpu()
+    starts = graph.grouped(row_map)[0].cpu().long()
     sizes, groups = torch.sort(starts[1:] - starts[:-1], stable=True)
     bounds = [(-1, LIGHT, Lanes(4, 64)), (LIGHT, MIDDLING, Lanes(16, 8)), (MIDDLING, _ANY, _HEAVY)]
     if may_cut:
@@ -209,7 +209,7 @@ def _buckets(
     giants = groups[sizes > bounds[-1][1]]
     if not len(giants):
         return tuple(found), None
-    cut = _cut(starts[:-1][giants].long(), starts[1:][giants].long(), PIECE_ROWS, graph.device)
+    cut = _cut(starts[:-1][giants], starts[1:][giants], PIECE_ROWS, graph.device)
     on_device = giants.to(graph.device, torch.int32)
     of_pieces = on_device.index_select(0, cut.targets)
     return tuple(found), Giants(
@@ -220,5 +220,6 @@ def _buckets(
 def _bucket(
     graph: Graph, lanes: Lanes, groups: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor
 ) -> Bucket:
-    device = graph.device
-    return Bucket(lanes, groups.to(device, torch.int32), begins.to(device), ends.to(device))
+    dtype = dtype_for(int(ends.max()))
+    begins, ends = (each.to(graph.device, dtype) for each in (begins, ends))
+    return Bucket(lanes, groups.to(graph.device, torch.int32), begins, ends)
