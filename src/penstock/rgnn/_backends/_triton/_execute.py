@@ -128,6 +128,7 @@ class Execution:
         self._launch = launch
         self._prepared = _prepare(plan)
         self._memory: Memory = {}
+        self._dtype = torch.get_default_dtype()
 
     def run(
         self,
@@ -139,6 +140,8 @@ class Execution:
     ) -> tuple[tuple[torch.Tensor, ...], dict[int, torch.Tensor]]:
         """Compute values; see `_run.Execute`."""
         program, memory = self._program, self._memory
+        for tensor in (*arguments.values(), *given.values()):
+            self._dtype = tensor.dtype
         memory.update(given)
         for name, position in program.inputs().items():
             if name in arguments:
@@ -179,7 +182,7 @@ class Execution:
             elif number in self._prepared.source.traversals:
                 written = self._prepared.source.traversals[number]
                 function = getattr(self._prepared.module, written.name)
-                _launch.traversal(written, function, program, kernel, *rest)
+                _launch.traversal(written, function, program, kernel, *rest, self._dtype)
             else:
                 self._run_in_torch(kernel)
         except Inexpressible:

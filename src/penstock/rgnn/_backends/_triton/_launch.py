@@ -38,7 +38,9 @@ class Launch:
     num_stages: int = 1
 
     def __call__(self) -> None:
-        """Launch it."""
+        """Launch it, unless there is nothing to do."""
+        if 0 in self.grid:
+            return
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         self.kernel[self.grid](*self.arguments, **self.constants, **options)
 
@@ -149,6 +151,7 @@ def traversal(
     graph: Graph,
     memory: Memory,
     run: Run,
+    dtype: torch.dtype,
 ) -> None:
     """Run a traversal; the values that it stores are put into `memory`.
 
@@ -160,8 +163,8 @@ def traversal(
         graph: The graph.
         memory: What it reads.
         run: Takes the launches.
+        dtype: Of all values.
     """
-    dtype = next(iter(memory.values())).dtype
     nodes = program.nodes
     for value in written.stored:
         num_rows = graph.counts.rows(nodes[value].space)
@@ -207,7 +210,9 @@ def _over_groups(
     in_pieces: bool,
 ) -> Launch:
     """A traversal of groups, or of pieces of groups, that are about as long."""
-    left = max(1, _BLOCK_NUMBERS // written.num_features)
+    if bucket.lanes.num_groups == 1:  # long loops, which few programs run
+        num_warps = 8
+    left = max(1, _BLOCK_NUMBERS * num_warps // 4 // written.num_features)
     num_rows = min(bucket.lanes.num_rows, left)
     num_groups = min(bucket.lanes.num_groups, left // num_rows)
     count = len(bucket.groups)

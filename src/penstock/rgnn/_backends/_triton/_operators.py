@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,10 @@ def _elementwise(template: str) -> Rule:
         ]
         text = template
         if "VALUE" in text:
-            text = text.replace("VALUE", repr(float(node["value"])))
+            value = float(node["value"])
+            text = text.replace(
+                "VALUE", repr(value) if math.isfinite(value) else f'float("{value}")'
+            )
         return body.compute(text, *operands, name=name)
 
     return rule
