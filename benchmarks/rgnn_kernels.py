@@ -92,7 +92,6 @@ def unique_launches(launches: list[Launch]) -> dict[str, Launch]:
     for launch in launches:
         constants = dict(launch.constants)
         said = [f"{name} {constants[name]}" for name in _SAID if name in constants]
-        said += ["in pieces"] if constants.get("IN_PIECES") else []
         said += ["transposed"] if constants.get("TRANSPOSED") else []
         said += [
             flag.removeprefix("HAS_").replace("_", " ").lower()

@@ -126,6 +126,16 @@ def test_destinations_of_every_degree():
     check(body, graph, (random_tensor(graph.num_edges), random_tensor(7, 2)))
 
 
+def test_weights_of_destinations_of_every_degree():
+    """They are stored by one more loop, which no sum needs."""
+
+    def body(g, s):
+        return edge_softmax(g.edges(s))
+
+    graph = graph_with_hubs()
+    check(body, graph, (random_tensor(graph.num_edges, 2),))
+
+
 def test_rows_that_all_go_to_one_weight():
     """The sum over 4,024 edges of one relation is made of pieces, and so is that over all."""
 

@@ -144,18 +144,17 @@ def test_every_row_is_in_one_group_and_in_one_tile(graph, row_map):
     expected = graph.index(row_map).tolist()
     order = _tables.row_index(graph, (), row_map)
     slots = range(len(expected)) if order is None else order.tolist()
-    for may_cut in (False, True):
-        buckets, giants = _tables.buckets(graph, row_map, may_cut=may_cut)
-        assert giants is None
-        found = {}
-        groups = []
-        for bucket in buckets:
-            groups += bucket.groups.tolist()
-            runs = zip(bucket.groups, bucket.begins, bucket.ends, strict=True)
-            for group, begin, end in runs:
-                found |= {slots[slot]: int(group) for slot in range(int(begin), int(end))}
-        assert [found.get(row) for row in range(len(expected))] == expected
-        assert sorted(groups) == list(range(graph.counts.rows(row_map.into)))
+    buckets, giants = _tables.buckets(graph, row_map)
+    assert giants is None
+    found = {}
+    groups = []
+    for bucket in buckets:
+        groups += bucket.groups.tolist()
+        runs = zip(bucket.groups, bucket.begins, bucket.ends, strict=True)
+        for group, begin, end in runs:
+            found |= {slots[slot]: int(group) for slot in range(int(begin), int(end))}
+    assert [found.get(row) for row in range(len(expected))] == expected
+    assert sorted(groups) == list(range(graph.counts.rows(row_map.into)))
     if row_map in (_rows.EDGE_SRC, _rows.EDGE_DST, _rows.EDGE_SRC_PAIR, _rows.SRC_PAIR_SRC):
         return  # rows are not multiplied by those
     by_type = _tables.row_index(graph, (), _tables.type_order(graph, row_map))
@@ -171,18 +170,18 @@ def test_every_row_is_in_one_group_and_in_one_tile(graph, row_map):
 
 @needs_triton
 @pytest.mark.parametrize("num_edges", [2048, 2049, 5000])
-def test_a_group_that_is_too_long_is_cut_unless_it_may_not_be(num_edges):
+def test_a_group_that_is_too_long_is_cut(num_edges):
     from penstock.rgnn._backends._triton import _tables
 
     ends = torch.tensor([[0, 1], [1, 2]])[:, [0] * num_edges + [1]]
     graph = rgnn.Graph(ends, torch.zeros(num_edges + 1, dtype=torch.int64))
-    buckets, giants = _tables.buckets(graph, _rows.EDGE_DST, may_cut=False)
-    assert giants is None and sorted(torch.cat([b.groups for b in buckets]).tolist()) == [0, 1, 2]
-    buckets, giants = _tables.buckets(graph, _rows.EDGE_DST, may_cut=True)
+    buckets, giants = _tables.buckets(graph, _rows.EDGE_DST)
+    groups = sorted(torch.cat([bucket.groups for bucket in buckets]).tolist())
     if num_edges == 2048:
-        assert giants is None
+        assert giants is None and groups == [0, 1, 2]
         return
-    assert giants is not None and giants.groups.tolist() == [1]
+    assert giants is not None and giants.groups.tolist() == [1] and groups == [0, 2]
+    assert not giants.places.any()
     lengths = (giants.pieces.ends - giants.pieces.begins).tolist()
     assert sum(lengths) == num_edges and max(lengths) == _tables.PIECE_ROWS
     assert giants.first_pieces.tolist() == [0, math.ceil(num_edges / _tables.PIECE_ROWS)]

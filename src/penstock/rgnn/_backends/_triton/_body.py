@@ -16,10 +16,8 @@ from penstock.rgnn._backends._triton import _operators
 from penstock.rgnn._backends._triton._index import (
     Axis,
     Index,
-    power_of_two,
     ravel,
     sorted_axes,
-    whole,
 )
 from penstock.rgnn._backends._triton._tables import Maps
 from penstock.rgnn._ir import Program, Shape
@@ -63,7 +61,24 @@ class GroupSizes:
     map: RowMap
 
 
-Parameter = Value | RowIndex | GroupSizes
+@dataclasses.dataclass(frozen=True, slots=True)
+class Total:
+    """A parameter: what a reduction came to, for each group that is cut."""
+
+    position: int
+    part: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Partial:
+    """A parameter: what a reduction came to, for each piece of a group."""
+
+    position: int
+    part: str
+
+
+InMemory = Value | Total | Partial
+Parameter = InMemory | RowIndex | GroupSizes
 
 
 class Body:
@@ -164,23 +179,23 @@ class Body:
     def _load(self, position: int, maps: Maps, indices: Sequence[Index], name: str) -> Block:
         row, mask = self._row(maps)
         axes = sorted_axes(indices)
-        address, masks = self.address(position, row, mask, indices, axes)
+        address, masks = self.address(Value(position), row, mask, indices, axes)
         guard = f", mask={masks}, other=0" if masks else ""
         return self.assign(f"tl.load({address}{guard}).to(COMPUTE)", axes, row.is_shared, name)
 
     def address(
         self,
-        position: int,
+        parameter: InMemory,
         row: Block,
         mask: str | None,
         indices: Sequence[Index],
         axes: tuple[Axis, ...],
     ) -> tuple[str, str]:
         """Where features of rows lie, and which of the lanes there mean something."""
-        shape = self.nodes[position].shape
+        shape = self.nodes[parameter.position].shape
         length = math.prod(shape)
         at = self.lifted(row, axes)
-        parts = [self.parameter(Value(position)), at if length == 1 else f"{at} * {length}"]
+        parts = [self.parameter(parameter), at if length == 1 else f"{at} * {length}"]
         flat = ravel(indices, shape)
         if flat != Index():
             parts.append(self._text(flat, axes))
@@ -233,7 +248,7 @@ class Body:
         if axis not in block.axes or axis.block != axis.length:
             valid = self.lifted(Block(axis.name, (axis,)), axes, is_leading=False)
             masked = f"tl.where({valid} < {axis.length}, {masked}, 0.0)"
-        self._note(axes)
+        self.note(axes)
         rest = tuple(each for each in axes if each != axis)
         text = f"tl.sum({masked}, axis={self.num_leading + axes.index(axis)})"
         return self.assign(text, rest, block.is_shared, name)
@@ -241,13 +256,13 @@ class Body:
     def is_between(self, index: Index, begin: int, end: int) -> Block:
         """Where an index lies in a half-open interval."""
         axes = sorted_axes([index])
-        self._note(axes)
+        self.note(axes)
         text = self._text(index, axes)
         return Block(f"(({text} >= {begin}) & ({text} < {end}))", axes, is_shared=True)
 
     def assign(self, text: str, axes: tuple[Axis, ...], is_shared: bool, name: str) -> Block:
         """A new variable."""
-        self._note(axes)
+        self.note(axes)
         unique = next(
             candidate
             for candidate in itertools.chain([name], (f"{name}_{n}" for n in itertools.count(2)))
@@ -276,6 +291,9 @@ class Body:
         if parameter not in self.parameters:
             if isinstance(parameter, Value):
                 name = f"v{parameter.position}"
+            elif isinstance(parameter, Total | Partial):
+                kind = type(parameter).__name__.lower()
+                name = f"{kind}{parameter.position}{parameter.part}"
             elif isinstance(parameter, GroupSizes):
                 name = f"num_{_name(parameter.map)}"
             else:
@@ -284,18 +302,13 @@ class Body:
             self.parameters[parameter] = name
         return self.parameters[parameter]
 
-    def zeros(self, shape: Shape) -> tuple[str, tuple[Axis, ...]]:
-        """The shape, as source, of one block for each group, and its axes."""
-        axes = sorted_axes(whole(shape))
-        self._note(axes)
-        return ", ".join(["GROUPS", "1", *(str(power_of_two(a.length)) for a in axes)]), axes
-
     def _text(self, index: Index, axes: tuple[Axis, ...]) -> str:
         return index.text(
             lambda axis: self.lifted(Block(axis.name, (axis,)), axes, is_leading=False)
         )
 
-    def _note(self, axes: tuple[Axis, ...]) -> None:
+    def note(self, axes: tuple[Axis, ...]) -> None:
+        """Count the features of a block that has these axes."""
         self.axes.update(axes)
         length = math.prod(axis.block for axis in axes if axis.block is not None)
         self.num_features = max(self.num_features, length)

@@ -181,8 +181,8 @@ class Execution:
                 memory[kernel.values[0]] = _launch.weight_gradient(program, node, *rest)
             elif number in self._prepared.source.traversals:
                 written = self._prepared.source.traversals[number]
-                function = getattr(self._prepared.module, written.name)
-                _launch.traversal(written, function, program, kernel, *rest, self._dtype)
+                module = self._prepared.module
+                _launch.traversal(written, module, program, kernel, *rest, self._dtype)
             else:
                 self._run_in_torch(kernel)
         except Inexpressible:

@@ -142,6 +142,46 @@ def weight_gradient(
 
 
 @triton.jit
+def merge_softmax_pieces(
+    partial_max,
+    partial_sum,
+    total_max,
+    total_sum,
+    first_pieces,
+    LENGTH: tl.constexpr,
+    BLOCK_PIECES: tl.constexpr,
+    BLOCK_LENGTH: tl.constexpr,
+):
+    """The largest score of a group, and the sum of powers of all scores less that one.
+
+    Each piece has its own largest score, less which its powers were taken.
+    """
+    group = tl.program_id(0)
+    begin, end = tl.load(first_pieces + group), tl.load(first_pieces + group + 1)
+    place = tl.program_id(1) * BLOCK_LENGTH + tl.arange(0, BLOCK_LENGTH)
+    is_place = place < LENGTH
+    # All lanes begin with a score that occurs, so that none grows from nothing.
+    first_score = tl.load(partial_max + begin.to(tl.int64) * LENGTH + place, mask=is_place, other=0)
+    largest = first_score[None, :] + tl.zeros([BLOCK_PIECES, 1], first_score.dtype)
+    total = tl.zeros([BLOCK_PIECES, BLOCK_LENGTH], first_score.dtype)
+    for first in tl.range(begin, end, BLOCK_PIECES):
+        pieces = first + tl.arange(0, BLOCK_PIECES)
+        mask = (pieces < end)[:, None] & is_place[None, :]
+        at = pieces.to(tl.int64)[:, None] * LENGTH + place[None, :]
+        score = tl.load(partial_max + at, mask=mask, other=0)
+        power = tl.load(partial_sum + at, mask=mask, other=0)
+        larger = tl.where(mask, tl.maximum(largest, score), largest)
+        total = total * tl.exp(largest - larger)
+        total += tl.where(mask, power * tl.exp(score - larger), 0.0)
+        largest = larger
+    largest_of_all = tl.max(largest, axis=0)
+    powers = tl.sum(total * tl.exp(largest - largest_of_all[None, :]), axis=0)
+    row = group.to(tl.int64) * LENGTH
+    tl.store(total_max + row + place, largest_of_all, mask=is_place)
+    tl.store(total_sum + row + place, powers, mask=is_place)
+
+
+@triton.jit
 def add_pieces(
     partial,
     out,

@@ -5,16 +5,26 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
 import triton.language as tl
 
 from penstock.rgnn._backends._triton import _kernels, _tables
-from penstock.rgnn._backends._triton._body import GroupSizes, Inexpressible, Parameter, Value
+from penstock.rgnn._backends._triton._body import (
+    GroupSizes,
+    Inexpressible,
+    Parameter,
+    Partial,
+    RowIndex,
+    Total,
+    Value,
+)
 from penstock.rgnn._backends._triton._index import power_of_two
-from penstock.rgnn._backends._triton._source import Traversal
-from penstock.rgnn._backends._triton._tables import Bucket, Maps
+from penstock.rgnn._backends._triton._source import Function, Traversal
+from penstock.rgnn._backends._triton._tables import Bucket, Giants, Maps
+from penstock.rgnn._backends._triton._traversals import PARTS
 from penstock.rgnn._graph import Graph
 from penstock.rgnn._ir import Node, Program, Shape, broadcast
 from penstock.rgnn._schedule import Kernel
@@ -145,7 +155,7 @@ def weight_gradient(
 
 def traversal(
     written: Traversal,
-    function: Any,
+    module: ModuleType,
     program: Program,
     kernel: Kernel,
     graph: Graph,
@@ -157,7 +167,7 @@ def traversal(
 
     Args:
         written: Its source.
-        function: Its source, compiled.
+        module: Its source as functions.
         program: The program.
         kernel: Its place in the schedule.
         graph: The graph.
@@ -169,71 +179,107 @@ def traversal(
     for value in written.stored:
         num_rows = graph.counts.rows(nodes[value].space)
         memory[value] = torch.empty(num_rows, *nodes[value].shape, dtype=dtype, device=graph.device)
-    pointers = _pointers(written, graph, memory)
     constants = {"COMPUTE": _sum_type(dtype)}
-    num_warps = 4 if written.num_features <= _BLOCK_NUMBERS else 8
     if kernel.grouped_by is None:
         num_rows = graph.counts.rows(kernel.space)
-        left = max(1, _BLOCK_NUMBERS // written.num_features)
+        left = max(1, _BLOCK_NUMBERS // written.whole.num_features)
         num_features = min(power_of_two(written.row_features), left, 1024)
         block_rows = min(128, left // num_features)
         constants |= {"ROWS": block_rows, "FEATURES": num_features}
         grid = (_blocks(num_rows, block_rows), _blocks(written.row_features, num_features))
-        arguments = (*pointers.values(), num_rows)
-        run(Launch(function, grid, arguments, constants, num_warps))
+        arguments = (*_pointers(written.whole, graph, memory, {}), num_rows)
+        run(Launch(getattr(module, written.whole.name), grid, arguments, constants))
         return
-    buckets, giants = _tables.buckets(graph, kernel.grouped_by, may_cut=written.may_cut)
+    buckets, giants = _tables.buckets(graph, kernel.grouped_by)
     for bucket in buckets:
-        run(_over_groups(written, function, pointers, bucket, constants, num_warps, False))
-    if giants is None:
-        return
-    partial = {
-        value: memory[value].new_empty(
-            len(giants.pieces.groups), *nodes[value].shape, dtype=_wide(dtype)
-        )
-        for value in written.stored
-        if nodes[value].op == "sum"
-    }
-    into = pointers | {Value(value): rows for value, rows in partial.items()}
-    run(_over_groups(written, function, into, giants.pieces, constants, num_warps, True))
-    for value, rows in partial.items():
-        _add_pieces(rows, memory[value], giants.groups, giants.first_pieces, run)
+        pointers = _pointers(written.whole, graph, memory, {})
+        run(_over_groups(written.whole, module, pointers, bucket, constants))
+    if giants is not None:
+        _in_stages(written, module, program, graph, memory, giants, constants, run)
+
+
+def _in_stages(
+    written: Traversal,
+    module: ModuleType,
+    program: Program,
+    graph: Graph,
+    memory: Memory,
+    giants: Giants,
+    constants: Mapping[str, Any],
+    run: Run,
+) -> None:
+    """Run a traversal of groups that are cut: stage by stage over all pieces."""
+    wide = torch.float64 if constants["COMPUTE"] == tl.float64 else torch.float32
+    known: dict[Parameter, torch.Tensor] = {}
+    for number, stage in enumerate(written.stages):
+        for value in stage.reduced:
+            for part in PARTS[program.nodes[value].op]:
+                for kind, count in ((Partial, len(giants.places)), (Total, len(giants.groups))):
+                    shape = (count, *program.nodes[value].shape)
+                    known[kind(value, part)] = torch.empty(shape, dtype=wide, device=graph.device)
+        pointers = (*_pointers(stage.function, graph, memory, known), giants.places)
+        run(_over_groups(stage.function, module, pointers, giants.pieces, constants))
+        for value in stage.reduced:
+            if program.nodes[value].op == "softmax":
+                _merge_softmax_pieces(value, known, giants, run)
+                continue
+            partial = known[Partial(value, "")]
+            if value in written.stored:
+                _add_pieces(partial, memory[value], giants.groups, giants.first_pieces, run)
+            if number + 1 < len(written.stages):
+                _add_pieces(partial, known[Total(value, "")], None, giants.first_pieces, run)
 
 
 def _over_groups(
-    written: Traversal,
-    function: Any,
-    pointers: Mapping[Parameter, torch.Tensor],
+    function: Function,
+    module: ModuleType,
+    pointers: tuple[torch.Tensor, ...],
     bucket: Bucket,
     constants: Mapping[str, Any],
-    num_warps: int,
-    in_pieces: bool,
 ) -> Launch:
     """A traversal of groups, or of pieces of groups, that are about as long."""
-    if bucket.lanes.num_groups == 1:  # long loops, which few programs run
-        num_warps = 8
-    left = max(1, _BLOCK_NUMBERS * num_warps // 4 // written.num_features)
+    # Groups of a bucket without partners are long, and there are few of them.
+    num_warps = 8 if bucket.lanes.num_groups == 1 else 4
+    left = max(1, _BLOCK_NUMBERS * num_warps // 4 // function.num_features)
     num_rows = min(bucket.lanes.num_rows, left)
     num_groups = min(bucket.lanes.num_groups, left // num_rows)
     count = len(bucket.groups)
-    arguments = (*pointers.values(), bucket.groups, bucket.begins, bucket.ends, count)
-    blocks = {"GROUPS": num_groups, "ROWS": num_rows, "IN_PIECES": in_pieces}
+    arguments = (*pointers, bucket.groups, bucket.begins, bucket.ends, count)
+    blocks = {"GROUPS": num_groups, "ROWS": num_rows}
     grid = (_blocks(count, num_groups),)
-    return Launch(function, grid, arguments, {**blocks, **constants}, num_warps)
+    kernel = getattr(module, function.name)
+    return Launch(kernel, grid, arguments, {**blocks, **constants}, num_warps)
 
 
-def _pointers(written: Traversal, graph: Graph, memory: Memory) -> dict[Parameter, torch.Tensor]:
-    found: dict[Parameter, torch.Tensor] = {}
-    for parameter in written.parameters:
+def _pointers(
+    function: Function, graph: Graph, memory: Memory, known: Mapping[Parameter, torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    found: list[torch.Tensor] = []
+    for parameter in function.parameters:
         if isinstance(parameter, Value):
-            found[parameter] = memory[parameter.position]
-        elif isinstance(parameter, GroupSizes):
-            found[parameter] = graph.group_sizes(parameter.map)
-        else:
+            found.append(memory[parameter.position])
+        elif isinstance(parameter, RowIndex):
             index = _tables.row_index(graph, parameter.maps, parameter.order)
             assert index is not None, parameter
-            found[parameter] = index
-    return found
+            found.append(index)
+        elif isinstance(parameter, GroupSizes):
+            found.append(graph.group_sizes(parameter.map))
+        else:
+            found.append(known[parameter])
+    return tuple(found)
+
+
+def _merge_softmax_pieces(
+    value: int, known: Mapping[Parameter, torch.Tensor], giants: Giants, run: Run
+) -> None:
+    pieces = [known[Partial(value, part)] for part in PARTS["softmax"]]
+    totals = [known[Total(value, part)] for part in PARTS["softmax"]]
+    length = math.prod(totals[0].shape[1:])
+    block = min(128, power_of_two(length))
+    constants = {"LENGTH": length, "BLOCK_PIECES": 16, "BLOCK_LENGTH": block}
+    grid = (len(giants.groups), _blocks(length, block))
+    arguments = (*pieces, *totals, giants.first_pieces)
+    run(Launch(_kernels.merge_softmax_pieces, grid, arguments, constants))
 
 
 def _add_pieces(

@@ -20,11 +20,10 @@ from penstock.rgnn._rows import RowMap, Space
 Maps = tuple[RowMap, ...]
 """Maps that are read one after another: the first one from the rows at hand."""
 
-LIGHT, MIDDLING = 8, 128
-"""The most rows of a light and of a middling group."""
+LIGHT, MIDDLING, HEAVY = 8, 128, 2048
+"""The most rows of a light, a middling and a heavy group; beyond, it is cut."""
 PIECE_ROWS = 1024
-"""Rows of a piece of a group that is too long for one program."""
-_ANY = 2**62
+"""Rows of a piece of a group that is cut."""
 _MIN_PIECE, _MAX_PIECE = 128, 4096
 _NUM_PIECES = 512  # enough for every processor of a large GPU to have several
 
@@ -75,7 +74,7 @@ class Bucket:
     ends: torch.Tensor
 
 
-_HEAVY = Lanes(256, 1)
+_HEAVY_LANES = Lanes(256, 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,6 +82,8 @@ class Giants:
     """Groups that are cut into pieces whose sums are then added."""
 
     pieces: Bucket
+    places: torch.Tensor
+    """For each piece, the place of its group among the giants."""
     groups: torch.Tensor
     first_pieces: torch.Tensor
 
@@ -177,44 +178,40 @@ def _cut(begins: torch.Tensor, ends: torch.Tensor, length: int, device: torch.de
     )
 
 
-def buckets(
-    graph: Graph, row_map: RowMap, *, may_cut: bool
-) -> tuple[tuple[Bucket, ...], Giants | None]:
+def buckets(graph: Graph, row_map: RowMap) -> tuple[tuple[Bucket, ...], Giants | None]:
     """The groups of a map by how many rows they have, so that none waits for a longer one.
 
     Args:
         graph: The graph.
         row_map: Sends rows to their group.
-        may_cut: Whether sums of pieces of a group may be added later.
 
     Returns:
         Groups that have a program each or share one, and the longest ones, if any are cut.
     """
-    return _kept(graph, ("buckets", row_map, may_cut), lambda: _buckets(graph, row_map, may_cut))
+    return _kept(graph, ("buckets", row_map), lambda: _buckets(graph, row_map))
 
 
-def _buckets(
-    graph: Graph, row_map: RowMap, may_cut: bool
-) -> tuple[tuple[Bucket, ...], Giants | None]:
+def _buckets(graph: Graph, row_map: RowMap) -> tuple[tuple[Bucket, ...], Giants | None]:
     starts = graph.grouped(row_map)[0].cpu().long()
     sizes, groups = torch.sort(starts[1:] - starts[:-1], stable=True)
-    bounds = [(-1, LIGHT, Lanes(4, 64)), (LIGHT, MIDDLING, Lanes(16, 8)), (MIDDLING, _ANY, _HEAVY)]
-    if may_cut:
-        bounds[-1] = (MIDDLING, 2 * PIECE_ROWS, _HEAVY)
+    bounds = [
+        (-1, LIGHT, Lanes(4, 64)),
+        (LIGHT, MIDDLING, Lanes(16, 8)),
+        (MIDDLING, HEAVY, _HEAVY_LANES),
+    ]
     found = []
     for above, most, lanes in bounds:
         of = groups[(sizes > above) & (sizes <= most)]
         if len(of):
             found.append(_bucket(graph, lanes, of, starts[:-1][of], starts[1:][of]))
-    giants = groups[sizes > bounds[-1][1]]
+    giants = groups[sizes > HEAVY]
     if not len(giants):
         return tuple(found), None
     cut = _cut(starts[:-1][giants], starts[1:][giants], PIECE_ROWS, graph.device)
     on_device = giants.to(graph.device, torch.int32)
     of_pieces = on_device.index_select(0, cut.targets)
-    return tuple(found), Giants(
-        Bucket(_HEAVY, of_pieces, cut.begins, cut.ends), on_device, cut.first_runs
-    )
+    pieces = Bucket(_HEAVY_LANES, of_pieces, cut.begins, cut.ends)
+    return tuple(found), Giants(pieces, cut.targets, on_device, cut.first_runs)
 
 
 def _bucket(
