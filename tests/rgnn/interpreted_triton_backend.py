@@ -1,0 +1,264 @@
+"""What `test_triton_backend.py` runs in a process of its own, where Triton interprets its kernels.
+
+The interpreter has to be chosen before Triton is imported, and is wrong to have for other tests.
+Everything is in float64, so that a sum in another order is all that may differ from torch.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from triton.runtime import interpreter
+
+from _relational import (
+    LAYERS,
+    NUM_RELATIONS,
+    assert_same,
+    graphs,
+    layer_arguments,
+    random_graph,
+    random_tensor,
+    recipes,
+    results_and_gradients,
+)
+from penstock import rgnn
+from penstock.rgnn import dot, edge_softmax
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "test_triton_backend.py runs this"
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # Lanes beyond a row or a group compute what nobody reads.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _bounds_of_loops():
+    """NumPy 2.4 makes no int of an array of one number, which is what the interpreter has."""
+    patch = pytest.MonkeyPatch()
+    set_attr = interpreter._LangPatchScope.set_attr
+
+    def with_item(scope: Any, target: Any, name: str, value: Any) -> None:
+        if name == "__index__":
+            value = lambda tensor: int(tensor.handle.data.item())  # noqa: E731
+        set_attr(scope, target, name, value)
+
+    patch.setattr(interpreter._LangPatchScope, "set_attr", with_item)
+    yield
+    patch.undo()
+
+
+def check(
+    function: Any,
+    graph: rgnn.Graph,
+    arguments: tuple[Any, ...],
+    *,
+    without: tuple[str, ...] = (),
+) -> None:
+    """Results and gradients as the torch backend has them."""
+    found, expected = (
+        results_and_gradients(
+            rgnn.compile(function, backend=backend, without=without), graph, arguments
+        )
+        for backend in ("triton", "torch")
+    )
+    assert_same(found, expected)
+
+
+# -------------------------------------------------------------------------- layers
+
+
+@pytest.mark.parametrize("is_canonical", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name, is_canonical):
+    """Node types are in no order, nodes are isolated, and one relation has no edge."""
+    graph = random_graph(14, 40, is_canonical=is_canonical)
+    check(LAYERS[name].__wrapped__, graph, layer_arguments(name, graph))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_graph_without_edges(name):
+    graph = random_graph(3, 0)
+    check(LAYERS[name].__wrapped__, graph, layer_arguments(name, graph))
+
+
+def test_a_graph_without_nodes():
+    nothing = torch.empty(2, 0, dtype=torch.int64)
+    graph = rgnn.Graph(nothing, nothing[0], num_nodes=0, num_relations=NUM_RELATIONS)
+    check(LAYERS["rgat"].__wrapped__, graph, layer_arguments("rgat", graph))
+
+
+@pytest.mark.parametrize("name", ["rgcn", "rgat with heads"])
+def test_programs_as_they_were_written(name):
+    """Without rewrites weights are typed by edge, and more is summed along other maps."""
+    graph = random_graph(6, 20)
+    function, arguments = LAYERS[name].__wrapped__, layer_arguments(name, graph)
+    check(function, graph, arguments, without=rgnn.REWRITES)
+
+
+# ------------------------------------------------------------------------- degrees
+
+
+def graph_with_hubs() -> rgnn.Graph:
+    """Destinations with 0, 3, 20, 1,000 and 3,000 edges; sources likewise."""
+    degrees = torch.tensor([0, 3, 1000, 0, 20, 3000, 1])
+    hubs = torch.repeat_interleave(torch.arange(7), degrees)
+    generator = torch.Generator().manual_seed(0)
+    others = torch.randint(7, hubs.shape, generator=generator)
+    relations = torch.randint(NUM_RELATIONS - 1, hubs.shape, generator=generator)
+    return rgnn.Graph(
+        torch.stack([others, hubs]), relations, num_nodes=7, num_relations=NUM_RELATIONS
+    )
+
+
+def test_destinations_of_every_degree():
+    def body(g, s, x):
+        e = g.edges
+        weights = edge_softmax(e(s))
+        return g.sum_to_dst(weights * e.src(x)), g.sum_to_src(e(s) * e.dst(x)), weights
+
+    graph = graph_with_hubs()
+    check(body, graph, (random_tensor(graph.num_edges), random_tensor(7, 2)))
+
+
+def test_weights_of_destinations_of_every_degree():
+    """They are stored by one more loop, which no sum needs."""
+
+    def body(g, s):
+        return edge_softmax(g.edges(s))
+
+    graph = graph_with_hubs()
+    check(body, graph, (random_tensor(graph.num_edges, 2),))
+
+
+def test_rows_that_all_go_to_one_weight():
+    """The sum over 4,024 edges of one relation is made of pieces, and so is that over all."""
+
+    def body(g, x, a, b):
+        e = g.edges
+        return g.sum_to_dst(e.src(x) * a[e.type] * b)
+
+    graph = graph_with_hubs()
+    one_relation = rgnn.Graph(
+        graph.edge_index, torch.ones_like(graph.edge_type), num_nodes=7, num_relations=2
+    )
+    check(body, one_relation, (random_tensor(7, 2), random_tensor(2, 2), random_tensor(2)))
+
+
+# ------------------------------------------------------------------------ programs
+
+
+@settings(max_examples=12, deadline=None)
+@given(recipe=recipes(max_steps=4), graph=graphs())
+def test_random_programs(recipe, graph):
+    check(recipe.__call__, graph, recipe.arguments(graph))
+
+
+def test_operators_on_features_in_other_places():
+    """Concatenation, slices and heads of values that are only computed, never in memory."""
+
+    def body(g, x, W):
+        e = g.edges
+        u, v = rgnn.tanh(e.src(x)), rgnn.exp(e.dst(x))
+        joined = rgnn.concat(u[1:], v, u[:2])
+        by_head = joined.heads(3)
+        return g.sum_to_dst(dot(by_head, by_head)), g.sum_to_src(joined @ W[e.type])
+
+    graph = random_graph(5, 12)
+    check(body, graph, (random_tensor(5, 4), random_tensor(NUM_RELATIONS, 9, 2)))
+
+
+def test_a_sum_that_its_own_loop_reads_at_other_features_is_left_to_torch(caplog):
+    def body(g, s, x):
+        e = g.edges
+        total = e.dst(g.sum_to_dst(e(s) * e.src(x)))
+        return g.sum_to_dst(dot(total.heads(2), e.src(x).heads(2)))
+
+    graph = random_graph(5, 12)
+    with caplog.at_level("INFO", logger="penstock"):
+        arguments = (random_tensor(12), random_tensor(5, 4))
+        check(body, graph, arguments, without=rgnn.REWRITES)
+    assert "runs in torch: %" in caplog.text
+
+
+def test_features_of_no_length():
+    graph = random_graph(5, 12)
+    function, arguments = LAYERS["rgcn"].__wrapped__, layer_arguments("rgcn", graph, dim=0)
+    found = results_and_gradients(rgnn.compile(function, backend="triton"), graph, arguments)
+    assert_same(found, results_and_gradients(LAYERS["rgcn"].to_torch(), graph, arguments))
+
+
+def test_small_and_large_numbers():
+    """tanh keeps its digits near zero; sigmoid and softmax do not overflow."""
+
+    def body(g, s):
+        e = g.edges
+        return rgnn.tanh(e(s)), rgnn.sigmoid(e(s)), edge_softmax(e(s))
+
+    graph = random_graph(3, 12)
+    scores = torch.tensor([1e-9, -1e-4, 0.03, -0.4, 0.51, 3.0, -20.0, 800.0, -800.0, 0, 1.0, -2.0])
+    found = rgnn.compile(body, backend="triton")(graph, scores.double())
+    expected = rgnn.compile(body, backend="torch")(graph, scores.double())
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["rgcn", "rgat"])
+def test_narrow_numbers_are_summed_in_float32(name, dtype):
+    graph = random_graph()
+    arguments = layer_arguments(name, graph)
+    narrow = tuple(each.detach().to(dtype).requires_grad_() for each in arguments)
+    function = rgnn.compile(LAYERS[name].__wrapped__, backend="triton")
+    result = function(graph, *narrow)
+    result.sum().backward()
+    reference = tuple(each.detach().double().requires_grad_() for each in narrow)
+    expected = LAYERS[name](graph, *reference)
+    expected.sum().backward()
+    # Every value that is written is rounded once; there are about ten on the way.
+    bound = 10 * torch.finfo(dtype).eps
+    found = [result, *(each.grad for each in narrow)]
+    for one, other in zip(found, [expected, *(each.grad for each in reference)], strict=True):
+        assert one.dtype == dtype
+        scale = other.abs().max()
+        assert (one.double() - other).abs().max() <= bound * scale
+
+
+# ---------------------------------------------------------------- matrix products
+
+
+@pytest.mark.parametrize("width", [1, 17, 70])
+def test_products_of_any_width(width):
+    def body(g, x, W):
+        e = g.edges
+        return g.sum_to_dst(e.src(x) @ W[e.type])
+
+    graph = random_graph(6, 30)
+    check(body, graph, (random_tensor(6, 33), random_tensor(NUM_RELATIONS, 33, width)))
+
+
+def test_more_rows_than_a_tile_and_a_piece_have():
+    def body(g, x, W):
+        e = g.edges
+        return g.sum_to_dst(e(x) @ W[e.type])
+
+    graph = random_graph(4, 700, num_relations=3)
+    check(body, graph, (random_tensor(700, 2), random_tensor(3, 2, 2)))
+
+
+def test_batch_axes_beside_heads():
+    """Each of two heads of a row is multiplied with the same typed weight."""
+
+    def body(g, x, W, c):
+        e = g.edges
+        by_head = e.src(g.nodes(x).heads(2))
+        return g.sum_to_dst((by_head @ W[e.type]) @ c)
+
+    graph = random_graph(6, 20)
+    weights = (random_tensor(NUM_RELATIONS, 3, 2), random_tensor(2, 4))
+    check(body, graph, (random_tensor(6, 6), *weights))
