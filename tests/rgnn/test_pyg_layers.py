@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 
 import pytest
@@ -146,20 +145,6 @@ def test_hetero_data_as_a_graph_does_as_well_as_its_edges():
     with_graph = layer(x, rgnn.Graph.from_pyg(data))
     for name, h in layer(x, hetero_edges()).items():
         assert torch.equal(h, with_graph[name])
-
-
-def test_a_graph_is_made_once_for_the_same_tensors_and_anew_for_changed_ones():
-    layer = rgnn.RGCNConv(6, 4, R)
-    x, edge_index = torch.randn(N, 6), EDGES.clone()
-    first = layer(x, edge_index, TYPES)
-    made = layer._last_graph._graph
-    layer(x, edge_index, TYPES)
-    assert layer._last_graph._graph is made
-    edge_index[:, 0] = (edge_index[:, 0] + 1) % N
-    changed = layer(x, edge_index, TYPES)
-    assert layer._last_graph._graph is not made
-    assert not torch.equal(first, changed)
-    assert torch.equal(changed, rgnn.RGCNConv.forward(copy.deepcopy(layer), x, edge_index, TYPES))
 
 
 def test_tensors_that_do_not_count_changes_make_a_new_graph_each_time():

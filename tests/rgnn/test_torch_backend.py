@@ -123,7 +123,7 @@ def test_a_second_derivative_is_refused():
     (gradient,) = torch.autograd.grad(
         LAYERS["rgat"](graph, *arguments).square().sum(), arguments[0], create_graph=True
     )
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="differentiable once, not twice"):
         gradient.sum().backward()
 
 
@@ -164,10 +164,10 @@ def test_graphs_that_are_alike_share_a_plan():
     for seed in range(4):
         graph = random_graph(40, 4000, seed=seed)
         function(graph, *layer_arguments("rgat", graph))
-    assert function._plan.cache_info().misses == 1
+    assert function.num_plans == 1
     other = random_graph(40, 40)
     function(other, *layer_arguments("rgat", other))
-    assert function._plan.cache_info().misses == 2
+    assert function.num_plans == 2
 
 
 def test_an_argument_changed_in_place_before_the_backward_is_noticed():

@@ -1,35 +1,45 @@
 """`@compile`: a function in the language becomes one that runs on a graph.
 
-A call is traced once for each set of argument shapes. The traced program is planned once for each
-bucket of graph statistics, so that mini-batches of one kind share their plans; the plan is made for
-the bucket, not for the first graph in it, and so does not depend on which came first.
+A call is traced once for each set of row shapes. The traced program is planned once for each bucket
+of graph statistics, so that mini-batches of one kind share their plans; the plan is made for the
+bucket, not for the first graph in it, and so does not depend on which came first. A call like one
+before, on a graph with the same counts, skips all that.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 
+from penstock.rgnn import _custom_ops
+from penstock.rgnn._arguments import (
+    Kind,
+    TensorKind,
+    bind,
+    check_constants,
+    check_rows,
+    check_tensors,
+    describe,
+    parameters,
+)
 from penstock.rgnn._backends import BACKENDS, choose
 from penstock.rgnn._explain import Explanation, explain
-from penstock.rgnn._frontend import Argument, Trace, TracedGraph, Value
 from penstock.rgnn._graph import Graph
+from penstock.rgnn._graph_tensors import GraphTensors
 from penstock.rgnn._interpreter import interpret
-from penstock.rgnn._ir import Program
 from penstock.rgnn._plan import REWRITES, Plan, make_plan
 from penstock.rgnn._rows import Counts, Space
-from penstock.rgnn._run import run
+from penstock.rgnn._run import Runner, run
+from penstock.rgnn._traces import Traced, Traces
 from penstock.rgnn._where import TraceError
 
-_NUM_KEPT = 256  # traces and plans of a function that are remembered
+_NUM_KEPT = 256  # plans of a function, and kinds of calls, that are remembered
 _STEPS_PER_OCTAVE = 8  # counts within 9 % of each other share a plan
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def compile(
@@ -59,6 +69,7 @@ def compile(
         A `CompiledFunction`.
 
     Raises:
+        TypeError: `function` takes no graph, or any number of arguments.
         ValueError: `without` names no rewrite, or `backend` no backend.
     """
     if function is None:
@@ -66,12 +77,16 @@ def compile(
     return CompiledFunction(function, without=without, backend=backend)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Traced:
-    """A traced program and how its outputs make up the function's result."""
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Call:
+    """What calls of one kind have in common."""
 
-    program: Program
-    is_tuple: bool
+    traced: Traced
+    runner: Runner
+    places: tuple[int, ...]
+    """Where among the arguments the runner's tensors are."""
+    dtype: torch.dtype | None
+    """What the tensors are converted to, if to anything."""
 
 
 class CompiledFunction:
@@ -96,20 +111,25 @@ class CompiledFunction:
         if backend not in BACKENDS:
             raise ValueError(f"backend is {backend!r}; the backends are {list(BACKENDS)}")
         self._function = function
-        self._signature = inspect.signature(function)
+        self._signature = parameters(function)
+        self._names = tuple(self._signature.parameters)[1:]
         self._without = frozenset(without)
         self._backend = backend
-        self._trace = functools.lru_cache(_NUM_KEPT)(self._trace_shapes)
-        self._plan = functools.lru_cache(_NUM_KEPT)(self._plan_bucket)
+        self._traces = Traces(function)
+        self._plan = functools.lru_cache(_NUM_KEPT)(self._make_plan)
+        self._runner = functools.lru_cache(_NUM_KEPT)(self._make_runner)
+        self._call = functools.lru_cache(_NUM_KEPT)(self._make_call)
+        self._registered = _custom_ops.register(self, function.__name__)
 
     def __call__(self, graph: Graph, *args: Any, **kwargs: Any) -> Any:
         """Run on a graph.
 
         Args:
             graph: On the device of the tensors.
-            args: What the function takes. Tensors of one floating dtype; node tensors have
-                `graph.num_nodes` rows, edge tensors `graph.num_edges` in the order in which the
-                graph was given, typed weights one row for each type.
+            args: What the function takes. Tensors of one floating dtype (under autocast they may
+                differ, and are converted to the widest); node tensors have `graph.num_nodes` rows,
+                edge tensors `graph.num_edges` in the order in which the graph was given, typed
+                weights one row for each type.
             kwargs: Likewise.
 
         Returns:
@@ -118,13 +138,23 @@ class CompiledFunction:
         Raises:
             TraceError: The function does what cannot be compiled; the message shows the line.
             ValueError: A tensor's rows, dtype or device do not fit the graph.
+            RuntimeError: A transform of `torch.func` is active.
         """
-        tensors, traced = self._traced(graph, args, kwargs)
-        wrt = ()
-        if torch.is_grad_enabled():
-            wrt = tuple(n for n in traced.program.inputs() if tensors[n].requires_grad)
-        plan = self._plan(traced.program, _bucket(graph.counts), wrt)
-        return _result(traced, run(plan, graph, tensors, choose(self._backend)))
+        arguments = bind(self._signature, args, kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return _custom_ops.call(self._registered, graph, arguments)
+        _check_graph(graph)
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                "a compiled program cannot be transformed by torch.func (grad, vmap, jacrev, ...); "
+                "use what the function's to_torch() returns"
+            )
+        device = graph.device
+        is_autocast = torch.is_autocast_enabled(device.type)
+        kinds = describe(arguments)
+        call = self._call(graph.counts, device, torch.is_grad_enabled(), is_autocast, kinds)
+        tensors = _converted([arguments[place] for place in call.places], call.dtype)
+        return call.traced.result(run(call.runner, graph, tensors))
 
     def to_torch(self) -> Callable[..., Any]:
         """The function as a readable reference: one torch expression per operator.
@@ -136,7 +166,7 @@ class CompiledFunction:
         @functools.wraps(self._function)
         def reference(graph: Graph, *args: Any, **kwargs: Any) -> Any:
             tensors, traced = self._traced(graph, args, kwargs)
-            return _result(traced, interpret(traced.program, graph, tensors))
+            return traced.result(interpret(traced.program, graph, tensors))
 
         return reference
 
@@ -155,10 +185,20 @@ class CompiledFunction:
             A report; `print` shows it as text.
         """
         tensors, traced = self._traced(graph, args, kwargs)
-        wrt = tuple(name for name in traced.program.inputs() if tensors[name].requires_grad)
-        plan = self._plan(traced.program, _bucket(graph.counts), wrt)
+        wrt = tuple(name for name in tensors if tensors[name].requires_grad)
+        plan = self._plan(traced, _bucket(graph.counts), wrt)
         dtype = next(iter(tensors.values())).dtype if tensors else torch.get_default_dtype()
         return explain(plan, graph, name=self._function.__name__, element_bytes=dtype.itemsize)
+
+    @property
+    def num_plans(self) -> int:
+        """How many plans have been made so far; graphs that are alike share them."""
+        return self._plan.cache_info().misses
+
+    @property
+    def options(self) -> tuple[tuple[str, ...], str]:
+        """The rewrites that are left out, and the name of the backend."""
+        return tuple(sorted(self._without)), self._backend
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         raise TypeError(
@@ -166,100 +206,97 @@ class CompiledFunction:
             f"it the module's parameters"
         )
 
+    def __reduce__(self) -> str:
+        return self._function.__qualname__  # pickled and copied by name, as functions are
+
+    def traced_symbolic(
+        self, graph: GraphTensors, arguments: tuple[Any, ...]
+    ) -> tuple[Traced, list[torch.Tensor]]:
+        """The trace of a call on tensors that may have no data, and the tensors that it takes.
+
+        Numbers of rows may be symbolic. Numbers of features are taken as they are.
+        """
+        kinds = {}
+        for name, kind in zip(self._names, describe(arguments), strict=True):
+            if isinstance(kind, TensorKind):
+                features = tuple(int(length) for length in kind.shape[1:])
+                kind = kind._replace(shape=(*kind.shape[:1], *features))
+            kinds[name] = kind
+        is_autocast = torch.is_autocast_enabled(graph.device.type)
+        traced, dtype = self._trace(kinds, graph.device, graph.rows, is_autocast)
+        by_name = dict(zip(self._names, arguments, strict=True))
+        tensors = [by_name[name] for name in traced.program.inputs()]
+        return traced, _converted(tensors, dtype)
+
+    def runner(self, traced: Traced, counts: Counts, wrt: tuple[str, ...]) -> Runner:
+        """What runs a traced program on graphs with such counts."""
+        return self._runner(traced, _bucket(counts), wrt)
+
+    def _make_call(
+        self,
+        counts: Counts,
+        device: torch.device,
+        is_grad_enabled: bool,
+        is_autocast: bool,
+        kinds: tuple[Kind, ...],
+    ) -> _Call:
+        by_name = dict(zip(self._names, kinds, strict=True))
+        traced, dtype = self._trace(by_name, device, counts.rows, is_autocast)
+        places = tuple(self._names.index(name) for name in traced.program.inputs())
+        tensors = {self._names[place]: kinds[place] for place in places}
+        wrt: tuple[str, ...] = ()
+        if is_grad_enabled:
+            wrt = traced.differentiable(
+                name
+                for name, kind in tensors.items()
+                if isinstance(kind, TensorKind) and kind.requires_grad
+            )
+        return _Call(traced, self.runner(traced, counts, wrt), places, dtype)
+
     def _traced(
         self, graph: Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[dict[str, torch.Tensor], _Traced]:
-        """The tensor arguments by name and the program for their shapes, checked on this graph."""
-        if not isinstance(graph, Graph):
-            raise TypeError(
-                f"the first argument must be a penstock.rgnn.Graph; got {type(graph).__name__}"
-            )
-        bound = self._signature.bind(graph, *args, **kwargs)
-        bound.apply_defaults()
-        tensors, signature = {}, []
-        for name, value in list(bound.arguments.items())[1:]:
-            if isinstance(value, torch.Tensor):
-                tensors[name] = value
-                signature.append((name, tuple(value.shape)))
-            else:
-                signature.append((name, _Constant(name, value)))
-        _check_tensors(graph, tensors)
-        traced = self._trace(tuple(signature))
-        for name, position in traced.program.inputs().items():
-            space = traced.program.nodes[position].space
-            num_rows = graph.counts.rows(space)
-            if space is not Space.ONE and tensors[name].shape[0] != num_rows:
-                raise ValueError(
-                    f"{name} is used with one row for each {space.value}, of which the graph has "
-                    f"{num_rows:,}; it has shape {tuple(tensors[name].shape)}"
-                )
-        return tensors, traced
+    ) -> tuple[dict[str, torch.Tensor], Traced]:
+        """The program of a call and the tensors that it takes, by name."""
+        _check_graph(graph)
+        arguments = bind(self._signature, args, kwargs)
+        by_name = dict(zip(self._names, arguments, strict=True))
+        kinds = dict(zip(self._names, describe(arguments), strict=True))
+        is_autocast = torch.is_autocast_enabled(graph.device.type)
+        traced, dtype = self._trace(kinds, graph.device, graph.counts.rows, is_autocast)
+        names = list(traced.program.inputs())
+        tensors = _converted([by_name[name] for name in names], dtype)
+        return dict(zip(names, tensors, strict=True)), traced
 
-    def _trace_shapes(self, signature: tuple[tuple[str, Any], ...]) -> _Traced:
-        shapes = {name: what for name, what in signature if not isinstance(what, _Constant)}
-        trace = Trace(shapes)
-        arguments = {
-            name: what.value
-            if isinstance(what, _Constant)
-            else Argument(trace, name, functools.partial(trace.bind, name))
-            for name, what in signature
-        }
-        result = self._function(TracedGraph(trace), **arguments)
-        values = result if isinstance(result, tuple) else (result,)
-        for value in values:
-            if not isinstance(value, Value):
-                raise TypeError(
-                    f"{self._function.__name__} must return values of nodes or edges, one or a "
-                    f"tuple; it returns {type(value).__name__} {value!r:.60}"
-                )
-        program = trace.builder.program(value.position for value in values)
-        return _Traced(program, isinstance(result, tuple))
+    def _trace(
+        self,
+        kinds: Mapping[str, Kind],
+        device: torch.device,
+        rows: Callable[[Space], int],
+        is_autocast: bool,
+    ) -> tuple[Traced, torch.dtype | None]:
+        """The trace for these arguments, checked, and the dtype to convert the tensors to."""
+        check_constants(kinds)
+        dtype = check_tensors(kinds, device, is_autocast=is_autocast)
+        traced = self._traces.get(kinds)
+        check_rows(traced.program, kinds, rows)
+        return traced, dtype
 
-    def _plan_bucket(self, program: Program, counts: Counts, wrt: tuple[str, ...]) -> Plan:
-        return make_plan(program, counts, wrt=wrt, without=self._without)
+    def _make_plan(self, traced: Traced, counts: Counts, wrt: tuple[str, ...]) -> Plan:
+        return make_plan(traced.program, counts, wrt=wrt, without=self._without)
+
+    def _make_runner(self, traced: Traced, counts: Counts, wrt: tuple[str, ...]) -> Runner:
+        return Runner(self._plan(traced, counts, wrt), choose(self._backend))
 
 
-class _Constant:
-    """An argument that is no tensor; part of what a trace is remembered by."""
-
-    def __init__(self, name: str, value: Any) -> None:
-        if value is not None and not isinstance(value, bool | int | float | str):
-            raise TypeError(
-                f"{name} must be a tensor, a number, a string or None; got {type(value).__name__}"
-            )
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        # 1, 1.0 and True compare equal, and a function may tell them apart.
-        return isinstance(other, _Constant) and (type(self.value), self.value) == (
-            type(other.value),
-            other.value,
+def _check_graph(graph: Graph) -> None:
+    if not isinstance(graph, Graph):
+        raise TypeError(
+            f"the first argument must be a penstock.rgnn.Graph; got {type(graph).__name__}"
         )
 
-    def __hash__(self) -> int:
-        return hash(self.value)
 
-
-def _check_tensors(graph: Graph, tensors: Mapping[str, torch.Tensor]) -> None:
-    first = next(iter(tensors.items()), None)
-    for name, tensor in tensors.items():
-        assert first is not None
-        if tensor.dtype not in _DTYPES:
-            raise ValueError(f"{name} must be floating-point; it has dtype {tensor.dtype}")
-        if tensor.dtype != first[1].dtype:
-            raise ValueError(
-                f"{name} has dtype {tensor.dtype} and {first[0]} {first[1].dtype}; "
-                f"convert one of them with .to()"
-            )
-        if tensor.device != graph.device:
-            raise ValueError(
-                f"{name} is on {tensor.device} and the graph on {graph.device}; "
-                f"use graph.to({str(tensor.device)!r}) once and keep the result"
-            )
-
-
-def _result(traced: _Traced, outputs: tuple[torch.Tensor, ...]) -> Any:
-    return outputs if traced.is_tuple else outputs[0]
+def _converted(tensors: list[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
+    return tensors if dtype is None else [tensor.to(dtype) for tensor in tensors]
 
 
 def _bucket(counts: Counts) -> Counts:

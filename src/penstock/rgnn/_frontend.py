@@ -41,7 +41,9 @@ class Trace:
         shape = self._shapes[name]
         if space is not Space.ONE and not shape:
             raise TraceError(f"argument {name!r} is a single number and has no rows to index")
-        position = self.builder.input(name, space, shape if space is Space.ONE else shape[1:])
+        # The number of rows may be unknown (symbolic), which it must not be where it is used.
+        whole = tuple(int(length) for length in shape) if space is Space.ONE else shape[1:]
+        position = self.builder.input(name, space, whole)
         self._bound[name] = (space, position)
         return position
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+_living: weakref.WeakValueDictionary[int, Graph] = weakref.WeakValueDictionary()
+"""Graphs by the storage of their edges, which is nobody else's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,11 +96,11 @@ class Graph(Indices):
             _check_integers("node_type", node_type)
             _check_shape("node_type", node_type, num_nodes, "one type for each node")
             num_node_types = _check_ids("node_type", node_type, num_node_types, "num_node_types")
-            node_type = node_type.to(edge_index.device, dtype_for(num_node_types), copy=True)
+            node_type = _copied(node_type.to(edge_index.device), num_node_types)
         set_once = self.__dict__.update  # assignment is refused below
         set_once(
-            _edge_index=edge_index.detach().to(dtype_for(num_nodes), copy=True),
-            _edge_type=edge_type.detach().to(dtype_for(num_relations), copy=True),
+            _edge_index=_copied(edge_index, num_nodes),
+            _edge_type=_copied(edge_type, num_relations),
             _node_type=node_type,
             num_nodes=num_nodes,
             num_edges=num_edges,
@@ -104,6 +108,7 @@ class Graph(Indices):
             num_node_types=num_node_types,
             names=names or GraphNames(),
         )
+        _living[self._edge_index.untyped_storage()._cdata] = self
 
     if TYPE_CHECKING:  # set through __dict__, read-only to everybody
         names: GraphNames
@@ -232,6 +237,11 @@ class Graph(Indices):
         )
 
 
+def living_graph(edge_index: torch.Tensor) -> Graph | None:
+    """The graph whose own tensor this is, if it is one's and the graph is still there."""
+    return _living.get(edge_index.untyped_storage()._cdata)
+
+
 def _unpickle(
     edge_index: torch.Tensor,
     edge_type: torch.Tensor,
@@ -248,6 +258,11 @@ def _unpickle(
         num_node_types=numbers[2],
         names=names,
     )
+
+
+@torch.inference_mode(False)  # a graph outlives the mode that it is made in
+def _copied(ids: torch.Tensor, count: int) -> torch.Tensor:
+    return ids.detach().to(dtype_for(count), copy=True)
 
 
 def _sizes(starts: tuple[int, ...]) -> tuple[int, ...]:

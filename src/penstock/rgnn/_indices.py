@@ -2,7 +2,8 @@
 
 Edges are kept in one internal order, by relation and within a relation by destination, so that the
 rows of a relation are contiguous for a matrix product and the rows of a (destination, relation) are
-contiguous for a sum. Indices are int32 where the numbers fit.
+contiguous for a sum. Indices are int32 where the numbers fit. They
+are plain tensors even if the first need of one comes in inference mode, which may end before them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from penstock.rgnn import _rows
 from penstock.rgnn._rows import Counts, RowMap, Space
 
 _INT32_MAX = 2**31 - 1
+_plainly = torch.inference_mode(False)
 
 
 def dtype_for(count: int) -> torch.dtype:
@@ -55,6 +57,7 @@ class Indices:
         )
 
     @cached_property
+    @_plainly
     def edge_order(self) -> torch.Tensor:
         """The given number of each edge in the internal order; integers, (num_edges,)."""
         # The product is below 2**63 for any graph that fits into memory.
@@ -84,6 +87,7 @@ class Indices:
         return self._segments[row_map]
 
     @cached_property
+    @_plainly
     def nodes_by_type(self) -> torch.Tensor | None:
         """Nodes sorted by type; None where they already are, so that nothing need be permuted."""
         if self._node_type is None or bool((self._node_type[1:] >= self._node_type[:-1]).all()):
@@ -100,20 +104,13 @@ class Indices:
             are those sent to `i`, in ascending order. Both int32 where the numbers fit.
         """
         if row_map not in self._groups:
-            index = self.index(row_map)
-            dtype = dtype_for(len(index))
-            counts = self.group_sizes(row_map)
-            starts = counts.new_zeros(len(counts) + 1)
-            torch.cumsum(counts, 0, out=starts[1:])
-            rows = torch.sort(index, stable=True)[1]
-            self._groups[row_map] = (starts.to(dtype), rows.to(dtype))
+            self._groups[row_map] = self._build_groups(row_map)
         return self._groups[row_map]
 
     def group_sizes(self, row_map: RowMap) -> torch.Tensor:
         """How many rows `row_map` sends to each target; int64, on the graph's device."""
         if row_map not in self._sizes:
-            num_targets = self.counts.rows(row_map.into)
-            self._sizes[row_map] = torch.bincount(self.index(row_map), minlength=num_targets)
+            self._sizes[row_map] = self._build_sizes(row_map)
         return self._sizes[row_map]
 
     @cached_property
@@ -132,6 +129,22 @@ class Indices:
     def _groups(self) -> dict[RowMap, tuple[torch.Tensor, torch.Tensor]]:
         return {}
 
+    @_plainly
+    def _build_groups(self, row_map: RowMap) -> tuple[torch.Tensor, torch.Tensor]:
+        index = self.index(row_map)
+        dtype = dtype_for(len(index))
+        counts = self.group_sizes(row_map)
+        starts = counts.new_zeros(len(counts) + 1)
+        torch.cumsum(counts, 0, out=starts[1:])
+        rows = torch.sort(index, stable=True)[1]
+        return starts.to(dtype), rows.to(dtype)
+
+    @_plainly
+    def _build_sizes(self, row_map: RowMap) -> torch.Tensor:
+        num_targets = self.counts.rows(row_map.into)
+        return torch.bincount(self.index(row_map), minlength=num_targets)
+
+    @_plainly
     def _build_index(self, row_map: RowMap) -> torch.Tensor:
         if row_map in (_rows.EDGE_SRC, _rows.EDGE_DST):
             return self._edge_index[int(row_map == _rows.EDGE_DST)].index_select(0, self.edge_order)
@@ -161,6 +174,7 @@ class Indices:
     def _dst_pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self._unique_pairs(_rows.EDGE_DST)
 
+    @_plainly
     def _unique_pairs(self, end: RowMap) -> tuple[torch.Tensor, torch.Tensor]:
         """Unique `relation * num_nodes + node` in ascending order, and each edge's place there."""
         key = self.index(_rows.EDGE_TYPE).long() * self.num_nodes + self.index(end)
@@ -176,6 +190,7 @@ class Indices:
         return pair_of_edge.to(dtype_for(len(key)))
 
     @cached_property
+    @_plainly
     def _relation_types(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Node type at the source and the destination of each relation; None if not unique."""
         of_relation = []

@@ -1,10 +1,10 @@
 """Layers with the signatures and parameters of PyG's, as programs in the language of this package.
 
-A layer has no kernels of its own: what it computes is the compiled function at the top of its file.
+A layer has no kernels of its own: what it computes is a compiled function, public here as well.
 """
 
-from penstock.rgnn.layers._hgt import HGTConv
-from penstock.rgnn.layers._rgat import RGATConv
-from penstock.rgnn.layers._rgcn import RGCNConv
+from penstock.rgnn.layers._hgt import HGTConv, hgt
+from penstock.rgnn.layers._rgat import RGATConv, rgat
+from penstock.rgnn.layers._rgcn import RGCNConv, rgcn, rgcn_of_embeddings
 
-__all__ = ["HGTConv", "RGATConv", "RGCNConv"]
+__all__ = ["HGTConv", "RGATConv", "RGCNConv", "hgt", "rgat", "rgcn", "rgcn_of_embeddings"]

@@ -13,7 +13,8 @@ from torch.nn import functional
 from penstock.rgnn._compile import compile
 from penstock.rgnn._functions import dot, edge_softmax
 from penstock.rgnn._graph import Graph
-from penstock.rgnn.layers._graph_argument import LastGraph, glorot_
+from penstock.rgnn._graph_tensors import GraphTensors, graph_of, remembered
+from penstock.rgnn.layers._graph_argument import glorot_
 
 EdgeType = tuple[str, str, str]
 
@@ -74,7 +75,6 @@ class HGTConv(nn.Module):
         self.p_rel = nn.ParameterDict(
             {_key("__".join(t)): nn.Parameter(torch.ones(1, heads)) for t in self.edge_types}
         )
-        self._last_graph = LastGraph()
 
     def reset_parameters(self) -> None:
         """Draw the weights anew."""
@@ -143,7 +143,7 @@ class HGTConv(nn.Module):
         if unknown := [edge_type for edge_type in edges if edge_type not in self.edge_types]:
             raise ValueError(f"edge_index_dict has {unknown}, which metadata has not")
 
-        def make() -> Graph:
+        def joined() -> Graph:
             starts, total = {}, 0
             for name, length in sizes.items():
                 starts[name], total = total, total + length
@@ -154,15 +154,16 @@ class HGTConv(nn.Module):
             relations = [torch.full_like(edges[t][0], self.edge_types.index(t)) for t in present]
             device = next(iter(self.parameters())).device
             none = torch.empty(2, 0, dtype=torch.int64, device=device)
-            return Graph(
+            edge_index, edge_type = (
                 torch.cat([none, *ends], dim=1),
                 torch.cat([none[0], *relations]),
-                num_nodes=num_nodes,
-                num_relations=num_relations,
             )
+            return graph_of(GraphTensors(edge_index, edge_type, None, num_nodes, num_relations, 1))
 
+        if torch.compiler.is_dynamo_compiling():
+            return joined()
         numbers = (tuple(present), tuple(sizes.items()))
-        return self._last_graph.get([edges[t] for t in present], numbers, make)
+        return remembered([edges[t] for t in present], numbers, joined)
 
     def extra_repr(self) -> str:
         """What `print(layer)` shows."""

@@ -10,7 +10,7 @@ from torch import nn
 from penstock.rgnn._compile import compile
 from penstock.rgnn._functions import combine, edge_softmax, leaky_relu
 from penstock.rgnn._graph import Graph
-from penstock.rgnn.layers._graph_argument import LastGraph, as_graph, glorot_
+from penstock.rgnn.layers._graph_argument import as_graph, glorot_
 
 _WITHIN = {"across-relation": "destination", "within-relation": "relation"}
 _MODES = ("additive-self-attention", "multiplicative-self-attention")
@@ -130,7 +130,6 @@ class RGATConv(nn.Module):
         for name in ("w", "l1", "b1", "l2", "b2"):
             axes = {"w": (), "l2": (out_channels,)}.get(name, (1,))
             self.register_buffer(name, torch.ones(*axes, out_channels))
-        self._last_graph = LastGraph()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -159,7 +158,6 @@ class RGATConv(nn.Module):
             (num_nodes, heads * out_channels), or (num_nodes, out_channels) without `concat`.
         """
         graph = as_graph(
-            self._last_graph,
             edge_index,
             edge_type,
             num_nodes=x.shape[0],

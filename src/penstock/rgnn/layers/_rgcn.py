@@ -10,7 +10,7 @@ from torch import nn
 from penstock.rgnn._compile import compile
 from penstock.rgnn._functions import combine, edge_mean
 from penstock.rgnn._graph import Graph
-from penstock.rgnn.layers._graph_argument import LastGraph, as_graph, glorot_
+from penstock.rgnn.layers._graph_argument import as_graph, glorot_
 
 
 @compile
@@ -106,7 +106,6 @@ class RGCNConv(nn.Module):
             self.root = nn.Parameter(torch.empty(in_channels, out_channels))
         if bias:
             self.bias = nn.Parameter(torch.empty(out_channels))
-        self._last_graph = LastGraph()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -138,7 +137,6 @@ class RGCNConv(nn.Module):
             ValueError: `x` is None and there are no bases, or the graph has other relations.
         """
         graph = as_graph(
-            self._last_graph,
             edge_index,
             edge_type,
             num_nodes=self.in_channels if x is None else x.shape[0],

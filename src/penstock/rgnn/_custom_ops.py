@@ -1,0 +1,296 @@
+"""Compiled functions inside torch.compile: three operators that the compiler looks into no further.
+
+While Dynamo traces, a call becomes `penstock::rgnn`. The graph goes into it as the tensors that it
+is made from, so compiled code belongs to no graph and serves them all. Where the compiler prepares
+the backward, that operator turns into `rgnn_forward`, whose gradient is `rgnn_backward`; they name
+the traced program by a digest of its text, so that code that torch keeps on disk fits in any
+process.
+
+Which plan runs is decided when an operator runs, by the counts of its graph. How many tensors the
+backward needs depends on the plan, so no compiler can know it: `rgnn_forward` returns one tensor
+that owns them all, and they live for as long as autograd holds on to it. Whoever copies that tensor
+loses them; the backward then computes them again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import secrets
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from penstock.rgnn._graph import Graph
+from penstock.rgnn._graph_tensors import GraphTensors, graph_of, tensors_of
+from penstock.rgnn._run import Runner, Tensors
+from penstock.rgnn._traces import Traced
+
+if TYPE_CHECKING:
+    from penstock.rgnn._compile import CompiledFunction
+
+_functions: weakref.WeakValueDictionary[str, CompiledFunction] = weakref.WeakValueDictionary()
+
+
+def register(function: CompiledFunction, name: str) -> str:
+    """`name` and what makes it one that no other function has, in this process or another."""
+    unique = f"{name} {secrets.token_hex(8)}"
+    _functions[unique] = function
+    return unique
+
+
+def call(name: str, graph: Graph | GraphTensors, arguments: tuple[Any, ...]) -> Any:
+    """A call of a registered function, for Dynamo to trace.
+
+    Args:
+        name: As `register` gave it.
+        graph: A graph, or what one can be made from.
+        arguments: A value for each parameter after the graph.
+    """
+    if isinstance(graph, Graph):
+        graph = tensors_of(graph)
+    if not isinstance(graph, GraphTensors):
+        raise TypeError(
+            f"the first argument must be a penstock.rgnn.Graph; got {type(graph).__name__}"
+        )
+    tensors, integers, floats, strings, kinds = [], [], [], [], ""
+    for value in arguments:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            kinds += "t"
+        elif value is None:
+            kinds += "n"
+        elif isinstance(value, bool):
+            kinds += "y" if value else "o"
+        elif isinstance(value, int):
+            integers.append(value)
+            kinds += "i"
+        elif isinstance(value, float):
+            floats.append(value)
+            kinds += "f"
+        elif isinstance(value, str):
+            strings.append(value)
+            kinds += "s"
+        else:
+            raise TypeError(
+                f"a compiled function takes tensors, numbers, strings and None; "
+                f"got {type(value).__name__}"
+            )
+    numbers = [graph.num_nodes, graph.num_relations, graph.num_node_types]
+    indices = [graph.edge_index, graph.edge_type]
+    if graph.node_type is not None:
+        indices.append(graph.node_type)
+    outputs = torch.ops.penstock.rgnn(
+        name, kinds, tensors, integers, floats, strings, numbers, indices
+    )
+    return outputs[0] if len(outputs) == 1 else tuple(outputs[:-1])
+
+
+_library = torch.library.Library("penstock", "FRAGMENT")
+_library.define(
+    "rgnn(str function, str kinds, Tensor[] tensors, SymInt[] integers, float[] floats, "
+    "str[] strings, SymInt[] numbers, Tensor[] graph) -> Tensor[]"
+)
+
+
+def _rgnn(
+    function: str,
+    kinds: str,
+    tensors: list[torch.Tensor],
+    integers: list[int],
+    floats: list[float],
+    strings: list[str],
+    numbers: list[int],
+    graph: list[torch.Tensor],
+) -> list[torch.Tensor]:
+    """The outputs; and one tensor more if the function returns a tuple."""
+    constants: dict[str, Iterator[Any]] = {
+        "t": iter(tensors),
+        "i": iter([int(value) for value in integers]),
+        "f": iter([float(value) for value in floats]),
+        "s": iter(strings),
+    }
+    known = {"n": None, "y": True, "o": False}
+    arguments = tuple(known[k] if k in known else next(constants[k]) for k in kinds)
+    compiled = _functions[function]
+    traced, inputs = compiled.traced_symbolic(_graph_tensors(numbers, graph), arguments)
+    is_wanted = [
+        torch.is_grad_enabled() and tensor.requires_grad and name in traced.used
+        for name, tensor in zip(traced.program.inputs(), inputs, strict=True)
+    ]
+    program = _Program.remember(compiled, traced)
+    outputs = torch.ops.penstock.rgnn_forward(program, is_wanted, numbers, graph, inputs)
+    del outputs[len(traced.program.outputs) :]
+    return [*outputs, inputs[0].new_empty(0)] if traced.is_tuple else outputs
+
+
+_library.impl("rgnn", _rgnn, "CompositeImplicitAutograd")
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Program:
+    """What the digest of a program stands for."""
+
+    function: CompiledFunction
+    traced: Traced
+
+    @staticmethod
+    def remember(function: CompiledFunction, traced: Traced) -> str:
+        """The digest of a traced program and of how it is run."""
+        text = f"{traced.program} {list(traced.program.inputs())} {function.options}"
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        _programs[digest] = _Program(function, traced)
+        return digest
+
+    def runner(self, graph: Graph, is_wanted: Sequence[bool]) -> Runner:
+        """What runs the program on this graph, with gradients for those inputs."""
+        names = self.traced.program.inputs()
+        wrt = tuple(name for name, wanted in zip(names, is_wanted, strict=True) if wanted)
+        return self.function.runner(self.traced, graph.counts, wrt)
+
+
+_programs: dict[str, _Program] = {}
+
+
+@torch.library.custom_op(
+    "penstock::rgnn_forward",
+    mutates_args=(),
+    schema="(str program, bool[] is_wanted, SymInt[] numbers, Tensor[] graph, Tensor[] inputs) "
+    "-> Tensor[]",
+)
+def _forward(
+    program: str,
+    is_wanted: list[bool],
+    numbers: list[int],
+    graph: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+) -> list[torch.Tensor]:
+    """The outputs, and the tensor that owns what the backward needs."""
+    on = graph_of(_graph_tensors(numbers, graph))
+    runner = _programs[program].runner(on, is_wanted)
+    results, kept = runner.forward(on, inputs)
+    return [*(result.contiguous() for result in results), _owner(_Kept(runner, on, kept))]
+
+
+@_forward.register_fake
+def _(
+    program: str,
+    is_wanted: list[bool],
+    numbers: list[int],
+    graph: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+) -> list[torch.Tensor]:
+    rows = _graph_tensors(numbers, graph).rows
+    traced = _programs[program].traced.program
+    outputs = [traced.nodes[output] for output in traced.outputs]
+    results = [inputs[0].new_empty(rows(node.space), *node.shape) for node in outputs]
+    return [*results, torch.empty(1, dtype=torch.uint8)]
+
+
+@torch.library.custom_op(
+    "penstock::rgnn_backward",
+    mutates_args=(),
+    schema="(str program, bool[] is_wanted, SymInt[] numbers, Tensor[] graph, Tensor[] inputs, "
+    "Tensor owner, Tensor[] gradients) -> Tensor[]",
+)
+def _backward(
+    program: str,
+    is_wanted: list[bool],
+    numbers: list[int],
+    graph: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    owner: torch.Tensor,
+    gradients: list[torch.Tensor],
+) -> list[torch.Tensor]:
+    """The gradients of the inputs for which one is wanted."""
+    kept = _owned.get(owner.untyped_storage()._cdata)
+    if kept is None:
+        on = graph_of(_graph_tensors(numbers, graph))
+        runner = _programs[program].runner(on, is_wanted)
+        kept = _Kept(runner, on, runner.forward(on, inputs)[1])
+    saved = [inputs[place] for place in kept.runner.saved]
+    found = kept.runner.backward(kept.graph, saved, kept.tensors, gradients)
+    return [
+        torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
+        for tensor, gradient, wanted in zip(inputs, found, is_wanted, strict=True)
+        if wanted
+    ]
+
+
+@_backward.register_fake
+def _(
+    program: str,
+    is_wanted: list[bool],
+    numbers: list[int],
+    graph: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    owner: torch.Tensor,
+    gradients: list[torch.Tensor],
+) -> list[torch.Tensor]:
+    wanted = [tensor for tensor, wanted in zip(inputs, is_wanted, strict=True) if wanted]
+    return [tensor.new_empty(tensor.shape) for tensor in wanted]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    ctx.program, ctx.is_wanted, ctx.numbers, graph, tensors = inputs
+    ctx.num_indices = len(graph)
+    ctx.save_for_backward(*graph, *tensors, output[-1])
+
+
+def _differentiate(ctx: Any, gradients: list[torch.Tensor]) -> tuple[Any, ...]:
+    *tensors, owner = ctx.saved_tensors
+    graph, inputs = tensors[: ctx.num_indices], tensors[ctx.num_indices :]
+    results = iter(
+        torch.ops.penstock.rgnn_backward(
+            *(ctx.program, ctx.is_wanted, ctx.numbers, graph, inputs, owner, gradients[:-1])
+        )
+    )
+    found = [next(results) if wanted else None for wanted in ctx.is_wanted]
+    return None, None, None, [None] * len(graph), found
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Kept:
+    """What the backward of one forward needs beside its inputs."""
+
+    runner: Runner
+    graph: Graph
+    tensors: Tensors
+
+
+class _Array(np.ndarray):
+    """An array that owns something: a tensor over its memory keeps it alive."""
+
+    kept: _Kept
+
+
+_owned: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
+"""What the storages of owners own, by their address."""
+
+
+def _owner(kept: _Kept) -> torch.Tensor:
+    """A tensor of one zero, whose memory owns `kept`."""
+    array = np.zeros(1, dtype=np.uint8).view(_Array)
+    array.kept = kept
+    tensor = torch.from_numpy(array)
+    _owned[tensor.untyped_storage()._cdata] = kept
+    return tensor
+
+
+def _graph_tensors(numbers: list[int], graph: list[torch.Tensor]) -> GraphTensors:
+    edge_index, edge_type, *node_type = graph
+    num_nodes, num_relations, num_node_types = numbers
+    return GraphTensors(
+        edge_index,
+        edge_type,
+        node_type[0] if node_type else None,
+        num_nodes,
+        num_relations,
+        num_node_types,
+    )
