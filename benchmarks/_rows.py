@@ -213,7 +213,7 @@ def write_rows(rows: Iterable[BenchmarkRow], directory: str | Path = RESULTS) ->
     """
     by_file: dict[Path, list[BenchmarkRow]] = {}
     for row in rows:
-        path = Path(directory) / _slug(row.device_name) / f"{row.topic}.json"
+        path = results_file(row.device_name, row.topic, directory)
         by_file.setdefault(path, []).append(row)
     for path, new_rows in by_file.items():
         old_rows = read_rows(path) if path.exists() else []
@@ -224,6 +224,11 @@ def write_rows(rows: Iterable[BenchmarkRow], directory: str | Path = RESULTS) ->
         unfinished.write_text("[\n" + ",\n".join(lines) + "\n]\n")
         unfinished.replace(path)
     return list(by_file)
+
+
+def results_file(device_name: str, topic: str, directory: str | Path = RESULTS) -> Path:
+    """Where the rows of a topic are, for one device."""
+    return Path(directory) / _slug(device_name) / f"{topic}.json"
 
 
 def read_rows(path: str | Path) -> list[BenchmarkRow]:
