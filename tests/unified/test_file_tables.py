@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn import functional
 
 from penstock.errors import StoreReadError, StoreUnavailableError, WholeTableError
@@ -425,3 +426,21 @@ def test_threads_of_a_forked_child_share_one_engine(folder):
         right = all(np.array_equal(out.numpy(), table[::7]) for out in outs)
         os._exit(0 if right and library.num_engines == 1 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_module_loads_the_state_that_it_had(tmp_path):
+    """Its table is in a file, and the state names that file: there is nothing to copy."""
+    embedding = nn.Embedding.from_pretrained(empty((5, 4), path=tmp_path / "table"), freeze=False)
+    torch.save(embedding.state_dict(), tmp_path / "state.pt")
+    embedding.load_state_dict(torch.load(tmp_path / "state.pt"))
+    other = nn.Embedding.from_pretrained(empty((5, 4), path=tmp_path / "other"))
+    with pytest.raises(RuntimeError, match="copy_ would write the whole table"):
+        other.load_state_dict(embedding.state_dict())
+
+
+@pytest.mark.parametrize("operation", ["index_add_", "index_copy_"])
+def test_rows_of_another_shape_or_dtype_are_refused(tmp_path, operation):
+    u, index = empty((5, 4), path=tmp_path / "table"), torch.tensor([1, 2])
+    for wrong in (torch.ones(3, 4), torch.ones(2, 4, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"source: expected torch.float32 of shape \(2, 4\)"):
+            getattr(u, operation)(0, index, wrong)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import io
 
 import numpy as np
 import pytest
 import torch
 
-from penstock.errors import StoreError
-from penstock.unified import _row_optimizer, _row_updates, empty, unify
+from penstock.errors import StoreError, StoreWriteError
+from penstock.unified import _row_optimizer, _row_updates, _row_writer, empty, unify
 from penstock.unified.optim import SGD, Adagrad, Adam
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # but where a test sets the number
@@ -355,3 +357,36 @@ def test_autograd_notices_that_rows_have_changed():
     SGD([table]).step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_a_step_whose_rows_are_in_the_journal_is_made_once(tmp_path, monkeypatch):
+    """The disk fails behind the journal: `step` raises, and whoever opens it ends the step."""
+
+    def fail(*_):
+        raise OSError(errno.EIO, "")
+
+    def two_steps():
+        table = empty((5, 4), path=tmp_path / "table", requires_grad=True)
+        optimizer = Adam([table], lr=0.5)
+        table[[1, 3]].sum().backward()
+        optimizer.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(_row_writer, "_write_rows", fail)
+            with pytest.raises(StoreWriteError, match="Input/output error"):
+                optimizer.step()
+
+    two_steps()
+    gc.collect()  # what the error's traceback holds is closed
+    table = unify(tmp_path / "table", requires_grad=True)
+    optimizer = Adam([table], lr=0.5)
+    assert unify(tmp_path / "table.step")[0].item() == 2
+    torch.testing.assert_close(table.detach()[[1, 0]][:, 0], torch.tensor([-1.0, 0.0]))
+    table[[1, 3]].sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(table.detach()[[1, 0]][:, 0], torch.tensor([-1.5, 0.0]))
+
+
+def test_options_of_a_group_are_checked():
+    table = unify(torch.zeros(5, 4), requires_grad=True)
+    with pytest.raises(ValueError, match="lr=-1: expected a number that is not negative"):
+        SGD([{"params": [table], "lr": -1}])

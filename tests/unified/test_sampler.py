@@ -154,6 +154,7 @@ def test_tables_in_files_give_the_same(tmp_path):
         (([1, 1], [0], [3]), ValueError, "expected to begin with 0 .*; got 1 and 1"),
         (([0, 1], [0], []), ValueError, "fanouts"),
         (([0, 1], [0], [0]), ValueError, "fanouts"),
+        (([0, 1], [0], 2), ValueError, r"fanouts=2: expected numbers .* such as \[10, 5\]"),
         (([0, 1], [0], [2.5]), ValueError, r"fanouts=\[2\.5\]: expected numbers above zero"),
         (([], [], [1]), ValueError, "starts: expected shape"),
         ((torch.zeros(3), [], [1]), TypeError, "starts: expected int32 or int64"),
@@ -170,6 +171,7 @@ def test_wrong_graphs_are_refused(arguments, error, says):
     ("edges", "error", "says"),
     [
         (torch.rand(2, 3), TypeError, "edge_index: expected integers, got torch.float32"),
+        ([[0], [1]], TypeError, "edge_index: expected integers, got list"),
         (torch.zeros(3, 2).long(), ValueError, r"expected shape \(2, num_edges\), got \(3, 2\)"),
         (torch.tensor([[0], [5]]), ValueError, "names node 5, but num_nodes=5"),
         (torch.tensor([[0], [-1]]), ValueError, "names node -1, but num_nodes=5"),
@@ -207,6 +209,10 @@ def test_wrong_seeds_are_refused():
         sampler.sample([0])
     with pytest.raises(ValueError, match=r"seeds: expected shape \(n,\), got \(1, 1\)"):
         sampler.sample(torch.tensor([[0]]))
+
+
+def test_fanouts_may_be_numbers_of_numpy():
+    assert NeighborSampler([0, 1], [0], fanouts=np.array([2, -1])).fanouts == (2, -1)
 
 
 def test_a_seed_that_is_given_twice_has_neighbours_twice():

@@ -191,7 +191,7 @@ def create(path: str | os.PathLike[str], shape: tuple[int, ...], dtype: torch.dt
     path = os.fspath(path)
     if path.endswith(".npy"):
         layout, header = _new_npy(path, shape, dtype)
-    elif ".safetensors" in os.path.basename(path):
+    elif split_source(path)[0].endswith(".safetensors"):
         raise ValueError(f"path={path!r}: no table is made in that format; end the name otherwise")
     else:
         layout, header = _new_native(path, shape, dtype)

@@ -13,6 +13,7 @@ from penstock.unified._operands import Operation, run
 from penstock.unified._tables import FileTable
 from penstock.unified._tensor import FileTensor, UnifiedTensor, copies_everything
 
+_VIEWS = (int, slice, tuple)  # keys whose results PyTorch makes as fast, or without a copy
 _PLAIN_INTEGERS = INTEGERS - {torch.uint8}  # whose tensors are PyTorch's masks of old
 
 
@@ -21,6 +22,8 @@ def getitem(func: Operation, table: Any, key: Any) -> Any:
         return run(func, table, key)
     if isinstance(key, torch.Tensor) and key.dtype in _PLAIN_INTEGERS and key.dim():
         return gather(table, key, negative=True)
+    if isinstance(key, _VIEWS) and _is_free(table):
+        return run(func, table, key)
     chosen = split_key(table.shape[0], key)
     if chosen is None or (_is_free(table) and not _are_gathered(*chosen)):
         return run(func, table, key)
@@ -159,7 +162,7 @@ def _write_to_file(table: FileTensor, rows: Rows, rest: tuple[Any, ...], value: 
         )
     if isinstance(rows, slice) and _are_all(rows, len(table)):
         raise copies_everything(table, "writing all rows at once", "write them in blocks")
-    index, file = row_numbers(len(table), rows), table._table
+    index, file = row_numbers(len(table), rows).cpu(), table._table
     assert isinstance(file, FileTable)
     with torch.no_grad(), file.changing:
         content = torch.empty((*index.shape, *table.shape[1:]), dtype=table.dtype)

@@ -7,6 +7,7 @@ rows that it needs from both, so the same code samples from memory, from a file 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,11 +75,7 @@ class NeighborSampler:
         self._starts = _as_table(starts, "starts")
         self._neighbors = _as_table(neighbors, "neighbors")
         self._edge_ids = None if edge_ids is None else _as_table(edge_ids, "edge_ids")
-        self._fanouts, self._replace = tuple(fanouts), replace
-        if not self._fanouts or any(
-            type(fanout) is not int or fanout < -1 or fanout == 0 for fanout in self._fanouts
-        ):
-            raise ValueError(f"fanouts={list(fanouts)}: expected numbers above zero, or -1 for all")
+        self._fanouts, self._replace = _checked_fanouts(fanouts), replace
         if len(self._starts) == 0:
             raise ValueError("starts: expected shape (num_nodes + 1,), got no element")
         first, last = self._starts[torch.tensor([0, -1])].tolist()
@@ -122,8 +119,9 @@ class NeighborSampler:
             TypeError: `edge_index` does not hold integers.
             ValueError: it has another shape, or names a node that the graph does not have.
         """
-        if edge_index.is_floating_point() or edge_index.dtype == torch.bool:
-            raise TypeError(f"edge_index: expected integers, got {edge_index.dtype}")
+        if not isinstance(edge_index, torch.Tensor) or edge_index.dtype not in INTEGERS:
+            found = getattr(edge_index, "dtype", type(edge_index).__name__)
+            raise TypeError(f"edge_index: expected integers, got {found}")
         if edge_index.dim() != 2 or len(edge_index) != 2:
             raise ValueError(
                 f"edge_index: expected shape (2, num_edges), got {tuple(edge_index.shape)}"
@@ -235,6 +233,18 @@ class NeighborSampler:
                 f"{self.num_nodes} nodes"
             )
         return found
+
+
+def _checked_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:
+    try:
+        numbers = tuple(operator.index(each) for each in fanouts)
+    except TypeError:
+        numbers = ()
+    if not numbers or any(each < -1 or each == 0 for each in numbers):
+        raise ValueError(
+            f"fanouts={fanouts!r}: expected numbers above zero, or -1 for all, such as [10, 5]"
+        )
+    return numbers
 
 
 def _entries(table: UnifiedTensor, index: torch.Tensor) -> torch.Tensor:
