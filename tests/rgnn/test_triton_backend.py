@@ -257,8 +257,9 @@ def test_the_source_says_what_it_was_made_from_and_executes_no_name():
 
 
 @needs_triton
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("target", "dtype"), [("sm_90", torch.float32), ("gfx942", torch.bfloat16)], ids=str
+)
 def test_kernels_of_a_layer_compile_without_spills_or_atomics(target, dtype):
     import rgnn_kernels
     from _kernel_resources import compile_launch

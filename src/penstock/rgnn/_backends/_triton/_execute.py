@@ -128,7 +128,6 @@ class Execution:
         self._launch = launch
         self._prepared = _prepare(plan)
         self._memory: Memory = {}
-        self._dtype = torch.get_default_dtype()
 
     def run(
         self,
@@ -140,8 +139,8 @@ class Execution:
     ) -> tuple[tuple[torch.Tensor, ...], dict[int, torch.Tensor]]:
         """Compute values; see `_run.Execute`."""
         program, memory = self._program, self._memory
-        for tensor in (*arguments.values(), *given.values()):
-            self._dtype = tensor.dtype
+        tensors = (*arguments.values(), *given.values())
+        self._dtype = next((tensor.dtype for tensor in tensors), torch.get_default_dtype())
         memory.update(given)
         for name, position in program.inputs().items():
             if name in arguments:
