@@ -54,7 +54,7 @@ def test_what_a_file_holds_is_never_executed(cache):
         ).stdout
 
     assert answer_of_another_process() == "1\n"
-    (path,) = directory.glob("a-*.py")
+    (path,) = directory.glob("answer-*.py")
     path.write_text(text.replace("1", "2"))
     assert answer_of_another_process() == "1\n"
     assert path.read_text() == text

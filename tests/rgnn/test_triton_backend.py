@@ -254,6 +254,29 @@ def test_the_source_says_what_it_was_made_from_and_executes_no_name():
     assert all(f"%{at} = " in header for at in range(len(plan.program.nodes)))
     assert text.count('"""') == 2 and text.isascii()
     compile(text, "source", "exec")
+    assert not set(_source._safe('"""\\')) & set('"\\')
+
+
+@needs_triton
+def test_lanes_before_and_beyond_a_row_are_masked():
+    """Reading there may be reading what is not memory, on the first and on the last row."""
+    from penstock.rgnn._backends._triton import _source
+    from penstock.rgnn._plan import make_plan
+
+    def body(g, x):
+        u = g.nodes(x)
+        return rgnn.concat(rgnn.concat(u, u[:2]), u[3:])
+
+    graph = random_graph()
+    _, traced = rgnn.compile(body)._traced(graph, (random_tensor(12, 5),), {})
+    text = _source.write(make_plan(traced.program, graph.counts)).text
+    bounds = [
+        re.findall(r"\(feature\[None, :\]([^()]*)\)", line.partition("mask=")[2])
+        for line in text.splitlines()
+        if "tl.load(v0" in line
+    ]
+    # Of 5 + 2 + 2 features each is read from the same row of 5.
+    assert bounds == [[" < 5"], [" - 5 >= 0", " - 5 < 5"], [" - 4 >= 0", " - 4 < 5"]]
 
 
 @needs_triton
