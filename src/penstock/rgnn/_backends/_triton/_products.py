@@ -55,7 +55,7 @@ def typed_product(on: Call, node: Node) -> torch.Tensor:
     operand_rows = (operand, operand if operand_index is None else operand_index)
     out_rows = (out, out if out_index is None else out_index)
     table = (tiles.targets, tiles.begins, tiles.ends)
-    grid = (tiles.count, cdiv(width, blocks["BLOCK_WIDTH"]), num_heads)
+    grid = (tiles.count * cdiv(width, blocks["BLOCK_WIDTH"]), num_heads)
     arguments = (*operand_rows, weight, *out_rows, *table)
     on.run(Launch(_kernels.segment_gemm, grid, arguments, {**constants, **blocks}, num_stages=3))
     return out
@@ -97,7 +97,7 @@ def weight_gradient(on: Call, node: Node) -> torch.Tensor:
     constants |= {"BATCH": batch, "HEADS": num_heads, "HEIGHT": height, "WIDTH": width}
     constants |= {"PRECISION": _precision(dtype), "SUM": sum_type(dtype), **blocks}
     num_blocks = cdiv(height, blocks["BLOCK_HEIGHT"]) * cdiv(width, blocks["BLOCK_WIDTH"])
-    grid = (pieces.count, num_blocks, num_heads)
+    grid = (pieces.count * num_blocks, num_heads)
     arguments += [partial, pieces.begins, pieces.ends]
     on.run(Launch(_kernels.weight_gradient, grid, tuple(arguments), constants, num_stages=3))
     add_pieces(on, partial, out, None, pieces.first_runs)
