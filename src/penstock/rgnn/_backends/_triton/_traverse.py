@@ -113,11 +113,12 @@ def _over_groups(
 ) -> Launch:
     """A traversal of groups, or of pieces of groups, that are about as long."""
     # Groups of a bucket without partners are long, and there are few of them.
-    is_large = bucket.lanes.num_groups == 1 or function.num_features > _BLOCK_NUMBERS
-    num_warps = 8 if is_large else 4
-    left = max(1, _BLOCK_NUMBERS * num_warps // 4 // function.num_features)
+    budget = _BLOCK_NUMBERS * (2 if bucket.lanes.num_groups == 1 else 1)
+    left = max(1, budget // function.num_features)
     num_rows = min(bucket.lanes.num_rows, left)
     num_groups = min(bucket.lanes.num_groups, left // num_rows)
+    is_large = num_groups * num_rows * function.num_features > _BLOCK_NUMBERS
+    num_warps = 8 if is_large else 4
     count = len(bucket.groups)
     arguments = (*pointers, bucket.groups, bucket.begins, bucket.ends, count)
     blocks = {"GROUPS": num_groups, "ROWS": num_rows}
