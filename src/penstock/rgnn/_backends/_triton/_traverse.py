@@ -113,12 +113,14 @@ def _over_groups(
 ) -> Launch:
     """A traversal of groups, or of pieces of groups, that are about as long."""
     # Groups of a bucket without partners are long, and there are few of them.
-    budget = _BLOCK_NUMBERS * (2 if bucket.lanes.num_groups == 1 else 1)
-    left = max(1, budget // function.num_features)
-    num_rows = min(bucket.lanes.num_rows, left)
-    num_groups = min(bucket.lanes.num_groups, left // num_rows)
-    is_large = num_groups * num_rows * function.num_features > _BLOCK_NUMBERS
+    is_large = bucket.lanes.num_groups == 1 and function.num_features >= 64
+    is_large = is_large or function.num_features > _BLOCK_NUMBERS
     num_warps = 8 if is_large else 4
+    left = max(1, _BLOCK_NUMBERS * num_warps // 4 // function.num_features)
+    num_rows = min(bucket.lanes.num_rows, left)
+    if num_rows < 256:  # on gfx942, sums of scalars over 128 rows leave lanes idle and spill
+        num_rows = min(num_rows, 64)
+    num_groups = min(bucket.lanes.num_groups, left // num_rows)
     count = len(bucket.groups)
     arguments = (*pointers, bucket.groups, bucket.begins, bucket.ends, count)
     blocks = {"GROUPS": num_groups, "ROWS": num_rows}
