@@ -118,8 +118,8 @@ def _over_groups(
     num_warps = 8 if is_large else 4
     left = max(1, _BLOCK_NUMBERS * num_warps // 4 // function.num_features)
     num_rows = min(bucket.lanes.num_rows, left)
-    if num_rows < 256:  # on gfx942, sums of scalars over 128 rows leave lanes idle and spill
-        num_rows = min(num_rows, 64)
+    if num_rows < 256:  # on gfx942, sums of scalars spill where rows leave many lanes idle
+        num_rows = min(num_rows, 64 if num_warps == 8 else 16)
     num_groups = min(bucket.lanes.num_groups, left // num_rows)
     count = len(bucket.groups)
     arguments = (*pointers, bucket.groups, bucket.begins, bucket.ends, count)
