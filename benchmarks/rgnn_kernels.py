@@ -10,6 +10,7 @@ time of a row is that of the compiler. Spilled registers are held against none.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import tempfile
 from collections.abc import Callable
@@ -67,18 +68,14 @@ def program_of(layer: str, heads: int, graph: rgnn.Graph, dtype: torch.dtype) ->
 def launches_of(function: Any, graph: rgnn.Graph, *arguments: Any) -> list[Launch]:
     """What a training step launches; nothing is computed."""
     from penstock.rgnn import _run
-    from penstock.rgnn._backends._triton import Execution
+    from penstock.rgnn._backends._triton import execute_with
     from penstock.rgnn._plan import make_plan
 
     tensors, traced = function._traced(graph, arguments, {})
     plan = make_plan(traced.program, graph.counts, wrt=tuple(traced.program.inputs()))
 
     def run(launch: Callable[[Launch], None]) -> None:
-        def execute(plan: Any, graph: Any, *rest: Any) -> Any:
-            return Execution(plan, graph, launch).run(*rest)
-
-        in_its_place: Any = execute
-        results = _run.run(plan, graph, tensors, in_its_place)
+        results = _run.run(plan, graph, tensors, functools.partial(execute_with, launch))
         total = sum(result.sum() for result in results)
         assert isinstance(total, torch.Tensor)
         total.backward()

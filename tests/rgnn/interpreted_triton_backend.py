@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from hypothesis import given, settings
 from triton.runtime import interpreter
 
@@ -27,6 +28,7 @@ from _relational import (
 )
 from penstock import rgnn
 from penstock.rgnn import dot, edge_softmax
+from penstock.rgnn._backends._triton import _kernels, _tables
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "test_triton_backend.py runs this"
 
@@ -73,8 +75,9 @@ def check(
 # -------------------------------------------------------------------------- layers
 
 
-@pytest.mark.parametrize("is_canonical", [False, True])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    ("name", "is_canonical"), [*((name, False) for name in LAYERS), ("hgt", True)]
+)
 def test_layers(name, is_canonical):
     """Node types are in no order, nodes are isolated, and one relation has no edge."""
     graph = random_graph(14, 40, is_canonical=is_canonical)
@@ -150,13 +153,35 @@ def test_rows_that_all_go_to_one_weight():
     check(body, one_relation, (random_tensor(7, 2), random_tensor(2, 2), random_tensor(2)))
 
 
+@pytest.mark.parametrize("width", [1, 70])
+def test_many_pieces_come_to_what_the_whole_does(width):
+    """A total of 40 pieces is added up in several steps; one group has no second piece."""
+    scores = random_tensor(41, 7, width).detach() * 5
+    pieces = scores.amax(1), (scores - scores.amax(1, keepdim=True)).exp().sum(1)
+    first_pieces = torch.tensor([0, 40, 41], dtype=torch.int32)
+    largest, powers, sums = (torch.full((2, width), torch.nan).double() for _ in range(3))
+    constants = {"LENGTH": width, "BLOCK_PIECES": 16, "BLOCK_LENGTH": 64}
+    grid = (2, (width + 63) // 64)
+    _kernels.merge_softmax_pieces[grid](*pieces, largest, powers, first_pieces, **constants)
+    of_sums = {"HAS_TARGETS": False, "SUM": tl.float64, **constants}
+    _kernels.add_pieces[grid](pieces[1], sums, sums, first_pieces, **of_sums)
+    for group, of_group in enumerate((slice(0, 40), slice(40, 41))):
+        expected = torch.logsumexp(scores[of_group].flatten(0, 1), 0)
+        torch.testing.assert_close(powers[group].log() + largest[group], expected)
+        torch.testing.assert_close(sums[group], pieces[1][of_group].sum(0))
+
+
 # ------------------------------------------------------------------------ programs
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(recipe=recipes(max_steps=4), graph=graphs())
 def test_random_programs(recipe, graph):
-    check(recipe.__call__, graph, recipe.arguments(graph))
+    """Groups are cut early, so that small graphs have groups of every kind."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, num_rows in {"LIGHT": 1, "MIDDLING": 2, "HEAVY": 4, "PIECE_ROWS": 3}.items():
+            patch.setattr(_tables, name, num_rows)
+        check(recipe.__call__, graph, recipe.arguments(graph))
 
 
 def test_operators_on_features_in_other_places():
@@ -227,6 +252,17 @@ def test_narrow_numbers_are_summed_in_float32(name, dtype):
         assert one.dtype == dtype
         scale = other.abs().max()
         assert (one.double() - other).abs().max() <= bound * scale
+
+
+def test_what_is_returned_shares_memory_with_nothing():
+    def body(g, x):
+        summed = g.sum_to_dst(g.edges.src(x))
+        return g.nodes(x), summed, summed, g.nodes(x).heads(2), g.nodes(x).heads(2)
+
+    graph, x = random_graph(), random_tensor(12, 4)
+    results = rgnn.compile(body, backend="triton")(graph, x)
+    assert len({each.untyped_storage().data_ptr() for each in (x, *results)}) == 6
+    check(body, graph, (x,))
 
 
 # ---------------------------------------------------------------- matrix products

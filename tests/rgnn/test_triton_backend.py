@@ -254,16 +254,43 @@ def test_the_source_says_what_it_was_made_from_and_executes_no_name():
     assert all(f"%{at} = " in header for at in range(len(plan.program.nodes)))
     assert text.count('"""') == 2 and text.isascii()
     compile(text, "source", "exec")
+    assert not set(_source._safe('"""\\')) & set('"\\')
 
 
 @needs_triton
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_kernels_of_a_layer_compile_without_spills_or_atomics(target, dtype):
+def test_lanes_before_and_beyond_a_row_are_masked():
+    """Reading there may be reading what is not memory, on the first and on the last row."""
+    from penstock.rgnn._backends._triton import _source
+    from penstock.rgnn._plan import make_plan
+
+    def body(g, x):
+        u = g.nodes(x)
+        return rgnn.concat(rgnn.concat(u, u[:2]), u[3:])
+
+    graph = random_graph()
+    _, traced = rgnn.compile(body)._traced(graph, (random_tensor(12, 5),), {})
+    text = _source.write(make_plan(traced.program, graph.counts)).text
+    bounds = [
+        re.findall(r"\(feature\[None, :\]([^()]*)\)", line.partition("mask=")[2])
+        for line in text.splitlines()
+        if "tl.load(v0" in line
+    ]
+    # Of 5 + 2 + 2 features each is read from the same row of 5.
+    assert bounds == [[" < 5"], [" - 5 >= 0", " - 5 < 5"], [" - 4 >= 0", " - 4 < 5"]]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("target", "dtype", "num_nodes"),
+    [("sm_90", torch.float32, 150), ("gfx942", torch.bfloat16, 2)],
+    ids=str,
+)
+def test_kernels_of_a_layer_compile_without_spills_or_atomics(target, dtype, num_nodes):
+    """Of 150 nodes with few edges, and of 2 with so many that each has a program of its own."""
     import rgnn_kernels
     from _kernel_resources import compile_launch
 
-    graph = random_graph(30, 200)
+    graph = random_graph(num_nodes, 1500)
     launches = rgnn_kernels.unique_launches(launches_of("rgat", graph, dtype))
     # Products, traversals with and without groups, and the addition of pieces.
     assert len({name.split(",")[0].rstrip("0123456789") for name in launches}) == 4

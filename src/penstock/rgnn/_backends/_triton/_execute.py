@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
 
 import torch
@@ -16,13 +16,14 @@ from penstock.codegen import load_module
 from penstock.errors import PenstockError
 from penstock.rgnn import _interpreter
 from penstock.rgnn._backends import _torch
-from penstock.rgnn._backends._triton import _launch, _source
+from penstock.rgnn._backends._triton import _source
 from penstock.rgnn._backends._triton._body import Inexpressible
-from penstock.rgnn._backends._triton._launch import Launch, Memory, Run, source_of
+from penstock.rgnn._backends._triton._launch import Call, Launch, source_of
+from penstock.rgnn._backends._triton._products import typed_product, weight_gradient
 from penstock.rgnn._backends._triton._source import Source
+from penstock.rgnn._backends._triton._traverse import traverse
 from penstock.rgnn._graph import Graph
 from penstock.rgnn._plan import Plan
-from penstock.rgnn._rows import Space
 from penstock.rgnn._schedule import Kernel, KernelKind, fused_outers
 
 _logger = logging.getLogger(__name__)
@@ -48,12 +49,11 @@ def execute(
             "tensors with .to('cuda'), or compile with backend='auto'; for tests, set "
             "TRITON_INTERPRET=1 before Triton is imported"
         )
-    execution = Execution(plan, graph, Launch.__call__)
     on_device = contextlib.nullcontext()
     if graph.device.type == "cuda":  # Triton launches on the current device
         on_device = torch.cuda.device(graph.device)
     with on_device, torch.autocast(graph.device.type, enabled=False):
-        return execution.run(values, given, arguments, outputs, keep)
+        return execute_with(Launch.__call__, plan, graph, values, given, arguments, outputs, keep)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,107 +112,85 @@ def _is_view(plan: Plan, kernel: Kernel) -> bool:
     )
 
 
-class Execution:
-    """Runs kernels of a plan on a graph.
+def execute_with(
+    run: Callable[[Launch], None],
+    plan: Plan,
+    graph: Graph,
+    values: frozenset[int],
+    given: Mapping[int, torch.Tensor],
+    arguments: Mapping[str, torch.Tensor],
+    outputs: Sequence[int],
+    keep: Collection[int],
+) -> tuple[tuple[torch.Tensor, ...], dict[int, torch.Tensor]]:
+    """As `execute`; `run` takes each launch, so that another may look at them instead."""
+    program, prepared = plan.program, _prepare(plan)
+    tensors = (*arguments.values(), *given.values())
+    dtype = next((tensor.dtype for tensor in tensors), torch.get_default_dtype())
+    on = Call(program, graph, dtype, run, dict(given))
+    for name, position in program.inputs().items():
+        if name in arguments:
+            space = program.nodes[position].space
+            rows = _interpreter.enter(graph, space, arguments[name].detach())
+            on.memory[position] = rows.contiguous()
+    numbers = [
+        number
+        for number, kernel in enumerate(plan.schedule.kernels)
+        if not values.isdisjoint(kernel.values)
+    ]
+    wanted = {*keep, *(source_of(program, output)[0] for output in outputs)}
+    last = {value: number for number in numbers for value in prepared.reads[number]}
+    for number in numbers:
+        _run_kernel(on, plan, prepared, number)
+        for value in prepared.reads[number]:
+            if last[value] == number and value not in wanted:
+                del on.memory[value]
+    kept = {position: on.memory[position] for position in keep}
+    return _leave(on, outputs, [*tensors, *kept.values()]), kept
 
-    Args:
-        plan: The plan.
-        graph: The graph.
-        launch: Takes each launch; usually it launches it.
-    """
 
-    def __init__(self, plan: Plan, graph: Graph, launch: Run) -> None:
-        self._plan = plan
-        self._program = plan.program
-        self._graph = graph
-        self._launch = launch
-        self._prepared = _prepare(plan)
-        self._memory: Memory = {}
-        self._dtype = torch.get_default_dtype()
+def _run_kernel(on: Call, plan: Plan, prepared: _Prepared, number: int) -> None:
+    kernel = plan.schedule.kernels[number]
+    node = on.program.nodes[kernel.values[0]]
+    if number in prepared.views:
+        for value in kernel.values:
+            rows = on.memory[on.program.nodes[value].operands[0]]
+            on.memory[value] = rows.view(len(rows), *on.program.nodes[value].shape)
+        return
+    try:
+        if kernel.kind is KernelKind.GEMM:
+            on.memory[kernel.values[0]] = typed_product(on, node)
+        elif kernel.kind is KernelKind.WEIGHT_GRADIENT:
+            on.memory[kernel.values[0]] = weight_gradient(on, node)
+        elif number in prepared.source.traversals:
+            traverse(on, prepared.source.traversals[number], prepared.module, kernel)
+        else:
+            _run_in_torch(on, plan, kernel)
+    except Inexpressible as reason:
+        _logger.info("kernel %d of the plan runs in torch: %s", number, reason)
+        _run_in_torch(on, plan, kernel)
 
-    def run(
-        self,
-        values: frozenset[int],
-        given: Mapping[int, torch.Tensor],
-        arguments: Mapping[str, torch.Tensor],
-        outputs: Sequence[int],
-        keep: Collection[int],
-    ) -> tuple[tuple[torch.Tensor, ...], dict[int, torch.Tensor]]:
-        """Compute values; see `_run.Execute`."""
-        program, memory = self._program, self._memory
-        for tensor in (*arguments.values(), *given.values()):
-            self._dtype = tensor.dtype
-        memory.update(given)
-        for name, position in program.inputs().items():
-            if name in arguments:
-                space = program.nodes[position].space
-                argument = arguments[name].detach()
-                memory[position] = _interpreter.enter(self._graph, space, argument).contiguous()
-        numbers = [
-            number
-            for number, kernel in enumerate(self._plan.schedule.kernels)
-            if not values.isdisjoint(kernel.values)
-        ]
-        wanted = {*keep, *(source_of(program, output)[0] for output in outputs)}
-        last = {value: number for number in numbers for value in self._prepared.reads[number]}
-        for number in numbers:
-            self._run_kernel(number)
-            for value in self._prepared.reads[number]:
-                if last[value] == number and value not in wanted:
-                    del memory[value]
-        kept = {position: memory[position] for position in keep}
-        return self._leave(outputs, [*arguments.values(), *given.values(), *kept.values()]), kept
 
-    def _run_kernel(self, number: int) -> None:
-        kernel = self._plan.schedule.kernels[number]
-        program, memory = self._program, self._memory
-        rest = (self._graph, memory, self._launch)
-        node = program.nodes[kernel.values[0]]
-        if number in self._prepared.views:
-            for value in kernel.values:
-                (operand,) = program.nodes[value].operands
-                rows = memory[operand]
-                memory[value] = rows.view(len(rows), *program.nodes[value].shape)
-            return
-        try:
-            if kernel.kind is KernelKind.GEMM:
-                memory[kernel.values[0]] = _launch.typed_product(program, node, *rest)
-            elif kernel.kind is KernelKind.WEIGHT_GRADIENT:
-                memory[kernel.values[0]] = _launch.weight_gradient(program, node, *rest)
-            elif number in self._prepared.source.traversals:
-                written = self._prepared.source.traversals[number]
-                module = self._prepared.module
-                _launch.traversal(written, module, program, kernel, *rest, self._dtype)
-            else:
-                self._run_in_torch(kernel)
-        except Inexpressible:
-            self._run_in_torch(kernel)
+def _run_in_torch(on: Call, plan: Plan, kernel: Kernel) -> None:
+    stored = [value for value in kernel.values if value in plan.schedule.materialised]
+    values = frozenset(kernel.values)
+    _, found = _torch.execute(plan, on.graph, values, on.memory, {}, (), stored)
+    on.memory.update(found)
 
-    def _run_in_torch(self, kernel: Kernel) -> None:
-        stored = [value for value in kernel.values if value in self._plan.schedule.materialised]
-        _, found = _torch.execute(
-            self._plan, self._graph, frozenset(kernel.values), self._memory, {}, (), stored
-        )
-        self._memory.update(found)
 
-    def _leave(
-        self, outputs: Sequence[int], others: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        """Outputs as the user has them; none shares memory with another or with `others`."""
-        taken = {tensor.untyped_storage().data_ptr() for tensor in others}
-        found = []
-        for output in outputs:
-            source, maps = source_of(self._program, output)
-            rows = self._memory[source]
-            for row_map in reversed(maps):
-                if row_map.into is Space.ONE:
-                    num_rows = self._graph.counts.rows(row_map.rows)
-                    rows = rows.expand(num_rows, *rows.shape[1:]).contiguous()
-                else:
-                    rows = rows.index_select(0, self._graph.index(row_map))
-            rows = _interpreter.leave(self._graph, self._program.nodes[output].space, rows)
-            if rows.untyped_storage().data_ptr() in taken:
-                rows = rows.clone()
-            taken.add(rows.untyped_storage().data_ptr())
-            found.append(rows)
-        return tuple(found)
+def _leave(
+    on: Call, outputs: Sequence[int], others: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Outputs as the user has them; none shares memory with another or with `others`."""
+    taken = {tensor.untyped_storage().data_ptr() for tensor in others}
+    found = []
+    for output in outputs:
+        source, maps = source_of(on.program, output)
+        rows = on.memory[source]
+        for row_map in reversed(maps):
+            rows = rows.index_select(0, on.graph.index(row_map))
+        rows = _interpreter.leave(on.graph, on.program.nodes[output].space, rows)
+        if rows.untyped_storage().data_ptr() in taken:
+            rows = rows.clone()
+        taken.add(rows.untyped_storage().data_ptr())
+        found.append(rows)
+    return tuple(found)

@@ -59,13 +59,15 @@ def segment_gemm(
     A program has the rows of one tile, which are all of one type, and BLOCK_WIDTH columns of one
     head. The operand's heads are OPERAND_HEAD numbers apart: 0 where one is read by all heads.
     """
-    tile, head = tl.program_id(0), tl.program_id(2)
+    # Programs of one tile run together, so that its rows are read from memory once.
+    num_blocks: tl.constexpr = (WIDTH + BLOCK_WIDTH - 1) // BLOCK_WIDTH
+    tile, head = tl.program_id(0) // num_blocks, tl.program_id(1)
     rows = tl.load(tile_begins + tile).to(tl.int64) + tl.arange(0, BLOCK_ROWS)
     is_row = rows < tl.load(tile_ends + tile)
     at, batch = rows // BATCH, rows % BATCH
     read = tl.load(operand_index + at, mask=is_row, other=0) if HAS_OPERAND_INDEX else at
     written = tl.load(out_index + at, mask=is_row, other=0) if HAS_OUT_INDEX else at
-    columns = tl.program_id(1) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+    columns = tl.program_id(0) % num_blocks * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     is_column = (columns < WIDTH)[None, :]
     inner = tl.arange(0, BLOCK_INNER)
     matrix = tl.load(tile_types + tile).to(tl.int64) * HEADS + head
@@ -119,10 +121,12 @@ def weight_gradient(
 
     Pieces are of one type each and of a fixed length; `add_pieces` adds those of a type.
     """
-    piece, head = tl.program_id(0), tl.program_id(2)
-    num_blocks: tl.constexpr = (WIDTH + BLOCK_WIDTH - 1) // BLOCK_WIDTH
-    i = tl.program_id(1) // num_blocks * BLOCK_HEIGHT + tl.arange(0, BLOCK_HEIGHT)
-    j = tl.program_id(1) % num_blocks * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+    across: tl.constexpr = (WIDTH + BLOCK_WIDTH - 1) // BLOCK_WIDTH
+    down: tl.constexpr = (HEIGHT + BLOCK_HEIGHT - 1) // BLOCK_HEIGHT
+    piece, head = tl.program_id(0) // (across * down), tl.program_id(1)
+    block = tl.program_id(0) % (across * down)
+    i = block // across * BLOCK_HEIGHT + tl.arange(0, BLOCK_HEIGHT)
+    j = block % across * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     is_i, is_j = (i < HEIGHT)[None, :], (j < WIDTH)[None, :]
     begin, end = tl.load(piece_begins + piece), tl.load(piece_ends + piece)
     total = tl.zeros([BLOCK_HEIGHT, BLOCK_WIDTH], SUM)
