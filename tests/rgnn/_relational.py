@@ -36,7 +36,7 @@ def hgt_body(g, x, K, Q, V, A, M, p, heads):
     return g.sum_to_dst(edge_softmax(s) * (e.src(v) @ M[e.type])).merge_heads()
 
 
-rgcn, rgat, hgt = (rgnn.compile(body) for body in (rgcn_body, rgat_body, hgt_body))
+rgcn, rgat, hgt = (rgnn.compile(body, backend="torch") for body in (rgcn_body, rgat_body, hgt_body))
 
 
 def random_graph(

@@ -22,6 +22,7 @@ from _relational import (
 from penstock import rgnn
 from penstock.rgnn import REWRITES, concat, dot, edge_mean
 from penstock.rgnn._ir import Program, dependencies
+from penstock.rgnn._plan import make_plan
 from penstock.rgnn._rows import EDGE_SRC_PAIR, Coordinate, Space
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,7 +39,7 @@ def test_random_programs_compute_what_the_reference_does(recipe, graph):
     reference = rgnn.compile(recipe.__call__).to_torch()
     expected = results_and_gradients(reference, graph, arguments)
     for without in SWITCHES:
-        compiled = rgnn.compile(recipe.__call__, without=without)
+        compiled = rgnn.compile(recipe.__call__, without=without, backend="torch")
         assert_same(results_and_gradients(compiled, graph, arguments), expected)
 
 
@@ -49,7 +50,7 @@ def test_layers_compute_what_the_reference_does(name, without, is_canonical):
     graph = random_graph(is_canonical=is_canonical)
     arguments = layer_arguments(name, graph)
     expected = results_and_gradients(LAYERS[name].to_torch(), graph, arguments)
-    function = rgnn.compile(LAYERS[name].__wrapped__, without=without)
+    function = rgnn.compile(LAYERS[name].__wrapped__, without=without, backend="torch")
     assert_same(results_and_gradients(function, graph, arguments), expected)
 
 
@@ -58,7 +59,7 @@ def test_layers_compute_what_the_reference_does(name, without, is_canonical):
 def test_a_real_graph_gives_the_same_with_and_without_rewrites(name):
     graph = rgnn.Graph.from_triples(DATA / "aifb" / "aifb_stripped.nt.gz").with_reverse_edges()
     arguments = layer_arguments(name, graph, dim=8)
-    edgewise = rgnn.compile(LAYERS[name].__wrapped__, without=REWRITES)
+    edgewise = rgnn.compile(LAYERS[name].__wrapped__, without=REWRITES, backend="torch")
     expected = results_and_gradients(edgewise, graph, arguments)
     assert_same(results_and_gradients(LAYERS[name], graph, arguments), expected)
     rows = [kernel[1] for kernel in gemm_rows(LAYERS[name].explain(graph, *arguments))]
@@ -282,3 +283,21 @@ def test_layouts_are_maps_beside_the_program():
     spaces = [node.space for node in lay_out(program, layout).nodes if node.op == "matmul"]
     assert spaces == [Space.SRC_PAIR]
     assert lay_out(program, {}) == program
+
+
+def test_cheap_scores_of_edges_are_made_again_where_their_parts_are_fewer():
+    dense, sparse = random_graph(12, 400), random_graph(400, 400)
+    kept = {}
+    for graph in (dense, sparse):
+        arguments = layer_arguments("rgat", graph)
+        for without in ((), ("recompute",)):
+            function = rgnn.compile(LAYERS["rgat"].__wrapped__, without=without)
+            tensors, traced = function._traced(graph, arguments, {})
+            plan = make_plan(traced.program, graph.counts, wrt=tuple(tensors), without=without)
+            spaces = [plan.program.nodes[at].space for at in plan.kept]
+            kept[graph is dense, bool(without)] = spaces.count(Space.EDGE)
+    # Without recomputation the score before its slope and the softmax are kept.
+    assert kept == {(True, False): 1, (True, True): 2, (False, False): 2, (False, True): 2}
+    plan = rgnn.compile(LAYERS["rgat"].__wrapped__).explain(dense, *layer_arguments("rgat", dense))
+    assert applied(plan, "recompute") == [True]
+    assert "395 saved" in reasons(plan, "recompute")  # 400, rounded as plans are

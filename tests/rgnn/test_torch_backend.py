@@ -37,7 +37,7 @@ def test_gradients_of_layers_are_right(name, is_canonical):
 @settings(max_examples=10)
 @given(recipe=recipes(max_steps=5), graph=graphs())
 def test_gradients_of_random_programs_are_right(recipe, graph):
-    function = rgnn.compile(recipe.__call__)
+    function = rgnn.compile(recipe.__call__, backend="torch")
     arguments = recipe.arguments(graph)
     # The fast mode compares one random direction; the reference covers every entry elsewhere.
     assert torch.autograd.gradcheck(
@@ -90,7 +90,7 @@ def test_autocast_changes_nothing():
 
 
 def test_arguments_that_the_backward_does_not_read_are_not_kept():
-    @rgnn.compile
+    @rgnn.compile(backend="torch")
     def shifted(g, x, b):
         return g.sum_to_dst(rgnn.tanh(g.edges.src(x) + b))
 
@@ -129,13 +129,13 @@ def test_a_second_derivative_is_refused():
 
 def test_an_argument_returned_as_it_is_does_not_alias_it():
     x = random_tensor(12, 3).detach()
-    result = rgnn.compile(lambda g, x: g.nodes(x))(random_graph(), x)
+    result = rgnn.compile(lambda g, x: g.nodes(x), backend="torch")(random_graph(), x)
     result.zero_()
     assert x.any()
 
 
 def test_one_value_returned_twice_is_two_tensors():
-    @rgnn.compile
+    @rgnn.compile(backend="torch")
     def twice(g, x):
         summed = g.sum_to_dst(g.edges.src(x))
         return summed, summed
@@ -160,7 +160,7 @@ def test_the_graph_is_let_go_with_the_result():
 
 
 def test_graphs_that_are_alike_share_a_plan():
-    function = rgnn.compile(LAYERS["rgat"].__wrapped__)
+    function = rgnn.compile(LAYERS["rgat"].__wrapped__, backend="torch")
     for seed in range(4):
         graph = random_graph(40, 4000, seed=seed)
         function(graph, *layer_arguments("rgat", graph))

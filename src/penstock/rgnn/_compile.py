@@ -27,7 +27,7 @@ from penstock.rgnn._arguments import (
     describe,
     parameters,
 )
-from penstock.rgnn._backends import BACKENDS, choose
+from penstock.rgnn._backends import BACKENDS, choose, resolve
 from penstock.rgnn._explain import Explanation, explain
 from penstock.rgnn._graph import Graph
 from penstock.rgnn._graph_tensors import GraphTensors
@@ -188,7 +188,13 @@ class CompiledFunction:
         wrt = tuple(name for name in tensors if tensors[name].requires_grad)
         plan = self._plan(traced, _bucket(graph.counts), wrt)
         dtype = next(iter(tensors.values())).dtype if tensors else torch.get_default_dtype()
-        return explain(plan, graph, name=self._function.__name__, element_bytes=dtype.itemsize)
+        return explain(
+            plan,
+            graph,
+            name=self._function.__name__,
+            element_bytes=dtype.itemsize,
+            backend=resolve(self._backend, graph.device.type, dtype.itemsize),
+        )
 
     @property
     def num_plans(self) -> int:

@@ -56,6 +56,8 @@ class Explanation:
     num_edges: int
     num_src_pairs: int
     num_dst_pairs: int
+    backend: str
+    """What runs the kernels."""
     kernels: tuple[PlannedKernel, ...]
     decisions: tuple[Decision, ...]
     without: tuple[str, ...]
@@ -84,7 +86,7 @@ class Explanation:
             f"{self.name} on {self.num_nodes:,} nodes, {self.num_edges:,} edges, "
             f"{self.num_src_pairs:,} (src, relation), {self.num_dst_pairs:,} (dst, relation)",
             f"{self.multiplications:,} multiplications in matrix products, "
-            f"{format_bytes(self.materialised_bytes)} materialised",
+            f"{format_bytes(self.materialised_bytes)} materialised, run by {self.backend}",
         ]
         phase = None
         for number, kernel in enumerate(self.kernels):
@@ -98,7 +100,9 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(plan: Plan, graph: Graph, *, name: str, element_bytes: int) -> Explanation:
+def explain(
+    plan: Plan, graph: Graph, *, name: str, element_bytes: int, backend: str
+) -> Explanation:
     """Put a plan's kernels beside a graph's counts.
 
     Args:
@@ -106,6 +110,7 @@ def explain(plan: Plan, graph: Graph, *, name: str, element_bytes: int) -> Expla
         graph: The graph that it is run on.
         name: What the program is called.
         element_bytes: Bytes of one number.
+        backend: The name of what runs it.
     """
     counts = graph.counts
     return Explanation(
@@ -114,6 +119,7 @@ def explain(plan: Plan, graph: Graph, *, name: str, element_bytes: int) -> Expla
         num_edges=counts.num_edges,
         num_src_pairs=counts.num_src_pairs,
         num_dst_pairs=counts.num_dst_pairs,
+        backend=backend,
         kernels=tuple(
             _planned(plan, kernel, graph, element_bytes, number >= plan.schedule.num_forward)
             for number, kernel in enumerate(plan.schedule.kernels)

@@ -2,7 +2,8 @@
 
 The order matters. Reordering and aggregate-first look at what else needs an intermediate, so they
 come before differentiation, which needs nearly all of them; compaction comes before it too, because
-the backward of a compact program is compact by itself.
+the backward of a compact program is compact by itself. What the backward makes again is decided
+last, when it is known what it reads.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from penstock.rgnn._passes import (
     aggregate_first,
     common_subexpressions,
     compact,
+    recompute,
     reorder,
     split_concat,
 )
@@ -31,6 +33,7 @@ REWRITES = (
     "reorder",
     "aggregate first",
     "compaction",
+    "recompute",
 )
 """The rewrites by name, in the order in which they run; each can be switched off."""
 
@@ -118,14 +121,17 @@ def make_plan(
             program = run(name, reorder(program, counts, can_compact=can_compact))
         elif name == "aggregate first":
             program = run(name, aggregate_first(program, counts, can_compact=can_compact))
-        else:
+        elif name == "compaction":
             program = run(name, compact(program, counts))
     joint = differentiate(program, wrt)
     program = joint.program
     if "common subexpressions" in on:
         # Of the backward only: what it shares with the forward it finds by itself.
         program = common_subexpressions(program).program
-    return Plan(traced, program, joint.num_outputs, joint.wrt, tuple(decisions), frozenset(without))
+    plan = Plan(traced, program, joint.num_outputs, joint.wrt, (), frozenset(without))
+    if "recompute" in on:
+        program = run("recompute", recompute(program, plan.forward, plan.kept, counts))
+    return dataclasses.replace(plan, program=program, decisions=tuple(decisions), compiled={})
 
 
 def needed(program: Program, outputs: Sequence[int]) -> frozenset[int]:

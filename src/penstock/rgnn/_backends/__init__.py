@@ -9,14 +9,15 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from penstock.rgnn._backends import _torch
+from penstock.codegen import find_compiler
+from penstock.rgnn._backends import _cpp, _torch
 from penstock.rgnn._graph import Graph
 from penstock.rgnn._plan import Plan
 from penstock.rgnn._run import Execute
 
 _logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "torch", "triton")
+BACKENDS = ("auto", "torch", "cpp", "triton")
 """The names that `compile(backend=...)` takes."""
 
 
@@ -30,12 +31,23 @@ def choose(name: str) -> Execute:
     return _fastest if name == "auto" else _named(name)
 
 
+def resolve(name: str, device_type: str, element_bytes: int) -> str:
+    """The name of the backend that runs a call, where `name` may be "auto".
+
+    Args:
+        name: One of `BACKENDS`.
+        device_type: Of the graph's device, such as "cpu".
+        element_bytes: Of one number.
+    """
+    return _fastest_on(device_type, element_bytes) if name == "auto" else name
+
+
 def _named(name: str) -> Execute:
     if name == "triton":
         from penstock.rgnn._backends import _triton  # imports Triton, so only where it is used
 
         return _triton.execute
-    return _torch.execute
+    return _cpp.execute if name == "cpp" else _torch.execute
 
 
 def _fastest(
@@ -48,13 +60,23 @@ def _fastest(
     keep: Collection[int],
 ) -> tuple[tuple[torch.Tensor, ...], dict[int, torch.Tensor]]:
     """Compute values by the fastest backend for the graph's device; see `_run.Execute`."""
-    execute = _named(_fastest_on(graph.device.type))
+    first = next(iter(arguments.values()), None)
+    dtype = torch.get_default_dtype() if first is None else first.dtype
+    execute = _named(_fastest_on(graph.device.type, dtype.itemsize))
     return execute(plan, graph, values, given, arguments, outputs, keep)
 
 
 @functools.cache
-def _fastest_on(device_type: str) -> str:
-    has_triton = device_type == "cuda" and importlib.util.find_spec("triton") is not None
-    name = "triton" if has_triton else "torch"
-    _logger.info("relational programs on %s run in the backend %r", device_type, name)
+def _fastest_on(device_type: str, element_bytes: int) -> str:
+    name = "torch"
+    if device_type == "cuda" and importlib.util.find_spec("triton") is not None:
+        name = "triton"
+    elif device_type == "cpu" and element_bytes in {dtype.itemsize for dtype in _cpp.DTYPES}:
+        name = "torch" if find_compiler() is None else "cpp"
+    _logger.info(
+        "relational programs on %s in numbers of %d bytes run in the backend %r",
+        device_type,
+        element_bytes,
+        name,
+    )
     return name

@@ -1,8 +1,8 @@
 """The backend of generated C++: one library for each plan, one call for each of its directions.
 
 The kernels of the schedule become functions of a shared library, built once and kept in the user's
-cache. What a call needs of a graph is built once for the graph; what is left for a call is to fill a
-struct with pointers.
+cache. What a call needs of a graph is built once for the graph; what is left for a call is to fill
+a struct with pointers.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from penstock.codegen import load_library
 from penstock.rgnn import _interpreter
 from penstock.rgnn._backends import _torch
 from penstock.rgnn._backends._cpp_graph import GraphArrays, arrays_of
-from penstock.rgnn._backends._cpp_memory import Lifetime, allocate, pack
+from penstock.rgnn._backends._cpp_memory import Lifetime, pack
 from penstock.rgnn._backends._cpp_source import Direction, write_source
 from penstock.rgnn._graph import Graph
 from penstock.rgnn._ir import LEAVES, Program
 from penstock.rgnn._plan import Plan
 from penstock.rgnn._rows import Space
-from penstock.rgnn._schedule import source
+from penstock.rgnn._schedule import READS, source
 
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 """The dtypes that are computed in C++; others are left to torch."""
 
-_FLAGS = ("-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = ("-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
 _KINDS_OF_CALL = frozenset({"threads", "value", "input", "stride", "parts"})
 _INDEX_TYPES = {torch.int32: "int32_t", torch.int64: "int64_t"}
 
@@ -70,12 +70,10 @@ def execute(
     return runner(arrays, given, arguments, tuple(outputs), tuple(keep))
 
 
-def _compiled(
-    plan: Plan, dtype: torch.dtype, index_dtype: torch.dtype
-) -> tuple[_Runner, ...]:
+def _compiled(plan: Plan, dtype: torch.dtype, index_dtype: torch.dtype) -> tuple[_Runner, ...]:
     """The forward and the backward of a plan, loaded."""
     written = write_source(plan, scalar=DTYPES[dtype], index=_INDEX_TYPES[index_dtype])
-    library = load_library("rgnn", written.text, flags=_FLAGS)
+    library = load_library("rgnn", written.text, flags=FLAGS)
     return tuple(_Runner(plan, library, direction, dtype) for direction in written.directions)
 
 
@@ -103,15 +101,13 @@ class _Runner:
         self._program, self._dtype = plan.program, dtype
         self._fields = direction.fields
         self._of_call = [
-            (place, field.kind, field.key[0] if field.key else 0)
+            (place, field.kind, field.position)
             for place, field in enumerate(direction.fields)
             if field.kind in _KINDS_OF_CALL
         ]
         self._frame = ctypes.c_int64 * len(direction.fields)
         kernels = [kernel.values for kernel in direction.kernels]
-        self._written = [
-            v for values in kernels for v in values if v in plan.schedule.materialised
-        ]
+        self._written = [v for values in kernels for v in values if v in plan.schedule.materialised]
         self._lives = _lifetimes(plan.program, kernels)
         self._bindings: weakref.WeakKeyDictionary[GraphArrays, _Binding] = (
             weakref.WeakKeyDictionary()
@@ -136,8 +132,10 @@ class _Runner:
                 space = program.nodes[position].space
                 rows[position] = _entered(arrays.graph, space, arguments[name])
         for value, shape in binding.shapes.items():
-            rows[value] = allocate(shape, self._dtype)
-        arena = allocate((binding.arena_bytes,), torch.uint8)
+            is_kept = value in keep  # what the user sees has memory of its own
+            empty = arrays.blocks.empty if is_kept else torch.empty
+            rows[value] = empty(shape, dtype=self._dtype)
+        arena = arrays.blocks.empty((binding.arena_bytes,), torch.uint8)
         numbers = list(binding.numbers)
         for place, kind, value in self._of_call:
             if kind == "threads":
@@ -153,9 +151,7 @@ class _Runner:
         results = _results(program, arrays.graph, rows, outputs, keep, self._dtype)
         return results, {at: rows[at] for at in keep}
 
-    def _bind(
-        self, arrays: GraphArrays, outputs: Sequence[int], keep: Collection[int]
-    ) -> _Binding:
+    def _bind(self, arrays: GraphArrays, outputs: Sequence[int], keep: Collection[int]) -> _Binding:
         """Offsets in the arena of what only this program sees; parts have negative names."""
         counts, width = arrays.graph.counts, self._dtype.itemsize
         seen = {*keep, *(source(self._program, output) for output in outputs)}
@@ -174,9 +170,7 @@ class _Runner:
                 kernel = self._lives[value][0]
                 lifetimes.append(Lifetime(_name_of_parts(value), kernel, kernel, num_bytes))
         numbers = tuple(
-            0
-            if field.kind in _KINDS_OF_CALL
-            else arrays.number(field.kind, field.key, self._dtype)
+            0 if field.kind in _KINDS_OF_CALL else arrays.number(field, self._dtype)
             for field in self._fields
         )
         return _Binding(numbers, shapes, *pack(lifetimes))
@@ -187,16 +181,12 @@ def _entered(graph: Graph, space: Space, argument: torch.Tensor) -> torch.Tensor
     rows = _interpreter.enter(graph, space, argument.detach())
     is_dense = all(
         length == 1 or stride == math.prod(rows.shape[axis + 2 :])
-        for axis, (length, stride) in enumerate(
-            zip(rows.shape[1:], rows.stride()[1:], strict=True)
-        )
+        for axis, (length, stride) in enumerate(zip(rows.shape[1:], rows.stride()[1:], strict=True))
     )
     return rows if is_dense else rows.contiguous()
 
 
-def _lifetimes(
-    program: Program, kernels: Sequence[Sequence[int]]
-) -> dict[int, tuple[int, int]]:
+def _lifetimes(program: Program, kernels: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
     """For each value, the kernel that computes it and the last that reads it."""
     lives: dict[int, tuple[int, int]] = {}
 
@@ -228,25 +218,33 @@ def _results(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, ...]:
     """The outputs as the user has them, each with memory of its own."""
-
-    def read(position: int) -> torch.Tensor:
-        node = program.nodes[position]
-        if node.op == "inverse_count":
-            return _interpreter.inverse_count(graph, node.map, dtype)
-        if node.op == "reshape":
-            operand = read(node.operands[0])
-            return operand.reshape(operand.shape[0], *node.shape)
-        if node.op == "gather":
-            return read(node.operands[0]).index_select(0, graph.index(node.map))
-        return rows[position]
-
     taken = {rows[at].data_ptr() for at in keep}
     taken |= {t.data_ptr() for at, t in rows.items() if program.nodes[at].op in LEAVES}
     found = []
     for output in outputs:
-        result = _interpreter.leave(graph, program.nodes[output].space, read(output))
+        value = _read(program, graph, rows, output, dtype)
+        result = _interpreter.leave(graph, program.nodes[output].space, value)
         if result.data_ptr() in taken:
             result = result.clone()
         taken.add(result.data_ptr())
         found.append(result)
     return tuple(found)
+
+
+def _read(
+    program: Program,
+    graph: Graph,
+    rows: Mapping[int, torch.Tensor],
+    position: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The rows of a value; what is no more than a read is made here."""
+    node = program.nodes[position]
+    if node.op == "inverse_count":
+        return _interpreter.inverse_count(graph, node.map, dtype)
+    if node.op not in READS:
+        return rows[position]
+    operand = _read(program, graph, rows, node.operands[0], dtype)
+    if node.op == "gather":
+        return operand.index_select(0, graph.index(node.map))
+    return operand.reshape(operand.shape[0], *node.shape)

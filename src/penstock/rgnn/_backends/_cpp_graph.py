@@ -12,7 +12,8 @@ from collections.abc import Callable, Hashable
 import torch
 
 from penstock.rgnn import _interpreter
-from penstock.rgnn._backends._cpp_fields import Key
+from penstock.rgnn._backends._cpp_fields import Field
+from penstock.rgnn._backends._cpp_memory import Blocks
 from penstock.rgnn._graph import Graph
 from penstock.rgnn._rows import RowMap, Space
 
@@ -20,6 +21,7 @@ _CHUNK_ROWS = 1024  # rows and groups of a chunk, unless a group has more
 _TILE_ROWS = 192  # rows of a segment GEMM between two looks at the queue
 _TASK_ROWS = 2048  # rows that a part of a sum over a type has at least
 _MAX_TASKS = 64  # parts of all rows, so that the parts stay small beside the rows
+_MAX_AHEAD = 64  # rows; no less than kAhead of the generated programs
 _INT32_MAX = 2**31 - 1
 
 
@@ -34,6 +36,7 @@ class GraphArrays:
         # Weak, for the arrays live in a map whose key is the graph.
         self._graph = weakref.ref(graph)
         self._known: dict[Hashable, torch.Tensor] = {}
+        self.blocks = Blocks()
         counts = graph.counts
         most = max(counts.rows(space) for space in Space)
         self.index_dtype = torch.int32 if most <= _INT32_MAX else torch.int64
@@ -111,21 +114,18 @@ class GraphArrays:
             self._known[key] = _interpreter.inverse_count(self.graph, row_map, dtype)
         return self._known[key]
 
-    def number(self, kind: str, key: Key, dtype: torch.dtype) -> int:
+    def number(self, field: Field, dtype: torch.dtype) -> int:
         """A field of a generated program that is the same in every call: an address or a count."""
-        if kind == "num_rows":
-            (space,) = key
-            assert isinstance(space, Space)
-            return self.graph.counts.rows(space)
-        maps = [row_map for row_map in key if isinstance(row_map, RowMap)]
-        if kind == "inverse_count":
-            return self.inverse_count(*maps, dtype).data_ptr()
-        if kind == "longest_group":
-            return self.longest_group(*maps)
-        if kind.startswith("num_"):
-            array = getattr(self, kind.removeprefix("num_"))(*maps)
-            return len(array) - (kind == "num_chunks")
-        return getattr(self, kind)(*maps).data_ptr()
+        if field.space is not None:
+            return self.graph.counts.rows(field.space)
+        if field.kind == "inverse_count":
+            return self.inverse_count(field.maps[0], dtype).data_ptr()
+        if field.kind == "longest_group":
+            return self.longest_group(*field.maps)
+        if field.kind.startswith("num_"):
+            array = getattr(self, field.kind.removeprefix("num_"))(*field.maps)
+            return len(array) - (field.kind == "num_chunks")
+        return getattr(self, field.kind)(*field.maps).data_ptr()
 
     def _ranges(self, row_map: RowMap, length: int) -> torch.Tensor:
         if row_map.into is Space.ONE:
@@ -141,7 +141,11 @@ class GraphArrays:
 
     def _once(self, key: Hashable, build: Callable[[], torch.Tensor]) -> torch.Tensor:
         if key not in self._known:
-            self._known[key] = build().to(self.index_dtype).contiguous()
+            found = build().to(self.index_dtype).contiguous()
+            # Programs look ahead of the row that they are at, and so beyond the last.
+            padded = found.new_zeros(found.numel() + _MAX_AHEAD)
+            padded[: found.numel()] = found.flatten()
+            self._known[key] = padded[: found.numel()].view(found.shape)
         return self._known[key]
 
 
@@ -159,5 +163,3 @@ def _starts(sizes: torch.Tensor) -> torch.Tensor:
     starts = sizes.new_zeros(len(sizes) + 1)
     torch.cumsum(sizes, 0, out=starts[1:])
     return starts
-
-

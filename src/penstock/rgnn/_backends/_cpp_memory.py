@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import math
 import mmap
 from collections.abc import Callable, Iterable
 
@@ -16,20 +17,80 @@ import torch
 
 ALIGNMENT = 64
 _HUGE_PAGE_BYTES = 2 * 2**20
+_MIN_POOLED_BYTES = 2**20
+_MAX_WASTE = 1.25  # a block is used for no fewer bytes than its own by this factor
+_MAX_IDLE = 64  # how often others are asked for before an unused block is let go
 
 
-def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor whose content is undefined; a large one is made of huge pages.
+@dataclasses.dataclass(slots=True)
+class _Block:
+    memory: torch.Tensor
+    num_owners: int
+    """Of its storage, while nobody uses it."""
+    last_used: int = 0
 
-    The C library takes large memory from the kernel anew each time, and the kernel clears it page
-    by page as it is touched: by small pages that costs more than a pass over the numbers.
+    def is_free(self) -> bool:
+        return _num_owners(self.memory) == self.num_owners
+
+
+class Blocks:
+    """Large memory that is used again from step to step.
+
+    The C library gives large memory back to the kernel when it is freed, and the kernel clears it
+    page by page when it is next touched: that costs more than a pass over the numbers. A block
+    here is free again when the last tensor that shares its storage is gone.
     """
-    tensor = torch.empty(shape, dtype=dtype)
-    num_bytes = tensor.numel() * tensor.element_size()
+
+    def __init__(self) -> None:
+        self._blocks: list[_Block] = []
+        self._num_asked = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor whose content is undefined."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes < _MIN_POOLED_BYTES:
+            return torch.empty(shape, dtype=dtype)
+        self._num_asked += 1
+        block = self._free_block(num_bytes) or self._new_block(num_bytes)
+        block.last_used = self._num_asked
+        return block.memory[:num_bytes].view(dtype).view(shape)
+
+    @property
+    def num_blocks(self) -> int:
+        """How many there are, used or free."""
+        return len(self._blocks)
+
+    def clear(self) -> None:
+        """Let go of all blocks; those in use live on with their tensors."""
+        self._blocks.clear()
+
+    def _free_block(self, num_bytes: int) -> _Block | None:
+        fitting = [
+            block
+            for block in self._blocks
+            if num_bytes <= len(block.memory) <= _MAX_WASTE * num_bytes and block.is_free()
+        ]
+        return min(fitting, key=lambda block: len(block.memory), default=None)
+
+    def _new_block(self, num_bytes: int) -> _Block:
+        oldest = self._num_asked - _MAX_IDLE
+        self._blocks = [b for b in self._blocks if b.last_used >= oldest or not b.is_free()]
+        memory = _in_huge_pages(torch.empty(num_bytes, dtype=torch.uint8))
+        self._blocks.append(_Block(memory, _num_owners(memory)))
+        return self._blocks[-1]
+
+
+def _num_owners(tensor: torch.Tensor) -> int:
+    """How many tensors (and other objects of torch) share a tensor's storage."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def _in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that nobody has written to yet; the kernel is asked to make it of huge pages."""
     advise = _madvise()
-    if num_bytes >= 2 * _HUGE_PAGE_BYTES and advise is not None:
+    if advise is not None and len(tensor) >= 2 * _HUGE_PAGE_BYTES:
         begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (tensor.data_ptr() + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        end = (tensor.data_ptr() + len(tensor)) // mmap.PAGESIZE * mmap.PAGESIZE
         advise(begin, end - begin, mmap.MADV_HUGEPAGE)  # advice only: a refusal changes nothing
     return tensor
 

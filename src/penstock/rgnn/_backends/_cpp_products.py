@@ -13,7 +13,7 @@ from penstock.rgnn._schedule import Kernel
 
 
 def write_gemm(program: Program, kernel: Kernel, head: str, fields: Fields) -> str:
-    """The source of a segment GEMM; `head` is the name and the parameters of its function."""
+    """The source of a segment GEMM; `head` is its function's name and parameters."""
     lines = Lines()
     (value,) = kernel.values
     node = program.nodes[value]
@@ -31,8 +31,7 @@ def write_gemm(program: Program, kernel: Kernel, head: str, fields: Fields) -> s
             from_matrix = offset(matrix_shape, (*stretched(matrix_shape[:-2], heads), "0", "0"))
             into = offset(node.shape, (*batch, "0"))
             lines.add(
-                f"segment_product<T, {contraction}, {columns}, {is_transposed}>("
-                f"{arguments},",
+                f"segment_product<T, {contraction}, {columns}, {is_transposed}>({arguments},",
                 f"    [&](int64_t row) {{ return {_read(program, fields, vector, 'row')} + "
                 f"{from_vector}; }},",
                 f"    [&](int64_t row) {{ return {fields.value(value)} + row * "
@@ -44,7 +43,7 @@ def write_gemm(program: Program, kernel: Kernel, head: str, fields: Fields) -> s
 
 
 def write_weight_gradient(program: Program, kernel: Kernel, head: str, fields: Fields) -> str:
-    """The source of a sum of outer products; `head` is the name and the parameters of its function."""
+    """The source of a sum of outer products; `head` is its function's name and parameters."""
     lines = Lines()
     (value,) = kernel.values
     node = program.nodes[value]
@@ -55,6 +54,7 @@ def write_weight_gradient(program: Program, kernel: Kernel, head: str, fields: F
     rest = _batch(shapes)[num_heads:]
     assert len(rest) <= 1, shapes
     tasks, num_tasks = fields.tasks(node.map)
+    starts = fields.task_starts(node.map)
     order, size = _order(fields, node.map), math.prod(node.shape)
     with lines.block(f"void {head} {{"):
         with lines.loops(tuple(heads), simd=False) as at:
@@ -71,11 +71,11 @@ def write_weight_gradient(program: Program, kernel: Kernel, head: str, fields: F
                 f"weight_gradient<T, {rows}, {columns}, {math.prod(rest)}>("
                 f"f.num_threads, {tasks}, {num_tasks}, {order},",
                 *ends,
-                f"    [&](int64_t task) {{ return {fields.parts(value)} + task * {size} + {into}; "
-                f"}});",
+                f"    [&](int64_t task) {{ return part_of<T>(task, {tasks}, {starts}, {size}, "
+                f"{fields.parts(value)}, {fields.value(value)}) + {into}; }});",
             )
         lines.add(
-            f"add_parts<T>(f.num_threads, {fields.task_starts(node.map)}, "
+            f"add_parts<T>(f.num_threads, {starts}, "
             f"{fields.num_rows(node.map.into)}, {size}, {fields.parts(value)}, "
             f"{fields.value(value)});"
         )

@@ -25,6 +25,10 @@ Subscript = tuple[str, ...]
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 
 
+_MIN_PREFETCHED = 8  # elements of a row: what takes a cache line of its own
+_FUNCTIONS = {"exp": "exponential", "log": "logarithm", "tanh": "hyperbolic_tangent"}
+
+
 class Lines:
     """Source text with indentation."""
 
@@ -83,6 +87,8 @@ class Scope:
     grouping: RowMap | None = None
     sums: Mapping[int, str] = dataclasses.field(default_factory=dict)
     """Finished sums of the row's group, which are read along `grouping`."""
+    ahead: Callable[[RowMap | None], str | None] = lambda row_map: None
+    """Where a map sends a row that comes some rows later; None where it is no jump."""
     _pointers: dict[tuple[int, str], str] = dataclasses.field(default_factory=dict)
 
     def element(self, position: int, subscript: Subscript) -> str:
@@ -120,7 +126,15 @@ class Scope:
             name = f"row{len(self._pointers)}_of_{value}"
             self.lines.add(f"const T* const {name} = {self.address(value, row)};")
             self._pointers[value, row] = name
+            self._prefetch(value, maps)
         return self._pointers[value, row]
+
+    def _prefetch(self, value: int, maps: Sequence[RowMap]) -> None:
+        """Ask for a long row ahead of its turn: rows that are jumped to are in no cache yet."""
+        count = math.prod(self.program.nodes[value].shape)
+        later = self.ahead(maps[0] if maps else None) if len(maps) < 2 else None
+        if later is not None and count >= _MIN_PREFETCHED:
+            self.lines.add(f"prefetch<T, {count}>({self.address(value, later)});")
 
     def location(self, position: int) -> str:
         """Where the row begins that a read of memory ends in; an expression that states nothing."""
@@ -216,7 +230,7 @@ def write_row(scope: Scope, position: int, name: str) -> None:
     elif node.op == "outer":
         _write_outer(scope, node, name)
     elif node.op == "total":
-        lines.add(f"std::memset({name}, 0, {math.prod(shape)} * sizeof(T));")
+        lines.add(f"memset({name}, 0, {math.prod(shape)} * sizeof(T));")
         operand = node.operands[0]
         with lines.loops(scope.program.nodes[operand].shape, simd=False) as at:
             into = tuple("0" if axis in node["axes"] else i for axis, i in enumerate(at))
@@ -259,7 +273,7 @@ def _write_product(scope: Scope, node: Node, name: str) -> None:
             _write_dot(scope, (vector, (*at[:-1], "k")), of_matrix, length, place)
         return
     vector_shape = scope.program.nodes[vector].shape
-    lines.add(f"std::memset({name}, 0, {math.prod(shape)} * sizeof(T));")
+    lines.add(f"memset({name}, 0, {math.prod(shape)} * sizeof(T));")
     with lines.loops((*shape[:-1], rows), simd=False) as at, lines.block("{"):
         lines.add(f"const T left = {scope.element(vector, stretched(vector_shape, at))};")
         with lines.loops((columns,), prefix="n") as (n,):
@@ -270,12 +284,11 @@ def _write_product(scope: Scope, node: Node, name: str) -> None:
 def _write_outer(scope: Scope, node: Node, name: str) -> None:
     """A sum over the batch axes behind the heads."""
     lines, shape = scope.lines, node.shape
-    lines.add(f"std::memset({name}, 0, {math.prod(shape)} * sizeof(T));")
+    lines.add(f"memset({name}, 0, {math.prod(shape)} * sizeof(T));")
     left, right = (scope.program.nodes[operand].shape for operand in node.operands)
     longest = max(len(left), len(right)) - 1
     axes = [
-        max(axis or 1 for axis in pair)
-        for pair in itertools.zip_longest(left[:-1], right[:-1])
+        max(axis or 1 for axis in pair) for pair in itertools.zip_longest(left[:-1], right[:-1])
     ][:longest]
     with lines.loops((*axes, left[-1], right[-1])) as (*batch, row, column):
         first = scope.element(node.operands[0], (*stretched(left[:-1], batch), row))
@@ -288,7 +301,7 @@ def _write_joined(scope: Scope, node: Node, name: str) -> None:
     lines, shape, axis = scope.lines, node.shape, node["axis"]
     begin = 0
     if node.op == "pad":
-        lines.add(f"std::memset({name}, 0, {math.prod(shape)} * sizeof(T));")
+        lines.add(f"memset({name}, 0, {math.prod(shape)} * sizeof(T));")
         begin = node["begin"]
     for operand in node.operands:
         part = scope.program.nodes[operand].shape
@@ -331,4 +344,4 @@ def _unary(node: Node, x: str) -> str:
         return f"{node.op}<T>({x}, {constant(node['value'])})"
     if node.op == "sigmoid":
         return f"sigmoid<T>({x})"
-    return f"std::{node.op}({x})"
+    return f"{_FUNCTIONS[node.op]}({x})"

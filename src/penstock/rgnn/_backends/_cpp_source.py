@@ -1,4 +1,4 @@
-"""The C++ source of a plan: a function for each kernel, and for each direction one that runs them."""
+"""The C++ source of a plan: a function for each kernel, and one that runs those of a direction."""
 
 from __future__ import annotations
 

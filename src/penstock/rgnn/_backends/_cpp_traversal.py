@@ -17,12 +17,12 @@ from penstock.rgnn._ir import Program
 from penstock.rgnn._rows import RowMap, Space
 from penstock.rgnn._schedule import READS, TYPES, Kernel, Schedule, source
 
-SORTED = frozenset(
-    {_rows.EDGE_TYPE, _rows.EDGE_DST_PAIR, _rows.SRC_PAIR_TYPE, _rows.DST_PAIR_TYPE}
-)
+SORTED = frozenset({_rows.EDGE_TYPE, _rows.EDGE_DST_PAIR, _rows.SRC_PAIR_TYPE, _rows.DST_PAIR_TYPE})
 """Maps along which the rows are in ascending order already, in every graph."""
 
-_MAX_KEPT = 16  # elements of a row that is kept from one stage to the next; longer ones are made anew
+_MAX_KEPT = (
+    16  # elements of a row that is kept from one stage to the next; longer ones are made anew
+)
 
 
 def is_sorted(row_map: RowMap) -> bool:
@@ -33,7 +33,7 @@ def is_sorted(row_map: RowMap) -> bool:
 def write_traversal(
     program: Program, schedule: Schedule, kernel: Kernel, head: str, fields: Fields
 ) -> str:
-    """The source of a traversal; `head` is the name and the parameters of its function."""
+    """The source of a traversal; `head` is its function's name and parameters."""
     lines = Lines()
     writer = _Traversal(program, schedule, kernel, fields, lines)
     with lines.block(f"void {head} {{"):
@@ -75,6 +75,7 @@ class _Traversal:
         assert not self.kernel.epilogue
         lines = self.lines
         tasks, num_tasks = self.fields.tasks(grouping)
+        starts = self.fields.task_starts(grouping)
         sums = [v for v in self.kernel.values if self.program.nodes[v].op == "sum"]
         lines.add(f"Tasks tasks({num_tasks});")
         with lines.block("parallel(f.num_threads, [&] {", "});"):
@@ -86,16 +87,17 @@ class _Traversal:
                     f"const int64_t begin = {tasks}[3 * task + 1], end = {tasks}[3 * task + 2];",
                 )
                 for value in sums:
-                    lines.add(f"std::memset(sum_{value}, 0, {self._size(value)} * sizeof(T));")
+                    lines.add(f"memset(sum_{value}, 0, {self._size(value)} * sizeof(T));")
                 self._write_stage(0)
                 for value in sums:
                     size = self._size(value)
-                    part = f"{self.fields.parts(value)} + task * {size}"
-                    lines.add(f"std::memcpy({part}, sum_{value}, {size} * sizeof(T));")
+                    part = (
+                        f"part_of<T>(task, {tasks}, {starts}, {size}, "
+                        f"{self.fields.parts(value)}, {self.fields.value(value)})"
+                    )
+                    lines.add(f"memcpy({part}, sum_{value}, {size} * sizeof(T));")
+        num_types = self.fields.num_rows(grouping.into)
         for value in sums:
-            starts, num_types = self.fields.task_starts(grouping), self.fields.num_rows(
-                grouping.into
-            )
             lines.add(
                 f"add_parts<T>(f.num_threads, {starts}, {num_types}, {self._size(value)}, "
                 f"{self.fields.parts(value)}, {self.fields.value(value)});"
@@ -111,8 +113,12 @@ class _Traversal:
             for value in sorted(self._kept() | self._softmaxes()):
                 longest = self.fields.longest_group(grouping)
                 lines.add(f"Scratch<T> kept_{value}({longest} * {self._size(value)});")
-            with lines.block("for (int64_t chunk; chunks.next(&chunk);) {"), lines.block(
-                f"for (int64_t group = {chunks}[chunk]; group < {chunks}[chunk + 1]; ++group) {{"
+            with (
+                lines.block("for (int64_t chunk; chunks.next(&chunk);) {"),
+                lines.block(
+                    f"for (int64_t group = {chunks}[chunk]; group < {chunks}[chunk + 1]; "
+                    f"++group) {{"
+                ),
             ):
                 lines.add(f"const int64_t begin = {starts}[group], end = {starts}[group + 1];")
                 for stage, values in enumerate(self.kernel.stages):
@@ -171,7 +177,7 @@ class _Traversal:
                 with lines.block(f"for (int64_t i = 0; i < {size}; ++i) {{"):
                     lines.add(
                         f"T& x = kept_{value}[at * {size} + i];",
-                        f"total_{value}[i] += x = std::exp(x - largest_{value}[i]);",
+                        f"total_{value}[i] += x = exponential(x - largest_{value}[i]);",
                     )
             with lines.block("for (int64_t at = begin; at < end; ++at) {"):
                 with lines.block(f"for (int64_t i = 0; i < {size}; ++i) {{"):
@@ -187,7 +193,7 @@ class _Traversal:
             if value in self.schedule.materialised:
                 size = self._size(value)
                 place = f"{self.fields.value(value)} + group * {size}"
-                lines.add(f"std::memcpy({place}, {name}, {size} * sizeof(T));")
+                lines.add(f"memcpy({place}, {name}, {size} * sizeof(T));")
         if not self.kernel.epilogue:
             return
 
@@ -236,22 +242,26 @@ class _Traversal:
 
         return Scope(
             self.program, self.fields, self.lines, self._index, here, self._rooted(here), arrays,
-            memory, kernel.grouped_by, self.sums,
+            memory, kernel.grouped_by, self.sums, self._ahead,
         )  # fmt: skip
 
-    def _index(self, row_map: RowMap | None) -> str:
+    def _ahead(self, row_map: RowMap | None) -> str | None:
+        later = self._index(row_map, "at + kAhead")
+        return later if later.endswith("[at + kAhead]") else None
+
+    def _index(self, row_map: RowMap | None, at: str = "at") -> str:
         """Where a map sends the row of the loop."""
         grouping = self.kernel.grouped_by
         is_in_order = grouping is None or is_sorted(grouping)
         if row_map is None:
-            return "at" if is_in_order else f"{self.fields.rows(grouping)}[at]"  # pyright: ignore[reportArgumentType]
+            return at if is_in_order else f"{self.fields.rows(grouping)}[{at}]"  # pyright: ignore[reportArgumentType]
         if row_map.into is Space.ONE:
             return "0"
         if row_map == grouping:
             return "group"
         if is_in_order:
-            return f"{self.fields.index(row_map)}[at]"
-        return f"{self.fields.grouped(grouping, row_map)}[at]"  # pyright: ignore[reportArgumentType]
+            return f"{self.fields.index(row_map)}[{at}]"
+        return f"{self.fields.grouped(grouping, row_map)}[{at}]"  # pyright: ignore[reportArgumentType]
 
     def _rooted(self, computed: frozenset[int]) -> frozenset[int]:
         """Values that are stored as rows; the others are expressions of their readers."""

@@ -5,12 +5,12 @@
 // loaded. Tasks are handed out as threads come for them; each is computed by one thread in one
 // order, so the bits of a result depend neither on how many threads there are nor on which is first.
 
-#include <atomic>
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <new>
+// The headers of C++ would take longer to compile than most programs: what is needed of them are
+// compiler builtins and the few headers of C.
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
 
 extern "C" {
 void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
@@ -27,6 +27,8 @@ constexpr int kVectorBytes = 16, kTileRows = 6, kTileVectors = 2;
 #endif
 constexpr int64_t kPanelRows = 64;  // of a weight gradient; two panels of 64 floats fit the L1 cache
 constexpr int64_t kBlockRows = 256;  // of a traversal in which the order of rows does not matter
+
+constexpr int64_t kAhead = 8;  // rows between asking for a row and reading it
 
 template <class T>
 struct VectorOf {
@@ -52,10 +54,10 @@ void parallel(int64_t num_threads, const Body& body) {
 class Tasks {
  public:
   explicit Tasks(int64_t count) : count_(count) {}
-  bool next(int64_t* task) { return (*task = next_.fetch_add(1, std::memory_order_relaxed)) < count_; }
+  bool next(int64_t* task) { return (*task = __atomic_fetch_add(&next_, 1, __ATOMIC_RELAXED)) < count_; }
 
  private:
-  std::atomic<int64_t> next_{0};
+  int64_t next_ = 0;
   int64_t count_;
 };
 
@@ -64,23 +66,34 @@ class Scratch {
  public:
   explicit Scratch(int64_t count) {
     const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 127) / 64 * 64;
-    data_ = static_cast<T*>(std::aligned_alloc(64, bytes));
-    if (data_ == nullptr) throw std::bad_alloc();
+    data_ = static_cast<T*>(aligned_alloc(64, bytes));
+    if (data_ == nullptr) abort();  // an exception cannot leave a thread of OpenMP
   }
   Scratch(const Scratch&) = delete;
-  ~Scratch() { std::free(data_); }
+  ~Scratch() { free(data_); }
   operator T*() { return data_; }
 
  private:
   T* data_;
 };
 
+template <class T, int kCount>
+inline void prefetch(const T* row) {
+  for (int i = 0; i < kCount && i < 512; i += 64 / static_cast<int>(sizeof(T))) __builtin_prefetch(row + i);
+}
+
 template <class T>
 inline T leaky_relu(T x, T slope) { return x > 0 ? x : x * slope; }
 template <class T>
 inline T leaky_relu_slope(T x, T slope) { return x > 0 ? T(1) : slope; }
+inline float exponential(float x) { return __builtin_expf(x); }
+inline double exponential(double x) { return __builtin_exp(x); }
+inline float logarithm(float x) { return __builtin_logf(x); }
+inline double logarithm(double x) { return __builtin_log(x); }
+inline float hyperbolic_tangent(float x) { return __builtin_tanhf(x); }
+inline double hyperbolic_tangent(double x) { return __builtin_tanh(x); }
 template <class T>
-inline T sigmoid(T x) { return T(1) / (T(1) + std::exp(-x)); }
+inline T sigmoid(T x) { return T(1) / (T(1) + exponential(-x)); }
 // NaN is larger than all: it must reach the result.
 template <class T>
 inline T larger(T x, T y) { return x > y || x != x ? x : y; }
@@ -110,7 +123,7 @@ inline void product_tile(const T* const* in, T* const* out, const T* weight, int
     for (int v = 0; v < kVectors; ++v) {
       T* place = out[r] + v * kLanes<T>;
       if (kRest != 0 && v == kVectors - 1)
-        std::memcpy(place, &sum[r][v], kRest * sizeof(T));
+        memcpy(place, &sum[r][v], kRest * sizeof(T));
       else
         *reinterpret_cast<Vector<T>*>(place) = sum[r][v];
     }
@@ -216,6 +229,14 @@ inline void add_outer(const T* const* left, const T* const* right, int64_t num_r
     outer_columns<T, K, (kStride - kWhole) / kLanes<T>>(left, right, num_rows, kWhole, sums, kStride);
 }
 
+// Where a task puts its part of a sum over the rows of a type: the only one is the sum.
+template <class T, class Index>
+inline T* part_of(int64_t task, const Index* tasks, const Index* task_starts, int64_t size, T* parts,
+                  T* out) {
+  const int64_t type = tasks[3 * task];
+  return task_starts[type + 1] - task_starts[type] == 1 ? out + type * size : parts + task * size;
+}
+
 // Sums that several tasks made parts of, added up in the order of the tasks.
 template <class T, class Index>
 void add_parts(int64_t num_threads, const Index* task_starts, int64_t num_types, int64_t size,
@@ -223,12 +244,11 @@ void add_parts(int64_t num_threads, const Index* task_starts, int64_t num_types,
   Tasks queue(num_types);
   parallel(num_threads, [&] {
     for (int64_t type; queue.next(&type);) {
-      T* sum = out + type * size;
       const int64_t begin = task_starts[type], end = task_starts[type + 1];
-      if (begin == end)
-        std::memset(sum, 0, size * sizeof(T));
-      else
-        std::memcpy(sum, parts + begin * size, size * sizeof(T));
+      T* sum = out + type * size;
+      if (begin == end) memset(sum, 0, size * sizeof(T));
+      if (end - begin < 2) continue;
+      memcpy(sum, parts + begin * size, size * sizeof(T));
       for (int64_t part = begin + 1; part < end; ++part)
         for (int64_t i = 0; i < size; ++i) sum[i] += parts[part * size + i];
     }
@@ -250,7 +270,7 @@ void weight_gradient(int64_t num_threads, const Index* tasks, int64_t num_tasks,
     const T* wide[kPanelRows];
     for (int64_t task; queue.next(&task);) {
       const int64_t begin = tasks[3 * task + 1] * kPairs, end = tasks[3 * task + 2] * kPairs;
-      std::memset(sums, 0, kHeight * kStride * sizeof(T));
+      memset(sums, 0, kHeight * kStride * sizeof(T));
       for (int64_t first = begin; first < end; first += kPanelRows) {
         const int64_t num_rows = end - first < kPanelRows ? end - first : kPanelRows;
         for (int64_t r = 0; r < num_rows; ++r) {
@@ -260,8 +280,8 @@ void weight_gradient(int64_t num_threads, const Index* tasks, int64_t num_tasks,
           wide[r] = kSwapped ? left(row, pair) : right(row, pair);
           if constexpr (kStride != kColumns) {
             T* place = panel + r * kStride;
-            std::memcpy(place, wide[r], kColumns * sizeof(T));
-            std::memset(place + kColumns, 0, (kStride - kColumns) * sizeof(T));
+            memcpy(place, wide[r], kColumns * sizeof(T));
+            memset(place + kColumns, 0, (kStride - kColumns) * sizeof(T));
             wide[r] = place;
           }
         }

@@ -9,6 +9,7 @@ from penstock.rgnn._passes._common import common_subexpressions
 from penstock.rgnn._passes._compact import choose_rows, compact, lay_out
 from penstock.rgnn._passes._concat import split_concat
 from penstock.rgnn._passes._decision import Decision, Rewritten
+from penstock.rgnn._passes._recompute import recompute
 from penstock.rgnn._passes._reorder import reorder
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "common_subexpressions",
     "compact",
     "lay_out",
+    "recompute",
     "reorder",
     "split_concat",
 ]

@@ -1,0 +1,65 @@
+"""The memory of generated programs: nothing overlaps, nothing is held for long."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.rgnn._backends._cpp_memory import ALIGNMENT, Blocks, Lifetime, pack
+
+LIFETIMES = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(0, 1000)), max_size=12
+)
+MEGABYTE = 2**20
+
+
+@given(LIFETIMES)
+def test_values_alive_together_do_not_overlap(drawn):
+    lives = [Lifetime(i, first, first + span, n) for i, (first, span, n) in enumerate(drawn)]
+    offsets, arena_bytes = pack(lives)
+    assert all(offset % ALIGNMENT == 0 for offset in offsets.values())
+    assert all(offsets[life.value] + life.num_bytes <= arena_bytes for life in lives)
+    for one, other in itertools.combinations(lives, 2):
+        if one.first <= other.last and other.first <= one.last:
+            begins = offsets[one.value], offsets[other.value]
+            ends = begins[0] + one.num_bytes, begins[1] + other.num_bytes
+            assert ends[0] <= begins[1] or ends[1] <= begins[0]
+
+
+def test_values_that_follow_each_other_share_bytes():
+    lives = [Lifetime(i, i, i, 640) for i in range(5)]
+    assert pack(lives) == (dict.fromkeys(range(5), 0), 640)
+
+
+def test_a_block_is_used_again_when_no_tensor_shares_it():
+    blocks = Blocks()
+    first = blocks.empty((MEGABYTE,), torch.float32)
+    address = first.data_ptr()
+    view = first[5:]
+    del first
+    second = blocks.empty((MEGABYTE,), torch.float32)
+    assert second.data_ptr() != address  # a view of the first lives
+    del view
+    third = blocks.empty((2, MEGABYTE // 2), torch.float32)
+    assert third.data_ptr() == address
+    assert blocks.num_blocks == 2
+
+
+def test_much_larger_blocks_are_not_wasted_on_small_tensors():
+    blocks = Blocks()
+    address = blocks.empty((8 * MEGABYTE,), torch.uint8).data_ptr()
+    assert blocks.empty((2 * MEGABYTE,), torch.uint8).data_ptr() != address
+    assert blocks.empty((7 * MEGABYTE,), torch.uint8).data_ptr() == address
+
+
+def test_blocks_that_nobody_asks_for_are_let_go():
+    blocks = Blocks()
+    blocks.empty((8 * MEGABYTE,), torch.uint8)
+    for _ in range(70):
+        blocks.empty((2 * MEGABYTE,), torch.uint8)
+    assert blocks.num_blocks == 2
+    blocks.empty((4 * MEGABYTE,), torch.uint8)
+    assert blocks.num_blocks == 2  # the idle one has made room for the new one
