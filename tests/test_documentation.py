@@ -53,3 +53,18 @@ def test_the_readme_example_of_tables_runs(store):
     run(example, store)
     for path in store.iterdir():
         path.unlink()
+
+
+def test_the_examples_of_relational_graphs_run_one_after_the_other(tmp_path):
+    examples = blocks("docs/rgnn.md")
+    assert len(examples) >= 5
+    # A compiled function reads its own source line for the plan, so the page becomes a file.
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(examples))
+    said = run(f"import runpy; runpy.run_path({str(script)!r})", tmp_path)
+    assert "segment GEMM" in said and "page.py" in said
+
+
+def test_the_readme_example_of_relational_graphs_runs(tmp_path):
+    (example,) = blocks("README.md", containing="rgnn.compile")
+    assert "torch.Size([100, 16])" in run(example, tmp_path)

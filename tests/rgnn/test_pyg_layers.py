@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import pickle
+import textwrap
 
 import pytest
 import torch
@@ -213,3 +216,49 @@ def test_attention_scores_need_no_projection_of_the_destinations():
     assert sorted(d.applied for d in reordered) == [False, True]
     (rejected,) = [d for d in reordered if not d.applied]
     assert "needed elsewhere" in rejected.reason
+
+
+def test_the_three_layers_are_at_most_45_lines_of_the_language():
+    num_lines = 0
+    for function in (rgnn.layers.rgcn, rgnn.layers.rgat, rgnn.layers.hgt):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function.__wrapped__))).body
+        assert isinstance(definition, ast.FunctionDef)
+        begin = definition.lineno - len(definition.decorator_list)
+        doc = definition.body[0]
+        assert definition.end_lineno is not None and doc.end_lineno is not None
+        num_lines += definition.end_lineno - begin + 1 - (doc.end_lineno - doc.lineno + 1)
+    assert num_lines <= 45
+
+
+def test_layers_with_other_metadata_do_not_share_a_graph_of_the_same_edges():
+    edges = hetero_edges()
+    x = {name: torch.randn(length, 5) for name, length in SIZES.items()}
+    names, edge_types = METADATA
+    for order in (edge_types, edge_types[::-1], [*edge_types, ("field", "of", "paper")]):
+        ours, theirs = (conv(5, 8, (names, order)) for conv in (rgnn.HGTConv, pyg.HGTConv))
+        ours.load_state_dict(theirs.state_dict())
+        # PyG takes the dictionary's order for that of its weights.
+        expected = theirs(
+            x, {edge_type: edges[edge_type] for edge_type in order if edge_type in edges}
+        )
+        for name, h in ours(x, edges).items():
+            torch.testing.assert_close(h, expected[name])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([[0.0]], EDGES, TYPES), "x must be one tensor with a row for each node; got list"),
+        ((torch.randn(N, 6), EDGES.tolist(), TYPES), "edge_index must be a tensor of integers"),
+        ((torch.randn(N, 6), EDGES.float(), TYPES), "edge_index must hold integers"),
+    ],
+)
+def test_what_is_no_tensor_is_refused_by_name(arguments, message):
+    for layer in (rgnn.RGCNConv(6, 4, R), rgnn.RGATConv(6, 4, R)):
+        with pytest.raises(TypeError, match=message):
+            layer(*arguments)
+
+
+def test_features_of_each_node_type_are_asked_for():
+    with pytest.raises(ValueError, match=r"x_dict has no .'field'., which metadata"):
+        rgnn.HGTConv(5, 8, METADATA)({"paper": EDGES, "author": EDGES}, hetero_edges())

@@ -1,5 +1,6 @@
 """Relational graph neural networks, compiled to the graph at hand."""
 
+from penstock.rgnn import layers
 from penstock.rgnn._backends import BACKENDS
 from penstock.rgnn._compile import CompiledFunction, compile
 from penstock.rgnn._explain import Explanation
@@ -41,6 +42,7 @@ __all__ = [
     "edge_mean",
     "edge_softmax",
     "exp",
+    "layers",
     "leaky_relu",
     "log",
     "relu",

@@ -69,7 +69,8 @@ def graph_of(made_from: GraphTensors) -> Graph:
     if torch.compiler.is_dynamo_compiling():
         return made_from  # pyright: ignore[reportReturnType]
     edge_index, edge_type, node_type, num_nodes, num_relations, num_node_types = made_from
-    graph = living_graph(edge_index)
+    is_of_tensors = isinstance(edge_index, torch.Tensor) and isinstance(edge_type, torch.Tensor)
+    graph = living_graph(edge_index) if is_of_tensors else None
     if graph is not None:
         return graph
 
@@ -83,6 +84,8 @@ def graph_of(made_from: GraphTensors) -> Graph:
             num_node_types=num_node_types,
         )
 
+    if not is_of_tensors:
+        return make()  # which says what is wrong
     tensors = [edge_index, edge_type, *([] if node_type is None else [node_type])]
     return remembered(tensors, (num_nodes, num_relations, num_node_types), make)
 

@@ -36,6 +36,20 @@ def as_graph(
     return graph_of(GraphTensors(edge_index, edge_type, None, num_nodes, num_relations, 1))
 
 
+def num_rows(x: torch.Tensor) -> int:
+    """The number of nodes that features are for.
+
+    Raises:
+        TypeError: `x` is no tensor, such as PyG's pair of sources and targets.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(
+            f"x must be one tensor with a row for each node; got {type(x).__name__}. Put two sets "
+            f"of nodes one after another"
+        )
+    return x.shape[0]
+
+
 def glorot_(weight: torch.Tensor | None) -> None:
     """Glorot's uniform initialisation over the last two axes, for weights with any axes before."""
     if weight is not None:

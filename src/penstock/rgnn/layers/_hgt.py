@@ -20,13 +20,11 @@ EdgeType = tuple[str, str, str]
 
 
 @compile
-def hgt(
-    g: Any, k: Any, q: Any, v: Any, k_rel: Any, v_rel: Any, p_rel: Any, heads: int, scale: float
-) -> Any:
+def hgt(g: Any, k: Any, q: Any, v: Any, k_rel: Any, v_rel: Any, p_rel: Any, heads: int) -> Any:
     """Attention and messages as a program; keys, queries and values are node tensors."""
     e, n = g.edges, g.nodes
     keys, queries, values = (n(tensor).heads(heads) for tensor in (k, q, v))
-    s = dot(e.src(keys) @ k_rel[e.type], e.dst(queries)) * p_rel[e.type] * scale
+    s = dot(e.src(keys) @ k_rel[e.type], e.dst(queries)) * p_rel[e.type]
     return g.sum_to_dst(edge_softmax(s) * (e.src(values) @ v_rel[e.type])).merge_heads()
 
 
@@ -103,16 +101,19 @@ class HGTConv(nn.Module):
             (nodes of the type, out_channels) for each node type that an edge type ends in.
 
         Raises:
-            ValueError: The graph has other relations, or another number of nodes.
+            ValueError: The graph has other relations, or another number of nodes; or `x_dict` has
+                no features of a node type.
         """
+        if missing := [name for name in self.node_types if name not in x_dict]:
+            raise ValueError(f"x_dict has no {missing}, which metadata has")
         sizes = {name: x_dict[name].shape[0] for name in self.node_types}
         graph = self._graph(edge_index_dict, sizes)
         projected = torch.cat([self.kqv_lin(name, x_dict[name]) for name in self.node_types])
         k, q, v = projected.tensor_split(3, dim=1)
         p_rel = torch.cat([self.p_rel[_key("__".join(t))] for t in self.edge_types])
-        scale = 1 / math.sqrt(self.out_channels // self.heads)
-        weights = (self.k_rel.by_relation(), self.v_rel.by_relation(), p_rel)
-        attended = hgt(graph, k, q, v, *weights, self.heads, scale)
+        scale = p_rel / math.sqrt(self.out_channels // self.heads)
+        weights = (self.k_rel.by_relation(), self.v_rel.by_relation(), scale)
+        attended = hgt(graph, k, q, v, *weights, self.heads)
         is_target = {target for _, _, target in self.edge_types}
         results = {}
         for name, h in zip(self.node_types, attended.split(list(sizes.values())), strict=True):
@@ -162,7 +163,7 @@ class HGTConv(nn.Module):
 
         if torch.compiler.is_dynamo_compiling():
             return joined()
-        numbers = (tuple(present), tuple(sizes.items()))
+        numbers = (tuple(self.edge_types), tuple(present), tuple(sizes.items()))
         return remembered([edges[t] for t in present], numbers, joined)
 
     def extra_repr(self) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 from penstock.rgnn._compile import compile
 from penstock.rgnn._functions import combine, edge_softmax, leaky_relu
 from penstock.rgnn._graph import Graph
-from penstock.rgnn.layers._graph_argument import as_graph, glorot_
+from penstock.rgnn.layers._graph_argument import as_graph, glorot_, num_rows
 
 _WITHIN = {"across-relation": "destination", "within-relation": "relation"}
 _MODES = ("additive-self-attention", "multiplicative-self-attention")
@@ -160,7 +160,7 @@ class RGATConv(nn.Module):
         graph = as_graph(
             edge_index,
             edge_type,
-            num_nodes=x.shape[0],
+            num_nodes=num_rows(x),
             num_relations=self.num_relations,
         )
         weight, att = (self.weight, None) if self.num_bases is None else (self.basis, self.att)

@@ -10,7 +10,7 @@ from torch import nn
 from penstock.rgnn._compile import compile
 from penstock.rgnn._functions import combine, edge_mean
 from penstock.rgnn._graph import Graph
-from penstock.rgnn.layers._graph_argument import as_graph, glorot_
+from penstock.rgnn.layers._graph_argument import as_graph, glorot_, num_rows
 
 
 @compile
@@ -19,8 +19,7 @@ def rgcn(
 ) -> Any:
     """The layer as a program; `comp`, `root`, `bias` and `num_blocks` may be None."""
     e, n = g.edges, g.nodes
-    if comp is not None:
-        weight = combine(comp, weight)
+    weight = weight if comp is None else combine(comp, weight)
     source = e.src(x) if num_blocks is None else e.src(n(x).heads(num_blocks))
     z = source @ weight[e.type]
     h = g.sum_to_dst(edge_mean(z) if mean else z)
@@ -139,7 +138,7 @@ class RGCNConv(nn.Module):
         graph = as_graph(
             edge_index,
             edge_type,
-            num_nodes=self.in_channels if x is None else x.shape[0],
+            num_nodes=self.in_channels if x is None else num_rows(x),
             num_relations=self.num_relations,
         )
         is_mean = self.aggr == "mean"

@@ -1,0 +1,75 @@
+"""The example ranks as the metric is defined, and learns a small knowledge graph."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib", reason="penstock[viz] installs matplotlib").use("Agg")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "link_prediction.py"
+NUM_ENTITIES, NUM_RELATIONS = 40, 3
+
+
+@pytest.fixture(scope="module")
+def example() -> Any:
+    spec = importlib.util.spec_from_file_location("link_prediction_example", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("known", "asked"), [(0, 2), (2, 0)])
+def test_ranks_are_filtered_and_ties_count_half(example, known, asked):
+    triples = torch.stack([torch.randint(n, (60,)) for n in (8, 2, 8)], dim=1)
+    scores = torch.randint(5, (60, 8)).float()  # few values, so many ties
+    rows = example.Filter(triples, known, asked, 2).true_entities(triples)
+    found = example.filtered_ranks(scores, triples[:, asked], *rows)
+    for row, triple in enumerate(triples.tolist()):
+        alike = [t for t in triples.tolist() if (t[known], t[1]) == (triple[known], triple[1])]
+        others = set(range(8)) - {t[asked] for t in alike}
+        own = scores[row, triple[asked]]
+        better = sum(float(scores[row, entity] > own) for entity in others)
+        equal = sum(float(scores[row, entity] == own) for entity in others)
+        assert found[row] == 1 + better + equal / 2
+
+
+def test_metrics_are_those_of_the_ranks(example):
+    found = example.metrics(torch.tensor([1.0, 2.0, 4.0, 20.0]))
+    assert found["MRR"] == pytest.approx((1 + 1 / 2 + 1 / 4 + 1 / 20) / 4)
+    assert (found["Hits@1"], found["Hits@3"], found["Hits@10"]) == (0.25, 0.5, 0.75)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Entities on a ring; each relation is a step of another length."""
+    folder = tmp_path / "rgnn" / "fb15k-237"
+    folder.mkdir(parents=True)
+    triples = [
+        (s, (s + 1 + r) % NUM_ENTITIES, r)
+        for s in range(NUM_ENTITIES)
+        for r in range(NUM_RELATIONS)
+    ]
+    parts = {"train": triples, "valid": triples[::7], "test": triples[::5]}
+    for name, part in parts.items():
+        lines = [str(len(part)), *(" ".join(map(str, triple)) for triple in part)]
+        (folder / f"{name}2id.txt").write_text("\n".join(lines))
+    return tmp_path
+
+
+@pytest.mark.parametrize("how", [(), ("--mini-batch", "--num-edges", "50")], ids=str)
+def test_it_learns(example, data, capsys, how):
+    figure = data / "figure.png"
+    options = ("--epochs", "30", "--batch-size", "40", "--width", "20", "--dropout", "0")
+    options = (*options, "--learning-rate", "0.03")
+    found = example.main(["--data", str(data), "--figure", str(figure), *options, *how])
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    assert found["MRR"] > 0.7
+    assert "FB15k-237" in capsys.readouterr().out
