@@ -22,6 +22,7 @@ from _rgnn_edgewise import SortedEdges
 from _rgnn_graphs import node_types, relation_types
 from penstock import rgnn
 from penstock.rgnn import CompiledFunction, Explanation, Graph
+from penstock.rgnn._backends._cpp_graph import arrays_of
 from penstock.rgnn.layers import _hgt, _rgat, _rgcn
 
 MODELS = ("RGCN", "RGAT", "HGT")
@@ -48,6 +49,8 @@ class Arm:
     """The layer's results: one for all nodes, or one for each node type that has edges."""
     leaves: list[torch.Tensor]
     """What gets a gradient: features and parameters."""
+    release: Callable[[], None] = lambda: None
+    """Lets go of memory that is kept from one step to the next."""
 
 
 def ours(backend: str, without: Collection[str] = ()) -> str:
@@ -201,7 +204,9 @@ class OurProgram:
 
     def arm(self, graph: Graph | None = None) -> Arm:
         """The layer with this program, on its graph or on another one like it."""
-        return self._layer.arm(self.compiled, graph or self._layer.graph)
+        graph = graph or self._layer.graph
+        arm = self._layer.arm(self.compiled, graph)
+        return dataclasses.replace(arm, release=lambda: arrays_of(graph).blocks.clear())
 
     def explain(self, *, training: bool) -> Explanation:
         """The plan on the layer's graph, with a backward or without."""

@@ -23,6 +23,7 @@ import torch
 import _rgnn_graphs
 from _rgnn_arms import EDGEWISE, Arm, Layer, OurProgram, maker, ours
 from _rgnn_edgewise import SortedEdges
+from _rgnn_roofline import kernel_facts, measured_roofline
 from _rgnn_steps import MODES, TRAINING, Step, answers, error_of, measure
 from penstock import rgnn
 from penstock.rgnn import Explanation, Graph
@@ -75,6 +76,11 @@ class Case:
                     facts["rewrites_that_change_nothing"] = self._unchanged[backend][mode]
                 say("planned", arm=ours(backend), mode=mode, **facts)
             if TRAINING in steps[ours(backend)]:
+                if self.device != "cpu":
+                    roofline = measured_roofline(self.device)
+                    kernels = kernel_facts(self.layer, program, backend, roofline)
+                    fields = {"roofline": dataclasses.asdict(roofline), "kernels": kernels}
+                    say("kernels", arm=ours(backend), mode=TRAINING, **fields)
                 seconds = self._preparation_seconds(program, steps[ours(backend)][TRAINING])
                 say("prepared", arm=ours(backend), seconds=seconds)
         for name in self.makers:

@@ -27,7 +27,7 @@ def draw(device_name: str, directory: Path, target: Path = FIGURE) -> None:
     changing = {name for entry in found.values() for name, ratio in entry.items() if ratio != 1.0}
     order = [name for entry in found.values() for name in entry if name in changing]
     names = sorted(dict.fromkeys(order), key=lambda name: name == "all rewrites")
-    plt.rcParams.update({"svg.hashsalt": TOPIC, "font.size": 8})
+    plt.rcParams.update({"svg.hashsalt": TOPIC, "svg.fonttype": "none", "font.size": 8})
     figure, panels = plt.subplots(
         len(models), 1, figsize=(7.2, 2.1 * len(models)), sharex=True, squeeze=False
     )
@@ -40,8 +40,8 @@ def draw(device_name: str, directory: Path, target: Path = FIGURE) -> None:
             centres = [place + (number + 0.5) * width - 0.4 for place in places]
             bars = panel.bar(centres, heights, width, label=f"without {name}")
             labels = ["" if height == 1.0 else f"{height:.2f}" for height in heights]
-            panel.bar_label(bars, labels, fontsize=6, padding=1)
-        panel.axhline(1, color="black", linewidth=0.8)
+            panel.bar_label(bars, labels, fontsize=6, padding=2)
+        panel.axhline(1, color="grey", linewidth=0.6)
         panel.set_ylabel(f"{model}\ntime, all rewrites = 1")
         panel.set_xticks(range(len(graphs)), graphs)
         panel.spines[["top", "right"]].set_visible(False)
@@ -52,4 +52,4 @@ def draw(device_name: str, directory: Path, target: Path = FIGURE) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, metadata={"Date": None})
     plt.close(figure)
-    print(f"{target.relative_to(REPOSITORY)} drawn from {len(found)} cases")
+    print(f"{target.name} drawn from {len(found)} cases")

@@ -82,7 +82,7 @@ class Record:
             elif kind == "failed":
                 entry.outcome = event.get("outcome", OUT_OF_MEMORY)
                 entry.seconds = [event["seconds"]]
-            elif kind in ("tried", "planned"):
+            elif kind in ("tried", "planned", "kernels"):
                 entry.facts |= event
         for (arm, mode), entry in found.items():
             ours = found.get((self.reference, mode))
