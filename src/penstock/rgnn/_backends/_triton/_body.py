@@ -17,12 +17,13 @@ from penstock.rgnn._backends._triton._index import (
     Axis,
     Index,
     ravel,
+    reshaped,
     sorted_axes,
 )
 from penstock.rgnn._backends._triton._tables import Maps
 from penstock.rgnn._ir import Program, Shape
 from penstock.rgnn._rows import RowMap, Space
-from penstock.rgnn._schedule import Kernel
+from penstock.rgnn._schedule import READS, Kernel
 
 
 class Inexpressible(Exception):
@@ -100,6 +101,7 @@ class Body:
         self.num_features = 1
         """The most features in a block, of axes that are not tiled."""
         self._computed = frozenset(kernel.values)
+        self._is_epilogue = False
         self._totals: dict[int, str] = {}
         self._shared: dict[object, Block] = {}
         self._local: dict[object, Block] = {}
@@ -109,6 +111,10 @@ class Body:
         """Forget what is known of the rows at hand."""
         self.before, self.loop = [], []
         self._local = {}
+
+    def begin_epilogue(self) -> None:
+        """From here on, values are of the groups themselves."""
+        self._is_epilogue = True
 
     def finish(self, position: int, name: str) -> None:
         """Say that a reduction is complete; `name` begins the names of what it left."""
@@ -126,23 +132,27 @@ class Body:
         return found
 
     def _make(self, position: int, indices: tuple[Index, ...]) -> Block:
-        node = self.nodes[position]
+        name = f"x{position}"
         maps: Maps = ()
-        source = position
-        while self.nodes[source].op == "gather":
-            maps = (*maps, self.nodes[source].map)
-            source = self.nodes[source].operands[0]
-        if source not in self._computed:
-            return self._load(source, maps, indices, f"x{position}")
-        if maps:
+        while (node := self.nodes[position]).op in READS:
+            (operand,) = node.operands
+            if node.op == "gather":
+                maps = (*maps, node.map)
+            else:
+                indices = reshaped(indices, node.shape, self.nodes[operand].shape)
+            position = operand
+        if node.op == "inverse_count":
+            return self._inverse_count(node.map, maps, name)
+        if position not in self._computed:
+            return self._load(position, maps, indices, name)
+        if node.op == "sum":
             # The schedule lets a row read a sum of its own kernel only at its own group.
-            assert maps == (self.grouped_by,), (node, maps)
-            return self.total(source, self.nodes[source].shape, indices)
+            assert maps == (() if self._is_epilogue else (self.grouped_by,)), (node, maps)
+            return self.total(position, node.shape, indices)
+        assert not maps, (node, maps)
         if node.op == "softmax":
             return self._weight(position, indices)
-        if node.op == "inverse_count":
-            return self._inverse_count(position, node.map)
-        return _operators.RULES[node.op](self, node, indices, f"x{position}")
+        return _operators.RULES[node.op](self, node, indices, name)
 
     def total(self, position: int, shape: Shape, indices: Sequence[Index], part: str = "") -> Block:
         """A finished reduction of this kernel, as an axis of the block at hand for each of its own.
@@ -169,10 +179,12 @@ class Body:
         total = self.total(position, node.shape, indices, "_sum")
         return self.compute("tl.exp({0} - {1}) / {2}", score, largest, total, name=f"x{position}")
 
-    def _inverse_count(self, position: int, row_map: RowMap) -> Block:
+    def _inverse_count(self, row_map: RowMap, maps: Maps, name: str) -> Block:
         sizes = self.parameter(GroupSizes(row_map))
-        count = f"tl.load({sizes} + row, mask=is_row, other=1)"
-        return self.assign(f"1 / tl.maximum({count}, 1).to(COMPUTE)", (), False, f"x{position}")
+        row, mask = self._row(maps)
+        guard = "" if mask is None else f", mask={mask}, other=1"
+        count = f"tl.load({sizes} + {row.name}{guard})"
+        return self.assign(f"1 / tl.maximum({count}, 1).to(COMPUTE)", (), row.is_shared, name)
 
     # ---------------------------------------------------------------- memory
 
@@ -209,15 +221,25 @@ class Body:
                 masks.append(f"({self._text(whole_index, axes)} < {most})")
         return " + ".join(parts), " & ".join(masks)
 
+    def own_row(self) -> tuple[Block, str]:
+        """The row whose values are computed, and the mask for the lanes that have one."""
+        if self._is_epilogue:
+            return Block("group", is_shared=True), "is_group"
+        return Block("row"), "is_row"
+
     def _row(self, maps: Maps) -> tuple[Block, str | None]:
         """The row that maps lead to, and the mask for the lanes that have one."""
         maps = tuple(each for each in maps if each != _rows.identity(each.rows))
         if not maps:
-            return Block("row"), "is_row"
+            return self.own_row()
         if any(each.into is Space.ONE for each in maps):
             return Block("first_row", is_shared=True), None
-        rest = None if self.grouped_by is None else _rows.factor(maps[0], self.grouped_by)
-        if rest is None:
+        rest = None
+        if self.grouped_by is not None and not self._is_epilogue:
+            rest = _rows.factor(maps[0], self.grouped_by)
+        if self._is_epilogue:
+            at, mask, order, is_shared = "group", "is_group", None, True
+        elif rest is None:
             at = "row" if self.grouped_by is None else "slot"
             mask, order, is_shared = "is_row", self.grouped_by, False
         else:

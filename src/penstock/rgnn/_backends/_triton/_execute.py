@@ -18,13 +18,13 @@ from penstock.rgnn import _interpreter
 from penstock.rgnn._backends import _torch
 from penstock.rgnn._backends._triton import _source
 from penstock.rgnn._backends._triton._body import Inexpressible
-from penstock.rgnn._backends._triton._launch import Call, Launch, source_of
+from penstock.rgnn._backends._triton._launch import Call, Launch, read_of
 from penstock.rgnn._backends._triton._products import typed_product, weight_gradient
 from penstock.rgnn._backends._triton._source import Source
 from penstock.rgnn._backends._triton._traverse import traverse
 from penstock.rgnn._graph import Graph
 from penstock.rgnn._plan import Plan
-from penstock.rgnn._schedule import Kernel, KernelKind, fused_outers
+from penstock.rgnn._schedule import Kernel, KernelKind, fused_outers, source
 
 _logger = logging.getLogger(__name__)
 
@@ -64,8 +64,6 @@ class _Prepared:
     module: ModuleType
     reads: tuple[frozenset[int], ...]
     """For each kernel, the values that it reads from memory."""
-    views: frozenset[int]
-    """Kernels that store nothing but other shapes of what is in memory."""
 
 
 _prepared: dict[int, tuple[weakref.ref[Plan], _Prepared]] = {}
@@ -84,7 +82,6 @@ def _prepare(plan: Plan) -> _Prepared:
         source,
         load_module("rgnn_traversals", source.text),
         tuple(_reads(plan, kernel) for kernel in kernels),
-        frozenset(at for at, kernel in enumerate(kernels) if _is_view(plan, kernel)),
     )
     identity = id(plan)
     _prepared[identity] = (weakref.ref(plan, lambda _: _prepared.pop(identity, None)), prepared)
@@ -98,18 +95,9 @@ def _reads(plan: Plan, kernel: Kernel) -> frozenset[int]:
     for value in kernel.values:
         for operand in program.nodes[value].operands:
             operands = program.nodes[operand].operands if operand in fused else (operand,)
-            found.update(source_of(program, each)[0] for each in operands)
+            found.update(source(program, each) for each in operands)
+    found = {value for value in found if program.nodes[value].op != "inverse_count"}
     return frozenset(found.difference(kernel.values))
-
-
-def _is_view(plan: Plan, kernel: Kernel) -> bool:
-    nodes = plan.program.nodes
-    return kernel.kind is KernelKind.TRAVERSAL and all(
-        nodes[value].op == "reshape"
-        and nodes[nodes[value].operands[0]].op != "gather"
-        and nodes[value].operands[0] not in kernel.values
-        for value in kernel.values
-    )
 
 
 def execute_with(
@@ -137,7 +125,7 @@ def execute_with(
         for number, kernel in enumerate(plan.schedule.kernels)
         if not values.isdisjoint(kernel.values)
     ]
-    wanted = {*keep, *(source_of(program, output)[0] for output in outputs)}
+    wanted = {*keep, *(source(program, output) for output in outputs)}
     last = {value: number for number in numbers for value in prepared.reads[number]}
     for number in numbers:
         _run_kernel(on, plan, prepared, number)
@@ -151,11 +139,6 @@ def execute_with(
 def _run_kernel(on: Call, plan: Plan, prepared: _Prepared, number: int) -> None:
     kernel = plan.schedule.kernels[number]
     node = on.program.nodes[kernel.values[0]]
-    if number in prepared.views:
-        for value in kernel.values:
-            rows = on.memory[on.program.nodes[value].operands[0]]
-            on.memory[value] = rows.view(len(rows), *on.program.nodes[value].shape)
-        return
     try:
         if kernel.kind is KernelKind.GEMM:
             on.memory[kernel.values[0]] = typed_product(on, node)
@@ -184,11 +167,13 @@ def _leave(
     taken = {tensor.untyped_storage().data_ptr() for tensor in others}
     found = []
     for output in outputs:
-        source, maps = source_of(on.program, output)
-        rows = on.memory[source]
+        node = on.program.nodes[output]
+        read, maps = read_of(on.program, output)
+        rows = on.rows(read)
         for row_map in reversed(maps):
             rows = rows.index_select(0, on.graph.index(row_map))
-        rows = _interpreter.leave(on.graph, on.program.nodes[output].space, rows)
+        rows = rows.view(len(rows), *node.shape)
+        rows = _interpreter.leave(on.graph, node.space, rows)
         if rows.untyped_storage().data_ptr() in taken:
             rows = rows.clone()
         taken.add(rows.untyped_storage().data_ptr())

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from penstock.rgnn import _interpreter
 from penstock.rgnn._backends._triton import _kernels
 from penstock.rgnn._backends._triton._index import power_of_two
 from penstock.rgnn._backends._triton._tables import Maps
 from penstock.rgnn._graph import Graph
 from penstock.rgnn._ir import Program
+from penstock.rgnn._schedule import maps_of, source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +51,17 @@ class Call:
     memory: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     """Rows of values by position."""
 
+    def rows(self, position: int) -> torch.Tensor:
+        """The rows of an input, of the graph's inverse counts, or of a value in memory."""
+        node = self.program.nodes[position]
+        if node.op == "inverse_count":
+            return _interpreter.inverse_count(self.graph, node.map, self.dtype)
+        return self.memory[position]
 
-def source_of(program: Program, position: int) -> tuple[int, Maps]:
-    """What a chain of gathers reads, and along which maps, the first one from the reader's rows."""
-    maps: Maps = ()
-    while program.nodes[position].op == "gather":
-        maps = (*maps, program.nodes[position].map)
-        position = program.nodes[position].operands[0]
-    return position, maps
+
+def read_of(program: Program, position: int) -> tuple[int, Maps]:
+    """What a chain of reads ends in, and along which maps, the first one from the reader's rows."""
+    return source(program, position), tuple(maps_of(program, position))
 
 
 def add_pieces(

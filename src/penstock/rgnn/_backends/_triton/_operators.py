@@ -12,7 +12,6 @@ from penstock.rgnn._backends._triton._index import (
     Index,
     feature_axis,
     of_axis,
-    reshaped,
 )
 from penstock.rgnn._ir import Node, Shape, broadcast
 
@@ -105,11 +104,6 @@ def _outer(body: Body, node: Node, indices: Indices, name: str) -> Block:
     return _added_up(body, product, axes, name)
 
 
-def _reshape(body: Body, node: Node, indices: Indices, name: str) -> Block:
-    (operand,) = node.operands
-    return body.read(operand, reshaped(indices, node.shape, body.nodes[operand].shape))
-
-
 def _expand(body: Body, node: Node, indices: Indices, name: str) -> Block:
     (operand,) = node.operands
     return body.read(operand, _stretched(indices, body.nodes[operand].shape))
@@ -182,7 +176,6 @@ RULES: dict[str, Rule] = {
     "dot": _dot,
     "matmul": _matmul,
     "outer": _outer,
-    "reshape": _reshape,
     "expand": _expand,
     "total": _total,
     "concat": _concat,

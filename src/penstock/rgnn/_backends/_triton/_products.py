@@ -15,24 +15,24 @@ from penstock.rgnn._backends._triton._launch import (
     Launch,
     add_pieces,
     cdiv,
-    source_of,
+    read_of,
     sum_type,
     wide_dtype,
 )
+from penstock.rgnn._backends._triton._tables import Maps
 from penstock.rgnn._ir import Node, Shape, broadcast
 
 
 def typed_product(on: Call, node: Node) -> torch.Tensor:
     """Rows times the matrix of their type."""
     nodes = on.program.nodes
-    vector, read = source_of(on.program, node.operands[0])
-    matrix, types = source_of(on.program, node.operands[1])
-    operand, weight = on.memory[vector], on.memory[matrix]
-    *heads, _, _ = nodes[matrix].shape
+    vector, matrix = (nodes[operand].shape for operand in node.operands)
+    (operand, read), (weight, types) = (_rows_read(on, operand) for operand in node.operands)
+    *heads, _, _ = matrix
     num_heads = math.prod(heads)
-    inner, width = nodes[vector].shape[-1], node.shape[-1]
+    inner, width = vector[-1], node.shape[-1]
     batch = math.prod(node.shape[len(heads) : -1])
-    has_heads = bool(heads) and nodes[vector].shape[0] > 1
+    has_heads = bool(heads) and vector[0] > 1
     order = _tables.type_order(on.graph, types[0])
     operand_index = _tables.row_index(on.graph, read, order)
     out_index = _tables.row_index(on.graph, (), order)
@@ -42,7 +42,7 @@ def typed_product(on: Call, node: Node) -> torch.Tensor:
     constants = {
         "HAS_OPERAND_INDEX": operand_index is not None,
         "HAS_OUT_INDEX": out_index is not None,
-        "OPERAND_ROW": math.prod(nodes[vector].shape),
+        "OPERAND_ROW": math.prod(vector),
         "OPERAND_HEAD": batch * inner if has_heads else 0,
         "BATCH": batch,
         "HEADS": num_heads,
@@ -68,7 +68,7 @@ def weight_gradient(on: Call, node: Node) -> torch.Tensor:
         Inexpressible: The operands' batch axes are stretched in a way that no kernel has.
     """
     outer = on.program.nodes[node.operands[0]]
-    ends = [source_of(on.program, operand) for operand in outer.operands]
+    ends = [_rows_read(on, operand) for operand in outer.operands]
     shapes = [on.program.nodes[operand].shape for operand in outer.operands]
     heads = outer["heads"]
     batch_axes = broadcast(shapes[0][:-1], shapes[1][:-1])
@@ -76,9 +76,8 @@ def weight_gradient(on: Call, node: Node) -> torch.Tensor:
     order = _tables.type_order(on.graph, node.map)
     constants: dict[str, Any] = {}
     arguments: list[torch.Tensor] = []
-    for side, shape, (source, maps) in zip(("LEFT", "RIGHT"), shapes, ends, strict=True):
+    for side, shape, (rows, maps) in zip(("LEFT", "RIGHT"), shapes, ends, strict=True):
         index = _tables.row_index(on.graph, maps, order)
-        rows = on.memory[source]
         arguments += [rows, rows if index is None else index]
         constants[f"HAS_{side}_INDEX"] = index is not None
         constants[f"{side}_ROW"] = math.prod(shape)
@@ -102,6 +101,12 @@ def weight_gradient(on: Call, node: Node) -> torch.Tensor:
     on.run(Launch(_kernels.weight_gradient, grid, tuple(arguments), constants, num_stages=3))
     add_pieces(on, partial, out, None, pieces.first_runs)
     return out
+
+
+def _rows_read(on: Call, position: int) -> tuple[torch.Tensor, Maps]:
+    """The rows that an operand is read from, and along which maps."""
+    source, maps = read_of(on.program, position)
+    return on.rows(source), maps
 
 
 def _strides(side: str, shape: Shape, heads: int, batch: int) -> dict[str, int]:

@@ -54,10 +54,17 @@ class Traversal:
     whole: Function
     stages: tuple[Stage, ...]
     """The same, one stage after another, for groups that are cut; none without groups."""
+    epilogue: Function | None
+    """What follows the stages."""
     stored: tuple[int, ...]
     """The values that it writes to memory."""
     row_features: int
     """The most features of a row that it stores."""
+
+    def functions(self) -> list[Function]:
+        """All of them."""
+        of_pieces = [*(stage.function for stage in self.stages), self.epilogue]
+        return [self.whole, *(function for function in of_pieces if function is not None)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,9 +93,7 @@ def write(plan: Plan) -> Source:
         f"%{position} = {describe(node)}" for position, node in enumerate(plan.program.nodes)
     )
     functions = [
-        function.text
-        for traversal in traversals.values()
-        for function in (traversal.whole, *(stage.function for stage in traversal.stages))
+        function.text for traversal in traversals.values() for function in traversal.functions()
     ]
     text = "\n\n".join([_HEADER.format(program=_safe(program)), *functions])
     return Source(text, traversals, reasons)
@@ -110,7 +115,7 @@ def _traversal(plan: Plan, kernel: Kernel, name: str) -> Traversal:
     if kernel.grouped_by is None:
         rowwise = Rowwise(program, kernel, stored)
         whole = _function(name, said, rowwise.lines(), rowwise.body, rowwise.arguments)
-        return Traversal(whole, (), stored, max(lengths))
+        return Traversal(whole, (), None, stored, max(lengths))
     grouped = Grouped(program, kernel, stored)
     whole = _function(name, said, grouped.lines(), grouped.body, grouped.arguments)
     stages = []
@@ -121,7 +126,14 @@ def _traversal(plan: Plan, kernel: Kernel, name: str) -> Traversal:
         arguments = (f"{name}_stage_{number}", comment, lines, writer.body)
         function = _function(*arguments, writer.arguments_of_stage)
         stages.append(Stage(function, writer.reduced(number)))
-    return Traversal(whole, tuple(stages), stored, max(lengths, default=1))
+    epilogue = None
+    if kernel.epilogue:
+        writer = Grouped(program, kernel, stored)
+        lines = writer.lines_of_epilogue()
+        comment = [f"What follows the stages of {name}, for groups that are cut."]
+        arguments = (f"{name}_epilogue", comment, lines, writer.body)
+        epilogue = _function(*arguments, writer.arguments_of_epilogue)
+    return Traversal(whole, tuple(stages), epilogue, stored, max(lengths, default=1))
 
 
 def _function(

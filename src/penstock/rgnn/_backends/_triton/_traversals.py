@@ -4,8 +4,10 @@ A traversal that sums has a block of groups in each program and goes through the
 few at a time; a later stage goes through them again, with the sums of the one before. A traversal
 without sums has a block of rows, and of the features that it stores.
 
+What is computed of the sums of a group follows its last loop: the epilogue.
+
 A group that is too long for one program is cut into pieces. Then each stage is a kernel of its own:
-it leaves a partial sum for each piece, and the next one reads the totals.
+it leaves a partial sum for each piece, and the next one reads the totals; so does the epilogue.
 """
 
 from __future__ import annotations
@@ -30,6 +32,11 @@ from penstock.rgnn._ir import Program, Shape
 from penstock.rgnn._schedule import Kernel
 
 _LOWEST = "-3.4028234663852886e38"  # finite, so that a group without rows makes no NaN
+_ROWS_OF_GROUPS = [
+    "begin = tl.load(begins + item, mask=is_group, other=0)",
+    "end = tl.load(ends + item, mask=is_group, other=0)",
+    "most_rows = tl.max(end - begin)",
+]
 PARTS = {"sum": ("",), "softmax": ("_max", "_sum")}
 """What a reduction leaves for each group, by operator: the ends of the names."""
 
@@ -55,7 +62,8 @@ def _store_rows(body: Body, value: int, indices: tuple[Index, ...]) -> None:
     """Store features of a value for the rows at hand."""
     block = body.read(value, indices)
     axes = sorted_axes(indices)
-    address, mask = body.address(Rows(value), Block("row"), "is_row", indices, axes)
+    row, has_row = body.own_row()
+    address, mask = body.address(Rows(value), row, has_row, indices, axes)
     body.loop.append(f"tl.store({address}, {body.lifted(block, axes)}, mask={mask})")
 
 
@@ -101,12 +109,14 @@ class Grouped:
         "COMPUTE: tl.constexpr",
     )
     arguments_of_stage = ("giants", *arguments)
+    arguments_of_epilogue = ("groups", count, "GROUPS: tl.constexpr", "COMPUTE: tl.constexpr")
 
     def __init__(self, program: Program, kernel: Kernel, stored: Sequence[int]) -> None:
         assert kernel.grouped_by is not None
         self.body = Body(program, kernel)
         self._stored = stored
         self._grouped_by = kernel.grouped_by
+        self._epilogue = [value for value in kernel.epilogue if value in stored]
         self.stages = kernel.stages
         if any(self._op(value) == "softmax" and value in stored for value in kernel.stages[-1]):
             self.stages = (*kernel.stages, ())  # one more loop, which stores it
@@ -120,7 +130,7 @@ class Grouped:
                 self.body.finish(value, self._name(value))
                 if self._op(value) == "sum" and value in self._stored:
                     loops.append(self._store(Rows(value), "group", value, ""))
-        return self._with_groups(loops)
+        return self._with_groups([*_ROWS_OF_GROUPS, *loops, *self._finish()])
 
     def lines_of_stage(self, number: int) -> list[str]:
         """The statements of a kernel of one stage, for pieces of groups.
@@ -128,11 +138,7 @@ class Grouped:
         It reads the totals of the stages before and stores what it sums, both in the precision in
         which it computes.
         """
-        totals: list[str] = []
-        for stage in self.stages[:number]:
-            for value in self._reduced(stage):
-                totals += [self._load_total(value, part) for part in PARTS[self._op(value)]]
-                self.body.finish(value, self._name(value))
+        totals = self._totals(number)
         loop = self._loop(number)
         partial = [
             self._store(Partial(value, part), "item", value, part)
@@ -140,23 +146,41 @@ class Grouped:
             for part in PARTS[self._op(value)]
         ]
         giant = "giant = tl.load(giants + item, mask=is_group, other=0).to(tl.int64)"
-        return self._with_groups([giant, *totals, *loop, *partial])
+        return self._with_groups([*_ROWS_OF_GROUPS, giant, *totals, *loop, *partial])
+
+    def lines_of_epilogue(self) -> list[str]:
+        """The statements of a kernel of the epilogue, for groups that are cut."""
+        totals = self._totals(len(self.stages))
+        return self._with_groups(["giant = item", *totals, *self._finish()])
 
     def reduced(self, number: int) -> tuple[int, ...]:
         """The values that are summed or normalised in a stage."""
         return tuple(self._reduced(self.stages[number]))
 
-    def _with_groups(self, loops: list[str]) -> list[str]:
+    def _totals(self, number: int) -> list[str]:
+        """What the stages before one have left, read."""
+        totals: list[str] = []
+        for stage in self.stages[:number]:
+            for value in self._reduced(stage):
+                totals += [self._load_total(value, part) for part in PARTS[self._op(value)]]
+                self.body.finish(value, self._name(value))
+        return totals
+
+    def _finish(self) -> list[str]:
+        """The epilogue."""
+        self.body.begin_epilogue()
+        for value in self._epilogue:
+            _store_rows(self.body, value, whole(self._shape(value)))
+        return [*self.body.before, *self.body.loop]
+
+    def _with_groups(self, statements: list[str]) -> list[str]:
         return [
             "item = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]",
             "is_group = item < num_items",
             "group = tl.load(groups + item, mask=is_group, other=0).to(tl.int64)",
-            "begin = tl.load(begins + item, mask=is_group, other=0)",
-            "end = tl.load(ends + item, mask=is_group, other=0)",
-            "most_rows = tl.max(end - begin)",
             "first_row = tl.zeros([1, 1], tl.int64)",
             *_axis_lines(self.body.axes),
-            *loops,
+            *statements,
         ]
 
     def _loop(self, number: int) -> list[str]:

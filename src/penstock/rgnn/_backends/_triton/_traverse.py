@@ -100,8 +100,27 @@ def _in_stages(
             partial = known[Partial(value, "")]
             if value in written.stored:
                 add_pieces(on, partial, on.memory[value], giants.groups, giants.first_pieces)
-            if number + 1 < len(written.stages):
+            if number + 1 < len(written.stages) or written.epilogue is not None:
                 add_pieces(on, partial, known[Total(value, "")], None, giants.first_pieces)
+    if written.epilogue is not None:
+        _finish(on, written.epilogue, module, known, giants, constants)
+
+
+def _finish(
+    on: Call,
+    epilogue: Function,
+    module: ModuleType,
+    known: _Reductions,
+    giants: Giants,
+    constants: Mapping[str, Any],
+) -> None:
+    """Run what follows the stages, of groups whose pieces have been added."""
+    num_groups = max(1, _BLOCK_NUMBERS // epilogue.num_features)
+    count = len(giants.groups)
+    arguments = (*_pointers(on, epilogue, known), giants.groups, count)
+    kernel = getattr(module, epilogue.name)
+    grid = (cdiv(count, num_groups),)
+    on.run(Launch(kernel, grid, arguments, {"GROUPS": num_groups, **constants}))
 
 
 def _over_groups(
