@@ -62,7 +62,7 @@ def program_of(layer: str, heads: int, graph: rgnn.Graph, dtype: torch.dtype) ->
     of_relations = made(NUM_RELATIONS, heads, width, width)
     keys = (x, made(graph.num_nodes, DIM), made(graph.num_nodes, DIM))
     relations = (of_relations, made(*of_relations.shape), made(NUM_RELATIONS, heads))
-    return _hgt.hgt, *keys, *relations, heads, width**-0.5
+    return _hgt.hgt, *keys, *relations, heads
 
 
 def launches_of(function: Any, graph: rgnn.Graph, *arguments: Any) -> list[Launch]:
@@ -75,7 +75,8 @@ def launches_of(function: Any, graph: rgnn.Graph, *arguments: Any) -> list[Launc
     plan = make_plan(traced.program, graph.counts, wrt=tuple(traced.program.inputs()))
 
     def run(launch: Callable[[Launch], None]) -> None:
-        results = _run.run(plan, graph, tensors, functools.partial(execute_with, launch))
+        runner = _run.Runner(plan, functools.partial(execute_with, launch))
+        results = _run.run(runner, graph, [tensors[name] for name in runner.names])
         total = sum(result.sum() for result in results)
         assert isinstance(total, torch.Tensor)
         total.backward()

@@ -27,10 +27,14 @@ from _relational import (
     results_and_gradients,
 )
 from penstock import rgnn
-from penstock.rgnn import dot, edge_softmax
+from penstock.rgnn import dot, edge_mean, edge_softmax
 from penstock.rgnn._backends._triton import _kernels, _tables
+from penstock.rgnn.layers import _hgt, _rgat, _rgcn
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "test_triton_backend.py runs this"
+
+EARLY = {"LIGHT": 1, "MIDDLING": 2, "HEAVY": 4, "PIECE_ROWS": 3}
+"""Bounds of `_tables` with which small graphs have groups of every kind."""
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -82,6 +86,66 @@ def test_layers(name, is_canonical):
     """Node types are in no order, nodes are isolated, and one relation has no edge."""
     graph = random_graph(14, 40, is_canonical=is_canonical)
     check(LAYERS[name].__wrapped__, graph, layer_arguments(name, graph))
+
+
+def rgcn_arguments(
+    *weight: int, bases: int | None = None, blocks: int | None = None, mean: bool = True
+) -> tuple[Any, ...]:
+    """Of `_rgcn.rgcn` on 14 nodes, from 6 features to 6."""
+    comp = None if bases is None else random_tensor(NUM_RELATIONS, bases)
+    of_nodes = (random_tensor(6, 6, seed=1), random_tensor(6))
+    return _rgcn.rgcn, random_tensor(14, 6), random_tensor(*weight), comp, *of_nodes, blocks, mean
+
+
+def rgat_arguments(
+    *weight: int,
+    bases: int | None = None,
+    blocks: int | None = None,
+    concat: bool = True,
+    slope: float | None = 0.2,
+    within: str = "destination",
+) -> tuple[Any, ...]:
+    """Of `_rgat.rgat` on 14 nodes, from 6 features to 2 heads of 3."""
+    att = None if bases is None else random_tensor(NUM_RELATIONS, bases)
+    projections = (random_tensor(6, 2), random_tensor(6, 2, seed=1))
+    tensors = (random_tensor(14, 6), random_tensor(*weight), att, *projections)
+    return (
+        *(_rgat.rgat, *tensors, random_tensor(6 if concat else 3)),
+        *(blocks, 2, concat, slope, within),
+    )
+
+
+def hgt_arguments(heads: int) -> tuple[Any, ...]:
+    """Of `_hgt.hgt` on 14 nodes, with 6 features."""
+    nodes = [random_tensor(14, 6, seed=seed) for seed in range(3)]
+    shape = (NUM_RELATIONS, heads, 6 // heads, 6 // heads)
+    relations = (random_tensor(*shape), random_tensor(*shape, seed=1))
+    return _hgt.hgt, *nodes, *relations, random_tensor(NUM_RELATIONS, heads), heads
+
+
+OPTIONS = {
+    "rgcn": rgcn_arguments(NUM_RELATIONS, 6, 6, mean=False),
+    "rgcn with bases": rgcn_arguments(2, 6, 6, bases=2),
+    "rgcn with blocks": rgcn_arguments(NUM_RELATIONS, 2, 3, 3, blocks=2),
+    "rgat": rgat_arguments(NUM_RELATIONS, 6, 6),
+    "rgat with bases": rgat_arguments(2, 6, 6, bases=2, within="relation"),
+    "rgat with blocks": rgat_arguments(NUM_RELATIONS, 3, 2, 2, blocks=3, slope=None),
+    "rgat with the mean of heads": rgat_arguments(NUM_RELATIONS, 6, 6, concat=False),
+    "hgt": hgt_arguments(1),
+    "hgt with heads": hgt_arguments(2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_layers_run_in_triton_alone(name, monkeypatch, caplog):
+    """Groups are cut early, so that there are some of every kind."""
+    for bound, num_rows in EARLY.items():
+        monkeypatch.setattr(_tables, bound, num_rows)
+    graph = random_graph(14, 40)
+    layer, *arguments = OPTIONS[name]
+    with caplog.at_level("INFO", logger="penstock"):
+        check(layer.__wrapped__, graph, tuple(arguments))
+    assert "in torch" not in caplog.text
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -179,7 +243,7 @@ def test_many_pieces_come_to_what_the_whole_does(width):
 def test_random_programs(recipe, graph):
     """Groups are cut early, so that small graphs have groups of every kind."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, num_rows in {"LIGHT": 1, "MIDDLING": 2, "HEAVY": 4, "PIECE_ROWS": 3}.items():
+        for name, num_rows in EARLY.items():
             patch.setattr(_tables, name, num_rows)
         check(recipe.__call__, graph, recipe.arguments(graph))
 
@@ -198,17 +262,36 @@ def test_operators_on_features_in_other_places():
     check(body, graph, (random_tensor(5, 4), random_tensor(NUM_RELATIONS, 9, 2)))
 
 
-def test_a_sum_that_its_own_loop_reads_at_other_features_is_left_to_torch(caplog):
+@pytest.mark.parametrize("is_split", [False, True], ids=["in part", "in other axes"])
+def test_a_sum_that_its_own_loop_reads_at_other_features(is_split, caplog):
+    """Its lanes can be told apart as heads; what is a part of them is left to torch."""
+
     def body(g, s, x):
         e = g.edges
         total = e.dst(g.sum_to_dst(e(s) * e.src(x)))
-        return g.sum_to_dst(dot(total.heads(2), e.src(x).heads(2)))
+        if is_split:
+            return g.sum_to_dst(dot(total.heads(2), e.src(x).heads(2)))
+        return g.sum_to_dst(dot(total[1:], e.src(x)[1:]))
 
     graph = random_graph(5, 12)
     with caplog.at_level("INFO", logger="penstock"):
-        arguments = (random_tensor(12), random_tensor(5, 4))
+        arguments = (random_tensor(12), random_tensor(5, 6))
         check(body, graph, arguments, without=rgnn.REWRITES)
-    assert "runs in torch: %" in caplog.text
+    assert ("runs in torch: %" in caplog.text) != is_split
+
+
+def test_what_follows_a_sum_is_computed_in_its_kernel():
+    """Of the row of a group, with what is elsewhere: products, concatenation, inverse counts."""
+
+    def body(g, x, y, c):
+        e, n = g.edges, g.nodes
+        total = g.sum_to_dst(e.src(x))
+        joined = rgnn.concat(rgnn.tanh(total), n(y)[:1], total[1:] * n(y)[1:])
+        mean = g.sum_to_dst(edge_mean(e.src(x) * e.dst(y)))
+        return joined, dot(total.heads(2), total.heads(2)) @ c, mean * n(y) + total
+
+    graph = random_graph(5, 12)
+    check(body, graph, (random_tensor(5, 6), random_tensor(5, 6, seed=1), random_tensor(2, 1)))
 
 
 def test_features_of_no_length():

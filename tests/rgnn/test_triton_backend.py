@@ -220,12 +220,10 @@ def launches_of(name: str, graph: rgnn.Graph, dtype: torch.dtype, dim: int = 16)
 @needs_triton
 def test_a_call_waits_for_no_device_once_its_tables_are_there(monkeypatch):
     import rgnn_kernels
-    from penstock.rgnn._backends._triton import _execute
 
     graph = random_graph(30, 200)
     arguments = layer_arguments("rgat", graph)
     num_launches = len(rgnn_kernels.launches_of(LAYERS["rgat"], graph, *arguments))
-    monkeypatch.setattr(_execute, "_prepared", dict(_execute._prepared))
 
     def refuse(*args: Any) -> None:
         raise AssertionError("this waits for the device")

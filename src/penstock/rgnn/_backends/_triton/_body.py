@@ -16,14 +16,17 @@ from penstock.rgnn._backends._triton import _operators
 from penstock.rgnn._backends._triton._index import (
     Axis,
     Index,
+    of_axis,
     ravel,
+    refined,
     reshaped,
     sorted_axes,
+    whole,
 )
 from penstock.rgnn._backends._triton._tables import Maps
 from penstock.rgnn._ir import Program, Shape
 from penstock.rgnn._rows import RowMap, Space
-from penstock.rgnn._schedule import READS, Kernel
+from penstock.rgnn._schedule import READS, Kernel, source
 
 
 class Inexpressible(Exception):
@@ -102,6 +105,7 @@ class Body:
         """The most features in a block, of axes that are not tiled."""
         self._computed = frozenset(kernel.values)
         self._is_epilogue = False
+        self._layouts = _layouts(program, kernel)
         self._totals: dict[int, str] = {}
         self._shared: dict[object, Block] = {}
         self._local: dict[object, Block] = {}
@@ -121,6 +125,15 @@ class Body:
         self._totals[position] = name
 
     # ---------------------------------------------------------------- values
+
+    def layout(self, shape: Shape) -> Shape:
+        """The axes that a block has for all features of rows of a shape."""
+        return self._layouts.get(math.prod(shape)) or shape
+
+    def all_of(self, shape: Shape) -> tuple[Index, ...]:
+        """The indices of all features of rows of a shape."""
+        layout = self.layout(shape)
+        return reshaped(whole(layout), layout, shape)
 
     def read(self, position: int, indices: tuple[Index, ...]) -> Block:
         """Some features of a value, for the rows at hand."""
@@ -161,15 +174,20 @@ class Body:
             Inexpressible: Other features are wanted than lie in the lanes at hand.
         """
         assert position in self._totals, f"%{position} is read in its own loop"
-        axes = []
-        for index, length in zip(indices, shape, strict=True):
+        name, layout = f"{self._totals[position]}{part}", self.layout(shape)
+        axes: list[Axis] = []
+        for index, length in zip(reshaped(indices, shape, layout), layout, strict=True):
             if length == 1:
                 continue
             axis = index.plain()
-            if axis is None or axis.length != length or (axes and axis <= axes[-1]):
+            if axis is None or axis.length != length or axis in axes:
                 raise Inexpressible(f"%{position} is read at other features than were summed")
             axes.append(axis)
-        return Block(f"{self._totals[position]}{part}", tuple(axes), is_shared=True)
+        if axes == sorted(axes):
+            return Block(name, tuple(axes), is_shared=True)
+        places = [self.num_leading + axes.index(axis) for axis in sorted(axes)]
+        order = ", ".join(map(str, [*range(self.num_leading), *places]))
+        return self.assign(f"tl.permute({name}, {order})", tuple(sorted(axes)), True, f"{name}_of")
 
     def _weight(self, position: int, indices: tuple[Index, ...]) -> Block:
         """One row of a finished softmax."""
@@ -204,6 +222,7 @@ class Body:
         axes: tuple[Axis, ...],
     ) -> tuple[str, str]:
         """Where features of rows lie, and which of the lanes there mean something."""
+        self.note(axes)
         shape = self.nodes[parameter.position].shape
         length = math.prod(shape)
         at = self.lifted(row, axes)
@@ -219,6 +238,10 @@ class Body:
             if high >= bound:
                 whole_index, most = index.undivided(bound)
                 masks.append(f"({self._text(whole_index, axes)} < {most})")
+        plain = {index.plain() for index in indices}
+        for axis in axes:
+            if axis.block is not None and axis.block > axis.length and axis not in plain:
+                masks.append(f"({self._text(of_axis(axis), axes)} < {axis.length})")
         return " + ".join(parts), " & ".join(masks)
 
     def own_row(self) -> tuple[Block, str]:
@@ -334,6 +357,19 @@ class Body:
         self.axes.update(axes)
         length = math.prod(axis.block for axis in axes if axis.block is not None)
         self.num_features = max(self.num_features, length)
+
+
+def _layouts(program: Program, kernel: Kernel) -> dict[int, Shape | None]:
+    """By number of features, axes in which what is summed can be read in all shapes that occur."""
+    reductions = {v for v in kernel.values if program.nodes[v].op in ("sum", "softmax")}
+    held = reductions.union(kernel.epilogue)
+    shapes = {program.nodes[value].shape for value in held}
+    for value in kernel.values:
+        for operand in program.nodes[value].operands:
+            if source(program, operand) in held:
+                shapes.add(program.nodes[operand].shape)
+    sizes = {math.prod(shape) for shape in shapes}
+    return {n: refined(shape for shape in shapes if math.prod(shape) == n) for n in sizes}
 
 
 def _name(row_map: RowMap) -> str:

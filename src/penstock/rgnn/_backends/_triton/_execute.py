@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
 
@@ -66,25 +65,20 @@ class _Prepared:
     """For each kernel, the values that it reads from memory."""
 
 
-_prepared: dict[int, tuple[weakref.ref[Plan], _Prepared]] = {}
-
-
 def _prepare(plan: Plan) -> _Prepared:
-    # By identity: to hash a plan is to hash every node of it.
-    known = _prepared.get(id(plan))
-    if known is not None and known[0]() is plan:
-        return known[1]
-    source = _source.write(plan)
-    for number, reason in source.reasons.items():
+    known = plan.compiled.get("triton")
+    if isinstance(known, _Prepared):
+        return known
+    written = _source.write(plan)
+    for number, reason in written.reasons.items():
         _logger.info("kernel %d of the plan runs in torch: %s", number, reason)
     kernels = plan.schedule.kernels
     prepared = _Prepared(
-        source,
-        load_module("rgnn_traversals", source.text),
+        written,
+        load_module("rgnn_traversals", written.text),
         tuple(_reads(plan, kernel) for kernel in kernels),
     )
-    identity = id(plan)
-    _prepared[identity] = (weakref.ref(plan, lambda _: _prepared.pop(identity, None)), prepared)
+    plan.compiled["triton"] = prepared
     return prepared
 
 

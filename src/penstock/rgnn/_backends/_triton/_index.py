@@ -74,15 +74,21 @@ class Index:
                 return base.of.undivided(bound * base.divisor)
         return self, bound
 
-    def bounds(self) -> tuple[float, float]:
-        """The least and the largest number that it can be anywhere in a block."""
+    def bounds(self, *, is_padded: bool = True) -> tuple[float, float]:
+        """The least and the largest number that it can be.
+
+        Args:
+            is_padded: Anywhere in a block; else only where all axes mean something.
+        """
         low = high = float(self.offset)
         for base, times in self.terms:
             least, most = 0.0, math.inf
             if isinstance(base, Axis):
-                most = math.inf if base.block is None else base.block - 1
+                length = base.block if is_padded else base.length
+                most = math.inf if length is None else length - 1
             else:
-                least, most = (bound / base.divisor for bound in base.of.bounds())
+                bounds = base.of.bounds(is_padded=is_padded)
+                least, most = (bound / base.divisor for bound in bounds)
                 if base.is_remainder:
                     least, most = (1 - base.divisor if least < 0 else 0), base.divisor - 1
             low, high = low + times * least, high + times * most
@@ -169,11 +175,45 @@ def unravel(flat: Index, shape: Shape) -> tuple[Index, ...]:
             continue
         num_left -= 1
         if num_left:
-            found.append(Index(((Part(flat, length, True), 1),)))
-            flat = Index(((Part(flat, length, False), 1),))
+            flat, remainder = _divided(flat, length)
+            found.append(remainder)
         else:
             found.append(flat)
     return tuple(reversed(found))
+
+
+def _divided(index: Index, divisor: int) -> tuple[Index, Index]:
+    """Quotient and remainder of an index."""
+    whole_part = tuple((base, n // divisor) for base, n in index.terms if n % divisor == 0)
+    terms = tuple((base, n) for base, n in index.terms if n % divisor)
+    rest = Index(terms, index.offset % divisor)
+    low, high = rest.bounds(is_padded=False)
+    if low >= 0 and high < divisor:
+        return Index(whole_part, index.offset // divisor), rest
+    quotient, remainder = (Part(index, divisor, is_remainder) for is_remainder in (False, True))
+    return Index(((quotient, 1),)), Index(((remainder, 1),))
+
+
+def refined(shapes: Iterable[Shape]) -> Shape | None:
+    """The shape of fewest axes, as rows of which rows of all shapes can be seen.
+
+    Example:
+        >>> refined([(1, 24), (4, 6), (8, 3)]), refined([(4, 6), (6, 4)])
+        ((4, 2, 3), None)
+
+    Args:
+        shapes: Of rows of one length.
+
+    Returns:
+        None where one has a bound between axes in the middle of what is an axis of any other.
+    """
+    strides = {math.prod(shape[axis:]) for shape in shapes for axis in range(len(shape) + 1)}
+    lengths = []
+    for inner, outer in itertools.pairwise(sorted(strides)):
+        if outer % inner:
+            return None
+        lengths.append(outer // inner)
+    return tuple(reversed(lengths))
 
 
 def reshaped(indices: Sequence[Index], shape: Shape, of: Shape) -> tuple[Index, ...]:

@@ -25,10 +25,9 @@ from penstock.rgnn._backends._triton._index import (
     power_of_two,
     sorted_axes,
     unravel,
-    whole,
 )
 from penstock.rgnn._backends._triton._tables import is_sorted
-from penstock.rgnn._ir import Program, Shape
+from penstock.rgnn._ir import Program
 from penstock.rgnn._schedule import Kernel
 
 _LOWEST = "-3.4028234663852886e38"  # finite, so that a group without rows makes no NaN
@@ -170,7 +169,7 @@ class Grouped:
         """The epilogue."""
         self.body.begin_epilogue()
         for value in self._epilogue:
-            _store_rows(self.body, value, whole(self._shape(value)))
+            _store_rows(self.body, value, self._features(value))
         return [*self.body.before, *self.body.loop]
 
     def _with_groups(self, statements: list[str]) -> list[str]:
@@ -188,14 +187,14 @@ class Grouped:
         body, stage = self.body, self.stages[number]
         for value in self.stages[number - 1] if number else ():
             if self._op(value) == "softmax" and value in self._stored:
-                _store_rows(body, value, whole(self._shape(value)))
+                _store_rows(body, value, self._features(value))
         for value in stage:
             if self._op(value) == "sum":
                 self._add_up(value)
             elif self._op(value) == "softmax":
                 self._normalise(value)
             elif value in self._stored:
-                _store_rows(body, value, whole(self._shape(value)))
+                _store_rows(body, value, self._features(value))
         lines = list(body.before)
         if body.loop:
             lines += [
@@ -220,7 +219,7 @@ class Grouped:
     def _add_up(self, value: int) -> None:
         body, name = self.body, self._name(value)
         lengths, axes = self._block(value)
-        block = body.read(body.nodes[value].operands[0], whole(self._shape(value)))
+        block = body.read(body.nodes[value].operands[0], self._features(value))
         is_row = body.lifted(Block("is_row"), axes)
         rows = f"tl.where({is_row}, {body.lifted(block, axes)}, 0.0)"
         body.before.append(f"{name} = tl.zeros([{lengths}], COMPUTE)")
@@ -230,7 +229,7 @@ class Grouped:
         """The largest score and the sum of powers so far, which shrink as the largest grows."""
         body, name = self.body, self._name(value)
         lengths, axes = self._block(value)
-        block = body.read(body.nodes[value].operands[0], whole(self._shape(value)))
+        block = body.read(body.nodes[value].operands[0], self._features(value))
         is_row, score = body.lifted(Block("is_row"), axes), body.lifted(block, axes)
         body.before += [
             f"{name}_max = tl.full([{lengths}], {_LOWEST}, COMPUTE)",
@@ -246,13 +245,13 @@ class Grouped:
         ]
 
     def _store(self, into: InMemory, row: str, value: int, part: str) -> str:
-        indices = whole(self._shape(value))
+        indices = self._features(value)
         axes = sorted_axes(indices)
         address, mask = self.body.address(into, Block(row), "is_group", indices, axes)
         return f"tl.store({address}, {self._name(value)}{part}, mask={mask})"
 
     def _load_total(self, value: int, part: str) -> str:
-        indices = whole(self._shape(value))
+        indices = self._features(value)
         axes = sorted_axes(indices)
         self.body.note(axes)
         total = Total(value, part)
@@ -261,7 +260,7 @@ class Grouped:
 
     def _block(self, value: int) -> tuple[str, tuple[Axis, ...]]:
         """The shape, as source, of what is reduced for a block of groups, and its axes."""
-        axes = sorted_axes(whole(self._shape(value)))
+        axes = sorted_axes(self._features(value))
         self.body.note(axes)
         return ", ".join(["GROUPS", "1", *(str(power_of_two(a.length)) for a in axes)]), axes
 
@@ -274,5 +273,5 @@ class Grouped:
     def _op(self, value: int) -> str:
         return self.body.nodes[value].op
 
-    def _shape(self, value: int) -> Shape:
-        return self.body.nodes[value].shape
+    def _features(self, value: int) -> tuple[Index, ...]:
+        return self.body.all_of(self.body.nodes[value].shape)
