@@ -127,6 +127,21 @@ def test_a_reshape_there_and_back_costs_nothing():
     assert unravel(ravel(whole((4, 6)), (4, 6)), (24,)) == (ravel(whole((4, 6)), (4, 6)),)
 
 
+@needs_triton
+def test_rows_of_several_shapes_share_the_axes_of_one():
+    from penstock.rgnn._backends._triton._index import refined, reshaped, whole
+
+    assert refined([(1, 24), (4, 6), (8, 3)]) == (4, 2, 3)
+    assert refined([(), (1, 1)]) == ()
+    assert refined([(4, 6), (6, 4)]) is None
+    for first, second in itertools.product(SHAPES, repeat=2):
+        layout = refined([first, second])
+        if layout is not None:
+            features = whole(layout)
+            seen = reshaped(reshaped(features, layout, first), first, second)
+            assert reshaped(seen, second, layout) == features
+
+
 # -------------------------------------------------------------------- tables of a graph
 
 MAPS = [
