@@ -28,6 +28,8 @@ from penstock.rgnn._ir import Program, Shape
 from penstock.rgnn._rows import RowMap, Space
 from penstock.rgnn._schedule import READS, Kernel, source
 
+SUMS = frozenset({"sum", "softmax"})
+
 
 class Inexpressible(Exception):
     """A traversal that cannot be written as one Triton kernel; the message says why."""
@@ -103,6 +105,11 @@ class Body:
         self.loop: list[str] = []
         self.num_features = 1
         """The most features in a block, of axes that are not tiled."""
+        reductions = [
+            node for node in map(self.nodes.__getitem__, kernel.values) if node.op in SUMS
+        ]
+        self.fewest_summed = min((math.prod(node.shape) for node in reductions), default=1)
+        """The fewest features of what is summed or normalised."""
         self._computed = frozenset(kernel.values)
         self._is_epilogue = False
         self._layouts = _layouts(program, kernel)
@@ -361,7 +368,7 @@ class Body:
 
 def _layouts(program: Program, kernel: Kernel) -> dict[int, Shape | None]:
     """By number of features, axes in which what is summed can be read in all shapes that occur."""
-    reductions = {v for v in kernel.values if program.nodes[v].op in ("sum", "softmax")}
+    reductions = {v for v in kernel.values if program.nodes[v].op in SUMS}
     held = reductions.union(kernel.epilogue)
     shapes = {program.nodes[value].shape for value in held}
     for value in kernel.values:

@@ -36,6 +36,8 @@ class Function:
     """The pointers that it takes, in order."""
     num_features: int
     """The most features in a block."""
+    fewest_summed: int
+    """The fewest features of what is summed or normalised."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -152,4 +154,5 @@ def _function(
         *(f"    {line}" for line in without_unused(lines)),
         "",
     ]
-    return Function(name, "\n".join(text), tuple(body.parameters), body.num_features)
+    parameters, sizes = tuple(body.parameters), (body.num_features, body.fewest_summed)
+    return Function(name, "\n".join(text), parameters, *sizes)

@@ -132,7 +132,8 @@ def _over_groups(
 ) -> Launch:
     """A traversal of groups, or of pieces of groups, that are about as long."""
     # Groups of a bucket without partners are long, and there are few of them.
-    is_large = bucket.lanes.num_groups == 1 and function.num_features >= 64
+    # Sums of few features leave most lanes of many warps idle, and spill: on gfx942 at 8 warps.
+    is_large = bucket.lanes.num_groups == 1 and function.fewest_summed >= 64
     is_large = is_large or function.num_features > _BLOCK_NUMBERS
     num_warps = 8 if is_large else 4
     left = max(1, _BLOCK_NUMBERS * num_warps // 4 // function.num_features)
