@@ -6,5 +6,6 @@ built at its first use, in under a second, and found in the user's cache from th
 
 from penstock.codegen._build import build_library, cache_root, load_library
 from penstock.codegen._compiler import find_compiler
+from penstock.codegen._modules import load_module
 
-__all__ = ["build_library", "cache_root", "find_compiler", "load_library"]
+__all__ = ["build_library", "cache_root", "find_compiler", "load_library", "load_module"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 from collections.abc import Collection, Mapping, Sequence
 
@@ -16,7 +17,7 @@ from penstock.rgnn._run import Execute
 
 _logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "torch", "cpp")
+BACKENDS = ("auto", "torch", "cpp", "triton")
 """The names that `compile(backend=...)` takes."""
 
 
@@ -42,6 +43,10 @@ def resolve(name: str, device_type: str, element_bytes: int) -> str:
 
 
 def _named(name: str) -> Execute:
+    if name == "triton":
+        from penstock.rgnn._backends import _triton  # imports Triton, so only where it is used
+
+        return _triton.execute
     return _cpp.execute if name == "cpp" else _torch.execute
 
 
@@ -63,9 +68,11 @@ def _fastest(
 
 @functools.cache
 def _fastest_on(device_type: str, element_bytes: int) -> str:
-    is_compiled = element_bytes in {dtype.itemsize for dtype in _cpp.DTYPES}
-    has_compiler = device_type == "cpu" and is_compiled and find_compiler() is not None
-    name = "cpp" if has_compiler else "torch"
+    name = "torch"
+    if device_type == "cuda" and importlib.util.find_spec("triton") is not None:
+        name = "triton"
+    elif device_type == "cpu" and element_bytes in {dtype.itemsize for dtype in _cpp.DTYPES}:
+        name = "torch" if find_compiler() is None else "cpp"
     _logger.info(
         "relational programs on %s in numbers of %d bytes run in the backend %r",
         device_type,

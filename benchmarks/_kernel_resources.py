@@ -1,0 +1,126 @@
+"""Triton kernels compiled for GPUs that are not there, and what they take of a processor."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.rgnn._backends._triton._launch import Launch
+
+TARGETS = {"sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
+"""An H100 or H200, and an MI300: Triton's name of the backend, architecture, lanes of a warp."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What a kernel takes of a processor."""
+
+    num_warps: int
+    registers: int
+    """Of each thread; on AMD vector registers, accumulators among them."""
+    shared_bytes: int
+    """Of each program."""
+    spill_bytes: int
+    """Of each thread: registers that are kept in memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A launch, compiled."""
+
+    asm: dict[str, Any]
+    """By stage of the compiler: "ttgir", "ptx", "amdgcn", ..."""
+    resources: Resources
+    seconds: float
+    """How long it took."""
+
+
+def compile_launch(launch: Launch, target: str) -> Compiled:
+    """Compile a launch as it would be on a GPU, from tensors that may be anywhere.
+
+    Args:
+        launch: Its kernel must not be interpreted.
+        target: A key of `TARGETS`.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.runtime.jit import create_function_from_signature
+
+    gpu = GPUTarget(*TARGETS[target])
+    backend = triton.compiler.make_backend(gpu)
+    kernel = launch.kernel
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    bound, specialized, options = bind(*launch.arguments, **launch.constants, **options)
+    # As triton.runtime.jit.JITFunction.run has it.
+    signature = {name: kind for name, (kind, _) in zip(bound, specialized, strict=False)}
+    names = list(signature)
+    constants = {(names.index(n),): bound[n] for n in names if signature[n] == "constexpr"}
+    attributes = {
+        (at,): backend.parse_attr(attribute)
+        for at, (_, attribute) in enumerate(specialized[: len(names)])
+        if isinstance(attribute, str)
+    }
+    source = ASTSource(kernel, signature, constants, attributes)
+    start = time.perf_counter()
+    compiled = triton.compile(source, target=gpu, options=options)
+    seconds = time.perf_counter() - start
+    read = _of_nvidia if gpu.backend == "cuda" else _of_amd
+    registers, spill_bytes = read(compiled.asm)
+    metadata = compiled.metadata
+    resources = Resources(
+        num_warps=metadata.num_warps,
+        registers=registers,
+        shared_bytes=metadata.shared,
+        spill_bytes=spill_bytes,
+    )
+    return Compiled(compiled.asm, resources, seconds)
+
+
+def _of_nvidia(asm: dict[str, Any]) -> tuple[int, int]:
+    """Registers and bytes spilled, as the assembler that Triton ships reports them."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as directory:
+        path = os.path.join(directory, "kernel.ptx")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(asm["ptx"])
+        command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", path]
+        command += ["-o", os.path.join(directory, "kernel.cubin")]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = [int(each) for each in re.findall(r"(\d+) bytes spill (?:stores|loads)", said)]
+    return int(_only(r"Used (\d+) registers", said)), max(spilled)
+
+
+def _of_amd(asm: dict[str, Any]) -> tuple[int, int]:
+    """Registers and bytes spilled, as the assembly says of itself."""
+    text = asm["amdgcn"]
+    spilled = int(_only(r"\.vgpr_spill_count: +(\d+)", text))
+    spilled += int(_only(r"\.sgpr_spill_count: +(\d+)", text))
+    return int(_only(r"\.vgpr_count: +(\d+)", text)), 4 * spilled
+
+
+def _only(pattern: str, text: str) -> str:
+    found = set(re.findall(pattern, text))
+    if len(found) != 1:
+        raise ValueError(f"{pattern!r} was found {len(found)} times in the compiler's output")
+    return found.pop()
+
+
+def recorded(run: Callable[[Callable[[Launch], None]], object]) -> list[Launch]:
+    """The launches of a run that launches nothing.
+
+    Args:
+        run: Gets what takes the place of a launch.
+    """
+    launches: list[Launch] = []
+    run(launches.append)
+    return launches

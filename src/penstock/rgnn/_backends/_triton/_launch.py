@@ -1,0 +1,100 @@
+"""What a launch of a Triton kernel is, and what all kernels of a call have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from penstock.rgnn import _interpreter
+from penstock.rgnn._backends._triton import _kernels
+from penstock.rgnn._backends._triton._index import power_of_two
+from penstock.rgnn._backends._triton._tables import Maps
+from penstock.rgnn._graph import Graph
+from penstock.rgnn._ir import Program
+from penstock.rgnn._schedule import maps_of, source
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One launch of a Triton kernel."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 1
+
+    def __call__(self) -> None:
+        """Launch it, unless there is nothing to do."""
+        if 0 in self.grid:
+            return
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        self.kernel[self.grid](*self.arguments, **self.constants, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What kernels of one call work on."""
+
+    program: Program
+    graph: Graph
+    dtype: torch.dtype
+    """Of all values."""
+    run: Callable[[Launch], None]
+    """Takes the launches."""
+    memory: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """Rows of values by position."""
+
+    def rows(self, position: int) -> torch.Tensor:
+        """The rows of an input, of the graph's inverse counts, or of a value in memory."""
+        node = self.program.nodes[position]
+        if node.op == "inverse_count":
+            return _interpreter.inverse_count(self.graph, node.map, self.dtype)
+        return self.memory[position]
+
+
+def read_of(program: Program, position: int) -> tuple[int, Maps]:
+    """What a chain of reads ends in, and along which maps, the first one from the reader's rows."""
+    return source(program, position), tuple(maps_of(program, position))
+
+
+def add_pieces(
+    on: Call,
+    partial: torch.Tensor,
+    out: torch.Tensor,
+    targets: torch.Tensor | None,
+    first_pieces: torch.Tensor,
+) -> None:
+    """Add pieces up, in their order, into rows of `out`: all of them, or those of `targets`."""
+    length = math.prod(out.shape[1:])
+    constants = {
+        "HAS_TARGETS": targets is not None,
+        "LENGTH": length,
+        "SUM": sum_type(out.dtype),
+        "BLOCK_PIECES": 16,
+        "BLOCK_LENGTH": min(128, power_of_two(length)),
+    }
+    grid = (len(first_pieces) - 1, cdiv(length, constants["BLOCK_LENGTH"]))
+    arguments = (partial, out, out if targets is None else targets, first_pieces)
+    on.run(Launch(_kernels.add_pieces, grid, arguments, constants))
+
+
+def cdiv(length: int, block: int) -> int:
+    """How many blocks cover a length."""
+    return (length + block - 1) // block
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums of numbers of a dtype are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def sum_type(dtype: torch.dtype) -> Any:
+    """The same as Triton names it."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
