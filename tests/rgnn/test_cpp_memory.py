@@ -61,5 +61,16 @@ def test_blocks_that_nobody_asks_for_are_let_go():
     for _ in range(70):
         blocks.empty((2 * MEGABYTE,), torch.uint8)
     assert blocks.num_blocks == 2
-    blocks.empty((4 * MEGABYTE,), torch.uint8)
+    blocks.empty((MEGABYTE,), torch.uint8)
     assert blocks.num_blocks == 2  # the idle one has made room for the new one
+
+
+def test_scratch_memory_of_a_step_is_one_block():
+    blocks = Blocks()
+    for _ in range(3):
+        kept = blocks.empty((3 * MEGABYTE,), torch.uint8)
+        blocks.scratch(4 * MEGABYTE)
+        address = blocks.scratch(9 * MEGABYTE).data_ptr()
+        assert blocks.num_blocks == 2  # the larger one has replaced the smaller one
+        del kept
+    assert blocks.scratch(4 * MEGABYTE).data_ptr() == address

@@ -135,7 +135,7 @@ class _Runner:
             is_kept = value in keep  # what the user sees has memory of its own
             empty = arrays.blocks.empty if is_kept else torch.empty
             rows[value] = empty(shape, dtype=self._dtype)
-        arena = arrays.blocks.empty((binding.arena_bytes,), torch.uint8)
+        arena = arrays.blocks.scratch(binding.arena_bytes)
         numbers = list(binding.numbers)
         for place, kind, value in self._of_call:
             if kind == "threads":

@@ -38,7 +38,9 @@ class Blocks:
 
     The C library gives large memory back to the kernel when it is freed, and the kernel clears it
     page by page when it is next touched: that costs more than a pass over the numbers. A block
-    here is free again when the last tensor that shares its storage is gone.
+    here is free again when the last tensor that shares its storage is gone. A new block takes the
+    place of the free ones that are smaller: scratch memory of a forward and of the larger backward
+    is one block, from the second step on.
     """
 
     def __init__(self) -> None:
@@ -50,10 +52,14 @@ class Blocks:
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes < _MIN_POOLED_BYTES:
             return torch.empty(shape, dtype=dtype)
-        self._num_asked += 1
-        block = self._free_block(num_bytes) or self._new_block(num_bytes)
-        block.last_used = self._num_asked
-        return block.memory[:num_bytes].view(dtype).view(shape)
+        memory = self._memory(num_bytes, most_bytes=_MAX_WASTE * num_bytes)
+        return memory.view(dtype).view(shape)
+
+    def scratch(self, num_bytes: int) -> torch.Tensor:
+        """Bytes for the time of a call, in a free block of any size."""
+        if num_bytes < _MIN_POOLED_BYTES:
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        return self._memory(num_bytes, most_bytes=math.inf)
 
     @property
     def num_blocks(self) -> int:
@@ -64,17 +70,27 @@ class Blocks:
         """Let go of all blocks; those in use live on with their tensors."""
         self._blocks.clear()
 
-    def _free_block(self, num_bytes: int) -> _Block | None:
+    def _memory(self, num_bytes: int, most_bytes: float) -> torch.Tensor:
+        self._num_asked += 1
+        block = self._free_block(num_bytes, most_bytes) or self._new_block(num_bytes)
+        block.last_used = self._num_asked
+        return block.memory[:num_bytes]
+
+    def _free_block(self, num_bytes: int, most_bytes: float) -> _Block | None:
         fitting = [
             block
             for block in self._blocks
-            if num_bytes <= len(block.memory) <= _MAX_WASTE * num_bytes and block.is_free()
+            if num_bytes <= len(block.memory) <= most_bytes and block.is_free()
         ]
         return min(fitting, key=lambda block: len(block.memory), default=None)
 
     def _new_block(self, num_bytes: int) -> _Block:
         oldest = self._num_asked - _MAX_IDLE
-        self._blocks = [b for b in self._blocks if b.last_used >= oldest or not b.is_free()]
+        self._blocks = [
+            block
+            for block in self._blocks
+            if not block.is_free() or (block.last_used >= oldest and len(block.memory) > num_bytes)
+        ]
         memory = _in_huge_pages(torch.empty(num_bytes, dtype=torch.uint8))
         self._blocks.append(_Block(memory, _num_owners(memory)))
         return self._blocks[-1]
