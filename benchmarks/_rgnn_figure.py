@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from _rgnn_arms import MODELS
 from _rgnn_bars import Rows, ablation
 from _rgnn_graphs import GRAPHS
 from _rgnn_rows import TOPIC
 from _rows import REPOSITORY, read_rows, results_file
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FIGURE = REPOSITORY / "docs" / "figures" / "rgnn-ablation.svg"
 
@@ -23,11 +27,23 @@ def draw(device_name: str, directory: Path, target: Path = FIGURE) -> None:
     if not models:
         print(f"{path} has no ablation yet; no figure")
         return
+    with plt.rc_context({"svg.hashsalt": TOPIC, "svg.fonttype": "none", "font.size": 8}):
+        figure = _figure(found, models, device_name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target, metadata={"Date": None})
+        plt.close(figure)
+    print(f"{target.name} drawn from {len(found)} cases")
+
+
+def _figure(
+    found: dict[tuple[str, str], dict[str, float]], models: list[str], device_name: str
+) -> Figure:
+    import matplotlib.pyplot as plt
+
     # Rewrites that change something somewhere, "all rewrites" last.
     changing = {name for entry in found.values() for name, ratio in entry.items() if ratio != 1.0}
     order = [name for entry in found.values() for name in entry if name in changing]
     names = sorted(dict.fromkeys(order), key=lambda name: name == "all rewrites")
-    plt.rcParams.update({"svg.hashsalt": TOPIC, "svg.fonttype": "none", "font.size": 8})
     figure, panels = plt.subplots(
         len(models), 1, figsize=(7.2, 2.1 * len(models)), sharex=True, squeeze=False
     )
@@ -52,7 +68,4 @@ def draw(device_name: str, directory: Path, target: Path = FIGURE) -> None:
     figure.legend(
         handles, labels, frameon=False, ncols=3, loc="upper left", bbox_to_anchor=(0.01, 0.96)
     )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, metadata={"Date": None})
-    plt.close(figure)
-    print(f"{target.name} drawn from {len(found)} cases")
+    return figure
