@@ -27,7 +27,7 @@ from penstock.units import format_bytes
 
 NUM_COPIES, WIDTH, HIDDEN = 64, 256, 64
 FANOUTS, BATCH_SIZE, NUM_BATCHES = (10, 5), 1024, 40
-REPETITIONS = 5
+REPETITIONS = 3
 CACHE_FRACTION = 0.2
 
 Fetch = Callable[[torch.Tensor], torch.Tensor]
