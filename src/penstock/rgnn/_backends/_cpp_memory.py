@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 import mmap
+import threading
 from collections.abc import Callable, Iterable
 
 import torch
@@ -44,6 +45,7 @@ class Blocks:
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # two threads must not find the same block free
         self._blocks: list[_Block] = []
         self._num_asked = 0
 
@@ -71,10 +73,11 @@ class Blocks:
         self._blocks.clear()
 
     def _memory(self, num_bytes: int, most_bytes: float) -> torch.Tensor:
-        self._num_asked += 1
-        block = self._free_block(num_bytes, most_bytes) or self._new_block(num_bytes)
-        block.last_used = self._num_asked
-        return block.memory[:num_bytes]
+        with self._lock:
+            self._num_asked += 1
+            block = self._free_block(num_bytes, most_bytes) or self._new_block(num_bytes)
+            block.last_used = self._num_asked
+            return block.memory[:num_bytes]
 
     def _free_block(self, num_bytes: int, most_bytes: float) -> _Block | None:
         fitting = [
