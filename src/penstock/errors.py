@@ -21,6 +21,49 @@ class CapacityError(PenstockError):
     """A budget cannot be met, however long one waits or whatever moves elsewhere."""
 
 
+class InfeasibleError(CapacityError):
+    """No plan fits the budget, or none was found within the time limit; the message says which.
+
+    Attributes:
+        minimum_device_bytes: The least budget that would do, where it is known.
+        operator: Name of the operator that needs it, where there is one.
+        proved: Whether it is proved that nothing fits.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        minimum_device_bytes: int | None = None,
+        operator: str | None = None,
+        proved: bool = True,
+    ) -> None:
+        super().__init__(message)
+        self.minimum_device_bytes = minimum_device_bytes
+        self.operator = operator
+        self.proved = proved
+
+
+class CaptureError(PenstockError):
+    """A training step cannot be captured as a graph; the message names the user's line."""
+
+
+class GraphFileError(PenstockError):
+    """A saved step graph or plan is damaged, of another version, or belongs to another model."""
+
+
+class PlanError(PenstockError):
+    """A plan breaks a rule, so that executing it would give wrong results.
+
+    Attributes:
+        rule: Name of the first rule broken, as `"residency"`.
+    """
+
+    def __init__(self, message: str, *, rule: str) -> None:
+        super().__init__(message)
+        self.rule = rule
+
+
 class WholeTableError(PenstockError):
     """An operation would copy a whole table, perhaps into a memory that is smaller."""
 

@@ -1,0 +1,413 @@
+"""One training step as data: operators, the values they read and make, and where values lie.
+
+The bytes belong to storages. A value is one version of a storage: every operator that writes into
+a storage ends one value and begins the next, so a value never changes, and an operator that needs
+an old version says so. Views cost nothing and are no operators: an operator's arguments name a
+value and the strides with which it is looked at (`TensorView`).
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import gzip
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from penstock.errors import GraphFileError
+
+FORMAT = "penstock-step-graph"
+VERSION = 1  # of the format; raise it when a field changes its meaning
+
+
+class Kind(enum.StrEnum):
+    """What a storage holds.
+
+    Parameters, buffers of the model and the optimizer's state live from step to step.
+    """
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    OPTIMIZER_STATE = "optimizer_state"
+    INPUT = "input"
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+    SCALAR = "scalar"
+
+    @property
+    def persistent(self) -> bool:
+        """Whether the next step begins with what this step leaves."""
+        return self in (Kind.PARAMETER, Kind.BUFFER, Kind.OPTIMIZER_STATE)
+
+
+class Phase(enum.StrEnum):
+    """The part of a training step that an operator belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+class TensorView(NamedTuple):
+    """How an operator looks at a value.
+
+    Attributes:
+        value: Index of the value.
+        dtype: Name of the dtype, as `"float32"`.
+        shape: Sizes.
+        stride: Strides, in elements.
+        offset: Where the view begins in the storage, in elements.
+    """
+
+    value: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """A block of memory that tensors view.
+
+    Attributes:
+        name: Readable and unique: the name of the parameter, or of the operator that makes it.
+        num_bytes: Bytes that it takes on the device; scalars take none.
+        kind: What it holds.
+        initial: The value that it holds when the step begins; None if the step makes it.
+        final: The value that has to be there when the step ends: of persistent storages the next
+            step's `initial`, of results (the loss) what the caller reads. None if nothing of it
+            outlives the step.
+    """
+
+    name: str
+    num_bytes: int
+    kind: Kind
+    initial: int | None = None
+    final: int | None = None
+
+    @property
+    def persistent(self) -> bool:
+        """Whether the next step begins with what this step leaves."""
+        return self.kind.persistent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One operator of the step.
+
+    Attributes:
+        name: Readable and unique.
+        target: What runs, as `"aten.addmm.default"`.
+        args: Arguments: `TensorView`, numbers, strings, None, and tuples of them, or mappings such
+            as `{"dtype": "float32"}` for what JSON has no word for.
+        kwargs: Keyword arguments, likewise.
+        outputs: Its results in order; None for a result that nobody uses.
+        reads: Values that must be on the device when it runs, without those of `mutates`.
+        creates: Values that it makes in memory of their own.
+        mutates: Pairs (old, new): it writes into the storage of `old`, which is then `new`. It
+            needs `old` on the device, and `old` is gone afterwards.
+        may_overwrite: Pairs (read, created): element for element the result may take the place of
+            an operand that nobody needs afterwards.
+        after: Operators (indices) that have to run before it though it reads nothing of them, as
+            the one that drew random numbers before it.
+        phase: Forward, backward or optimizer.
+        module: Qualified name of the module it belongs to; `""` if to none.
+        flops: Floating-point operations (a multiply-add is two).
+        bytes_read: Bytes that it reads.
+        bytes_written: Bytes that it writes.
+        workspace_bytes: Memory that it needs while it runs, beyond its operands and results.
+        recomputable: Whether running it again on the same values gives the same bits and changes
+            nothing else.
+        seconds: Measured time; None where only a roofline can say.
+    """
+
+    name: str
+    target: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    outputs: tuple[TensorView | None, ...] = ()
+    reads: tuple[int, ...] = ()
+    creates: tuple[int, ...] = ()
+    mutates: tuple[tuple[int, int], ...] = ()
+    may_overwrite: tuple[tuple[int, int], ...] = ()
+    after: tuple[int, ...] = ()
+    phase: Phase = Phase.FORWARD
+    module: str = ""
+    flops: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    workspace_bytes: int = 0
+    recomputable: bool = True
+    seconds: float | None = None
+
+    @property
+    def needs(self) -> tuple[int, ...]:
+        """Values that must be on the device when it runs."""
+        return self.reads + tuple(old for old, _ in self.mutates)
+
+    @property
+    def makes(self) -> tuple[int, ...]:
+        """Values that are there after it has run, and were not before."""
+        return self.creates + tuple(new for _, new in self.mutates)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepGraph:
+    """A training step as a dataflow graph; plain data, without tensors.
+
+    The order of `operators` is the program's own and is always a valid one.
+
+    Example:
+        >>> weight = Storage(name="w", num_bytes=8, kind=Kind.PARAMETER, initial=0, final=1)
+        >>> update = Operator(name="add_", target="aten.add_.Tensor", mutates=((0, 1),))
+        >>> graph = StepGraph(storages=(weight,), storage_of_value=(0, 0), operators=(update,))
+        >>> graph.num_bytes(1)
+        8
+
+    Attributes:
+        storages: The blocks of memory.
+        storage_of_value: For each value the index of its storage.
+        operators: In program order.
+        loss: The view whose number the step returns; None where there is none.
+        device: `"cpu"` or `"cuda"`: what its operators run on.
+        metadata: Where it comes from (model, optimizer, versions): strings and numbers.
+
+    Raises:
+        ValueError: The parts do not fit together; the message says which.
+    """
+
+    storages: tuple[Storage, ...]
+    storage_of_value: tuple[int, ...]
+    operators: tuple[Operator, ...]
+    loss: TensorView | None = None
+    device: str = "cpu"
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    def num_bytes(self, value: int) -> int:
+        """Bytes of a value: those of its storage."""
+        return self.storages[self.storage_of_value[value]].num_bytes
+
+    @functools.cached_property
+    def producers(self) -> tuple[int | None, ...]:
+        """For each value the operator that makes it; None for what the step begins with."""
+        producers: list[int | None] = [None] * len(self.storage_of_value)
+        for index, operator in enumerate(self.operators):
+            for value in operator.makes:
+                producers[value] = index
+        return tuple(producers)
+
+    @functools.cached_property
+    def consumers(self) -> tuple[tuple[int, ...], ...]:
+        """For each value the operators that need it, in program order."""
+        consumers: list[list[int]] = [[] for _ in self.storage_of_value]
+        for index, operator in enumerate(self.operators):
+            for value in dict.fromkeys(operator.needs):
+                consumers[value].append(index)
+        return tuple(map(tuple, consumers))
+
+    @functools.cached_property
+    def predecessors(self) -> tuple[tuple[int, ...], ...]:
+        """For each operator those that have to run before it, in any order without recomputation.
+
+        That is whoever makes what it needs, whoever else needs what it writes over, and `after`.
+        """
+        return tuple(
+            tuple(sorted(set(_predecessors(self, index)))) for index in range(len(self.operators))
+        )
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 of the content, by which plans know their graph."""
+        text = json.dumps(self._content(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the graph as plain data for JSON."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "digest": self.digest,
+            **self._content(),
+            "metadata": dict(self.metadata),
+        }
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "storages": [_to_plain(storage) for storage in self.storages],
+            "storage_of_value": list(self.storage_of_value),
+            "operators": [_to_plain(operator) for operator in self.operators],
+            "loss": _encode(self.loss),
+            "device": self.device,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> StepGraph:
+        """Make a graph from what `to_dict` returned, also after a way through JSON.
+
+        Raises:
+            GraphFileError: It is something else, of another version, or damaged.
+        """
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+            raise GraphFileError(
+                f"this is no step graph: its 'format' is not {FORMAT!r}; pass what "
+                "StepGraph.to_dict() returned or StepGraph.save() wrote"
+            )
+        if data.get("version") != VERSION:
+            raise GraphFileError(
+                f"this step graph has version {data.get('version')!r} of the format and this "
+                f"Penstock reads version {VERSION}: capture the model again"
+            )
+        try:
+            graph = cls(
+                storages=tuple(_storage(plain) for plain in data["storages"]),
+                storage_of_value=tuple(map(int, data["storage_of_value"])),
+                operators=tuple(_operator(plain) for plain in data["operators"]),
+                loss=_decode(data["loss"]),
+                device=str(data["device"]),
+                metadata=dict(data["metadata"]),
+            )
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise GraphFileError(
+                f"this step graph is damaged ({type(error).__name__}: {error}): capture the model "
+                "again"
+            ) from error
+        if graph.digest != data.get("digest"):
+            raise GraphFileError(
+                "this step graph is damaged: its content does not match its digest; capture the "
+                "model again"
+            )
+        return graph
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the graph as JSON; compressed if the name ends in `.gz`."""
+        data = json.dumps(self.to_dict(), separators=(",", ":")).encode()
+        path = Path(path)
+        path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> StepGraph:
+        """Read what `save` wrote.
+
+        Raises:
+            GraphFileError: The file is something else, of another version, or damaged.
+            OSError: It cannot be read.
+        """
+        data = Path(path).read_bytes()
+        try:
+            plain = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+        except (ValueError, OSError, EOFError) as error:
+            raise GraphFileError(
+                f"{os.fspath(path)!r} is no step graph or is damaged ({error}): capture the model "
+                "again"
+            ) from error
+        return cls.from_dict(plain)
+
+
+def _predecessors(graph: StepGraph, index: int) -> Iterator[int]:
+    operator = graph.operators[index]
+    yield from operator.after
+    for value in operator.needs:
+        producer = graph.producers[value]
+        if producer is not None:
+            yield producer
+    for old, _ in operator.mutates:
+        yield from (reader for reader in graph.consumers[old] if reader != index)
+
+
+def _validate(graph: StepGraph) -> None:
+    """Check that the program's own order runs; everything else builds on that."""
+    num_values = len(graph.storage_of_value)
+    for value, storage in enumerate(graph.storage_of_value):
+        if not 0 <= storage < len(graph.storages):
+            raise ValueError(f"value {value} belongs to storage {storage}, which does not exist")
+    current: list[bool] = [False] * num_values  # readable now
+    made = [False] * num_values
+    for index, storage in enumerate(graph.storages):
+        if storage.num_bytes < 0:
+            raise ValueError(f"storage {storage.name!r} has {storage.num_bytes} bytes")
+        for value in (storage.initial, storage.final):
+            if value is not None and not (
+                0 <= value < num_values and graph.storage_of_value[value] == index
+            ):
+                raise ValueError(f"storage {storage.name!r} names value {value}, not one of its")
+        if storage.persistent and (storage.initial is None or storage.final is None):
+            raise ValueError(f"storage {storage.name!r} is persistent: it needs initial and final")
+        if storage.initial is not None:
+            current[storage.initial] = made[storage.initial] = True
+    for index, operator in enumerate(graph.operators):
+        for value in operator.needs:
+            if not (0 <= value < num_values and current[value]):
+                raise ValueError(f"operator {operator.name!r} needs value {value}, not there then")
+        for earlier in operator.after:
+            if not 0 <= earlier < index:
+                raise ValueError(f"operator {operator.name!r} comes after {earlier}, a later one")
+        for old, new in operator.mutates:
+            current[old] = False
+            if graph.storage_of_value[old] != graph.storage_of_value[new]:
+                raise ValueError(f"operator {operator.name!r} mutates {old} into another storage")
+        for read, created in operator.may_overwrite:
+            if read not in operator.reads or created not in operator.creates:
+                raise ValueError(f"operator {operator.name!r} may overwrite what it does not have")
+        for value in operator.makes:
+            if not 0 <= value < num_values or made[value]:
+                raise ValueError(f"operator {operator.name!r} makes value {value} once more")
+            current[value] = made[value] = True
+    if not all(made):
+        raise ValueError(f"value {made.index(False)} is made by nobody")
+    for storage in graph.storages:
+        if storage.final is not None and not current[storage.final]:
+            raise ValueError(f"storage {storage.name!r} ends as a value that is overwritten")
+
+
+def _to_plain(item: Storage | Operator) -> dict[str, Any]:
+    """Fields by name, without those that have their default."""
+    plain = {}
+    for each in fields(item):
+        value = getattr(item, each.name)
+        default = {} if each.default_factory is not MISSING else each.default
+        if value != default:
+            plain[each.name] = _encode(value)
+    return plain
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, TensorView):
+        return {"view": [value.value, value.dtype, [*value.shape], [*value.stride], value.offset]}
+    if isinstance(value, tuple | list):
+        return [_encode(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _encode(item) for key, item in value.items()}
+    if isinstance(value, enum.StrEnum):
+        return value.value
+    return value
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {"view"}:
+            index, dtype, shape, stride, offset = value["view"]
+            return TensorView(index, dtype, tuple(shape), tuple(stride), offset)
+        return {key: _decode(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return tuple(_decode(item) for item in value)
+    return value
+
+
+def _storage(plain: Mapping[str, Any]) -> Storage:
+    return Storage(**{**plain, "kind": Kind(plain["kind"])})
+
+
+def _operator(plain: Mapping[str, Any]) -> Operator:
+    decoded = {key: _decode(value) for key, value in plain.items()}
+    if "phase" in decoded:
+        decoded["phase"] = Phase(decoded["phase"])
+    return Operator(**decoded)
