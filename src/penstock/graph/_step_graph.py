@@ -124,6 +124,9 @@ class Operator:
         workspace_bytes: Memory that it needs while it runs, beyond its operands and results.
         recomputable: Whether running it again on the same values gives the same bits and changes
             nothing else.
+        recompute_args: Arguments with which it runs again, where that must not change what it
+            changed the first time (a batch norm without its running statistics): it then needs
+            only `reads` and makes only `creates`. None: it runs again as it is.
         seconds: Measured time; None where only a roofline can say.
     """
 
@@ -144,6 +147,7 @@ class Operator:
     bytes_written: int = 0
     workspace_bytes: int = 0
     recomputable: bool = True
+    recompute_args: tuple[Any, ...] | None = None
     seconds: float | None = None
 
     @property

@@ -1,0 +1,8 @@
+"""Plans of training steps: order, residency, recomputation and addresses, with a proof of how good.
+
+Needs no GPU and, for checking a plan, no torch.
+"""
+
+from penstock.planner._plan import Bound, Budget, Copy, Placement, Plan, Transfer
+
+__all__ = ["Bound", "Budget", "Copy", "Placement", "Plan", "Transfer"]

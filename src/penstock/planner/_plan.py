@@ -1,0 +1,367 @@
+"""What a plan says: the order of the operators, where every value is when, and what moves.
+
+**Positions.** `order` lists what runs, one operator at a position, N positions in all; an operator
+that appears again is recomputed. Everything else is said in positions, never in seconds, so that a
+plan is right however long things really take. Position p begins at *boundary* p, in this sequence:
+
+1. The operator at position p - 1 has finished. Transfers out of the device that start at p may
+   begin.
+2. Transfers out of the device (and between host and file) that end at p have finished.
+3. Transfers into the device that start at p may begin.
+4. Transfers into the device that end at p have finished. The operator at position p runs.
+
+So bytes that come in at boundary p may take the place of bytes that left by boundary p, and the
+operator at p may read them. Transfers on one link run one after the other, in the plan's order.
+
+**Steps repeat.** Boundary N is boundary 0 of the next step: an interval may end beyond N, by at
+most N, and then goes on at the beginning of the step, where the value `final` of a persistent
+storage is called `initial`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from penstock.errors import GraphFileError
+from penstock.graph import StepGraph
+from penstock.memory import Link, MachineProfile, Tier
+
+FORMAT = "penstock-plan"
+VERSION = 1
+
+
+class Placement(NamedTuple):
+    """Where a value is on the device.
+
+    Attributes:
+        value: Index of the value.
+        offset: Its first byte in the arena.
+        num_bytes: Bytes that it takes.
+        start: It takes them from this boundary: the position of the operator that makes it, or
+            the start of the transfer that brings it in.
+        end: Up to this boundary, exclusive. A value that an operator at position p turns into
+            another in the same place (`Operator.mutates`, `Operator.may_overwrite`) ends at p,
+            where the other starts.
+    """
+
+    value: int
+    offset: int
+    num_bytes: int
+    start: int
+    end: int
+
+
+class Transfer(NamedTuple):
+    """A value that moves.
+
+    Attributes:
+        value: Index of the value.
+        link: The way that it takes.
+        num_bytes: Bytes that move.
+        start: Boundary at which it may begin.
+        end: Boundary by which it has finished; later than `start` unless it goes into the device.
+    """
+
+    value: int
+    link: Link
+    num_bytes: int
+    start: int
+    end: int
+
+
+class Copy(NamedTuple):
+    """Where a value is below the device.
+
+    Attributes:
+        value: Index of the value.
+        tier: Host or file.
+        num_bytes: Bytes that it takes there.
+        start: From this boundary: the start of the transfer that writes it. A copy of a value that
+            no step changes lives from 0 to N.
+        end: Up to this boundary, exclusive.
+    """
+
+    value: int
+    tier: Tier
+    num_bytes: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """Why no plan under the same frozen decisions is faster.
+
+    Attributes:
+        seconds: The largest of the bounds.
+        binding: Name of the one that is the largest.
+        seconds_of: Each bound by name: `"compute"`, `"cut"`, `"persistent"`, `"residency_lp"`,
+            `"links"`; those that do not hold for what was left free are missing.
+    """
+
+    seconds: float
+    binding: str
+    seconds_of: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What a plan was made for.
+
+    Attributes:
+        device_bytes: Of the device, workspace included; None: as much as needed.
+        host_bytes: Of the host tier; None: there is no separate one.
+        file_bytes: Of the file tier; None: there is none.
+    """
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    file_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A training step, planned: plain data, checked by `check`, timed by `simulate`.
+
+    Attributes:
+        graph_digest: Of the `StepGraph` that it belongs to.
+        order: Operators by position.
+        placements: Where values are on the device, by their start.
+        transfers: What moves; those of one link in the order in which they run.
+        copies: Where values are below the device.
+        budget: What it was made for.
+        machine: What times are based on.
+        operator_seconds: Time of each operator of the graph.
+        step_seconds: Simulated time of a step once steps repeat.
+        ideal_seconds: Time with unlimited memory: each operator once, nothing moves.
+        bound: What no plan can beat.
+        workspace_bytes: Scratch of the operators, beyond the arena; their largest.
+        method: Which planner made it.
+        seed: Of its random numbers.
+        notes: What else the planner has to say, as the time that it took.
+    """
+
+    graph_digest: str
+    order: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    transfers: tuple[Transfer, ...]
+    copies: tuple[Copy, ...]
+    budget: Budget
+    machine: MachineProfile
+    operator_seconds: tuple[float, ...]
+    step_seconds: float
+    ideal_seconds: float
+    bound: Bound
+    workspace_bytes: int
+    method: str
+    seed: int
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def lower_bound_seconds(self) -> float:
+        """No plan under the same frozen decisions takes less."""
+        return self.bound.seconds
+
+    @property
+    def gap(self) -> float:
+        """By how much a better plan could at most be faster: step / lower bound - 1."""
+        return self.step_seconds / self.bound.seconds - 1 if self.bound.seconds else 0.0
+
+    @property
+    def arena_bytes(self) -> int:
+        """The end of the highest placement."""
+        return max((p.offset + p.num_bytes for p in self.placements), default=0)
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """What the device has to have: arena and workspace."""
+        return self.arena_bytes + self.workspace_bytes
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """The most bytes of copies on the host at any boundary."""
+        return self._peak_copy_bytes(Tier.HOST)
+
+    @property
+    def peak_file_bytes(self) -> int:
+        """The most bytes of copies in the file at any boundary."""
+        return self._peak_copy_bytes(Tier.FILE)
+
+    def _peak_copy_bytes(self, tier: Tier) -> int:
+        num_positions = len(self.order)
+        change = [0] * (2 * num_positions + 1)
+        for copy in self.copies:
+            if copy.tier == tier:
+                change[copy.start] += copy.num_bytes
+                change[copy.end] -= copy.num_bytes
+        live, running = [], 0
+        for delta in change:
+            running += delta
+            live.append(running)
+        folded = (live[p] + live[p + num_positions] for p in range(num_positions))
+        return max(folded, default=0)
+
+    @property
+    def bytes_moved(self) -> dict[Link, int]:
+        """Bytes per step on each link that is used."""
+        moved: dict[Link, int] = {}
+        for transfer in self.transfers:
+            moved[transfer.link] = moved.get(transfer.link, 0) + transfer.num_bytes
+        return moved
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """Positions at which an operator runs again."""
+        seen: set[int] = set()
+        positions = []
+        for position, operator in enumerate(self.order):
+            if operator in seen:
+                positions.append(position)
+            seen.add(operator)
+        return tuple(positions)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain data for JSON.
+
+        Returns:
+            `order`: operators by position. `offsets`: mappings with `value`, `offset`, `bytes`,
+            `start`, `end`. `transfers`: `value`, `link`, `bytes`, `start`, `end`. `copies`:
+            `value`, `tier`, `bytes`, `start`, `end`. `recomputed`: positions. All starts and ends
+            are boundaries (see `penstock.planner.Plan`). The other fields by their names, times in
+            seconds.
+        """
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "graph_digest": self.graph_digest,
+            "order": list(self.order),
+            "offsets": [
+                {"value": p.value, "offset": p.offset, "bytes": p.num_bytes}
+                | {"start": p.start, "end": p.end}
+                for p in self.placements
+            ],
+            "transfers": [
+                {"value": t.value, "link": t.link.value, "bytes": t.num_bytes}
+                | {"start": t.start, "end": t.end}
+                for t in self.transfers
+            ],
+            "copies": [
+                {"value": c.value, "tier": c.tier.value, "bytes": c.num_bytes}
+                | {"start": c.start, "end": c.end}
+                for c in self.copies
+            ],
+            "recomputed": list(self.recomputed),
+            "budget": {
+                "device_bytes": self.budget.device_bytes,
+                "host_bytes": self.budget.host_bytes,
+                "file_bytes": self.budget.file_bytes,
+            },
+            "machine": self.machine.to_dict(),
+            "operator_seconds": list(self.operator_seconds),
+            "step_seconds": self.step_seconds,
+            "ideal_seconds": self.ideal_seconds,
+            "lower_bound_seconds": self.lower_bound_seconds,
+            "gap": self.gap,
+            "bound": {"binding": self.bound.binding, "seconds_of": dict(self.bound.seconds_of)},
+            "peak_device_bytes": self.peak_device_bytes,
+            "workspace_bytes": self.workspace_bytes,
+            "peak_host_bytes": self.peak_host_bytes,
+            "peak_file_bytes": self.peak_file_bytes,
+            "bytes_moved": {link.value: count for link, count in self.bytes_moved.items()},
+            "method": self.method,
+            "seed": self.seed,
+            "notes": dict(self.notes),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, graph: StepGraph | None = None) -> Plan:
+        """Make a plan from what `to_dict` returned, also after a way through JSON.
+
+        Args:
+            data: The dictionary.
+            graph: The graph that the plan is to be used with, if at hand: a plan for another one
+                is refused.
+
+        Raises:
+            GraphFileError: It is something else, of another version, damaged, or for another graph.
+        """
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+            raise GraphFileError(
+                f"this is no plan: its 'format' is not {FORMAT!r}; pass what Plan.to_dict() "
+                "returned or Plan.save() wrote"
+            )
+        if data.get("version") != VERSION:
+            raise GraphFileError(
+                f"this plan has version {data.get('version')!r} of the format and this Penstock "
+                f"reads version {VERSION}: plan again"
+            )
+        try:
+            plan = _plan(cls, data)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise GraphFileError(
+                f"this plan is damaged ({type(error).__name__}: {error}): plan again"
+            ) from error
+        if graph is not None and graph.digest != plan.graph_digest:
+            raise GraphFileError(
+                f"this plan is for the graph {plan.graph_digest[:12]} and not for "
+                f"{graph.digest[:12]}, the one given: plan again for this model, optimizer and "
+                "batch"
+            )
+        return plan
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), separators=(",", ":")))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, graph: StepGraph | None = None) -> Plan:
+        """Read what `save` wrote; `graph` and errors as of `from_dict`."""
+        try:
+            data = json.loads(Path(path).read_bytes())
+        except ValueError as error:
+            raise GraphFileError(
+                f"{os.fspath(path)!r} is no plan or is damaged ({error}): plan again"
+            ) from error
+        return cls.from_dict(data, graph=graph)
+
+
+def _plan(cls: type[Plan], data: Mapping[str, Any]) -> Plan:
+    budget, bound = data["budget"], data["bound"]
+    plan = cls(
+        graph_digest=str(data["graph_digest"]),
+        order=tuple(map(int, data["order"])),
+        placements=tuple(
+            Placement(p["value"], p["offset"], p["bytes"], p["start"], p["end"])
+            for p in data["offsets"]
+        ),
+        transfers=tuple(
+            Transfer(t["value"], Link(t["link"]), t["bytes"], t["start"], t["end"])
+            for t in data["transfers"]
+        ),
+        copies=tuple(
+            Copy(c["value"], Tier(c["tier"]), c["bytes"], c["start"], c["end"])
+            for c in data["copies"]
+        ),
+        budget=Budget(**budget),
+        machine=MachineProfile.from_dict(data["machine"]),
+        operator_seconds=tuple(map(float, data["operator_seconds"])),
+        step_seconds=float(data["step_seconds"]),
+        ideal_seconds=float(data["ideal_seconds"]),
+        bound=Bound(
+            seconds=float(data["lower_bound_seconds"]),
+            binding=str(bound["binding"]),
+            seconds_of={str(name): float(value) for name, value in bound["seconds_of"].items()},
+        ),
+        workspace_bytes=int(data["workspace_bytes"]),
+        method=str(data["method"]),
+        seed=int(data["seed"]),
+        notes=dict(data["notes"]),
+    )
+    if plan.peak_device_bytes != data["peak_device_bytes"]:
+        raise ValueError("its placements do not give the peak that it states")
+    return plan
