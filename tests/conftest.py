@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -28,6 +29,11 @@ else:
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )
     settings.load_profile("penstock")
+
+# A suite that a script starts in the background inherits an ignored Ctrl-C, and so would every
+# child process that a test interrupts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
