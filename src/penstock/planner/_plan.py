@@ -7,11 +7,12 @@ plan is right however long things really take. Position p begins at *boundary* p
 1. The operator at position p - 1 has finished. Transfers out of the device that start at p may
    begin.
 2. Transfers out of the device (and between host and file) that end at p have finished.
-3. Transfers into the device that start at p may begin.
+3. Transfers into the device (and between host and file) that start at p may begin.
 4. Transfers into the device that end at p have finished. The operator at position p runs.
 
 So bytes that come in at boundary p may take the place of bytes that left by boundary p, and the
-operator at p may read them. Transfers on one link run one after the other, in the plan's order.
+operator at p may read them: `start` and `end` of a transfer out of the device or into it may be the
+same boundary. Transfers on one link run one after the other, in the plan's order.
 
 **Steps repeat.** Boundary N is boundary 0 of the next step: an interval may end beyond N, by at
 most N, and then goes on at the beginning of the step, where the value `final` of a persistent
@@ -64,7 +65,7 @@ class Transfer(NamedTuple):
         link: The way that it takes.
         num_bytes: Bytes that move.
         start: Boundary at which it may begin.
-        end: Boundary by which it has finished; later than `start` unless it goes into the device.
+        end: Boundary by which it has finished; between host and file later than `start`.
     """
 
     value: int
@@ -83,7 +84,7 @@ class Copy(NamedTuple):
         num_bytes: Bytes that it takes there.
         start: From this boundary: the start of the transfer that writes it. A copy of a value that
             no step changes lives from 0 to N.
-        end: Up to this boundary, exclusive.
+        end: Up to this boundary, exclusive; later than the end of every transfer that reads it.
     """
 
     value: int

@@ -1,0 +1,278 @@
+"""The planner's inner loop, in C++: what leaves between two uses, when it moves, how long it takes.
+
+`engine.cpp` does the work on arrays; this file turns a step graph into them. An *object* is a
+storage with bytes; a *gap* lies between two uses of an object, and the last gap of a persistent
+object goes on at the beginning of the next step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.codegen import load_library
+from penstock.graph import Kind, StepGraph
+
+_SOURCE = Path(__file__).with_name("engine.cpp")
+
+READ, WRITE, CREATE = 0, 1, 2
+_PERSISTENT, _INPUT, _KEPT, _PINNED = 1, 2, 4, 8
+
+# What the kernels of cuBLAS and Triton like best; objects take multiples of it.
+ALIGNMENT_BYTES = 256
+# Smaller objects leave only where larger ones are not enough: a transfer has a fixed cost.
+MIN_EVICTED_BYTES = 64 * 1024
+# How far ahead, in positions, values are fetched.
+HORIZON = 4096
+
+
+class Replay(NamedTuple):
+    """What a replay of a choice found.
+
+    Attributes:
+        step_seconds: Time of a step once steps repeat.
+        overflow: Bytes that are too many at the worst moment; at most 0 if it fits.
+        out_end: For each gap the boundary by which its object has left.
+        in_start: For each gap the boundary at which its object begins to come back; negative in
+            the step before.
+        starts: When each position's operator starts, in seconds since the step began.
+    """
+
+    step_seconds: float
+    overflow: int
+    out_end: np.ndarray
+    in_start: np.ndarray
+    starts: np.ndarray
+
+
+class Problem:
+    """A step graph as the engine sees it.
+
+    Args:
+        graph: The graph.
+        operator_seconds: Time of each operator.
+    """
+
+    def __init__(self, graph: StepGraph, operator_seconds: SequenceOf[float]) -> None:
+        self.graph = graph
+        self.operator_seconds = np.asarray(operator_seconds, dtype=np.float64)
+        actual_bytes = np.array([s.num_bytes for s in graph.storages], dtype=np.int64)
+        self.object_bytes = -(-actual_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.object_flags = np.array([_flags(graph, i) for i in range(len(graph.storages))], np.uint8)
+        accesses = [_accesses(graph, operator) for operator in range(len(graph.operators))]
+        first_access = _offsets(accesses)
+        self.access_object = np.array([o for part in accesses for o, _ in part], dtype=np.int32)
+        self.access_kind = np.array([kind for part in accesses for _, kind in part], dtype=np.uint8)
+        self.first_access = first_access
+        handovers = [_handovers(graph, operator) for operator in range(len(graph.operators))]
+        first_handover = _offsets(handovers)
+        handed_from = np.array([a for part in handovers for a, _ in part], dtype=np.int32)
+        handed_to = np.array([b for part in handovers for _, b in part], dtype=np.int32)
+        self._handle = _library().problem_new(
+            len(graph.operators),
+            len(graph.storages),
+            _pointer(self.operator_seconds),
+            _pointer(self.object_bytes),
+            _pointer(self.object_flags),
+            _pointer(first_access),
+            _pointer(self.access_object),
+            _pointer(self.access_kind),
+            _pointer(first_handover),
+            _pointer(handed_from),
+            _pointer(handed_to),
+        )
+        weakref.finalize(self, _library().problem_free, self._handle)
+
+
+class OperatorSequence:
+    """A sequence of operators, and what follows from it alone.
+
+    Args:
+        problem: The graph.
+        order: Operators by position, each at least once; from its second time on it is recomputed.
+
+    Attributes:
+        gap_object: For each gap its object.
+        gap_start: The position of the use before it; -1 for an object that is never used.
+        gap_end: The position of the use after it; beyond the sequence in the next step.
+        base: Live bytes by position if nothing leaves.
+        handed: By position the objects (from, to) of which the second takes the room of the
+            first; -1 for none.
+    """
+
+    def __init__(self, problem: Problem, order: SequenceOf[int]) -> None:
+        self.problem = problem
+        self.order = np.ascontiguousarray(order, dtype=np.int32)
+        self.again = recomputed(self.order, len(problem.operator_seconds))
+        library = _library()
+        self._handle = library.sequence_new(
+            problem._handle, _pointer(self.order), _pointer(self.again), len(self.order)
+        )
+        weakref.finalize(self, library.sequence_free, self._handle)
+        num_gaps = library.sequence_num_gaps(self._handle)
+        self.gap_object = np.empty(num_gaps, np.int32)
+        self.gap_start = np.empty(num_gaps, np.int32)
+        self.gap_end = np.empty(num_gaps, np.int32)
+        self.base = np.empty(len(self.order), np.int64)
+        handed_from = np.empty(len(self.order), np.int32)
+        handed_to = np.empty(len(self.order), np.int32)
+        library.sequence_read(
+            self._handle,
+            _pointer(self.gap_object),
+            _pointer(self.gap_start),
+            _pointer(self.gap_end),
+            _pointer(self.base),
+            _pointer(handed_from),
+            _pointer(handed_to),
+        )
+        self.handed = np.stack([handed_from, handed_to], axis=1)
+
+    @property
+    def gap_bytes(self) -> np.ndarray:
+        """Bytes of each gap's object."""
+        return self.problem.object_bytes[self.gap_object]
+
+    @property
+    def compute_seconds(self) -> float:
+        """Time of the operators alone."""
+        return float(self.problem.operator_seconds[self.order].sum())
+
+    def choose(
+        self,
+        capacity: int | np.ndarray,
+        *,
+        bias: np.ndarray | None = None,
+        evicted: np.ndarray | None = None,
+    ) -> tuple[np.ndarray, int]:
+        """Choose what leaves so that live bytes never exceed the capacity.
+
+        Args:
+            capacity: Bytes, for all positions or for each.
+            bias: Added to the next use of each gap, in positions: what leaves first.
+            evicted: A choice to begin with.
+
+        Returns:
+            For each gap whether its object leaves, and by how many bytes the worst position
+            exceeds the capacity (at most 0 if it fits).
+        """
+        evicted = np.zeros(len(self.gap_object), np.uint8) if evicted is None else evicted.copy()
+        capacities = np.full(len(self.order), capacity, np.int64)
+        worst = _library().sequence_choose(
+            self._handle,
+            _pointer(capacities),
+            MIN_EVICTED_BYTES,
+            None if bias is None else _pointer(bias),
+            _pointer(evicted),
+        )
+        return evicted, worst
+
+    def dirty(self, evicted: np.ndarray) -> np.ndarray:
+        """For each evicted gap whether its object has to be written before it is gone."""
+        dirty = np.zeros(len(evicted), np.uint8)
+        _library().sequence_dirty(self._handle, _pointer(evicted), _pointer(dirty))
+        return dirty
+
+    def replay(
+        self,
+        evicted: np.ndarray,
+        capacity: int,
+        *,
+        out_bytes_per_second: float,
+        in_bytes_per_second: float,
+        horizon: int = HORIZON,
+    ) -> Replay:
+        """Time a step in which the objects of the evicted gaps leave and come back."""
+        out_end = np.full(len(evicted), -1, np.int32)
+        in_start = np.full(len(evicted), np.iinfo(np.int32).min, np.int32)
+        starts = np.empty(len(self.order))
+        seconds = ctypes.c_double()
+        overflow = _library().sequence_replay(
+            self._handle,
+            capacity,
+            1 / out_bytes_per_second,
+            1 / in_bytes_per_second,
+            _pointer(evicted),
+            horizon,
+            _pointer(out_end),
+            _pointer(in_start),
+            _pointer(starts),
+            ctypes.byref(seconds),
+        )
+        return Replay(seconds.value, overflow, out_end, in_start, starts)
+
+
+def recomputed(order: np.ndarray, num_operators: int) -> np.ndarray:
+    """For each position whether its operator has run before."""
+    again = np.ones(len(order), np.uint8)
+    again[np.unique(order, return_index=True)[1]] = 0
+    return again
+
+
+def _flags(graph: StepGraph, index: int) -> int:
+    storage = graph.storages[index]
+    if storage.persistent:
+        return _PERSISTENT
+    flags = _INPUT if storage.initial is not None else 0
+    return flags | (_KEPT if storage.final is not None else 0)
+
+
+def _accesses(graph: StepGraph, index: int) -> list[tuple[int, int]]:
+    """The objects that an operator touches, and how; each once."""
+    operator = graph.operators[index]
+    kinds: dict[int, int] = {}
+    for value in operator.reads:
+        kinds.setdefault(graph.storage_of_value[value], READ)
+    for old, _ in operator.mutates:
+        kinds[graph.storage_of_value[old]] = WRITE
+    for value in operator.creates:
+        storage = graph.storage_of_value[value]
+        kinds[storage] = WRITE if graph.storages[storage].persistent else CREATE
+    return [(o, kind) for o, kind in kinds.items() if graph.storages[o].num_bytes]
+
+
+def _handovers(graph: StepGraph, index: int) -> list[tuple[int, int]]:
+    operator = graph.operators[index]
+    return [
+        (graph.storage_of_value[read], graph.storage_of_value[created])
+        for read, created in operator.may_overwrite
+        if not graph.storages[graph.storage_of_value[created]].persistent
+        and graph.storages[graph.storage_of_value[read]].kind != Kind.INPUT
+    ]
+
+
+def _offsets(parts: list[list[tuple[int, int]]]) -> np.ndarray:
+    return np.cumsum([0, *map(len, parts)], dtype=np.int32)
+
+
+def _pointer(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = load_library("planner_engine", _SOURCE, flags=("-O3",))
+    pointer, i32, i64, double = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
+    signatures = {
+        "problem_new": (pointer, [i32, i32, *[pointer] * 9]),
+        "problem_free": (None, [pointer]),
+        "sequence_new": (pointer, [pointer, pointer, pointer, i32]),
+        "sequence_free": (None, [pointer]),
+        "sequence_num_gaps": (i32, [pointer]),
+        "sequence_read": (None, [pointer] * 7),
+        "sequence_choose": (i64, [pointer, pointer, i64, pointer, pointer]),
+        "sequence_dirty": (None, [pointer] * 3),
+        "sequence_replay": (
+            i64,
+            [pointer, i64, double, double, pointer, i32, pointer, pointer, pointer, pointer],
+        ),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
