@@ -64,7 +64,9 @@ class Problem:
         self.operator_seconds = np.asarray(operator_seconds, dtype=np.float64)
         actual_bytes = np.array([s.num_bytes for s in graph.storages], dtype=np.int64)
         self.object_bytes = -(-actual_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self.object_flags = np.array([_flags(graph, i) for i in range(len(graph.storages))], np.uint8)
+        self.object_flags = np.array(
+            [_flags(graph, i) for i in range(len(graph.storages))], np.uint8
+        )
         accesses = [_accesses(graph, operator) for operator in range(len(graph.operators))]
         first_access = _offsets(accesses)
         self.access_object = np.array([o for part in accesses for o, _ in part], dtype=np.int32)
