@@ -1,5 +1,23 @@
 """A training step as a graph: what runs, which values it needs, how many bytes they have."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from penstock.graph._step_graph import Kind, Operator, Phase, StepGraph, Storage, TensorView
 
-__all__ = ["Kind", "Operator", "Phase", "StepGraph", "Storage", "TensorView"]
+if TYPE_CHECKING:
+    from penstock.graph._capture import capture
+    from penstock.graph._run import run
+
+__all__ = ["Kind", "Operator", "Phase", "StepGraph", "Storage", "TensorView", "capture", "run"]
+
+_HOME_OF_NAME = {"capture": "_capture", "run": "_run"}
+
+
+def __getattr__(name: str) -> Any:
+    """Load what needs torch on first use (PEP 562): graphs themselves are plain data."""
+    if name not in _HOME_OF_NAME:
+        raise AttributeError(f"module 'penstock.graph' has no attribute {name!r}")
+    value = getattr(import_module(f"penstock.graph.{_HOME_OF_NAME[name]}"), name)
+    globals()[name] = value
+    return value

@@ -77,7 +77,8 @@ class Storage:
 
     Attributes:
         name: Readable and unique: the name of the parameter, or of the operator that makes it.
-        num_bytes: Bytes that it takes on the device; scalars take none.
+        num_bytes: Bytes that it takes on the device. Python numbers, the optimizer's step counts
+            and random states take none: they lie in the host's own memory, whatever is planned.
         kind: What it holds.
         initial: The value that it holds when the step begins; None if the step makes it.
         final: The value that has to be there when the step ends: of persistent storages the next
@@ -180,6 +181,11 @@ class StepGraph:
         operators: In program order.
         loss: The view whose number the step returns; None where there is none.
         device: `"cpu"` or `"cuda"`: what its operators run on.
+        tensors: What the step begins with, by name: `"model.<parameter or buffer>"` (each of its
+            names, if weights are tied), `"optimizer.state.<parameter>.<key>"`, `"batch.<path>"`
+            and `"optimizer.param_groups.<i>.<key>"` (Python numbers, storages of kind SCALAR).
+        guards: Comparisons of those numbers that the program made, and their outcomes: with
+            numbers that compare otherwise it would be another graph.
         metadata: Where it comes from (model, optimizer, versions): strings and numbers.
 
     Raises:
@@ -191,6 +197,8 @@ class StepGraph:
     operators: tuple[Operator, ...]
     loss: TensorView | None = None
     device: str = "cpu"
+    tensors: Mapping[str, TensorView] = field(default_factory=dict)
+    guards: tuple[tuple[Any, bool], ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -251,6 +259,8 @@ class StepGraph:
             "operators": [_to_plain(operator) for operator in self.operators],
             "loss": _encode(self.loss),
             "device": self.device,
+            "tensors": _encode(self.tensors),
+            "guards": _encode(self.guards),
         }
 
     @classmethod
@@ -277,6 +287,8 @@ class StepGraph:
                 operators=tuple(_operator(plain) for plain in data["operators"]),
                 loss=_decode(data["loss"]),
                 device=str(data["device"]),
+                tensors={name: _decode(view) for name, view in data["tensors"].items()},
+                guards=tuple(_decode(data["guards"])),
                 metadata=dict(data["metadata"]),
             )
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:

@@ -1,0 +1,269 @@
+"""`capture`: forward, backward and optimizer update of one training step, written down.
+
+The step runs once, imperatively, on fake tensors: no memory, no arithmetic. What torch would have
+run is recorded (`_recorder`), then put in order (`_finish`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules import module as torch_modules
+
+from penstock.errors import CaptureError
+from penstock.graph._finish import finish
+from penstock.graph._optimizer import OptimizerCopy
+from penstock.graph._recorder import Recorder
+from penstock.graph._stand_ins import StandIns, tensors_in
+from penstock.graph._step_graph import Kind, Phase, StepGraph, TensorView
+
+
+def capture(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    *,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+) -> StepGraph:
+    """Write down one training step as a graph: forward, backward and optimizer update.
+
+    Nothing is computed and no memory is taken, so the model may be of any size and may be on the
+    meta device. Model, optimizer and random state are as before afterwards.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> graph = capture(
+        ...     model, optimizer, (torch.zeros(3, 4),), loss=lambda output, batch: output.sum()
+        ... )
+        >>> [operator.target for operator in graph.operators][:2]
+        ['aten.addmm.default', 'aten.sum.default']
+
+    Args:
+        model: An ordinary module, in training mode if the step is to train. Parameters on the meta
+            device are taken to be on the CPU.
+        optimizer: A stock optimizer of its parameters. State that it does not have yet is taken as
+            it is from the second step on.
+        batch: What the model is called with: a mapping as `model(**batch)`, a tuple as
+            `model(*batch)`, anything else as `model(batch)`. Only shapes and dtypes of its tensors
+            matter; other values become part of the graph.
+        loss: `loss(output, batch)` returns the scalar tensor that is minimised; by default the
+            output's `.loss`, or the output itself if that is a scalar.
+
+    Returns:
+        The step as plain data; with what its operators cost in `flops`, `bytes_read` and
+        `bytes_written`.
+
+    Raises:
+        CaptureError: The step depends on the data beyond values of tensors, or does something else
+            that a graph cannot hold; the message names the line.
+        TypeError: An argument is of the wrong type, or the loss is no scalar tensor.
+    """
+    _check(model, optimizer)
+    modules = {"model": model} | ({"loss": loss} if isinstance(loss, nn.Module) else {})
+    root = nn.ModuleDict(modules)
+    names = _ModuleNames(root)
+    recorder = Recorder(names.current)
+    mode = FakeTensorMode()
+    stand_ins = StandIns(mode, torch.device("cpu"))
+    device = _device_type(root)
+    tensors: dict[str, TensorView] = {}
+    with _unrandom(recorder), mode:
+        tensors |= _adopt_model(root, recorder, stand_ins)
+        fake_batch = stand_ins.in_tree(batch, "batch")
+        for name, tensor in tensors_in(fake_batch, "batch"):
+            tensors[name] = recorder.adopt(tensor, name, Kind.INPUT)
+        copy = OptimizerCopy(optimizer, stand_ins, recorder, _parameter_names(root), mode)
+        with stand_ins.inside(root), names, recorder:
+            buffers = dict(root.named_buffers(remove_duplicate=False))
+            result = _gradients(model, fake_batch, loss, recorder)
+            recorder.phase = Phase.OPTIMIZER
+            _mark_gradients(recorder, root)
+            copy.step()
+            _write_back_buffers(root, buffers)
+        loss_view = recorder.view(result)
+        tensors |= copy.tensors
+        graph = finish(
+            recorder,
+            tensors,
+            loss_view,
+            device,
+            {
+                "model": type(model).__qualname__,
+                "optimizer": type(optimizer).__qualname__,
+                "torch": torch.__version__,
+                "hyper_parameters": copy.constants,
+                "initial_state": copy.initial_state,
+            },
+        )
+    return graph
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """Call a model with a batch, as `capture` does."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, tuple):
+        return model(*batch)
+    return model(batch)
+
+
+def loss_of(output: Any, batch: Any, loss: Callable[[Any, Any], Any] | None) -> torch.Tensor:
+    """Return the scalar tensor that a step minimises.
+
+    Raises:
+        TypeError: There is none.
+    """
+    if loss is not None:
+        value = loss(output, batch)
+    elif isinstance(output, Mapping) and "loss" in output:
+        value = output["loss"]
+    else:
+        value = getattr(output, "loss", output)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise TypeError(
+            f"the loss has to be a tensor with one element, and is {shape}; pass "
+            "loss=lambda output, batch: ..., or a model whose output has .loss"
+        )
+    return value
+
+
+def _gradients(
+    model: nn.Module, batch: Any, loss: Callable[[Any, Any], Any] | None, recorder: Recorder
+) -> torch.Tensor:
+    with torch.enable_grad():
+        value = loss_of(call_model(model, batch), batch, loss)
+        if not value.requires_grad:
+            raise CaptureError(
+                "the loss depends on no parameter that requires a gradient; is the model frozen, "
+                "or the loss detached?"
+            )
+        recorder.phase = Phase.BACKWARD
+        value.backward()
+    return value.detach()
+
+
+def _check(model: object, optimizer: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model has to be an nn.Module, and is a {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        raise TypeError(f"optimizer has to be a torch.optim.Optimizer, and is a {kind}")
+    if hasattr(model, "_orig_mod"):
+        raise CaptureError("model is a compiled module; pass the module that was compiled")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise CaptureError("model is wrapped for data parallelism; pass model.module")
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise CaptureError(
+                f"parameter {name!r} has hooks on its gradient, which run Python that a graph does "
+                "not hold; remove them, or do their work in the loss or in the optimizer"
+            )
+
+
+def _device_type(root: nn.Module) -> str:
+    types = {each.device.type for each in root.parameters()} - {"meta"}
+    if len(types) > 1:
+        raise CaptureError(
+            f"the parameters are on {', '.join(sorted(types))}; a step graph is of one device"
+        )
+    return types.pop() if types else "cpu"
+
+
+def _parameter_names(root: nn.Module) -> dict[int, str]:
+    return {id(each): _plain_name(name) for name, each in root.named_parameters()}
+
+
+def _plain_name(name: str) -> str:
+    """Parameters of the model are called as the model calls them."""
+    return name.removeprefix("model.")
+
+
+def _adopt_model(root: nn.Module, recorder: Recorder, stand_ins: StandIns) -> dict[str, TensorView]:
+    tensors = {}
+    for kind, named in (
+        (Kind.PARAMETER, root.named_parameters(remove_duplicate=False)),
+        (Kind.BUFFER, root.named_buffers(remove_duplicate=False)),
+    ):
+        for name, tensor in named:
+            fake = stand_ins.of(tensor, name)
+            tensors[name] = recorder.adopt(fake, _plain_name(name), kind)
+    return tensors
+
+
+def _mark_gradients(recorder: Recorder, root: nn.Module) -> None:
+    for parameter in root.parameters():
+        if parameter.grad is not None:
+            block = recorder.block(parameter.grad)
+            if block.kind is Kind.ACTIVATION:
+                block.kind = Kind.GRADIENT
+                block.name = f"{block.name}.grad"
+
+
+def _write_back_buffers(root: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
+    """Bring a buffer that the model replaced by another tensor to where the buffer lies."""
+    for name, tensor in root.named_buffers(remove_duplicate=False):
+        old = before.get(name)
+        if old is None or old is tensor:
+            continue
+        if (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
+            raise CaptureError(
+                f"buffer {name!r} becomes {tensor.dtype} of shape {tuple(tensor.shape)} in a step "
+                f"and was {old.dtype} of {tuple(old.shape)}; a captured step has static shapes"
+            )
+        with torch.no_grad():
+            old.copy_(tensor)
+
+
+class _ModuleNames(contextlib.AbstractContextManager):
+    """Knows which module is running, by hooks on all modules."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._names = {id(each): _plain_name(name) for name, each in root.named_modules()}
+        self._stack: list[str] = [""]
+        self._hooks: list[Any] = []
+
+    def current(self) -> str:
+        return self._stack[-1]
+
+    def __enter__(self) -> None:
+        def enter(module: nn.Module, args: Any) -> None:
+            self._stack.append(self._names.get(id(module), self._stack[-1]))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._stack.pop()
+
+        self._hooks = [
+            torch_modules.register_module_forward_pre_hook(enter),
+            torch_modules.register_module_forward_hook(leave, always_call=True),
+        ]
+
+    def __exit__(self, *exc_info: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def _unrandom(recorder: Recorder) -> Iterator[None]:
+    """Trace reads and writes of the random state, and refuse draws that torch does not see."""
+    before = random.getstate()
+    get, put = recorder.get_rng_state, recorder.set_rng_state
+    with (
+        mock.patch.multiple(torch, get_rng_state=get, set_rng_state=put),
+        mock.patch.multiple(torch.random, get_rng_state=get, set_rng_state=put),
+    ):
+        yield
+    if random.getstate() != before:
+        random.setstate(before)
+        raise CaptureError(
+            "the model draws random numbers from Python's random module, which a graph does not "
+            "hold; draw them with torch, or outside of the step"
+        )

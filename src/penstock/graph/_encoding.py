@@ -1,0 +1,125 @@
+"""Arguments of operators as plain data, and back.
+
+JSON has no word for a dtype, a device or an infinite float, and a step graph is JSON: such an
+argument is a mapping with one key, as `{"dtype": "float32"}`. A number that changes from step to
+step is `{"scalar": expression}` (see `_scalars`).
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from penstock.graph._step_graph import TensorView
+
+CONSTANT = "penstock.constant"
+"""Target that makes a tensor from bytes in the graph: `args = ({"bytes": ...},)`."""
+SCALAR = "penstock.scalar"
+"""Target that keeps a number which is read later, when its tensor has another one."""
+EMPTY = "penstock.empty"
+"""Target that makes a tensor with whatever bytes are there: `args = ()`."""
+FULL = "penstock.full"
+"""Target that makes a tensor with one number everywhere: `args = (number,)`."""
+GET_RNG_STATE = "penstock.get_rng_state"
+SET_RNG_STATE = "penstock.set_rng_state"
+OWN_TARGETS = (CONSTANT, SCALAR, EMPTY, FULL, GET_RNG_STATE, SET_RNG_STATE)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return `"float32"` for `torch.float32`."""
+    return _dtype_names()[dtype]
+
+
+@functools.cache
+def _dtype_names() -> dict[torch.dtype, str]:
+    found = {value: str(value)[6:] for value in vars(torch).values() if type(value) is torch.dtype}
+    return found
+
+
+@functools.cache
+def dtype_named(name: str) -> torch.dtype:
+    """Return `torch.float32` for `"float32"`."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of this torch ({torch.__version__})")
+    return dtype
+
+
+def encode_constant(value: object) -> Mapping[str, Any] | None:
+    """Return the plain form of an argument that is no number, string or tensor.
+
+    Args:
+        value: A dtype, device, layout or memory format.
+
+    Returns:
+        A mapping with one key; None if the value is something else.
+    """
+    if isinstance(value, torch.dtype):
+        return {"dtype": dtype_name(value)}
+    if isinstance(value, torch.device):
+        return {"device": value.type}
+    if isinstance(value, torch.layout):
+        return {"layout": str(value)[6:]}
+    if isinstance(value, torch.memory_format):
+        return {"memory_format": str(value)[6:]}
+    return None
+
+
+def encode_bytes(tensor: torch.Tensor) -> Mapping[str, Any]:
+    """Return a small tensor's elements as data."""
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return {"bytes": base64.b64encode(raw).decode()}
+
+
+def decode(
+    value: Any, device: torch.device, tensor: Callable[[TensorView], Any], scalar: Callable
+) -> Any:
+    """Return what an operator is called with.
+
+    Args:
+        value: An argument of an `Operator`.
+        device: The device that the graph's device is in this run.
+        tensor: Returns the tensor of a view.
+        scalar: Returns the number of an expression.
+
+    Returns:
+        The argument, with tuples as lists.
+    """
+    if isinstance(value, TensorView):
+        return tensor(value)
+    if isinstance(value, tuple):
+        return [decode(item, device, tensor, scalar) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    ((key, content),) = value.items()
+    if key == "dtype":
+        return dtype_named(content)
+    if key == "device":
+        return device if content == device.type else torch.device(content)
+    if key == "scalar":
+        return scalar(content)
+    if key == "bytes":
+        return bytearray(base64.b64decode(content))
+    if key in ("layout", "memory_format"):
+        return getattr(torch, content)
+    raise ValueError(f"an argument of a step graph has the unknown form {key!r}")
+
+
+def resolve(target: str) -> torch._ops.OpOverload:
+    """Return torch's operator of a name as `"aten.addmm.default"`.
+
+    Raises:
+        ValueError: This torch has none of this name.
+    """
+    namespace, name, overload = target.split(".")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    except AttributeError as error:
+        raise ValueError(
+            f"operator {target!r} of the step graph does not exist in torch {torch.__version__}: "
+            "import the package that defines it, or capture the model again with this torch"
+        ) from error

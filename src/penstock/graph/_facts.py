@@ -1,0 +1,162 @@
+"""What an operator costs, in whole numbers: floating-point operations and bytes.
+
+Products of matrices, convolutions and attention are counted by the formulas of
+`torch.utils.flop_counter`; everything else by elements times the operations that its formula has
+for one. Bytes are those that the views touch, once: an expanded dimension costs nothing, a lookup
+reads the rows that it returns and not the table.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+
+class Facts(NamedTuple):
+    """Counts of one operator; workspace is what it needs beyond operands and results."""
+
+    flops: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    workspace_bytes: int = 0
+
+
+_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_NO_ARITHMETIC = _NOTHING | {
+    *("clone", "copy_", "_to_copy", "cat", "stack", "fill_", "zero_", "zeros", "zeros_like"),
+    *("ones", "ones_like", "full", "full_like", "new_zeros", "new_ones", "new_full", "arange"),
+    *("embedding", "index", "index_select", "gather", "select_backward", "slice_backward"),
+    *("scalar_tensor", "constant_pad_nd", "roll", "flip", "repeat", "tril", "triu", "where"),
+    *("_foreach_copy_", "index_put_", "index_put", "scatter", "masked_fill", "masked_fill_"),
+    *("lift_fresh_copy", "nll_loss_forward", "nll_loss_backward", "max_pool2d_with_indices"),
+}
+_OPERATIONS_PER_ELEMENT = {  # where the formula has more than one, division and exp counted as one
+    "native_layer_norm": 8,
+    "native_layer_norm_backward": 14,
+    "native_batch_norm": 8,
+    "native_batch_norm_backward": 12,
+    "native_group_norm": 8,
+    "native_group_norm_backward": 14,
+    "_fused_rms_norm": 5,
+    "_fused_rms_norm_backward": 10,
+    "_softmax": 4,
+    "_log_softmax": 4,
+    "_softmax_backward_data": 4,
+    "_log_softmax_backward_data": 4,
+    "gelu": 8,
+    "gelu_backward": 14,
+    "silu": 4,
+    "silu_backward": 6,
+    "sigmoid_backward": 3,
+    "tanh_backward": 3,
+    "addcmul": 3,
+    "addcmul_": 3,
+    "addcdiv": 3,
+    "addcdiv_": 3,
+    "lerp": 3,
+    "lerp_": 3,
+    "lerp_.Scalar": 3,
+    "_fused_adam_": 14,
+    "_fused_adamw_": 14,
+    "_fused_sgd_": 6,
+    "_fused_adagrad_": 8,
+    "var_mean": 4,
+    "var": 4,
+}
+_LOOKUPS = {"embedding", "index", "index_select", "gather", "take_along_dim"}
+_OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "_foreach_copy_"}
+_FLOAT = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+
+
+def facts_of(
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    written: list[torch.Tensor],
+) -> Facts:
+    """Count what one call of an operator does.
+
+    Args:
+        func: The operator.
+        args: Its arguments, with fake tensors.
+        kwargs: Its keyword arguments, likewise.
+        result: What it returned.
+        written: Those of the arguments that it writes.
+
+    Returns:
+        The counts; the workspace as `workspace_of` declares it.
+    """
+    name = func._opname
+    if name in _NOTHING:
+        return Facts()
+    inputs, outputs = _tensors(args) + _tensors(tuple(kwargs.values())), _tensors(result)
+    identities = {id(tensor) for tensor in written}
+    made = [tensor for tensor in outputs if id(tensor) not in identities]
+    read = sum(map(touched_bytes, inputs))
+    if name in _LOOKUPS and inputs:
+        read += sum(map(touched_bytes, outputs)) - touched_bytes(inputs[0])
+    if name in _OVERWRITES:
+        read -= sum(map(touched_bytes, written))
+    return Facts(
+        _flops(func, name, args, kwargs, result, inputs, made + written),
+        max(0, read),
+        sum(map(touched_bytes, made)) + sum(map(touched_bytes, written)),
+        _workspace_bytes(name, args, made),
+    )
+
+
+def touched_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of the elements that a view shows, each once."""
+    num = 1
+    for extent, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if stride or not extent:
+            num *= extent
+    return num * tensor.element_size()
+
+
+def _flops(
+    func: torch._ops.OpOverload,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    inputs: list[torch.Tensor],
+    outputs: list[torch.Tensor],
+) -> int:
+    formula = flop_registry.get(func._overloadpacket)
+    if formula is not None:
+        return int(formula(*args, **kwargs, out_val=result))
+    if name.startswith("mkldnn_rnn_layer"):
+        return _rnn_flops(args, backward=name.endswith("backward"))
+    if name in _NO_ARITHMETIC:
+        return 0
+    tensors = [tensor for tensor in inputs + outputs if tensor.dtype in _FLOAT]
+    if not tensors:
+        return 0
+    per_element = _OPERATIONS_PER_ELEMENT.get(name, 1)
+    if name.startswith(("_foreach", "_fused_adam", "_fused_sgd", "_fused_adagrad")):
+        return per_element * sum(tensor.numel() for tensor in _tensors((args[0],)))
+    return per_element * max(tensor.numel() for tensor in tensors)
+
+
+def _rnn_flops(args: tuple[Any, ...], *, backward: bool) -> int:
+    """Two products of a matrix with the four gates' weights for each row of the sequence."""
+    rows = math.prod(args[0].shape[:-1])
+    forward = 2 * rows * sum(weight.numel() for weight in args[1:3])
+    return 2 * forward if backward else forward
+
+
+def _workspace_bytes(name: str, args: tuple[Any, ...], made: list[torch.Tensor]) -> int:
+    return 0
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []

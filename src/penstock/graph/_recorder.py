@@ -1,0 +1,513 @@
+"""Writes down every operator that torch runs, with the storages and versions that it touches.
+
+It is a dispatch mode on top of a `FakeTensorMode`: what it sees is what a kernel would be called
+with, below autograd, autocast and decompositions into other operators; nothing is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.errors import CaptureError
+from penstock.graph._encoding import (
+    CONSTANT,
+    EMPTY,
+    FULL,
+    GET_RNG_STATE,
+    SCALAR,
+    SET_RNG_STATE,
+    dtype_name,
+    encode_bytes,
+    encode_constant,
+)
+from penstock.graph._facts import Facts, facts_of, touched_bytes
+from penstock.graph._scalars import Expression, ScalarNode, traced_float, views_of
+from penstock.graph._schemas import Schema, draws, schema_of, writes_nothing
+from penstock.graph._step_graph import Kind, Phase, TensorView
+from penstock.graph._user_line import user_line
+
+aten = torch.ops.aten
+
+_MAX_CONSTANT_BYTES = 2**16  # of a tensor that the program makes from Python numbers
+_REFUSED = ("aten.set_.", "aten.resize_.", "aten.set_data.", "aten.resize_as_.")
+_FACTORIES: dict[str, float | str | None] = {  # the number, or the argument that has it
+    **dict.fromkeys(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")),
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), 0),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), 1),
+    **dict.fromkeys(("full", "full_like", "new_full"), "fill_value"),
+    "scalar_tensor": "s",
+}
+_SYMBOLS = (torch.SymFloat, torch.SymInt, torch.SymBool)
+
+
+@dataclass(slots=True)
+class Block:
+    """A storage that is being written down."""
+
+    name: str
+    num_bytes: int
+    kind: Kind
+    initial: int | None
+    current: int
+    handle: torch.UntypedStorage | None  # kept, so that no other storage gets its identity
+
+
+@dataclass(slots=True)
+class Draft:
+    """An operator that is being written down; the fields are those of `Operator`."""
+
+    name: str
+    target: str
+    phase: Phase
+    module: str = ""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    outputs: tuple[TensorView | None, ...] = ()
+    reads: list[int] = field(default_factory=list)
+    creates: list[int] = field(default_factory=list)
+    mutates: list[tuple[int, int]] = field(default_factory=list)
+    overwrites: list[tuple[int, int]] = field(default_factory=list)
+    random: bool = False
+    side_effect: bool = False
+    facts: Facts = field(default_factory=Facts)
+    dropped: list[int] = field(default_factory=list)  # results that nobody uses
+
+
+class Recorder(TorchDispatchMode):
+    """Writes operators down while it is active, on top of a fake tensor mode.
+
+    Args:
+        module_name: Returns the qualified name of the module that is running.
+    """
+
+    def __init__(self, module_name: Callable[[], str] = lambda: "") -> None:
+        super().__init__()
+        self.blocks: list[Block] = []
+        self.block_of_value: list[int] = []
+        self.drafts: list[Draft] = []
+        self.phase = Phase.FORWARD
+        self.guards: list[tuple[Expression, bool]] = []
+        self._module_name = module_name
+        self._block_of_handle: dict[int, int] = {}
+        self._module_of_node: dict[int, str] = {}
+        self._num_of_name: dict[str, int] = {}
+        self._concrete: dict[float, ScalarNode] = {}
+        self._paused = False
+
+    # What the step begins with.
+
+    def adopt(
+        self, tensor: torch.Tensor, name: str, kind: Kind, *, on_device: bool = True
+    ) -> TensorView:
+        """Take up a tensor that is there before the step begins.
+
+        Args:
+            tensor: A fake tensor.
+            name: Name of its storage, if that is new.
+            kind: What it holds.
+            on_device: False for what the host keeps, as the step counts of an optimizer.
+
+        Returns:
+            The view; other tensors of the same storage get the same value.
+        """
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._block_of_handle:
+            num_bytes = storage.nbytes() if on_device else 0
+            self._add_block(name, num_bytes, kind, storage, initial=True)
+        return self.view(tensor)
+
+    def adopt_number(self, name: str, hint: float) -> torch.SymFloat:
+        """Take up a Python number that may be another one at the next step."""
+        block = self._add_block(name, 0, Kind.SCALAR, None, initial=True)
+        view = TensorView(self.blocks[block].current, "float64", (), (), 0)
+        return traced_float(view, hint, self)
+
+    def view(self, tensor: torch.Tensor) -> TensorView:
+        """Return how a tensor looks at the current value of its storage."""
+        if tensor.layout is not torch.strided or tensor.is_complex():
+            raise CaptureError(
+                f"{user_line()}: a tensor of layout {tensor.layout} and {tensor.dtype} cannot be "
+                "captured; use dense tensors of real numbers (for embeddings sparse=False)"
+            )
+        block = self._block_of_handle[tensor.untyped_storage()._cdata]
+        return TensorView(
+            self.blocks[block].current,
+            dtype_name(tensor.dtype),
+            tuple(tensor.shape),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+        )
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's storage has been written down."""
+        return tensor.untyped_storage()._cdata in self._block_of_handle
+
+    def block(self, tensor: torch.Tensor) -> Block:
+        """Return the block of a tensor's storage."""
+        return self.blocks[self._block_of_handle[tensor.untyped_storage()._cdata]]
+
+    def _add_block(
+        self,
+        name: str,
+        num_bytes: int,
+        kind: Kind,
+        storage: torch.UntypedStorage | None,
+        *,
+        initial: bool = False,
+    ) -> int:
+        index, value = len(self.blocks), len(self.block_of_value)
+        self.block_of_value.append(index)
+        self.blocks.append(Block(name, num_bytes, kind, value if initial else None, value, storage))
+        if storage is not None:
+            self._block_of_handle[storage._cdata] = index
+        return index
+
+    # Operators.
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let operators run without writing them down."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default:
+            return self._number_of(args[0], func)
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        schema = schema_of(func)
+        if schema.composite:
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if schema.target.startswith(_REFUSED):
+            raise CaptureError(
+                f"{user_line()}: {schema.target} changes what memory a tensor has, which a step "
+                "graph cannot say; make a new tensor instead"
+            )
+        args = tuple(map(self._lifted, args))
+        result = _run_fake(func, args, kwargs)
+        self._write_down(func, schema, args, kwargs, result)
+        return result
+
+    def _lifted(self, value: Any) -> Any:
+        """Turn a real tensor among the arguments into a constant of the graph."""
+        if type(value) is torch.Tensor or isinstance(value, torch.nn.Parameter):
+            if isinstance(value, FakeTensor) or hasattr(value, "_wrapped_number"):
+                return value
+            return self._constant(value)
+        if type(value) in (list, tuple):
+            return type(value)(map(self._lifted, value))
+        return value
+
+    def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if tensor.is_meta or num_bytes > _MAX_CONSTANT_BYTES:
+            raise CaptureError(
+                f"{user_line()}: a tensor of shape {tuple(tensor.shape)} ({num_bytes} bytes) is "
+                "used that is neither a parameter, a buffer nor part of the batch; register it "
+                "with register_buffer(..., persistent=False), or make it in forward()"
+            )
+        draft = self._new_draft(CONSTANT, "constant")
+        with no_dispatch():
+            copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+            draft.args = (encode_bytes(copy),)
+        fake = torch.ops.aten.lift_fresh.default(copy)
+        self._add_outputs(draft, [fake])
+        self.drafts.append(draft)
+        return fake
+
+    def _write_down(
+        self,
+        func: Any,
+        schema: Schema,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
+        outputs = _results_of(result)
+        written = _written(schema, args, kwargs)
+        new = any(tensor is not None and not self.knows(tensor) for tensor in outputs)
+        if not (new or written or schema.side_effect):
+            return  # a view, or a question about a tensor
+        if func._opname in _FACTORIES and isinstance(result, torch.Tensor):
+            self._make_filled(func, args, kwargs, result)
+            return
+        draft = self._new_draft(schema.target, func._opname.strip("_"))
+        draft.random = draws(func, args, kwargs)
+        draft.side_effect = schema.side_effect
+        reads: dict[int, None] = {}
+        draft.args = tuple(self._encode(value, reads) for value in args)
+        draft.kwargs = {name: self._encode(value, reads) for name, value in kwargs.items()}
+        self._forbid_lost_numbers()
+        draft.facts = facts_of(func, args, kwargs, result, written)
+        for tensor in written:
+            self._mutate(draft, tensor)
+        old = {pair[0] for pair in draft.mutates}
+        draft.reads = [value for value in reads if value not in old]
+        self._add_outputs(draft, outputs)
+        if schema.pointwise and schema.has_out and isinstance(result, torch.Tensor):
+            self._add_overwrites(draft, result, args)
+        self.drafts.append(draft)
+
+    def _make_filled(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+    ) -> None:
+        """Write down a tensor full of one number; its likeness with another one is no need of it.
+
+        `zeros_like(x)` reads no byte of x, and x need not be there.
+        """
+        fill = _FACTORIES[func._opname]
+        if isinstance(fill, str):
+            names = [argument.name for argument in func._schema.arguments]
+            place = names.index(fill)
+            fill = args[place] if place < len(args) else kwargs[fill]
+        draft = self._new_draft(EMPTY if fill is None else FULL, func._opname)
+        reads: dict[int, None] = {}
+        if fill is not None:
+            draft.args = (self._encode(fill, reads),)
+            draft.facts = Facts(bytes_written=touched_bytes(result))
+        draft.reads = list(reads)
+        self._add_outputs(draft, [result])
+        self.drafts.append(draft)
+
+    def _new_draft(self, target: str, base: str) -> Draft:
+        return Draft(self._unique(base), target, self.phase, self._module())
+
+    def _unique(self, base: str) -> str:
+        num = self._num_of_name[base] = self._num_of_name.get(base, -1) + 1
+        return f"{base}_{num}" if num else base
+
+    def _module(self) -> str:
+        """Name the running module; in the backward pass the one whose gradient is calculated."""
+        if self.phase is Phase.FORWARD:
+            name = self._module_name()
+            # The node of the operator that runs was made just before.
+            node = torch.autograd._get_sequence_nr() - 1  # pyright: ignore
+            self._module_of_node.setdefault(node, name)
+            return name
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        return self._module_of_node.get(node._sequence_nr(), self._module_name())
+
+    def _mutate(self, draft: Draft, tensor: torch.Tensor) -> None:
+        block = self.block(tensor)
+        if any(pair[1] == block.current for pair in draft.mutates):
+            return  # two views of one storage
+        new = len(self.block_of_value)
+        self.block_of_value.append(self.block_of_value[block.current])
+        draft.mutates.append((block.current, new))
+        block.current = new
+
+    def _add_outputs(self, draft: Draft, outputs: list[torch.Tensor | None]) -> None:
+        for number, tensor in enumerate(outputs):
+            if tensor is not None and not self.knows(tensor):
+                storage = tensor.untyped_storage()
+                name = f"{draft.name}.{number}" if number else draft.name
+                block = self._add_block(name, storage.nbytes(), Kind.ACTIVATION, storage)
+                draft.creates.append(self.blocks[block].current)
+        draft.outputs = tuple(None if tensor is None else self.view(tensor) for tensor in outputs)
+
+    def _add_overwrites(self, draft: Draft, result: torch.Tensor, args: tuple[Any, ...]) -> None:
+        """Find operands in whose place the result may be written, element over element."""
+        if not draft.creates or draft.mutates:
+            return
+        num_bytes = result.untyped_storage().nbytes()
+        for tensor in args:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.dtype == result.dtype
+                and tensor.shape == result.shape
+                and tensor.stride() == result.stride()
+                and tensor.storage_offset() == 0
+                and tensor.untyped_storage().nbytes() == num_bytes > 0
+            ):
+                draft.overwrites.append((self.block(tensor).current, draft.creates[0]))
+
+    def _encode(self, value: Any, reads: dict[int, None]) -> Any:
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if type(value) is float:
+            node = self._concrete.pop(value, None) if self._concrete else None
+            return value if node is None else self._encode_number(node, reads)
+        if isinstance(value, torch.Tensor):
+            wrapped = getattr(value, "_wrapped_number", None)
+            if wrapped is not None:
+                return self._encode_number(wrapped.node, reads)
+            view = self.view(value)
+            reads[view.value] = None
+            return view
+        if isinstance(value, _SYMBOLS):
+            return self._encode_number(value.node, reads)
+        if isinstance(value, (list, tuple)):
+            return tuple(self._encode(item, reads) for item in value)
+        plain = encode_constant(value)
+        if plain is None:
+            raise CaptureError(
+                f"{user_line()}: an operator has an argument of type {type(value).__name__} "
+                f"({value!r}), which cannot be written down; generators: use the default one"
+            )
+        return plain
+
+    # Numbers.
+
+    def _encode_number(self, node: Any, reads: dict[int, None]) -> Mapping[str, Any]:
+        for view in views_of(node.expression):
+            reads[view.value] = None
+        return {"scalar": node.expression}
+
+    def _number_of(self, tensor: torch.Tensor, func: Any) -> Any:
+        """Answer `tensor.item()`: possible for the optimizer's own counters only."""
+        if not isinstance(tensor, FakeTensor):
+            with no_dispatch():
+                return func(tensor)
+        known = self.knows(tensor)
+        block = self.block(tensor) if known else None
+        if block is not None and block.kind is Kind.OPTIMIZER_STATE and block.num_bytes == 0:
+            draft = self._new_draft(SCALAR, "number")
+            view = self.view(tensor)
+            draft.args, draft.reads = (view,), [view.value]
+            index = self._add_block(draft.name, 0, Kind.SCALAR, None)
+            value = self.blocks[index].current
+            draft.creates = [value]
+            draft.outputs = (TensorView(value, view.dtype, (), (), 0),)
+            self.drafts.append(draft)
+            return traced_float(draft.outputs[0], 2.0, self)
+        if tensor.constant is not None:
+            with no_dispatch():
+                return func(tensor.constant)
+        raise CaptureError(
+            f"{user_line()}: the program asks for a number that only the data can tell (item(), "
+            "bool(), float(), tolist() or an if on a tensor); a captured step has one course of "
+            "events: keep the number a tensor, as with torch.where, or move this out of the step"
+        )
+
+    def decide(self, node: ScalarNode) -> bool:
+        """Take a branch on a hyper-parameter, and note that it has to stay the same."""
+        starts = {self._hyper_parameter(view) for view in views_of(node.expression)}
+        if False in starts:
+            raise CaptureError(
+                f"{user_line()}: the optimizer branches on a step count or another number of its "
+                "state, so that its steps differ; use an optimizer whose steps are alike, as SGD, "
+                "Adam, AdamW, Adagrad"
+            )
+        self.guards.append((node.expression, bool(node.hint)))
+        return bool(node.hint)
+
+    def _hyper_parameter(self, view: TensorView) -> bool:
+        return self.blocks[self.block_of_value[view.value]].initial == view.value
+
+    def concrete(self, node: ScalarNode) -> float:
+        """Return a float that only this number has, to find it again among the next arguments.
+
+        Operators such as the fused optimizers take a `float`, through which nothing can be traced.
+        """
+        value = float(node.hint)
+        while value in self._concrete or value == node.hint:
+            value = math.nextafter(value, math.inf)
+        self._concrete[value] = node
+        return value
+
+    def _forbid_lost_numbers(self) -> None:
+        if self._concrete:
+            self._concrete.clear()
+            raise CaptureError(
+                f"{user_line()}: a learning rate or step count becomes a plain Python number "
+                "(float(), math.sqrt()), so that a change of it would go unnoticed; calculate "
+                "with + - * / ** only"
+            )
+
+    # Random state.
+
+    def get_rng_state(self) -> torch.Tensor:
+        """Stand in for `torch.get_rng_state` during the capture."""
+        draft = self._new_draft(GET_RNG_STATE, "get_rng_state")
+        with self.paused():
+            state = torch.empty(5056, dtype=torch.uint8)
+        index = self._add_block(draft.name, 0, Kind.SCALAR, state.untyped_storage())
+        draft.creates = [self.blocks[index].current]
+        draft.outputs = (self.view(state),)
+        draft.random = True
+        self.drafts.append(draft)
+        return state
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Stand in for `torch.set_rng_state` during the capture."""
+        if not self.knows(state):
+            raise CaptureError(
+                f"{user_line()}: the random state is set to one that was not taken in this step"
+            )
+        draft = self._new_draft(SET_RNG_STATE, "set_rng_state")
+        view = self.view(state)
+        draft.args, draft.reads = (view,), [view.value]
+        draft.random = draft.side_effect = True
+        self.drafts.append(draft)
+
+
+def _run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return func(*map(_hint, args), **{name: _hint(value) for name, value in kwargs.items()})
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise CaptureError(
+            f"{user_line()}: the shape or value of the result of {error.func} depends on the data; "
+            "a captured step has static shapes: pad to a fixed size, or mask with torch.where"
+        ) from error
+    except UnsupportedOperatorException as error:
+        raise CaptureError(
+            f"{user_line()}: operator {error.func} has no fake kernel, so that its result's shape "
+            "is unknown; register one with torch.library.register_fake"
+        ) from error
+
+
+def _hint(value: Any) -> Any:
+    """Replace traced numbers by numbers; shapes do not depend on them."""
+    if isinstance(value, _SYMBOLS):
+        return value.node.hint
+    if type(value) in (list, tuple):
+        return type(value)(map(_hint, value))
+    if type(value) is torch.Tensor:
+        wrapped = getattr(value, "_wrapped_number", None)
+        return value if wrapped is None else wrapped.node.hint
+    return value
+
+
+def _results_of(result: Any) -> list[torch.Tensor | None]:
+    """Flatten what an operator returned; None for a result that was not asked for."""
+    if isinstance(result, (list, tuple)):
+        return [tensor for item in result for tensor in _results_of(item)]
+    return [result if isinstance(result, torch.Tensor) else None]
+
+
+def _written(
+    schema: Schema, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[torch.Tensor]:
+    if not (schema.written or schema.written_names) or writes_nothing(schema, args):
+        return []
+    values: Iterable[Any] = [args[position] for position in schema.written if position < len(args)]
+    values = [*values, *(kwargs[name] for name in schema.written_names if name in kwargs)]
+    found = [tensor for value in values for tensor in _results_of(value)]
+    return [tensor for tensor in found if tensor is not None]

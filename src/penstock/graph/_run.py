@@ -1,0 +1,184 @@
+"""Runs a step graph operator by operator, without a plan: the reference for every execution.
+
+It reads nothing but the graph's data, so it also proves that the data is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import PenstockError
+from penstock.graph._bindings import (
+    bind_batch,
+    bind_group_tensors,
+    bind_model,
+    bind_numbers,
+    bind_state,
+)
+from penstock.graph._encoding import (
+    CONSTANT,
+    EMPTY,
+    FULL,
+    GET_RNG_STATE,
+    SCALAR,
+    SET_RNG_STATE,
+    decode,
+    dtype_named,
+    resolve,
+)
+from penstock.graph._scalars import evaluate
+from penstock.graph._step_graph import Kind, Operator, StepGraph, TensorView
+
+
+def run(
+    graph: StepGraph,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    *,
+    loss: object = None,
+) -> torch.Tensor:
+    """Run one captured training step with the real parameters, in program order.
+
+    Parameters, buffers and the optimizer's state are updated in place, as
+    `loss.backward(); optimizer.step()` would; gradients are not kept.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> batch = (torch.ones(3, 4),)
+        >>> from penstock.graph import capture
+        >>> graph = capture(model, optimizer, batch, loss=lambda output, batch: output.sum())
+        >>> run(graph, model, optimizer, batch) > run(graph, model, optimizer, batch)
+        tensor(True)
+
+    Args:
+        graph: The step, captured or loaded.
+        model: The model that it was captured of, or one of the same kind.
+        optimizer: Its optimizer; state that does not exist yet is made.
+        batch: A batch of the captured form.
+        loss: The loss, if it is a module with parameters or buffers.
+
+    Returns:
+        The loss, detached.
+
+    Raises:
+        GraphFileError: The graph is of another model or optimizer.
+        ValueError: The batch has another form.
+    """
+    tensors = bind_model(graph, model, loss) | bind_batch(graph, batch)
+    tensors |= bind_state(graph, model, optimizer, loss) | bind_group_tensors(graph, optimizer)
+    step = _Run(graph, tensors, bind_numbers(graph, optimizer))
+    with torch.no_grad(), torch.autocast(graph.device, enabled=False):
+        return step.run()
+
+
+class _Run:
+    """One execution: the memory of each storage that has some now."""
+
+    def __init__(
+        self, graph: StepGraph, tensors: Mapping[str, torch.Tensor], numbers: dict[int, float]
+    ) -> None:
+        self._graph = graph
+        self._numbers: dict[int, float] = dict(numbers)
+        self._memory: dict[int, torch.UntypedStorage] = {}
+        for name, tensor in tensors.items():
+            storage = graph.storage_of_value[graph.tensors[name].value]
+            self._memory[storage] = tensor.untyped_storage()
+        devices = {each.device for name, each in tensors.items() if name.startswith("model.")}
+        self._device = devices.pop() if devices else torch.device(graph.device)
+        self._dying = _last_uses(graph)
+
+    def run(self) -> torch.Tensor:
+        for index, operator in enumerate(self._graph.operators):
+            self._run_operator(operator)
+            for storage in self._dying.get(index, ()):
+                self._memory.pop(storage, None)
+        assert self._graph.loss is not None
+        return self._tensor(self._graph.loss).clone()
+
+    def _run_operator(self, operator: Operator) -> None:
+        args = [decode(each, self._device, self._tensor, self._number) for each in operator.args]
+        if operator.target == SCALAR:
+            self._numbers[operator.creates[0]] = args[0].item()
+            return
+        kwargs = {
+            name: decode(value, self._device, self._tensor, self._number)
+            for name, value in operator.kwargs.items()
+        }
+        results = _flat(self._call(operator, args, kwargs))
+        for view, result in zip(operator.outputs, results, strict=True):
+            if view is not None and view.value in operator.creates:
+                self._keep(operator, view, result)
+
+    def _call(self, operator: Operator, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if operator.target == SET_RNG_STATE:
+            torch.set_rng_state(args[0])
+            return []
+        if operator.target == GET_RNG_STATE:
+            return torch.get_rng_state()
+        if operator.target in (EMPTY, FULL, CONSTANT):
+            view = operator.outputs[0]
+            assert view is not None
+            made = torch.empty_strided(
+                view.shape, view.stride, dtype=dtype_named(view.dtype), device=self._device
+            )
+            if operator.target == FULL:
+                made.fill_(args[0])
+            elif operator.target == CONSTANT and made.numel():
+                made.copy_(torch.frombuffer(args[0], dtype=made.dtype).view(made.shape))
+            return made
+        return resolve(operator.target)(*args, **kwargs)
+
+    def _keep(self, operator: Operator, view: TensorView, result: torch.Tensor) -> None:
+        """Take a result over; a kernel must not give another one than its fake twin promised."""
+        storage = self._graph.storage_of_value[view.value]
+        promised = (view.dtype, view.shape, self._graph.storages[storage].num_bytes)
+        given = (str(result.dtype)[6:], tuple(result.shape), result.untyped_storage().nbytes())
+        if given[:2] != promised[:2]:
+            raise PenstockError(
+                f"{operator.target} ({operator.name}) gave dtype and shape {given[:2]}, and its "
+                f"fake kernel had promised {promised[:2]}: this operator cannot be planned"
+            )
+        if (result.stride(), result.storage_offset()) != (view.stride, view.offset):
+            laid_out = torch.empty_strided(
+                view.shape, view.stride, dtype=result.dtype, device=result.device
+            )
+            result = laid_out.copy_(result)
+        self._memory[storage] = result.untyped_storage()
+
+    def _tensor(self, view: TensorView) -> torch.Tensor:
+        memory = self._memory[self._graph.storage_of_value[view.value]]
+        tensor = torch.empty(0, dtype=dtype_named(view.dtype), device=memory.device)
+        return tensor.set_(memory, view.offset, view.shape, view.stride)  # pyright: ignore
+
+    def _number(self, expression: Any) -> Any:
+        return evaluate(expression, self._read)
+
+    def _read(self, view: TensorView) -> float | int:
+        number = self._numbers.get(view.value)
+        return self._tensor(view).item() if number is None else number
+
+
+def _last_uses(graph: StepGraph) -> dict[int, list[int]]:
+    """For each operator the storages that nobody needs after it."""
+    last: dict[int, int] = {}
+    for index, operator in enumerate(graph.operators):
+        for value in operator.needs + operator.makes:
+            last[graph.storage_of_value[value]] = index
+    dying: dict[int, list[int]] = {}
+    for storage, index in last.items():
+        block = graph.storages[storage]
+        if block.final is None and block.kind is not Kind.INPUT:
+            dying.setdefault(index, []).append(storage)
+    return dying
+
+
+def _flat(result: Any) -> list[Any]:
+    if isinstance(result, list | tuple):
+        return [item for each in result for item in _flat(each)]
+    return [result]

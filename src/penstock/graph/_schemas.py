@@ -1,0 +1,84 @@
+"""What an operator does to its arguments, by its schema and where the schema keeps silent."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+aten = torch.ops.aten
+
+_UNDECLARED_WRITES: dict[str, tuple[int, ...]] = {
+    # Running statistics, which the schema does not mark as written.
+    "aten.native_batch_norm.default": (3, 4),
+    "aten.cudnn_batch_norm.default": (3, 4),
+    "aten.miopen_batch_norm.default": (3, 4),
+}
+_TRAINING_ARGUMENT = 5  # of the same three
+
+
+class Schema(NamedTuple):
+    """What a capture wants to know about an operator.
+
+    Attributes:
+        target: Its name, as `"aten.addmm.default"`.
+        written: Positions of the arguments that it writes.
+        written_names: Names of the keyword arguments that it writes.
+        random: Whether it draws random numbers.
+        pointwise: Whether each element of the result depends on the same element of operands.
+        composite: Whether it is made of other operators, which are captured instead.
+        has_out: Whether a variant writes its result to a given place.
+        side_effect: Whether it matters although nobody reads a result.
+    """
+
+    target: str
+    written: tuple[int, ...]
+    written_names: tuple[str, ...]
+    random: bool
+    pointwise: bool
+    composite: bool
+    has_out: bool
+    side_effect: bool
+
+
+@functools.cache
+def schema_of(func: torch._ops.OpOverload) -> Schema:
+    """Return what is known about an operator."""
+    target = f"{func.namespace}.{func._opname}.{func._overloadname}"
+    written, names = list(_UNDECLARED_WRITES.get(target, ())), []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            names.append(argument.name)
+            if not argument.kwarg_only:
+                written.append(position)
+    packet = func._overloadpacket
+    overloads = packet.overloads()
+    return Schema(
+        target=target,
+        written=tuple(written),
+        written_names=tuple(names),
+        random=torch.Tag.nondeterministic_seeded in func.tags,
+        pointwise=torch.Tag.pointwise in func.tags,
+        composite=func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd),
+        has_out=any(name.endswith(("out", "grad_input")) for name in overloads),
+        side_effect="_assert" in target,
+    )
+
+
+def writes_nothing(schema: Schema, args: tuple[Any, ...]) -> bool:
+    """Whether a batch norm uses its running statistics instead of updating them."""
+    return schema.target in _UNDECLARED_WRITES and not args[_TRAINING_ARGUMENT]
+
+
+def draws(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call draws random numbers: attention with a dropout of zero does not."""
+    if not schema_of(func).random:
+        return False
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            given = args[position] if position < len(args) else kwargs.get(argument.name, 0.0)
+            return given != 0.0
+        if argument.name == "train" and position < len(args):
+            return bool(args[position])
+    return True

@@ -1,0 +1,146 @@
+"""Fake tensors in the place of a model's, an optimizer's and a batch's real ones.
+
+They have shape, strides, dtype and device but no memory, and they share storages as the real ones
+do. What they replace is put back afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from penstock.errors import CaptureError
+
+_KINDS_OF_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
+
+
+class StandIns:
+    """Makes fake tensors, each real one's only once.
+
+    Args:
+        mode: The fake tensor mode that they belong to.
+        device: Where tensors of the meta device are taken to be.
+    """
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
+        self._mode = mode
+        self._device = device
+        self._of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id: (real one, stand-in)
+        self._base_of_storage: dict[int, torch.Tensor] = {}
+
+    def __contains__(self, real: object) -> bool:
+        return id(real) in self._of
+
+    def of(self, real: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the fake tensor that stands for a real one.
+
+        Args:
+            real: A dense tensor, also a fake one or one on the meta device.
+            name: What it is called in messages.
+
+        Returns:
+            The same for the same tensor; a leaf, with the real one's `requires_grad`.
+
+        Raises:
+            CaptureError: It is sparse, complex, or of a class that computes otherwise.
+        """
+        if id(real) not in self._of:
+            if type(real) not in _KINDS_OF_TENSORS and not isinstance(real, nn.Parameter):
+                raise CaptureError(
+                    f"{name} is a {type(real).__name__}, whose operators a capture does not see; "
+                    "pass ordinary tensors (of a sharded model: each rank its local ones)"
+                )
+            if real.layout is not torch.strided or real.is_complex() or real.is_nested:
+                raise CaptureError(
+                    f"{name} has layout {real.layout} and {real.dtype}; a step graph knows dense "
+                    "tensors of real numbers"
+                )
+            with self._mode, torch.no_grad():
+                fake = self._make(real)
+                if isinstance(real, nn.Parameter):
+                    fake = nn.Parameter(fake, requires_grad=real.requires_grad)
+            if real.requires_grad and not fake.requires_grad:
+                fake.requires_grad_()
+            self._of[id(real)] = (real, fake)
+        return self._of[id(real)][1]
+
+    def _make(self, real: torch.Tensor) -> torch.Tensor:
+        device = self._device if real.is_meta else real.device
+        storage = real.untyped_storage()
+        base = self._base_of_storage.get(storage._cdata)
+        if base is None:
+            whole = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
+            if whole.untyped_storage().nbytes() == storage.nbytes() and not real.storage_offset():
+                self._base_of_storage[storage._cdata] = whole
+                return whole
+            num_elements = storage.nbytes() // real.element_size()
+            base = torch.empty(num_elements, dtype=real.dtype, device=device)
+            self._base_of_storage[storage._cdata] = base
+        if base.dtype != real.dtype:
+            base = base.as_strided((base.untyped_storage().nbytes() // base.element_size(),), (1,))
+            base = base.view(real.dtype)
+        return base.as_strided(real.shape, real.stride(), real.storage_offset()).detach()
+
+    def in_tree(self, value: Any, name: str) -> Any:
+        """Replace the tensors in dictionaries, lists and tuples; everything else stays."""
+        if isinstance(value, torch.Tensor):
+            return self.of(value, name)
+        if isinstance(value, Mapping):
+            return {key: self.in_tree(item, f"{name}.{key}") for key, item in value.items()}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self.in_tree(item, f"{name}.{i}") for i, item in enumerate(value)))
+        if isinstance(value, (list, tuple)):
+            items = (self.in_tree(item, f"{name}.{i}") for i, item in enumerate(value))
+            return type(value)(items)
+        return value
+
+    @contextlib.contextmanager
+    def inside(self, module: nn.Module) -> Iterator[None]:
+        """Put the stand-ins into a model, and put everything back as it was."""
+        modules = list(module.modules())
+        saved = [
+            (each, dict(each.__dict__), dict(each._parameters), dict(each._buffers))
+            for each in modules
+        ]
+        try:
+            for each in modules:
+                self._replace_in(each)
+            yield
+        finally:
+            for each, attributes, parameters, buffers in saved:
+                each.__dict__.clear()
+                each.__dict__.update(attributes)
+                each._parameters.clear()
+                each._parameters.update(parameters)
+                each._buffers.clear()
+                each._buffers.update(buffers)
+
+    def _replace_in(self, module: nn.Module) -> None:
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = self.of(tensor, name)  # pyright: ignore
+        for name, value in module.__dict__.items():
+            if isinstance(value, torch.Tensor) and value in self:
+                module.__dict__[name] = self.of(value, name)
+            # As the flat list of weights that recurrent layers keep.
+            elif type(value) in (list, tuple) and any(item in self for item in value):
+                items = [self.of(item, name) if item in self else item for item in value]
+                module.__dict__[name] = type(value)(items)
+
+
+def tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in dictionaries, lists and tuples, with their paths."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{name}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from tensors_in(item, f"{name}.{index}")
