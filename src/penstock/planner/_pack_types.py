@@ -1,0 +1,132 @@
+"""What goes into the packer and what comes out: buffers with lifetimes, offsets with a height."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from penstock.tables import report_table
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """Something that needs consecutive bytes for a while.
+
+    Example:
+        >>> Buffer(0, 10, 4096, alignment=512, gaps=((3, 7),)).spans
+        ((0, 3), (7, 10))
+    """
+
+    lower: int
+    """When it begins to need room."""
+    upper: int
+    """When it has ceased to need room: lifetimes are half-open, `[lower, upper)`."""
+    size: int
+    """Bytes, or whatever unit the capacity has; may be zero."""
+    alignment: int = 1
+    """Its offset is a multiple of this."""
+    offset: int | None = None
+    """Where it must lie, or None where the packer decides."""
+    gaps: tuple[tuple[int, int], ...] = ()
+    """Half-open intervals within the lifetime in which it needs no room; it comes back to the same
+    offset."""
+
+    def __post_init__(self) -> None:
+        if not self.lower < self.upper:
+            raise ValueError(
+                f"lower={self.lower}, upper={self.upper}: a lifetime is half-open, [lower, upper), "
+                "and must not be empty"
+            )
+        if self.size < 0:
+            raise ValueError(f"size={self.size}: must be zero or more")
+        if self.alignment < 1:
+            raise ValueError(f"alignment={self.alignment}: must be one or more")
+        if self.offset is not None and (self.offset < 0 or self.offset % self.alignment):
+            raise ValueError(
+                f"offset={self.offset}: must be zero or more and a multiple of "
+                f"alignment={self.alignment}"
+            )
+        if any(not start < end for start, end in self.gaps):
+            raise ValueError(f"gaps={self.gaps}: each must be half-open, (start, end), not empty")
+        if not self.spans:
+            raise ValueError(f"gaps={self.gaps} leave nothing of [{self.lower}, {self.upper})")
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """The half-open intervals in which it needs room, in their order."""
+        spans, start = [], self.lower
+        for gap_start, gap_end in sorted(self.gaps):
+            if start < min(gap_start, self.upper):
+                spans.append((start, min(gap_start, self.upper)))
+            start = max(start, gap_end)
+        if start < self.upper:
+            spans.append((start, self.upper))
+        return tuple(spans)
+
+
+BufferLike: TypeAlias = Buffer | Sequence[int]
+"""A `Buffer`, or `(lower, upper, size)`."""
+
+
+def as_buffers(buffers: Sequence[BufferLike]) -> list[Buffer]:
+    """`buffers` as `Buffer`s.
+
+    Raises:
+        TypeError: One is neither a `Buffer` nor three numbers.
+        ValueError: One cannot be; the message begins with its index.
+    """
+    result = []
+    for index, buffer in enumerate(buffers):
+        if isinstance(buffer, Buffer):
+            result.append(buffer)
+            continue
+        try:
+            lower, upper, size = buffer
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"buffers[{index}]={buffer!r}: must be a Buffer or (lower, upper, size)"
+            ) from None
+        try:
+            result.append(Buffer(int(lower), int(upper), int(size)))
+        except ValueError as error:
+            raise ValueError(f"buffers[{index}]: {error}") from None
+    return result
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Packing:
+    """Where each buffer lies, and how good that is; printing it shows a table without the offsets.
+
+    Example:
+        >>> pack([(0, 2, 4), (1, 3, 4)]).offsets
+        (0, 4)
+    """
+
+    offsets: tuple[int, ...]
+    """One for each buffer, in the order in which they were given."""
+    height: int
+    """What the packing needs: the largest offset plus size."""
+    lower_bound: int
+    """No packing of these buffers needs less."""
+    optimal: bool
+    """Whether `height` equals `lower_bound`."""
+    method: str
+    """What found it: "best fit" or "search"."""
+    engine: str
+    """What ran: "c++", or "python" where there is no compiler (then there is no search)."""
+    num_buffers: int
+    num_parts: int
+    """Groups of buffers that are never alive together, each packed by itself; 1 in Python."""
+    num_nodes: int
+    """Placements that the search tried."""
+    pack_seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as a dictionary that JSON can hold."""
+        return {**dataclasses.asdict(self), "offsets": list(self.offsets)}
+
+    def __str__(self) -> str:
+        fields = self.to_dict()
+        del fields["offsets"]
+        return report_table(fields.items(), title="packing")
