@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock import (
         activations,
+        batching,
         codegen,
         errors,
         integrations,
@@ -38,6 +39,7 @@ __all__ = [
     "UnifiedTensor",
     "__version__",
     "activations",
+    "batching",
     "codegen",
     "errors",
     "integrations",

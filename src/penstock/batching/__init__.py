@@ -1,0 +1,6 @@
+"""Batches that fit: batch samplers that fill a byte budget."""
+
+from penstock.batching._costs import SampleCosts
+from penstock.batching._sampler import BalancedBatchSampler
+
+__all__ = ["BalancedBatchSampler", "SampleCosts"]

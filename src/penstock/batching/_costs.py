@@ -1,0 +1,128 @@
+"""What each sample of a data set costs, checked once: all that packing needs to know.
+
+A batch costs what it would with no sample at all, plus what its samples cost one by one, plus what
+padding makes of them: every padded cost counts as the largest of the batch for each of its samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+# Sums of costs stay exact in 64 bits, also while one sample more than fits is tried.
+_MAX_TOTAL_BYTES = 1 << 61
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleCosts:
+    """Bytes that the samples of a data set need, as `ByteModel.costs` predicts them.
+
+    Example:
+        >>> costs = SampleCosts(
+        ...     fixed_bytes=100,
+        ...     summed_bytes=np.array([10, 20, 30]),
+        ...     padded_bytes=(np.array([4, 1, 2]),),
+        ... )
+        >>> costs.of_batch([1, 2])  # 100 + (20 + 30) + 2 * max(1, 2)
+        154
+    """
+
+    fixed_bytes: int = 0
+    """Bytes of every batch, whatever is in it."""
+    summed_bytes: Integers
+    """Bytes that a sample adds to any batch: int64 of shape `[num_samples]`."""
+    padded_bytes: tuple[Integers, ...] = field(default=())
+    """Bytes that a sample needs if it is the longest of its batch, and that then each sample of
+    that batch needs too: any number of int64 arrays of shape `[num_samples]`, each with a maximum
+    of its own."""
+
+    def __len__(self) -> int:
+        return len(self.summed_bytes)
+
+    def of_batch(self, samples: Sequence[int] | Integers) -> int:
+        """Return the bytes of one batch.
+
+        Args:
+            samples: Numbers of its samples.
+
+        Returns:
+            Bytes; `fixed_bytes` for an empty batch.
+        """
+        chosen = np.asarray(samples, dtype=np.int64)
+        if len(chosen) == 0:
+            return self.fixed_bytes
+        padded = sum(int(each[chosen].max()) for each in self.padded_bytes)
+        return self.fixed_bytes + int(self.summed_bytes[chosen].sum()) + len(chosen) * padded
+
+    def alone(self) -> Integers:
+        """Return the bytes of every sample as a batch of its own: int64 of `[num_samples]`."""
+        total = self.summed_bytes + self.fixed_bytes
+        for each in self.padded_bytes:
+            total = total + each
+        return total
+
+    def extended(self, more_bytes: Sequence[int]) -> SampleCosts:
+        """Return these costs with further samples, which are not padded."""
+        added = np.asarray(more_bytes, dtype=np.int64)
+        return SampleCosts(
+            fixed_bytes=self.fixed_bytes,
+            summed_bytes=np.concatenate([self.summed_bytes, added]),
+            padded_bytes=tuple(
+                np.concatenate([each, np.zeros_like(added)]) for each in self.padded_bytes
+            ),
+        )
+
+
+def numbers_of(values: Any, *, name: str) -> Floats | Integers:
+    """Turn a sequence, an array or a tensor into one row of numbers >= 0; integers stay integers.
+
+    Raises:
+        TypeError: `values` are not numbers.
+        ValueError: there is no value, more than one axis, or a value below 0 or not finite.
+    """
+    if hasattr(values, "detach"):  # a tensor, on whatever device
+        values = values.detach().cpu().numpy()
+    array = np.asarray(values)
+    if array.dtype.kind not in "iufb":
+        raise TypeError(
+            f"{name} must be numbers, one per sample; got {type(values).__name__} "
+            f"of dtype {array.dtype}"
+        )
+    if array.ndim != 1:
+        raise ValueError(f"{name} must have one axis; got shape {array.shape}")
+    if len(array) == 0:
+        raise ValueError(f"{name} is empty; give one number per sample, at least one")
+    wrong = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
+    if len(wrong):
+        raise ValueError(
+            f"{name} must be finite and >= 0; sample {wrong[0]} has {array[wrong[0]]} "
+            f"({len(wrong)} of {len(array)} are wrong)"
+        )
+    if array.dtype.kind != "f":
+        if int(array.max()) > _MAX_TOTAL_BYTES:
+            raise ValueError(f"{name} must be at most {_MAX_TOTAL_BYTES}; got {array.max()}")
+        return array.astype(np.int64)
+    return array.astype(np.float64)
+
+
+def whole_bytes(values: Any, *, name: str) -> Integers:
+    """Turn numbers >= 0 into whole bytes, rounded up, whose sum 64 bits can hold.
+
+    Raises:
+        TypeError: `values` are not numbers.
+        ValueError: a value is wrong, or the sum is too large.
+    """
+    numbers = numbers_of(values, name=name)
+    total = float(numbers.sum(dtype=np.float64))
+    if total > _MAX_TOTAL_BYTES:
+        raise ValueError(f"{name} must sum to at most {_MAX_TOTAL_BYTES} bytes; got {total:.4g}")
+    if numbers.dtype.kind == "f":  # only then: floats cannot tell large integers apart
+        numbers = np.ceil(numbers)
+    return numbers.astype(np.int64)

@@ -1,0 +1,262 @@
+"""Which sample goes into which batch: dealing to windows, and packing the batches of a window.
+
+A window is a group of batches that are filled together. Samples are dealt to the windows by size,
+so that every window gets its share of the large ones, and at random among those of one size, so
+that every epoch composes its batches anew. Within a window the largest sample comes first and goes
+into the lightest batch (longest processing time first, Graham 1969).
+
+Everything here is arrays and a seeded generator: no ranks, no epochs, no data loaders.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from typing import Any
+
+import numpy as np
+
+from penstock.batching._costs import Floats, Integers, SampleCosts
+
+NOWHERE = -1
+"""The batch of a sample that fits into none."""
+
+# From so many windows on, a step for all of them at once is faster than one step of a heap each.
+_MANY_WINDOWS = 24
+_JITTER = 0.1  # relative, of the sizes by which a single window is sorted
+
+
+def shares(total: int, parts: int) -> Integers:
+    """Divide `total` into whole parts that differ by at most one, the larger ones first."""
+    base, rest = divmod(total, parts)
+    return np.full(parts, base, dtype=np.int64) + (np.arange(parts) < rest)
+
+
+def windows_of(num_batches: int, window: int) -> Integers:
+    """Return how many batches each window has: about `window`, and two windows where possible.
+
+    With a single window the same large samples would meet in every epoch.
+    """
+    num_windows = max(-(-num_batches // window), min(2, num_batches // 2), 1)
+    return shares(num_batches, num_windows)
+
+
+def deal(
+    sizes: Floats | Integers, batches_of: Integers, random: np.random.Generator | None
+) -> tuple[Integers, Integers]:
+    """Deal samples to windows, as many as each window has batches.
+
+    Args:
+        sizes: What samples are sorted by, `[num_samples]`.
+        batches_of: Batches per window, differing by at most one, the larger ones first.
+        random: None deals consecutive samples to a window.
+
+    Returns:
+        The samples by window, the largest of a window first, `[num_samples]`, and where each
+        window's begin, `[num_windows + 1]`.
+    """
+    num_samples, num_windows = len(sizes), len(batches_of)
+    num_batches = int(batches_of.sum())
+    base, rest = divmod(num_samples, num_batches)
+    if random is None:
+        counts = base * batches_of + np.diff(np.minimum(np.cumsum([0, *batches_of]), rest))
+        window = np.repeat(np.arange(num_windows), counts)
+        by_window = np.lexsort((-sizes, window))
+        return by_window, np.concatenate([[0], np.cumsum(counts)])
+    keys = -np.asarray(sizes, dtype=np.float64)
+    if num_windows == 1:
+        keys = keys * (1 + _JITTER * random.standard_normal(num_samples))
+    shuffled = random.permutation(num_samples)
+    largest_first = shuffled[np.argsort(keys[shuffled], kind="stable")]
+    # In each round every window gets one sample, in random order; in the last of `rounds` rounds
+    # only those that have a batch more. `base` times that, every batch has `base` samples.
+    rounds = int(batches_of.min())
+    num_larger = int((batches_of > rounds).sum())
+    everyone = random.random((base * rounds, num_windows)).argsort(axis=1)
+    larger = random.random((base, num_larger)).argsort(axis=1)
+    turns = np.concatenate([everyone.reshape(base, -1), larger], axis=1).ravel()
+    last = random.permutation(np.repeat(np.arange(num_windows), batches_of))[:rest]
+    window = np.concatenate([turns, last])
+    counts = np.bincount(window, minlength=num_windows)
+    by_window = largest_first[np.argsort(window, kind="stable")]
+    return by_window, np.concatenate([[0], np.cumsum(counts)])
+
+
+def lightest_first(
+    costs: Floats | Integers,
+    starts: Integers,
+    batches_of: Integers,
+    *,
+    most_samples: Integers | None = None,
+    most_cost: int | None = None,
+) -> Integers:
+    """Put the samples of each window, in their order, into its lightest batch that has room.
+
+    Args:
+        costs: Of the samples by window, `[num_samples]`.
+        starts: Where each window's samples begin, `[num_windows + 1]`.
+        batches_of: Batches per window.
+        most_samples: How many samples each batch may have, `[num_batches]`.
+        most_cost: What each batch may cost.
+
+    Returns:
+        The batch of each sample, or `NOWHERE`, `[num_samples]`.
+    """
+    first_batch = np.concatenate([[0], np.cumsum(batches_of)])
+    most = np.full(first_batch[-1], len(costs)) if most_samples is None else most_samples
+    pack = _pack_together if len(batches_of) >= _MANY_WINDOWS else _pack_one_by_one
+    return pack(costs, starts, first_batch, most, most_cost)
+
+
+def _pack_together(
+    costs: Any, starts: Integers, first_batch: Integers, most: Integers, most_cost: int | None
+) -> Integers:
+    """Pack all windows in step: their first samples, their second samples, and so on."""
+    num_windows = len(starts) - 1
+    width = int(np.diff(first_batch).max())
+    room = np.zeros((num_windows, width), dtype=np.int64)
+    exists = np.arange(width) < np.diff(first_batch)[:, None]
+    room[exists] = most
+    never = np.iinfo(np.int64).max if costs.dtype.kind == "i" else np.inf
+    loads = np.where(room > 0, np.zeros((), costs.dtype), never)
+    batches = np.full(len(costs), NOWHERE, dtype=np.int64)
+    windows = np.arange(num_windows)
+    for step in range(int(np.diff(starts).max())):
+        windows = windows[starts[windows] + step < starts[windows + 1]]
+        samples = starts[windows] + step
+        lightest = loads[windows].argmin(axis=1)
+        cost, load = costs[samples], loads[windows, lightest]
+        fits = load < never
+        if most_cost is not None:
+            fits &= load <= most_cost - cost
+        chosen, lightest = windows[fits], lightest[fits]
+        room[chosen, lightest] -= 1
+        left = room[chosen, lightest] > 0
+        loads[chosen, lightest] = np.where(left, load[fits] + cost[fits], never)
+        batches[samples[fits]] = first_batch[chosen] + lightest
+    return batches
+
+
+def _pack_one_by_one(
+    costs: Any, starts: Integers, first_batch: Integers, most: Integers, most_cost: int | None
+) -> Integers:
+    """Pack one window after the other, with its batches in a heap."""
+    batches = []
+    room = most.tolist()
+    limit = float("inf") if most_cost is None else most_cost
+    for window in range(len(starts) - 1):
+        mine = range(int(first_batch[window]), int(first_batch[window + 1]))
+        heap = [(0, batch) for batch in mine if room[batch] > 0]
+        for cost in costs[starts[window] : starts[window + 1]].tolist():
+            if not heap or heap[0][0] + cost > limit:
+                batches.append(NOWHERE)
+                continue
+            load, batch = heap[0]
+            batches.append(batch)
+            room[batch] -= 1
+            if room[batch] > 0:
+                heapq.heapreplace(heap, (load + cost, batch))
+            else:
+                heapq.heappop(heap)
+    return np.array(batches, dtype=np.int64)
+
+
+def place_rest(
+    costs: Integers, batches: Integers, num_batches: int, *, most_cost: int, most_samples: int
+) -> tuple[Integers, int]:
+    """Put samples that are nowhere into the fullest batch that has room, whatever its window.
+
+    Args:
+        costs: Of the samples, `[num_samples]`, none above `most_cost`.
+        batches: The batch of each sample, or `NOWHERE`.
+        num_batches: Batches that there are.
+        most_cost: What each batch may cost.
+        most_samples: How many samples each batch may have.
+
+    Returns:
+        The batch of each sample, and the number of batches, with those that had to be opened.
+    """
+    homeless = np.flatnonzero(batches == NOWHERE)
+    if len(homeless) == 0:
+        return batches, num_batches
+    batches, placed = batches.copy(), batches != NOWHERE
+    loads = np.zeros(num_batches, dtype=np.int64)
+    np.add.at(loads, batches[placed], costs[placed])
+    counts = np.bincount(batches[placed], minlength=num_batches).tolist()
+    slack = sorted(
+        (most_cost - int(load), batch)
+        for batch, load in enumerate(loads)
+        if counts[batch] < most_samples
+    )
+    for sample in homeless[np.argsort(-costs[homeless], kind="stable")].tolist():
+        cost = int(costs[sample])
+        place = bisect_left(slack, (cost, -1))
+        if place < len(slack):
+            free, batch = slack.pop(place)
+        else:
+            free, batch = most_cost, num_batches
+            num_batches += 1
+            counts.append(0)
+        batches[sample] = batch
+        counts[batch] += 1
+        if counts[batch] < most_samples:
+            insort(slack, (free - cost, batch))
+    return batches, num_batches
+
+
+def longest_first(
+    costs: SampleCosts, by_window: Integers, starts: Integers, *, most_cost: int, most_samples: int
+) -> tuple[Integers, int]:
+    """Fill batches with samples of similar length, one after the other, where padding counts.
+
+    Args:
+        costs: Of all samples.
+        by_window: The samples by window, the longest of a window first.
+        starts: Where each window's begin.
+        most_cost: What each batch may cost, padding and fixed bytes included.
+        most_samples: How many samples each batch may have.
+
+    Returns:
+        The batch of each entry of `by_window`, and the number of batches.
+    """
+    batches: list[int] = []
+    batch = -1
+    window_starts = set(starts.tolist())
+    summed = costs.summed_bytes[by_window].tolist()
+    padded = list(zip(*(each[by_window].tolist() for each in costs.padded_bytes), strict=True))
+    total, count, longest = 0, 0, padded[0]
+    for place, (cost, lengths) in enumerate(zip(summed, padded, strict=True)):
+        longer = tuple(map(max, longest, lengths))
+        needed = costs.fixed_bytes + total + cost + (count + 1) * sum(longer)
+        if place in window_starts or count == most_samples or needed > most_cost:
+            batch, total, count, longer = batch + 1, 0, 0, lengths
+        batches.append(batch)
+        total, count, longest = total + cost, count + 1, longer
+    return np.array(batches, dtype=np.int64), batch + 1
+
+
+def split_largest(batches: Integers, num_batches: int, wanted: int) -> Integers:
+    """Halve batches, those of the most samples first, until there are `wanted`.
+
+    Args:
+        batches: The batch of each sample, `[num_samples]`, at least `wanted` samples.
+        num_batches: Batches that there are.
+        wanted: Batches that there shall be.
+
+    Returns:
+        The batch of each sample.
+    """
+    if num_batches >= wanted:
+        return batches
+    batches = batches.copy()
+    by_batch = np.argsort(batches, kind="stable")
+    ends = np.cumsum(np.bincount(batches, minlength=num_batches))
+    heap = [(-(end - start), start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    heapq.heapify(heap)
+    for batch in range(num_batches, wanted):
+        _, start, end = heapq.heappop(heap)
+        middle = (start + end) // 2
+        batches[by_batch[middle:end]] = batch
+        heapq.heappush(heap, (-(middle - start), start, middle))
+        heapq.heappush(heap, (-(end - middle), middle, end))
+    return batches
