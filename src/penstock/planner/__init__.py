@@ -3,10 +3,12 @@
 Needs no GPU and, for checking a plan, no torch.
 """
 
+from penstock.planner._check import check
 from penstock.planner._pack import pack
 from penstock.planner._pack_check import check_packing
 from penstock.planner._pack_types import Buffer, Packing
 from penstock.planner._plan import Bound, Budget, Copy, Placement, Plan, Transfer
+from penstock.planner._simulate import Simulation, Stall, simulate
 
 __all__ = [
     "Bound",
@@ -16,7 +18,11 @@ __all__ = [
     "Packing",
     "Placement",
     "Plan",
+    "Simulation",
+    "Stall",
     "Transfer",
+    "check",
     "check_packing",
     "pack",
+    "simulate",
 ]

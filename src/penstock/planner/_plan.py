@@ -4,19 +4,30 @@
 that appears again is recomputed. Everything else is said in positions, never in seconds, so that a
 plan is right however long things really take. Position p begins at *boundary* p, in this sequence:
 
-1. The operator at position p - 1 has finished. Transfers out of the device that start at p may
-   begin.
+1. The operator at position p - 1 has finished. Copies that end at p are gone. Transfers out of the
+   device that start at p may begin.
 2. Transfers out of the device (and between host and file) that end at p have finished.
 3. Transfers into the device (and between host and file) that start at p may begin.
 4. Transfers into the device that end at p have finished. The operator at position p runs.
 
 So bytes that come in at boundary p may take the place of bytes that left by boundary p, and the
 operator at p may read them: `start` and `end` of a transfer out of the device or into it may be the
-same boundary. Transfers on one link run one after the other, in the plan's order.
+same boundary. What the operator at p makes can leave from boundary p + 1 on, and so can what came
+in by boundary p. Transfers on one link run one after the other, in the plan's order; none has to be
+finished before one ahead of it may begin.
 
 **Steps repeat.** Boundary N is boundary 0 of the next step: an interval may end beyond N, by at
 most N, and then goes on at the beginning of the step, where the value `final` of a persistent
-storage is called `initial`.
+storage is called `initial`. Only such values go beyond N. What begins a step where it was at the
+end of the one before (a parameter that never moves) either has one interval beyond N, or two that
+meet at the boundary: one ends at N, the other starts at 0, at the same address. What the caller
+gives (the value `initial` of storages that are not persistent) is placed from boundary 0 without a
+transfer and can leave from boundary 1 on; what he reads (the value `final` of such storages) is
+placed up to boundary N.
+
+**Every run has room.** An operator that runs again makes all it made the first time (or, with
+`recompute_args`, its `creates`), so each of these has a placement that starts there. Values of no
+bytes need neither placements nor copies.
 """
 
 from __future__ import annotations
@@ -47,7 +58,7 @@ class Placement(NamedTuple):
             the start of the transfer that brings it in.
         end: Up to this boundary, exclusive. A value that an operator at position p turns into
             another in the same place (`Operator.mutates`, `Operator.may_overwrite`) ends at p,
-            where the other starts.
+            where the other starts; if it comes in at p just for that, its start is p too.
     """
 
     value: int

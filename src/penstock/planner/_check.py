@@ -1,0 +1,244 @@
+"""Whether a plan is right, found out by replaying it; nothing here comes from a planner.
+
+First what can be said without replaying (`check`), then three steps of memory, boundary by
+boundary (`_replay.py`), then what the plan states about itself.
+"""
+
+from __future__ import annotations
+
+import math
+
+from penstock.errors import PlanError
+from penstock.graph import StepGraph
+from penstock.memory import Link, Tier
+from penstock.planner._plan import Copy, Placement, Plan, Transfer
+from penstock.planner._replay import Replay
+from penstock.planner._simulate import simulate
+
+_RELATIVE_TOLERANCE = 1e-6  # of times, which a planner may have added up in another order
+
+
+def check(graph: StepGraph, plan: Plan) -> None:
+    """Replay a plan and find the first rule that it breaks.
+
+    Example:
+        >>> check(graph, plan)  # doctest: +SKIP
+
+    Args:
+        graph: The step that the plan is for.
+        plan: The plan.
+
+    Raises:
+        PlanError: The plan is wrong; `rule` is the name of the rule that it breaks (the
+            documentation, "Proofs of plans", lists them).
+    """
+    _check_header(graph, plan)
+    _check_order(graph, plan)
+    for what, intervals in (("placement", plan.placements), ("copy", plan.copies)):
+        for index, interval in enumerate(intervals):
+            _check_interval(graph, plan, f"{what} {index}", interval)
+    for index, transfer in enumerate(plan.transfers):
+        _check_transfer(graph, plan, f"transfer {index}", transfer)
+    _check_arena(graph, plan)
+    _check_link_order(plan)
+    Replay(graph, plan).run()
+    _check_statements(graph, plan)
+
+
+def _check_header(graph: StepGraph, plan: Plan) -> None:
+    if plan.graph_digest != graph.digest:
+        raise PlanError(
+            f"the plan is for the graph {plan.graph_digest[:12]} and not for {graph.digest[:12]}: "
+            "plan this graph",
+            rule="graph",
+        )
+    if len(plan.operator_seconds) != len(graph.operators):
+        raise PlanError(
+            f"the plan has times of {len(plan.operator_seconds)} operators; the graph has "
+            f"{len(graph.operators)}",
+            rule="operators",
+        )
+    for operator, seconds in enumerate(plan.operator_seconds):
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise PlanError(
+                f"operator {operator} takes {seconds} seconds in the plan; a time is finite and "
+                "not negative",
+                rule="operators",
+            )
+
+
+def _check_order(graph: StepGraph, plan: Plan) -> None:
+    """Every operator runs; first runs are in a valid order; what runs again may."""
+    first: dict[int, int] = {}
+    for position, operator in enumerate(plan.order):
+        if not 0 <= operator < len(graph.operators):
+            raise PlanError(
+                f"position {position} runs operator {operator}; the graph has "
+                f"{len(graph.operators)}",
+                rule="operators",
+            )
+        again = first.setdefault(operator, position) != position
+        if again and not graph.operators[operator].recomputable:
+            raise PlanError(
+                f"position {position} runs {graph.operators[operator].name!r} again, which may "
+                "run only once a step",
+                rule="recompute",
+            )
+    for operator in range(len(graph.operators)):
+        if operator not in first:
+            raise PlanError(
+                f"operator {graph.operators[operator].name!r} never runs", rule="operators"
+            )
+    for operator, earlier in enumerate(graph.predecessors):
+        for before in earlier:
+            if first[before] > first[operator]:
+                raise PlanError(
+                    f"{graph.operators[operator].name!r} runs at position {first[operator]}, "
+                    f"before {graph.operators[before].name!r} at {first[before]}, which it "
+                    "follows",
+                    rule="order",
+                )
+
+
+def _check_value(graph: StepGraph, what: str, value: int, num_bytes: int) -> None:
+    if not 0 <= value < len(graph.storage_of_value):
+        raise PlanError(
+            f"{what} is of value {value}; the graph has {len(graph.storage_of_value)}",
+            rule="value",
+        )
+    if num_bytes != graph.num_bytes(value):
+        raise PlanError(
+            f"{what} has {num_bytes} bytes; value {value} has {graph.num_bytes(value)}",
+            rule="bytes",
+        )
+
+
+def _check_interval(graph: StepGraph, plan: Plan, what: str, interval: Placement | Copy) -> None:
+    """An interval lies in the cycle, and only what the next step begins with goes beyond it."""
+    value, num_positions = interval.value, len(plan.order)
+    _check_value(graph, what, value, interval.num_bytes)
+    shortest = 0 if _is_handed_over_at_once(graph, plan, interval) else 1
+    if not (
+        0 <= interval.start < num_positions
+        and interval.start + shortest <= interval.end <= interval.start + num_positions
+    ):
+        raise PlanError(
+            f"{what} (value {value}) goes from boundary {interval.start} to {interval.end}: it "
+            f"begins within the step, from 0 to {num_positions - 1}, and lasts from one boundary "
+            "to a whole step",
+            rule="interval",
+        )
+    storage = graph.storages[graph.storage_of_value[value]]
+    if interval.end > num_positions and not (storage.persistent and storage.final == value):
+        raise PlanError(
+            f"{what} (value {value}) goes on in the next step, which begins without this value",
+            rule="interval",
+        )
+
+
+def _is_handed_over_at_once(graph: StepGraph, plan: Plan, interval: Placement | Copy) -> bool:
+    """Whether a value comes in for an operator that writes over it: no position is its own."""
+    if not isinstance(interval, Placement) or not 0 <= interval.start < len(plan.order):
+        return False
+    operator = graph.operators[plan.order[interval.start]]
+    return interval.value in (old for old, _ in operator.mutates + operator.may_overwrite)
+
+
+def _check_transfer(graph: StepGraph, plan: Plan, what: str, transfer: Transfer) -> None:
+    _check_value(graph, what, transfer.value, transfer.num_bytes)
+    num_positions = len(plan.order)
+    shortest = int(Tier.DEVICE not in (transfer.link.source, transfer.link.destination))
+    if not (
+        0 <= transfer.start < num_positions
+        and transfer.start + shortest <= transfer.end <= transfer.start + num_positions
+    ):
+        raise PlanError(
+            f"{what} (value {transfer.value}, {transfer.link.value}) has from boundary "
+            f"{transfer.start} to {transfer.end}: it begins within the step, from 0 to "
+            f"{num_positions - 1}, and has at least {shortest} and at most {num_positions} "
+            "boundaries",
+            rule="window",
+        )
+    storage = graph.storages[graph.storage_of_value[transfer.value]]
+    if transfer.end >= num_positions and not (
+        storage.persistent and storage.final == transfer.value
+    ):
+        raise PlanError(
+            f"{what} (value {transfer.value}) ends in the next step, which begins without this "
+            "value",
+            rule="window",
+        )
+    if transfer.link not in plan.machine.links:
+        raise PlanError(
+            f"{what} takes the link {transfer.link.value!r}, which the profile of machine "
+            f"{plan.machine.name!r} does not have",
+            rule="link",
+        )
+
+
+def _check_arena(graph: StepGraph, plan: Plan) -> None:
+    """Workspace and placements fit into the budget."""
+    workspace_bytes = max((operator.workspace_bytes for operator in graph.operators), default=0)
+    if plan.workspace_bytes != workspace_bytes:
+        raise PlanError(
+            f"the plan has {plan.workspace_bytes} bytes of workspace; its operators need "
+            f"{workspace_bytes}",
+            rule="workspace",
+        )
+    for index, placement in enumerate(plan.placements):
+        if placement.offset < 0:
+            raise PlanError(
+                f"placement {index} (value {placement.value}) begins at byte {placement.offset}",
+                rule="budget",
+            )
+    budget = plan.budget.device_bytes
+    if budget is not None and plan.arena_bytes + workspace_bytes > budget:
+        highest = max(plan.placements, key=lambda p: p.offset + p.num_bytes, default=None)
+        where = "" if highest is None else f" (value {highest.value} lies highest)"
+        raise PlanError(
+            f"the arena has {plan.arena_bytes} bytes{where} and the workspace {workspace_bytes}; "
+            f"together they exceed the budget of {budget}",
+            rule="budget",
+        )
+
+
+def _check_link_order(plan: Plan) -> None:
+    """No transfer waits for one before it on its link that begins only later than it has to end."""
+    begins: dict[Link, tuple[int, int]] = {}
+    for index, transfer in enumerate(plan.transfers):
+        latest = max(begins.get(transfer.link, (0, index)), (transfer.start, index))
+        begins[transfer.link] = latest
+        begin, blocker = latest
+        if begin > transfer.end:
+            raise PlanError(
+                f"transfer {index} (value {transfer.value}, {transfer.link.value}) has to be "
+                f"finished by boundary {transfer.end} and comes after transfer {blocker}, which "
+                f"begins at boundary {begin}",
+                rule="link_order",
+            )
+
+
+def _check_statements(graph: StepGraph, plan: Plan) -> None:
+    """What the plan says about its own times is so."""
+    simulated = simulate(graph, plan).step_seconds
+    for name, stated, true in (
+        ("step_seconds", plan.step_seconds, simulated),
+        ("ideal_seconds", plan.ideal_seconds, sum(plan.operator_seconds)),
+    ):
+        if not math.isclose(stated, true, rel_tol=_RELATIVE_TOLERANCE):
+            raise PlanError(f"the plan states {name} {stated}; it is {true}", rule=name)
+    bound = plan.bound
+    if not math.isclose(
+        bound.seconds, max(bound.seconds_of.values(), default=0.0), rel_tol=_RELATIVE_TOLERANCE
+    ):
+        raise PlanError(
+            f"the lower bound of {bound.seconds} seconds is not the largest of its parts "
+            f"{dict(bound.seconds_of)}",
+            rule="lower_bound",
+        )
+    if not bound.seconds <= plan.step_seconds * (1 + _RELATIVE_TOLERANCE):
+        raise PlanError(
+            f"the lower bound of {bound.seconds} seconds is above the step's "
+            f"{plan.step_seconds}: one of them is wrong",
+            rule="lower_bound",
+        )

@@ -1,0 +1,262 @@
+"""The checker accepts every right plan and names the rule that a wrong one breaks."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+
+from graphs import chain_step, machine, planned_steps
+from penstock.errors import PlanError
+from penstock.graph import Kind, Operator, StepGraph, Storage
+from penstock.memory import Link, Tier
+from penstock.planner import Bound, Budget, Copy, Plan, Transfer, check
+from penstock.planner._assemble import Stay, assemble
+
+GRAPH = chain_step()
+# Operators: forward 0 to 2, loss 3; backward and update of layers 2 (4, 5), 1 (6, 7), 0 (8, 9).
+# Values: input 0, weights 1 to 3, activations 4 to 6, loss 7, gradient 8, then per layer weight
+# gradient, gradient, new weight: 9, 10, 11; 12, 13, 14; 15, 16, 17.
+STAYS = [
+    Stay(0, 0, 2),  # the input leaves for the host and comes back for the last backward
+    Stay(0, 7, 9),
+    Stay(17, 9, 11),  # the first weight leaves after the next forward and comes back for its update
+    Stay(1, 6, 9),
+    Stay(14, 7, 17),  # the second one stays
+    Stay(11, 5, 15),  # the third one too
+    Stay(4, 0, 7),
+    Stay(5, 1, 5),
+    Stay(6, 2, 4),
+    Stay(7, 3, 10),
+    Stay(8, 3, 4),
+    Stay(9, 4, 6),
+    Stay(10, 4, 6),
+    Stay(12, 6, 8),
+    Stay(13, 6, 8),
+    Stay(15, 8, 10),
+    Stay(16, 8, 9),
+]
+TRANSFERS = [
+    Transfer(0, Link.DEVICE_TO_HOST, 6, 1, 2),
+    Transfer(0, Link.HOST_TO_DEVICE, 6, 7, 8),
+    Transfer(1, Link.DEVICE_TO_HOST, 4, 0, 1),
+    Transfer(1, Link.HOST_TO_DEVICE, 4, 6, 6),
+]
+
+
+def plan_of(stays=STAYS, transfers=TRANSFERS) -> Plan:
+    """A plan whose times and statements are right, whatever else is not."""
+    transfers = sorted(transfers, key=lambda t: t.end)
+    return assemble(
+        GRAPH,
+        range(10),
+        stays,
+        transfers,
+        budget=Budget(device_bytes=1000, host_bytes=100, file_bytes=100),
+        machine=machine(),
+        operator_seconds=[5.0] * 10,
+    )
+
+
+def but(**fields) -> Plan:
+    """The plan with other fields."""
+    return dataclasses.replace(plan_of(), **fields)
+
+
+def rule_of(plan: Plan, graph: StepGraph = GRAPH) -> str:
+    with pytest.raises(PlanError) as raised:
+        check(graph, plan)
+    assert str(raised.value)
+    return raised.value.rule
+
+
+def changed(items, old, *new):
+    """Items with one replaced."""
+    assert old in items
+    return tuple(each for item in items for each in (new if item == old else (item,)))
+
+
+def test_the_plan_without_a_fault_is_right():
+    check(GRAPH, plan_of())
+
+
+@settings(max_examples=300, deadline=None)
+@given(planned_steps())
+def test_every_valid_plan_is_accepted(planned):
+    check(*planned)
+
+
+def with_stay(old, *new):
+    return plan_of(changed(STAYS, old, *new))
+
+
+def with_transfer(old, *new):
+    return plan_of(STAYS, changed(TRANSFERS, old, *new))
+
+
+def moved(plan, value, start, offset):
+    """The plan with a placement at another address."""
+    [placement] = [p for p in plan.placements if (p.value, p.start) == (value, start)]
+    return dataclasses.replace(
+        plan,
+        placements=changed(plan.placements, placement, placement._replace(offset=offset)),
+    )
+
+
+def offset_of(plan, value):
+    return next(p.offset for p in plan.placements if p.value == value)
+
+
+def with_copies(plan, **fields):
+    return dataclasses.replace(plan, copies=tuple(c._replace(**fields) for c in plan.copies))
+
+
+X_OUT, X_IN, W_OUT, W_IN = TRANSFERS
+LATE_LOSS = Transfer(7, Link.DEVICE_TO_HOST, 1, 4, 5)
+FAULTS = {
+    "another graph's digest": ("graph", lambda: but(graph_digest="0" * 64)),
+    "times of fewer operators": ("operators", lambda: but(operator_seconds=(1.0,))),
+    "an operator of negative time": ("operators", lambda: but(operator_seconds=(-1.0,) * 10)),
+    "an operator missing": ("operators", lambda: but(order=(0, 1, 2, 3, 4, 5, 6, 7, 8, 8))),
+    "an unknown operator": ("operators", lambda: but(order=(*range(9), 10))),
+    "read before made": ("order", lambda: but(order=(0, 2, 1, *range(3, 10)))),
+    "written over before read": ("order", lambda: but(order=(1, 0, *range(2, 10)))),
+    "a weight updated twice": ("recompute", lambda: but(order=(*range(10), 9))),
+    "an unknown value": (
+        "value",
+        lambda: but(placements=(plan_of().placements[0]._replace(value=99),)),
+    ),
+    "a smaller placement": (
+        "bytes",
+        lambda: but(placements=(plan_of().placements[0]._replace(num_bytes=5),)),
+    ),
+    "half a transfer": ("bytes", lambda: with_transfer(X_OUT, X_OUT._replace(num_bytes=3))),
+    "a stay that ends before it begins": ("interval", lambda: with_stay(STAYS[0], Stay(0, 2, 1))),
+    "longer than a step": ("interval", lambda: with_stay(Stay(14, 7, 17), Stay(14, 7, 18))),
+    "an activation in the next step": ("interval", lambda: with_stay(STAYS[-2], Stay(15, 8, 11))),
+    "no boundary between host and file": (
+        "window",
+        lambda: but(transfers=(X_OUT, Transfer(0, Link.HOST_TO_FILE, 6, 3, 3))),
+    ),
+    "a window that ends before": ("window", lambda: but(transfers=(X_OUT, X_IN._replace(end=6)))),
+    "a window in the next step": ("window", lambda: but(transfers=(X_OUT, X_IN._replace(end=11)))),
+    "an unknown link": (
+        "link",
+        lambda: but(transfers=(X_OUT._replace(link=Link.DEVICE_TO_FILE),), machine=machine()),
+    ),
+    "waits for a later one": (
+        "link_order",
+        lambda: but(transfers=(W_OUT, X_OUT, X_IN, W_IN)),
+    ),
+    "beyond the budget": ("budget", lambda: but(budget=Budget(device_bytes=36, host_bytes=99))),
+    "below the arena": ("budget", lambda: moved(plan_of(), 7, 3, -1)),
+    "two at one address": ("overlap", lambda: moved(plan_of(), 9, 4, offset_of(plan_of(), 10))),
+    "overlap over the end": ("overlap", lambda: moved(plan_of(), 4, 0, offset_of(plan_of(), 14))),
+    "needed and not there": ("residency", lambda: with_stay(Stay(5, 1, 5), Stay(5, 1, 4))),
+    "freed where it is needed": ("residency", lambda: with_stay(Stay(9, 4, 6), Stay(9, 4, 5))),
+    "needed and not arrived": (
+        "arrival",
+        lambda: plan_of(
+            changed(STAYS, STAYS[1], Stay(0, 7, 10)), changed(TRANSFERS, X_IN, X_IN._replace(end=9))
+        ),
+    ),
+    "made and no place": ("room", lambda: with_stay(Stay(15, 8, 10))),
+    "brought to no place": ("room", lambda: with_stay(Stay(1, 6, 9))),
+    "placed and nobody brings it": ("cause", lambda: with_transfer(X_IN)),
+    "made and brought": (
+        "cause",
+        lambda: with_transfer(X_IN, X_IN, Transfer(9, Link.HOST_TO_DEVICE, 4, 4, 5)),
+    ),
+    "a copy that nobody writes": (
+        "cause",
+        lambda: but(copies=(*plan_of().copies, Copy(9, Tier.HOST, 4, 5, 6))),
+    ),
+    "placed twice": (
+        "placed_twice",
+        lambda: plan_of(
+            [*STAYS, Stay(1, 7, 9)], [*TRANSFERS, Transfer(1, Link.HOST_TO_DEVICE, 4, 7, 7)]
+        ),
+    ),
+    "sent on before it has arrived": (
+        "source",
+        lambda: with_transfer(X_OUT, X_OUT, Transfer(0, Link.HOST_TO_FILE, 6, 1, 4)),
+    ),
+    "sent out before it is made": (
+        "source",
+        lambda: with_transfer(X_OUT, X_OUT, Transfer(8, Link.DEVICE_TO_HOST, 6, 3, 4)),
+    ),
+    "a copy that went before": (
+        "source",
+        lambda: with_copies(plan_of(), end=5),
+    ),
+    "a copy that ends as it is read": (
+        "in_flight",
+        lambda: but(copies=tuple(c._replace(end=c.end - 1) for c in plan_of().copies)),
+    ),
+    "nowhere to write": ("copy", lambda: but(copies=())),
+    "written twice": ("copy", lambda: with_transfer(X_OUT, X_OUT, X_OUT)),
+    "freed while it leaves": ("in_flight", lambda: with_transfer(X_OUT, X_OUT._replace(end=3))),
+    "handed over to another address": ("handover", lambda: moved(plan_of(), 17, 9, 500)),
+    "not handed over and not kept": ("residency", lambda: moved(plan_of(), 10, 4, 600)),
+    "written over and still there": (
+        "handover",
+        lambda: with_stay(Stay(1, 6, 9), Stay(1, 6, 10)),
+    ),
+    "written over while it leaves": (
+        "handover",
+        lambda: plan_of(
+            STAYS,
+            [
+                X_OUT,
+                X_IN,
+                W_IN,
+                Transfer(1, Link.DEVICE_TO_HOST, 4, 0, 1),
+                Transfer(2, Link.DEVICE_TO_HOST, 4, 6, 8),
+            ],
+        ),
+    ),
+    "begins where it did not end": (
+        "steady_state",
+        lambda: with_stay(Stay(14, 7, 17), Stay(14, 7, 9), Stay(2, 0, 7)),
+    ),
+    "no loss": ("loss", lambda: with_stay(Stay(7, 3, 10), Stay(7, 3, 9))),
+    "more than the host has": (
+        "host_budget",
+        lambda: but(budget=Budget(device_bytes=1000, host_bytes=9)),
+    ),
+    "no host at all": ("host_budget", lambda: but(budget=Budget(device_bytes=1000))),
+    "another workspace": ("workspace", lambda: but(workspace_bytes=1)),
+    "another step time": ("step_seconds", lambda: but(step_seconds=50.0)),
+    "another ideal time": ("ideal_seconds", lambda: but(ideal_seconds=49.0)),
+    "a bound above the time": (
+        "lower_bound",
+        lambda: but(bound=Bound(seconds=99.0, binding="x", seconds_of={"x": 99.0})),
+    ),
+    "a bound that is none of its parts": (
+        "lower_bound",
+        lambda: but(bound=Bound(seconds=40.0, binding="x", seconds_of={"x": 20.0})),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named(fault):
+    rule, plan = FAULTS[fault]
+    assert rule_of(plan()) == rule
+
+
+def test_a_value_that_stays_over_the_end_keeps_its_address():
+    weight = Storage(name="w", num_bytes=4, kind=Kind.PARAMETER, initial=0, final=0)
+    reads = [(0,), (), (0,)]
+    operators = [Operator(name=f"op{i}", target="aten.op", reads=reads[i]) for i in range(3)]
+    graph = StepGraph(storages=(weight,), storage_of_value=(0,), operators=tuple(operators))
+    plan = assemble(
+        graph,
+        range(3),
+        [Stay(0, 0, 1), Stay(0, 2, 3)],
+        [Transfer(0, Link.HOST_TO_DEVICE, 4, 2, 2)],
+        budget=Budget(host_bytes=4),
+        machine=machine(),
+        operator_seconds=[1.0] * 3,
+    )
+    check(graph, plan)
+    assert rule_of(moved(plan, 0, 2, 8), graph) == "steady_state"
