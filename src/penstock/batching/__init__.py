@@ -2,5 +2,6 @@
 
 from penstock.batching._costs import SampleCosts
 from penstock.batching._sampler import BalancedBatchSampler
+from penstock.batching._schedule import Schedule, schedule
 
-__all__ = ["BalancedBatchSampler", "SampleCosts"]
+__all__ = ["BalancedBatchSampler", "SampleCosts", "Schedule", "schedule"]

@@ -1,0 +1,173 @@
+"""In which order typed nodes run, so that they make few batches.
+
+A batch is all nodes of one type that are ready. So a schedule is a sequence of types of which the
+types along every path are a subsequence, and the shortest one is a shortest common supersequence:
+hard to find, but bounded from below by the longest chain of each type (ED-Batch's bound).
+
+The rule needs no training. A type is *free* if running it now lowers the bound of what remains: no
+chain that decides the bound of this type waits behind another type, so nothing is lost. Where no
+type is free, run the one that the longest paths wait for. On trees and chains some type is always
+free, and the result is optimal. ED-Batch's reward asks the same question on average (how much of a
+type's frontier is ready); here it is asked of the chains that matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.batching._costs import Floats, Integers
+from penstock.batching._node_graph import NodeGraph, ragged
+from penstock.tables import report_table
+
+# How much more a longer path counts where no type is free; infinity looks at the longest only.
+# One is tried after the other until the bound is met, and the best is taken.
+_EXPONENTS = (8.0, np.inf, 4.0)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Nodes in batches of one type, in an order in which every node comes after all it reads."""
+
+    batches: list[list[int]]
+    """Node numbers of each batch, in execution order."""
+    types: list[int]
+    """The type of each batch."""
+    lower_bound: int
+    """Batches that no schedule of this graph can do without."""
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches there are."""
+        return len(self.batches)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return {"batches": self.batches, "types": self.types, "lower_bound": self.lower_bound}
+
+    def __str__(self) -> str:
+        rows = [
+            ("num_nodes", sum(map(len, self.batches))),
+            ("num_batches", self.num_batches),
+            ("lower_bound", self.lower_bound),
+            ("largest_batch", max(map(len, self.batches), default=0)),
+        ]
+        return report_table(rows, title="schedule")
+
+
+def schedule(types: Sequence[int], arguments: Sequence[Sequence[int]]) -> Schedule:
+    """Order typed nodes so that they run in few batches, never more than by depth.
+
+    Example:
+        >>> schedule([0, 0, 1, 0, 1], [[], [], [0, 1], [], [2, 3]]).batches
+        [[0, 1, 3], [2], [4]]
+
+    Args:
+        types: Of each node, a whole number >= 0; nodes of one type can run together.
+        arguments: For each node the earlier nodes that it reads, in any number.
+
+    Returns:
+        The schedule, with the bound that it can be held against. An empty graph has no batches.
+
+    Raises:
+        TypeError: types or arguments are not whole numbers.
+        ValueError: their lengths differ, a type is negative, or an argument is no earlier node.
+    """
+    graph, names = NodeGraph.of(types, arguments).with_dense_types()
+    order, starts, batch_types = order_of(graph)
+    return Schedule(
+        [part.tolist() for part in np.split(order, starts[1:-1])] if len(order) else [],
+        names[batch_types].tolist(),
+        graph.lower_bound,
+    )
+
+
+def order_of(graph: NodeGraph) -> tuple[Integers, Integers, Integers]:
+    """Schedule a graph.
+
+    Returns:
+        The nodes in execution order `[num_nodes]`, where each batch begins `[num_batches + 1]`,
+        and its type `[num_batches]`.
+    """
+    best: list[tuple[int, Integers]] | None = None
+    bound = graph.lower_bound
+    path_length = graph.path_length / max(int(graph.path_length.max(initial=1)), 1)
+    for exponent in _EXPONENTS:
+        weights = None if np.isinf(exponent) else path_length**exponent
+        found = _run(graph, weights)
+        if best is None or len(found) < len(best):
+            best = found
+        if len(best) == bound:
+            break
+    assert best is not None
+    if len(best) > bound:
+        by_depth = _by_depth(graph)
+        best = min(best, by_depth, key=len)
+    if not best:
+        nothing = np.zeros(0, dtype=np.int64)
+        return nothing, np.zeros(1, dtype=np.int64), nothing
+    nodes = [batch for _, batch in best]
+    starts = np.cumsum([0, *map(len, nodes)])
+    return np.concatenate(nodes), starts, np.array([kind for kind, _ in best])
+
+
+def _run(graph: NodeGraph, weights: Floats | None) -> list[tuple[int, Integers]]:
+    """Run all ready nodes of one type after the other; `weights` None: by the longest path."""
+    starts, readers = graph.readers
+    waits = graph.num_arguments.copy()
+    num_types = graph.num_types
+    ready: list[list[Integers]] = [[] for _ in range(num_types)]
+    ahead = np.zeros((num_types, num_types), dtype=np.int64)  # the most, over each type's ready
+    urgency = [0.0] * num_types
+    done: list[tuple[int, Integers]] = []
+    values = graph.path_length if weights is None else weights
+    arrived = np.flatnonzero(waits == 0)
+    while True:
+        for kind, nodes in _by_type(graph.types, arrived):
+            ready[kind].append(nodes)
+            np.maximum(ahead[kind], graph.ahead[nodes].max(axis=0), out=ahead[kind])
+            if weights is None:
+                urgency[kind] = max(urgency[kind], float(values[nodes].max()))
+            else:
+                urgency[kind] += float(values[nodes].sum())
+        waiting = [kind for kind in range(num_types) if ready[kind]]
+        if not waiting:
+            return done
+        if len(waiting) > 1:
+            others = ahead.copy()
+            np.fill_diagonal(others, 0)
+            is_free = ahead.diagonal() > others.max(axis=0)
+            free = [kind for kind in waiting if is_free[kind]]
+            kind = max(free or waiting, key=urgency.__getitem__)
+        else:
+            kind = waiting[0]
+        parts = ready[kind]
+        batch = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        ready[kind], ahead[kind], urgency[kind] = [], 0, 0.0
+        done.append((kind, batch))
+        found, _ = ragged(starts, batch)
+        reached = readers[found]
+        np.subtract.at(waits, reached, 1)
+        arrived = np.unique(reached[waits[reached] == 0])
+
+
+def _by_type(types: Integers, nodes: Integers) -> list[tuple[int, Integers]]:
+    if len(nodes) == 0:
+        return []
+    kinds = types[nodes]
+    first = int(kinds[0])
+    if (kinds == first).all():
+        return [(first, nodes)]
+    return [(kind, nodes[kinds == kind]) for kind in np.unique(kinds).tolist()]
+
+
+def _by_depth(graph: NodeGraph) -> list[tuple[int, Integers]]:
+    """Batch nodes of one type and depth (TensorFlow Fold), the reference that is never exceeded."""
+    by_depth = np.lexsort((graph.types, graph.depth))
+    keys = graph.depth[by_depth] * max(graph.num_types, 1) + graph.types[by_depth]
+    cuts = np.flatnonzero(np.diff(keys)) + 1
+    parts = np.split(by_depth, cuts) if len(by_depth) else []
+    return [(int(graph.types[part[0]]), part) for part in parts]
