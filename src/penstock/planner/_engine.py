@@ -51,6 +51,26 @@ class Replay(NamedTuple):
     starts: np.ndarray
 
 
+class Taste(NamedTuple):
+    """What a greedy order prefers; weights of bytes, and of operators overtaken.
+
+    Attributes:
+        fetch: Of operands that were last used long ago.
+        create: Of new results.
+        release: Of operands that nobody needs afterwards.
+        late: Of each earlier operator of the program that has to wait, in bytes.
+        capacity: Bytes touched since its last use after which an operand counts as far away.
+        window: Number of candidates, the earliest in the program first.
+    """
+
+    fetch: float
+    create: float
+    release: float
+    late: float
+    capacity: int
+    window: int = 128
+
+
 class Problem:
     """A step graph as the engine sees it.
 
@@ -59,7 +79,7 @@ class Problem:
         operator_seconds: Time of each operator.
     """
 
-    def __init__(self, graph: StepGraph, operator_seconds: SequenceOf[float]) -> None:
+    def __init__(self, graph: StepGraph, operator_seconds: SequenceOf[float] | np.ndarray) -> None:
         self.graph = graph
         self.operator_seconds = np.asarray(operator_seconds, dtype=np.float64)
         actual_bytes = np.array([s.num_bytes for s in graph.storages], dtype=np.int64)
@@ -90,6 +110,47 @@ class Problem:
             _pointer(handed_to),
         )
         weakref.finalize(self, _library().problem_free, self._handle)
+        self._first_predecessor = np.cumsum([0, *map(len, graph.predecessors)], dtype=np.int32)
+        self._predecessors = np.array(
+            [before for part in graph.predecessors for before in part], dtype=np.int32
+        )
+
+    def greedy_order(
+        self,
+        base: np.ndarray,
+        taste: Taste,
+        *,
+        begin: int = 0,
+        end: int | None = None,
+        noise: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Order the operators at positions [begin, end) of a valid order anew, greedily.
+
+        Args:
+            base: A valid order, each operator once.
+            taste: What is preferred.
+            begin: First position that may change.
+            end: Last one, exclusive; None: the end.
+            noise: For each operator by which fraction its score is off.
+
+        Returns:
+            A valid order.
+        """
+        base = np.ascontiguousarray(base, np.int32)
+        order = np.empty_like(base)
+        noise = None if noise is None else np.ascontiguousarray(noise, np.float32)
+        _library().problem_greedy_order(
+            self._handle,
+            _pointer(self._first_predecessor),
+            _pointer(self._predecessors),
+            _pointer(base),
+            begin,
+            len(base) if end is None else end,
+            *taste,
+            None if noise is None else _pointer(noise),
+            _pointer(order),
+        )
+        return order
 
 
 class OperatorSequence:
@@ -108,7 +169,7 @@ class OperatorSequence:
             first; -1 for none.
     """
 
-    def __init__(self, problem: Problem, order: SequenceOf[int]) -> None:
+    def __init__(self, problem: Problem, order: SequenceOf[int] | np.ndarray) -> None:
         self.problem = problem
         self.order = np.ascontiguousarray(order, dtype=np.int32)
         self.again = recomputed(self.order, len(problem.operator_seconds))
@@ -139,6 +200,16 @@ class OperatorSequence:
     def gap_bytes(self) -> np.ndarray:
         """Bytes of each gap's object."""
         return self.problem.object_bytes[self.gap_object]
+
+    @functools.cached_property
+    def working_set(self) -> np.ndarray:
+        """By position the least bytes with which its operator can run."""
+        live = np.concatenate([self.base, np.zeros(len(self.base), np.int64)])
+        change = np.zeros(len(live) + 1, np.int64)
+        np.add.at(change, self.gap_start + 1, self.gap_bytes)
+        np.add.at(change, self.gap_end, -self.gap_bytes)
+        live = live - np.cumsum(change[:-1])
+        return live[: len(self.base)] + live[len(self.base) :]
 
     @property
     def compute_seconds(self) -> float:
@@ -263,6 +334,10 @@ def _library() -> ctypes.CDLL:
     signatures = {
         "problem_new": (pointer, [i32, i32, *[pointer] * 9]),
         "problem_free": (None, [pointer]),
+        "problem_greedy_order": (
+            None,
+            [*[pointer] * 4, i32, i32, *[double] * 4, i64, i32, pointer, pointer],
+        ),
         "sequence_new": (pointer, [pointer, pointer, pointer, i32]),
         "sequence_free": (None, [pointer]),
         "sequence_num_gaps": (i32, [pointer]),

@@ -1,0 +1,151 @@
+"""Recomputation: which values are dropped after the forward pass, and the order that makes them
+again just before they are needed.
+
+What is dropped is decided by storage. A dropped storage's value is made again by running the
+operators that made it, on operands that are there, that are brought back, or that are made again
+themselves; operands live on until then. A parameter that was updated in the meantime cannot be had
+back, and an order that would need it does not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from penstock.graph import StepGraph
+
+_MAX_CHAIN = 512  # operators run again for one operand
+
+
+class Recomputation:
+    """How the values of a graph can be made again.
+
+    Args:
+        graph: The graph.
+
+    Attributes:
+        chain_of: For each storage that can be dropped the operators that make it, in order.
+    """
+
+    def __init__(self, graph: StepGraph) -> None:
+        self.graph = graph
+        self._storage_of = graph.storage_of_value
+        writers: dict[int, list[int]] = {}
+        for index, operator in enumerate(graph.operators):
+            for value in operator.makes:
+                writers.setdefault(self._storage_of[value], []).append(index)
+        self._writers = writers
+        self.chain_of = {
+            item: chain for item, chain in writers.items() if self._can_drop(item, chain)
+        }
+
+    def _can_drop(self, item: int, chain: list[int]) -> bool:
+        storage = self.graph.storages[item]
+        if storage.persistent or storage.initial is not None or storage.final is not None:
+            return False
+        return storage.num_bytes > 0 and all(self._runs_again(index, item) for index in chain)
+
+    def _runs_again(self, index: int, item: int) -> bool:
+        """Whether an operator may run again for the sake of an object."""
+        operator = self.graph.operators[index]
+        if not operator.recomputable:
+            return False
+        if operator.recompute_args is not None:
+            return True
+        return all(self._storage_of[new] == item for _, new in operator.mutates)
+
+    def expand(self, order: Sequence[int], dropped: Collection[int]) -> list[int] | None:
+        """Put what makes the dropped storages again before the operators that need them.
+
+        Args:
+            order: Operators, each once.
+            dropped: Storages that are given up between the forward and the backward pass, at
+                their longest time without a use.
+
+        Returns:
+            The longer order; None if an operand cannot be had.
+        """
+        return _Expansion(self, order, dropped).run()
+
+
+class _Expansion:
+    """One walk through an order."""
+
+    def __init__(
+        self, recomputation: Recomputation, order: Sequence[int], dropped: Collection[int]
+    ) -> None:
+        self.graph = recomputation.graph
+        self.recomputation = recomputation
+        self.order = order
+        self.dropped = dropped
+        self.content: dict[int, int] = {}  # object -> the value it holds now
+        self.gone: set[int] = set()
+        self.expanded: list[int] = []
+
+    def run(self) -> list[int] | None:
+        graph, storage_of = self.graph, self.graph.storage_of_value
+        for item, storage in enumerate(graph.storages):
+            if storage.initial is not None:
+                self.content[item] = storage.initial
+        drop_after = self._drop_points()
+        for position, index in enumerate(self.order):
+            operator = graph.operators[index]
+            for value in operator.needs:
+                if not self._provide(value, depth=0):
+                    return None
+            self.expanded.append(index)
+            for value in operator.makes:
+                self.content[storage_of[value]] = value
+                self.gone.discard(storage_of[value])
+            self.gone.update(drop_after.get(position, ()))
+        return self.expanded
+
+    def _drop_points(self) -> dict[int, list[int]]:
+        """After which position each dropped storage is given up: before its longest pause."""
+        uses: dict[int, list[int]] = {item: [] for item in self.dropped}
+        storage_of = self.graph.storage_of_value
+        for position, index in enumerate(self.order):
+            operator = self.graph.operators[index]
+            for value in (*operator.needs, *operator.makes):
+                item = storage_of[value]
+                if item in uses and (not uses[item] or uses[item][-1] != position):
+                    uses[item].append(position)
+        points: dict[int, list[int]] = {}
+        for item, at in uses.items():
+            if len(at) > 1:
+                pause = int(np.argmax(np.diff(at)))
+                points.setdefault(at[pause], []).append(item)
+        return points
+
+    def _provide(self, value: int, depth: int) -> bool:
+        """Make sure that an object holds a value, by running what makes it again if need be."""
+        item = self.graph.storage_of_value[value]
+        if self.content.get(item) == value and item not in self.gone:
+            return True
+        chain = self.recomputation.chain_of.get(item)
+        if chain is None or depth > _MAX_CHAIN:
+            return False
+        for index in chain:
+            operator = self.graph.operators[index]
+            needs = operator.reads if operator.recompute_args is not None else operator.needs
+            makes = operator.creates if operator.recompute_args is not None else operator.makes
+            for needed in needs:
+                if not self._provide(needed, depth + 1):
+                    return False
+            if any(self._disturbs(made, item) for made in makes):
+                return False
+            self.expanded.append(index)
+            for made in makes:
+                other = self.graph.storage_of_value[made]
+                self.content[other] = made
+                self.gone.discard(other)
+            if value in makes:
+                return True
+        return False
+
+    def _disturbs(self, made: int, item: int) -> bool:
+        """Whether making a value again would put back an object that has gone on since."""
+        other = self.graph.storage_of_value[made]
+        held = self.content.get(other)
+        return other != item and held not in (None, made) and other not in self.gone
