@@ -75,6 +75,16 @@ def _numbers_read_in_time(drafts: list[Draft]) -> dict[int, TensorView]:
     return inlined
 
 
+# Batch norms that update running statistics, and what gives the same results without any.
+_BATCH_NORMS = {
+    "aten.native_batch_norm.default": "aten.native_batch_norm.default",
+    "aten._native_batch_norm_legit.default": "aten.native_batch_norm.default",
+    "aten.cudnn_batch_norm.default": "aten.cudnn_batch_norm.default",
+    "aten.miopen_batch_norm.default": "aten.miopen_batch_norm.default",
+}
+_RUNNING_MEAN, _RUNNING_VAR = 3, 4  # positions of the arguments, in all of them
+
+
 def _needed(
     drafts: list[Draft], inlined: Mapping[int, TensorView], finals: set[int]
 ) -> list[Draft]:
@@ -193,8 +203,20 @@ class _Builder:
             bytes_read=draft.facts.bytes_read,
             bytes_written=draft.facts.bytes_written,
             workspace_bytes=draft.facts.workspace_bytes + unused_bytes,
-            recomputable=not (draft.random or draft.side_effect or persistent),
+            random=draft.random,
+            recomputable=not (draft.side_effect or draft.target == GET_RNG_STATE)
+            and (not persistent or draft.target in _BATCH_NORMS),
+            recompute_target=_BATCH_NORMS.get(draft.target) if persistent else None,
+            recompute_args=self._args_without_statistics(draft) if persistent else None,
         )
+
+    def _args_without_statistics(self, draft: Draft) -> tuple[Any, ...] | None:
+        """A batch norm that trains gives the same bits without its running statistics."""
+        if draft.target not in _BATCH_NORMS:
+            return None
+        args = [self._argument(value) for value in draft.args]
+        args[_RUNNING_MEAN] = args[_RUNNING_VAR] = None
+        return tuple(args)
 
     def view(self, view: TensorView) -> TensorView:
         return view._replace(value=self._new[view.value])

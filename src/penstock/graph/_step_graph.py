@@ -123,11 +123,14 @@ class Operator:
         bytes_read: Bytes that it reads.
         bytes_written: Bytes that it writes.
         workspace_bytes: Memory that it needs while it runs, beyond its operands and results.
+        random: Whether it draws random numbers. Where it runs again, the generator is put back to
+            where it stood the first time, and to where it was afterwards.
         recomputable: Whether running it again on the same values gives the same bits and changes
             nothing else.
-        recompute_args: Arguments with which it runs again, where that must not change what it
+        recompute_target: What runs instead when it runs again, where that must not change what it
             changed the first time (a batch norm without its running statistics): it then needs
             only `reads` and makes only `creates`. None: it runs again as it is.
+        recompute_args: The arguments of `recompute_target`; None if that is None.
         seconds: Measured time; None where only a roofline can say.
     """
 
@@ -147,7 +150,9 @@ class Operator:
     bytes_read: int = 0
     bytes_written: int = 0
     workspace_bytes: int = 0
+    random: bool = False
     recomputable: bool = True
+    recompute_target: str | None = None
     recompute_args: tuple[Any, ...] | None = None
     seconds: float | None = None
 

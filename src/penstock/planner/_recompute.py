@@ -51,7 +51,7 @@ class Recomputation:
         operator = self.graph.operators[index]
         if not operator.recomputable:
             return False
-        if operator.recompute_args is not None:
+        if operator.recompute_target is not None:
             return True
         return all(self._storage_of[new] == item for _, new in operator.mutates)
 
@@ -128,8 +128,8 @@ class _Expansion:
             return False
         for index in chain:
             operator = self.graph.operators[index]
-            needs = operator.reads if operator.recompute_args is not None else operator.needs
-            makes = operator.creates if operator.recompute_args is not None else operator.makes
+            needs = operator.reads if operator.recompute_target is not None else operator.needs
+            makes = operator.creates if operator.recompute_target is not None else operator.makes
             for needed in needs:
                 if not self._provide(needed, depth + 1):
                     return False
