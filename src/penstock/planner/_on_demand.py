@@ -1,0 +1,130 @@
+"""What systems without a planner do: swap when memory runs out, in the program's own order.
+
+Three arms to compare with. `"lru"` swaps only when an operator is about to run and what it needs is
+missing. `"lru-prefetch"` (the ODSwap baseline of Huang et al., SwapAdvisor, ASPLOS 2020, section 6)
+writes the same victims out after their last use and loads ahead. `"belady"` knows the future: it
+puts out whoever is needed again the latest (Belady 1966), and loads as early as there is room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Collection, Sequence
+from typing import Any, Literal
+
+from penstock.graph import StepGraph
+from penstock.memory import MachineProfile
+from penstock.planner._plan import Budget, Plan
+from penstock.planner._reference_order import ordered_step
+from penstock.planner._reference_plan import (
+    Below,
+    Progress,
+    address_rooms,
+    assemble,
+    device_capacity,
+    require_times,
+    speeds_of,
+)
+from penstock.planner._reference_timing import arrange, room_by_bytes
+from penstock.planner._reference_walk import Policy, Pools, walk
+
+OnDemand = Literal["lru", "lru-prefetch", "belady"]
+
+_SHRINKS = 12  # attempts to make a residency that has addresses within the budget
+_MORE = 0.002  # of the capacity that is given up beyond what the last packing lacked
+
+
+def plan_on_demand(
+    graph: StepGraph,
+    *,
+    operator_seconds: Sequence[float],
+    budget: Budget,
+    machine: MachineProfile,
+    arm: OnDemand = "belady",
+    order: Sequence[int] | None = None,
+    candidates: Collection[int] | None = None,
+    time_limit: float = 60.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+    notes: dict[str, Any] | None = None,
+    method: str | None = None,
+) -> Plan:
+    """Plan as a system would behave that swaps on demand.
+
+    Example:
+        >>> plan = plan_on_demand(  # doctest: +SKIP
+        ...     graph, operator_seconds=seconds, budget=Budget(device_bytes=2**30), machine=machine
+        ... )
+
+    Args:
+        graph: A captured step.
+        operator_seconds: Time of each operator.
+        budget: Bytes of the tiers.
+        machine: The links' bandwidths.
+        arm: Which system.
+        order: Operators by position, perhaps some of them repeatedly; the program's own if None.
+        candidates: Values that may leave the device; any if None.
+        time_limit: Not used: this takes seconds.
+        seed: Of the packer.
+        progress: Told the times of what is found.
+        notes: For `Plan.notes`.
+        method: For `Plan.method`; the arm if None.
+
+    Returns:
+        A plan that `check` accepts.
+
+    Raises:
+        InfeasibleError: An operator does not fit, or no addresses were found.
+    """
+    del time_limit
+    began = time.monotonic()
+    require_times(graph, operator_seconds)
+    step = ordered_step(graph, order)
+    below = Below.of(machine, budget)
+    speeds = speeds_of(below, machine, operator_seconds)
+    capacity = budgeted = device_capacity(step, budget)
+    idle = () if below is not None else step.idle  # there is nowhere else for them
+    candidates = candidates if below is not None else ()
+    capacity -= sum(step.num_bytes[value] for value in idle)
+    policy: Policy = "belady" if arm == "belady" else "lru"
+    for _ in range(_SHRINKS):
+        residency = walk(step, Pools((capacity,)), policy, candidates=candidates)
+        residency = dataclasses.replace(residency, resident=(*residency.resident, *idle))
+        arrangement = arrange(
+            step,
+            residency,
+            speeds,
+            prefetch=None if arm == "lru" else room_by_bytes(step, residency, capacity),
+            early_writes=arm != "lru",
+        )
+        offsets, excess = address_rooms(step, residency, arrangement, capacity=budgeted, seed=seed)
+        if progress is not None:
+            progress(arrangement.step_seconds, None, "addresses")
+        if excess <= 0:
+            break
+        capacity -= max(excess, int(budgeted * _MORE))
+    else:
+        raise _no_addresses(budget)
+    return assemble(
+        step,
+        residency,
+        arrangement,
+        offsets,
+        operator_seconds=operator_seconds,
+        budget=budget,
+        machine=machine,
+        method=method or arm,
+        seed=seed,
+        notes={"planning_seconds": time.monotonic() - began, **(notes or {})},
+    )
+
+
+def _no_addresses(budget: Budget) -> Exception:
+    from penstock.errors import InfeasibleError
+
+    return InfeasibleError(
+        f"no addresses within device_memory={budget.device_bytes} were found for a residency that "
+        "fits in bytes: give more, or use method='auto'",
+        proved=False,
+    )
