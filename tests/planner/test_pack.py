@@ -176,6 +176,16 @@ def test_parts_that_share_no_moment_are_packed_apart():
 
 
 @needs_compiler
+def test_many_buffers_are_packed_by_better_orders():
+    buffers = random_buffers(6000, 0, longest=40)
+    first = pack(buffers, time_limit=0)
+    better = pack(buffers, time_limit=20)
+    check_packing(buffers, better)
+    assert better.optimal
+    assert better.height < first.height
+
+
+@needs_compiler
 def test_a_time_limit_of_zero_still_packs():
     buffers = random_buffers(300, 4, longest=100)
     packing = pack(buffers, time_limit=0)

@@ -49,12 +49,14 @@ class Buffer:
             )
         if any(not start < end for start, end in self.gaps):
             raise ValueError(f"gaps={self.gaps}: each must be half-open, (start, end), not empty")
-        if not self.spans:
+        if self.gaps and not self.spans:
             raise ValueError(f"gaps={self.gaps} leave nothing of [{self.lower}, {self.upper})")
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
         """The half-open intervals in which it needs room, in their order."""
+        if not self.gaps:
+            return ((self.lower, self.upper),)
         spans, start = [], self.lower
         for gap_start, gap_end in sorted(self.gaps):
             if start < min(gap_start, self.upper):
@@ -112,7 +114,8 @@ class Packing:
     optimal: bool
     """Whether `height` equals `lower_bound`."""
     method: str
-    """What found it: "best fit" or "search"."""
+    """What found it: "best fit" along a fixed list of orders, or "search": for better orders, and by
+    branch and bound."""
     engine: str
     """What ran: "c++", or "python" where there is no compiler (then there is no search)."""
     num_buffers: int

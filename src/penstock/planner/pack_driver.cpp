@@ -10,7 +10,7 @@ namespace {
 struct Answer {
   int64_t height, lower_bound;
   int64_t impossible;    // with a capacity: it is proven that nothing fits
-  int64_t searched;      // whether the search found the packing
+  int64_t searched;      // whether the fast part was improved on
   int64_t num_nodes;     // of the search
   int64_t num_parts;
 };
@@ -22,9 +22,11 @@ class Driver {
         start_(std::chrono::steady_clock::now()), parts_(split(request, divisor_)) {}
 
   void run() {
+    bounds_.reserve(parts_.size());
     for (const Part& part : parts_) bounds_.push_back(lower_bound(part));
     for (size_t i = 0; i < parts_.size(); ++i) {
-      layouts_.push_back(best_fit(parts_[i], goal(), [&] { return out_of_time(); }));
+      orders_.emplace_back();
+      layouts_.push_back(best_fit(parts_[i], goal(), orders_[i], [&] { return out_of_time(); }));
     }
     search();
     Size height = 0;
@@ -41,6 +43,10 @@ class Driver {
   }
 
  private:
+  // The search keeps a list of what is left at each depth; beyond this only orders are improved.
+  static constexpr int kMostSearched = 4000;
+  static constexpr int64_t kPasses = 300;
+
   struct Task {
     Size capacity;
     std::vector<int> order;
@@ -76,6 +82,17 @@ class Driver {
   // Make one part lower, or raise its bound; false where the time ran out before either.
   bool improve(size_t index) {
     Part& part = parts_[index];
+    std::mt19937_64 random(static_cast<uint64_t>(request_.seed) * 7919u + num_climbs_++);
+    const bool is_small = part.count() <= kMostSearched;
+    Layout lower = climb(part, layouts_[index], orders_[index], random,
+                         is_small ? kPasses : std::numeric_limits<int64_t>::max(),
+                         [&] { return out_of_time(); });
+    if (lower.height < layouts_[index].height) {
+      layouts_[index] = std::move(lower);
+      answer_.searched = 1;
+      return true;
+    }
+    if (!is_small) return false;
     fill_overlaps(part);
     const Size target = goal();
     for (int round = 0; !out_of_time(); ++round) {
@@ -166,6 +183,8 @@ class Driver {
   std::vector<Part> parts_;
   std::vector<Size> bounds_;
   std::vector<Layout> layouts_;
+  std::vector<std::vector<int>> orders_;  // that gave the layouts of the fast part
+  uint64_t num_climbs_ = 0;
 };
 
 }  // namespace

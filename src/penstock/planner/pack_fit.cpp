@@ -7,75 +7,69 @@ namespace {
 
 enum class Fit { kFirst, kBest };
 
-// The placed buffers, so that those that share a moment with a given one are found quickly: spans
-// lie in blocks, sorted by their beginning, and a block knows how far its placed spans reach.
+struct Taken {
+  Size begin, end;
+  bool operator<(const Taken& other) const { return begin < other.begin; }
+};
+
+// The placed buffers, so that those that share a moment with a given one are found quickly. Time is
+// cut into equal slices, each with its placed spans in the order of their addresses; so what lives
+// within one slice, as most buffers of a long program do, needs no sorting. What lives longer finds
+// the spans that begin in its later slices in lists of their own.
 class Placed {
  public:
-  explicit Placed(const Part& part) : part_(part) {
-    for (int b = 0; b < part.count(); ++b) {
-      for (const Range& range : part.ranges[b]) spans_.push_back({range.begin, range.end, b});
-    }
-    std::stable_sort(spans_.begin(), spans_.end(),
-                     [](const Span& one, const Span& other) { return one.begin < other.begin; });
-    where_.resize(part.count());
-    for (size_t i = 0; i < spans_.size(); ++i) where_[spans_[i].buffer].push_back(i);
-    blocks_.resize((spans_.size() + kBlock - 1) / kBlock);
-    for (size_t i = 0; i < spans_.size(); i += kBlock) blocks_[i / kBlock].begin = spans_[i].begin;
-    seen_.resize(part.count(), -1);
-  }
+  explicit Placed(const Part& part)
+      : part_(part),
+        num_slices_(std::clamp(part.count() / 200, 1, std::min(256, part.num_sections))),
+        slices_(num_slices_),
+        beginning_(num_slices_) {}
 
   void clear() {
-    for (Block& block : blocks_) block.reach = 0, block.buffers.clear();
-    std::fill(seen_.begin(), seen_.end(), -1);
+    for (int s = 0; s < num_slices_; ++s) slices_[s].clear(), beginning_[s].clear();
   }
 
-  void add(int buffer) {
-    for (size_t i : where_[buffer]) {
-      Block& block = blocks_[i / kBlock];
-      block.reach = std::max(block.reach, spans_[i].end);
-      block.buffers.push_back(spans_[i]);
-    }
-  }
-
-  template <class Visit>
-  void each_overlapping(int buffer, Visit visit) {
-    const bool unique = part_.ranges[buffer].size() == 1 && spans_.size() == part_.ids.size();
+  void add(int buffer, Size offset) {
     for (const Range& range : part_.ranges[buffer]) {
-      for (const Block& block : blocks_) {
-        if (block.begin >= range.end) break;
-        if (block.reach <= range.begin) continue;
-        for (const Span& span : block.buffers) {
-          if (span.begin >= range.end || span.end <= range.begin) continue;
-          if (!unique) {
-            if (seen_[span.buffer] == buffer) continue;
-            seen_[span.buffer] = buffer;
-          }
-          visit(span.buffer);
-        }
+      const Entry entry{offset, offset + part_.size[buffer], range};
+      beginning_[slice_of(range.begin)].push_back(entry);
+      for (int s = slice_of(range.begin); s <= slice_of(range.end - 1); ++s) {
+        const auto place = std::upper_bound(
+            slices_[s].begin(), slices_[s].end(), entry,
+            [](const Entry& one, const Entry& other) { return one.begin < other.begin; });
+        slices_[s].insert(place, entry);
       }
     }
   }
 
+  // The addresses that are taken at some moment of the buffer's life, ascending.
+  void beside(int buffer, std::vector<Taken>& taken) const {
+    taken.clear();
+    int num_lists = 0;
+    for (const Range& range : part_.ranges[buffer]) {
+      const int first = slice_of(range.begin), last = slice_of(range.end - 1);
+      for (int s = first; s <= last; ++s, ++num_lists) {
+        for (const Entry& entry : s == first ? slices_[s] : beginning_[s]) {
+          if (entry.range.begin >= range.end || entry.range.end <= range.begin) continue;
+          taken.push_back({entry.begin, entry.end});
+        }
+      }
+    }
+    if (num_lists > 1) std::sort(taken.begin(), taken.end());
+  }
+
  private:
-  struct Span {
-    int begin, end, buffer;
+  struct Entry {
+    Size begin, end;
+    Range range;
   };
-  struct Block {
-    int begin = 0, reach = 0;
-    std::vector<Span> buffers;
-  };
-  static constexpr size_t kBlock = 64;
+
+  int slice_of(int section) const {
+    return static_cast<int>(int64_t{section} * num_slices_ / part_.num_sections);
+  }
 
   const Part& part_;
-  std::vector<Span> spans_;
-  std::vector<std::vector<size_t>> where_;
-  std::vector<Block> blocks_;
-  std::vector<int> seen_;
-};
-
-struct Taken {
-  Size begin, end;
-  bool operator<(const Taken& other) const { return begin < other.begin; }
+  int num_slices_;
+  std::vector<std::vector<Entry>> slices_, beginning_;
 };
 
 // The place of a buffer beside the sorted address ranges that are taken.
@@ -103,19 +97,15 @@ Layout fit_along(const Part& part, const std::vector<int>& order, Fit fit, Size 
     if (part.fixed[b] == kFree) continue;
     layout.offsets[b] = part.fixed[b];
     layout.height = std::max(layout.height, part.fixed[b] + part.size[b]);
-    placed.add(b);
+    placed.add(b, layout.offsets[b]);
   }
   for (int b : order) {
     if (part.fixed[b] != kFree) continue;
-    taken.clear();
-    placed.each_overlapping(b, [&](int other) {
-      taken.push_back({layout.offsets[other], layout.offsets[other] + part.size[other]});
-    });
-    std::sort(taken.begin(), taken.end());
+    placed.beside(b, taken);
     layout.offsets[b] = place(taken, part.size[b], part.alignment[b], fit);
     layout.height = std::max(layout.height, layout.offsets[b] + part.size[b]);
     if (layout.height > limit) return {};
-    placed.add(b);
+    placed.add(b, layout.offsets[b]);
   }
   return layout;
 }
@@ -124,7 +114,7 @@ Layout fit_along(const Part& part, const std::vector<int>& order, Fit fit, Size 
 std::vector<std::vector<double>> keys(const Part& part) {
   const int n = part.count();
   const std::vector<Size> crowd = contention(part);
-  std::vector<double> size(n), life(n), area(n), crowded(n), early(n), late(n);
+  std::vector<double> size(n), life(n), area(n), crowded(n), early(n), late(n), large(n);
   for (int b = 0; b < n; ++b) {
     size[b] = static_cast<double>(part.size[b]);
     life[b] = part.lifetime(b);
@@ -132,8 +122,10 @@ std::vector<std::vector<double>> keys(const Part& part) {
     crowded[b] = static_cast<double>(crowd[b]);
     early[b] = -part.first(b);
     late[b] = part.last(b);
+    // Few buffers of a long program live long; placed first, they are quickly placed.
+    large[b] = size[b] + (life[b] > part.num_sections / 16.0 ? 1e18 : 0.0);
   }
-  return {size, area, life, crowded, early, late};
+  return {size, area, life, crowded, early, late, large};
 }
 
 std::vector<int> sorted_by(const std::vector<double>& first, const std::vector<double>& second) {
@@ -146,12 +138,13 @@ std::vector<int> sorted_by(const std::vector<double>& first, const std::vector<d
   return order;
 }
 
-// The best of several orders; stops at `goal`. `out_of_time` is asked between orders.
+// The best of several orders, which is returned too; stops at `goal`. `out_of_time` is asked between
+// orders.
 template <class OutOfTime>
-Layout best_fit(const Part& part, Size goal, OutOfTime out_of_time) {
+Layout best_fit(const Part& part, Size goal, std::vector<int>& best_order, OutOfTime out_of_time) {
   const std::vector<std::vector<double>> by = keys(part);
-  enum { kSize, kArea, kLife, kCrowded, kEarly, kLate };
-  const std::pair<int, int> orders[] = {{kSize, kLife},    {kLife, kSize},  {kArea, kSize},
+  enum { kSize, kArea, kLife, kCrowded, kEarly, kLate, kLarge };
+  const std::pair<int, int> orders[] = {{kLarge, kLife},   {kLife, kSize},  {kSize, kLife},  {kArea, kSize},
                                         {kCrowded, kSize}, {kEarly, kSize}, {kCrowded, kLife},
                                         {kLate, kSize},    {kCrowded, kArea}};
   Placed placed(part);
@@ -161,10 +154,37 @@ Layout best_fit(const Part& part, Size goal, OutOfTime out_of_time) {
     for (Fit fit : {Fit::kFirst, Fit::kBest}) {
       if (best.height <= goal || (best.height < kNever && out_of_time())) return best;
       Layout layout = fit_along(part, order, fit, best.height - 1, placed);
-      if (layout.height < best.height) best = std::move(layout);
+      if (layout.height >= best.height) continue;
+      best = std::move(layout);
+      best_order = order;
     }
   }
   return best;
+}
+
+// Hill climbing over orders: a buffer that reaches highest moves to an earlier place. Returns the
+// first lower packing, or none after `max_passes`.
+template <class OutOfTime>
+Layout climb(const Part& part, Layout layout, std::vector<int>& order, std::mt19937_64& random,
+             int64_t max_passes, OutOfTime out_of_time) {
+  Placed placed(part);
+  const Size height = layout.height;
+  std::vector<size_t> highest;
+  for (int64_t pass = 0; pass < max_passes && !out_of_time(); ++pass) {
+    highest.clear();
+    for (size_t i = 0; i < order.size(); ++i) {
+      if (layout.offsets[order[i]] + part.size[order[i]] == layout.height) highest.push_back(i);
+    }
+    const size_t from = highest[random() % highest.size()], to = random() % (from + 1);
+    std::vector<int> changed = order;
+    std::rotate(changed.begin() + to, changed.begin() + from, changed.begin() + from + 1);
+    Layout next = fit_along(part, changed, Fit::kFirst, height, placed);
+    if (next.height > height) continue;
+    layout = std::move(next);
+    order = std::move(changed);
+    if (layout.height < height) return layout;
+  }
+  return {};
 }
 
 }  // namespace
