@@ -29,18 +29,23 @@ def assert_like(
     # PyG starts biases at zero, where a missing one would not be seen.
     torch.nn.init.normal_(theirs.bias) if theirs.bias is not None else None
     ours.load_state_dict(theirs.state_dict())
-    x = random_tensor(N, 6) if has_features else None
+    assert_equally_trained(ours, theirs, random_tensor(N, 6) if has_features else None)
+
+
+def assert_equally_trained(
+    ours: torch.nn.Module, theirs: torch.nn.Module, x: torch.Tensor | None
+) -> None:
     results = [layer(x, EDGES, TYPES) for layer in (ours, theirs)]
     torch.testing.assert_close(*results)
     weights = random_tensor(*results[0].shape, seed=1).detach()
     gradients = []
     for layer, result in zip((ours, theirs), results, strict=True):
-        if x is not None:
+        if x is not None and x.requires_grad:
             x.grad = None
         (result * weights).sum().backward()
         named = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
-        gradients.append(named | ({} if x is None else {"x": x.grad}))
-    assert len(gradients[0]) > 1
+        gradients.append(named | ({} if x is None or not x.requires_grad else {"x": x.grad}))
+    assert gradients[0]
     assert gradients[0].keys() == gradients[1].keys()
     torch.testing.assert_close(*gradients)
 
@@ -54,11 +59,20 @@ def test_rgcn_is_pygs(aggr, decomposition, parts):
 
 
 @pytest.mark.parametrize("aggr", ["mean", "add"])
+@pytest.mark.parametrize("decomposition", [{}, {"num_bases": 3}], ids=str)
 @pytest.mark.parametrize("parts", [{}, {"root_weight": False, "bias": False}], ids=str)
-def test_rgcn_without_features_is_pygs(aggr, parts):
-    options = {"num_bases": 3, "aggr": aggr, **parts}
-    layers = (conv(N, 9, R, **options) for conv in (rgnn.RGCNConv, pyg.RGCNConv))
+def test_rgcn_without_features_is_pygs(aggr, decomposition, parts):
+    options = {"aggr": aggr, **decomposition, **parts}
+    layers = [conv(N, 9, R, **options) for conv in (rgnn.RGCNConv, pyg.RGCNConv)]
     assert_like(*layers, has_features=False)
+    # 20 entities, of which the graph's nodes are some, one of them twice.
+    layers = [conv(20, 9, R, **options).double() for conv in (rgnn.RGCNConv, pyg.RGCNConv)]
+    layers[0].load_state_dict(layers[1].state_dict())
+    entities = torch.randperm(20)[:N]
+    entities[1] = entities[0]
+    assert_equally_trained(*layers, entities)
+    with torch.no_grad():
+        assert torch.equal(layers[0](entities.int(), GRAPH), layers[0](entities, EDGES, TYPES))
 
 
 @pytest.mark.parametrize("mechanism", ["across-relation", "within-relation"])
@@ -191,8 +205,16 @@ def test_wrong_graphs_are_refused():
     layer, x = rgnn.RGCNConv(6, 4, R + 1), torch.randn(N, 6)
     with pytest.raises(ValueError, match=f"the graph has {R} relations and the layer {R + 1}"):
         layer(x, GRAPH)
-    with pytest.raises(ValueError, match="give the layer num_bases"):
-        rgnn.RGCNConv(N, 4, R)(None, GRAPH)
+    with pytest.raises(ValueError, match="give num_bases instead of num_blocks"):
+        rgnn.RGCNConv(N, 4, R, num_blocks=2)(None, GRAPH)
+    with pytest.raises(ValueError, match=f"the graph has {N} nodes, but .* in_channels=6"):
+        rgnn.RGCNConv(6, 4, R)(None, GRAPH)
+    with pytest.raises(ValueError, match=r"x holds 6, but .* in_channels=6 entities"):
+        rgnn.RGCNConv(6, 4, R)(torch.full((N,), 6), GRAPH)
+    with pytest.raises(ValueError, match=rf"x of integers must have shape \({N},\)"):
+        rgnn.RGCNConv(6, 4, R)(torch.zeros(N, 6, dtype=torch.int64), GRAPH)
+    with pytest.raises(TypeError, match=r"x, .* must hold integers; got torch.bool"):
+        rgnn.RGCNConv(6, 4, R)(torch.zeros(N, dtype=torch.bool), GRAPH)
     with pytest.raises(TypeError, match="edge_type is missing"):
         layer(x, EDGES)
     with pytest.raises(TypeError, match="leave it out"):
@@ -200,8 +222,35 @@ def test_wrong_graphs_are_refused():
     hgt, features = rgnn.HGTConv(5, 8, METADATA), {n: torch.randn(s, 5) for n, s in SIZES.items()}
     with pytest.raises(ValueError, match="metadata has not"):
         hgt(features, {("author", "knows", "author"): EDGES[:, :0]})
+    with pytest.raises(ValueError, match=r"'paper'\)\] holds 7, and there are 7 nodes of"):
+        hgt(features, {("author", "writes", "paper"): torch.tensor([[0], [7]])})
     with pytest.raises(ValueError, match="x_dict 14 nodes and the layer 3 relations"):
         hgt(features, GRAPH)
+
+
+def test_hgt_without_edges():
+    x = {name: torch.randn(length, 5) for name, length in SIZES.items()}
+    assert rgnn.HGTConv(5, 8, (list(SIZES), []))(x, {}) == {}
+    ours, theirs = rgnn.HGTConv(5, 8, METADATA), pyg.HGTConv(5, 8, METADATA)
+    ours.load_state_dict(theirs.state_dict())
+    empty = dict.fromkeys(METADATA[1], EDGES[:, :0])
+    for edges in ({}, empty):
+        for name, h in ours(x, edges).items():
+            torch.testing.assert_close(h, theirs(x, empty)[name])
+
+
+def test_hgt_of_one_node_type_makes_no_copy_of_the_projections(monkeypatch):
+    layer = rgnn.HGTConv(5, 8, (["a"], [("a", "to", "a")]))
+    edges = torch.tensor([[0, 1], [1, 2]])
+    expected = layer({"a": torch.ones(3, 5)}, {("a", "to", "a"): edges})
+    graph = rgnn.Graph(edges, torch.zeros(2, dtype=torch.int64), num_nodes=3)
+    sizes = []
+    cat = torch.cat
+    monkeypatch.setattr(
+        torch, "cat", lambda parts, *a, **k: sizes.append(parts[0].shape) or cat(parts, *a, **k)
+    )
+    assert torch.equal(layer({"a": torch.ones(3, 5)}, graph)["a"], expected["a"])
+    assert (1, 1) in sizes and (3, 24) not in sizes  # what is joined are the relations' factors
 
 
 def test_attention_scores_need_no_projection_of_the_destinations():

@@ -67,6 +67,16 @@ def test_a_graph_without_edges_works(name):
         torch.testing.assert_close(result, expected)
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+@pytest.mark.parametrize("name", ["rgcn", "rgat", "rgat with heads"])
+def test_features_of_no_length(name, backend):
+    graph = random_graph(5, 12)
+    function = rgnn.compile(LAYERS[name].__wrapped__, backend=backend)
+    arguments = layer_arguments(name, graph, dim=0)
+    found = results_and_gradients(function, graph, arguments)
+    assert_same(found, results_and_gradients(LAYERS[name].to_torch(), graph, arguments))
+
+
 def test_single_precision_stays_single():
     graph = random_graph()
     arguments = [a.detach().float().requires_grad_() for a in layer_arguments("rgcn", graph)]

@@ -92,6 +92,18 @@ def test_edges_as_tensors_need_no_graph(name, backend):
     assert counter.frame_count == 2
 
 
+@pytest.mark.parametrize("num_bases", [None, 2])
+def test_nodes_without_features(num_bases):
+    torch.manual_seed(0)
+    layer = rgnn.RGCNConv(9, DIM, RELATIONS, num_bases=num_bases)
+    graph = graph_of_size(9, 30)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for entities in (None, torch.arange(9) % 4):
+        expected = layer(entities, graph)
+        assert torch.equal(compiled(entities, graph), expected)
+        assert torch.equal(compiled(entities, graph.edge_index, graph.edge_type), expected)
+
+
 def test_edges_by_type_need_no_graph():
     layer = LAYERS["hgt"]().double()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)

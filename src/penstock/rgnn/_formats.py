@@ -6,36 +6,53 @@ import dataclasses
 import gzip
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import numpy as np
 import torch
 
-from penstock.rgnn._graph import Graph, GraphNames
+from penstock.rgnn._graph import Graph, GraphNames, check_integers
 
-# Subject and predicate have no blanks; a literal as the object may have them.
-_N_TRIPLE = re.compile(r"(\S+)\s+(\S+)\s+(.+?)\s*\.\s*(?:#.*)?")
+# A literal may have blanks and escaped quotes; nothing else ends a statement before its full stop.
+_NODE = r"<[^<>]*>|_:[^\s<>\"]+"
+_LITERAL = r'"(?:[^"\\]|\\.)*"(?:@[\w-]+|\^\^<[^<>]*>)?'
+_N_TRIPLE = re.compile(rf"({_NODE})\s*(<[^<>]*>)\s*({_NODE}|{_LITERAL})\s*\.\s*(?:#.*)?")
+_COMMENT = re.compile(r"#(?:\s|$)")
+_ID = re.compile(r"-?[0-9]{1,18}")
 
 
 def from_pyg(data: Any) -> Graph:
     """See `Graph.from_pyg`."""
+    if not hasattr(data, "metadata"):
+        raise TypeError(
+            f"data must be a torch_geometric.data.HeteroData; got {type(data).__name__}. Make a "
+            f"Data one with to_heterogeneous(), or use Graph(data.edge_index, edge_type)"
+        )
     node_types, edge_types = data.metadata()
-    offsets, sizes, num_nodes = {}, [], 0
+    sizes: dict[str, int] = {}
+    offsets: dict[str, int] = {}
+    num_nodes = 0
     for name in node_types:
         size = data[name].num_nodes
         if size is None:
             raise ValueError(
                 f"data[{name!r}] does not say how many nodes there are; set its x or num_nodes"
             )
-        offsets[name] = num_nodes
-        sizes.append(size)
+        offsets[name], sizes[name] = num_nodes, size
         num_nodes += size
     ends, relations = [], []
-    for relation, (source, name, target) in enumerate(edge_types):
-        edge_index = data[source, name, target].edge_index
+    for relation, edge_type in enumerate(edge_types):
+        source, _, target = edge_type
+        edge_index = getattr(data[edge_type], "edge_index", None)
+        said = f"data[{edge_type!r}]"
+        if edge_index is None:
+            raise ValueError(
+                f"{said} has no edge_index; set it (the transform ToSparseTensor drops it)"
+            )
+        check_ends(f"{said}.edge_index", edge_index, (source, target), sizes)
         shift = torch.tensor([[offsets[source]], [offsets[target]]], device=edge_index.device)
         ends.append(edge_index + shift)
         relations.append(torch.full((edge_index.shape[1],), relation, device=edge_index.device))
@@ -45,7 +62,7 @@ def from_pyg(data: Any) -> Graph:
         torch.cat(relations) if relations else none[0],
         num_nodes=num_nodes,
         num_relations=len(edge_types),
-        node_type=torch.repeat_interleave(torch.tensor(sizes, dtype=torch.int64)),
+        node_type=torch.repeat_interleave(torch.tensor([*sizes.values()], dtype=torch.int64)),
         num_node_types=len(node_types),
         names=GraphNames(
             node_types=tuple(node_types),
@@ -54,19 +71,59 @@ def from_pyg(data: Any) -> Graph:
     )
 
 
+def check_ends(
+    name: str, edge_index: Any, types: tuple[str, str], sizes: Mapping[str, int]
+) -> None:
+    """Refuse edges whose ends are no nodes of the types that they should have.
+
+    Once nodes of all types are in one range, such an end would be a node of the next type.
+
+    Args:
+        name: What messages call the edges.
+        edge_index: What should be integers of shape (2, num_edges).
+        types: Of sources and of destinations.
+        sizes: How many nodes each type has.
+
+    Raises:
+        TypeError: They are no tensor of integers.
+        ValueError: The shape is another one, or an end is out of range.
+    """
+    check_integers(name, edge_index)
+    if edge_index.dim() != 2 or edge_index.shape[0] != 2:
+        raise ValueError(f"{name} must have shape (2, num_edges); got {tuple(edge_index.shape)}")
+    for end, of_type in zip(edge_index, types, strict=True):
+        if of_type not in sizes:
+            raise ValueError(
+                f"{name} ends in nodes of type {of_type!r}, of which nothing is known; the node "
+                f"types are {list(sizes)}"
+            )
+        if end.numel():
+            low, high = (int(bound) for bound in torch.aminmax(end))
+            if low < 0 or high >= sizes[of_type]:
+                wrong = low if low < 0 else high
+                raise ValueError(
+                    f"{name} holds {wrong}, and there are {sizes[of_type]} nodes of type "
+                    f"{of_type!r}; ids begin at 0 within each type"
+                )
+
+
 def from_triples(
     triples: torch.Tensor | np.ndarray | str | os.PathLike[str], **kwargs: Any
 ) -> Graph:
     """See `Graph.from_triples`."""
     names = None
     if isinstance(triples, str | os.PathLike):
-        triples, names = _read(Path(triples))
-    array = torch.as_tensor(triples)
+        array, names = _read(Path(triples))
+    elif isinstance(triples, torch.Tensor):
+        array = triples
+    else:
+        array, names = _of_array(np.asarray(triples))
     if array.dim() != 2 or array.shape[1] != 3:
         raise ValueError(
             f"triples must have shape (num_triples, 3): head, relation, tail; "
             f"got {tuple(array.shape)}"
         )
+    check_integers("triples", array)
     if names is not None:
         kwargs.setdefault("names", names)
         if names.nodes:
@@ -75,23 +132,48 @@ def from_triples(
     return Graph(array[:, [0, 2]].T, array[:, 1], **kwargs)
 
 
+def _of_array(array: np.ndarray) -> tuple[torch.Tensor, GraphNames | None]:
+    """Numbers as they are, names numbered."""
+    has_names = array.dtype.kind in "UO" and all(isinstance(each, str) for each in array.flat)
+    if has_names and array.ndim == 2 and array.shape[1] == 3:
+        return _number(iter(array.tolist()))
+    if array.dtype.kind not in "iu":
+        raise TypeError(
+            f"triples must hold integers, or names as strings; got {array.dtype}. Convert with "
+            f".astype('int64') or .astype(str)"
+        )
+    # torch warns of memory that is read-only, and has no negative strides.
+    return torch.from_numpy(array.astype(np.int64)), None
+
+
 def _read(path: Path) -> tuple[torch.Tensor, GraphNames | None]:
+    try:
+        return _parse(path)
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+        raise ValueError(f"{path}: cannot be read as text in UTF-8: {error}") from error
+
+
+def _parse(path: Path) -> tuple[torch.Tensor, GraphNames | None]:
     stem = path.name.removesuffix(".gz")
     with ExitStack() as stack:
+        encoding = "utf-8-sig"  # a byte order mark is no part of the first name
         if stem != path.name:
-            lines = stack.enter_context(gzip.open(path, "rt", encoding="utf-8"))
+            lines = stack.enter_context(gzip.open(path, "rt", encoding=encoding))
         else:
-            lines = stack.enter_context(path.open(encoding="utf-8"))
+            lines = stack.enter_context(path.open(encoding=encoding))
         if stem.endswith(".nt"):
             return _number(_n_triples(path, lines))
-        first = lines.readline()
-        if len(first.split()) == 1 and first.strip().isdigit():
+        first = lines.readline().strip()
+        if _ID.fullmatch(first):
             return _open_ke(path, lines, int(first)), None
         lines.seek(0)
-        table = [fields for _, fields in _columns(path, lines, first_line=1)]
-    if all(field.isdigit() for fields in table for field in fields):
-        return torch.tensor(np.array(table or np.empty((0, 3)), dtype=np.int64)), None
-    return _number(iter(table))
+        table = list(_columns(path, lines, first_line=1))
+    are_ids = [all(_ID.fullmatch(field) for field in fields) for _, fields in table]
+    if all(are_ids):
+        return _ids(path, table), None
+    if not are_ids[0] and all(are_ids[1:]) and len(table) > 1:
+        _refuse(path, table[0][0], "the only line without ids; if it is a header, begin it with #")
+    return _number(fields for _, fields in table)
 
 
 def _n_triples(path: Path, lines: IO[str]) -> Iterator[list[str]]:
@@ -101,26 +183,48 @@ def _n_triples(path: Path, lines: IO[str]) -> Iterator[list[str]]:
             continue
         match = _N_TRIPLE.fullmatch(text)
         if match is None:
-            raise ValueError(f"{path}:{number}: not an N-Triples statement: {text!r}")
+            _refuse(path, number, f"not an N-Triples statement: {text!r}")
         yield [match[1], match[2], match[3]]
 
 
 def _columns(path: Path, lines: IO[str], first_line: int) -> Iterator[tuple[int, list[str]]]:
     for number, line in enumerate(lines, start=first_line):
+        if not line.strip() or _COMMENT.match(line):
+            continue
         # Names may have blanks where tabs keep the columns apart.
         fields = line.rstrip("\n").split("\t") if "\t" in line else line.split()
-        if not fields:
-            continue
+        fields = [field.strip() for field in fields]
         if len(fields) != 3:
-            raise ValueError(f"{path}:{number}: expected 3 columns, found {len(fields)}: {line!r}")
+            _refuse(path, number, f"expected 3 columns, found {len(fields)}: {line!r}")
+        if "" in fields:
+            _refuse(path, number, f"a column is empty: {line!r}")
         yield number, fields
 
 
 def _open_ke(path: Path, lines: IO[str], count: int) -> torch.Tensor:
-    rows = np.array([fields for _, fields in _columns(path, lines, 2)], dtype=np.int64)
+    rows = _ids(path, list(_columns(path, lines, 2)))
     if len(rows) != count:
         raise ValueError(f"{path}:1: announces {count} triples, the file has {len(rows)}")
-    return torch.from_numpy(rows.reshape(-1, 3)[:, [0, 2, 1]].copy())
+    return rows[:, [0, 2, 1]]
+
+
+def _ids(path: Path, table: list[tuple[int, list[str]]]) -> torch.Tensor:
+    """The numbers of a table, (lines, 3)."""
+    try:
+        ids = np.array([fields for _, fields in table], dtype=np.int64).reshape(-1, 3)
+    except (ValueError, OverflowError):
+        ids = None
+    if ids is not None and not (ids < 0).any():
+        return torch.from_numpy(ids)
+    for number, fields in table:
+        for field in fields:
+            if not _ID.fullmatch(field) or field.startswith("-"):
+                _refuse(path, number, f"expected ids from 0 on, found {field!r}")
+    raise AssertionError(path)
+
+
+def _refuse(path: Path, number: int, reason: str) -> NoReturn:
+    raise ValueError(f"{path}:{number}: {reason}")
 
 
 def _number(triples: Iterator[list[str]]) -> tuple[torch.Tensor, GraphNames]:

@@ -70,14 +70,14 @@ class Graph(Indices):
         num_node_types: int | None = None,
         names: GraphNames | None = None,
     ) -> None:
-        _check_integers("edge_index", edge_index)
+        check_integers("edge_index", edge_index)
         if edge_index.dim() != 2 or edge_index.shape[0] != 2:
             raise ValueError(
                 f"edge_index must have shape (2, num_edges): sources, then destinations; "
                 f"got {tuple(edge_index.shape)}"
             )
         num_edges = edge_index.shape[1]
-        _check_integers("edge_type", edge_type)
+        check_integers("edge_type", edge_type)
         _check_shape("edge_type", edge_type, num_edges, "one relation for each edge")
         if edge_type.device != edge_index.device:
             raise ValueError(
@@ -93,7 +93,7 @@ class Graph(Indices):
                 raise ValueError(f"num_node_types is {num_node_types!r} without a node_type")
             num_node_types = 1
         else:
-            _check_integers("node_type", node_type)
+            check_integers("node_type", node_type)
             _check_shape("node_type", node_type, num_nodes, "one type for each node")
             num_node_types = _check_ids("node_type", node_type, num_node_types, "num_node_types")
             node_type = _copied(node_type.to(edge_index.device), num_node_types)
@@ -127,6 +127,10 @@ class Graph(Indices):
 
         Returns:
             A graph whose node `i` of type `t` is `i` plus the number of nodes of earlier types.
+
+        Raises:
+            TypeError: It is no `HeteroData`, or an `edge_index` does not hold integers.
+            ValueError: A number of nodes or an `edge_index` is missing, or an id is out of range.
         """
         from penstock.rgnn._formats import from_pyg
 
@@ -144,14 +148,16 @@ class Graph(Indices):
             (3, 2)
 
         Args:
-            triples: Integers of shape (num_triples, 3), columns head, relation, tail; or a file:
-                N-Triples (`.nt`), OpenKE (`head tail relation` after a line with the count), or
-                three columns of names or ids, head, relation, tail, apart by tabs or spaces. Files
-                may be compressed (`.gz`). Names are numbered in the order in which they occur.
+            triples: Integers or, in NumPy, strings of shape (num_triples, 3), columns head,
+                relation, tail; or a file: N-Triples (`.nt`), OpenKE (`head tail relation` after a
+                line with the count), or three columns of names or ids, head, relation, tail, apart
+                by tabs or spaces, where lines that begin with `# ` are comments. Files may be
+                compressed (`.gz`). Names are numbered in the order in which they occur.
             kwargs: `num_nodes`, `num_relations`, `node_type` as for `Graph`.
 
         Returns:
-            The graph, with an edge from head to tail for each triple, in their order.
+            The graph, with an edge from head to tail for each triple, in their order; a triple that
+            occurs twice is two edges.
 
         Raises:
             ValueError: A line is no triple; the message has the file and the line.
@@ -269,7 +275,7 @@ def _sizes(starts: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(end - begin for begin, end in itertools.pairwise(starts))
 
 
-def _check_integers(name: str, value: object) -> None:
+def check_integers(name: str, value: object) -> None:
     if not isinstance(value, torch.Tensor):
         raise TypeError(
             f"{name} must be a tensor of integers; got {type(value).__name__}. "

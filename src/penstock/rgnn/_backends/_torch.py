@@ -215,4 +215,4 @@ def _outer_sum(left: torch.Tensor, right: torch.Tensor, heads: int) -> torch.Ten
     """Sum over rows of outer products: (r, *batch, k) and (r, *batch, n) to (*heads, k, n)."""
     if heads:
         return left.permute(1, 2, 0) @ right.permute(1, 0, 2)
-    return left.reshape(-1, left.shape[-1]).T @ right.reshape(-1, right.shape[-1])
+    return left.flatten(0, -2).T @ right.flatten(0, -2)

@@ -5,6 +5,15 @@ A layer has no kernels of its own: what it computes is a compiled function, publ
 
 from penstock.rgnn.layers._hgt import HGTConv, hgt
 from penstock.rgnn.layers._rgat import RGATConv, rgat
-from penstock.rgnn.layers._rgcn import RGCNConv, rgcn, rgcn_of_embeddings
+from penstock.rgnn.layers._rgcn import RGCNConv, rgcn, rgcn_of_embeddings, rgcn_of_messages
 
-__all__ = ["HGTConv", "RGATConv", "RGCNConv", "hgt", "rgat", "rgcn", "rgcn_of_embeddings"]
+__all__ = [
+    "HGTConv",
+    "RGATConv",
+    "RGCNConv",
+    "hgt",
+    "rgat",
+    "rgcn",
+    "rgcn_of_embeddings",
+    "rgcn_of_messages",
+]

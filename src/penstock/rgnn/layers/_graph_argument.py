@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from penstock.rgnn._graph import Graph
+from penstock.rgnn._graph import Graph, check_integers
 from penstock.rgnn._graph_tensors import GraphTensors, graph_of
 
 
@@ -48,6 +48,44 @@ def num_rows(x: torch.Tensor) -> int:
             f"of nodes one after another"
         )
     return x.shape[0]
+
+
+def check_num_nodes(num_nodes: int, in_channels: int) -> None:
+    """Refuse a graph that has other nodes than those that weights are embeddings of.
+
+    Raises:
+        ValueError: It has.
+    """
+    if num_nodes != in_channels:
+        raise ValueError(
+            f"x is None and the graph has {num_nodes} nodes, but the layer has weights for "
+            f"in_channels={in_channels}; say with integers as x which of those the nodes are"
+        )
+
+
+def check_entities(entities: torch.Tensor, num_entities: int, num_nodes: int) -> None:
+    """Refuse integers that do not say for each node which entity it is.
+
+    Raises:
+        TypeError: They are no integers.
+        ValueError: There is none for a node, or it is out of range; on the CPU only, where looking
+            at them waits for nothing.
+    """
+    check_integers("x, if it has no features,", entities)
+    if entities.shape != (num_nodes,):
+        raise ValueError(
+            f"x of integers must have shape ({num_nodes},), one entity for each node of the graph; "
+            f"got {tuple(entities.shape)}"
+        )
+    if entities.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
+        return
+    if entities.numel():
+        low, high = (int(bound) for bound in torch.aminmax(entities))
+        if low < 0 or high >= num_entities:
+            raise ValueError(
+                f"x holds {low if low < 0 else high}, but the layer has weights for in_channels="
+                f"{num_entities} entities, from 0 on"
+            )
 
 
 def glorot_(weight: torch.Tensor | None) -> None:

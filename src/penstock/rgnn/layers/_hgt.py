@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from penstock.rgnn._compile import compile
+from penstock.rgnn._formats import check_ends
 from penstock.rgnn._functions import dot, edge_softmax
 from penstock.rgnn._graph import Graph
 from penstock.rgnn._graph_tensors import GraphTensors, graph_of, remembered
@@ -101,14 +102,16 @@ class HGTConv(nn.Module):
             (nodes of the type, out_channels) for each node type that an edge type ends in.
 
         Raises:
-            ValueError: The graph has other relations, or another number of nodes; or `x_dict` has
-                no features of a node type.
+            ValueError: The graph has other relations, or another number of nodes; `x_dict` has no
+                features of a node type; or an edge's end is no node of its type.
         """
         if missing := [name for name in self.node_types if name not in x_dict]:
             raise ValueError(f"x_dict has no {missing}, which metadata has")
         sizes = {name: x_dict[name].shape[0] for name in self.node_types}
         graph = self._graph(edge_index_dict, sizes)
-        projected = torch.cat([self.kqv_lin(name, x_dict[name]) for name in self.node_types])
+        if not self.edge_types:
+            return {}
+        projected = _joined([self.kqv_lin(name, x_dict[name]) for name in self.node_types])
         k, q, v = projected.unflatten(1, (3, -1)).unbind(1)  # whose backward is a single stack
         p_rel = torch.cat([self.p_rel[_key("__".join(t))] for t in self.edge_types])
         scale = p_rel / math.sqrt(self.out_channels // self.heads)
@@ -148,6 +151,9 @@ class HGTConv(nn.Module):
             starts, total = {}, 0
             for name, length in sizes.items():
                 starts[name], total = total, total + length
+            if not torch.compiler.is_dynamo_compiling():  # whose tensors have no content yet
+                for t in present:
+                    check_ends(f"edge_index_dict[{t!r}]", edges[t], (t[0], t[2]), sizes)
             ends = [
                 torch.stack([edges[t][0] + starts[t[0]], edges[t][1] + starts[t[2]]])
                 for t in present
@@ -169,6 +175,11 @@ class HGTConv(nn.Module):
     def extra_repr(self) -> str:
         """What `print(layer)` shows."""
         return f"{self.in_channels}, {self.out_channels}, heads={self.heads}"
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Parts one after another; the only one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class _Linears(nn.Module):

@@ -6,11 +6,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import embedding
 
 from penstock.rgnn._compile import compile
 from penstock.rgnn._functions import combine, edge_mean
 from penstock.rgnn._graph import Graph
-from penstock.rgnn.layers._graph_argument import as_graph, glorot_, num_rows
+from penstock.rgnn.layers._graph_argument import (
+    as_graph,
+    check_entities,
+    check_num_nodes,
+    glorot_,
+    num_rows,
+)
 
 
 @compile
@@ -37,6 +44,15 @@ def rgcn_of_embeddings(g: Any, bases: Any, comp: Any, root: Any, bias: Any, mean
     e, n = g.edges, g.nodes
     z = (comp[e.type] * e.src(bases)).sum_heads()
     h = g.sum_to_dst(edge_mean(z) if mean else z)
+    h = h if root is None else h + n(root)
+    return h if bias is None else h + bias
+
+
+@compile
+def rgcn_of_messages(g: Any, messages: Any, root: Any, bias: Any, mean: bool) -> Any:
+    """The layer where each edge comes with its message: an embedding of (relation, source)."""
+    e, n = g.edges, g.nodes
+    h = g.sum_to_dst(edge_mean(e(messages)) if mean else e(messages))
     h = h if root is None else h + n(root)
     return h if bias is None else h + bias
 
@@ -123,8 +139,9 @@ class RGCNConv(nn.Module):
         """Apply the layer.
 
         Args:
-            x: Node features, (num_nodes, in_channels). None, with `num_bases`, for nodes that have
-                none: weights are then embeddings of `in_channels` nodes.
+            x: Node features, (num_nodes, in_channels). Integers, (num_nodes,), for nodes without
+                features: each is one of `in_channels` entities, of which weights are embeddings.
+                None is the same as `torch.arange(in_channels)`.
             edge_index: A `Graph`, or integers of shape (2, num_edges); a graph is then made and
                 kept for the next call with the same tensors.
             edge_type: Integers, (num_edges,), with `edge_index` as a tensor.
@@ -133,7 +150,8 @@ class RGCNConv(nn.Module):
             (num_nodes, out_channels).
 
         Raises:
-            ValueError: `x` is None and there are no bases, or the graph has other relations.
+            ValueError: The graph has other relations or another number of nodes, or an entity is
+                out of range or the weights block-diagonal.
         """
         graph = as_graph(
             edge_index,
@@ -141,14 +159,37 @@ class RGCNConv(nn.Module):
             num_nodes=self.in_channels if x is None else num_rows(x),
             num_relations=self.num_relations,
         )
-        is_mean = self.aggr == "mean"
-        if x is None:
-            if self.comp is None:
-                raise ValueError("x is None: give the layer num_bases, or the nodes features")
-            bases = self.weight.transpose(0, 1)
-            return rgcn_of_embeddings(graph, bases, self.comp, self.root, self.bias, is_mean)
+        if x is None or not x.is_floating_point():
+            return self._of_entities(x, graph)
         weights = (self.weight, self.comp, self.root, self.bias)
-        return rgcn(graph, x, *weights, self.num_blocks, is_mean)
+        return rgcn(graph, x, *weights, self.num_blocks, self.aggr == "mean")
+
+    def _of_entities(self, entities: torch.Tensor | None, graph: Graph) -> torch.Tensor:
+        if self.num_blocks is not None:
+            raise ValueError(
+                "x must be node features where weights are block-diagonal; give num_bases instead "
+                "of num_blocks to nodes without features"
+            )
+        if entities is None:
+            check_num_nodes(graph.num_nodes, self.in_channels)
+        else:
+            check_entities(entities, self.in_channels, graph.num_nodes)
+            entities = entities.long()
+
+        root = self.root
+        if root is not None and entities is not None:
+            root = embedding(entities, root)
+        is_mean = self.aggr == "mean"
+        if self.comp is not None:
+            bases = self.weight.transpose(0, 1)  # (in_channels, num_bases, out_channels)
+            if entities is not None:
+                bases = embedding(entities, bases.flatten(1)).view(-1, *bases.shape[1:])
+            return rgcn_of_embeddings(graph, bases, self.comp, root, self.bias, is_mean)
+        sources = graph.edge_index[0].long()
+        sources = sources if entities is None else entities[sources]
+        of_edges = graph.edge_type.long() * self.in_channels + sources
+        messages = embedding(of_edges, self.weight.flatten(0, 1))
+        return rgcn_of_messages(graph, messages, root, self.bias, is_mean)
 
     def extra_repr(self) -> str:
         """What `print(layer)` shows."""
