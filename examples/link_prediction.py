@@ -23,11 +23,12 @@ from pathlib import Path
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
-from torch.nn.functional import cross_entropy, dropout
+from torch.nn.functional import dropout
 
 from penstock import rgnn
 from penstock.tables import report_table
 
+NUM_BLOCKS = 4
 COLUMNS = (
     TextColumn("[progress.description]{task.description}"),
     BarColumn(),
@@ -59,31 +60,73 @@ def load(folder):
     return Triples(training, validation, test, num_entities, num_relations)
 
 
+class Questions:
+    """Each known end of a triple with its relation, and all entities that answer it."""
+
+    def __init__(self, triples, known, asked, num_relations):
+        self._num_relations, self._known = num_relations, known
+        self._keys, self.of_triples = self._key(triples).unique(return_inverse=True)
+        counts = self.of_triples.bincount(minlength=len(self._keys))
+        self._first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        self._answers = triples[self.of_triples.argsort(), asked]
+
+    def __len__(self):
+        return len(self._keys)
+
+    def numbers(self, triples):
+        """Which question each triple answers; another triple must have asked it."""
+        return torch.searchsorted(self._keys, self._key(triples))
+
+    def ends_and_relations(self, numbers):
+        key = self._keys[numbers]
+        return key // self._num_relations, key % self._num_relations
+
+    def answers(self, numbers):
+        """All pairs (place among the numbers, entity)."""
+        counts = self._first[numbers + 1] - self._first[numbers]
+        places = torch.repeat_interleave(torch.arange(len(numbers)), counts)
+        within = torch.arange(len(places)) - (counts.cumsum(0) - counts)[places]
+        return places, self._answers[self._first[numbers][places] + within]
+
+    def _key(self, triples):
+        return triples[:, self._known] * self._num_relations + triples[:, 1]
+
+
+def questions_about(triples, num_relations):
+    """What is asked for tails, and for heads."""
+    return [Questions(triples, known, asked, num_relations) for known, asked in ((0, 2), (2, 0))]
+
+
 class LinkPredictor(nn.Module):
     """Embeddings of entities by a relational convolution, and of relations for the decoder."""
 
-    def __init__(self, num_entities, num_relations, width, drop):
+    def __init__(self, num_entities, num_relations, width, drop, *, has_encoder=True):
         super().__init__()
         self.entities = nn.Parameter(torch.randn(num_entities, width) / width**0.5)
         self.relations = nn.Parameter(torch.randn(num_relations, width))
-        self.convolution = rgnn.RGCNConv(width, width, 2 * num_relations, num_blocks=width // 5)
-        self.drop = drop
+        self.convolution, self.drop = None, drop
+        if has_encoder:
+            self.convolution = rgnn.RGCNConv(width, width, 2 * num_relations, num_blocks=NUM_BLOCKS)
 
     def encode(self, graph):
         """(num_entities, width)."""
+        if self.convolution is None:
+            return self.entities
         x = dropout(self.entities, self.drop, self.training)
         return self.entities + torch.relu(self.convolution(x, graph))
 
-    def scores(self, h, known, relation):
-        """The score of each entity at the other end: (triples, num_entities)."""
-        return dropout(h[known] * self.relations[relation], self.drop, self.training) @ h.T
+    def asked(self, h, questions, numbers):
+        """What the embedding of an answer is multiplied with: (questions, width)."""
+        known, relation = questions.ends_and_relations(numbers)
+        return dropout(h[known] * self.relations[relation], self.drop, self.training)
 
-    def loss(self, graph, batch):
-        """How unlikely the triples are among those with another entity at either end."""
-        h = self.encode(graph)
-        head, relation, tail = batch.T
-        tails, heads = self.scores(h, head, relation), self.scores(h, tail, relation)
-        return (cross_entropy(tails, tail) + cross_entropy(heads, head)) / 2
+    def loss(self, h, questions, numbers, others):
+        """How unlikely the answers are, each among other entities: the sum, and how many."""
+        asked = self.asked(h, questions, numbers)
+        places, answers = questions.answers(numbers)
+        of_others = (asked @ h[others].T).logsumexp(1)
+        own = (asked[places] * h[answers]).sum(1)
+        return (torch.logaddexp(of_others[places], own) - own).sum(), len(places)
 
 
 def message_graph(triples, num_entities, num_relations):
@@ -91,25 +134,6 @@ def message_graph(triples, num_entities, num_relations):
     return rgnn.Graph.from_triples(
         triples, num_nodes=num_entities, num_relations=num_relations
     ).with_reverse_edges()
-
-
-class Filter:
-    """For a known end and a relation, all entities that make a true triple."""
-
-    def __init__(self, triples, known, asked, num_relations):
-        self._num_relations, self._columns = num_relations, (known, asked)
-        key = triples[:, known] * num_relations + triples[:, 1]
-        self._keys, order = key.sort()
-        self._entities = triples[order, asked]
-
-    def true_entities(self, batch):
-        """Places (row of the batch, entity)."""
-        key = batch[:, self._columns[0]] * self._num_relations + batch[:, 1]
-        first = torch.searchsorted(self._keys, key)
-        counts = torch.searchsorted(self._keys, key, right=True) - first
-        rows = torch.repeat_interleave(torch.arange(len(batch)), counts)
-        within = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
-        return rows, self._entities[first[rows] + within]
 
 
 def filtered_ranks(scores, target, true_rows, true_entities):
@@ -130,11 +154,11 @@ def evaluate(model, triples, asked_for, batch_size=512):
     whole = torch.cat([triples.training, triples.validation, triples.test])
     h = model.encode(message_graph(triples.training, triples.num_entities, triples.num_relations))
     ranks = []
-    for known, asked in ((0, 2), (2, 0)):
-        filter_ = Filter(whole, known, asked, triples.num_relations)
+    for questions, asked in zip(questions_about(whole, triples.num_relations), (2, 0), strict=True):
         for batch in asked_for.split(batch_size):
-            scores = model.scores(h, batch[:, known], batch[:, 1])
-            ranks.append(filtered_ranks(scores, batch[:, asked], *filter_.true_entities(batch)))
+            numbers = questions.numbers(batch)
+            scores = model.asked(h, questions, numbers) @ h.T
+            ranks.append(filtered_ranks(scores, batch[:, asked], *questions.answers(numbers)))
     model.train()
     return torch.cat(ranks)
 
@@ -144,26 +168,41 @@ def metrics(ranks):
     return found | {f"Hits@{k}": float((ranks <= k).float().mean()) for k in (1, 3, 10)}
 
 
+def messages_without(triples, questions, numbers, options):
+    """Triples that answer none of the questions: a share of them, or a sample."""
+    kept = torch.ones(len(triples), dtype=torch.bool)
+    for each, asked in zip(questions, numbers, strict=True):
+        is_asked = torch.zeros(len(each), dtype=torch.bool)
+        is_asked[asked] = True
+        kept &= ~is_asked[each.of_triples]
+    if not options.mini_batch:
+        return triples[kept & (torch.rand(len(triples)) >= options.edge_dropout)]
+    others = triples[kept]
+    return others[torch.randint(len(others), (options.num_edges,))]
+
+
 def train(model, triples, options):
     """The loss of each step, and (step, validation MRR) after each epoch."""
     optimizer = torch.optim.Adam(model.parameters(), lr=options.learning_rate)
     sample = triples.validation[torch.randperm(len(triples.validation))[:2000]]
-    num_training = len(triples.training)
-    num_steps = -(-num_training // options.batch_size)
+    questions = questions_about(triples.training, triples.num_relations)
+    num_steps = -(-sum(map(len, questions)) // options.batch_size)
     losses, progress_of_mrr = [], []
     with Progress(*COLUMNS) as progress:
         for epoch in range(options.epochs):
             bar = progress.add_task(f"epoch {epoch + 1}", total=num_steps)
-            shuffled = triples.training[torch.randperm(num_training)]
-            for begin in range(0, num_training, options.batch_size):
-                end = begin + options.batch_size
-                others = torch.cat([shuffled[:begin], shuffled[end:]])
-                if options.mini_batch:
-                    messages = others[torch.randint(len(others), (options.num_edges,))]
-                else:
-                    messages = others[torch.rand(len(others)) >= options.edge_dropout]
-                graph = message_graph(messages, triples.num_entities, triples.num_relations)
-                loss = model.loss(graph, shuffled[begin:end])
+            shuffled = [torch.randperm(len(each)).tensor_split(num_steps) for each in questions]
+            for numbers in zip(*shuffled, strict=True):
+                messages = messages_without(triples.training, questions, numbers, options)
+                h = model.encode(
+                    message_graph(messages, triples.num_entities, triples.num_relations)
+                )
+                others = torch.randperm(triples.num_entities)[: options.num_others]
+                parts = [
+                    model.loss(h, each, asked, others)
+                    for each, asked in zip(questions, numbers, strict=True)
+                ]
+                loss = sum(part for part, _ in parts) / sum(count for _, count in parts)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -203,8 +242,10 @@ def read_options(arguments):
     parser.add_argument("--mini-batch", action="store_true", help="messages over sampled edges")
     parser.add_argument("--num-edges", type=int, default=30_000, help="of a mini-batch")
     parser.add_argument("--edge-dropout", type=float, default=0.4, help="without --mini-batch")
-    parser.add_argument("--batch-size", type=int, default=4096, help="triples asked for in a step")
-    parser.add_argument("--width", type=int, default=100, help="a multiple of 5")
+    parser.add_argument("--decoder-only", action="store_true", help="DistMult, without messages")
+    parser.add_argument("--batch-size", type=int, default=4096, help="questions of a step")
+    parser.add_argument("--num-others", type=int, default=4000, help="entities held against each")
+    parser.add_argument("--width", type=int, default=100, help="a multiple of 4")
     parser.add_argument("--dropout", type=float, default=0.2)
     parser.add_argument("--learning-rate", type=float, default=0.01)
     parser.add_argument("--figure", default="link_prediction.png")
@@ -219,7 +260,11 @@ def main(arguments=None):
     torch.manual_seed(0)
     triples = load(Path(options.data, "rgnn", "fb15k-237"))
     model = LinkPredictor(
-        triples.num_entities, triples.num_relations, options.width, options.dropout
+        triples.num_entities,
+        triples.num_relations,
+        options.width,
+        options.dropout,
+        has_encoder=not options.decoder_only,
     )
     start = time.perf_counter()
     losses, progress_of_mrr = train(model, triples, options)

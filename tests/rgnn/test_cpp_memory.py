@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from _relational import random_graph
+from penstock import rgnn
+from penstock.rgnn._backends import _cpp_memory
+from penstock.rgnn._backends._cpp_graph import arrays_of
 from penstock.rgnn._backends._cpp_memory import ALIGNMENT, Blocks, Lifetime, pack
 
 LIFETIMES = st.lists(
@@ -63,6 +69,43 @@ def test_blocks_that_nobody_asks_for_are_let_go():
     assert blocks.num_blocks == 2
     blocks.empty((MEGABYTE,), torch.uint8)
     assert blocks.num_blocks == 2  # the idle one has made room for the new one
+
+
+def test_two_threads_never_get_the_same_block(monkeypatch):
+    blocks = Blocks()
+    blocks.scratch(4 * MEGABYTE)  # is free, and both threads ask for it
+    owners = _cpp_memory._num_owners
+
+    def slowly(tensor: torch.Tensor) -> int:
+        found = owners(tensor)
+        time.sleep(0.05)  # the other thread looks before this one has taken the block
+        return found
+
+    monkeypatch.setattr(_cpp_memory, "_num_owners", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(blocks.scratch, [3 * MEGABYTE] * 2))
+    assert found[0].data_ptr() != found[1].data_ptr()
+
+
+def test_layers_of_two_threads_on_one_graph_do_not_disturb_each_other():
+    """Their scratch memory is of the graph; arenas and kept values are above what is pooled."""
+    graph = random_graph(3000, 8_000)
+    torch.manual_seed(0)
+    layers = [rgnn.RGATConv(64, 64, 4), rgnn.RGCNConv(64, 64, 4)]
+    features = torch.randn(2, 3000, 64)
+
+    def step(which: int) -> list[torch.Tensor]:
+        x = features[which].clone().requires_grad_()
+        layer = layers[which]
+        h = layer(x, graph)
+        return [h.detach(), *torch.autograd.grad(h.square().sum(), [x, *layer.parameters()])]
+
+    expected = [step(0), step(1)]
+    assert arrays_of(graph).blocks.num_blocks > 0
+    with ThreadPoolExecutor(2) as pool:
+        for place, found in enumerate(pool.map(step, [0, 1] * 6)):
+            pairs = zip(found, expected[place % 2], strict=True)
+            assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_scratch_memory_of_a_step_is_one_block():
