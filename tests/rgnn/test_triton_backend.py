@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -336,6 +337,58 @@ def test_products_use_matrix_instructions_where_they_may(dtype):
         assert instructions()
     finally:
         torch.set_float32_matmul_precision(precision)
+
+
+class AbsentGpu:
+    """What Triton asks of a driver when it compiles."""
+
+    def get_current_device(self) -> int:
+        return 99
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+@needs_triton
+def test_a_first_call_compiles_all_its_kernels_at_the_same_time(tmp_path, monkeypatch):
+    import triton
+    from triton import knobs
+    from triton.runtime import driver
+
+    from penstock.rgnn._backends import _triton
+    from penstock.rgnn._backends._triton import _execute
+
+    threads, compiled = set(), []
+    compile_kernel = triton.compiler.compile
+
+    def compile_here(*args: Any, **options: Any) -> Any:
+        threads.add(threading.get_ident())
+        return compile_kernel(*args, **options)
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.compiler, "compile", compile_here)
+    monkeypatch.setattr(driver, "_active", AbsentGpu())
+    monkeypatch.setattr(
+        knobs.runtime, "jit_post_compile_hook", lambda **said: compiled.append(said["repr"])
+    )
+
+    def compile_and_record(take: Any, *call: Any) -> Any:
+        _execute._compile_once(*call)
+        return _execute.execute_with(take, *call)
+
+    monkeypatch.setattr(_triton, "execute_with", compile_and_record)
+    launches = launches_of("rgcn", random_graph(30, 200), torch.float32)
+    num_compiled = len(compiled)
+    for launch in launches:  # finds all of them compiled
+        launch.compile()
+    assert len({launch.kernel for launch in launches}) <= num_compiled == len(compiled)
+    assert threads and threading.get_ident() not in threads
+    assert len(threads) > 1 or os.cpu_count() == 1
 
 
 # ------------------------------------------------------------------------ real devices

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from triton import knobs
@@ -17,7 +18,7 @@ from penstock.rgnn import _interpreter
 from penstock.rgnn._backends import _torch
 from penstock.rgnn._backends._triton import _source
 from penstock.rgnn._backends._triton._body import Inexpressible
-from penstock.rgnn._backends._triton._launch import Call, Launch, read_of
+from penstock.rgnn._backends._triton._launch import Call, Launch, compile_together, read_of
 from penstock.rgnn._backends._triton._products import typed_product, weight_gradient
 from penstock.rgnn._backends._triton._source import Source
 from penstock.rgnn._backends._triton._traverse import traverse
@@ -51,8 +52,31 @@ def execute(
     on_device = contextlib.nullcontext()
     if graph.device.type == "cuda":  # Triton launches on the current device
         on_device = torch.cuda.device(graph.device)
+    call = (plan, graph, values, given, arguments, outputs, keep)
     with on_device, torch.autocast(graph.device.type, enabled=False):
-        return execute_with(Launch.__call__, plan, graph, values, given, arguments, outputs, keep)
+        if graph.device.type == "cuda":
+            _compile_once(*call)
+        return execute_with(Launch.__call__, *call)
+
+
+def _compile_once(
+    plan: Plan,
+    graph: Graph,
+    values: frozenset[int],
+    given: Mapping[int, torch.Tensor],
+    arguments: Mapping[str, torch.Tensor],
+    *rest: Any,
+) -> None:
+    """Compile what a call launches, if it is the first of the plan in its dtype.
+
+    Other graphs may launch other kernels, of groups of other sizes; those are compiled one by one.
+    """
+    dtypes = frozenset(tensor.dtype for tensor in (*arguments.values(), *given.values()))
+    key = ("triton, compiled", values, dtypes)
+    if key not in plan.compiled:
+        call = (plan, graph, values, given, arguments, *rest)
+        compile_together(lambda take: execute_with(take, *call))
+        plan.compiled[key] = True
 
 
 @dataclasses.dataclass(frozen=True)

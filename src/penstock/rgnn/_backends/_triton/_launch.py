@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 
 from penstock.rgnn import _interpreter
@@ -34,8 +37,30 @@ class Launch:
         """Launch it, unless there is nothing to do."""
         if 0 in self.grid:
             return
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        self.kernel[self.grid](*self.arguments, **self.constants, **options)
+        self.kernel[self.grid](*self.arguments, **self.constants, **self._options())
+
+    def compile(self) -> None:
+        """Compile its kernel, or have it compiled where `compile_together` waits for it."""
+        if 0 in self.grid:
+            return
+        self.kernel.warmup(*self.arguments, grid=self.grid, **self.constants, **self._options())
+
+    def _options(self) -> dict[str, int]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+def compile_together(walk: Callable[[Callable[[Launch], None]], object]) -> None:
+    """Compile the kernels of a call at the same time, where each launch would wait for its own.
+
+    Triton lets go of Python's lock in its passes and in LLVM, and the assembler is a process.
+
+    Args:
+        walk: Goes through the call, and gives what it is given each launch.
+    """
+    is_known = hasattr(os, "sched_getaffinity")
+    num_threads = len(os.sched_getaffinity(0)) if is_known else os.cpu_count()
+    with ThreadPoolExecutor(num_threads) as pool, triton.AsyncCompileMode(pool):
+        walk(Launch.compile)
 
 
 @dataclasses.dataclass(frozen=True)
