@@ -150,10 +150,11 @@ def whole_graph(task):
 
 
 def mini_batches(task, sampler, batch_size, generator):
-    """Each batch of training nodes with the sampled graph around it."""
+    """Each batch of training nodes with the sampled graph around it; batches are equally large."""
     nodes, labels = task.training
     graph = task.graph
-    for chosen in torch.randperm(len(nodes), generator=generator).split(batch_size):
+    num_batches = -(-len(nodes) // batch_size)
+    for chosen in torch.randperm(len(nodes), generator=generator).tensor_split(num_batches):
         around = sampler.sample(nodes[chosen], generator=generator)
         edge_type = graph.edge_type[around.edge_ids]
         part = rgnn.Graph(
@@ -239,7 +240,7 @@ def read_options(arguments):
         "--validate", action="store_true", help="hold out training nodes instead of the test's"
     )
     parser.add_argument("--mini-batch", action="store_true", help="train on sampled parts")
-    parser.add_argument("--batch-size", type=int, default=68)
+    parser.add_argument("--batch-size", type=int, default=70, help="training nodes, at most")
     parser.add_argument("--fanouts", type=int, nargs=2, default=[100, 100], help="edges per node")
     parser.add_argument("--figure", default="entity_classification.png")
     options = parser.parse_args(arguments)
