@@ -381,3 +381,14 @@ def test_batch_axes_beside_heads():
     graph = random_graph(6, 20)
     weights = (random_tensor(NUM_RELATIONS, 3, 2), random_tensor(2, 4))
     check(body, graph, (random_tensor(6, 6), *weights))
+
+
+def test_weights_of_heads_that_are_not_square():
+    """A head of the operand is as long as the weight is high, one of the result as it is wide."""
+
+    def body(g, x, W):
+        e = g.edges
+        return g.sum_to_dst(e.src(g.nodes(x).heads(2)) @ W[e.type]).merge_heads()
+
+    graph = random_graph(6, 20)
+    check(body, graph, (random_tensor(6, 6), random_tensor(NUM_RELATIONS, 2, 3, 5)))
