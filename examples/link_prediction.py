@@ -205,7 +205,8 @@ def train(model, triples, options):
                     model.loss(h, each, asked, others)
                     for each, asked in zip(questions, numbers, strict=True)
                 ]
-                loss = sum(part for part, _ in parts) / sum(count for _, count in parts)
+                loss = torch.stack([part for part, _ in parts]).sum()
+                loss = loss / sum(count for _, count in parts)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
