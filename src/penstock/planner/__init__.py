@@ -8,9 +8,20 @@ from penstock.planner._pack import pack
 from penstock.planner._pack_check import check_packing
 from penstock.planner._pack_types import Buffer, Packing
 from penstock.planner._plan import Bound, Budget, Copy, Placement, Plan, Transfer
+from penstock.planner._scratchpad import scratchpad
+from penstock.planner._scratchpad_check import check_scratchpad
+from penstock.planner._scratchpad_types import (
+    NPU_POOLS,
+    Residency,
+    ScratchpadBuffer,
+    ScratchpadGraph,
+    ScratchpadOperator,
+    ScratchpadPlan,
+)
 from penstock.planner._simulate import Simulation, Stall, simulate
 
 __all__ = [
+    "NPU_POOLS",
     "Bound",
     "Budget",
     "Buffer",
@@ -18,11 +29,18 @@ __all__ = [
     "Packing",
     "Placement",
     "Plan",
+    "Residency",
+    "ScratchpadBuffer",
+    "ScratchpadGraph",
+    "ScratchpadOperator",
+    "ScratchpadPlan",
     "Simulation",
     "Stall",
     "Transfer",
     "check",
     "check_packing",
+    "check_scratchpad",
     "pack",
+    "scratchpad",
     "simulate",
 ]

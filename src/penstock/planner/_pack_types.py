@@ -114,7 +114,7 @@ class Packing:
     optimal: bool
     """Whether `height` equals `lower_bound`."""
     method: str
-    """What found it: "best fit" along a fixed list of orders, or "search": for better orders, and by
+    """What found it: "best fit" along a fixed list of orders, or "search" for better orders and by
     branch and bound."""
     engine: str
     """What ran: "c++", or "python" where there is no compiler (then there is no search)."""
