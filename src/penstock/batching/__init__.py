@@ -1,7 +1,18 @@
-"""Batches that fit: batch samplers that fill a byte budget."""
+"""Batches that fit: a sampler that fills a byte budget, and irregular computations in batches."""
 
 from penstock.batching._costs import SampleCosts
+from penstock.batching._dynamic import BatchedOutputs, BatchReport, DynamicBatcher
 from penstock.batching._sampler import BalancedBatchSampler
 from penstock.batching._schedule import Schedule, schedule
+from penstock.batching._typed_graph import TypedGraph
 
-__all__ = ["BalancedBatchSampler", "SampleCosts", "Schedule", "schedule"]
+__all__ = [
+    "BalancedBatchSampler",
+    "BatchReport",
+    "BatchedOutputs",
+    "DynamicBatcher",
+    "SampleCosts",
+    "Schedule",
+    "TypedGraph",
+    "schedule",
+]

@@ -77,11 +77,18 @@ class NodeGraph:
             np.concatenate([graph.flat for graph in graphs]) + np.repeat(firsts[:-1], counts),
             num_types,
         )
-        merged.__dict__["_ahead_and_length"] = (
+        merged.remember(
             np.concatenate([graph.ahead for graph in graphs]),
             np.concatenate([graph.path_length for graph in graphs]),
         )
+        merged.__dict__["by_argument"] = np.concatenate(
+            [g.by_argument + a for g, a in zip(graphs, arguments, strict=False)]
+        )
         return merged
+
+    def remember(self, ahead: Integers, path_length: Integers) -> None:
+        """Take over `ahead` and `path_length` from whoever knows them already."""
+        self.__dict__["_ahead_and_length"] = ahead, path_length
 
     def check(self) -> None:
         """Raise ValueError where a type is negative or an argument is no earlier node."""
@@ -137,8 +144,14 @@ class NodeGraph:
     def readers(self) -> tuple[Integers, Integers]:
         """Who reads a node, as often as it does: where they begin `[num_nodes + 1]`, and who."""
         counts = np.bincount(self.flat, minlength=self.num_nodes)
-        by_argument = np.argsort(self.flat, kind="stable")
-        return np.concatenate([[0], np.cumsum(counts)]), self.readers_flat[by_argument]
+        starts = np.zeros(self.num_nodes + 1, dtype=np.int64)
+        np.cumsum(counts, out=starts[1:])
+        return starts, self.readers_flat[self.by_argument]
+
+    @cached_property
+    def by_argument(self) -> Integers:
+        """The places of `flat`, sorted by the node that is read, `[num_arguments]`."""
+        return np.argsort(self.flat, kind="stable")
 
     @cached_property
     def _ahead_and_length(self) -> tuple[Integers, Integers]:
@@ -158,7 +171,7 @@ class NodeGraph:
             found, _ = ragged(self.starts, level)
             arguments = self.flat[found]
             np.subtract.at(waits, arguments, 1)
-            level = np.unique(arguments[waits[arguments] == 0])
+            level = distinct(arguments[waits[arguments] == 0])
             depth += 1
         return ahead, length
 
@@ -173,7 +186,7 @@ class NodeGraph:
             depth[level] = at
             found, _ = ragged(starts, level)
             np.subtract.at(waits, readers[found], 1)
-            level = np.unique(readers[found][waits[readers[found]] == 0])
+            level = distinct(readers[found][waits[readers[found]] == 0])
             at += 1
         return depth
 
@@ -186,3 +199,14 @@ def ragged(starts: Integers, chosen: Any) -> tuple[Integers, Integers]:
     np.cumsum(counts, out=begins[1:])
     places = np.arange(begins[-1]) + np.repeat(first - begins[:-1], counts)
     return places, begins
+
+
+def distinct(numbers: Integers) -> Integers:
+    """Return each number once, in order: `np.unique` without what makes it slow on a few."""
+    if len(numbers) < 2:
+        return numbers
+    ordered = np.sort(numbers)
+    keep = np.empty(len(ordered), dtype=bool)
+    keep[0] = True
+    np.not_equal(ordered[1:], ordered[:-1], out=keep[1:])
+    return ordered[keep]

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from penstock.batching._costs import Floats, Integers
-from penstock.batching._node_graph import NodeGraph, ragged
+from penstock.batching._node_graph import NodeGraph, distinct, ragged
 from penstock.tables import report_table
 
 # How much more a longer path counts where no type is free; infinity looks at the longest only.
@@ -124,11 +124,12 @@ def _run(graph: NodeGraph, weights: Floats | None) -> list[tuple[int, Integers]]
     urgency = [0.0] * num_types
     done: list[tuple[int, Integers]] = []
     values = graph.path_length if weights is None else weights
+    ahead_of = np.ascontiguousarray(graph.ahead.T)
     arrived = np.flatnonzero(waits == 0)
     while True:
         for kind, nodes in _by_type(graph.types, arrived):
             ready[kind].append(nodes)
-            np.maximum(ahead[kind], graph.ahead[nodes].max(axis=0), out=ahead[kind])
+            np.maximum(ahead[kind], ahead_of.take(nodes, axis=1).max(axis=1), out=ahead[kind])
             if weights is None:
                 urgency[kind] = max(urgency[kind], float(values[nodes].max()))
             else:
@@ -151,7 +152,7 @@ def _run(graph: NodeGraph, weights: Floats | None) -> list[tuple[int, Integers]]
         found, _ = ragged(starts, batch)
         reached = readers[found]
         np.subtract.at(waits, reached, 1)
-        arrived = np.unique(reached[waits[reached] == 0])
+        arrived = distinct(reached[waits[reached] == 0])
 
 
 def _by_type(types: Integers, nodes: Integers) -> list[tuple[int, Integers]]:
@@ -161,7 +162,7 @@ def _by_type(types: Integers, nodes: Integers) -> list[tuple[int, Integers]]:
     first = int(kinds[0])
     if (kinds == first).all():
         return [(first, nodes)]
-    return [(kind, nodes[kinds == kind]) for kind in np.unique(kinds).tolist()]
+    return [(kind, nodes[kinds == kind]) for kind in distinct(kinds).tolist()]
 
 
 def _by_depth(graph: NodeGraph) -> list[tuple[int, Integers]]:

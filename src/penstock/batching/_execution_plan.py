@@ -1,0 +1,217 @@
+"""Where outputs lie and what each batch reads: everything about a graph but the tensors.
+
+Outputs of a batch lie contiguous, batch after batch. Within a batch the order is free, and it is
+chosen from the last batch backwards so that who is read together lies together: then an operand is
+a slice, and nothing is gathered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.batching._costs import Integers
+from penstock.batching._node_graph import NodeGraph, distinct, ragged
+from penstock.batching._schedule import order_of
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What all nodes of a batch read from one pool, for some of their arguments."""
+
+    slots: tuple[int, ...]
+    """Which arguments of the cell these are."""
+    pool: int
+    start: int | None
+    """First row where the rows follow each other (then there is one slot), or None."""
+    rows: slice
+    """Otherwise, where the rows are in `ExecutionPlan.index`, one slot after the other."""
+    sources: tuple[int, ...]
+    """The batches that these rows come from."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """One batch: nodes of one type that run in one call."""
+
+    kind: int
+    num_nodes: int
+    pool: int
+    """The pool that its outputs go to."""
+    start: int
+    """Its first row there."""
+    operands: tuple[Operands, ...]
+    input_rows: slice
+    """Where the rows of its inputs are in `ExecutionPlan.input_index`."""
+    inputs_in_order: int | None
+    """First row where its inputs are contiguous, or None."""
+
+
+@dataclass(frozen=True, eq=False)
+class ExecutionPlan:
+    """A graph's batches, and for every node where its outputs are."""
+
+    batches: list[BatchPlan]
+    index: Integers
+    input_index: Integers
+    pool_of_node: Integers
+    row_of_node: Integers
+    batch_of_node: Integers
+    pool_rows: list[int]
+    """Rows of each pool."""
+    lower_bound: int
+
+
+def plan_execution(
+    graph: NodeGraph, order: tuple[Integers, Integers, Integers] | None = None
+) -> ExecutionPlan:
+    """Lay out a graph's outputs and find what each batch reads.
+
+    Args:
+        graph: The nodes.
+        order: A schedule as `order_of` returns it; by default that one.
+
+    Returns:
+        The plan.
+    """
+    nodes, begins, kinds = order_of(graph) if order is None else order
+    num_batches = len(kinds)
+    bounds = begins.tolist()
+    batch_of = np.empty(graph.num_nodes, dtype=np.int64)
+    batch_of[nodes] = np.repeat(np.arange(num_batches), np.diff(begins))
+    nodes = _read_together(graph, nodes, bounds, batch_of)
+    pool_of_kind = _pools(graph)
+    row_of = np.empty(graph.num_nodes, dtype=np.int64)
+    pool_rows = [0] * (int(pool_of_kind.max(initial=-1)) + 1)
+    place_in_kind = _places_in_kind(graph)
+    batches: list[BatchPlan] = []
+    gathered: list[Integers] = []
+    num_gathered = 0
+    for batch in range(num_batches):
+        first, last = bounds[batch], bounds[batch + 1]
+        mine, kind = nodes[first:last], int(kinds[batch])
+        pool = int(pool_of_kind[kind])
+        row_of[mine] = np.arange(pool_rows[pool], pool_rows[pool] + last - first)
+        operands, indices = _operands(graph, mine, pool_of_kind, row_of, batch_of, num_gathered)
+        gathered += indices
+        num_gathered += sum(map(len, indices))
+        places = place_in_kind[mine]
+        in_order = int(places[0]) if _follow_each_other(places) else None
+        batches.append(
+            BatchPlan(
+                *(kind, last - first, pool, pool_rows[pool], operands),
+                *(slice(first, last), in_order),
+            )
+        )
+        pool_rows[pool] += last - first
+    return ExecutionPlan(
+        batches,
+        np.concatenate(gathered) if gathered else np.zeros(0, dtype=np.int64),
+        place_in_kind[nodes],
+        pool_of_kind[graph.types],
+        row_of,
+        batch_of,
+        pool_rows,
+        graph.lower_bound,
+    )
+
+
+def _read_together(
+    graph: NodeGraph, nodes: Integers, bounds: list[int], batch_of: Integers
+) -> Integers:
+    """Order the nodes of each batch by who reads them first, as which argument, and where."""
+    starts, readers = graph.readers
+    slots = np.arange(len(graph.flat)) - graph.starts[graph.readers_flat]
+    slots = slots[graph.by_argument]
+    width = max(graph.num_nodes, 1)
+    most = int(slots.max(initial=0)) + 1
+    # Everything of a reader but its place in its batch, which is known only once that is ordered.
+    where = (batch_of[readers] * most + slots) * width
+    place = np.zeros(graph.num_nodes, dtype=np.int64)
+    nodes = nodes.copy()
+    is_read = np.diff(starts) > 0
+    nobody = np.iinfo(np.int64).max
+    for first, last in zip(bounds[-2::-1], bounds[:0:-1], strict=True):
+        mine = nodes[first:last]
+        if last - first > 1:
+            read = is_read[mine]
+            found, begins = ragged(starts, mine[read])
+            key = np.full(last - first, nobody)
+            if len(found):
+                key[read] = np.minimum.reduceat(where[found] + place[readers[found]], begins[:-1])
+            mine = mine[np.argsort(key, kind="stable")]
+            nodes[first:last] = mine
+        place[mine] = np.arange(last - first)
+    return nodes
+
+
+def _pools(graph: NodeGraph) -> Integers:
+    """Number the pools: types that are read as the same argument of one type share theirs."""
+    parent = list(range(graph.num_types))
+
+    def root(kind: int) -> int:
+        while parent[kind] != kind:
+            parent[kind] = parent[parent[kind]]
+            kind = parent[kind]
+        return kind
+
+    slots = np.arange(len(graph.flat)) - graph.starts[graph.readers_flat]
+    readers = graph.types[graph.readers_flat] * (int(slots.max(initial=0)) + 1) + slots
+    first: dict[int, int] = {}
+    for pair in distinct(readers * graph.num_types + graph.types[graph.flat]).tolist():
+        reader, kind = divmod(pair, graph.num_types)
+        parent[root(kind)] = root(first.setdefault(reader, kind))
+    _, pools = np.unique([root(kind) for kind in range(graph.num_types)], return_inverse=True)
+    return pools.astype(np.int64)
+
+
+def _places_in_kind(graph: NodeGraph) -> Integers:
+    """Say of every node which of its type it is."""
+    narrow = graph.types.astype(np.uint16) if graph.num_types < 1 << 16 else graph.types
+    by_kind = np.argsort(narrow, kind="stable")  # 16 bits are sorted by radix
+    firsts = np.cumsum([0, *np.bincount(graph.types, minlength=graph.num_types)])
+    places = np.empty(graph.num_nodes, dtype=np.int64)
+    places[by_kind] = np.arange(graph.num_nodes) - firsts[graph.types[by_kind]]
+    return places
+
+
+def _operands(
+    graph: NodeGraph,
+    nodes: Integers,
+    pool_of_kind: Integers,
+    row_of: Integers,
+    batch_of: Integers,
+    num_gathered: int,
+) -> tuple[tuple[Operands, ...], list[Integers]]:
+    """Find what the nodes of a batch read: slices, and per pool the rows to gather at once."""
+    first = int(nodes[0])
+    arity = int(graph.starts[first + 1] - graph.starts[first])
+    operands: list[Operands] = []
+    scattered: dict[int, list[tuple[int, Integers]]] = {}
+    for slot in range(arity):
+        arguments = graph.flat[graph.starts[nodes] + slot]
+        rows, pool = row_of[arguments], int(pool_of_kind[graph.types[arguments[0]]])
+        if _follow_each_other(rows):
+            sources = _distinct(batch_of[arguments])
+            start = int(rows[0])
+            operands.append(Operands((slot,), pool, start, slice(0, len(rows)), sources))
+        else:
+            scattered.setdefault(pool, []).append((slot, arguments))
+    indices: list[Integers] = []
+    for pool, parts in scattered.items():
+        arguments = np.concatenate([each for _, each in parts])
+        rows = slice(num_gathered, num_gathered + len(arguments))
+        num_gathered += len(arguments)
+        indices.append(row_of[arguments])
+        slots = tuple(slot for slot, _ in parts)
+        operands.append(Operands(slots, pool, None, rows, _distinct(batch_of[arguments])))
+    return tuple(operands), indices
+
+
+def _follow_each_other(rows: Integers) -> bool:
+    return int(rows[-1]) - int(rows[0]) == len(rows) - 1 and bool((np.diff(rows) == 1).all())
+
+
+def _distinct(batches: Integers) -> tuple[int, ...]:
+    return tuple(distinct(batches).tolist())

@@ -1,0 +1,159 @@
+"""Outputs of all batches in one place, and the gradients of all of them in another.
+
+Batches write their outputs into pools, outside of autograd, and read operands from there. What ties
+them together for autograd is a token: an empty tensor that a batch's outputs turn into and that
+everyone who reads them takes. Backwards, readers add into the gradient pool, and once all of them
+have (autograd runs the writer's node only then) the writer takes its rows from there. So a step
+costs what it moves: no reader makes a gradient as large as everything it could have read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.batching._costs import Integers
+from penstock.batching._execution_plan import Operands
+
+
+class Pools:
+    """The outputs of a graph's nodes by pool and component, and their gradients."""
+
+    def __init__(self, pool_rows: list[int], index: Tensor) -> None:
+        self._num_rows = pool_rows
+        self._index = index
+        self._values: list[tuple[Tensor, ...] | None] = [None] * len(pool_rows)
+        self._gradients: dict[int, tuple[Tensor, ...]] = {}
+        self._pass = -1
+        self.gathered_bytes = 0
+        self.sliced_bytes = 0
+
+    def write(self, pool: int, start: int, components: tuple[Tensor, ...], name: Any) -> None:
+        """Store the outputs of a batch, `[num_nodes, ...]` each, at `start`."""
+        values = self._values[pool]
+        if values is None:
+            values = self._values[pool] = tuple(
+                each.new_empty((self._num_rows[pool], *each.shape[1:])) for each in components
+            )
+        mine, theirs = _layout(components), _layout(values)
+        if mine != theirs:
+            raise ValueError(
+                f"the cell of {name!r} returns {mine}, but cells whose outputs are read as the "
+                f"same argument returned {theirs} (shape without the batch axis, and dtype); they "
+                "must return the same"
+            )
+        for value, component in zip(values, components, strict=True):
+            # .data has a version counter of its own: the rows written here are in no slice that
+            # autograd has saved, whatever its counter would say.
+            value.data[start : start + len(component)].copy_(component.detach())
+
+    def read(self, operands: Operands, num_nodes: int) -> list[tuple[Tensor, ...]]:
+        """Return for each slot the components of its operand, `[num_nodes, ...]` each."""
+        values = self._values[operands.pool]
+        assert values is not None
+        if operands.start is not None:
+            first = operands.start + operands.rows.start
+            last = operands.start + operands.rows.stop
+            slices = tuple(value.data[first:last] for value in values)
+            self.sliced_bytes += sum(each.nbytes for each in slices)
+            return [slices]
+        gathered = [value.index_select(0, self._index[operands.rows]) for value in values]
+        self.gathered_bytes += sum(each.nbytes for each in gathered)
+        parts = [each.split(num_nodes) for each in gathered]
+        return list(zip(*parts, strict=True))
+
+    def add_gradients(
+        self, operands: Operands, num_nodes: int, gradients: tuple[Tensor | None, ...]
+    ) -> None:
+        """Add the gradients of what `read` returned, slot by slot and component by component."""
+        pool = self._gradient_pool(operands.pool)
+        for place in range(len(operands.slots)):
+            for component, target in enumerate(pool):
+                gradient = gradients[place * len(pool) + component]
+                if gradient is None:
+                    continue
+                if operands.start is not None:
+                    first = operands.start + operands.rows.start
+                    target[first : operands.start + operands.rows.stop] += gradient
+                else:
+                    first = operands.rows.start + place * num_nodes
+                    target.index_add_(0, self._index[first : first + num_nodes], gradient)
+
+    def gradients(self, pool: int, start: int, num_nodes: int) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the rows that `write` stored."""
+        values = self._values[pool]
+        assert values is not None
+        return tuple(
+            each[start : start + num_nodes] if value.is_floating_point() else None
+            for each, value in zip(self._gradient_pool(pool), values, strict=True)
+        )
+
+    def extend_index(self, rows: Integers) -> slice:
+        """Add rows to read later; returns where they are in the index."""
+        before = len(self._index)
+        more = torch.from_numpy(rows).to(self._index.device)
+        self._index = torch.cat([self._index, more])
+        return slice(before, before + len(rows))
+
+    def nbytes(self) -> int:
+        """Bytes of all outputs."""
+        return sum(value.nbytes for values in self._values if values for value in values)
+
+    def _gradient_pool(self, pool: int) -> tuple[Tensor, ...]:
+        current = torch._C._current_graph_task_id()  # pyright: ignore[reportAttributeAccessIssue]
+        if current != self._pass:  # another backward pass, as with retain_graph=True
+            self._pass, self._gradients = current, {}
+        if pool not in self._gradients:
+            values = self._values[pool]
+            assert values is not None
+            self._gradients[pool] = tuple(torch.zeros_like(value) for value in values)
+        return self._gradients[pool]
+
+
+class WriteOutputs(torch.autograd.Function):
+    """Components of a batch's outputs -> the token that stands for them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, pools: Pools, pool: int, start: int, name: Any, *components: Tensor
+    ) -> Tensor:
+        pools.write(pool, start, components, name)
+        ctx.place = (pools, pool, start, len(components[0]))
+        return components[0].new_empty(0, dtype=torch.get_default_dtype())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        pools, pool, start, num_nodes = ctx.place
+        return None, None, None, None, *pools.gradients(pool, start, num_nodes)
+
+
+class ReadOperands(torch.autograd.Function):
+    """Tokens of the batches that are read -> operands, slot by slot and component by component."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, pools: Pools, operands: Operands, num_nodes: int, *tokens: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.place = (pools, operands, num_nodes)
+        ctx.num_tokens = len(tokens)
+        outputs = tuple(each for slot in pools.read(operands, num_nodes) for each in slot)
+        ctx.mark_non_differentiable(*(each for each in outputs if not each.is_floating_point()))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if torch.is_grad_enabled():  # pools are outside of autograd: the result would be wrong
+            raise RuntimeError(
+                "outputs of a DynamicBatcher can be differentiated once; create_graph=True is not "
+                "supported: run the cells one by one where second derivatives are needed"
+            )
+        pools, operands, num_nodes = ctx.place
+        pools.add_gradients(operands, num_nodes, gradients)
+        return (None, None, None, *[None] * ctx.num_tokens)
+
+
+def _layout(components: tuple[Tensor, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return [(tuple(each.shape[1:]), each.dtype) for each in components]
