@@ -330,3 +330,29 @@ def _live(graph, num_positions, value, born, uses, last, rng, keep, early, stays
         add(Transfer, value, Link.HOST_TO_DEVICE, num_bytes, begin, use)
         at = use
     add(Stay, value, begin, last if last is not None else at + 1)
+
+
+def occupied_bytes(graph: StepGraph, plan: Plan) -> int:
+    """The most bytes that have a place while an operator runs, workspace included.
+
+    Bounds know nothing of addresses: they hold for this budget too, which is smaller than the
+    arena.
+    """
+    num_positions = len(plan.order)
+    most = 0
+    for position, index in enumerate(plan.order):
+        needed = graph.operators[index].needs
+        places = set()
+        for value, offset, num_bytes, start, end in plan.placements:
+            storage = graph.storages[graph.storage_of_value[value]]
+            for shift in (0, num_positions):
+                now = storage.initial if shift and storage.persistent else value
+                lasts = end > position + shift or (end == position + shift and now in needed)
+                if start <= position + shift and lasts:
+                    places.add((offset, offset + num_bytes))
+        end = total = 0
+        for first, last in sorted(places):
+            total += max(0, last - max(first, end))
+            end = max(end, last)
+        most = max(most, total)
+    return most + plan.workspace_bytes

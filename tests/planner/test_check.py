@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 
-from graphs import chain_step, machine, planned_steps
+from graphs import GraphBuilder, chain_step, machine, planned_steps
 from penstock.errors import PlanError
 from penstock.graph import Kind, Operator, StepGraph, Storage
 from penstock.memory import Link, Tier
@@ -260,3 +260,15 @@ def test_a_value_that_stays_over_the_end_keeps_its_address():
     )
     check(graph, plan)
     assert rule_of(moved(plan, 0, 2, 8), graph) == "steady_state"
+
+
+def test_a_result_does_not_lie_over_the_rest_of_what_another_takes_over():
+    build = GraphBuilder()
+    x = build.storage(8, Kind.INPUT, given=True)
+    small, other = build.storage(4), build.storage(4)
+    build.run(reads=(x,), creates=(small, other), may_overwrite=((x, small),))
+    graph = build.graph(other)
+    stays = [Stay(x, 0, 0), Stay(small, 0, 1), Stay(other, 0, 1)]
+    fields = {"budget": Budget(), "machine": machine(), "operator_seconds": [1.0]}
+    check(graph, assemble(graph, [0], stays, (), offsets=[0, 0, 8], **fields))
+    assert rule_of(assemble(graph, [0], stays, (), offsets=[0, 0, 4], **fields), graph) == "overlap"

@@ -3,6 +3,7 @@
 Needs no GPU and, for checking a plan, no torch.
 """
 
+from penstock.planner._bounds import lower_bound
 from penstock.planner._check import check
 from penstock.planner._pack import pack
 from penstock.planner._pack_check import check_packing
@@ -40,6 +41,7 @@ __all__ = [
     "check",
     "check_packing",
     "check_scratchpad",
+    "lower_bound",
     "pack",
     "scratchpad",
     "simulate",

@@ -386,13 +386,30 @@ class Replay:
                 continue
             if self.plan.placements[placements[created]].offset == old.start:
                 handed[read] = created
+        taken_over: list[tuple[_Block, int | None]] = []
         for value in needs:
             block = self.blocks.get(self._device(value))
             if block is not None and (value in handed or self._ends_here(block)):
                 self._hand_over(value, block, handed.get(value), placements, operator.name)
+                taken_over.append((block, handed.get(value)))
         for value in self.makes[self.position]:
             if self.graph.num_bytes(value):
-                self._place(self.plan.placements[placements[value]], writer=None, complete=True)
+                placement = self.plan.placements[placements[value]]
+                self._check_not_read(placement, taken_over)
+                self._place(placement, writer=None, complete=True)
+
+    def _check_not_read(
+        self, placement: Placement, taken_over: list[tuple[_Block, int | None]]
+    ) -> None:
+        """A result may lie over an operand only if it takes it over, element for element."""
+        end = placement.offset + placement.num_bytes
+        for block, new in taken_over:
+            if new != placement.value and placement.offset < block.end and block.start < end:
+                self._fail(
+                    "overlap",
+                    f"value {placement.value} is to take the bytes {placement.offset} to {end}, "
+                    f"of which {block.start} to {block.end} are still read",
+                )
 
     def _check_resident(self, value: int, name: str) -> None:
         if not self.strict or not self.graph.num_bytes(value):
