@@ -1,5 +1,6 @@
 """Batches that fit: a sampler that fills a byte budget, and irregular computations in batches."""
 
+from penstock.batching._byte_model import ByteModel, Padded, probe_batches
 from penstock.batching._costs import SampleCosts
 from penstock.batching._dynamic import BatchedOutputs, BatchReport, DynamicBatcher
 from penstock.batching._sampler import BalancedBatchSampler
@@ -10,9 +11,12 @@ __all__ = [
     "BalancedBatchSampler",
     "BatchReport",
     "BatchedOutputs",
+    "ByteModel",
     "DynamicBatcher",
+    "Padded",
     "SampleCosts",
     "Schedule",
     "TypedGraph",
+    "probe_batches",
     "schedule",
 ]

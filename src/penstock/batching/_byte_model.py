@@ -1,0 +1,318 @@
+"""How many bytes a batch will need, as a sum over its samples, fitted to a few measured steps.
+
+Memory of a step is nearly linear in what it works on: so much per node, per edge, per token, per
+pair of tokens. The coefficients are fitted by least squares of the relative error and are never
+negative: more work never needs less memory, also far from what was measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.batching._costs import Floats, Integers, SampleCosts, numbers_of, whole_bytes
+from penstock.batching._meter import measured_peak
+from penstock.tables import report_table
+
+_FORMAT, _VERSION = "penstock-byte-model", 1
+_LEAST_MARGIN = 0.03
+_RESIDUAL_MARGIN = 2.0  # of the largest relative amount that a probe lies above its prediction
+_MOST_ITERATIONS = 1000
+_MIXED_SEED = 0
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A feature of which every sample of a batch has as much as the largest of them.
+
+    Example:
+        >>> features = {"tokens": Padded([3, 5, 2]), "pairs": Padded([9, 25, 4])}
+    """
+
+    values: Any
+    """One number >= 0 per sample."""
+
+
+Features = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteModel:
+    """Bytes that a batch needs at the peak of a step.
+
+    Example:
+        >>> features = {"nodes": [10, 200, 30, 40]}
+        >>> def step(batch):
+        ...     nodes = sum(features["nodes"][sample] for sample in batch)
+        ...     torch.ones(nodes, 16, requires_grad=True).exp().sum().backward()
+        >>> model = ByteModel.fit(step, [[0], [1], [0, 2], [1, 2, 3]], features)
+        >>> costs = model.costs(features)
+        >>> costs.of_batch([0, 3]) >= model.predict([0, 3], features)
+        True
+    """
+
+    fixed_bytes: float
+    """Of every batch."""
+    summed_bytes: dict[str, float]
+    """Per unit of each feature that adds up over the samples."""
+    padded_bytes: dict[str, float]
+    """Per unit of each feature that is padded to the largest of the batch."""
+    margin: float
+    """What `costs` adds, as a fraction."""
+    measured_bytes: tuple[int, ...] = ()
+    """Peaks of the probes."""
+    predicted_bytes: tuple[int, ...] = ()
+    """What the model says of them, without the margin."""
+
+    @classmethod
+    def fit(
+        cls,
+        step: Callable[[list[int]], Any],
+        samples: Sequence[Sequence[int]],
+        features: Features,
+        *,
+        margin: float | None = None,
+        device: torch.device | str = "cpu",
+    ) -> ByteModel:
+        """Measure steps on a few batches and fit the model to their peaks.
+
+        Args:
+            step: Runs a training step on a batch, given as the numbers of its samples. The first
+                one is run once more before, without measuring, so that optimizers have their
+                states.
+            samples: The batches to measure, at least two; `probe_batches` chooses some. They should
+                reach the sizes that are to be predicted.
+            features: For each feature one number per sample of the data set, or a `Padded`.
+            margin: Fraction that `costs` adds to predictions; by default twice the largest by
+                which a probe exceeds its prediction, and at least 3 %.
+            device: Where the step runs. On a GPU its allocator is asked; on the CPU the tensors
+                are counted.
+
+        Returns:
+            The model; printing it says how well it predicts.
+
+        Raises:
+            ValueError: there are fewer than two batches, features differ in length or are not
+                numbers >= 0, or the margin is negative.
+        """
+        arrays = _arrays(features)
+        probes = [list(batch) for batch in samples]
+        if len(probes) < 2 or not all(probes):
+            raise ValueError(f"samples must be two batches or more, none empty; got {samples!r}")
+        if margin is not None and not margin >= 0:
+            raise ValueError(f"margin must be >= 0; got {margin}")
+        step(probes[0])
+        measured = [measured_peak(lambda batch=batch: step(batch), device)[0] for batch in probes]
+        rows = np.array([_row(batch, arrays) for batch in probes])
+        peaks = np.array(measured, dtype=np.float64)
+        weights = 1 / np.maximum(peaks, 1.0)
+        found = nonnegative_least_squares(rows * weights[:, None], peaks * weights)
+        predicted = rows @ found
+        if margin is None:
+            above = float(np.max((peaks - predicted) / np.maximum(predicted, 1.0), initial=0.0))
+            margin = max(_LEAST_MARGIN, _RESIDUAL_MARGIN * above)
+        names = list(arrays)
+        coefficients = dict(zip(names, found[1:].tolist(), strict=True))
+        return cls(
+            fixed_bytes=float(found[0]),
+            summed_bytes={n: coefficients[n] for n in names if not arrays[n][1]},
+            padded_bytes={n: coefficients[n] for n in names if arrays[n][1]},
+            margin=float(margin),
+            measured_bytes=tuple(measured),
+            predicted_bytes=tuple(round(each) for each in predicted.tolist()),
+        )
+
+    def predict(self, batch: Sequence[int], features: Features) -> int:
+        """Return the bytes that a batch will need, without the margin.
+
+        Args:
+            batch: Numbers of its samples.
+            features: Those that the model was fitted to, of any data set.
+
+        Returns:
+            Bytes.
+        """
+        arrays = self._checked(features)
+        return round(float(np.dot(_row(batch, arrays), self._coefficients(arrays))))
+
+    def costs(self, features: Features) -> SampleCosts:
+        """Return what each sample needs, margin included, for `BalancedBatchSampler`.
+
+        Args:
+            features: Those that the model was fitted to, of any data set.
+
+        Returns:
+            The costs; `costs.of_batch(batch)` is at least `predict` plus the margin.
+        """
+        arrays = self._checked(features)
+        summed = np.zeros(len(next(iter(arrays.values()))[0]))
+        padded: list[Integers] = []
+        for name, (values, is_padded) in arrays.items():
+            known = self.padded_bytes if is_padded else self.summed_bytes
+            bytes_of = values * known[name] * (1 + self.margin)
+            if not is_padded:
+                summed += bytes_of
+            elif known[name] > 0:
+                padded.append(whole_bytes(bytes_of, name=name))
+        return SampleCosts(
+            fixed_bytes=int(np.ceil(self.fixed_bytes * (1 + self.margin))),
+            summed_bytes=whole_bytes(summed, name="costs"),
+            padded_bytes=tuple(padded),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return asdict(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the model as JSON."""
+        text = json.dumps({"format": _FORMAT, "version": _VERSION, **self.to_dict()}, indent=1)
+        Path(path).write_text(text + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> ByteModel:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: the file is no model, or one of another version.
+        """
+        try:
+            values = json.loads(Path(path).read_text())
+            if (values.pop("format"), values.pop("version")) != (_FORMAT, _VERSION):
+                raise ValueError("another format or version")
+            for name in ("measured_bytes", "predicted_bytes"):
+                values[name] = tuple(values[name])
+            return cls(**values)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} does not hold a byte model: {error}") from error
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, object]] = [("fixed_bytes", round(self.fixed_bytes))]
+        for name, value in {**self.summed_bytes, **self.padded_bytes}.items():
+            padded = ", padded" if name in self.padded_bytes else ""
+            rows.append((f"per {name}{padded}", f"{value:,.1f} B"))
+        rows.append(("margin", f"{self.margin:.1%}"))
+        pairs = list(zip(self.measured_bytes, self.predicted_bytes, strict=True))
+        if pairs:
+            errors = [predicted / max(measured, 1) - 1 for measured, predicted in pairs]
+            rows.append(("probes", len(pairs)))
+            rows.append(("errors of probes", f"{min(errors):+.1%} to {max(errors):+.1%}"))
+        return report_table(rows, title="byte model")
+
+    def _coefficients(self, arrays: dict[str, tuple[Floats, bool]]) -> list[float]:
+        known = {**self.summed_bytes, **self.padded_bytes}
+        return [self.fixed_bytes, *(known[name] for name in arrays)]
+
+    def _checked(self, features: Features) -> dict[str, tuple[Floats, bool]]:
+        arrays = _arrays(features)
+        given = {name: is_padded for name, (_, is_padded) in arrays.items()}
+        fitted = dict.fromkeys(self.summed_bytes, False) | dict.fromkeys(self.padded_bytes, True)
+        if given != fitted:
+            raise ValueError(
+                f"features must be those of the fit, {fitted} (True: padded); got {given}"
+            )
+        return arrays
+
+
+def probe_batches(
+    features: Features, *, num_probes: int = 8, max_samples: int = 32, seed: int = _MIXED_SEED
+) -> list[list[int]]:
+    """Choose batches to measure: few and many samples, the smallest, the largest and mixed ones.
+
+    Example:
+        >>> [len(batch) for batch in probe_batches({"nodes": range(100)}, num_probes=4)]
+        [32, 16, 8, 4]
+
+    Args:
+        features: As for `ByteModel.fit`.
+        num_probes: How many batches.
+        max_samples: Samples in the largest of them: about as many as are to be predicted.
+        seed: Of what is drawn.
+
+    Returns:
+        The batches, the largest first.
+    """
+    arrays = _arrays(features)
+    ranks = np.sum([values / max(float(values.max()), 1e-300) for values, _ in arrays.values()], 0)
+    by_size = np.argsort(ranks, kind="stable")
+    random = np.random.default_rng(seed)
+    batches = []
+    for probe in range(num_probes):
+        count = min(max(max_samples >> (probe // 2 if num_probes > 5 else probe), 1), len(ranks))
+        mixed = random.choice(len(ranks), count, replace=False)
+        kinds = (mixed, by_size[-count:], mixed, by_size[:count])
+        batches.append(kinds[probe % 4].tolist())
+    return batches
+
+
+def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
+    """Minimise `|matrix @ x - target|` over x >= 0 (Lawson and Hanson 1974, chapter 23).
+
+    Args:
+        matrix: `[num_rows, num_columns]`.
+        target: `[num_rows]`.
+
+    Returns:
+        x, `[num_columns]`.
+    """
+    scale = np.linalg.norm(matrix, axis=0)
+    scale[scale == 0] = 1.0
+    columns = matrix / scale
+    x = np.zeros(columns.shape[1])
+    free = np.zeros(len(x), dtype=bool)
+    tolerance = 1e-12 * max(float(np.abs(columns.T @ target).max(initial=0.0)), 1e-300)
+    for _ in range(_MOST_ITERATIONS):
+        gradient = columns.T @ (target - columns @ x)
+        gradient[free] = 0.0
+        entering = int(gradient.argmax())
+        if gradient[entering] <= tolerance:
+            break
+        free[entering] = True
+        while True:
+            solution = np.zeros(len(x))
+            solution[free] = np.linalg.lstsq(columns[:, free], target, rcond=None)[0]
+            negative = free & (solution <= 0)
+            if not negative.any():
+                break
+            # Go towards the solution as far as nothing becomes negative; what is 0 there leaves.
+            steps = x[negative] / (x[negative] - solution[negative])
+            x += float(steps.min()) * (solution - x)
+            free &= x > 1e-14 * max(float(x.max()), 1e-300)
+            x[~free] = 0.0
+            if not free.any():
+                break
+        x = solution
+        x[~free] = 0.0
+    return x / scale
+
+
+def _arrays(features: Features) -> dict[str, tuple[Floats, bool]]:
+    if not features:
+        raise ValueError("features is empty; give at least one, such as the nodes of each sample")
+    arrays = {}
+    for name, given in features.items():
+        is_padded = isinstance(given, Padded)
+        values = given.values if is_padded else given
+        if isinstance(values, range):
+            values = list(values)
+        arrays[name] = numbers_of(values, name=f"features[{name!r}]").astype(np.float64), is_padded
+    lengths = {name: len(values) for name, (values, _) in arrays.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"features must have one number per sample each; got lengths {lengths}")
+    return arrays
+
+
+def _row(batch: Sequence[int], arrays: dict[str, tuple[Floats, bool]]) -> list[float]:
+    """The features of a batch, with a 1 before them for what every batch needs."""
+    chosen = np.asarray(batch, dtype=np.int64)
+    row = [1.0]
+    for values, is_padded in arrays.values():
+        mine = values[chosen]
+        row.append(float(len(chosen) * mine.max(initial=0.0) if is_padded else mine.sum()))
+    return row

@@ -1,0 +1,168 @@
+"""Predicted bytes hold on batches that the model has not seen, and it says how well it fits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from penstock.batching import BalancedBatchSampler, ByteModel, Padded, probe_batches
+from penstock.batching._byte_model import nonnegative_least_squares
+from penstock.batching._meter import measured_peak
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensor.*:UserWarning")
+NUM_SAMPLES = 400
+
+
+def test_a_peak_is_what_was_alive_at_once():
+    kept = torch.ones(1000)
+
+    def run():
+        first = torch.zeros(1000)  # 4000 bytes
+        second = first.view(10, 100) + 1  # 8000
+        del first
+        third = second.exp()  # 8000
+        kept.add_(1)
+        return third[:5]
+
+    assert measured_peak(run) == (8000, 4000)
+
+
+def gin_step():
+    """A training step of a small GIN over some of many random graphs."""
+    random = np.random.default_rng(0)
+    nodes = random.lognormal(3, 0.8, NUM_SAMPLES).astype(int) + 2
+    edges = (nodes * random.uniform(1, 5, NUM_SAMPLES)).astype(int)
+    torch.manual_seed(0)
+    layers = nn.ModuleList(
+        nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, 32)) for width in (4, 32, 32)
+    )
+    classify = nn.Linear(32, 2)
+    parameters = [*layers.parameters(), *classify.parameters()]
+    optimizer = torch.optim.Adam(parameters)
+
+    def step(batch):
+        num_nodes = int(nodes[batch].sum())
+        index = torch.randint(0, num_nodes, (2, int(edges[batch].sum())))
+        graph = torch.repeat_interleave(torch.as_tensor(nodes[batch]))
+        x = torch.randn(num_nodes, 4)
+        for layer in layers:
+            x = layer(x + torch.zeros_like(x).index_add(0, index[1], x[index[0]])).relu()
+        pooled = torch.zeros(len(batch), 32).index_add(0, graph, x)
+        loss = nn.functional.cross_entropy(classify(pooled), torch.zeros(len(batch)).long())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step, {"nodes": nodes, "edges": edges}
+
+
+def transformer_step():
+    lengths = np.random.default_rng(1).integers(4, 120, NUM_SAMPLES)
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+    words = nn.Embedding(50, 32)
+    parameters = [*layer.parameters(), *words.parameters()]
+    optimizer = torch.optim.Adam(parameters)
+
+    def step(batch):
+        length = int(lengths[batch].max())
+        tokens = torch.zeros(len(batch), length, dtype=torch.long)
+        padding = torch.arange(length) >= torch.as_tensor(lengths[batch])[:, None]
+        loss = layer(words(tokens), src_key_padding_mask=padding).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step, {"tokens": Padded(lengths), "pairs": Padded(lengths**2)}
+
+
+@pytest.mark.parametrize("make", [gin_step, transformer_step])
+def test_predictions_hold_outside_of_the_fit(make):
+    step, features = make()
+    model = ByteModel.fit(step, probe_batches(features), features)
+    costs = model.costs(features)
+    random = np.random.default_rng(2)
+    for count in (1, 3, 10, 30, 60):  # up to twice what was measured
+        batch = random.choice(NUM_SAMPLES, count, replace=False).tolist()
+        measured = measured_peak(lambda batch=batch: step(batch))[0]
+        predicted = model.predict(batch, features)
+        assert predicted == pytest.approx(measured, rel=0.1), (count, str(model))
+        assert costs.of_batch(batch) >= measured
+    assert model.margin < 0.1
+    assert "errors of probes" in str(model) and "margin" in str(model)
+
+
+def test_a_cap_of_predicted_bytes_holds_when_measured():
+    step, features = transformer_step()
+    model = ByteModel.fit(step, probe_batches(features), features)
+    sampler = BalancedBatchSampler(model.costs(features), max_bytes="3MiB")
+    batches = list(sampler)
+    peaks = [measured_peak(lambda batch=batch: step(batch))[0] for batch in batches[:12]]
+    assert max(peaks) <= 3 << 20
+    assert np.mean(peaks) > 0.7 * (3 << 20)
+
+
+@settings(max_examples=100)
+@given(
+    rows=st.lists(
+        st.lists(st.floats(0, 100).map(lambda x: round(x, 2)), min_size=3, max_size=3),
+        min_size=3,
+        max_size=8,
+    ),
+    seed=st.integers(0, 100),
+)
+def test_least_squares_meet_the_conditions_of_the_optimum(rows, seed):
+    matrix = np.array(rows)
+    target = np.random.default_rng(seed).normal(size=len(matrix)) * 50
+    x = nonnegative_least_squares(matrix, target)
+    gradient = matrix.T @ (matrix @ x - target)
+    scale = 1e-6 * (1 + np.abs(matrix).max() * np.abs(target).max()) * len(matrix)
+    assert (x >= 0).all()
+    assert (gradient >= -scale).all()
+    assert np.abs(gradient[x > 0]).max(initial=0) <= scale
+
+
+def test_known_coefficients_are_found_and_saved(tmp_path):
+    lengths = np.arange(1, 40)
+
+    def step(batch):
+        longest = int(lengths[batch].max())
+        keep = torch.zeros(1000 + 100 * len(batch) * longest, dtype=torch.uint8)
+        more = torch.zeros(7 * int(lengths[batch].sum()), dtype=torch.uint8)
+        del keep, more
+
+    features = {"padded": Padded(lengths), "summed": lengths, "nothing": lengths % 3}
+    model = ByteModel.fit(step, probe_batches(features, max_samples=16), features)
+    assert model.fixed_bytes == pytest.approx(1000, rel=0.01)
+    assert model.padded_bytes["padded"] == pytest.approx(100, rel=0.001)
+    assert model.summed_bytes["summed"] == pytest.approx(7, rel=0.01)
+    assert model.summed_bytes["nothing"] == pytest.approx(0, abs=0.1)
+    assert model.margin == 0.03
+    model.save(tmp_path / "model.json")
+    assert ByteModel.load(tmp_path / "model.json") == model
+    (tmp_path / "model.json").write_text('{"format": "x"}')
+    with pytest.raises(ValueError, match=r"model\.json does not hold a byte model"):
+        ByteModel.load(tmp_path / "model.json")
+
+
+def test_wrong_arguments_are_refused():
+    def step(batch):
+        pass
+
+    with pytest.raises(ValueError, match="features is empty"):
+        ByteModel.fit(step, [[0], [1]], {})
+    with pytest.raises(ValueError, match="two batches or more"):
+        ByteModel.fit(step, [[0]], {"nodes": [1, 2]})
+    with pytest.raises(ValueError, match="margin must be >= 0"):
+        ByteModel.fit(step, [[0], [1]], {"nodes": [1, 2]}, margin=-1)
+    with pytest.raises(ValueError, match=r"features\['nodes'\] must be finite"):
+        ByteModel.fit(step, [[0], [1]], {"nodes": [1, float("nan")]})
+    with pytest.raises(ValueError, match="got lengths"):
+        ByteModel.fit(step, [[0], [1]], {"nodes": [1, 2], "edges": [1]})
+    model = ByteModel.fit(step, [[0], [1]], {"nodes": [1, 2]})
+    with pytest.raises(ValueError, match="must be those of the fit"):
+        model.costs({"edges": [1]})
