@@ -163,6 +163,13 @@ def test_without_a_compiler_the_first_order_is_planned(monkeypatch):
     assert plan.spill_cost == least_cost(graph, plan.order, addresses=True)
 
 
+def test_a_frozen_order_is_that_of_the_numbers():
+    graph = random_graph(5, num_operators=8)
+    plan = scratchpad(graph, POOLS, reorder=False, time_limit=20)
+    check_scratchpad(graph, POOLS, plan)
+    assert plan.order == graph.topological_order()
+
+
 @needs_compiler
 def test_the_same_seed_gives_the_same_plan():
     graph = random_graph(11, num_operators=14)

@@ -23,7 +23,12 @@ _PACK_SECONDS = 2.0
 
 
 def scratchpad(
-    graph: ScratchpadGraph, pools: Mapping[str, int], *, time_limit: float = 60, seed: int = 0
+    graph: ScratchpadGraph,
+    pools: Mapping[str, int],
+    *,
+    reorder: bool = True,
+    time_limit: float = 60,
+    seed: int = 0,
 ) -> ScratchpadPlan:
     """Find the order, the addresses and the spills of a program that cost the least extra traffic.
 
@@ -42,6 +47,8 @@ def scratchpad(
     Args:
         graph: The program; `ScratchpadGraph.from_npu_json` reads one.
         pools: The capacity of each pool, in the unit of the buffers' sizes.
+        reorder: Whether to search for an order; otherwise it is that of the operators' numbers, as
+            far as the edges allow (`ScratchpadGraph.topological_order`).
         time_limit: Seconds, about: a step that has begun is finished.
         seed: The plan depends on it and on nothing else, unless the time limit ends the search.
 
@@ -60,7 +67,9 @@ def scratchpad(
     _check_pools(graph, pools)
     start = time.perf_counter()
     lower_bound = bound_for_all_orders(graph, pools)
-    orders = search_orders(graph, pools, time_limit=_SEARCH_SHARE * time_limit, seed=seed)
+    orders = [graph.topological_order()]
+    if reorder:
+        orders = search_orders(graph, pools, time_limit=_SEARCH_SHARE * time_limit, seed=seed)
     best: ScratchpadPlan | None = None
     for order in orders:
         left = time_limit - (time.perf_counter() - start)
