@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -313,3 +314,12 @@ def test_a_plan_prints_and_becomes_json():
     plan = scratchpad(graph, POOLS, time_limit=5)
     assert "spill cost" in str(plan)
     assert plan.to_dict()["residencies"][0]["offset"] >= 0
+
+
+def test_the_page_of_packing_runs():
+    page = (Path(__file__).parents[2] / "docs" / "packing.md").read_text()
+    said: dict[str, object] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", page, re.S | re.M):
+        exec(block, said)
+    assert said["packing"].optimal
+    assert said["plan"].spill_cost == 16

@@ -48,6 +48,12 @@ class Evaluator {
     gaps_.resize(request.num_pools);
     load_.resize(request.num_pools);
     for (auto& load : load_) load.resize(request.num_operators);
+    for (double exponent : {1.0, 0.6, 0.3}) {
+      price_of_length_.emplace_back();
+      for (int64_t length = 0; length <= request.num_operators; ++length) {
+        price_of_length_.back().push_back(std::pow(static_cast<double>(length), exponent));
+      }
+    }
   }
 
   // The cost of the spills along an order; -1 where an operator's own buffers do not fit.
@@ -55,11 +61,11 @@ class Evaluator {
     collect(order);
     int64_t total = 0;
     for (int64_t p = 0; p < request_.num_pools; ++p) {
-      int64_t least = std::numeric_limits<int64_t>::max();
       if (*std::max_element(load_[p].begin(), load_[p].end()) > request_.capacity[p]) return -1;
-      for (double exponent : {1.0, 0.6, 0.3}) {
-        least = std::min(least, bridge(p, exponent));
-        if (least == 0) break;
+      if (!contested(p)) continue;
+      int64_t least = std::numeric_limits<int64_t>::max();
+      for (const std::vector<double>& price : price_of_length_) {
+        least = std::min(least, bridge(p, price));
       }
       total += least;
     }
@@ -85,12 +91,37 @@ class Evaluator {
     }
   }
 
+  // Keep only the gaps over a step that would be too full if all were bridged; bridge the others.
+  bool contested(int64_t pool) {
+    std::vector<int64_t>& load = load_[pool];
+    change_.assign(load.size() + 1, 0);
+    for (const Gap& gap : gaps_[pool]) change_[gap.begin] += gap.size, change_[gap.end] -= gap.size;
+    too_full_.assign(load.size() + 1, 0);
+    int64_t bridged = 0;
+    for (size_t t = 0; t < load.size(); ++t) {
+      bridged += change_[t];
+      too_full_[t + 1] = too_full_[t] + (load[t] + bridged > request_.capacity[pool]);
+    }
+    if (too_full_.back() == 0) return false;
+    std::vector<Gap>& gaps = gaps_[pool];
+    size_t kept = 0;
+    for (const Gap& gap : gaps) {
+      if (too_full_[gap.begin] < too_full_[gap.end]) {
+        gaps[kept++] = gap;
+      } else {
+        for (int t = gap.begin; t < gap.end; ++t) load[t] += gap.size;
+      }
+    }
+    gaps.resize(kept);
+    return true;
+  }
+
   // Bridge the gaps that are worth most; return what the others cost.
-  int64_t bridge(int64_t pool, double exponent) {
+  int64_t bridge(int64_t pool, const std::vector<double>& price_of_length) {
     std::vector<Gap>& gaps = gaps_[pool];
     for (Gap& gap : gaps) {
       gap.worth = static_cast<double>(gap.cost) / static_cast<double>(gap.size) /
-                  std::pow(gap.end - gap.begin, exponent);
+                  price_of_length[gap.end - gap.begin];
     }
     std::sort(gaps.begin(), gaps.end(), [](const Gap& one, const Gap& other) {
       if (one.worth != other.worth) return one.worth > other.worth;
@@ -114,7 +145,9 @@ class Evaluator {
   std::vector<int> last_use_;
   std::vector<std::vector<Gap>> gaps_;
   std::vector<std::vector<int64_t>> load_;
-  std::vector<int64_t> bridged_;
+  std::vector<int64_t> bridged_, change_;
+  std::vector<int> too_full_;
+  std::vector<std::vector<double>> price_of_length_;  // how a gap's time counts, in several ways
 };
 
 class OrderSearch {
