@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from _relational import (
     LAYERS,
+    NUM_RELATIONS,
     assert_same,
     graphs,
     layer_arguments,
@@ -26,7 +28,7 @@ from _relational import (
 from penstock import rgnn
 from penstock.codegen import find_compiler
 from penstock.errors import BuildError
-from penstock.rgnn import REWRITES
+from penstock.rgnn import REWRITES, _rows, edge_softmax
 from penstock.rgnn._backends import _cpp_graph, resolve
 
 pytestmark = [
@@ -54,14 +56,18 @@ def test_gradients_of_layers_are_right(name, is_canonical):
 
 
 @settings(max_examples=10)
-@given(recipe=recipes(max_steps=5), graph=graphs())
-def test_gradients_of_random_programs_are_right(recipe, graph):
+@given(recipe=recipes(max_steps=5), graph=graphs(), is_cut=st.booleans())
+def test_gradients_of_random_programs_are_right(recipe, graph, is_cut):
     function = rgnn.compile(recipe.__call__, backend="cpp")
     arguments = recipe.arguments(graph)
-    assert torch.autograd.gradcheck(
-        lambda *args: function(graph, *args), arguments, fast_mode=True, atol=1e-5
-    )
-    assert_is_reference(function, graph, arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        if is_cut:
+            patch.setattr(_cpp_graph, "HUB_ROWS", 3)
+            patch.setattr(_cpp_graph, "PIECE_ROWS", 2)
+        assert torch.autograd.gradcheck(
+            lambda *args: function(graph, *args), arguments, fast_mode=True, atol=1e-5
+        )
+        assert_is_reference(function, graph, arguments)
 
 
 @pytest.mark.parametrize("name", ["rgcn", "rgat", "hgt"])
@@ -171,6 +177,59 @@ def test_what_is_returned_has_memory_of_its_own():
     found = several(graph, x, f)
     assert len({tensor.data_ptr() for tensor in (*found, x, f)}) == 7
     assert_is_reference(several, graph, (x, f))
+
+
+@pytest.fixture
+def small_hubs(monkeypatch) -> None:
+    """Groups are cut early, and into pieces of which the last one is shorter."""
+    monkeypatch.setattr(_cpp_graph, "HUB_ROWS", 6)
+    monkeypatch.setattr(_cpp_graph, "PIECE_ROWS", 4)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_groups_that_are_cut_come_to_the_same(name, small_hubs):
+    graph = random_graph(6, 60)
+    sizes = graph.group_sizes(_rows.EDGE_DST)
+    assert sizes.max() > 9 and sizes.min() <= 6
+    assert_is_reference(compiled(name), graph, layer_arguments(name, graph))
+
+
+def test_programs_with_groups_that_are_cut(small_hubs):
+    """Stages that read softmax weights and sums of earlier ones, sums to sources, epilogues."""
+
+    def body(g, s, x):
+        e = g.edges
+        weights = edge_softmax(e(s))
+        mean = g.sum_to_dst(weights * e.src(x))
+        spread = rgnn.tanh(e.src(x) - e.dst(mean))
+        within = edge_softmax(rgnn.dot(spread, spread), within="relation")
+        return weights, g.sum_to_dst(spread * spread) + 1.0, g.sum_to_src(within * spread), within
+
+    graph = random_graph(5, 70)
+    arguments = (random_tensor(70), random_tensor(5, 3))
+    assert_is_reference(rgnn.compile(body, backend="cpp"), graph, arguments)
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("name", ["rgcn", "rgat"])
+def test_a_star_has_equal_bits_for_any_number_of_threads(name):
+    """Half of 40,000 edges end in one node: their sums are those of pieces."""
+    generator = torch.Generator().manual_seed(0)
+    ends = torch.randint(500, (2, 40_000), generator=generator)
+    ends[1, ::2] = 7
+    relations = torch.randint(NUM_RELATIONS, (40_000,), generator=generator)
+    graph = rgnn.Graph(ends, relations, num_nodes=500, num_relations=NUM_RELATIONS)
+    assert _cpp_graph.arrays_of(graph).hubs(_rows.EDGE_DST).tolist() == [7]
+    function, arguments = compiled(name), layer_arguments(name, graph, dim=8)
+    runs = []
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        runs.append(results_and_gradients(function, graph, arguments))
+    for other in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
+    expected = results_and_gradients(LAYERS[name], graph, arguments)  # in torch
+    for one, other in zip(runs[0], expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", ["rgat", "hgt"])

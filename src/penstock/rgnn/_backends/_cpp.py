@@ -24,8 +24,8 @@ from penstock.rgnn._backends._cpp_source import Direction, write_source
 from penstock.rgnn._graph import Graph
 from penstock.rgnn._ir import LEAVES, Program
 from penstock.rgnn._plan import Plan
-from penstock.rgnn._rows import Space
-from penstock.rgnn._schedule import READS, source
+from penstock.rgnn._rows import RowMap, Space
+from penstock.rgnn._schedule import READS, TYPES, KernelKind, source
 
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 """The dtypes that are computed in C++; others are left to torch."""
@@ -60,19 +60,37 @@ def execute(
     if dtype not in DTYPES:
         return _torch.execute(plan, graph, values, given, arguments, outputs, keep)
     arrays = arrays_of(graph)
-    key = ("cpp", dtype, arrays.index_dtype)
+    has_hubs = any(len(arrays.hubs(grouping)) for grouping in _groupings(plan))
+    key = ("cpp", dtype, arrays.index_dtype, has_hubs)
     compiled = plan.compiled.get(key)
     if compiled is None:
-        compiled = plan.compiled[key] = _compiled(plan, dtype, arrays.index_dtype)
+        compiled = plan.compiled[key] = _compiled(plan, dtype, arrays.index_dtype, has_hubs)
     assert isinstance(compiled, tuple)
     is_backward = values is not plan.forward and values == plan.backward
     runner: _Runner = compiled[is_backward]
     return runner(arrays, given, arguments, tuple(outputs), tuple(keep))
 
 
-def _compiled(plan: Plan, dtype: torch.dtype, index_dtype: torch.dtype) -> tuple[_Runner, ...]:
+def _groupings(plan: Plan) -> tuple[RowMap, ...]:
+    """The maps whose targets are groups of rows that one thread sums."""
+    known = plan.compiled.get("cpp groupings")
+    if not isinstance(known, tuple):
+        of_kernels = (
+            kernel.grouped_by
+            for kernel in plan.schedule.kernels
+            if kernel.kind is KernelKind.TRAVERSAL
+        )
+        found = dict.fromkeys(m for m in of_kernels if m is not None and m.into not in TYPES)
+        known = plan.compiled["cpp groupings"] = tuple(found)
+    return known
+
+
+def _compiled(
+    plan: Plan, dtype: torch.dtype, index_dtype: torch.dtype, has_hubs: bool
+) -> tuple[_Runner, ...]:
     """The forward and the backward of a plan, loaded."""
-    written = write_source(plan, scalar=DTYPES[dtype], index=_INDEX_TYPES[index_dtype])
+    index = _INDEX_TYPES[index_dtype]
+    written = write_source(plan, scalar=DTYPES[dtype], index=index, has_hubs=has_hubs)
     library = load_library("rgnn", written.text, flags=FLAGS)
     return tuple(_Runner(plan, library, direction, dtype) for direction in written.directions)
 

@@ -82,6 +82,12 @@ class Fields:
         """The number of rows of the largest group."""
         return self._add(f"longest_{_name(grouping)}", "longest_group", "int64_t", grouping)
 
+    def hubs(self, grouping: RowMap) -> tuple[str, str]:
+        """The groups that are too long for one thread, and how many there are."""
+        name = f"hubs_{_name(grouping)}"
+        hubs = self._indices(name, "hubs", grouping)
+        return hubs, self._add(f"num_{name}", "num_hubs", "int64_t", grouping)
+
     def tiles(self, row_map: RowMap) -> tuple[str, str]:
         """Short ranges of rows of one type, as (type, begin, end), and how many there are."""
         name = f"tiles_{_name(row_map)}"

@@ -18,6 +18,8 @@ from penstock.rgnn._graph import Graph
 from penstock.rgnn._rows import RowMap, Space
 
 _CHUNK_ROWS = 1024  # rows and groups of a chunk, unless a group has more
+HUB_ROWS = 16384  # rows beyond which a group is cut into pieces, for all threads
+PIECE_ROWS = 4096
 _TILE_ROWS = 192  # rows of a segment GEMM between two looks at the queue
 _TASK_ROWS = 2048  # rows that a part of a sum over a type has at least
 _MAX_TASKS = 64  # parts of all rows, so that the parts stay small beside the rows
@@ -81,6 +83,13 @@ class GraphArrays:
             return torch.cat([torch.unique_consecutive(first), torch.tensor([len(sizes)])])
 
         return self._once(("chunks", grouping), build)
+
+    def hubs(self, grouping: RowMap) -> torch.Tensor:
+        """The groups that have more than `HUB_ROWS` rows."""
+        return self._once(
+            ("hubs", grouping),
+            lambda: (self.graph.group_sizes(grouping) > HUB_ROWS).nonzero()[:, 0],
+        )
 
     def longest_group(self, grouping: RowMap) -> int:
         """The number of rows of the largest group."""

@@ -34,7 +34,7 @@ class Source:
     directions: tuple[Direction, ...]
 
 
-def write_source(plan: Plan, *, scalar: str, index: str) -> Source:
+def write_source(plan: Plan, *, scalar: str, index: str, has_hubs: bool = False) -> Source:
     """Generate the source of a plan.
 
     Counts of rows are no part of it, so plans for graphs of other sizes share it if they compute
@@ -44,6 +44,7 @@ def write_source(plan: Plan, *, scalar: str, index: str) -> Source:
         plan: The plan.
         scalar: The C++ type of numbers.
         index: The C++ type of indices.
+        has_hubs: Whether it should cut groups that are too long for one thread.
     """
     split, kernels = plan.schedule.num_forward, plan.schedule.kernels
     descriptions = [describe_kernel(plan.program, k, n) for n, k in enumerate(kernels)]
@@ -54,7 +55,8 @@ def write_source(plan: Plan, *, scalar: str, index: str) -> Source:
     ):
         fields, functions, frame = Fields(), [], f"{name.capitalize()}Frame"
         for number, kernel in numbered:
-            source = _write_kernel(plan, kernel, f"kernel_{number}(const {frame}& f)", fields)
+            head = f"kernel_{number}(const {frame}& f)"
+            source = _write_kernel(plan, kernel, head, fields, has_hubs)
             functions.append("\n".join([*descriptions[number], source]))
         members = "".join(f"  {field.declaration};\n" for field in fields.all())
         calls = "".join(f"  kernel_{number}(*frame);\n" for number, _ in numbered)
@@ -103,12 +105,12 @@ def _describe(program: Program, position: int) -> str:
     return f"{node.op}({operands}), {' x '.join(map(str, node.shape)) or 'scalar'}"
 
 
-def _write_kernel(plan: Plan, kernel: Kernel, head: str, fields: Fields) -> str:
+def _write_kernel(plan: Plan, kernel: Kernel, head: str, fields: Fields, has_hubs: bool) -> str:
     if kernel.kind is KernelKind.GEMM:
         return write_gemm(plan.program, kernel, head, fields)
     if kernel.kind is KernelKind.WEIGHT_GRADIENT:
         return write_weight_gradient(plan.program, kernel, head, fields)
-    return write_traversal(plan.program, plan.schedule, kernel, head, fields)
+    return write_traversal(plan.program, plan.schedule, kernel, head, fields, has_hubs)
 
 
 @functools.cache

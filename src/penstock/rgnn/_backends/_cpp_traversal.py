@@ -1,16 +1,20 @@
 """Traversals as C++: loops over rows, grouped by where they are summed to.
 
 Each group is computed by one thread from its first row to its last, so a sum has one writer and one
-order. Rows that are summed to types, of which there are few, are cut into tasks of their own: each
-makes a part, and the parts are added up in order.
+order. Where a graph has hubs, groups too long for one thread, those are cut into pieces of a fixed
+length, whose sums are added in order. Rows that are summed to types, of which there are few, are
+cut into tasks of their own: each makes a part, and the parts are added up in order.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from penstock.rgnn import _rows
+from penstock.rgnn._backends import _cpp_graph
 from penstock.rgnn._backends._cpp_fields import Fields
 from penstock.rgnn._backends._cpp_rowwise import Lines, Scope, is_expression, offset
 from penstock.rgnn._ir import Program
@@ -31,7 +35,12 @@ def is_sorted(row_map: RowMap) -> bool:
 
 
 def write_traversal(
-    program: Program, schedule: Schedule, kernel: Kernel, head: str, fields: Fields
+    program: Program,
+    schedule: Schedule,
+    kernel: Kernel,
+    head: str,
+    fields: Fields,
+    has_hubs: bool = False,
 ) -> str:
     """The source of a traversal; `head` is its function's name and parameters."""
     lines = Lines()
@@ -42,7 +51,9 @@ def write_traversal(
         elif kernel.grouped_by.into in TYPES:
             writer.write_typed(kernel.grouped_by)
         else:
-            writer.write_groups(kernel.grouped_by)
+            writer.write_groups(kernel.grouped_by, has_hubs)
+            if has_hubs:
+                writer.write_hubs(kernel.grouped_by)
     return str(lines)
 
 
@@ -103,7 +114,7 @@ class _Traversal:
                 f"{self.fields.parts(value)}, {self.fields.value(value)});"
             )
 
-    def write_groups(self, grouping: RowMap) -> None:
+    def write_groups(self, grouping: RowMap, has_hubs: bool) -> None:
         """Rows group by group, stage by stage, then the groups' own values."""
         lines = self.lines
         chunks, num_chunks = self.fields.chunks(grouping)
@@ -112,6 +123,9 @@ class _Traversal:
         with lines.block("parallel(f.num_threads, [&] {", "});"):
             for value in sorted(self._kept() | self._softmaxes()):
                 longest = self.fields.longest_group(grouping)
+                if has_hubs:
+                    most = _cpp_graph.HUB_ROWS
+                    longest = f"({longest} < {most} ? {longest} : {most})"
                 lines.add(f"Scratch<T> kept_{value}({longest} * {self._size(value)});")
             with (
                 lines.block("for (int64_t chunk; chunks.next(&chunk);) {"),
@@ -121,11 +135,83 @@ class _Traversal:
                 ),
             ):
                 lines.add(f"const int64_t begin = {starts}[group], end = {starts}[group + 1];")
+                if has_hubs:
+                    lines.add(f"if (end - begin > {_cpp_graph.HUB_ROWS}) continue;")
                 for stage, values in enumerate(self.kernel.stages):
                     self._declare_reductions(values)
                     self._write_stage(stage)
                     self._finish_softmaxes(values)
                 self._write_epilogue()
+
+    def write_hubs(self, grouping: RowMap) -> None:
+        """The groups that were left out: each by all threads, stage by stage."""
+        lines = self.lines
+        hubs, num_hubs = self.fields.hubs(grouping)
+        starts, piece_rows = self.fields.starts(grouping), _cpp_graph.PIECE_ROWS
+        self.sums = {}
+        with lines.block(f"for (int64_t hub = 0; hub < {num_hubs}; ++hub) {{"):
+            lines.add(
+                f"const int64_t group = {hubs}[hub];",
+                f"const int64_t begin = {starts}[group], end = {starts}[group + 1];",
+                f"const int64_t num_pieces = (end - begin + {piece_rows - 1}) / {piece_rows};",
+            )
+            for value in sorted(self._kept() | self._softmaxes()):
+                lines.add(f"Scratch<T> kept_{value}((end - begin) * {self._size(value)});")
+            for stage in range(len(self.kernel.stages)):
+                self._write_stage_of_hub(stage)
+            self._write_epilogue()
+
+    def _write_stage_of_hub(self, stage: int) -> None:
+        values, op_of = self.kernel.stages[stage], self.program.nodes
+        reduced = [value for value in values if op_of[value].op in ("sum", "softmax")]
+        self._declare_reductions(values)
+        for value in reduced:
+            self.lines.add(f"Scratch<T> pieces_{value}(num_pieces * {self._size(value)});")
+        with self._pieces():
+            self._declare_reductions(values)  # of the piece: they hide those of the group
+            self._write_stage(stage, "first", "last")
+            for value in reduced:
+                self._keep_piece(value, "sum" if op_of[value].op == "sum" else "largest")
+        for value in reduced:
+            if op_of[value].op == "sum":
+                self._join_pieces(value, "sum_{0}[{1}] += {2}")
+                continue
+            self._join_pieces(value, "largest_{0}[{1}] = larger<T>({2}, largest_{0}[{1}])")
+            total = f"T total_{value}[{self._size(value)}] = {{}};"
+            self.lines.add(total)
+            with self._pieces():
+                self.lines.add(total)
+                self._write_powers(value, "first - begin", "last - begin")
+                self._keep_piece(value, "total")
+            self._join_pieces(value, "total_{0}[{1}] += {2}")
+            with self._pieces():
+                self._write_weights(value, "first", "last")
+
+    @contextmanager
+    def _pieces(self) -> Iterator[None]:
+        """Statements for the rows of a piece, from `first` to `last`."""
+        lines, length = self.lines, _cpp_graph.PIECE_ROWS
+        with lines.block("{"):
+            lines.add("Tasks pieces(num_pieces);")
+            with (
+                lines.block("parallel(f.num_threads, [&] {", "});"),
+                lines.block("for (int64_t piece; pieces.next(&piece);) {"),
+            ):
+                lines.add(
+                    f"const int64_t first = begin + piece * {length};",
+                    f"const int64_t last = first + {length} < end ? first + {length} : end;",
+                )
+                yield
+
+    def _keep_piece(self, value: int, name: str) -> None:
+        size = self._size(value)
+        place = f"pieces_{value} + piece * {size}"
+        self.lines.add(f"memcpy({place}, {name}_{value}, {size} * sizeof(T));")
+
+    def _join_pieces(self, value: int, statement: str) -> None:
+        size = self._size(value)
+        text = statement.format(value, f"i % {size}", f"pieces_{value}[i]")
+        self.lines.add(f"for (int64_t i = 0; i < num_pieces * {size}; ++i) {text};")
 
     def _declare_reductions(self, values: tuple[int, ...]) -> None:
         for value in values:
@@ -141,10 +227,10 @@ class _Traversal:
                     f"for (T& x : largest_{value}) x = -T(__builtin_inf());",
                 )
 
-    def _write_stage(self, stage: int) -> None:
-        """The loop over the rows from `begin` to `end`."""
+    def _write_stage(self, stage: int, begin: str = "begin", end: str = "end") -> None:
+        """The loop over some rows of the group that goes from `begin` to `end`."""
         lines = self.lines
-        with lines.block("for (int64_t at = begin; at < end; ++at) {"):
+        with lines.block(f"for (int64_t at = {begin}; at < {end}; ++at) {{"):
             scope = self._scope(stage)
             for value in self.kernel.stages[stage]:
                 node = self.program.nodes[value]
@@ -167,25 +253,32 @@ class _Traversal:
 
     def _finish_softmaxes(self, values: tuple[int, ...]) -> None:
         """Scores to weights; the largest score of the group is taken off first."""
-        lines = self.lines
         for value in values:
-            if self.program.nodes[value].op != "softmax":
-                continue
-            size = self._size(value)
-            lines.add(f"T total_{value}[{size}] = {{}};")
-            with lines.block("for (int64_t at = 0; at < end - begin; ++at) {"):
-                with lines.block(f"for (int64_t i = 0; i < {size}; ++i) {{"):
-                    lines.add(
-                        f"T& x = kept_{value}[at * {size} + i];",
-                        f"total_{value}[i] += x = exponential(x - largest_{value}[i]);",
-                    )
-            with lines.block("for (int64_t at = begin; at < end; ++at) {"):
-                with lines.block(f"for (int64_t i = 0; i < {size}; ++i) {{"):
-                    lines.add(f"T& x = kept_{value}[(at - begin) * {size} + i];")
-                    lines.add(f"x /= total_{value}[i];")
-                    if value in self.schedule.materialised:
-                        row = self._index(None)
-                        lines.add(f"{self.fields.value(value)}[int64_t({row}) * {size} + i] = x;")
+            if self.program.nodes[value].op == "softmax":
+                self.lines.add(f"T total_{value}[{self._size(value)}] = {{}};")
+                self._write_powers(value, "0", "end - begin")
+                self._write_weights(value, "begin", "end")
+
+    def _write_powers(self, value: int, begin: str, end: str) -> None:
+        """Powers of kept scores, from one place in the group to another, and their sum."""
+        lines, size = self.lines, self._size(value)
+        with lines.block(f"for (int64_t at = {begin}; at < {end}; ++at) {{"):
+            with lines.block(f"for (int64_t i = 0; i < {size}; ++i) {{"):
+                lines.add(
+                    f"T& x = kept_{value}[at * {size} + i];",
+                    f"total_{value}[i] += x = exponential(x - largest_{value}[i]);",
+                )
+
+    def _write_weights(self, value: int, begin: str, end: str) -> None:
+        """Powers to weights, from one row to another."""
+        lines, size = self.lines, self._size(value)
+        with lines.block(f"for (int64_t at = {begin}; at < {end}; ++at) {{"):
+            with lines.block(f"for (int64_t i = 0; i < {size}; ++i) {{"):
+                lines.add(f"T& x = kept_{value}[(at - begin) * {size} + i];")
+                lines.add(f"x /= total_{value}[i];")
+                if value in self.schedule.materialised:
+                    row = self._index(None)
+                    lines.add(f"{self.fields.value(value)}[int64_t({row}) * {size} + i] = x;")
 
     def _write_epilogue(self) -> None:
         lines, nodes = self.lines, self.program.nodes
