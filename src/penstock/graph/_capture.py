@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as torch_modules
 
 from penstock.errors import CaptureError
@@ -75,7 +76,7 @@ def capture(
     stand_ins = StandIns(mode, torch.device("cpu"))
     device = _device_type(root)
     tensors: dict[str, TensorView] = {}
-    with _unrandom(recorder), mode:
+    with _unrandom(recorder), _eagers_branches(recorder), mode:
         tensors |= _adopt_model(root, recorder, stand_ins)
         fake_batch = stand_ins.in_tree(batch, "batch")
         for name, tensor in tensors_in(fake_batch, "batch"):
@@ -249,6 +250,24 @@ class _ModuleNames(contextlib.AbstractContextManager):
     def __exit__(self, *exc_info: object) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+@contextlib.contextmanager
+def _eagers_branches(recorder: Recorder) -> Iterator[None]:
+    """Let Transformers look at values that are known, and so branch as it does in eager mode.
+
+    It asks whether a tensor is fake before it looks, and takes another path with other kernels.
+    """
+    library = sys.modules.get("transformers.utils.import_utils")
+    if not hasattr(library, "is_fake_tensor"):
+        yield
+        return
+
+    def is_fake_tensor(tensor: object) -> bool:
+        return isinstance(tensor, FakeTensor) and not recorder.is_known(tensor)
+
+    with mock.patch.object(library, "is_fake_tensor", is_fake_tensor):
+        yield
 
 
 @contextlib.contextmanager

@@ -35,6 +35,8 @@ from penstock.graph._encoding import (
     encode_constant,
 )
 from penstock.graph._facts import Facts, facts_of, touched_bytes
+from penstock.graph._fake_truth import corrected
+from penstock.graph._known import KnownValues
 from penstock.graph._scalars import Expression, ScalarNode, traced_float, views_of
 from penstock.graph._schemas import Schema, draws, schema_of, writes_nothing
 from penstock.graph._step_graph import Kind, Phase, TensorView
@@ -107,6 +109,7 @@ class Recorder(TorchDispatchMode):
         self._num_of_name: dict[str, int] = {}
         self._concrete: dict[float, ScalarNode] = {}
         self._paused = False
+        self._known = KnownValues()
 
     # What the step begins with.
 
@@ -155,6 +158,10 @@ class Recorder(TorchDispatchMode):
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's storage has been written down."""
         return tensor.untyped_storage()._cdata in self._block_of_handle
+
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        """Whether no data can change the tensor's elements, and they are known."""
+        return self.knows(tensor) and self._known.knows(self.view(tensor))
 
     def block(self, tensor: torch.Tensor) -> Block:
         """Return the block of a tensor's storage."""
@@ -237,7 +244,7 @@ class Recorder(TorchDispatchMode):
             draft.args = (encode_bytes(copy),)
         fake = torch.ops.aten.lift_fresh.default(copy)
         self._add_outputs(draft, [fake])
-        self.drafts.append(draft)
+        self._append(draft)
         return fake
 
     def _write_down(
@@ -271,7 +278,7 @@ class Recorder(TorchDispatchMode):
         self._add_outputs(draft, outputs)
         if schema.pointwise and schema.has_out and isinstance(result, torch.Tensor):
             self._add_overwrites(draft, result, args)
-        self.drafts.append(draft)
+        self._append(draft)
 
     def _make_filled(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
@@ -292,7 +299,19 @@ class Recorder(TorchDispatchMode):
             draft.facts = Facts(bytes_written=touched_bytes(result))
         draft.reads = list(reads)
         self._add_outputs(draft, [result])
+        self._append(draft)
+
+    def _append(self, draft: Draft) -> None:
         self.drafts.append(draft)
+        if self.phase is Phase.FORWARD and not (draft.random or draft.target == SCALAR):
+            creates = [
+                (value, self.blocks[self.block_of_value[value]].num_bytes)
+                for value in draft.creates
+            ]
+            self._known.follow(
+                *(draft.target, draft.args, draft.kwargs, draft.reads, draft.mutates),
+                *(draft.outputs, creates),
+            )
 
     def _new_draft(self, target: str, base: str) -> Draft:
         return Draft(self._unique(base), target, self.phase, self._module())
@@ -395,8 +414,11 @@ class Recorder(TorchDispatchMode):
             value = self.blocks[index].current
             draft.creates = [value]
             draft.outputs = (TensorView(value, view.dtype, (), (), 0),)
-            self.drafts.append(draft)
+            self._append(draft)
             return traced_float(draft.outputs[0], 2.0, self)
+        if self.is_known(tensor):
+            with no_dispatch():
+                return func(self._known.tensor(self.view(tensor)))
         if tensor.constant is not None:
             with no_dispatch():
                 return func(tensor.constant)
@@ -452,7 +474,7 @@ class Recorder(TorchDispatchMode):
         draft.creates = [self.blocks[index].current]
         draft.outputs = (self.view(state),)
         draft.random = True
-        self.drafts.append(draft)
+        self._append(draft)
         return state
 
     def set_rng_state(self, state: torch.Tensor) -> None:
@@ -465,12 +487,13 @@ class Recorder(TorchDispatchMode):
         view = self.view(state)
         draft.args, draft.reads = (view,), [view.value]
         draft.random = draft.side_effect = True
-        self.drafts.append(draft)
+        self._append(draft)
 
 
 def _run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
-        return func(*map(_hint, args), **{name: _hint(value) for name, value in kwargs.items()})
+        result = func(*map(_hint, args), **{name: _hint(value) for name, value in kwargs.items()})
+        return corrected(func, args, result)
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise CaptureError(
             f"{user_line()}: the shape or value of the result of {error.func} depends on the data; "

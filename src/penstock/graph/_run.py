@@ -31,7 +31,7 @@ from penstock.graph._encoding import (
     resolve,
 )
 from penstock.graph._scalars import evaluate
-from penstock.graph._step_graph import Kind, Operator, StepGraph, TensorView
+from penstock.graph._step_graph import Kind, Operator, Phase, StepGraph, TensorView
 
 
 def run(
@@ -73,7 +73,7 @@ def run(
     tensors = bind_model(graph, model, loss) | bind_batch(graph, batch)
     tensors |= bind_state(graph, model, optimizer, loss) | bind_group_tensors(graph, optimizer)
     step = _Run(graph, tensors, bind_numbers(graph, optimizer))
-    with torch.no_grad(), torch.autocast(graph.device, enabled=False):
+    with torch._C._AutoDispatchBelowAutograd(), torch.autocast(graph.device, enabled=False):
         return step.run()
 
 
@@ -95,7 +95,10 @@ class _Run:
 
     def run(self) -> torch.Tensor:
         for index, operator in enumerate(self._graph.operators):
-            self._run_operator(operator)
+            # As eager runs them: some kernels ask whether gradients are wanted, though they run
+            # below autograd (recurrent layers keep a workspace then).
+            with torch.set_grad_enabled(operator.phase is Phase.FORWARD):
+                self._run_operator(operator)
             for storage in self._dying.get(index, ()):
                 self._memory.pop(storage, None)
         assert self._graph.loss is not None

@@ -60,10 +60,17 @@ def schema_of(func: torch._ops.OpOverload) -> Schema:
         written_names=tuple(names),
         random=torch.Tag.nondeterministic_seeded in func.tags,
         pointwise=torch.Tag.pointwise in func.tags,
-        composite=func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd),
+        composite=_is_composite(func),
         has_out=any(name.endswith(("out", "grad_input")) for name in overloads),
         side_effect="_assert" in target,
     )
+
+
+def _is_composite(func: torch._ops.OpOverload) -> bool:
+    """Whether it runs as other operators; some have that as a fallback and kernels of their own."""
+    keys = torch._C.DispatchKey
+    has = func.has_kernel_for_dispatch_key
+    return has(keys.CompositeImplicitAutograd) and not (has(keys.CPU) or has(keys.CUDA))
 
 
 def writes_nothing(schema: Schema, args: tuple[Any, ...]) -> bool:
