@@ -1,15 +1,32 @@
 """A captured training step does what eager does, bit for bit, and leaves no trace."""
 
+import copy
+
 import pytest
 import torch
 
-from _steps import unlike_eager
-from _zoo import CASES
+import _traps
+from _steps import differences, eager_step, unlike_eager
+from _zoo import CASES, Mixture
 from penstock.graph import Kind, Phase, capture
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+}
+OTHER_OPTIMIZERS = {
+    "plain sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "nesterov": lambda parameters: torch.optim.SGD(
+        parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
+    "fused sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, fused=True),
+    "foreach sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, 0.9, foreach=True),
+    "adam": lambda parameters: torch.optim.Adam(parameters, weight_decay=0.1, amsgrad=True),
+    "fused adamw": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "foreach adamw": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr_decay=0.1),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, momentum=0.9),
+    "nadam": lambda parameters: torch.optim.NAdam(parameters),
 }
 
 
@@ -17,6 +34,88 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("case", CASES)
 def test_three_steps_are_eagers_bit_for_bit(case, optimizer):
     assert unlike_eager(CASES[case], OPTIMIZERS[optimizer]) == []
+
+
+@pytest.mark.parametrize("optimizer", OTHER_OPTIMIZERS)
+@pytest.mark.parametrize("case", ["lstm", "mixture"])
+def test_every_optimizer_is_eagers_bit_for_bit(case, optimizer):
+    assert unlike_eager(CASES[case], OTHER_OPTIMIZERS[optimizer]) == []
+
+
+@pytest.mark.parametrize("case", _traps.CASES)
+def test_traps(case):
+    assert unlike_eager(_traps.CASES[case], OPTIMIZERS["adamw"]) == []
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "fused adamw", "foreach adamw"])
+def test_state_that_exists_is_taken_up(optimizer):
+    make = (OPTIMIZERS | OTHER_OPTIMIZERS)[optimizer]
+    assert unlike_eager(CASES["mixture"], make, warm_up_steps=2) == []
+
+
+def test_dampening_needs_a_first_step():
+    def make(parameters):
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5)
+
+    with pytest.raises(ValueError, match="take one ordinary step"):
+        unlike_eager(CASES["mixture"], make)
+    assert unlike_eager(CASES["mixture"], make, warm_up_steps=1) == []
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "fused adamw", "foreach adamw"])
+def test_schedules_stay_live(optimizer):
+    def schedule(optimizer, step):
+        group = optimizer.param_groups[0]
+        group["lr"] /= step + 2
+        for key in ("momentum", "weight_decay"):
+            if group.get(key):
+                group[key] *= 0.5
+        if "betas" in group:
+            group["betas"] = (0.8 - 0.1 * step, 0.9)
+
+    make = (OPTIMIZERS | OTHER_OPTIMIZERS)[optimizer]
+    assert unlike_eager(CASES["mixture"], make, before_step=schedule) == []
+
+
+def test_a_scheduler_of_torch_may_hold_the_optimizer():
+    schedulers = {}
+
+    def make(parameters):
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+        schedulers[optimizer] = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return optimizer
+
+    def before_step(optimizer, step):
+        optimizer._opt_called = True  # the graph does not go through optimizer.step()
+        schedulers[optimizer].step()
+
+    assert unlike_eager(CASES["mixture"], make, before_step=before_step) == []
+
+
+def test_nothing_is_touched():
+    case = _traps.CASES["aliases"]
+    model = case.make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    eager_step(model, optimizer, case)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    attributes = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    before = copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()))
+    random_state = torch.get_rng_state()
+    capture(model, optimizer, case.batch)
+    assert differences(before, (dict(model.state_dict()), optimizer.state_dict()), "") == []
+    assert torch.equal(random_state, torch.get_rng_state())
+    assert [id(parameter.grad) for parameter in model.parameters()] == list(map(id, gradients))
+    for name, module in model.named_modules():
+        assert module.__dict__.keys() == attributes[name].keys()
+        assert all(module.__dict__[key] is value for key, value in attributes[name].items())
+
+
+def test_a_failed_capture_touches_nothing_either():
+    model = Mixture()
+    parameters = list(model.parameters())
+    with pytest.raises(TypeError, match="one element"):
+        capture(model, torch.optim.SGD(parameters), CASES["mixture"].batch, loss=lambda *_: 1)
+    assert [id(each) for each in model.parameters()] == list(map(id, parameters))
 
 
 def test_a_model_without_memory_is_captured():
@@ -73,3 +172,45 @@ def test_random_operators_run_again_and_batch_statistics_do_not():
     assert random and all(operator.recomputable for operator in random)
     updates = [operator for operator in graph.operators if operator.phase is Phase.OPTIMIZER]
     assert updates and not any(operator.recomputable for operator in updates)
+
+
+def test_meta_fake_and_real_models_give_the_same_graph():
+    def graph_of(model):
+        return capture(model, torch.optim.AdamW(model.parameters()), CASES["mixture"].batch)
+
+    real = graph_of(Mixture())
+    with torch.device("meta"):
+        meta = Mixture()
+    assert graph_of(meta).digest == real.digest
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        fake = Mixture()
+    assert graph_of(fake).digest == real.digest
+
+
+def test_operators_know_their_modules_also_in_the_backward_pass():
+    case = CASES["lstm"]
+    model = case.make()
+    graph = capture(model, torch.optim.SGD(model.parameters()), case.batch, loss=case.loss)
+    modules = {(operator.phase, operator.module) for operator in graph.operators}
+    for name in ("embedding", "lstm", "head"):
+        assert {(Phase.FORWARD, name), (Phase.BACKWARD, name)} <= modules
+
+
+def test_random_operators_keep_their_order():
+    case = CASES["gpt2"]
+    model = case.make()
+    graph = capture(model, torch.optim.SGD(model.parameters()), case.batch)
+    drawing = [i for i, op in enumerate(graph.operators) if "bernoulli" in op.target]
+    assert len(drawing) == 7
+    assert [graph.operators[i].after for i in drawing] == [(), *((i,) for i in drawing[:-1])]
+    assert all(graph.operators[i].random for i in drawing)
+
+
+def test_likeness_is_no_need():
+    """`empty_like(x)` and `zeros_like(x)` do not read x."""
+    case = CASES["gpt2"]
+    model = case.make()
+    graph = capture(model, torch.optim.SGD(model.parameters()), case.batch)
+    made = [each for each in graph.operators if each.target in ("penstock.empty", "penstock.full")]
+    assert len(made) > 7
+    assert all(each.reads == () for each in made)

@@ -109,6 +109,34 @@ def decode(
     raise ValueError(f"an argument of a step graph has the unknown form {key!r}")
 
 
+def make(target: str, args: list[Any], view: TensorView, device: torch.device) -> torch.Tensor:
+    """Run `EMPTY`, `FULL` or `CONSTANT`.
+
+    Args:
+        target: Which.
+        args: Its decoded arguments.
+        view: What it makes.
+        device: Where.
+
+    Returns:
+        A new tensor with the view's dtype, shape and strides.
+    """
+    dtype = dtype_named(view.dtype)
+    made = torch.empty_strided(view.shape, view.stride, dtype=dtype, device=device)
+    if target == FULL:
+        made.fill_(args[0])
+    elif target == CONSTANT and made.numel():
+        made.copy_(torch.frombuffer(args[0], dtype=dtype).view(made.shape))
+    return made
+
+
+def flat_results(result: Any) -> list[Any]:
+    """Flatten what an operator returned to the order of `Operator.outputs`."""
+    if isinstance(result, list | tuple):
+        return [item for each in result for item in flat_results(each)]
+    return [result]
+
+
 def resolve(target: str) -> torch._ops.OpOverload:
     """Return torch's operator of a name as `"aten.addmm.default"`.
 

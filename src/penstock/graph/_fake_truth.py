@@ -13,6 +13,7 @@ import torch
 from torch.utils._mode_utils import no_dispatch
 
 aten = torch.ops.aten
+_NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm")
 
 
 def corrected(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> Any:
@@ -26,11 +27,21 @@ def corrected(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -
     Returns:
         The result, with workspaces of their real size.
     """
+    if func._opname in _NORMS and args[0].device.type == "cpu":
+        return _with_statistics(args, result)
     if func is aten.mkldnn_rnn_layer.default:
         shapes = tuple(tuple(tensor.shape) for tensor in args[:7])
         num_bytes = _rnn_workspace_bytes(shapes, args[0].dtype, tuple(args[9:]))
         return (*result[:3], torch.empty(num_bytes, dtype=torch.uint8))
     return result
+
+
+def _with_statistics(args: tuple[Any, ...], result: Any) -> Any:
+    """On the CPU a norm of half precision keeps statistics in the precision of its weights."""
+    weight = next((each for each in args[1:3] if isinstance(each, torch.Tensor)), None)
+    if weight is None or weight.dtype == args[0].dtype:
+        return result
+    return (result[0], *(statistic.to(weight.dtype) for statistic in result[1:]))
 
 
 @functools.cache

@@ -182,10 +182,11 @@ class _Builder:
             self._blocks[self._block_of_value[value]].num_bytes for value in draft.dropped
         )
         persistent = any(self._blocks[self._block_of_value[value]].kind.persistent for value in old)
+        args = tuple(map(self._argument, draft.args))
         return Operator(
             name=draft.name,
             target=draft.target,
-            args=tuple(map(self._argument, draft.args)),
+            args=args,
             kwargs={name: self._argument(value) for name, value in draft.kwargs.items()},
             outputs=tuple(None if view is None else self.view(view) for view in draft.outputs),
             reads=tuple(self._new[value] for value in dict.fromkeys(read) if value not in old),

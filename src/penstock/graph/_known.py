@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch.utils._mode_utils import no_dispatch
 
-from penstock.graph._encoding import CONSTANT, EMPTY, FULL, decode, dtype_named, resolve
+from penstock.graph._encoding import (
+    CONSTANT,
+    EMPTY,
+    FULL,
+    decode,
+    dtype_named,
+    flat_results,
+    make,
+    resolve,
+)
 from penstock.graph._step_graph import TensorView
 
 _MAX_BYTES = 2**20  # of a value that is worth calculating during a capture
@@ -63,9 +72,9 @@ class KnownValues:
         with no_dispatch(), torch.no_grad():
             for old, new in mutates:  # a known value stays what it is: write into a copy
                 self._memory[new] = self._memory[old].clone()
-            current = {old: new for old, new in mutates}
+            current = dict(mutates)
             result = self._call(target, args, kwargs, outputs, current)
-            for view, tensor in zip(outputs, _flat(result), strict=True):
+            for view, tensor in zip(outputs, flat_results(result), strict=True):
                 if view is not None and any(view.value == value for value, _ in creates):
                     made = torch.empty_strided(view.shape, view.stride, dtype=tensor.dtype)
                     self._memory[view.value] = made.copy_(tensor).untyped_storage()
@@ -82,23 +91,16 @@ class KnownValues:
             return self.tensor(view._replace(value=current.get(view.value, view.value)))
 
         cpu = torch.device("cpu")
-        plain = [decode(value, cpu, tensor, None) for value in args]
+        plain = [decode(value, cpu, tensor, _no_number) for value in args]
         if target in (FULL, CONSTANT):
             (view,) = outputs
             assert view is not None
-            made = torch.empty(view.shape, dtype=dtype_named(view.dtype))
-            if target == FULL:
-                return made.fill_(plain[0])
-            return made.copy_(torch.frombuffer(plain[0], dtype=made.dtype).view(made.shape)) if (
-                made.numel()
-            ) else made
-        named = {name: decode(value, cpu, tensor, None) for name, value in kwargs.items()}
+            return make(target, plain, view, cpu)
+        named = {name: decode(value, cpu, tensor, _no_number) for name, value in kwargs.items()}
         if isinstance(named.get("device"), torch.device):
             named["device"] = cpu
         return resolve(target)(*plain, **named)
 
 
-def _flat(result: Any) -> list[Any]:
-    if isinstance(result, list | tuple):
-        return [item for each in result for item in _flat(each)]
-    return [result]
+def _no_number(expression: object) -> float:
+    raise AssertionError("a number of the optimizer in the forward pass")

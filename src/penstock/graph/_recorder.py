@@ -141,11 +141,6 @@ class Recorder(TorchDispatchMode):
 
     def view(self, tensor: torch.Tensor) -> TensorView:
         """Return how a tensor looks at the current value of its storage."""
-        if tensor.layout is not torch.strided or tensor.is_complex():
-            raise CaptureError(
-                f"{user_line()}: a tensor of layout {tensor.layout} and {tensor.dtype} cannot be "
-                "captured; use dense tensors of real numbers (for embeddings sparse=False)"
-            )
         block = self._block_of_handle[tensor.untyped_storage()._cdata]
         return TensorView(
             self.blocks[block].current,
@@ -216,7 +211,10 @@ class Recorder(TorchDispatchMode):
                 "graph cannot say; make a new tensor instead"
             )
         args = tuple(map(self._lifted, args))
-        result = _run_fake(func, args, kwargs)
+        if schema.returns_first and self.phase is Phase.OPTIMIZER and args[0].dim():
+            result = args[0]  # an update in place: there is nothing to find out about the result
+        else:
+            result = _run_fake(func, args, kwargs)
         self._write_down(func, schema, args, kwargs, result)
         return result
 
@@ -257,6 +255,12 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         outputs = _results_of(result)
         written = _written(schema, args, kwargs)
+        for tensor in outputs:
+            if tensor is not None and (tensor.layout is not torch.strided or tensor.is_complex()):
+                raise CaptureError(
+                    f"{user_line()}: a tensor of layout {tensor.layout} and {tensor.dtype} cannot "
+                    "be captured; use dense tensors of real numbers (for embeddings sparse=False)"
+                )
         new = any(tensor is not None and not self.knows(tensor) for tensor in outputs)
         if not (new or written or schema.side_effect):
             return  # a view, or a question about a tensor

@@ -28,6 +28,8 @@ from penstock.graph._encoding import (
     SET_RNG_STATE,
     decode,
     dtype_named,
+    flat_results,
+    make,
     resolve,
 )
 from penstock.graph._scalars import evaluate
@@ -113,7 +115,7 @@ class _Run:
             name: decode(value, self._device, self._tensor, self._number)
             for name, value in operator.kwargs.items()
         }
-        results = _flat(self._call(operator, args, kwargs))
+        results = flat_results(self._call(operator, args, kwargs))
         for view, result in zip(operator.outputs, results, strict=True):
             if view is not None and view.value in operator.creates:
                 self._keep(operator, view, result)
@@ -127,14 +129,7 @@ class _Run:
         if operator.target in (EMPTY, FULL, CONSTANT):
             view = operator.outputs[0]
             assert view is not None
-            made = torch.empty_strided(
-                view.shape, view.stride, dtype=dtype_named(view.dtype), device=self._device
-            )
-            if operator.target == FULL:
-                made.fill_(args[0])
-            elif operator.target == CONSTANT and made.numel():
-                made.copy_(torch.frombuffer(args[0], dtype=made.dtype).view(made.shape))
-            return made
+            return make(operator.target, args, view, self._device)
         return resolve(operator.target)(*args, **kwargs)
 
     def _keep(self, operator: Operator, view: TensorView, result: torch.Tensor) -> None:
@@ -179,9 +174,3 @@ def _last_uses(graph: StepGraph) -> dict[int, list[int]]:
         if block.final is None and block.kind is not Kind.INPUT:
             dying.setdefault(index, []).append(storage)
     return dying
-
-
-def _flat(result: Any) -> list[Any]:
-    if isinstance(result, list | tuple):
-        return [item for each in result for item in _flat(each)]
-    return [result]

@@ -9,7 +9,7 @@ import torch
 
 aten = torch.ops.aten
 
-_UNDECLARED_WRITES: dict[str, tuple[int, ...]] = {
+UNDECLARED_WRITES: dict[str, tuple[int, ...]] = {
     # Running statistics, which the schema does not mark as written.
     "aten.native_batch_norm.default": (3, 4),
     "aten.cudnn_batch_norm.default": (3, 4),
@@ -29,6 +29,7 @@ class Schema(NamedTuple):
         pointwise: Whether each element of the result depends on the same element of operands.
         composite: Whether it is made of other operators, which are captured instead.
         has_out: Whether a variant writes its result to a given place.
+        returns_first: Whether it writes its first argument, a tensor, and returns just that.
         side_effect: Whether it matters although nobody reads a result.
     """
 
@@ -39,6 +40,7 @@ class Schema(NamedTuple):
     pointwise: bool
     composite: bool
     has_out: bool
+    returns_first: bool
     side_effect: bool
 
 
@@ -46,7 +48,7 @@ class Schema(NamedTuple):
 def schema_of(func: torch._ops.OpOverload) -> Schema:
     """Return what is known about an operator."""
     target = f"{func.namespace}.{func._opname}.{func._overloadname}"
-    written, names = list(_UNDECLARED_WRITES.get(target, ())), []
+    written, names = list(UNDECLARED_WRITES.get(target, ())), []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             names.append(argument.name)
@@ -62,6 +64,7 @@ def schema_of(func: torch._ops.OpOverload) -> Schema:
         pointwise=torch.Tag.pointwise in func.tags,
         composite=_is_composite(func),
         has_out=any(name.endswith(("out", "grad_input")) for name in overloads),
+        returns_first=_returns_first(func, written),
         side_effect="_assert" in target,
     )
 
@@ -73,9 +76,20 @@ def _is_composite(func: torch._ops.OpOverload) -> bool:
     return has(keys.CompositeImplicitAutograd) and not (has(keys.CPU) or has(keys.CUDA))
 
 
+def _returns_first(func: torch._ops.OpOverload, written: list[int]) -> bool:
+    returned = func._schema.returns
+    return (
+        func._opname.endswith("_")
+        and written == [0]
+        and len(returned) == 1
+        and returned[0].alias_info is not None
+        and str(returned[0].type) == "Tensor"
+    )
+
+
 def writes_nothing(schema: Schema, args: tuple[Any, ...]) -> bool:
     """Whether a batch norm uses its running statistics instead of updating them."""
-    return schema.target in _UNDECLARED_WRITES and not args[_TRAINING_ARGUMENT]
+    return schema.target in UNDECLARED_WRITES and not args[_TRAINING_ARGUMENT]
 
 
 def draws(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -1,0 +1,170 @@
+"""What cannot be captured is refused with the line that does it."""
+
+import math
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import CaptureError
+from penstock.graph import capture
+
+
+class Step(nn.Module):
+    """A model whose forward pass is given."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self._forward = forward
+
+    def forward(self, x):
+        return self._forward(self.weight, x)
+
+
+def branches(weight, x):
+    if (weight * x).sum() > 0:  # refused
+        return weight.sum()
+    return (weight * 2).sum()
+
+
+def takes_an_item(weight, x):
+    scale = x.max().item()  # refused
+    return (weight * scale).sum()
+
+
+def selects_by_mask(weight, x):
+    return weight[x > 0].sum()  # refused
+
+
+def finds_nonzeros(weight, x):
+    return weight.sum() * x.nonzero().sum()  # refused
+
+
+def uses_a_big_constant(weight, x):
+    return (weight * BIG).sum()  # refused
+
+
+def changes_storage(weight, x):
+    return weight.sum() + x.clone().resize_(2).sum()  # refused
+
+
+def uses_a_generator(weight, x):
+    return (weight * torch.rand(4, generator=torch.default_generator)).sum()  # refused
+
+
+BIG = torch.ones(20_000, 4)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        *(branches, takes_an_item, selects_by_mask, finds_nonzeros),
+        *(uses_a_big_constant, changes_storage, uses_a_generator),
+    ],
+)
+def test_the_line_is_named(forward):
+    model = Step(forward)
+    optimizer = torch.optim.SGD(model.parameters())
+    lines = Path(__file__).read_text().splitlines()
+    start = lines.index(f"def {forward.__name__}(weight, x):")
+    number = next(i for i in range(start, len(lines)) if lines[i].endswith("# refused")) + 1
+    where = re.escape(f"{__file__}:{number}, in {forward.__name__}")
+    with pytest.raises(CaptureError, match=where):
+        capture(model, optimizer, torch.ones(4))
+
+
+def test_random_numbers_of_python_are_refused_and_not_used_up():
+    model = Step(lambda weight, x: weight.sum() * random.random())
+    before = random.getstate()
+    with pytest.raises(CaptureError, match="random module"):
+        capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
+    assert random.getstate() == before
+
+
+def total(weight, x):
+    return (weight * x).sum()
+
+
+class RootOfTheRate(torch.optim.SGD):
+    """Steps by the root of the learning rate, by way of a float."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad, alpha=-math.sqrt(group["lr"]))
+
+
+class CountsInPython(torch.optim.SGD):
+    """Keeps a Python number in its state."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["step"] = state.get("step", 0) + 1
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda parameters: torch.optim.LBFGS(parameters), "closure"),
+        (lambda parameters: torch.optim.RAdam(parameters), "branches on a step count"),
+        (RootOfTheRate, "plain Python number"),
+        (CountsInPython, "Python numbers in its state"),
+        (lambda parameters: torch.optim.SGD([nn.Parameter(torch.ones(2))]), "no parameter of the"),
+    ],
+)
+def test_optimizers_whose_steps_differ_are_refused(make, message):
+    model = Step(total)
+    with pytest.raises(CaptureError, match=message):
+        capture(model, make(model.parameters()), torch.ones(4))
+
+
+def test_hooks_on_gradients_are_refused():
+    model = Step(total)
+    model.weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(CaptureError, match="'weight' has hooks"):
+        capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
+
+
+def test_hooks_around_the_optimizer_are_refused():
+    model = Step(total)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(CaptureError, match="hooks around step"):
+        capture(model, optimizer, torch.ones(4))
+
+
+def test_sparse_gradients_are_refused():
+    model = nn.Embedding(4, 2, sparse=True)
+    with pytest.raises(CaptureError, match="sparse=False"):
+        capture(
+            model,
+            torch.optim.SGD(model.parameters()),
+            torch.tensor([1]),
+            loss=lambda output, batch: output.sum(),
+        )
+
+
+@pytest.mark.parametrize(
+    ("forward", "error", "message"),
+    [
+        (lambda weight, x: weight, TypeError, "one element"),
+        (lambda weight, x: x.sum(), CaptureError, "depends on no parameter"),
+    ],
+)
+def test_a_loss_that_is_none_is_refused(forward, error, message):
+    model = Step(forward)
+    with pytest.raises(error, match=message):
+        capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
+
+
+def test_arguments_of_the_wrong_type_are_named():
+    with pytest.raises(TypeError, match="model has to be"):
+        capture(None, None, None)
+    with pytest.raises(TypeError, match="optimizer has to be"):
+        capture(nn.Linear(2, 2), None, None)
