@@ -17,8 +17,10 @@ import numpy as np
 from penstock.graph import StepGraph
 from penstock.memory import Link, Tier
 from penstock.planner._engine import CREATE, OperatorSequence, Replay
-from penstock.planner._pack import Buffer, pack
+from penstock.planner._pack import pack
+from penstock.planner._pack_types import Buffer
 from penstock.planner._plan import Copy, Placement, Transfer
+from penstock.planner._residency import Residency
 
 
 @dataclass(slots=True)
@@ -52,12 +54,10 @@ class Movement:
 
 
 def emit(
-    sequence: OperatorSequence,
-    evicted: np.ndarray,
-    replay: Replay,
+    residency: Residency,
     *,
     out_link: Link,
-    in_link: Link,
+    back_link: Link,
     capacity: int | None,
     pack_seconds: float,
     seed: int,
@@ -65,11 +65,9 @@ def emit(
     """Turn a choice of the engine into placements with addresses, transfers and copies.
 
     Args:
-        sequence: The operators.
-        evicted: For each gap whether its object leaves.
-        replay: The windows in which it does.
+        residency: The choice.
         out_link: The way out of the device.
-        in_link: The way back.
+        back_link: The way back.
         capacity: Bytes of the arena; None: as few as the packer finds.
         pack_seconds: Time for the packer.
         seed: For the packer.
@@ -81,8 +79,9 @@ def emit(
         InfeasibleError: The packer found nothing within the capacity; its `minimum_device_bytes`
             is what it did find.
     """
+    sequence = residency.sequence
     values = _Values(sequence)
-    moves = _moves(sequence, evicted, replay)
+    moves = _moves(sequence, residency.evicted, residency.replay)
     stays = _stays(sequence, moves)
     _link_handovers(sequence, stays)
     offsets = _addresses(sequence, stays, capacity, pack_seconds, seed)
@@ -91,7 +90,7 @@ def emit(
         for stay, offset in zip(stays, offsets, strict=True)
         for placement in values.placements(stay, offset)
     ]
-    transfers = [*_transfers(values, moves, out_link, in_link)]
+    transfers = [*_transfers(values, moves, out_link, back_link)]
     copies = [*_copies(sequence, values, moves, out_link.destination)]
     return Movement(
         placements=tuple(sorted(placements, key=lambda p: (p.start, p.offset, p.value))),
@@ -337,18 +336,18 @@ class _Values:
 
 
 def _transfers(
-    values: _Values, moves: list[_Move], out_link: Link, in_link: Link
+    values: _Values, moves: list[_Move], out_link: Link, back_link: Link
 ) -> Iterator[Transfer]:
-    """Those out by their start, then those in by their use: the engine's order on the links."""
+    """Those out and those in by their start, the engine's order on the links."""
     n = values._num_positions
-    leaving = [move for move in moves if move.dirty]
-    for move in sorted(leaving, key=lambda m: (m.use, m.out_end)):
+    leaving = []
+    for move in filter(lambda move: move.dirty, moves):
         value = values.after(move.item, move.use)
-        num_bytes = values.num_bytes(move.item)
         start, end = move.use + 1, move.out_end
         if start == n:
             value, start, end = values._initial(move.item), 0, end - n
-        yield Transfer(value, out_link, num_bytes, start, end)
+        leaving.append(Transfer(value, out_link, values.num_bytes(move.item), start, end))
+    yield from sorted(leaving, key=lambda t: (t.start, t.end, t.value))
     coming = [move for move in moves if not move.never_used]
     ordered = []
     for move in coming:
@@ -357,7 +356,7 @@ def _transfers(
             value, start, end = values._initial(move.item), start - n, end - n
         else:
             value = values.after(move.item, move.use)
-        ordered.append(Transfer(value, in_link, values.num_bytes(move.item), start, end))
+        ordered.append(Transfer(value, back_link, values.num_bytes(move.item), start, end))
     yield from sorted(ordered, key=lambda t: (t.start, t.end, t.value))
 
 

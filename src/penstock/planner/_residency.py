@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.planner._engine import OperatorSequence, Replay
+from penstock.planner._engine import HORIZON, OperatorSequence, Replay
 
 SHARES = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.25)
 _QUICK_SHARES = (1.0, 0.92, 0.8, 0.65, 0.45)
@@ -58,9 +58,18 @@ class ResidencySearch:
         sequence: The order.
         capacity: Bytes of the arena.
         rates: Of the links; None: there is nowhere to go, so nothing leaves.
+        horizon: How many positions ahead values may be fetched.
     """
 
-    def __init__(self, sequence: OperatorSequence, capacity: int, rates: Rates | None) -> None:
+    def __init__(
+        self,
+        sequence: OperatorSequence,
+        capacity: int,
+        rates: Rates | None,
+        *,
+        horizon: int = HORIZON,
+    ) -> None:
+        self.horizon = horizon
         self.sequence = sequence
         self.capacity = capacity
         self.rates = rates
@@ -82,6 +91,7 @@ class ResidencySearch:
             self.capacity,
             out_bytes_per_second=rates.out,
             in_bytes_per_second=rates.back,
+            horizon=self.horizon,
         )
         if replay.overflow > 0:
             return None

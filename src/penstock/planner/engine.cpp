@@ -295,9 +295,10 @@ std::vector<std::uint8_t> dirty_gaps(const Sequence& s, const std::uint8_t* evic
     if (begin == end) continue;
     const auto& at = s.uses[object];
     const auto& kinds = s.use_kinds[object];
-    bool stale = !(s.problem.flags[object] & kPersistent);
+    const bool persistent = s.problem.flags[object] & kPersistent;
+    bool stale = !persistent;
     // Persistent objects: what the last step left decides, hence twice.
-    for (int round = 0; round < 2; ++round) {
+    for (int round = 0; round < (persistent ? 2 : 1); ++round) {
       i32 g = begin;
       for (size_t k = 0; k < at.size(); ++k) {
         if (kinds[k] != kRead) stale = true;

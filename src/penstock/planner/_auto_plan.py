@@ -1,0 +1,255 @@
+"""From a graph and budgets to a finished plan: search, addresses, times, bound.
+
+The search counts bytes; addresses come afterwards. Where the packer needs more than the arena has,
+the residency is chosen again for a little less, so fragmentation costs some transfers and never
+the plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.errors import InfeasibleError
+from penstock.graph import StepGraph
+from penstock.memory import Link, MachineProfile
+from penstock.planner._auto import AutoSearch, Candidate
+from penstock.planner._emit import Movement, emit
+from penstock.planner._engine import OperatorSequence, Problem
+from penstock.planner._plan import Bound, Budget, Plan
+from penstock.planner._residency import Rates, Residency, ResidencySearch
+from penstock.planner._simulate import simulate
+from penstock.units import format_bytes
+
+_SEARCH_SHARE = 0.75  # of the time; the rest is for addresses
+_TARGETS = (
+    0.995,
+    0.99,
+    0.98,
+    0.97,
+    0.95,
+    0.92,
+    0.85,
+    0.7,
+    0.4,
+    0.0,
+)  # of the arena, for the search
+
+
+class Progress(NamedTuple):
+    """How far a search is.
+
+    Attributes:
+        elapsed_seconds: Since it began.
+        step_seconds: Of the best plan so far, by the search's own replay.
+        lower_bound_seconds: What no plan can beat.
+    """
+
+    elapsed_seconds: float
+    step_seconds: float
+    lower_bound_seconds: float
+
+
+def plan_auto(
+    graph: StepGraph,
+    *,
+    operator_seconds: Sequence[float],
+    budget: Budget,
+    machine: MachineProfile,
+    links: tuple[Link, Link] | None,
+    bound: Bound,
+    reorder: bool = True,
+    recompute: bool = True,
+    time_limit: float = 60,
+    seed: int = 0,
+    progress: Callable[[Progress], None] | None = None,
+) -> Plan:
+    """Plan a step with the best that the search finds.
+
+    Args:
+        graph: The step.
+        operator_seconds: Time of each operator.
+        budget: Of the tiers.
+        machine: Its links give the times of transfers.
+        links: Out of the device and back; None: nothing may leave.
+        bound: What no plan under the same frozen decisions can beat.
+        reorder: Whether the order may change.
+        recompute: Whether operators may run again.
+        time_limit: Seconds.
+        seed: Of what is random.
+        progress: Called with each improvement.
+
+    Returns:
+        The plan.
+
+    Raises:
+        InfeasibleError: The device's budget is too small.
+    """
+    begin = time.monotonic()
+    workspace = max((operator.workspace_bytes for operator in graph.operators), default=0)
+    capacity = _arena_capacity(graph, operator_seconds, budget, workspace)
+
+    def report(candidate: Candidate) -> None:
+        if progress is not None:
+            elapsed = time.monotonic() - begin
+            progress(Progress(elapsed, candidate.seconds, bound.seconds))
+
+    rates = None
+    if links is not None:
+        out, back = (machine.links[link].bytes_per_second for link in links)
+        rates = Rates(out, back)
+    search = AutoSearch(
+        graph,
+        np.asarray(operator_seconds, np.float64),
+        capacity=capacity,
+        rates=rates,
+        reorder=reorder,
+        recompute=recompute,
+        deadline=begin + time_limit * _SEARCH_SHARE,
+        seed=seed,
+        on_better=report,
+    )
+    try:
+        best = search.run()
+    except KeyboardInterrupt:  # the best so far is a plan as well
+        if search.best is None:
+            raise
+        best = search.best
+    if best is None:
+        raise _infeasible(graph, operator_seconds, capacity, workspace, rates)
+    residency, movement = _with_addresses(
+        best.residency,
+        capacity,
+        rates,
+        links,
+        workspace=workspace,
+        deadline=begin + time_limit,
+        seed=seed,
+    )
+    plan = Plan(
+        graph_digest=graph.digest,
+        order=tuple(residency.sequence.order.tolist()),
+        placements=movement.placements,
+        transfers=movement.transfers,
+        copies=movement.copies,
+        budget=budget,
+        machine=machine,
+        operator_seconds=tuple(map(float, operator_seconds)),
+        step_seconds=0.0,
+        ideal_seconds=float(sum(operator_seconds)),
+        bound=bound,
+        workspace_bytes=workspace,
+        method="auto",
+        seed=seed,
+        notes={
+            "search_seconds": round(time.monotonic() - begin, 3),
+            "replayed_seconds": residency.seconds,
+        },
+    )
+    return dataclasses.replace(plan, step_seconds=simulate(graph, plan).step_seconds)
+
+
+def _arena_capacity(
+    graph: StepGraph, operator_seconds: Sequence[float], budget: Budget, workspace: int
+) -> int:
+    if budget.device_bytes is not None:
+        return max(0, budget.device_bytes - workspace)
+    problem = Problem(graph, operator_seconds)
+    program = OperatorSequence(problem, np.arange(len(graph.operators)))
+    # Room for the packer: addresses rarely need more than this beyond the live bytes.
+    return int(program.base.max(initial=0) * 1.02) + 1
+
+
+def _with_addresses(
+    residency: Residency,
+    capacity: int,
+    rates: Rates | None,
+    links: tuple[Link, Link] | None,
+    *,
+    workspace: int,
+    deadline: float,
+    seed: int,
+) -> tuple[Residency, Movement]:
+    """Pack; as long as that does not fit, choose the residency for less."""
+    out_link, back_link = links or (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)
+    failure: InfeasibleError | None = None
+    pack_seconds = min(max(1.0, (deadline - time.monotonic()) / 4), 3.0)
+    choices = _ever_smaller(residency, capacity, rates)
+    for choice in choices:
+        try:
+            return choice, emit(
+                choice,
+                out_link=out_link,
+                back_link=back_link,
+                capacity=capacity,
+                pack_seconds=pack_seconds,
+                seed=seed,
+            )
+        except InfeasibleError as error:
+            if failure is None or _minimum(error) < _minimum(failure):
+                failure = error
+        pack_seconds = 1.0
+    assert failure is not None
+    minimum = _minimum(failure) + workspace
+    raise InfeasibleError(
+        f"device_memory={capacity + workspace} bytes: what the operators need fits, but no "
+        f"addresses were found that do; {minimum} bytes suffice for a plan that was found: raise "
+        "device_memory= or time_limit=",
+        minimum_device_bytes=minimum,
+        proved=False,
+    )
+
+
+def _minimum(error: InfeasibleError) -> int:
+    assert error.minimum_device_bytes is not None
+    return error.minimum_device_bytes
+
+
+def _ever_smaller(residency: Residency, capacity: int, rates: Rates | None) -> Iterator[Residency]:
+    """The choice itself, then choices for less and less, down to what the operators need."""
+    yield residency
+    if rates is None:
+        return
+    sequence = residency.sequence
+    least = int(sequence.working_set.max(initial=0))
+    seen = {residency.replay.in_start.tobytes()}
+    # First as it is but for less room; then with nothing kept that an operator does not use.
+    for shares in (residency.shares, np.zeros_like(residency.shares)):
+        for fraction in _TARGETS:
+            target = max(least, int(capacity * fraction))
+            found = ResidencySearch(sequence, target, rates).at(shares)
+            if found is not None and (key := found.replay.in_start.tobytes()) not in seen:
+                seen.add(key)
+                yield found
+    yield from filter(None, [ResidencySearch(sequence, least, rates, horizon=0).at(shares * 0)])
+
+
+def _infeasible(
+    graph: StepGraph,
+    operator_seconds: Sequence[float],
+    capacity: int,
+    workspace: int,
+    rates: Rates | None,
+) -> InfeasibleError:
+    problem = Problem(graph, operator_seconds)
+    sequence = OperatorSequence(problem, np.arange(len(graph.operators)))
+    needed = sequence.base if rates is None else sequence.working_set
+    position = int(np.argmax(needed))
+    minimum = int(needed[position]) + workspace
+    name = graph.operators[int(sequence.order[position])].name
+    reason = (
+        "there is no tier to which anything could leave: pass store= (or host_memory=), or raise it"
+        if rates is None
+        else "nothing but its own operands and results is there then: raise it, or split it"
+    )
+    return InfeasibleError(
+        f"device_memory={format_bytes(capacity + workspace)} is too little: operator {name!r} "
+        f"needs {format_bytes(minimum)} with its workspace; {reason}",
+        minimum_device_bytes=minimum,
+        operator=name,
+        proved=minimum > capacity + workspace and rates is not None,
+    )
