@@ -71,7 +71,7 @@ def test_the_search_gains():
         graph,
         device_bytes=26 * UNIT,
         time_limit=2.0,
-        progress=lambda seconds, bound, text: seen.append(seconds),
+        progress=lambda found: seen.append(found.step_seconds),
     )
     check(graph, found)
     assert seen[-1] < seen[0]

@@ -10,7 +10,6 @@ recomputation nor files are part of it, and there is no bound.
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -29,11 +28,17 @@ from penstock.planner._genetic_genes import (
     mutate_allocation,
     repair,
 )
-from penstock.planner._genetic_objects import assign_objects, room_by_objects
+from penstock.planner._genetic_objects import (
+    assign_objects,
+    missing_objects,
+    pools_of_rooms,
+    room_by_objects,
+)
 from penstock.planner._plan import Budget, Plan
 from penstock.planner._reference_order import OrderedStep, ordered_step
 from penstock.planner._reference_plan import (
     Below,
+    Found,
     Progress,
     assemble,
     device_capacity,
@@ -48,7 +53,7 @@ GENERATIONS = 10_000  # the time limit ends the search, or a population that no 
 STAGNATION = 60  # generations without a better candidate
 MUTATION = 0.1  # probability that a child mutates, and that one of its genes does
 RATIOS = (1.0, 1.3, 2.0, 4.0)  # of sizes within a class, in the allocations that it begins with
-_SPARE = 3  # objects of a class given up at most, so that rooms go round the end of a step
+_SPARES = 6  # times that objects of a class are given up, so that rooms go round the step's end
 
 
 @dataclass(frozen=True)
@@ -73,13 +78,23 @@ class _Derived:
 class _Problem:
     """What does not change during a search."""
 
-    def __init__(self, graph: StepGraph, capacity: int, speeds: Speeds) -> None:
+    def __init__(
+        self, graph: StepGraph, capacity: int, speeds: Speeds, progress: Progress | None
+    ) -> None:
+        self.progress, self.began = progress, time.monotonic()
         self.graph, self.capacity, self.speeds = graph, capacity, speeds
         self.schedules = Schedules(graph)
         self.program = tuple(range(len(graph.operators)))
         self.steps: dict[tuple[int, ...], OrderedStep] = {}
         self.sizes = distinct_sizes(ordered_step(graph))
         self.num_evaluations = 0
+
+    def report(self, population: Sequence[Candidate]) -> None:
+        """Tell whoever asked how good the best candidate is."""
+        if self.progress is not None:
+            best = min(candidate.step_seconds for candidate in population)
+            elapsed = time.monotonic() - self.began
+            self.progress(Found(elapsed, best, sum(self.speeds.operator_seconds)))
 
     def step(self, order: tuple[int, ...]) -> OrderedStep:
         """The graph in an order; the last few are kept."""
@@ -115,18 +130,16 @@ class _Problem:
         }
         counts = [allocation.num_objects[name] for name in names]
         used = counts.copy()
-        for _ in range(_SPARE):
+        for _ in range(_SPARES):
             try:
                 residency = walk(step, Pools(tuple(used), pool_of_bytes), "belady")
             except InfeasibleError:
                 return None
             objects = assign_objects(residency, step, counts)
-            pools = [room.pool for room in (*residency.rooms, *residency.always)]
-            pools += residency.pools_of_resident
-            short = {pool for pool, item in zip(pools, objects, strict=True) if item < 0}
-            if not short:
+            short = missing_objects(residency, objects, len(counts))
+            if not any(short):
                 break
-            used = [count - (pool in short) for pool, count in enumerate(used)]
+            used = [max(0, count - less) for count, less in zip(used, short, strict=True)]
         else:
             return None
         arrangement = arrange(
@@ -142,7 +155,7 @@ class _Problem:
             base += sizes[name] * count
         offsets = [
             starts[pool] + item * sizes[names[pool]]
-            for pool, item in zip(pools, objects, strict=True)
+            for pool, item in zip(pools_of_rooms(residency), objects, strict=True)
         ]
         return _Derived(step, residency, arrangement, offsets)
 
@@ -173,7 +186,7 @@ def plan_genetic(
         machine: The links' bandwidths.
         time_limit: Seconds after which the best candidate is taken.
         seed: Of schedules, crossovers and mutations.
-        progress: Told the best time whenever there is a better one.
+        progress: Called with the best candidate after each one that is new.
 
     Returns:
         A plan that `check` accepts.
@@ -194,7 +207,7 @@ def plan_genetic(
     speeds = speeds_of(below, machine, operator_seconds)
     rng = random.Random(seed)
     capacity = device_capacity(ordered_step(graph), budget)
-    problem = _Problem(graph, capacity, speeds)
+    problem = _Problem(graph, capacity, speeds, progress)
     deadline = began + time_limit
     population: list[Candidate] = []
     num_generations = 0
@@ -202,7 +215,7 @@ def plan_genetic(
         for candidate in _first_population(problem, rng):
             if candidate is not None:
                 population.append(candidate)
-                _report(progress, population)
+                problem.report(population)
             if time.monotonic() > deadline and population:
                 break
         if not population:
@@ -211,7 +224,7 @@ def plan_genetic(
                 "give more, or use method='auto'",
                 proved=False,
             )
-        num_generations = _evolve(problem, population, rng, deadline, progress)
+        num_generations = _evolve(problem, population, rng, deadline)
     except KeyboardInterrupt:
         if not population:
             raise
@@ -258,7 +271,6 @@ def _evolve(
     population: list[Candidate],
     rng: random.Random,
     deadline: float,
-    progress: Progress | None,
 ) -> int:
     """Replace the worse half of the population by children of the better one, again and again.
 
@@ -281,7 +293,7 @@ def _evolve(
             elif rng.random() < 0.1:  # no child fits: a generation of parents will do
                 break
         population[:] = parents + children
-        _report(progress, population)
+        problem.report(population)
         stagnant = 0 if min(c.step_seconds for c in population) < best else stagnant + 1
         if stagnant >= STAGNATION:
             return generation + 1
@@ -302,9 +314,3 @@ def _child(problem: _Problem, parents: Sequence[Candidate], rng: random.Random) 
 def _selected(parents: Sequence[Candidate], rng: random.Random) -> Candidate:
     """The better of two random ones; parents are sorted."""
     return parents[min(rng.randrange(len(parents)), rng.randrange(len(parents)))]
-
-
-def _report(progress: Progress | None, population: Sequence[Candidate]) -> None:
-    if progress is not None and population:
-        best = min((c.step_seconds for c in population), default=math.inf)
-        progress(best, None, f"{len(population)} candidates")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import heapq
 import itertools
 from collections.abc import Sequence
 
@@ -25,57 +27,71 @@ def assign_objects(residency: Residency, step: OrderedStep, counts: Sequence[int
     """
     num_positions = step.num_positions
     rooms = residency.rooms
-    free_from = [[0] * count for count in counts]  # of each object, in this step
-    blocked_from = [[num_positions] * count for count in counts]
     objects = [-1] * len(rooms)
-    lasting = _lasting(residency, free_from, blocked_from, num_positions)
+    lasting, taken = _lasting(residency, counts)
+    windows: list[list[tuple[int, int, int]]] = []  # of each object: free from, blocked from, it
     around = [index for index, room in enumerate(rooms) if room.end > num_positions]
+    for pool, count in enumerate(counts):
+        windows.append([(0, num_positions, item) for item in range(taken[pool], count)])
     for index in around:
         room = rooms[index]
-        chosen = _find(free_from[room.pool], blocked_from[room.pool], 0, 1)
-        if chosen is None:
-            continue
-        objects[index] = chosen
-        free_from[room.pool][chosen] = room.end - num_positions
-        blocked_from[room.pool][chosen] = room.start
-    for index in sorted(range(len(rooms)), key=lambda index: (rooms[index].start, index)):
+        if windows[room.pool] and windows[room.pool][-1][1] == num_positions:
+            item = windows[room.pool].pop()[2]
+            objects[index] = item
+            windows[room.pool].insert(0, (room.end - num_positions, room.start, item))
+    inside = [index for index, room in enumerate(rooms) if room.end <= num_positions]
+    inside.sort(key=lambda index: (rooms[index].start, index))
+    waiting = [sorted(of_pool, reverse=True) for of_pool in windows]  # not free yet, next one last
+    free: list[list[tuple[int, int]]] = [[] for _ in counts]  # blocked from, object; sorted
+    busy: list[list[tuple[int, int, int]]] = [[] for _ in counts]  # heap by the end of its room
+    for index in inside:
         room = rooms[index]
-        if room.end > num_positions:
-            continue
-        chosen = _find(free_from[room.pool], blocked_from[room.pool], room.start, room.end)
-        if chosen is not None:
-            objects[index] = chosen
-            free_from[room.pool][chosen] = room.end
+        pool = room.pool
+        while waiting[pool] and waiting[pool][-1][0] <= room.start:
+            _, blocked, item = waiting[pool].pop()
+            bisect.insort(free[pool], (blocked, item))
+        while busy[pool] and busy[pool][0][0] <= room.start:
+            _, blocked, item = heapq.heappop(busy[pool])
+            bisect.insort(free[pool], (blocked, item))
+        place = bisect.bisect_left(free[pool], (room.end, -1))  # the first that stays free so long
+        if place < len(free[pool]):
+            blocked, objects[index] = free[pool].pop(place)
+            heapq.heappush(busy[pool], (room.end, blocked, objects[index]))
     return objects + lasting
 
 
-def _lasting(
-    residency: Residency,
-    free_from: list[list[int]],
-    blocked_from: list[list[int]],
-    num_positions: int,
-) -> list[int]:
-    """Rooms that are never free take the first objects of their pools."""
-    pools = [room.pool for room in residency.always] + list(residency.pools_of_resident)
-    taken = [0] * len(free_from)
+def pools_of_rooms(residency: Residency) -> list[int]:
+    """The pools of `rooms`, `always` and `resident`, one after the other."""
+    rooms = (*residency.rooms, *residency.always)
+    return [*(room.pool for room in rooms), *residency.pools_of_resident]
+
+
+def missing_objects(residency: Residency, objects: Sequence[int], num_pools: int) -> list[int]:
+    """How many more objects of each pool would do, as many as rooms without one meet at once."""
+    events: list[list[tuple[int, int]]] = [[] for _ in range(num_pools)]
+    missing = [0] * num_pools
+    for pool, item in zip(pools_of_rooms(residency), objects, strict=True):
+        missing[pool] = max(missing[pool], int(item < 0))
+    for room, item in zip(residency.rooms, objects, strict=False):
+        if item < 0:
+            events[room.pool] += [(room.start, 1), (room.end, -1)]
+    for pool, changes in enumerate(events):
+        at_once = 0
+        for _, change in sorted(changes):
+            at_once += change
+            missing[pool] = max(missing[pool], at_once)
+    return missing
+
+
+def _lasting(residency: Residency, counts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Rooms that are never free take the first objects of their pools: (objects, how many)."""
+    taken = [0] * len(counts)
     objects = []
-    for pool in pools:
-        fits = taken[pool] < len(free_from[pool])
+    for pool in pools_of_rooms(residency)[len(residency.rooms) :]:
+        fits = taken[pool] < counts[pool]
         objects.append(taken[pool] if fits else -1)
-        if fits:
-            free_from[pool][taken[pool]] = num_positions
-            blocked_from[pool][taken[pool]] = 0
-            taken[pool] += 1
-    return objects
-
-
-def _find(free: Sequence[int], blocked: Sequence[int], start: int, end: int) -> int | None:
-    """The object that is free the longest, of those that stay free up to `end`."""
-    best = None
-    for index, since in enumerate(free):
-        if since <= start and blocked[index] >= end and (best is None or since < free[best]):
-            best = index
-    return best
+        taken[pool] += fits
+    return objects, taken
 
 
 def room_by_objects(step: OrderedStep, residency: Residency, objects: Sequence[int]) -> Prefetch:

@@ -20,6 +20,7 @@ from penstock.planner._plan import Budget, Plan
 from penstock.planner._reference_order import ordered_step
 from penstock.planner._reference_plan import (
     Below,
+    Found,
     Progress,
     device_capacity,
     require_times,
@@ -37,7 +38,7 @@ class Layer:
     Attributes:
         name: Of the module.
         saved: What its forward saves.
-        recomputable_bytes: Of `saved` what can be made again.
+        recomputable_bytes: Of `saved` what can be made again from the layer's borders.
         recompute_seconds: Time that making all of that again takes.
         forward_seconds: Of its operators.
         backward_seconds: Of the operators that follow its backward, up to the layer before it.
@@ -80,12 +81,12 @@ def find_layers(
             times[names[index]] = times.get(names[index], 0.0) + operator_seconds[index]
     layers = []
     for name, values in saved.items():
-        again = {index for one in values for index in one.chain or ()}
+        again = {i for one in values if one.is_droppable for i in one.chain or ()}
         layers.append(
             Layer(
                 name=name,
                 saved=tuple(values),
-                recomputable_bytes=sum(one.num_bytes for one in values if one.chain is not None),
+                recomputable_bytes=sum(one.num_bytes for one in values if one.is_droppable),
                 recompute_seconds=sum(operator_seconds[index] for index in again),
                 forward_seconds=forward.get(name, 0.0),
                 backward_seconds=backward.get(name, 0.0),
@@ -180,7 +181,7 @@ def choose_values(
 
     dropped: set[int] = set()
     left = fractions.recompute * layer.num_bytes
-    for one in sorted((one for one in layer.saved if one.chain is not None), key=price):
+    for one in sorted((one for one in layer.saved if one.is_droppable), key=price):
         if left > 0.5 * one.num_bytes:
             dropped.add(one.value)
             left -= one.num_bytes
@@ -218,7 +219,7 @@ def plan_layers_lp(
         machine: The links' bandwidths.
         time_limit: Seconds after which no further cap of the model's memory is tried.
         seed: Of the packer.
-        progress: Told the best time whenever there is a better one.
+        progress: Called whenever there is a better plan.
 
     Returns:
         A plan that `check` accepts: the fastest of several caps, as the memory model is a proxy.
@@ -274,7 +275,8 @@ def plan_layers_lp(
         if best is None or plan.step_seconds < best.step_seconds:
             best = plan
             if progress is not None:
-                progress(best.step_seconds, None, f"cap {cap:.2f} of the model's memory")
+                elapsed = time.monotonic() - began
+                progress(Found(elapsed, best.step_seconds, best.ideal_seconds))
     if best is None:
         raise InfeasibleError(
             f"method='layers-lp' found nothing for device_memory={budget.device_bytes}: it keeps "

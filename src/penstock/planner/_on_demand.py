@@ -19,6 +19,7 @@ from penstock.planner._plan import Budget, Plan
 from penstock.planner._reference_order import ordered_step
 from penstock.planner._reference_plan import (
     Below,
+    Found,
     Progress,
     address_rooms,
     assemble,
@@ -67,7 +68,7 @@ def plan_on_demand(
         candidates: Values that may leave the device; any if None.
         time_limit: Not used: this takes seconds.
         seed: Of the packer.
-        progress: Told the times of what is found.
+        progress: Called with what is found before it has addresses.
         notes: For `Plan.notes`.
         method: For `Plan.method`; the arm if None.
 
@@ -100,7 +101,8 @@ def plan_on_demand(
         )
         offsets, excess = address_rooms(step, residency, arrangement, capacity=budgeted, seed=seed)
         if progress is not None:
-            progress(arrangement.step_seconds, None, "addresses")
+            elapsed = time.monotonic() - began
+            progress(Found(elapsed, arrangement.step_seconds, sum(operator_seconds)))
         if excess <= 0:
             break
         capacity -= max(excess, int(budgeted * _MORE))

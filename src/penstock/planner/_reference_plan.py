@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
@@ -19,8 +19,22 @@ from penstock.planner._simulate import simulate
 
 PACK_SECONDS = 2.0  # for the addresses of one residency
 
-# (seconds of a step, seconds that no plan can beat, what is being done)
-Progress = Callable[[float | None, float | None, str], None]
+
+class Found(NamedTuple):
+    """How far a search is.
+
+    Attributes:
+        elapsed_seconds: Since it began.
+        step_seconds: Of the best plan so far, by the search's own replay.
+        lower_bound_seconds: What no plan can beat.
+    """
+
+    elapsed_seconds: float
+    step_seconds: float
+    lower_bound_seconds: float
+
+
+Progress = Callable[[Found], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,11 @@ class Saved:
     is_border: bool
     chain: tuple[int, ...] | None
 
+    @property
+    def is_droppable(self) -> bool:
+        """Whether recomputation stays within its layer: borders are where it begins."""
+        return self.chain is not None and not self.is_border
+
 
 class Recomputation:
     """A graph, and what dropping saved values would do to its order.

@@ -17,7 +17,7 @@ from typing import Literal
 from penstock.errors import InfeasibleError
 from penstock.planner._reference_order import NEVER, OrderedStep
 
-MAX_CYCLES = 12  # of the walk, before what is resident at the end of a step is given up
+MAX_CYCLES = 4  # of the walk, before what is resident when a step begins is laid down
 _UNBOUND = 1 << 62
 
 Policy = Literal["lru", "belady"]
@@ -114,7 +114,7 @@ class Residency:
             value is in `resident`.
         resident: Values of storages that no step changes and that never leave.
         pools_of_resident: The pools that they are in.
-        is_steady: False where the walk did not come to rest and every step begins empty.
+        is_steady: False where the walk did not come to rest by itself.
     """
 
     rooms: tuple[Room, ...]
@@ -133,12 +133,11 @@ class Walk:
         pools: Pools,
         policy: Policy,
         candidates: Collection[int] | None,
-        begin_empty: bool,
     ) -> None:
         self.step = step
         self.pools = pools
         self.candidates = candidates
-        self.begin_empty = begin_empty
+        self.laid_down: frozenset[int] | None = None  # who is there when a step begins
         self.key: Callable[[Room], int] = (
             (lambda room: room.last_need) if policy == "lru" else (lambda room: -room.next_need)
         )
@@ -217,9 +216,6 @@ class Walk:
             if value in state.rooms:
                 state.rooms[value].last_need = at - 1
                 self._free(state.rooms[value], at)
-        if self.begin_empty:
-            for value, room in list(state.rooms.items()):
-                self._put_out(room, at)
         renamed = {
             initial: state.rooms.pop(final)
             for final, initial in step.renamed.items()
@@ -231,6 +227,18 @@ class Walk:
         copied = {initial for final, initial in step.renamed.items() if final in state.copies}
         state.copies -= step.renamed.keys()
         state.copies |= copied
+        if self.laid_down is not None:
+            self._restore(self.laid_down, at)
+
+    def _restore(self, values: frozenset[int], at: int) -> None:
+        """Begin a step with these values on the device and no others."""
+        state = self.state
+        for value, room in list(state.rooms.items()):
+            if value not in values:
+                self._put_out(room, at)
+        for value in sorted(values - state.rooms.keys()):
+            next_need = at + self.step.next_initial[value]
+            self._take(value, at, at, next_need, loaded=True)
 
     def _take(self, value: int, at: int, last: int, next_need: int, *, loaded: bool) -> Room:
         state, num_bytes = self.state, self.step.num_bytes[value]
@@ -321,20 +329,25 @@ def walk(
     Raises:
         InfeasibleError: An operator's operands and results do not fit.
     """
-    for begin_empty in (False, True):
-        one = Walk(step, pools, policy, candidates, begin_empty)
-        before = None
-        for cycle in range(MAX_CYCLES):
-            one.run_cycle(cycle)
-            now = one.snapshot((cycle + 1) * step.num_positions)
-            if now == before:
-                one.run_cycle(cycle + 1)
-                return _of_cycle(one, cycle, is_steady=not begin_empty)
-            before = now
+    one = Walk(step, pools, policy, candidates)
+    before: list[tuple[int, int, int, bool]] | None = None
+    for cycle in range(3 * MAX_CYCLES):
+        one.run_cycle(cycle)
+        now = one.snapshot((cycle + 1) * step.num_positions)
+        if now == before:
+            one.run_cycle(cycle + 1)
+            return _of_cycle(one, cycle)
+        before = now
+        if cycle + 1 >= MAX_CYCLES:
+            # Two states that alternate: from now on every step begins with this one; with
+            # none at all if that is not enough.
+            empty = cycle + 1 >= 2 * MAX_CYCLES
+            if cycle + 1 in (MAX_CYCLES, 2 * MAX_CYCLES):
+                one.laid_down = frozenset() if empty else frozenset(one.state.rooms)
     raise AssertionError("steps that begin empty are all equal")
 
 
-def _of_cycle(one: Walk, cycle: int, *, is_steady: bool) -> Residency:
+def _of_cycle(one: Walk, cycle: int) -> Residency:
     """What the walk did in a step, seen from the step's beginning."""
     num_positions = one.step.num_positions
     begin, end = cycle * num_positions, (cycle + 1) * num_positions
@@ -356,4 +369,6 @@ def _of_cycle(one: Walk, cycle: int, *, is_steady: bool) -> Residency:
             room.last_need -= begin
             room.made -= begin
             rooms.append(room)
-    return Residency(tuple(rooms), tuple(always), tuple(resident), tuple(pools), is_steady)
+    return Residency(
+        tuple(rooms), tuple(always), tuple(resident), tuple(pools), one.laid_down is None
+    )
