@@ -32,8 +32,9 @@ from penstock.planner._reference_walk import Policy, Pools, walk
 
 OnDemand = Literal["lru", "lru-prefetch", "belady"]
 
-_SHRINKS = 12  # attempts to make a residency that has addresses within the budget
+_ATTEMPTS = 7  # to make a residency that has addresses within the budget
 _MORE = 0.002  # of the capacity that is given up beyond what the last packing lacked
+_CLOSE = 0.02  # of the capacity: what lacks addresses and what has them need not be closer
 
 
 def plan_on_demand(
@@ -89,7 +90,8 @@ def plan_on_demand(
     candidates = candidates if below is not None else ()
     capacity -= sum(step.num_bytes[value] for value in idle)
     policy: Policy = "belady" if arm == "belady" else "lru"
-    for _ in range(_SHRINKS):
+    lacking, fitting = capacity + 1, None
+    for _ in range(_ATTEMPTS):
         residency = walk(step, Pools((capacity,)), policy, candidates=candidates)
         residency = dataclasses.replace(residency, resident=(*residency.resident, *idle))
         arrangement = arrange(
@@ -100,14 +102,24 @@ def plan_on_demand(
             early_writes=arm != "lru",
         )
         offsets, excess = address_rooms(step, residency, arrangement, capacity=budgeted, seed=seed)
-        if progress is not None:
-            elapsed = time.monotonic() - began
-            progress(Found(elapsed, arrangement.step_seconds, sum(operator_seconds)))
-        if excess <= 0:
+        if excess > 0:
+            lacking = capacity
+            if fitting is None:
+                capacity -= max(excess, int(budgeted * _MORE))
+                continue
+        else:
+            if fitting is None or arrangement.step_seconds < fitting[2].step_seconds:
+                fitting = (capacity, residency, arrangement, offsets)
+            if progress is not None:
+                elapsed = time.monotonic() - began
+                progress(Found(elapsed, arrangement.step_seconds, sum(operator_seconds)))
+        low = max(fitting[0], capacity) if excess <= 0 else fitting[0]
+        if lacking - low <= budgeted * _CLOSE:
             break
-        capacity -= max(excess, int(budgeted * _MORE))
-    else:
+        capacity = (low + lacking) // 2
+    if fitting is None:
         raise _no_addresses(budget)
+    _, residency, arrangement, offsets = fitting
     return assemble(
         step,
         residency,

@@ -1,0 +1,211 @@
+"""A plan as a picture: device memory over time by what it holds, and the three streams below."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.graph import Kind, StepGraph
+from penstock.planner import Plan, Simulation, simulate
+from penstock.report._lanes import LaneKind, timeline_lanes
+from penstock.report._plan_timeline import plan_timeline
+from penstock.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_GIB = 1 << 30
+# Okabe and Ito's palette; what lasts is dark, what comes and goes is light.
+KIND_COLOURS: Mapping[Kind, str] = {
+    Kind.PARAMETER: "#0072B2",
+    Kind.OPTIMIZER_STATE: "#56B4E9",
+    Kind.BUFFER: "#7F7F7F",
+    Kind.INPUT: "#F0E442",
+    Kind.ACTIVATION: "#E69F00",
+    Kind.GRADIENT: "#CC79A7",
+    Kind.SCALAR: "#000000",
+}
+KIND_NAMES: Mapping[Kind, str] = {
+    Kind.PARAMETER: "parameters",
+    Kind.OPTIMIZER_STATE: "optimizer state",
+    Kind.BUFFER: "buffers",
+    Kind.INPUT: "batch",
+    Kind.ACTIVATION: "activations",
+    Kind.GRADIENT: "gradients",
+    Kind.SCALAR: "scalars",
+}
+_COMPUTE_COLOURS = {
+    "forward": "#009E73",
+    "backward": "#5E3C99",
+    "optimizer": "#444444",
+    "recomputation": "#B2ABD2",
+}
+_LANE_COLOURS = {LaneKind.WRITE: "#999933", LaneKind.READ: "#44AA99", LaneKind.STALL: "#D55E00"}
+_LANE_NAMES = {LaneKind.WRITE: "transfers out", LaneKind.READ: "transfers in"}
+
+
+def draw_plan(
+    graph: StepGraph,
+    plan: Plan,
+    path: str | os.PathLike[str],
+    *,
+    title: str | None = None,
+) -> Path:
+    """Draw a plan: what the device holds at each moment, and what compute and links do.
+
+    Example:
+        >>> draw_plan(graph, plan, "plan.png")  # doctest: +SKIP
+        PosixPath('plan.png')
+
+    Args:
+        graph: The graph that the plan is for.
+        plan: The plan.
+        path: The picture to write, replaced when it exists; the suffix decides the format.
+        title: The headline; by default the step's time, its share of the ideal and the memory.
+
+    Returns:
+        The path of the picture.
+
+    Raises:
+        ImportError: matplotlib is missing; the extra `viz` brings it.
+        ValueError: The suffix of `path` names no format that matplotlib writes.
+        OSError: The file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+    except ImportError as error:
+        raise ImportError(
+            "Drawing a plan needs matplotlib. Install it with: pip install 'penstock[viz]'"
+        ) from error
+    simulation = simulate(graph, plan)
+    figure = Figure(figsize=(12.0, 6.4), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
+    FigureCanvasAgg(figure)
+    memory_axes, lane_axes = figure.subplots(2, 1, sharex=True, height_ratios=[3.4, 1.5])
+    _draw_memory(memory_axes, plan, simulation)
+    _draw_lanes(lane_axes, graph, plan, simulation)
+    lane_axes.set_xlim(0, max(simulation.step_seconds, 1e-9))
+    figure.suptitle(title or headline(plan), fontsize=13)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def headline(plan: Plan) -> str:
+    """One line about a plan: time, share of the ideal, memory, machine."""
+    share = plan.ideal_seconds / plan.step_seconds if plan.step_seconds else 1.0
+    return (
+        f"{format_seconds(plan.step_seconds)} a step, {share:.0%} of the speed with unlimited "
+        f"memory, in {format_bytes(plan.peak_device_bytes)} on {plan.machine.name}"
+    )
+
+
+def kinds_over_time(simulation: Simulation, times: Sequence[float]) -> dict[Kind, list[int]]:
+    """The most bytes of each kind between each time and the next, kinds that occur only.
+
+    The kinds of a moment are those of its fullest position, so that they add up.
+    """
+    kinds = [kind for kind in KIND_NAMES if any(simulation.memory_bytes.get(kind, ()))]
+    totals = [sum(column) for column in zip(*simulation.memory_bytes.values(), strict=True)]
+    bins: list[int | None] = [None] * (len(times) - 1)
+    place = 0
+    for position, (start, end) in enumerate(simulation.positions):
+        while place + 1 < len(bins) and times[place + 1] <= start:
+            place += 1
+        covered = place
+        while covered < len(bins) and (covered == place or times[covered] < end):
+            before = bins[covered]
+            if before is None or totals[position] > totals[before]:
+                bins[covered] = position
+            covered += 1
+    last = 0
+    filled = []
+    for position in bins:
+        last = last if position is None else position
+        filled.append(last)
+    return {kind: [simulation.memory_bytes[kind][p] for p in filled] for kind in kinds}
+
+
+def _draw_memory(axes: Axes, plan: Plan, simulation: Simulation) -> None:
+    starts = [start for start, _ in simulation.positions]
+    edges = [0.0, *starts[1:], simulation.step_seconds]
+    kinds = [kind for kind in KIND_NAMES if any(simulation.memory_bytes.get(kind, ()))]
+    base = [0.0] * len(edges)
+    for kind in kinds:
+        taken = simulation.memory_bytes[kind]
+        values = [num_bytes / _GIB for num_bytes in (*taken, taken[-1])]
+        top = [low + more for low, more in zip(base, values, strict=True)]
+        axes.fill_between(
+            edges,
+            base,
+            top,
+            step="post",
+            color=KIND_COLOURS[kind],
+            linewidth=0,
+            label=f"{KIND_NAMES[kind]}, at most {format_bytes(max(taken))}",
+        )
+        base = top
+    limit = plan.budget.device_bytes
+    arena = plan.arena_bytes / _GIB
+    axes.axhline(
+        arena, color="black", linewidth=1.2, label=f"arena, {format_bytes(plan.arena_bytes)}"
+    )
+    if limit is not None:
+        axes.axhline(
+            limit / _GIB,
+            color="#D55E00",
+            linewidth=1.2,
+            linestyle="--",
+            label=f"budget, {format_bytes(limit)}",
+        )
+    axes.set_ylim(0, 1.06 * max(arena, (limit or 0) / _GIB, 1e-9))
+    axes.set_ylabel("device memory, GiB", fontsize=11)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(**_OUTSIDE)
+
+
+def _draw_lanes(axes: Axes, graph: StepGraph, plan: Plan, simulation: Simulation) -> None:
+    from matplotlib.patches import Patch
+
+    timeline = plan_timeline(graph, plan, simulation, name_operators=False)
+    lanes = timeline_lanes(timeline)
+    legend: dict[str, str] = {}
+    for place, lane in enumerate(lanes):
+        by_colour: dict[str, list[tuple[float, float]]] = {}
+        for span in lane.spans:
+            if lane.kind is LaneKind.COMPUTE:
+                label, colour = span.name, _COMPUTE_COLOURS[span.name]
+            else:
+                label = _LANE_NAMES.get(lane.kind, "waiting for a transfer")
+                colour = _LANE_COLOURS.get(lane.kind, "#7F7F7F")
+            legend.setdefault(label, colour)
+            duration = (span.end_ns - span.start_ns) / 1e9
+            by_colour.setdefault(colour, []).append((span.start_ns / 1e9, duration))
+        for colour, ranges in by_colour.items():
+            axes.broken_barh(ranges, (place - 0.4, 0.8), facecolors=colour, linewidth=0)
+    names = [lane.title.replace("->", "\N{RIGHTWARDS ARROW}") for lane in lanes]
+    names = [name.replace("writes ", "").replace("reads ", "") for name in names]
+    axes.set_yticks(range(len(lanes)), names)
+    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    axes.set_xlabel("time within a step, seconds", fontsize=11)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(
+        handles=[Patch(color=colour, label=label) for label, colour in legend.items()], **_OUTSIDE
+    )
+
+
+_OUTSIDE = {
+    "loc": "upper left",
+    "bbox_to_anchor": (1.01, 1.0),
+    "borderaxespad": 0.0,
+    "frameon": False,
+    "fontsize": 10,
+    "alignment": "left",
+}
