@@ -1,4 +1,4 @@
-"""The command line: `penstock run | probe | env | demo`.
+"""The command line: `penstock run | plan | probe | env | demo`.
 
 Nothing here imports torch before a command needs it, so that `--help` answers at once and `env`
 works when torch does not.
@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 import penstock
+from penstock import _plan_command
 from penstock.errors import PenstockError
 
 app = typer.Typer(
@@ -175,6 +176,9 @@ def run(
     except _launch.LaunchError as error:
         _fail("run", error)
     sys.exit(exit_code)
+
+
+app.command()(_plan_command.plan)
 
 
 @app.command()

@@ -101,7 +101,8 @@ def plan_on_demand(
             prefetch=None if arm == "lru" else room_by_bytes(step, residency, capacity),
             early_writes=arm != "lru",
         )
-        offsets, excess = address_rooms(step, residency, arrangement, capacity=budgeted, seed=seed)
+        limit = None if budget.device_bytes is None else budgeted
+        offsets, excess = address_rooms(step, residency, arrangement, capacity=limit, seed=seed)
         if excess > 0:
             lacking = capacity
             if fitting is None:
@@ -113,6 +114,8 @@ def plan_on_demand(
             if progress is not None:
                 elapsed = time.monotonic() - began
                 progress(Found(elapsed, arrangement.step_seconds, sum(operator_seconds)))
+        if limit is None:
+            break
         low = max(fitting[0], capacity) if excess <= 0 else fitting[0]
         if lacking - low <= budgeted * _CLOSE:
             break

@@ -80,7 +80,7 @@ def address_rooms(
     residency: Residency,
     arrangement: Arrangement,
     *,
-    capacity: int,
+    capacity: int | None,
     seed: int,
 ) -> tuple[list[int], int]:
     """Pack the rooms of a step, then those that are never free; a room keeps one address.
@@ -99,8 +99,9 @@ def address_rooms(
     try:
         packing = pack(buffers, capacity=capacity, time_limit=PACK_SECONDS, seed=seed)
     except InfeasibleError as error:
-        return [], (error.minimum_device_bytes or capacity + 1) - capacity
-    return list(packing.offsets), packing.height - capacity
+        given = capacity or 0
+        return [], max(1, (error.minimum_device_bytes or 0) - given)
+    return list(packing.offsets), 0 if capacity is None else packing.height - capacity
 
 
 def _buffer(start: int, end: int, num_bytes: int, num_positions: int) -> Buffer:

@@ -16,6 +16,7 @@ from typing import Literal
 
 from penstock.errors import InfeasibleError
 from penstock.planner._reference_order import NEVER, OrderedStep
+from penstock.units import format_bytes
 
 MAX_CYCLES = 4  # of the walk, before what is resident when a step begins is laid down
 _UNBOUND = 1 << 62
@@ -277,7 +278,7 @@ class Walk:
         while state.used[pool] + charge > capacity:
             if not heap:
                 raise InfeasibleError(
-                    f"operator {name!r} needs {num_bytes} bytes more than the device memory that "
+                    f"operator {name!r} needs {format_bytes(num_bytes)} more than the device memory that "
                     "was given has room for in this order: give more",
                     operator=name,
                     proved=False,

@@ -1,0 +1,242 @@
+"""What `penstock plan` takes for a model: a name, a configuration, a function, or a saved graph."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import PenstockError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from penstock.graph import StepGraph
+
+# Published shapes, so that nothing is downloaded: (class of the configuration, its values).
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {"model_type": "gpt2"},
+    "gpt2-medium": {"model_type": "gpt2", "n_embd": 1024, "n_layer": 24, "n_head": 16},
+    "gpt2-large": {"model_type": "gpt2", "n_embd": 1280, "n_layer": 36, "n_head": 20},
+    "gpt2-xl": {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25},
+    "bert-base": {"model_type": "bert"},
+    "bert-large": {
+        "model_type": "bert",
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+    },
+    "t5-small": {"model_type": "t5"},
+    "t5-base": {
+        "model_type": "t5",
+        "d_model": 768,
+        "d_ff": 3072,
+        "num_layers": 12,
+        "num_heads": 12,
+    },
+    "t5-large": {
+        "model_type": "t5",
+        "d_model": 1024,
+        "d_ff": 4096,
+        "num_layers": 24,
+        "num_heads": 16,
+    },
+    "t5-3b": {
+        "model_type": "t5",
+        "d_model": 1024,
+        "d_kv": 128,
+        "d_ff": 16384,
+        "num_layers": 24,
+        "num_heads": 32,
+    },
+    "vit-base": {"model_type": "vit"},
+    "llama-7b": {"model_type": "llama"},
+    "llama-13b": {
+        "model_type": "llama",
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+    },
+    "llama-3-8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+    },
+    "llama-70b": {
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
+    "mistral-7b": {"model_type": "mistral"},
+}
+# The model that is trained for a type of configuration that names none ("architectures").
+_TASKS = {
+    "bert": "BertForMaskedLM",
+    "t5": "T5ForConditionalGeneration",
+    "vit": "ViTForImageClassification",
+}
+OPTIMIZERS = ("adamw", "adam", "sgd")
+
+
+class ModelError(PenstockError):
+    """What was given for a model is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """How a model from a configuration is trained.
+
+    Attributes:
+        batch: Samples.
+        sequence: Tokens of a sample; None: as many as the model takes, at most 1024.
+        optimizer: One of `OPTIMIZERS`.
+        dtype: Of parameters and activations.
+    """
+
+    batch: int
+    sequence: int | None
+    optimizer: str
+    dtype: str
+
+
+def load_graph(source: str, options: ModelOptions) -> StepGraph:
+    """Capture what `source` names, or read it.
+
+    Args:
+        source: A name of `SHAPES`, a JSON file (a Transformers configuration or a saved step
+            graph), or `module:function`, a function without arguments that returns model,
+            optimizer, batch and perhaps the loss function.
+        options: For names and configurations.
+
+    Raises:
+        ModelError: It is none of these.
+        CaptureError: The step cannot be captured.
+        GraphFileError: A saved graph is damaged.
+    """
+    from penstock.graph import StepGraph, capture
+
+    path = Path(source)
+    if path.suffix in (".json", ".gz") or path.is_file():
+        values = _read_json(path)
+        if values is None or "format" in values:
+            return StepGraph.load(path)
+        return capture(*_from_config(values, source, options))
+    if ":" in source:
+        return capture_function(source)
+    if source in SHAPES:
+        return capture(*_from_config(SHAPES[source], source, options))
+    raise ModelError(
+        f"{source!r} is no model: give one of {', '.join(SHAPES)}; or a JSON file with a "
+        "Transformers configuration or a saved step graph; or module:function"
+    )
+
+
+def capture_function(source: str) -> StepGraph:
+    """Capture what a function returns: (model, optimizer, batch) or (..., loss)."""
+    from penstock.graph import capture
+
+    module_name, _, function_name = source.partition(":")
+    sys.path.insert(0, "")  # as `python -m` does
+    try:
+        function: Callable[[], Any] = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ModelError(
+            f"{source!r} cannot be imported ({error}): give module:function, as in train:make, "
+            "from the directory that the module is in"
+        ) from error
+    finally:
+        sys.path.remove("")
+    parts = function()
+    if not isinstance(parts, tuple) or len(parts) not in (3, 4):
+        raise ModelError(
+            f"{source}() returned {type(parts).__name__}: it must return a tuple of model, "
+            "optimizer, batch and, if the model's output is not the loss, loss(output, batch)"
+        )
+    model, optimizer, batch, *rest = parts
+    return capture(model, optimizer, batch, loss=rest[0] if rest else None)
+
+
+def _read_json(path: Path) -> Mapping[str, Any] | None:
+    """The content of a file; None for one that is compressed, which only graphs are."""
+    try:
+        data = path.read_bytes()
+        values = None if data[:2] == b"\x1f\x8b" else json.loads(data)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ModelError(f"{path} is no JSON ({error})") from error
+    if values is not None and not isinstance(values, dict):
+        raise ModelError(f"{path} holds no configuration and no step graph")
+    return values
+
+
+def _from_config(
+    values: Mapping[str, Any], source: str, options: ModelOptions
+) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """Model, optimizer and batch without memory."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            "Models by name need transformers. Install it with: pip install 'penstock[demo]'"
+        ) from error
+    import torch
+
+    values = dict(values)
+    kind = values.pop("model_type", None)
+    try:
+        config = transformers.AutoConfig.for_model(kind, **values)
+    except (ValueError, KeyError) as error:
+        raise ModelError(
+            f"{source} is no configuration that this version of transformers "
+            f"({transformers.__version__}) knows: its model_type is {kind!r}"
+        ) from error
+    config.use_cache = False
+    names = getattr(config, "architectures", None) or [_TASKS.get(str(kind), "")]
+    make = getattr(transformers, names[0], None) if names[0] else None
+    with torch.device("meta"):
+        if make is not None:
+            model = make(config)
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        model = model.to(getattr(torch, options.dtype)).train()
+        batch = _batch(config, options)
+    return model, _optimizer(options.optimizer, model), batch
+
+
+def _batch(config: Any, options: ModelOptions) -> dict[str, torch.Tensor]:
+    import torch
+
+    if hasattr(config, "image_size"):
+        side, channels = config.image_size, getattr(config, "num_channels", 3)
+        dtype = getattr(torch, options.dtype)
+        return {
+            "pixel_values": torch.empty(options.batch, channels, side, side, dtype=dtype),
+            "labels": torch.zeros(options.batch, dtype=torch.long),
+        }
+    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
+    longest = next((limit for limit in limits if limit), 1024)
+    length = options.sequence or min(longest, 1024)
+    shape = (options.batch, length)
+    return {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "labels")}
+
+
+def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    import torch
+
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    make = torch.optim.AdamW if name == "adamw" else torch.optim.Adam
+    return make(model.parameters(), lr=1e-4, foreach=False)

@@ -1,0 +1,175 @@
+"""Throughput against memory: the curve of plans, and where stock training lies on it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.units import format_bytes
+
+_GIB = 1 << 30
+# Colour and marker of each way to train.
+_STYLES = {
+    "stock": ("#000000", "s"),
+    "checkpointing": ("#CC79A7", "D"),
+    "plans": ("#0072B2", "o"),
+    "bound": ("#7F7F7F", ""),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepPoint:
+    """A way to train with so much memory.
+
+    Attributes:
+        name: `"stock"`, `"checkpointing"`, or what the curve is called.
+        device_bytes: That it needs.
+        step_seconds: Of a step.
+        lower_bound_seconds: What no plan with this memory beats; None where nobody asked.
+    """
+
+    name: str
+    device_bytes: int
+    step_seconds: float
+    lower_bound_seconds: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the point as plain data for JSON."""
+        return {
+            "name": self.name,
+            "device_bytes": self.device_bytes,
+            "step_seconds": self.step_seconds,
+            "lower_bound_seconds": self.lower_bound_seconds,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Plans for less and less memory.
+
+    Attributes:
+        title: Of what.
+        machine: Its name.
+        ideal_seconds: Time of a step with unlimited memory.
+        points: In any order.
+        minimum_bytes: Below this nothing was found; None if the sweep did not get there.
+    """
+
+    title: str
+    machine: str
+    ideal_seconds: float
+    points: tuple[SweepPoint, ...]
+    minimum_bytes: int | None = None
+
+    def curve(self, name: str) -> list[SweepPoint]:
+        """The points of one way to train, by memory."""
+        return sorted((p for p in self.points if p.name == name), key=lambda p: p.device_bytes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Ways to train that have points, curves first."""
+        names = tuple(dict.fromkeys(point.name for point in self.points))
+        return tuple(sorted(names, key=lambda name: name in ("stock", "checkpointing")))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the sweep as plain data for JSON."""
+        return {
+            "title": self.title,
+            "machine": self.machine,
+            "ideal_seconds": self.ideal_seconds,
+            "minimum_bytes": self.minimum_bytes,
+            "points": [point.to_dict() for point in self.points],
+        }
+
+
+def draw_sweep(sweep: Sweep, path: str | os.PathLike[str]) -> Path:
+    """Draw throughput against memory.
+
+    Example:
+        >>> draw_sweep(sweep, "sweep.png")  # doctest: +SKIP
+        PosixPath('sweep.png')
+
+    Args:
+        sweep: What to draw.
+        path: The picture to write, replaced when it exists; the suffix decides the format.
+
+    Returns:
+        The path of the picture.
+
+    Raises:
+        ImportError: matplotlib is missing; the extra `viz` brings it.
+        ValueError: The suffix of `path` names no format that matplotlib writes.
+        OSError: The file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "Drawing a sweep needs matplotlib. Install it with: pip install 'penstock[viz]'"
+        ) from error
+    figure = Figure(figsize=(8.6, 5.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for name in sweep.names:
+        points = sweep.curve(name)
+        colour, marker = _STYLES.get(name, _STYLES["plans"])
+        memory = [point.device_bytes / _GIB for point in points]
+        speed = [100 * sweep.ideal_seconds / point.step_seconds for point in points]
+        single = len(points) == 1
+        axes.plot(
+            memory,
+            speed,
+            color=colour,
+            marker=marker,
+            markersize=9 if single else 5,
+            linestyle="none" if single else "-",
+            linewidth=2,
+            label=_label(name, points),
+            zorder=3,
+        )
+    _draw_bound(axes, sweep)
+    if sweep.minimum_bytes is not None:
+        least = sweep.minimum_bytes / _GIB
+        axes.axvspan(0, least, color="#D55E00", alpha=0.12, linewidth=0)
+        axes.text(
+            least / 2, 50, "no plan found", rotation=90, ha="center", va="center", color="#8A3B00"
+        )
+    axes.set_xlim(0, 1.05 * max(point.device_bytes for point in sweep.points) / _GIB)
+    axes.set_ylim(0, 108)
+    axes.set_xlabel("device memory, GiB", fontsize=11)
+    axes.set_ylabel("throughput, % of unlimited memory", fontsize=11)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right", fontsize=10)
+    figure.suptitle(f"{sweep.title} on {sweep.machine}", fontsize=13)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _label(name: str, points: Sequence[SweepPoint]) -> str:
+    if len(points) == 1:
+        return f"{name}, {format_bytes(points[0].device_bytes)}"
+    return name
+
+
+def _draw_bound(axes: Any, sweep: Sweep) -> None:
+    bounded = sorted(
+        (p.device_bytes / _GIB, 100 * sweep.ideal_seconds / p.lower_bound_seconds)
+        for p in sweep.points
+        if p.lower_bound_seconds
+    )
+    if bounded:
+        axes.plot(
+            [memory for memory, _ in bounded],
+            [speed for _, speed in bounded],
+            color=_STYLES["bound"][0],
+            linestyle=":",
+            linewidth=1.6,
+            label="no plan is faster",
+        )

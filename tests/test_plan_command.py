@@ -1,0 +1,179 @@
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+import graphs
+import penstock.graph
+import penstock.memory
+from penstock import _plan_run
+from penstock._plan_models import SHAPES, ModelError, ModelOptions, load_graph
+from penstock._plan_run import parse_device_memory
+from penstock.cli import app
+from penstock.errors import GraphFileError
+from penstock.graph import StepGraph
+from penstock.planner import Plan, check
+
+UNIT = 256
+OPTIONS = ModelOptions(batch=2, sequence=16, optimizer="sgd", dtype="float32")
+
+
+@pytest.fixture
+def on_a_machine(monkeypatch):
+    """A machine that needs no measuring, and operators that take a second each."""
+
+    def machine(name):
+        return graphs.machine(out=UNIT, back=UNIT)
+
+    monkeypatch.setattr(penstock.memory, "machine", machine, raising=False)
+    monkeypatch.setattr(
+        penstock.graph,
+        "operator_seconds",
+        lambda graph, machine: (1.0,) * len(graph.operators),
+        raising=False,
+    )
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "graph.json"
+    graphs.chain_step(6, weight_bytes=UNIT, activation_bytes=2 * UNIT).save(path)
+    return path
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)], catch_exceptions=False)
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.mark.usefixtures("on_a_machine")
+def test_a_saved_graph_is_planned_and_everything_written(saved, tmp_path):
+    pytest.importorskip("matplotlib")
+    files = {name: tmp_path / "new" / name for name in ("plan.json", "trace.json", "plan.png")}
+    options = ("--device-memory", "60%", "--method", "belady", "--machine", "test")
+    paths = ("--save", files["plan.json"], "--trace", files["trace.json"])
+    code, out, _ = run(saved, *options, *paths, "--picture", files["plan.png"])
+    assert code == 0
+    assert "no plan beats" in out
+    assert "activations" in out
+    graph = StepGraph.load(saved)
+    plan = Plan.load(files["plan.json"], graph=graph)
+    check(graph, plan)
+    assert plan.method == "belady"
+    assert json.loads(files["trace.json"].read_text())["traceEvents"]
+    assert files["plan.png"].stat().st_size > 1000
+
+
+@pytest.mark.usefixtures("on_a_machine")
+def test_a_sweep_goes_down_until_nothing_fits(saved, tmp_path):
+    path = tmp_path / "points.json"
+    code, out, _ = run(saved, "--sweep", "--method", "belady", "--machine", "test", "--save", path)
+    assert code == 0
+    points = json.loads(path.read_text())
+    names = [point["name"] for point in points["points"]]
+    assert names[:2] == ["stock", "checkpointing"]
+    assert names.count("plans") >= 3
+    assert points["minimum_bytes"]
+    assert re.search(r"stock +\S+ \w+ +1\.00", out)
+
+
+@pytest.mark.usefixtures("on_a_machine")
+def test_ctrl_c_ends_a_sweep_with_what_there_is(saved, monkeypatch):
+    real, calls = _plan_run.make_plan, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(_plan_run, "make_plan", interrupted)
+    code, out, _ = run(saved, "--sweep", "--method", "belady", "--machine", "test")
+    assert code == 0
+    assert len(calls) == 3
+    assert out.count("plan ") >= 2
+
+
+@pytest.mark.usefixtures("on_a_machine")
+def test_what_does_not_fit_is_an_error_without_traceback(saved):
+    code, _, err = run(saved, "--device-memory", "1KiB", "--method", "lru", "--machine", "test")
+    assert code == 2
+    assert "penstock plan: operator" in err
+    assert "Traceback" not in err
+
+
+def test_shares_and_sizes():
+    assert parse_device_memory(None, 1000) is None
+    assert parse_device_memory("1/8", 1000) == 125
+    assert parse_device_memory("12.5%", 1000) == 125
+    assert parse_device_memory("1KiB", 1000) == 1024
+    with pytest.raises(ValueError, match="--device-memory"):
+        parse_device_memory("1/0", 1000)
+
+
+def test_what_is_no_model_is_said(tmp_path):
+    with pytest.raises(ModelError, match="gpt2, gpt2-medium"):
+        load_graph("nonsense", OPTIONS)
+    with pytest.raises(ModelError, match="cannot be imported"):
+        load_graph("no_such_module:make", OPTIONS)
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_graph(str(tmp_path / "none.json"), OPTIONS)
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text("{")
+    with pytest.raises(ModelError, match="no JSON"):
+        load_graph(str(wrong), OPTIONS)
+    wrong.write_text('{"model_type": "no-such-model"}')
+    with pytest.raises(ModelError, match="'no-such-model'"):
+        load_graph(str(wrong), OPTIONS)
+    wrong.write_text('{"format": "something"}')
+    with pytest.raises(GraphFileError):
+        load_graph(str(wrong), OPTIONS)
+
+
+def test_a_function_of_the_user_is_captured(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_training.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    model = torch.nn.Linear(4, 3)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    return model, optimizer, torch.ones(2, 4), lambda output, batch: output.sum()\n"
+        "def wrong():\n"
+        "    return 1\n"
+    )
+    graph = load_graph("my_training:make", OPTIONS)
+    assert graph.loss is not None
+    assert {s.num_bytes for s in graph.storages if s.kind == "parameter"} == {48, 12}
+    with pytest.raises(ModelError, match="returned int"):
+        load_graph("my_training:wrong", OPTIONS)
+
+
+def test_a_configuration_is_captured(tmp_path):
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    small = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50, "n_positions": 32}
+    path.write_text(json.dumps({"model_type": "gpt2", **small}))
+    graph = load_graph(str(path), OPTIONS)
+    names = {storage.name for storage in graph.storages}
+    assert any("h.0.attn" in name for name in names)
+    inputs = [s.num_bytes for s in graph.storages if s.kind == "input"]
+    assert 2 * 16 * 8 in inputs
+
+
+def test_shapes_are_those_that_were_published():
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    millions = {"gpt2-xl": 1557.6, "bert-large": 335.2, "t5-large": 737.7, "llama-13b": 13015.9}
+    for name, expected in millions.items():
+        values = dict(SHAPES[name])
+        config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+        kind = {"bert": "BertForMaskedLM", "t5": "T5ForConditionalGeneration"}.get(
+            config.model_type, "AutoModelForCausalLM"
+        )
+        make = getattr(transformers, kind)
+        with torch.device("meta"):
+            model = make.from_config(config) if kind.startswith("Auto") else make(config)
+        count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+        assert count == pytest.approx(expected, abs=0.1)
