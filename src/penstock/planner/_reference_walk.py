@@ -278,8 +278,8 @@ class Walk:
         while state.used[pool] + charge > capacity:
             if not heap:
                 raise InfeasibleError(
-                    f"operator {name!r} needs {format_bytes(num_bytes)} more than the device memory that "
-                    "was given has room for in this order: give more",
+                    f"operator {name!r} needs {format_bytes(num_bytes)} more than the device "
+                    "memory that was given has room for in this order: give more",
                     operator=name,
                     proved=False,
                 )
