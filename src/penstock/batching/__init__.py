@@ -3,6 +3,7 @@
 from penstock.batching._byte_model import ByteModel, Padded, probe_batches
 from penstock.batching._costs import SampleCosts
 from penstock.batching._dynamic import BatchedOutputs, BatchReport, DynamicBatcher
+from penstock.batching._meter import measured_peak
 from penstock.batching._sampler import BalancedBatchSampler
 from penstock.batching._schedule import Schedule, schedule
 from penstock.batching._typed_graph import TypedGraph
@@ -17,6 +18,7 @@ __all__ = [
     "SampleCosts",
     "Schedule",
     "TypedGraph",
+    "measured_peak",
     "probe_batches",
     "schedule",
 ]
