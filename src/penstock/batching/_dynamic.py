@@ -263,6 +263,10 @@ class DynamicBatcher(nn.Module):
         outputs = (plan, pools, tokens, execution.is_tuple, first_nodes, kinds, types, report)
         return BatchedOutputs(*outputs)
 
+    def forget_plans(self) -> None:
+        """Plan graphs anew that have been run together; what is known of each graph stays."""
+        self._plans.clear()
+
     def cell(self, code: int) -> tuple[Hashable, nn.Module]:
         """The type and the module of a signature, by its number."""
         kind = list(self._codes)[code][0]

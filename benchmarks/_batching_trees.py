@@ -1,0 +1,128 @@
+"""TreeLSTM steps on sentiment trees: in batches, by depth, as torchfold does, and node by node."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import time
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+from _batching_references import by_depth, fold_step
+from _rows import REPOSITORY, BenchmarkRow, Limit
+from penstock.batching import BalancedBatchSampler, DynamicBatcher
+
+BATCH_SIZE, HIDDEN, NUM_BATCHES, NUM_ROUNDS = 64, 128, 5, 3
+
+
+def example():
+    """The model and the trees are those of `examples/treelstm.py`."""
+    path = REPOSITORY / "examples" / "treelstm.py"
+    spec = importlib.util.spec_from_file_location("treelstm_example", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def depth_order(graph):
+    """The schedule of TensorFlow Fold, for the engine of Penstock."""
+    starts = graph.starts.tolist()
+    arguments = [graph.flat[a:b].tolist() for a, b in itertools.pairwise(starts)]
+    batches = by_depth(graph.types.tolist(), arguments)
+    kinds = np.array([graph.types[batch[0]] for batch in batches])
+    return np.concatenate(batches), np.cumsum([0, *map(len, batches)]), kinds
+
+
+def tree_rows(data, where, device):
+    """Times of whole steps, forward and backward, over the same batches in every arm."""
+    treelstm = example()
+    torch.manual_seed(0)
+    vocabulary: dict[str, int] = {}
+    lines = (data / "text" / "sst_trees.txt").read_text().splitlines()
+    trees = [treelstm.read_tree(line, vocabulary) for line in lines]
+    cells = {
+        "word": treelstm.Word(len(vocabulary), HIDDEN),
+        "phrase": treelstm.Phrase(HIDDEN),
+        "class": treelstm.Classify(HIDDEN),
+    }
+    for cell in cells.values():
+        cell.to(device).eval()
+    batcher = DynamicBatcher(cells)
+    sampler = BalancedBatchSampler([len(graph) for graph, _ in trees], batch_size=BATCH_SIZE)
+    batches = [batch for batch, _ in zip(sampler, range(NUM_BATCHES), strict=False)]
+    given = []
+    for batch in batches:
+        graphs, labels = zip(*(trees[index] for index in batch), strict=True)
+        given.append((graphs, torch.cat(labels).to(device)))
+    for graphs, _ in given:  # the graphs have been seen, as after an epoch; together they have not
+        for graph in graphs:
+            batcher(graph)
+    scheduling: list[float] = []
+
+    def together(graphs):
+        outputs = batcher(graphs)
+        scheduling.append(outputs.report.scheduling_seconds)
+        return outputs.of("class")
+
+    def new_composition(graphs):
+        batcher.forget_plans()
+        return together(graphs)
+
+    arms = {
+        "penstock, batches seen before": together,
+        "penstock, trees seen before": new_composition,
+        "by depth, penstock's engine": lambda g: batcher.run(g, order=depth_order).of("class"),
+        "by depth, concatenating": lambda g: fold_step(cells, g, "class"),
+        "node by node": lambda g: torch.cat([treelstm.logits_node_by_node(cells, t) for t in g]),
+    }
+    seconds: dict[str, list[float]] = {arm: [] for arm in arms}
+    planned: dict[str, list[float]] = {arm: [] for arm in arms}
+    for round_ in range(NUM_ROUNDS + 1):
+        for arm, run in arms.items():
+            slow = arm in ("node by node", "by depth, concatenating")
+            for graphs, labels in given[: 1 if slow else None]:
+                scheduling.clear()
+                seconds_of = timed(run, graphs, labels, batcher, device)
+                if round_:  # the first is not measured
+                    seconds[arm].append(seconds_of)
+                    planned[arm] += scheduling
+    rows = []
+    ours = float(np.median(seconds["penstock, trees seen before"]))
+    for arm, each in seconds.items():
+        ratio = float(np.median(each)) / ours
+        extra = {
+            "over_penstock": ratio,
+            "num_nodes": float(np.mean([sum(map(len, g)) for g, _ in given])),
+        }
+        limits = {"node by node": 10.0, "by depth, concatenating": 1.5}
+        held = {}
+        if arm in limits:
+            limit = Limit(name="times penstock's step", value=limits[arm], unit="1")
+            held = {"limit": limit, "measured": ratio}
+        if planned[arm]:
+            share = float(np.median(planned[arm])) / float(np.median(each))
+            extra["scheduling_share"] = share
+            if arm == "penstock, trees seen before":
+                limit = Limit(name="share of scheduling", value=0.05, unit="1")
+                held = {"limit": limit, "measured": share}
+        case = f"TreeLSTM, SST, batch {BATCH_SIZE}, hidden {HIDDEN}, forward and backward"
+        rows.append(
+            BenchmarkRow.of(
+                each, topic="batching", case=case, arm=arm, extra=extra, **held, **where
+            )
+        )
+    return rows
+
+
+def timed(run, graphs, labels, batcher, device):
+    synchronize = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    synchronize()
+    begin = time.perf_counter()
+    cross_entropy(run(graphs), labels).backward()
+    synchronize()
+    seconds = time.perf_counter() - begin
+    batcher.zero_grad()
+    return seconds
