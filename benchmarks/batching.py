@@ -99,7 +99,7 @@ def capped_arms(sizes):
         from torch_geometric.loader import DynamicBatchSampler
 
         torch.manual_seed(seed)
-        graphs = [Data(num_nodes=size) for size in sizes.tolist()]
+        graphs: Any = [Data(num_nodes=size) for size in sizes.tolist()]
         # No list(): it asks for the length, which this sampler refuses to give.
         return [batch for batch in DynamicBatchSampler(graphs, cap, mode="node", shuffle=True)]  # noqa: C416
 
