@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ def frontier_rows(data, where, device):
     path = REPOSITORY / "examples" / "graph_classification.py"
     spec = importlib.util.spec_from_file_location("graph_classification_example", path)
     assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
+    example: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     example.HIDDEN = 512  # so that the data set does not fit at once
     total = torch.cuda.get_device_properties(device).total_memory

@@ -169,7 +169,7 @@ def by_depth(types: Sequence[int], arguments: Sequence[Sequence[int]]) -> list[l
     return [batches[key] for key in keys]
 
 
-def fold_step(cells: dict[Hashable, Any], graphs: Sequence[Any], kind: Hashable) -> torch.Tensor:
+def fold_step(cells: Any, graphs: Sequence[Any], kind: Hashable) -> torch.Tensor:
     """Outputs of all nodes of a type, depth by depth, operands concatenated node by node."""
     nodes: list[tuple[Hashable, list[int], list[torch.Tensor]]] = []
     for graph in graphs:
