@@ -106,6 +106,36 @@ def test_the_height_is_that_of_brute_force(buffers: list[Buffer]):
     assert packing.engine == "c++"
 
 
+def cut_rectangle(seed: int, num_buffers: int) -> tuple[list[tuple[int, int, int]], int]:
+    """A rectangle of time and addresses, cut into buffers, which therefore pack without waste."""
+    generator = np.random.default_rng(seed)
+    pieces, height = [(0, 60, 0, 60)], 60  # time from, to, address from, to
+    while len(pieces) < num_buffers:
+        left, right, low, high = pieces.pop(int(generator.integers(len(pieces))))
+        if generator.integers(2) and right - left > 3:
+            cut = int(generator.integers(left + 1, right))
+            pieces += [(left, cut, low, high), (cut, right, low, high)]
+        elif high - low > 3:
+            cut = int(generator.integers(low + 1, high))
+            pieces += [(left, right, low, cut), (left, right, cut, high)]
+        else:
+            pieces.append((left, right, low, high))
+    order = generator.permutation(len(pieces))
+    shuffled = [pieces[index] for index in order]
+    return [(left, right, high - low) for left, right, low, high in shuffled], height
+
+
+@needs_compiler
+def test_what_was_cut_from_a_rectangle_fits_back_without_waste():
+    num_searched = 0
+    for seed in range(40):
+        buffers, height = cut_rectangle(seed, 90)
+        packing = pack(buffers, height, time_limit=60)
+        check_packing(buffers, packing, height)
+        num_searched += packing.num_nodes > 0
+    assert num_searched > 5
+
+
 @needs_compiler
 @given(buffer_lists(), st.integers(0, 3))
 @settings(max_examples=150)

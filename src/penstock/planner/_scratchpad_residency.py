@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,18 @@ from penstock.planner._scratchpad_search import neighbours
 from penstock.planner._scratchpad_types import ScratchpadGraph
 
 _INTEGRAL = 1e-6
-_MOST_PAIRS = 4_000_000  # of operators and buffers that the bound for all orders looks at
+_MOST_OPERATORS = 4000  # of programs that get a bound for all orders
+_MOST_CUTS = 48  # operators of which the cheapest cut is found
+
+
+def _highspy() -> Any:
+    try:
+        import highspy
+    except ImportError as error:
+        raise ImportError(
+            "scratchpad() solves linear and integer programs by HiGHS: pip install highspy"
+        ) from error
+    return highspy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +59,7 @@ class ResidencyProgram:
     def __init__(
         self, graph: ScratchpadGraph, pools: Mapping[str, int], order: Sequence[int]
     ) -> None:
-        try:
-            import highspy
-        except ImportError as error:
-            raise ImportError(
-                "scratchpad() solves integer programs by HiGHS: pip install highspy"
-            ) from error
+        highspy = _highspy()
         self.gaps = gaps_of(graph, order)
         self._infinity = highspy.kHighsInf
         self._solver = highspy.Highs()
@@ -115,44 +122,113 @@ def _rows(
 def bound_for_all_orders(graph: ScratchpadGraph, pools: Mapping[str, int]) -> int:
     """What the spills cost at least, whatever the order.
 
-    While an operator runs, everything that one of its ancestors used and one of its descendants
-    will use is alive. What of that exceeds a pool, beside the operator's own buffers, is outside
-    then. Each pool has its own worst operator; buffers of two pools are different buffers.
+    While an operator runs, its ancestors have run, its descendants have not, and of every other
+    operator either is true: a cut. What was used before the cut and will be used after it is alive,
+    and what of that exceeds a pool, beside the operator's own buffers, is outside. The linear
+    relaxation over all cuts bounds what that costs at the operator. Each pool has its own worst
+    operator, found among those where most is alive in any case; buffers of two pools are different
+    buffers.
     """
-    num_pairs = len(graph.operators) * max(len(graph.buffers), 1)
-    stride = -(-num_pairs // _MOST_PAIRS)  # any subset of operators gives a bound
-    ancestors, descendants = _reachable(graph)
-    users = [0] * len(graph.buffers)
+    if len(graph.operators) > _MOST_OPERATORS:
+        return 0
+    reachable = _reachable(graph)
+    return sum(
+        _bound_of_pool(graph, pool, capacity, *reachable) for pool, capacity in pools.items()
+    )
+
+
+def _bound_of_pool(
+    graph: ScratchpadGraph, pool: str, capacity: int, ancestors: list[int], descendants: list[int]
+) -> int:
+    users: dict[int, list[int]] = {}
     for index, operator in enumerate(graph.operators):
-        for buffer in operator.buffers:
-            users[buffer] |= 1 << index
-    worst = dict.fromkeys(pools, 0)
-    for index in range(0, len(graph.operators), stride):
-        own = set(graph.operators[index].buffers)
-        room = dict(pools)
-        for b in own:
-            room[graph.buffers[b].pool] -= graph.buffers[b].size
-        alive: dict[str, list[int]] = {pool: [] for pool in pools}
-        for b, mask in enumerate(users):
-            if b not in own and mask & ancestors[index] and mask & descendants[index]:
-                alive[graph.buffers[b].pool].append(b)
-        for pool, buffers in alive.items():
-            excess = sum(graph.buffers[b].size for b in buffers) - room[pool]
-            worst[pool] = max(worst[pool], _least_cost(graph, buffers, excess))
-    return sum(worst.values())
+        for b in operator.buffers:
+            if graph.buffers[b].pool == pool:
+                users.setdefault(b, []).append(index)
+    if sum(graph.buffers[b].size for b in users) <= capacity:
+        return 0
+    masks = {b: sum(1 << op for op in ops) for b, ops in users.items()}
+    alive = [
+        sum(
+            graph.buffers[b].size
+            for b, mask in masks.items()
+            if mask >> op & 1 or (mask & ancestors[op] and mask & descendants[op])
+        )
+        for op in range(len(graph.operators))
+    ]
+    program = _CutProgram(graph, capacity, users, ancestors)
+    worst = sorted(range(len(alive)), key=lambda op: (-alive[op], op))[:_MOST_CUTS]
+    return max(program.bound(op, ancestors[op], descendants[op]) for op in worst)
 
 
-def _least_cost(graph: ScratchpadGraph, buffers: list[int], excess: int) -> int:
-    """What it costs at least to have `excess` outside: the cheapest first, the last one in part."""
-    cost = 0.0
-    by_price = sorted(buffers, key=lambda b: graph.buffers[b].spill_cost / graph.buffers[b].size)
-    for b in by_price:
-        if excess <= 0:
-            break
-        buffer = graph.buffers[b]
-        cost += buffer.spill_cost * min(1.0, excess / buffer.size)
-        excess -= buffer.size
-    return math.ceil(cost - _INTEGRAL)
+class _CutProgram:
+    """The cheapest cut of one pool, as a linear program whose variables' bounds fix the operator.
+
+    Variables: for each operator whether it has run; for each buffer whether it is alive, and how
+    much of it is outside.
+    """
+
+    def __init__(
+        self,
+        graph: ScratchpadGraph,
+        capacity: int,
+        users: dict[int, list[int]],
+        ancestors: list[int],
+    ) -> None:
+        highspy = _highspy()
+        self._users = users
+        self._num_operators = len(graph.operators)
+        self._solver = solver = highspy.Highs()
+        solver.setOptionValue("output_flag", False)
+        solver.setOptionValue("threads", 1)
+        for _ in graph.operators:
+            solver.addVar(0, 1)
+        for before, after in graph.edges:
+            self._add([before, after], [1, -1], 0)
+        sizes: list[float] = []
+        for number, (b, ops) in enumerate(users.items()):
+            is_alive = self._num_operators + 2 * number
+            buffer = graph.buffers[b]
+            solver.addVar(0, 1)
+            solver.addVar(0, 1)
+            solver.changeColCost(is_alive + 1, buffer.spill_cost)
+            self._add([is_alive, is_alive + 1], [1, -1], 0)
+            for one, other in _first_and_last(ops, ancestors):
+                self._add([is_alive, one, other], [1, -1, 1], 0)
+            sizes += [-buffer.size, buffer.size]
+        own = range(self._num_operators, self._num_operators + len(sizes))
+        self._add(list(own), sizes, -capacity)
+
+    def _add(self, variables: Sequence[int], factors: Sequence[float], least: float) -> None:
+        index = np.array(variables, dtype=np.int32)
+        values = np.array(factors, dtype=np.float64)
+        self._solver.addRow(least, np.inf, len(index), index, values)
+
+    def bound(self, operator: int, ancestors: int, descendants: int) -> int:
+        """What is outside while `operator` runs costs at least this."""
+        for op in range(self._num_operators):
+            has_run, has_not = ancestors >> op & 1, descendants >> op & 1
+            self._solver.changeColBounds(op, float(has_run), 0.0 if has_not else 1.0)
+        for number, ops in enumerate(self._users.values()):
+            is_alive, is_own = self._num_operators + 2 * number, operator in ops
+            self._solver.changeColBounds(is_alive, float(is_own), 1.0)
+            self._solver.changeColBounds(is_alive + 1, 0.0, 0.0 if is_own else 1.0)
+        self._solver.run()
+        info = self._solver.getInfo()
+        if info.dual_solution_status != 2:
+            return 0
+        return max(0, math.ceil(info.objective_function_value - _INTEGRAL))
+
+
+def _first_and_last(ops: list[int], ancestors: list[int]) -> list[tuple[int, int]]:
+    """Pairs of users of a buffer, such that it is alive only if some pair lies across the cut."""
+
+    def precedes(one: int, other: int) -> bool:
+        return bool(ancestors[other] >> one & 1)
+
+    first = [op for op in ops if all(op == other or precedes(op, other) for other in ops)]
+    last = [op for op in ops if all(op == other or precedes(other, op) for other in ops)]
+    return [(one, other) for one in first or ops for other in last or ops if one != other]
 
 
 def _reachable(graph: ScratchpadGraph) -> tuple[list[int], list[int]]:
