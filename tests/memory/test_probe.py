@@ -1,5 +1,6 @@
 """`probe` measures what is there, keeps it, and works where it cannot keep it."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -10,7 +11,15 @@ import pytest
 
 import penstock
 from penstock.errors import StoreUnavailableError
-from penstock.memory import FileStore, LinkProfile, MachineProfile, Tier, TierProfile, _probe
+from penstock.memory import (
+    ComputeProfile,
+    FileStore,
+    LinkProfile,
+    MachineProfile,
+    Tier,
+    TierProfile,
+    _probe,
+)
 from penstock.memory import Link as L
 
 
@@ -20,6 +29,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_probe, "_LINK_SECONDS", 0.0)
     monkeypatch.setattr(_probe, "_RUN_SECONDS", 0.01)
     monkeypatch.setattr(_probe, "_MEMCPY_BYTES", 2**20)
+    monkeypatch.setattr(_probe, "_MATRIX_ROWS", {"cpu": 64, "cuda": 64})
+    monkeypatch.setattr(_probe, "_VECTOR_BYTES", {"cpu": 2**16, "cuda": 2**16})
     monkeypatch.setattr(_probe, "_REQUEST_BYTES", 2**20)
 
 
@@ -53,6 +64,10 @@ def test_a_machine_without_a_gpu(store: Path):
     profile = penstock.probe(store)
     assert (profile.device, profile.device_name) == ("cpu", "a processor")
     assert profile.num_cores == len(os.sched_getaffinity(0))
+    assert set(profile.compute.flops_per_second) == {"float32", "bfloat16"}
+    assert min(profile.compute.flops_per_second.values()) > 0
+    assert profile.compute.memory_bytes_per_second > 0
+    assert 0 < profile.compute.launch_seconds < 1
     assert profile.store == str(store)
     assert profile.direct_io is True
     assert set(profile.tiers) == {Tier.DEVICE, Tier.FILE}
@@ -85,6 +100,7 @@ def test_with_a_gpu_all_links_meet_in_the_host(store: Path, monkeypatch: pytest.
     monkeypatch.setattr(
         _probe, "_measure_pcie", lambda: {L.DEVICE_TO_HOST: pcie, L.HOST_TO_DEVICE: pcie}
     )
+    monkeypatch.setattr(_probe, "_measure_compute", lambda device: None)
     profile = penstock.probe(store)
     assert set(profile.tiers) == set(Tier)
     assert profile.tiers[Tier.DEVICE].capacity_bytes == 2**37
@@ -219,12 +235,23 @@ def example() -> MachineProfile:
         memcpy=link,
         store="/mnt/nvme",
         direct_io=False,
+        compute=ComputeProfile(
+            flops_per_second={"float32": 2e12},
+            memory_bytes_per_second=1e11,
+            launch_seconds=5e-6,
+        ),
     )
 
 
 def test_a_profile_survives_json():
     profile = example()
     assert MachineProfile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
+
+
+def test_a_profile_of_an_older_version_has_no_compute():
+    data = example().to_dict()
+    del data["compute"]
+    assert MachineProfile.from_dict(data) == dataclasses.replace(example(), compute=None)
 
 
 @pytest.mark.parametrize("change", [{"tiers": {"moon": {}}}, {"links": 5}, {"memcpy": {}}])
@@ -235,7 +262,15 @@ def test_what_is_no_profile_is_refused(change: dict[str, object]):
 
 def test_a_profile_prints_as_a_table():
     text = str(example())
-    for part in ("a GPU (cuda)", "128.00 GiB", "device->host", "1.40 GiB/s", "7 runs", "/mnt/nvme"):
+    for part in (
+        "a GPU (cuda)",
+        "128.00 GiB",
+        "device->host",
+        "1.40 GiB/s",
+        "7 runs",
+        "/mnt/nvme",
+        "2 TFLOP/s",
+    ):
         assert part in text
 
 

@@ -7,11 +7,32 @@ from penstock.graph._step_graph import Kind, Operator, Phase, StepGraph, Storage
 
 if TYPE_CHECKING:
     from penstock.graph._capture import capture
+    from penstock.graph._costs import operator_seconds
+    from penstock.graph._measure import measure
     from penstock.graph._run import run
+    from penstock.graph._split import split
 
-__all__ = ["Kind", "Operator", "Phase", "StepGraph", "Storage", "TensorView", "capture", "run"]
+__all__ = [
+    "Kind",
+    "Operator",
+    "Phase",
+    "StepGraph",
+    "Storage",
+    "TensorView",
+    "capture",
+    "measure",
+    "operator_seconds",
+    "run",
+    "split",
+]
 
-_HOME_OF_NAME = {"capture": "_capture", "run": "_run"}
+_HOME_OF_NAME = {
+    "capture": "_capture",
+    "measure": "_measure",
+    "operator_seconds": "_costs",
+    "run": "_run",
+    "split": "_split",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -17,11 +17,13 @@ from penstock.memory._tiers import Link, Tier
 
 if TYPE_CHECKING:
     from penstock.memory._cpu_allocator import CachingAllocator
+    from penstock.memory._machines import machine
     from penstock.memory._probe import probe
-    from penstock.memory._profile import LinkProfile, MachineProfile, TierProfile
+    from penstock.memory._profile import ComputeProfile, LinkProfile, MachineProfile, TierProfile
 
 __all__ = [
     "CachingAllocator",
+    "ComputeProfile",
     "Extent",
     "ExtentAllocator",
     "ExtentFile",
@@ -40,14 +42,17 @@ __all__ = [
     "Timeline",
     "available_ram",
     "installed_ram",
+    "machine",
     "probe",
 ]
 
 _HOME_OF_NAME = {
     "CachingAllocator": "_cpu_allocator",
+    "ComputeProfile": "_profile",
     "LinkProfile": "_profile",
     "MachineProfile": "_profile",
     "TierProfile": "_profile",
+    "machine": "_machines",
     "probe": "_probe",
 }
 

@@ -19,19 +19,22 @@ from typing import NamedTuple
 from penstock.errors import StoreUnavailableError
 from penstock.memory._extent_file import Extent, ExtentFile, reserved_bytes
 from penstock.memory._extents import ALIGNMENT_BYTES
-from penstock.memory._profile import LinkProfile, MachineProfile, TierProfile
+from penstock.memory._profile import ComputeProfile, LinkProfile, MachineProfile, TierProfile
 from penstock.memory._profile_cache import cache_entry
 from penstock.memory._ram import installed_ram
 from penstock.memory._raw_memory import address_of, copy_bytes
 from penstock.memory._store import FileStore
 from penstock.memory._tiers import Link, Tier
 
-_SCHEMA = 1  # of the cached files: raise it when what is measured changes
+_SCHEMA = 2  # of the cached files: raise it when what is measured changes
 _MIN_RUNS, _MAX_RUNS = 3, 9
 _LINK_SECONDS = 1.0  # aim for one link, once it has its least number of runs
 _RUN_SECONDS = 0.1
 _MEMCPY_BYTES = 64 * 2**20
 _PCIE_BYTES = 256 * 2**20
+_MATRIX_ROWS = {"cpu": 1024, "cuda": 8192}
+_VECTOR_BYTES = {"cpu": 32 * 2**20, "cuda": 512 * 2**20}
+_NUM_LAUNCHES = 200
 _REQUEST_BYTES = 8 * 2**20
 _MAX_REQUESTS_PER_RUN = 32
 _NUM_THREADS = 4
@@ -114,6 +117,7 @@ def _measure(device: _Device, store: FileStore | None) -> MachineProfile:
         memcpy=_measure_memcpy(),
         store=None if store is None else store.path,
         direct_io=direct_io,
+        compute=_measure_compute(device),
     )
 
 
@@ -144,6 +148,48 @@ def _measure_pcie() -> dict[Link, LinkProfile]:
         Link.DEVICE_TO_HOST: _repeat(lambda: copy(host, device)),
         Link.HOST_TO_DEVICE: _repeat(lambda: copy(device, host)),
     }
+
+
+def _measure_compute(device: _Device) -> ComputeProfile:
+    """Multiply square matrices, add long vectors and many short ones."""
+    import torch
+
+    def wait() -> None:
+        if device.kind == "cuda":
+            torch.cuda.synchronize()
+
+    def product(dtype: torch.dtype) -> Callable[[], int]:
+        rows = _MATRIX_ROWS[device.kind]
+        left, out = (torch.ones(rows, rows, dtype=dtype, device=device.kind) for _ in range(2))
+
+        def run() -> int:
+            torch.mm(left, left, out=out)
+            wait()
+            return 2 * rows**3
+
+        return run
+
+    def adds(num_bytes: int, times: int) -> Callable[[], int]:
+        left, out = (torch.ones(num_bytes // 4, device=device.kind) for _ in range(2))
+
+        def run() -> int:
+            for _ in range(times):
+                torch.add(left, 1.0, out=out)
+            wait()
+            return 2 * num_bytes * times
+
+        return run
+
+    rates = {
+        str(dtype)[6:]: _repeat(product(dtype)).bytes_per_second
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    small = _repeat(adds(4, _NUM_LAUNCHES)).bytes_per_second
+    return ComputeProfile(
+        flops_per_second=rates,
+        memory_bytes_per_second=_repeat(adds(_VECTOR_BYTES[device.kind], 1)).bytes_per_second,
+        launch_seconds=8 / small,
+    )
 
 
 def _measure_file(store: FileStore) -> tuple[tuple[LinkProfile, LinkProfile], bool]:

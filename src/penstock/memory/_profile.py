@@ -64,6 +64,38 @@ class LinkProfile:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeProfile:
+    """How fast the device computes: the two roofs of a roofline, and what a start costs.
+
+    Attributes:
+        flops_per_second: Of products of large matrices, by the name of the dtype.
+        memory_bytes_per_second: Of elementwise operators on the device's memory, reads and writes
+            together.
+        launch_seconds: From one small operator to the next.
+        source: Where the figures come from.
+    """
+
+    flops_per_second: Mapping[str, float]
+    memory_bytes_per_second: float
+    launch_seconds: float
+    source: str = "measured"
+
+    def seconds(self, flops: int, num_bytes: int, dtype: str) -> float:
+        """Return the time of an operator, bound by arithmetic or by memory.
+
+        Args:
+            flops: Its floating-point operations.
+            num_bytes: Bytes that it reads and writes.
+            dtype: In what it computes; one that was not measured counts as float32.
+
+        Returns:
+            Seconds, with the start.
+        """
+        rate = self.flops_per_second.get(dtype) or self.flops_per_second["float32"]
+        return self.launch_seconds + max(flops / rate, num_bytes / self.memory_bytes_per_second)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MachineProfile:
     """Tiers and links of a machine, measured by `probe`.
@@ -80,6 +112,7 @@ class MachineProfile:
         store: Directory of the file tier; None without one.
         direct_io: Whether the store's file is read and written past the page cache; None without
             a store.
+        compute: How fast the device computes; None in profiles of older versions.
     """
 
     name: str
@@ -91,6 +124,7 @@ class MachineProfile:
     memcpy: LinkProfile
     store: str | None = None
     direct_io: bool | None = None
+    compute: ComputeProfile | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the profile as plain data for JSON.
@@ -111,6 +145,7 @@ class MachineProfile:
             "memcpy": _link_to_dict(self.memcpy),
             "store": self.store,
             "direct_io": self.direct_io,
+            "compute": None if self.compute is None else _compute_to_dict(self.compute),
         }
 
     @classmethod
@@ -140,6 +175,7 @@ class MachineProfile:
                 memcpy=_link_from_dict(data["memcpy"]),
                 store=data["store"],
                 direct_io=data["direct_io"],
+                compute=_compute_from_dict(data.get("compute")),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
@@ -162,7 +198,36 @@ class MachineProfile:
         ]
         rows += [(link.value, profile) for link, profile in self.links.items()]
         rows.append(("memcpy, one thread", self.memcpy))
+        if self.compute is not None:
+            rows += [
+                (f"compute, {dtype}", f"{rate / 1e12:.3g} TFLOP/s")
+                for dtype, rate in self.compute.flops_per_second.items()
+            ]
+            rows.append(("memory", format_bandwidth(self.compute.memory_bytes_per_second)))
+            rows.append(("launch", f"{self.compute.launch_seconds * 1e6:.1f} us"))
         return report_table(rows, title="penstock.probe")
+
+
+def _compute_to_dict(profile: ComputeProfile) -> dict[str, Any]:
+    return {
+        "flops_per_second": dict(profile.flops_per_second),
+        "memory_bytes_per_second": profile.memory_bytes_per_second,
+        "launch_seconds": profile.launch_seconds,
+        "source": profile.source,
+    }
+
+
+def _compute_from_dict(data: Mapping[str, Any] | None) -> ComputeProfile | None:
+    if data is None:
+        return None
+    return ComputeProfile(
+        flops_per_second={
+            str(dtype): float(rate) for dtype, rate in data["flops_per_second"].items()
+        },
+        memory_bytes_per_second=float(data["memory_bytes_per_second"]),
+        launch_seconds=float(data["launch_seconds"]),
+        source=str(data["source"]),
+    )
 
 
 def _link_to_dict(profile: LinkProfile) -> dict[str, Any]:

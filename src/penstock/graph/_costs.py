@@ -1,0 +1,69 @@
+"""How long operators take: what was measured, else a roofline over a machine's profile.
+
+Roofline: Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009: an operator takes as long as
+its arithmetic or its traffic with memory, whichever is longer, and each has a start.
+"""
+
+from __future__ import annotations
+
+from penstock.graph._step_graph import Operator, StepGraph, TensorView
+from penstock.memory import MachineProfile, machine
+
+_FLOATS = ("float64", "float32", "bfloat16", "float16")
+_FREE = {  # they run on the host, or are only a place
+    "penstock.empty",
+    "penstock.scalar",
+    "penstock.get_rng_state",
+    "penstock.set_rng_state",
+}
+
+
+def operator_seconds(graph: StepGraph, machine_profile: MachineProfile | str) -> tuple[float, ...]:
+    """Return how long each operator of a step takes on a machine.
+
+    Example:
+        >>> operator_seconds(StepGraph(storages=(), storage_of_value=(), operators=()), "h200")
+        ()
+
+    Args:
+        graph: The step; operators with measured `seconds` keep them.
+        machine_profile: A profile with `compute`, or the name of a built-in machine.
+
+    Returns:
+        Seconds, in the order of `graph.operators`.
+
+    Raises:
+        ValueError: The profile does not say how fast the machine computes.
+    """
+    profile = machine(machine_profile) if isinstance(machine_profile, str) else machine_profile
+    compute = profile.compute
+    if compute is None:
+        raise ValueError(
+            f"the profile of {profile.name!r} does not say how fast it computes; measure it anew "
+            "with penstock.probe(refresh=True), or use a built-in machine"
+        )
+    return tuple(
+        operator.seconds
+        if operator.seconds is not None
+        else 0.0
+        if operator.target in _FREE
+        else compute.seconds(
+            operator.flops, operator.bytes_read + operator.bytes_written, _dtype(operator)
+        )
+        for operator in graph.operators
+    )
+
+
+def _dtype(operator: Operator) -> str:
+    """Name the narrowest float among the operands: products are as fast as their factors allow."""
+    found = {view.dtype for view in _views(operator.args)}
+    found |= {view.dtype for view in operator.outputs if view is not None}
+    return max(found & set(_FLOATS), key=_FLOATS.index, default="float32")
+
+
+def _views(value: object) -> list[TensorView]:
+    if isinstance(value, TensorView):
+        return [value]
+    if isinstance(value, tuple):
+        return [view for item in value for view in _views(item)]
+    return []

@@ -1,0 +1,126 @@
+"""Takes operators apart that need more memory at once than a budget allows.
+
+A fused optimizer updates all parameters in one operator, which needs every parameter, gradient and
+state at once; an operator for each parameter does the same arithmetic, bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from penstock.graph._step_graph import Operator, StepGraph, TensorView
+
+_LISTS = ("aten._foreach_", "aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad")
+
+
+def split(graph: StepGraph, max_bytes: int) -> StepGraph:
+    """Take apart the operators whose operands and results are more than so many bytes.
+
+    Example:
+        >>> split(StepGraph(storages=(), storage_of_value=(), operators=()), 2**30).operators
+        ()
+
+    Args:
+        graph: The step.
+        max_bytes: What an operator may need at once. Operators that work on lists of tensors
+            (fused and `foreach` optimizers) and need more become one operator for each tensor.
+
+    Returns:
+        A graph with the same values, whose execution gives the same bits. Operators that cannot
+        be taken apart stay as they are.
+    """
+    parts = [
+        _parts(operator)
+        if working_set_bytes(graph, operator) > max_bytes and _can_split(graph, operator)
+        else (operator,)
+        for operator in graph.operators
+    ]
+    last = []  # of each old operator the index of its last part
+    for each in parts:
+        last.append((last[-1] if last else -1) + len(each))
+    operators = tuple(
+        dataclasses.replace(part, after=tuple(last[earlier] for earlier in part.after))
+        for each in parts
+        for part in each
+    )
+    return dataclasses.replace(graph, operators=operators)
+
+
+def working_set_bytes(graph: StepGraph, operator: Operator) -> int:
+    """Return the bytes that have to be on the device while an operator runs."""
+    values = {*operator.needs, *operator.creates}  # what it mutates stays where it is
+    storages = {graph.storage_of_value[value] for value in values}
+    held = sum(graph.storages[storage].num_bytes for storage in storages)
+    return held + operator.workspace_bytes
+
+
+def _can_split(graph: StepGraph, operator: Operator) -> bool:
+    if not operator.target.startswith(_LISTS) or _num_parts(operator) < 2:
+        return False
+    # Two tensors of one storage would be two versions of it, which one operator does not have.
+    tensors = [view for view in operator.args[0] if isinstance(view, TensorView)]
+    storages = {graph.storage_of_value[view.value] for view in tensors}
+    return len(storages) == len(tensors) and not operator.random
+
+
+def _num_parts(operator: Operator) -> int:
+    first = operator.args[0] if operator.args else None
+    return len(first) if isinstance(first, tuple) else 0
+
+
+def _parts(operator: Operator) -> tuple[Operator, ...]:
+    return tuple(_part(operator, place) for place in range(_num_parts(operator)))
+
+
+def _part(operator: Operator, place: int) -> Operator:
+    num_parts = _num_parts(operator)
+
+    def one(value: Any) -> Any:
+        if isinstance(value, tuple) and not isinstance(value, TensorView):
+            return (value[place],) if len(value) == num_parts else value
+        return value
+
+    args = tuple(map(one, operator.args))
+    kwargs = {name: one(value) for name, value in operator.kwargs.items()}
+    values = {view.value for view in _views((args, *kwargs.values()))}
+    outputs = operator.outputs
+    if len(outputs) == num_parts:
+        outputs = (outputs[place],)
+    made = {view.value for view in outputs if view is not None}
+    share = operator.workspace_bytes // num_parts
+    return dataclasses.replace(
+        operator,
+        name=f"{operator.name}[{place}]",
+        args=args,
+        kwargs=kwargs,
+        outputs=outputs,
+        reads=tuple(value for value in operator.reads if value in values),
+        creates=tuple(value for value in operator.creates if value in made),
+        mutates=tuple((old, new) for old, new in operator.mutates if old in values),
+        may_overwrite=tuple(
+            (read, new) for read, new in operator.may_overwrite if read in values and new in made
+        ),
+        flops=_share(operator.flops, place, num_parts),
+        bytes_read=_share(operator.bytes_read, place, num_parts),
+        bytes_written=_share(operator.bytes_written, place, num_parts),
+        workspace_bytes=share,
+        seconds=None if operator.seconds is None else operator.seconds / num_parts,
+    )
+
+
+def _share(count: int, place: int, num_parts: int) -> int:
+    """Divide a count without losing a unit."""
+    return count * (place + 1) // num_parts - count * place // num_parts
+
+
+def _views(value: Any) -> Iterator[TensorView]:
+    if isinstance(value, TensorView):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _views(item)
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _views(item)

@@ -1,0 +1,113 @@
+"""Counts are exact where they can be checked by hand; times are rooflines or measured."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from _zoo import CASES
+from penstock.graph import capture, measure, operator_seconds
+from penstock.memory import machine
+
+
+def graph_of(model, *batch, loss=lambda output, batch: output.sum()):
+    return capture(model, torch.optim.SGD(model.parameters(), 0.1), batch, loss=loss)
+
+
+def operators(graph, target):
+    return [operator for operator in graph.operators if operator.target == target]
+
+
+def test_a_linear_layer():
+    graph = graph_of(nn.Linear(6, 5), torch.zeros(4, 6, requires_grad=True))
+    (product,) = operators(graph, "aten.addmm.default")
+    assert product.flops == 2 * 4 * 5 * 6
+    assert product.bytes_written == 4 * 4 * 5
+    assert product.bytes_read == 4 * (4 * 6 + 5 * 6 + 5)
+    assert product.workspace_bytes == 0
+
+
+def test_a_lookup_reads_its_rows_and_not_the_table():
+    graph = graph_of(nn.Embedding(1000, 8), torch.zeros(3, dtype=torch.long))
+    (lookup,) = operators(graph, "aten.embedding.default")
+    assert (lookup.bytes_read, lookup.bytes_written) == (3 * 8 + 3 * 8 * 4, 3 * 8 * 4)
+    assert lookup.flops == 0
+
+
+def test_an_expanded_operand_is_read_once():
+    class Expanded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(7))
+
+        def forward(self, x):
+            return x * self.weight
+
+    graph = graph_of(Expanded(), torch.zeros(5, 7))
+    product = operators(graph, "aten.mul.Tensor")[0]
+    assert (product.flops, product.bytes_read) == (35, 4 * (35 + 7))
+
+
+def test_a_convolution_has_a_workspace_and_its_flops():
+    graph = graph_of(nn.Conv2d(3, 8, 3, bias=False), torch.zeros(2, 3, 10, 10))
+    (convolution,) = operators(graph, "aten.convolution.default")
+    assert convolution.flops == 2 * (2 * 8 * 8 * 8) * (3 * 3 * 3)
+    assert convolution.workspace_bytes == convolution.bytes_read + convolution.bytes_written
+
+
+def test_every_count_is_a_whole_number():
+    case = CASES["lstm"]
+    model = case.make()
+    graph = capture(model, torch.optim.AdamW(model.parameters()), case.batch, loss=case.loss)
+    for operator in graph.operators:
+        for count in ("flops", "bytes_read", "bytes_written", "workspace_bytes"):
+            assert type(getattr(operator, count)) is int
+            assert getattr(operator, count) >= 0
+
+
+def test_a_roofline_over_a_built_in_machine():
+    graph = graph_of(nn.Linear(64, 64), torch.zeros(32, 64))
+    seconds = operator_seconds(graph, "v100-16gb-pcie3")
+    profile = machine("v100-16gb-pcie3").compute
+    for operator, took in zip(graph.operators, seconds, strict=True):
+        moved = operator.bytes_read + operator.bytes_written
+        if operator.target != "penstock.empty":
+            assert took == profile.seconds(operator.flops, moved, "float32")
+    assert sum(operator_seconds(graph, "h200")) < sum(seconds)
+
+
+def test_measured_times_win():
+    graph = graph_of(nn.Linear(64, 64), torch.zeros(32, 64))
+    first = dataclasses.replace(graph.operators[0], seconds=7.0)
+    graph = dataclasses.replace(graph, operators=(first, *graph.operators[1:]))
+    assert operator_seconds(graph, "h200")[0] == 7.0
+
+
+def test_a_profile_without_compute_is_refused():
+    profile = dataclasses.replace(machine("h200"), compute=None)
+    with pytest.raises(ValueError, match="refresh=True"):
+        operator_seconds(graph_of(nn.Linear(2, 2), torch.zeros(2, 2)), profile)
+
+
+def test_every_operator_is_measured():
+    case = CASES["unet"]
+    model = case.make()
+    graph = capture(model, torch.optim.AdamW(model.parameters()), case.batch)
+    random_state = torch.get_rng_state()
+    measured = measure(graph, num_runs=1)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    for operator in measured.operators:
+        assert operator.target.startswith("penstock.") or (operator.seconds or 0) > 0
+    without = tuple(dataclasses.replace(each, seconds=None) for each in measured.operators)
+    assert dataclasses.replace(measured, operators=without) == graph
+
+
+def test_measured_workspace_is_seen():
+    graph = graph_of(nn.Conv2d(16, 16, 3, bias=False), torch.zeros(2, 16, 40, 40))
+    (convolution,) = operators(graph, "aten.convolution.default")
+    none = dataclasses.replace(convolution, workspace_bytes=0)
+    others = tuple(none if each is convolution else each for each in graph.operators)
+    measured = measure(dataclasses.replace(graph, operators=others), num_runs=1, workspace=True)
+    (again,) = operators(measured, "aten.convolution.default")
+    assert 0 < again.workspace_bytes <= convolution.workspace_bytes
