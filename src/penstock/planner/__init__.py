@@ -4,6 +4,7 @@ Needs no GPU and, for checking a plan, no torch.
 """
 
 from penstock.planner._bounds import lower_bound
+from penstock.planner._brute_force import brute_force
 from penstock.planner._check import check
 from penstock.planner._pack import pack
 from penstock.planner._pack_check import check_packing
@@ -38,6 +39,7 @@ __all__ = [
     "Simulation",
     "Stall",
     "Transfer",
+    "brute_force",
     "check",
     "check_packing",
     "check_scratchpad",

@@ -6,12 +6,15 @@ For plans of small graphs; the large ones come with addresses of their own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
 from penstock.memory import MachineProfile, Tier
+from penstock.planner._pack import pack
+from penstock.planner._pack_types import Buffer
 from penstock.planner._plan import Bound, Budget, Copy, Placement, Plan, Transfer
 from penstock.planner._simulate import simulate
 
@@ -93,7 +96,10 @@ def assemble(
         order=tuple(order),
         placements=placements,
         transfers=tuple(transfers),
-        copies=tuple(_copies(graph, len(order), transfers)),
+        copies=(
+            *_copies(graph, len(order), transfers),
+            *_unused(graph, len(order), stays, budget),
+        ),
         budget=budget,
         machine=machine,
         operator_seconds=tuple(operator_seconds),
@@ -127,6 +133,20 @@ def _copies(graph: StepGraph, num_positions: int, transfers: Sequence[Transfer])
             end = _last_read(graph, num_positions, transfers, index)
             copies.append(Copy(value, tier, transfer.num_bytes, transfer.start, end))
     return copies
+
+
+def _unused(
+    graph: StepGraph, num_positions: int, stays: Sequence[Stay], budget: Budget
+) -> list[Copy]:
+    """Persistent storages that nobody looks at stay below the device, if there is anything."""
+    placed = {stay.value for stay in stays}
+    tier = Tier.HOST if budget.host_bytes is not None else Tier.FILE
+    return [
+        Copy(storage.initial, tier, storage.num_bytes, 0, num_positions)
+        for storage in graph.storages
+        if storage.persistent and storage.num_bytes and storage.initial == storage.final
+        if storage.initial is not None and storage.initial not in placed
+    ]
 
 
 def _last_read(
@@ -188,6 +208,58 @@ def first_fit(graph: StepGraph, order: Sequence[int], stays: Sequence[Stay]) -> 
         for index in groups[group]:
             offsets[index] = offset
     return offsets
+
+
+def packed_offsets(
+    graph: StepGraph,
+    order: Sequence[int],
+    stays: Sequence[Stay],
+    device_bytes: int | None,
+    *,
+    time_limit: float = 5.0,
+) -> list[int] | None:
+    """Return addresses within a budget, workspace included; None if none were found.
+
+    Args:
+        graph: The step.
+        order: Operators by position.
+        stays: When values are on the device.
+        device_bytes: The budget; None: any.
+        time_limit: Seconds for the packer, where the first fit does not do.
+    """
+    offsets = first_fit(graph, order, stays)
+    if device_bytes is None:
+        return offsets
+    capacity = device_bytes - max((o.workspace_bytes for o in graph.operators), default=0)
+    ends = (at + graph.num_bytes(stay.value) for at, stay in zip(offsets, stays, strict=True))
+    if max(ends, default=0) <= capacity:
+        return offsets
+    groups = joined_stays(graph, order, stays)
+    buffers = [_buffer(graph, len(order), [stays[i] for i in members]) for members in groups]
+    try:
+        packing = pack(buffers, capacity=capacity, time_limit=time_limit)
+    except InfeasibleError:
+        return None
+    for members, offset in zip(groups, packing.offsets, strict=True):
+        for index in members:
+            offsets[index] = offset
+    return offsets
+
+
+def _buffer(graph: StepGraph, num_positions: int, stays: Sequence[Stay]) -> Buffer:
+    """One address for several stays: a buffer that does not need its room between them."""
+    busy = sorted(
+        {
+            position % num_positions
+            for stay in stays
+            for position in range(stay.start, max(stay.end, stay.start + 1))
+        }
+    )
+    gaps = tuple(
+        (before + 1, after) for before, after in itertools.pairwise(busy) if after > before + 1
+    )
+    size = max(graph.num_bytes(stay.value) for stay in stays)
+    return Buffer(busy[0], busy[-1] + 1, size, gaps=gaps)
 
 
 def meet(a: Stay, b: Stay, num_positions: int) -> bool:

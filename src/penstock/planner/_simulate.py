@@ -10,14 +10,14 @@ begins while transfers of the other still run, so the step is repeated until the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from penstock.errors import PlanError
 from penstock.graph import Kind, StepGraph
-from penstock.memory import Link, Tier
-from penstock.planner._plan import Plan
+from penstock.memory import Link, MachineProfile, Tier
+from penstock.planner._plan import Plan, Transfer
 
 _TOLERANCE = 1e-12  # of the step: states of successive steps that differ by less are the same
 _MAX_STEPS = 100
@@ -105,6 +105,27 @@ def simulate(graph: StepGraph, plan: Plan) -> Simulation:
     return replay.result(num_steps, _memory(graph, plan))
 
 
+def step_seconds_of(
+    order: Sequence[int],
+    transfers: Sequence[Transfer],
+    operator_seconds: Sequence[float],
+    machine: MachineProfile,
+) -> float:
+    """Return the time of a step as `simulate` finds it, before there is a plan."""
+    replay = _Replay(_Timed(tuple(order), tuple(transfers), tuple(operator_seconds), machine))
+    replay.until_steady()
+    return replay.step_seconds
+
+
+class _Timed(NamedTuple):
+    """What of a plan takes time."""
+
+    order: tuple[int, ...]
+    transfers: tuple[Transfer, ...]
+    operator_seconds: tuple[float, ...]
+    machine: MachineProfile
+
+
 class _Boundary(NamedTuple):
     """A boundary at which something begins or has to be finished, in the sequence of a plan."""
 
@@ -119,7 +140,7 @@ class _Boundary(NamedTuple):
 class _Replay:
     """The steps of a plan, one after the other; times count from the beginning of each step."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan | _Timed) -> None:
         self.plan = plan
         self.links = sorted({transfer.link for transfer in plan.transfers})
         self.link_of = [self.links.index(transfer.link) for transfer in plan.transfers]
@@ -229,7 +250,7 @@ class _Replay:
         )
 
 
-def transfer_seconds(plan: Plan) -> list[float]:
+def transfer_seconds(plan: Plan | _Timed) -> list[float]:
     """Return how long each transfer takes: its bytes over the rate of its link."""
     rates = {link: profile.bytes_per_second for link, profile in plan.machine.links.items()}
     for transfer in plan.transfers:
@@ -242,7 +263,7 @@ def transfer_seconds(plan: Plan) -> list[float]:
     return [transfer.num_bytes / rates[transfer.link] for transfer in plan.transfers]
 
 
-def _boundaries(plan: Plan) -> tuple[list[_Boundary], float]:
+def _boundaries(plan: Plan | _Timed) -> tuple[list[_Boundary], float]:
     """Sort transfers by the boundaries at which they begin and have to be finished."""
     num_positions = len(plan.order)
     sides = {
