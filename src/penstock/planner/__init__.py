@@ -6,6 +6,7 @@ Needs no GPU and, for checking a plan, no torch.
 from penstock.planner._bounds import lower_bound
 from penstock.planner._brute_force import brute_force
 from penstock.planner._check import check
+from penstock.planner._exact import Peak, exact, min_peak, min_working_set
 from penstock.planner._pack import pack
 from penstock.planner._pack_check import check_packing
 from penstock.planner._pack_types import Buffer, Packing
@@ -29,6 +30,7 @@ __all__ = [
     "Buffer",
     "Copy",
     "Packing",
+    "Peak",
     "Placement",
     "Plan",
     "Residency",
@@ -43,7 +45,10 @@ __all__ = [
     "check",
     "check_packing",
     "check_scratchpad",
+    "exact",
     "lower_bound",
+    "min_peak",
+    "min_working_set",
     "pack",
     "scratchpad",
     "simulate",

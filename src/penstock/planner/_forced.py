@@ -122,7 +122,7 @@ def _remaking_seconds(forced: _Forced, shed: np.ndarray) -> np.ndarray:
 
 def _forced(graph: StepGraph, operator_seconds: Sequence[float], *, recompute: bool) -> _Forced:
     num_operators = len(graph.operators)
-    ancestors, descendants = _relatives(graph)
+    ancestors, descendants = relatives(graph)
     seconds = np.asarray(operator_seconds, dtype=np.float64)
     here, first_values = np.zeros(num_operators), np.zeros(num_operators)
     anywhere = np.zeros(num_operators)
@@ -174,7 +174,12 @@ def _forced(graph: StepGraph, operator_seconds: Sequence[float], *, recompute: b
     )
 
 
-def _relatives(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
+def forced_bytes(graph: StepGraph) -> np.ndarray:
+    """Return F(v), the bytes that have to be alive when each operator runs, in any order."""
+    return _forced(graph, [0.0] * len(graph.operators), recompute=False).here
+
+
+def relatives(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
     """Ancestors and descendants of each operator, as packed bits."""
     num_operators = len(graph.operators)
     width = (num_operators + 7) // 8

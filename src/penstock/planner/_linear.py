@@ -32,6 +32,8 @@ class LinearProgram:
         self._factors: list[float] = []
         self.values: np.ndarray = np.zeros(0)
         self.proved_optimal = False
+        self.has_solution = False
+        self.proved_infeasible = False
 
     @property
     def num_entries(self) -> int:
@@ -97,8 +99,10 @@ class LinearProgram:
         solver.setOptionValue("mip_rel_gap", 0.0)
         solver.passModel(program)
         solver.run()
+        self.proved_infeasible = solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible
         self.proved_optimal = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
         self.values = np.array(solver.getSolution().col_value)
+        self.has_solution = bool(solver.getSolution().value_valid)
         return solver.getObjectiveValue() if self.proved_optimal else None
 
     def _merged(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
