@@ -23,6 +23,7 @@ NOWHERE = -1
 
 # From so many windows on, a step for all of them at once is faster than one step of a heap each.
 _MANY_WINDOWS = 24
+_SWAPS_PER_BATCH, _MOST_SWAPS = 8, 1000
 _JITTER = 0.1  # relative, of the sizes by which a single window is sorted
 
 
@@ -202,6 +203,52 @@ def place_rest(
         if counts[batch] < most_samples:
             insort(slack, (free - cost, batch))
     return batches, num_batches
+
+
+def without_empty(batches: Integers, num_batches: int) -> tuple[Integers, int]:
+    """Number the batches anew where some have no sample, as with samples that cost nothing."""
+    used = np.bincount(batches, minlength=num_batches) > 0
+    if used.all():
+        return batches, num_batches
+    return (np.cumsum(used) - 1)[batches], int(used.sum())
+
+
+def level(costs: Floats | Integers, batches: Integers, num_batches: int) -> Integers:
+    """Swap samples of the heaviest batch and the lightest one as long as the heaviest gets lighter.
+
+    Args:
+        costs: Of the samples, `[num_samples]`.
+        batches: The batch of each sample.
+        num_batches: Batches that there are.
+
+    Returns:
+        The batch of each sample; every batch has as many as before.
+    """
+    batches = batches.copy()
+    by_batch = np.argsort(batches, kind="stable")
+    members = np.split(by_batch, np.cumsum(np.bincount(batches, minlength=num_batches))[:-1])
+    loads = np.array([costs[each].sum() for each in members])
+    for _ in range(min(_SWAPS_PER_BATCH * num_batches, _MOST_SWAPS)):
+        heavy, light = int(loads.argmax()), int(loads.argmin())
+        gap = loads[heavy] - loads[light]
+        theirs = members[light][np.argsort(costs[members[light]], kind="stable")]
+        mine = costs[members[heavy]]
+        # For each sample of the heavy batch the one of the light batch that halves the gap best.
+        places = np.searchsorted(costs[theirs], mine - gap / 2).clip(0, len(theirs) - 1)
+        gains = mine - costs[theirs[places]]
+        gains = np.where((gains > 0) & (gains < gap), np.minimum(gains, gap - gains), 0)
+        best = int(gains.argmax())
+        if gains[best] <= 0:
+            break
+        given, taken = members[heavy][best], theirs[places[best]]
+        members[heavy][best] = taken
+        theirs[places[best]] = given
+        members[light] = theirs
+        loads[heavy] += costs[taken] - costs[given]
+        loads[light] += costs[given] - costs[taken]
+    for batch, each in enumerate(members):
+        batches[each] = batch
+    return batches
 
 
 def longest_first(

@@ -20,12 +20,14 @@ from penstock.batching._costs import Floats, Integers, SampleCosts, numbers_of, 
 from penstock.batching._packing import (
     NOWHERE,
     deal,
+    level,
     lightest_first,
     longest_first,
     place_rest,
     shares,
     split_largest,
     windows_of,
+    without_empty,
 )
 from penstock.units import format_bytes, parse_bytes
 
@@ -386,6 +388,8 @@ class BalancedBatchSampler(Sampler[list[Any]]):
             most = np.concatenate([shares(count, batches) for count, batches in counts])
             costs = self._costs[items][by_window]
             packed = lightest_first(costs, starts, windows, most_samples=most)
+            if random is not None:  # otherwise windows stay what they are
+                packed = level(costs, packed, wanted)
             batch_of[items[by_window]] = packed
             return batch_of, wanted
         most_samples = self.batch_size or _NO_LIMIT
@@ -413,6 +417,7 @@ class BalancedBatchSampler(Sampler[list[Any]]):
             packed, num_batches = place_rest(
                 costs[by_window], packed, wanted, most_cost=room, most_samples=most_samples
             )
+        packed, num_batches = without_empty(packed, num_batches)
         batch_of[items[by_window]] = packed
         return batch_of, num_batches
 
