@@ -114,13 +114,13 @@ CASES: dict[str, Case] = {
         batch_size=512,
     ),
     "nasnet-25": Case(
-        title="NASNet-25, batch 64", model=convolutions.nasnet, batch=_images(331), batch_size=64
+        title="NASNet-25, batch 128", model=convolutions.nasnet, batch=_images(331), batch_size=128
     ),
     "rnn-8k": Case(
-        title="RNN 8K, 8 layers, 20 steps, batch 4096",
+        title="RNN 8K, 8 layers, 20 steps, batch 10240",
         model=_recurrent(False, "tanh", 8),
         batch=_sequences(20, 8192),
-        batch_size=4096,
+        batch_size=10240,
     ),
     "brnn-8k": Case(
         title="BRNN 8K, 8 layers, 20 steps, batch 2048",
