@@ -129,10 +129,10 @@ CASES: dict[str, Case] = {
         batch_size=2048,
     ),
     "lstm-8k": Case(
-        title="LSTM 8K, 8 layers, 20 steps, batch 512",
+        title="LSTM 8K, 8 layers, 20 steps, batch 768",
         model=_recurrent(False, "lstm", 8),
         batch=_sequences(20, 8192),
-        batch_size=512,
+        batch_size=768,
     ),
     "blstm-8k": Case(
         title="BLSTM 8K, 4 layers, 20 steps, batch 512",
@@ -177,7 +177,7 @@ CASES: dict[str, Case] = {
         optimizer="adamw",
     ),
     "bert-large": Case(
-        title="BERT large, 512 tokens, batch 128",
+        title="BERT large, 512 tokens, batch 64",
         model=_transformer(
             "BertConfig",
             "BertForMaskedLM",
@@ -187,7 +187,7 @@ CASES: dict[str, Case] = {
             intermediate_size=4096,
         ),
         batch=_tokens(512),
-        batch_size=128,
+        batch_size=64,
         optimizer="adamw",
     ),
 }

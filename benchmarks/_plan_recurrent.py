@@ -61,10 +61,11 @@ _CELLS = {"tanh": TanhCell, "lstm": LstmCell}
 
 
 class Recurrent(nn.Module):
-    """Layers of cells over time, in one or both directions; the last state predicts the target."""
+    """Layers of cells over time, in one or both directions; the last states predict the target."""
 
     def __init__(self, *, num_layers: int, width: int, bidirectional: bool, cell: str) -> None:
         super().__init__()
+        self.width, self.bidirectional = width, bidirectional
         make, directions = _CELLS[cell], 2 if bidirectional else 1
         self.layers = nn.ModuleList()
         for layer in range(num_layers):
@@ -78,7 +79,10 @@ class Recurrent(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, nn.ModuleList)
             sequence = self._run(layer, sequence)
-        return F.mse_loss(self.head(sequence[-1]), target_BH)
+        last_BH = sequence[-1]
+        if self.bidirectional:  # each direction ends at the other end of time
+            last_BH = torch.cat([last_BH[:, : self.width], sequence[0][:, self.width :]], dim=1)
+        return F.mse_loss(self.head(last_BH), target_BH)
 
     @staticmethod
     def _run(layer: nn.ModuleList, sequence: list[Tensor]) -> list[Tensor]:

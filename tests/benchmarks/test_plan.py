@@ -1,0 +1,130 @@
+import pytest
+
+import graphs
+import penstock.graph
+from _plan_arms import ABLATIONS, ARMS, OURS, Planner
+from _plan_models import CASES, SWAPADVISOR
+from _plan_table import bars, show
+from _rows import environment, read_rows, write_rows
+from penstock.errors import InfeasibleError
+from penstock.planner import Budget, check
+from penstock.planner._reference_order import peak_of_program_order
+from plan import arm_row, budgets, minimum_bytes
+
+UNIT = 256
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return graphs.chain_step(8, weight_bytes=UNIT, activation_bytes=4 * UNIT)
+
+
+@pytest.fixture(scope="module")
+def planner(graph):
+    return Planner(
+        graph,
+        [1.0] * len(graph.operators),
+        Budget(device_bytes=int(peak_of_program_order(graph) * 0.6), host_bytes=1 << 40),
+        graphs.machine(out=4 * UNIT, back=4 * UNIT),
+        time_limit=1.0,
+        seed=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("wresnet-152-10", 5820.4),
+        ("inception-v4", 42.7),  # as published
+        ("nasnet-25", 102.0),
+        ("brnn-8k", 3221.4),
+        ("gpt2-48", 1557.6),
+        ("llama-7b", 6738.4),
+        ("t5-3b", 2851.6),
+        ("bert-large", 335.2),
+    ],
+)
+def test_models_have_the_parameters_that_they_should(name, millions):
+    model, optimizer, _ = CASES[name].build(batch_size=1)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count / 1e6 == pytest.approx(millions, abs=0.06)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+
+
+def test_the_table_of_the_paper_is_there():
+    assert set(SWAPADVISOR) <= set(CASES)
+
+
+def test_nasnet_a_of_the_paper_is_a_case_of_ours():
+    import torch
+
+    from _plan_convolutions import nasnet
+
+    with torch.device("meta"):
+        parameters = nasnet(6).parameters()
+        count = sum(parameter.numel() for parameter in parameters)
+    assert count / 1e6 == pytest.approx(88.75, abs=0.01)  # NASNet-A (6 @ 4032)
+
+
+def test_a_small_recurrent_net_is_captured_as_it_is_counted():
+    import torch
+
+    from _plan_recurrent import Recurrent
+
+    model = Recurrent(num_layers=2, width=8, bidirectional=True, cell="lstm")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = (torch.zeros(3, 4, 8), torch.zeros(4, 8))
+    graph = penstock.graph.capture(model, optimizer, batch)
+    # Both directions of both layers take 3 steps: the input's product each, the state's for two.
+    products = [
+        o for o in graph.operators if o.phase == "forward" and o.target.endswith("mm.default")
+    ]
+    assert len(products) == 2 * 2 * (3 + 2) + 1
+    layer = 4 * 8 * 8 * (3 + 2)
+    assert sum(o.flops for o in products) == 2 * 4 * (2 * layer + 2 * (layer + 3 * 4 * 8 * 8) + 128)
+
+
+def test_budgets_end_at_the_minimum(graph):
+    peak, least = peak_of_program_order(graph), minimum_bytes(graph)
+    # A backward: activation, weight, its gradient, and the gradient that is written over.
+    assert least == (4 + 1 + 1 + 4) * UNIT
+    found = budgets(graph, ["1/2", "1/4", "1/100"])
+    assert found["1/2"] == peak // 2
+    assert found["minimum"] == int(least * 1.05)
+    assert "1/100" not in found
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_arm_makes_plans_that_pass_the_checker(arm, planner):
+    try:
+        check(planner.graph, planner.plan(arm))
+    except InfeasibleError:
+        assert arm in ("LP per layer (torchtitan)", "torch's memory budget")
+
+
+def test_frozen_decisions_have_a_bound_of_their_own(planner):
+    frozen = planner.bound_of(list(ABLATIONS)[-1])
+    assert frozen.seconds >= planner.bound_of(OURS).seconds
+
+
+def test_rows_say_what_came_of_it(planner, tmp_path, capsys):
+    where = environment("cpu")
+    extra = {"share": "1/8"}
+    rows = [arm_row(planner, arm, "a case", extra, where) for arm in (OURS, ARMS[0])]
+    write_rows(rows, tmp_path)
+    assert [row.extra["outcome"] for row in rows] == ["planned"] * 2
+    assert rows[0].median_seconds <= rows[1].median_seconds
+    (path,) = tmp_path.glob("*/plan.json")
+    assert len(read_rows(path)) == 2
+    show(where["device_name"], tmp_path)
+    shown = capsys.readouterr().out
+    assert "a case" in shown
+    assert "in 0 cases" in shown
+
+
+def test_the_bars_find_where_another_arm_is_faster(planner):
+    where = environment("cpu")
+    ours, other = (arm_row(planner, arm, "c", {"share": "1/8"}, where) for arm in (OURS, ARMS[0]))
+    swapped = {("c", OURS): other, ("c", ARMS[0]): ours}
+    assert any("slower than another arm in 1 cases" in line for line in bars(swapped, ["c"]))
