@@ -70,10 +70,10 @@ def plan(
     reorder: Annotated[bool, typer.Option(help="Operators may change their order.")] = True,
     recompute: Annotated[bool, typer.Option(help="Operators may run again.")] = True,
     method: Annotated[
-        Literal["auto", "genetic", "exact", "lru", "lru-prefetch", "belady", "layers-lp"],
+        Literal["auto", "genetic", "lru", "lru-prefetch", "belady", "layers-lp"],
         typer.Option(
             metavar="NAME",
-            help="auto; to compare with: genetic, exact, lru, lru-prefetch, belady, layers-lp.",
+            help="auto; to compare with: genetic, lru, lru-prefetch, belady, layers-lp.",
         ),
     ] = "auto",
     time_limit: Annotated[

@@ -194,6 +194,7 @@ def _from_config(
         ) from error
     import torch
 
+    transformers.logging.set_verbosity_error()  # its warnings are about training, not planning
     values = dict(values)
     kind = values.pop("model_type", None)
     try:

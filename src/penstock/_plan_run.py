@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from penstock.planner import Budget, Plan
     from penstock.report import Sweep
 
-METHODS = ("auto", "genetic", "exact", "lru", "lru-prefetch", "belady", "layers-lp")
 SWEEP_SHARES = (
     1.0,
     0.9,
@@ -187,17 +186,28 @@ def make_plan(
             seed=options.seed,
             progress=progress,
         )
-    from penstock import planner
+    from penstock.planner._auto_plan import plan_auto
+    from penstock.planner._bounds import lower_bound
+    from penstock.planner._reference_plan import Below
 
-    return planner.plan(  # pyright: ignore[reportAttributeAccessIssue]
+    reorder, recompute = options.reorder, options.recompute
+    below = Below.of(task.machine, budget)
+    return plan_auto(
         task.graph,
-        device_memory=device_bytes,
-        host_memory=budget.host_bytes,
-        store=options.store,
+        operator_seconds=task.operator_seconds,
+        budget=budget,
         machine=task.machine,
-        reorder=options.reorder,
-        recompute=options.recompute,
-        method=options.method,
+        links=None if below is None else (below.out, below.back),
+        bound=lower_bound(
+            task.graph,
+            task.operator_seconds,
+            budget,
+            task.machine,
+            reorder=reorder,
+            recompute=recompute,
+        ),
+        reorder=reorder,
+        recompute=recompute,
         time_limit=options.time_limit,
         seed=options.seed,
         progress=progress,
