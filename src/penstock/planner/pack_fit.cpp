@@ -114,7 +114,8 @@ Layout fit_along(const Part& part, const std::vector<int>& order, Fit fit, Size 
 std::vector<std::vector<double>> keys(const Part& part) {
   const int n = part.count();
   const std::vector<Size> crowd = contention(part);
-  std::vector<double> size(n), life(n), area(n), crowded(n), early(n), late(n), large(n);
+  std::vector<double> size(n), life(n), area(n), crowded(n), early(n), late(n), large(n),
+      larger(n);
   for (int b = 0; b < n; ++b) {
     size[b] = static_cast<double>(part.size[b]);
     life[b] = part.lifetime(b);
@@ -123,9 +124,10 @@ std::vector<std::vector<double>> keys(const Part& part) {
     early[b] = -part.first(b);
     late[b] = part.last(b);
     // Few buffers of a long program live long; placed first, they are quickly placed.
-    large[b] = size[b] + (life[b] > part.num_sections / 16.0 ? 1e18 : 0.0);
+    large[b] = size[b] + (life[b] > part.num_sections / 64.0 ? 1e18 : 0.0);
+    larger[b] = size[b] + (life[b] > part.num_sections / 4.0 ? 1e18 : 0.0);
   }
-  return {size, area, life, crowded, early, late, large};
+  return {size, area, life, crowded, early, late, large, larger};
 }
 
 std::vector<int> sorted_by(const std::vector<double>& first, const std::vector<double>& second) {
@@ -143,10 +145,10 @@ std::vector<int> sorted_by(const std::vector<double>& first, const std::vector<d
 template <class OutOfTime>
 Layout best_fit(const Part& part, Size goal, std::vector<int>& best_order, OutOfTime out_of_time) {
   const std::vector<std::vector<double>> by = keys(part);
-  enum { kSize, kArea, kLife, kCrowded, kEarly, kLate, kLarge };
-  const std::pair<int, int> orders[] = {{kLarge, kLife},   {kLife, kSize},  {kSize, kLife},  {kArea, kSize},
-                                        {kCrowded, kSize}, {kEarly, kSize}, {kCrowded, kLife},
-                                        {kLate, kSize},    {kCrowded, kArea}};
+  enum { kSize, kArea, kLife, kCrowded, kEarly, kLate, kLarge, kLarger };
+  const std::pair<int, int> orders[] = {
+      {kLarge, kLife},   {kLarger, kLife},   {kLife, kSize}, {kSize, kLife},   {kArea, kSize},
+      {kCrowded, kSize}, {kCrowded, kLife},  {kEarly, kSize}, {kLate, kSize}, {kCrowded, kArea}};
   Placed placed(part);
   Layout best;
   for (auto [first, second] : orders) {
