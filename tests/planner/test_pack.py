@@ -252,6 +252,7 @@ def test_a_result_prints_and_becomes_json():
     [
         (([(0, 0, 4)],), r"buffers\[0\]: lower=0, upper=0"),
         (([(0, 1, -4)],), "size=-4"),
+        (([Buffer(0, 2, 4, offset=0), Buffer(1, 2, 4, offset=3)],), "collide: at time 1"),
         (([(0, 1, 4)], -1), "capacity=-1"),
         (([(0, 1, 4)], 8, -1), "time_limit=-1"),
     ],

@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from penstock.errors import InfeasibleError
+from penstock.errors import InfeasibleError, PlanError
+from penstock.planner._pack_check import check_overlap
 from penstock.planner._pack_fallback import pack_fallback
 from penstock.planner._pack_native import Found, library, pack_native
-from penstock.planner._pack_types import BufferLike, Packing, as_buffers
+from penstock.planner._pack_types import Buffer, BufferLike, Packing, as_buffers
 
 
 def pack(
@@ -53,6 +54,7 @@ def pack(
         raise ValueError(f"time_limit={time_limit}: must be a number of seconds, zero or more")
     start = time.perf_counter()
     given = as_buffers(buffers)
+    _check_fixed(given)
     # Buffers without bytes fit anywhere; those with bytes are what the engines know.
     solid = [index for index, buffer in enumerate(given) if buffer.size]
     inner = [given[index] for index in solid]
@@ -80,6 +82,19 @@ def pack(
         num_nodes=found.num_nodes,
         pack_seconds=time.perf_counter() - start,
     )
+
+
+def _check_fixed(buffers: list[Buffer]) -> None:
+    spans = [
+        (span, buffer.offset, buffer.offset + buffer.size, index)
+        for index, buffer in enumerate(buffers)
+        if buffer.offset is not None and buffer.size
+        for span in buffer.spans
+    ]
+    try:
+        check_overlap(spans)
+    except PlanError as error:
+        raise ValueError(f"buffers with a fixed offset collide: {error}; move one") from None
 
 
 def _infeasible(

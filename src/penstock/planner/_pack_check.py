@@ -52,7 +52,7 @@ def check_packing(
         for span in buffer.spans
         if buffer.size
     ]
-    _check_overlap(spans)
+    check_overlap(spans)
     height = max((end for _, _, end, _ in spans), default=0)
     if packing.height != height:
         raise PlanError(f"the height is {height}, not {packing.height}", rule="height")
@@ -65,7 +65,7 @@ def check_packing(
         )
 
 
-def _check_overlap(spans: list[tuple[tuple[int, int], int, int, int]]) -> None:
+def check_overlap(spans: list[tuple[tuple[int, int], int, int, int]]) -> None:
     """Sweep over time with the live address ranges sorted; neighbours must not overlap."""
     events = []
     for (lower, upper), start, end, index in spans:

@@ -58,7 +58,9 @@ class Driver {
 
   bool has_capacity() const { return request_.capacity >= 0; }
   Size capacity() const { return request_.capacity / divisor_; }
-  Size bound() const { return bounds_.empty() ? 0 : *std::max_element(bounds_.begin(), bounds_.end()); }
+  Size bound() const {
+    return bounds_.empty() ? 0 : *std::max_element(bounds_.begin(), bounds_.end());
+  }
   // There is no use in packing a part lower than this.
   Size goal() const { return has_capacity() ? std::max(capacity(), bound()) : bound(); }
 
@@ -96,7 +98,7 @@ class Driver {
     fill_overlaps(part);
     const Size target = goal();
     for (int round = 0; !out_of_time(); ++round) {
-      std::vector<std::unique_ptr<Task>> tasks = round_of(part, round, target, layouts_[index].height);
+      auto tasks = round_of(part, round, target, layouts_[index].height);
       run_tasks(part, tasks);
       for (const auto& task : tasks) {
         if (task->verdict == Verdict::kImpossible) {
@@ -112,7 +114,8 @@ class Driver {
     return false;
   }
 
-  std::vector<std::unique_ptr<Task>> round_of(const Part& part, int round, Size target, Size height) {
+  std::vector<std::unique_ptr<Task>> round_of(const Part& part, int round, Size target,
+                                              Size height) {
     static constexpr int kTasks = 4;
     const std::vector<std::vector<double>> by = keys(part);
     enum { kSize, kArea, kLife, kCrowded, kEarly, kLate };

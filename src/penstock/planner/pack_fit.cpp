@@ -140,8 +140,8 @@ std::vector<int> sorted_by(const std::vector<double>& first, const std::vector<d
   return order;
 }
 
-// The best of several orders, which is returned too; stops at `goal`. `out_of_time` is asked between
-// orders.
+// The best of several orders, which is returned too; stops at `goal`. `out_of_time` is asked
+// between orders.
 template <class OutOfTime>
 Layout best_fit(const Part& part, Size goal, std::vector<int>& best_order, OutOfTime out_of_time) {
   const std::vector<std::vector<double>> by = keys(part);

@@ -1,8 +1,8 @@
 // What every part of the packer works on: buffers of one independent part of the problem.
 //
 // Times become sections: between two neighbouring events (a buffer begins or ends) nothing changes,
-// so a buffer is a list of ranges of sections. Sizes are divided by their common divisor. Parts that
-// are never alive together share no section and are packed one by one.
+// so a buffer is a list of ranges of sections. Sizes are divided by their common divisor. Parts
+// that are never alive together share no section and are packed one by one.
 //
 // The files pack_*.cpp are one translation unit, in the order that _pack_native.py gives.
 
@@ -87,7 +87,7 @@ std::vector<Size> live_bytes(const Part& part) {
 std::vector<Size> contention(const Part& part) {
   const std::vector<Size> live = live_bytes(part);
   std::vector<Size> result(part.count(), 0);
-  // A sparse table answers the maximum of a range at once; long lifetimes would make this quadratic.
+  // A sparse table has the maximum of a range at once; long lifetimes would make this quadratic.
   std::vector<std::vector<Size>> table{live};
   for (int width = 1; 2 * width <= part.num_sections; width *= 2) {
     const std::vector<Size>& half = table.back();

@@ -1,9 +1,9 @@
 // Branch and bound over canonical packings, in the spirit of MiniMalloc (Moffitt, ASPLOS 2023).
 //
-// In a packing where nothing can sink, every buffer rests on address zero or on another buffer. Such
-// a packing is built by placing the buffers in the order of their offsets (ties by number), each at
-// the lowest address above all that it overlaps and that is placed. So the search chooses only who is
-// next. At each node
+// In a packing where nothing can sink, every buffer rests on address zero or on another buffer.
+// Such a packing is built by placing the buffers in the order of their offsets (ties by number),
+// each at the lowest address above all that it overlaps and that is placed. So the search chooses
+// only who is next. At each node
 //   - a buffer that would lie below the last placed one cannot be next: it has to be raised first;
 //   - a buffer that would lie so high that another one fits entirely below it need not be next;
 //   - in every section the buffers that are not placed must still fit above their lowest addresses,
@@ -79,7 +79,9 @@ class Search {
     return found ? Verdict::kFound : Verdict::kImpossible;
   }
 
-  int64_t num_nodes(int64_t max_nodes) const { return max_nodes - std::max<int64_t>(nodes_left_, 0); }
+  int64_t num_nodes(int64_t max_nodes) const {
+    return max_nodes - std::max<int64_t>(nodes_left_, 0);
+  }
 
   Layout layout() const {
     Layout layout{std::vector<Size>(n_), 0};
@@ -136,7 +138,8 @@ class Search {
       if (is_blocked(b, floor, last)) {
         lowest = kNever;
         for (int other : overlaps_[b]) {
-          if (!is_placed_[other]) lowest = std::min(lowest, std::max(lowest_[other], floor) + size_[other]);
+          if (is_placed_[other]) continue;
+          lowest = std::min(lowest, std::max(lowest_[other], floor) + size_[other]);
         }
         if (lowest + size_[b] > capacity_) return false;
       }
@@ -184,7 +187,8 @@ class Search {
     for (int b : buffers) ceiling = std::min(ceiling, lowest_[b] + size_[b]);
     std::vector<std::pair<Size, int>> candidates;
     for (int b : buffers) {
-      if (lowest_[b] < ceiling && !is_blocked(b, floor, last)) candidates.push_back({lowest_[b], b});
+      if (lowest_[b] >= ceiling || is_blocked(b, floor, last)) continue;
+      candidates.push_back({lowest_[b], b});
     }
     for (auto [offset, b] : candidates) {
       if (solve_with(buffers, b, offset)) return true;

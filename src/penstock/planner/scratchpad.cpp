@@ -7,7 +7,7 @@
 //
 // An order is decoded from a list of anchors: the operators that do more than prepare one other
 // operator. Each anchor is preceded by what it needs and what has not run yet, so every list of
-// anchors is legal, and what only loads an operand runs at the last moment, where it is never worse.
+// anchors is legal, and what only loads an operand runs at the last moment, which is never worse.
 
 #include <algorithm>
 #include <atomic>
@@ -153,7 +153,8 @@ class Evaluator {
 class OrderSearch {
  public:
   explicit OrderSearch(const Request& request)
-      : request_(request), evaluator_(request), random_(request.seed), done_(request.num_operators) {}
+      : request_(request), evaluator_(request), random_(request.seed),
+        done_(request.num_operators) {}
 
   // Improve `order` in place; returns its cost, or -1 where it is not possible at all.
   int64_t run(int64_t* order) {
@@ -173,14 +174,15 @@ class OrderSearch {
         const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - start;
         if (spent.count() > request_.time_limit || request_.stop->load() != 0) break;
       }
-      const double temperature =
-          hot * std::pow(0.01, static_cast<double>(i) / static_cast<double>(request_.num_proposals));
+      const double progress = static_cast<double>(i) / static_cast<double>(request_.num_proposals);
+      const double temperature = hot * std::pow(0.01, progress);
       std::vector<int> changed = proposed(anchors);
       decoded = decode(changed);
       const int64_t new_cost = evaluator_.cost(decoded);
       if (new_cost < 0) continue;
       const double chance = std::exp(static_cast<double>(cost - new_cost) / temperature);
-      if (new_cost > cost && std::uniform_real_distribution<double>(0, 1)(random_) >= chance) continue;
+      std::uniform_real_distribution<double> draw(0, 1);
+      if (new_cost > cost && draw(random_) >= chance) continue;
       // What was pulled forward by its users keeps the place that it got.
       anchors.clear();
       for (int op : decoded) {
