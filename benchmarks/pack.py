@@ -109,22 +109,25 @@ def row(case: str, arm: str, seconds: list[float], height: int, bound: int, wher
 
 
 def ours(case: str, buffers: Lifetimes, capacity: int | None, options, where) -> BenchmarkRow:
-    seconds, heights = [], []
+    seconds, heights, cpu = [], [], []
     packing = None
     for seed in range(options.repetitions):
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         try:
             packing = pack(buffers, capacity, time_limit=options.time_limit, seed=seed)
         except InfeasibleError as error:
             seconds.append(time.perf_counter() - start)
+            cpu.append(time.process_time() - cpu_start)
             heights.append(error.minimum_device_bytes or 0)
         else:
             seconds.append(time.perf_counter() - start)
+            cpu.append(time.process_time() - cpu_start)
             check_packing(buffers, packing, capacity)
             heights.append(packing.height)
     bound = packing.lower_bound if packing else live_bytes(buffers)
     solved = None if capacity is None else all(height <= capacity for height in heights)
     extra = {"heights": heights, "all_seconds": seconds, "capacity": capacity, "solved": solved}
+    extra["cpu_seconds"] = cpu
     extra["proved_optimal"] = bool(packing and packing.optimal)
     return row(case, "penstock", seconds, min(heights), bound, where, **extra)
 
