@@ -105,8 +105,8 @@ def lower_bound(
         seconds = np.array([operator_seconds[operator] for operator in frozen])
         again = np.asarray(operator_seconds) if recompute else None
         solvers = {"windows": window_bound, "residency_lp": residency_bound}
-        for name, solve in solvers.items():
-            left = deadline - time.monotonic()
+        for solvers_left, (name, solve) in zip((2, 1), solvers.items(), strict=True):
+            left = (deadline - time.monotonic()) / solvers_left
             bound = None
             if left > 0:
                 bound = solve(graph, lives, seconds, capacity, rates, again, time_limit=left)

@@ -10,6 +10,7 @@ begins while transfers of the other still run, so the step is repeated until the
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from penstock.planner._plan import Plan, Transfer
 
 _TOLERANCE = 1e-12  # of the step: states of successive steps that differ by less are the same
 _MAX_STEPS = 100
+
+_End = tuple[int, int]  # transfer, 0 or 1 steps ago
 
 
 class Stall(NamedTuple):
@@ -132,9 +135,9 @@ class _Boundary(NamedTuple):
     position: int
     seconds_before: float  # of the operators since the boundary before it in the list
     leaving: list[int]  # transfers out of the device that begin
-    left: list[tuple[int, int]]  # (transfer, 0 or 1 steps ago) finished, not into the device
+    left: list[_End]  # finished, not into the device
     others: list[int]  # transfers into the device, or between host and file, that begin
-    entered: list[tuple[int, int]]  # finished, into the device
+    entered: list[_End]  # finished, into the device
 
 
 class _Replay:
@@ -270,33 +273,38 @@ def _boundaries(plan: Plan | _Timed) -> tuple[list[_Boundary], float]:
         link: (link.source == Tier.DEVICE, link.destination == Tier.DEVICE)
         for link in {transfer.link for transfer in plan.transfers}
     }
-    events: dict[int, _Boundary] = {}
-
-    def event(position: int) -> _Boundary:
-        if position not in events:
-            events[position] = _Boundary(position, 0.0, [], [], [], [])
-        return events[position]
-
     begins: dict[Link, int] = {}  # a transfer begins after the one before it on its link
-    for index, transfer in enumerate(plan.transfers):
-        begin = max(begins.get(transfer.link, 0), transfer.start)
-        begins[transfer.link] = begin
-        if begin > transfer.end:
+    leaving, others = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+    left, entered = defaultdict[int, list[_End]](list), defaultdict[int, list[_End]](list)
+    for index, (value, link, _, start, end) in enumerate(plan.transfers):
+        begin = begins.get(link, 0)
+        if start > begin:
+            begins[link] = begin = start
+        if begin > end:
             raise PlanError(
-                f"transfer {index} (value {transfer.value}, {transfer.link.value}) has to be "
-                f"finished by boundary {transfer.end}, but one before it on the link begins at "
-                f"{begin}: order the transfers of a link by the boundaries that wait for them",
+                f"transfer {index} (value {value}, {link.value}) has to be finished by boundary "
+                f"{end}, but one before it on the link begins at {begin}: order the transfers of "
+                "a link by the boundaries that wait for them",
                 rule="link_order",
             )
-        steps_ago, position = divmod(transfer.end, num_positions)
-        leaves, enters = sides[transfer.link]
-        (event(begin).leaving if leaves else event(begin).others).append(index)
-        (event(position).entered if enters else event(position).left).append((index, steps_ago))
+        leaves, enters = sides[link]
+        (leaving if leaves else others)[begin].append(index)
+        ended = (index, 0) if end < num_positions else (index, 1)
+        (entered if enters else left)[end % num_positions].append(ended)
     seconds = [plan.operator_seconds[operator] for operator in plan.order]
     boundaries, before = [], 0
-    for position in sorted(events):
+    for position in sorted({*leaving, *others, *left, *entered}):
         elapsed = sum(seconds[before:position])
-        boundaries.append(events[position]._replace(seconds_before=elapsed))
+        boundaries.append(
+            _Boundary(
+                position,
+                elapsed,
+                leaving.get(position, []),
+                left.get(position, []),
+                others.get(position, []),
+                entered.get(position, []),
+            )
+        )
         before = position
     return boundaries, sum(seconds[before:])
 
