@@ -272,14 +272,15 @@ class _Interruption:
 
 
 def _run_sweep(task: _Task, out: Console, err: Console) -> None:
-    from rich.box import SIMPLE
     from rich.table import Table
 
     from penstock.report import draw_sweep
 
     options = task.options
     sweep = sweep_memory(task, err)
-    table = Table("", "device memory", "of stock", "step", "throughput", "gap at most", box=SIMPLE)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("", "memory", "share", "step", "speed", "gap"):
+        table.add_column(heading, no_wrap=True)
     for name in sweep.names:
         for point in reversed(sweep.curve(name)):
             speed = sweep.ideal_seconds / point.step_seconds
