@@ -3,6 +3,7 @@
 Needs no GPU and, for checking a plan, no torch.
 """
 
+from penstock.planner._api import plan
 from penstock.planner._bounds import lower_bound
 from penstock.planner._brute_force import brute_force
 from penstock.planner._check import check
@@ -10,7 +11,7 @@ from penstock.planner._exact import Peak, exact, min_peak, min_working_set
 from penstock.planner._pack import pack
 from penstock.planner._pack_check import check_packing
 from penstock.planner._pack_types import Buffer, Packing
-from penstock.planner._plan import Bound, Budget, Copy, Placement, Plan, Transfer
+from penstock.planner._plan import Bound, Budget, Copy, Found, Placement, Plan, Transfer
 from penstock.planner._scratchpad import scratchpad
 from penstock.planner._scratchpad_check import check_scratchpad
 from penstock.planner._scratchpad_types import (
@@ -29,6 +30,7 @@ __all__ = [
     "Budget",
     "Buffer",
     "Copy",
+    "Found",
     "Packing",
     "Peak",
     "Placement",
@@ -50,6 +52,7 @@ __all__ = [
     "min_peak",
     "min_working_set",
     "pack",
+    "plan",
     "scratchpad",
     "simulate",
 ]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from penstock.memory import Link, MachineProfile
 from penstock.planner._auto import AutoSearch, Candidate
 from penstock.planner._emit import Movement, emit
 from penstock.planner._engine import OperatorSequence, Problem
-from penstock.planner._plan import Bound, Budget, Plan
+from penstock.planner._plan import Bound, Budget, Found, Plan
 from penstock.planner._residency import Rates, Residency, ResidencySearch
 from penstock.planner._simulate import simulate
 from penstock.units import format_bytes
@@ -40,20 +39,6 @@ _TARGETS = (
 )  # of the arena, for the search
 
 
-class Progress(NamedTuple):
-    """How far a search is.
-
-    Attributes:
-        elapsed_seconds: Since it began.
-        step_seconds: Of the best plan so far, by the search's own replay.
-        lower_bound_seconds: What no plan can beat.
-    """
-
-    elapsed_seconds: float
-    step_seconds: float
-    lower_bound_seconds: float
-
-
 def plan_auto(
     graph: StepGraph,
     *,
@@ -66,7 +51,7 @@ def plan_auto(
     recompute: bool = True,
     time_limit: float = 60,
     seed: int = 0,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[Found], None] | None = None,
 ) -> Plan:
     """Plan a step with the best that the search finds.
 
@@ -96,7 +81,7 @@ def plan_auto(
     def report(candidate: Candidate) -> None:
         if progress is not None:
             elapsed = time.monotonic() - begin
-            progress(Progress(elapsed, candidate.seconds, bound.seconds))
+            progress(Found(elapsed, candidate.seconds, bound.seconds))
 
     rates = None
     if links is not None:

@@ -105,6 +105,20 @@ class Copy(NamedTuple):
     end: int
 
 
+class Found(NamedTuple):
+    """How far a search is.
+
+    Attributes:
+        elapsed_seconds: Since it began.
+        step_seconds: Of the best plan so far, by the search's own replay.
+        lower_bound_seconds: What no plan can beat.
+    """
+
+    elapsed_seconds: float
+    step_seconds: float
+    lower_bound_seconds: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bound:
     """Why no plan under the same frozen decisions is faster.

@@ -4,34 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
 from penstock.memory import Link, MachineProfile, Tier
 from penstock.planner._pack import pack
 from penstock.planner._pack_types import Buffer
-from penstock.planner._plan import Bound, Budget, Copy, Placement, Plan, Transfer
+from penstock.planner._plan import Bound, Budget, Copy, Found, Placement, Plan, Transfer
 from penstock.planner._reference_order import ALIGNMENT_BYTES, OrderedStep
 from penstock.planner._reference_timing import Arrangement, Speeds, sources_of_loads
 from penstock.planner._reference_walk import Residency
 from penstock.planner._simulate import simulate
 
 PACK_SECONDS = 2.0  # for the addresses of one residency
-
-
-class Found(NamedTuple):
-    """How far a search is.
-
-    Attributes:
-        elapsed_seconds: Since it began.
-        step_seconds: Of the best plan so far, by the search's own replay.
-        lower_bound_seconds: What no plan can beat.
-    """
-
-    elapsed_seconds: float
-    step_seconds: float
-    lower_bound_seconds: float
 
 
 Progress = Callable[[Found], None]

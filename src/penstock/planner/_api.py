@@ -1,0 +1,172 @@
+"""`plan`: budgets as users write them, and the planner that they ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable
+
+from penstock.errors import InfeasibleError
+from penstock.graph import StepGraph, operator_seconds
+from penstock.memory import FileStore, Link, MachineProfile, Tier, TierProfile, probe
+from penstock.memory import machine as known_machine
+from penstock.planner._auto_plan import plan_auto
+from penstock.planner._bounds import lower_bound
+from penstock.planner._genetic import plan_genetic
+from penstock.planner._plan import Budget, Found, Plan
+from penstock.units import parse_bytes
+
+METHODS = ("auto", "genetic")
+_BOUND_SHARE, _MAX_BOUND_SECONDS = 0.2, 15.0  # of the time limit
+
+
+def plan(
+    graph: StepGraph,
+    *,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    store: FileStore | str | os.PathLike[str] | None = None,
+    machine: MachineProfile | str | None = None,
+    reorder: bool = True,
+    recompute: bool = True,
+    method: str = "auto",
+    time_limit: float = 60,
+    seed: int = 0,
+    progress: Callable[[Found], None] | None = None,
+) -> Plan:
+    """Plan a training step: order, residency, recomputation, transfers and addresses, together.
+
+    Example:
+        >>> plan = plan(graph, device_memory="4GiB", machine="v100-16gb-pcie3")  # doctest: +SKIP
+        >>> plan.step_seconds, plan.lower_bound_seconds  # doctest: +SKIP
+        (0.71, 0.66)
+
+    Args:
+        graph: The step, from `penstock.capture` or a file.
+        device_memory: Bytes, or a size such as `"8GiB"`, for the arena and the operators'
+            workspace; it may be more than the device has. None: as much as needed.
+        host_memory: Of the host tier. None: on a machine with a GPU and without `store=` all that
+            its host has, else there is no host tier.
+        store: Directory or `FileStore` of the file tier.
+        machine: A name (`penstock.memory.MACHINES`), a profile, or None for this machine.
+        reorder: Whether operators may run in another order than the program's.
+        recompute: Whether operators may run again instead of keeping or moving what they made.
+        method: `"auto"`, or `"genetic"`: SwapAdvisor's algorithm, to compare with.
+        time_limit: Seconds.
+        seed: The same seed gives the same plan, where the time limit does not end the search.
+        progress: Called with each improvement; Ctrl-C takes the best plan so far.
+
+    Returns:
+        The plan, which `penstock.planner.check` accepts.
+
+    Raises:
+        InfeasibleError: No plan fits the budgets; `minimum_device_bytes` would do, and `operator`
+            is what needs them.
+        ValueError, TypeError: An argument is not what it must be.
+    """
+    _check_arguments(graph, method, time_limit)
+    profile = known_machine(machine) if isinstance(machine, str) else machine or probe(store)
+    budget, links, profile = _tiers(profile, device_memory, host_memory, store)
+    seconds = operator_seconds(graph, profile)
+    if method == "genetic":
+        return plan_genetic(
+            graph,
+            operator_seconds=seconds,
+            budget=budget,
+            machine=profile,
+            time_limit=time_limit,
+            seed=seed,
+            progress=progress,
+        )
+    bound = lower_bound(
+        graph,
+        seconds,
+        budget,
+        profile,
+        reorder=reorder,
+        recompute=recompute,
+        time_limit=min(time_limit * _BOUND_SHARE, _MAX_BOUND_SECONDS),
+    )
+    found = plan_auto(
+        graph,
+        operator_seconds=seconds,
+        budget=budget,
+        machine=profile,
+        links=links,
+        bound=bound,
+        reorder=reorder,
+        recompute=recompute,
+        time_limit=time_limit * (1 - _BOUND_SHARE),
+        seed=seed,
+        progress=progress,
+    )
+    _require_room_below(found)
+    return found
+
+
+def _check_arguments(graph: StepGraph, method: str, time_limit: float) -> None:
+    if not isinstance(graph, StepGraph):
+        raise TypeError(
+            f"graph must be a StepGraph, from penstock.capture or StepGraph.load; got {graph!r}"
+        )
+    if method not in METHODS:
+        raise ValueError(f"method={method!r}: must be one of {', '.join(map(repr, METHODS))}")
+    if not (isinstance(time_limit, int | float) and 0 < time_limit < math.inf):
+        raise ValueError(f"time_limit={time_limit!r}: must be a number of seconds above 0")
+
+
+def _tiers(
+    profile: MachineProfile,
+    device_memory: int | str | None,
+    host_memory: int | str | None,
+    store: FileStore | str | os.PathLike[str] | None,
+) -> tuple[Budget, tuple[Link, Link] | None, MachineProfile]:
+    """Budgets in bytes, the links to the tier below, and the profile with these links."""
+    links, tiers = dict(profile.links), dict(profile.tiers)
+    host_bytes = None if host_memory is None else parse_bytes(host_memory, name="host_memory")
+    if host_bytes is None and store is None and Tier.HOST in tiers:
+        host_bytes = tiers[Tier.HOST].capacity_bytes
+    if host_bytes is not None and Link.DEVICE_TO_HOST not in links:
+        # RAM below a budget of RAM: moving is copying.
+        links[Link.DEVICE_TO_HOST] = links[Link.HOST_TO_DEVICE] = profile.memcpy
+        tiers[Tier.HOST] = TierProfile(host_bytes)
+    file_bytes = None
+    if store is not None:
+        file_store = FileStore.of(store)
+        known = tiers.get(Tier.FILE)
+        file_bytes = file_store.max_bytes or (known.capacity_bytes if known else 1 << 60)
+    budget = Budget(
+        device_bytes=None
+        if device_memory is None
+        else parse_bytes(device_memory, name="device_memory"),
+        host_bytes=host_bytes,
+        file_bytes=file_bytes,
+    )
+    if host_bytes:
+        below = (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)
+    elif store is not None:
+        below = (Link.DEVICE_TO_FILE, Link.FILE_TO_DEVICE)
+        missing = [link.value for link in below if link not in links]
+        if missing:
+            raise ValueError(
+                f"store={os.fspath(FileStore.of(store).path)!r}: the profile of machine "
+                f"{profile.name!r} does not say how fast {missing[0]} is; pass "
+                "machine=penstock.probe(store)"
+            )
+    else:
+        below = None
+    return budget, below, dataclasses.replace(profile, links=links, tiers=tiers)
+
+
+def _require_room_below(found: Plan) -> None:
+    for name, needed, given in (
+        ("host_memory", found.peak_host_bytes, found.budget.host_bytes),
+        ("store", found.peak_file_bytes, found.budget.file_bytes),
+    ):
+        if needed and needed > (given or 0):
+            raise InfeasibleError(
+                f"{name}={given or 0} bytes: the best plan keeps {needed} bytes there; raise it, "
+                "or device_memory=",
+                proved=False,
+            )
