@@ -14,8 +14,10 @@ if TYPE_CHECKING:
         batching,
         codegen,
         errors,
+        graph,
         integrations,
         memory,
+        planner,
         report,
         rgnn,
         tables,
@@ -23,28 +25,38 @@ if TYPE_CHECKING:
         units,
     )
     from penstock.activations import Offload, OffloadReport, offload
-    from penstock.errors import PenstockError
+    from penstock.errors import InfeasibleError, PenstockError, PlanError
+    from penstock.graph import StepGraph, capture
     from penstock.memory import FileStore, MachineProfile, probe
+    from penstock.planner import Plan, plan
     from penstock.unified import UnifiedReport, UnifiedTensor, unify
 
 __version__ = "0.1.0"
 
 __all__ = [
     "FileStore",
+    "InfeasibleError",
     "MachineProfile",
     "Offload",
     "OffloadReport",
     "PenstockError",
+    "Plan",
+    "PlanError",
+    "StepGraph",
     "UnifiedReport",
     "UnifiedTensor",
     "__version__",
     "activations",
     "batching",
+    "capture",
     "codegen",
     "errors",
+    "graph",
     "integrations",
     "memory",
     "offload",
+    "plan",
+    "planner",
     "probe",
     "report",
     "rgnn",
@@ -56,13 +68,19 @@ __all__ = [
 
 _HOME_OF_NAME = {
     "FileStore": "memory",
+    "InfeasibleError": "errors",
     "MachineProfile": "memory",
     "Offload": "activations",
     "OffloadReport": "activations",
     "PenstockError": "errors",
+    "Plan": "planner",
+    "PlanError": "errors",
+    "StepGraph": "graph",
     "UnifiedReport": "unified",
     "UnifiedTensor": "unified",
+    "capture": "graph",
     "offload": "activations",
+    "plan": "planner",
     "probe": "memory",
     "unify": "unified",
 }

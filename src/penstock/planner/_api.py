@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 from collections.abc import Callable
 
 from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph, operator_seconds
-from penstock.memory import FileStore, Link, MachineProfile, Tier, TierProfile, probe
+from penstock.memory import (
+    FileStore,
+    Link,
+    LinkProfile,
+    MachineProfile,
+    Tier,
+    TierProfile,
+    probe,
+)
 from penstock.memory import machine as known_machine
 from penstock.planner._auto_plan import plan_auto
 from penstock.planner._bounds import lower_bound
 from penstock.planner._genetic import plan_genetic
-from penstock.planner._plan import Budget, Found, Plan
+from penstock.planner._plan import Bound, Budget, Found, Plan
 from penstock.units import parse_bytes
 
+_logger = logging.getLogger(__name__)
+
 METHODS = ("auto", "genetic")
+# One data-centre NVMe drive, where a profile was made without a store: bytes per second.
+_ASSUMED_FILE_WRITE, _ASSUMED_FILE_READ = 2e9, 3e9
 _BOUND_SHARE, _MAX_BOUND_SECONDS = 0.2, 15.0  # of the time limit
 
 
@@ -48,7 +61,8 @@ def plan(
             workspace; it may be more than the device has. None: as much as needed.
         host_memory: Of the host tier. None: on a machine with a GPU and without `store=` all that
             its host has, else there is no host tier.
-        store: Directory or `FileStore` of the file tier.
+        store: Directory or `FileStore` of the file tier. Where the machine's profile was made
+            without one, 2 GB/s of writing and 3 GB/s of reading are assumed.
         machine: A name (`penstock.memory.MACHINES`), a profile, or None for this machine.
         reorder: Whether operators may run in another order than the program's.
         recompute: Whether operators may run again instead of keeping or moving what they made.
@@ -79,15 +93,7 @@ def plan(
             seed=seed,
             progress=progress,
         )
-    bound = lower_bound(
-        graph,
-        seconds,
-        budget,
-        profile,
-        reorder=reorder,
-        recompute=recompute,
-        time_limit=min(time_limit * _BOUND_SHARE, _MAX_BOUND_SECONDS),
-    )
+    bound = _bound(graph, seconds, budget, profile, reorder, recompute, time_limit)
     found = plan_auto(
         graph,
         operator_seconds=seconds,
@@ -103,6 +109,31 @@ def plan(
     )
     _require_room_below(found)
     return found
+
+
+def _bound(
+    graph: StepGraph,
+    seconds: tuple[float, ...],
+    budget: Budget,
+    profile: MachineProfile,
+    reorder: bool,
+    recompute: bool,
+    time_limit: float,
+) -> Bound:
+    try:
+        return lower_bound(
+            graph,
+            seconds,
+            budget,
+            profile,
+            reorder=reorder,
+            recompute=recompute,
+            time_limit=min(time_limit * # One data-centre NVMe drive, where a profile was made without a store: bytes per second.
+_ASSUMED_FILE_WRITE, _ASSUMED_FILE_READ = 2e9, 3e9
+_BOUND_SHARE, _MAX_BOUND_SECONDS),
+        )
+    except InfeasibleError:  # the planner says so too, with what would do
+        return Bound(seconds=sum(seconds), binding="compute", seconds_of={"compute": sum(seconds)})
 
 
 def _check_arguments(graph: StepGraph, method: str, time_limit: float) -> None:
@@ -133,6 +164,7 @@ def _tiers(
         tiers[Tier.HOST] = TierProfile(host_bytes)
     file_bytes = None
     if store is not None:
+        _join_links(links)
         file_store = FileStore.of(store)
         known = tiers.get(Tier.FILE)
         file_bytes = file_store.max_bytes or (known.capacity_bytes if known else 1 << 60)
@@ -157,6 +189,22 @@ def _tiers(
     else:
         below = None
     return budget, below, dataclasses.replace(profile, links=links, tiers=tiers)
+
+
+def _join_links(links: dict[Link, LinkProfile]) -> None:
+    """Let bytes pass through the host on their way to the file, at the pace of the slower link."""
+    for direct, first, second, assumed in (
+        (Link.DEVICE_TO_FILE, Link.DEVICE_TO_HOST, Link.HOST_TO_FILE, _ASSUMED_FILE_WRITE),
+        (Link.FILE_TO_DEVICE, Link.FILE_TO_HOST, Link.HOST_TO_DEVICE, _ASSUMED_FILE_READ),
+    ):
+        if direct in links:
+            continue
+        for link in (first, second):
+            if link not in links and Tier.FILE in (link.source, link.destination):
+                _logger.info("%s was not measured: assuming %.1e bytes per second", link, assumed)
+                links[link] = LinkProfile(assumed, (assumed, assumed), 0)
+        if first in links and second in links:
+            links[direct] = min(links[first], links[second], key=lambda link: link.bytes_per_second)
 
 
 def _require_room_below(found: Plan) -> None:

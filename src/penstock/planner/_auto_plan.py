@@ -224,8 +224,9 @@ def _infeasible(
     sequence = OperatorSequence(problem, np.arange(len(graph.operators)))
     needed = sequence.base if rates is None else sequence.working_set
     position = int(np.argmax(needed))
-    minimum = int(needed[position]) + workspace
     name = graph.operators[int(sequence.order[position])].name
+    arena = int(needed[position])
+    minimum = _with_room_for_addresses(sequence, arena, rates) + workspace
     reason = (
         "there is no tier to which anything could leave: pass store= (or host_memory=), or raise it"
         if rates is None
@@ -236,5 +237,20 @@ def _infeasible(
         f"needs {format_bytes(minimum)} with its workspace; {reason}",
         minimum_device_bytes=minimum,
         operator=name,
-        proved=minimum > capacity + workspace and rates is not None,
+        proved=arena > capacity and rates is not None,
     )
+
+
+def _with_room_for_addresses(sequence: OperatorSequence, arena: int, rates: Rates | None) -> int:
+    """The least arena for which a plan was found, from the bytes that operators need on."""
+    residency = ResidencySearch(sequence, arena, rates).quick()
+    if residency is None:
+        return arena
+    links = None if rates is None else (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)
+    try:
+        _with_addresses(
+            residency, arena, rates, links, workspace=0, deadline=time.monotonic(), seed=0
+        )
+    except InfeasibleError as error:
+        return _minimum(error)
+    return arena
