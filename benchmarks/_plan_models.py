@@ -148,10 +148,10 @@ CASES: dict[str, Case] = {
         optimizer="adamw",
     ),
     "gpt2-48": Case(
-        title="GPT-2 XL, 48 layers, 1024 tokens, batch 16",
+        title="GPT-2 XL, 48 layers, 1024 tokens, batch 6",
         model=_gpt2(n_layer=48, n_embd=1600, n_head=25),
         batch=_tokens(1024),
-        batch_size=16,
+        batch_size=6,
         optimizer="adamw",
     ),
     "llama-7b": Case(
@@ -162,7 +162,7 @@ CASES: dict[str, Case] = {
         optimizer="adamw",
     ),
     "t5-3b": Case(
-        title="T5-3B, 512 and 512 tokens, batch 16",
+        title="T5-3B, 512 and 512 tokens, batch 8",
         model=_transformer(
             "T5Config",
             "T5ForConditionalGeneration",
@@ -173,7 +173,7 @@ CASES: dict[str, Case] = {
             num_heads=32,
         ),
         batch=_tokens(512),
-        batch_size=16,
+        batch_size=8,
         optimizer="adamw",
     ),
     "bert-large": Case(
