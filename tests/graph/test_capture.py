@@ -1,6 +1,7 @@
 """A captured training step does what eager does, bit for bit, and leaves no trace."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 import _traps
 from _steps import differences, eager_step, unlike_eager
 from _zoo import CASES, Mixture
-from penstock.graph import Kind, Phase, capture
+from penstock.graph import Kind, Operator, Phase, StepGraph, TensorView, capture
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -214,3 +215,71 @@ def test_likeness_is_no_need():
     made = [each for each in graph.operators if each.target in ("penstock.empty", "penstock.full")]
     assert len(made) > 7
     assert all(each.reads == () for each in made)
+
+
+def in_place(graph: StepGraph) -> StepGraph:
+    """A graph in which every result that may takes the place of an operand that dies there."""
+    final = {storage.final for storage in graph.storages} | {
+        storage.initial for storage in graph.storages
+    }
+    moved: dict[int, int] = {}  # storage of a result: the storage that it is written into
+    operators = []
+
+    def at_home(storage: int) -> int:
+        return at_home(moved[storage]) if storage in moved else storage
+
+    for index, operator in enumerate(graph.operators):
+        for read, created in operator.may_overwrite:
+            if max(graph.consumers[read]) == index and not {read, created} & final:
+                moved[graph.storage_of_value[created]] = graph.storage_of_value[read]
+                operator = _written_over(operator, read, created)
+                break
+        operators.append(operator)
+    return dataclasses.replace(
+        graph,
+        storages=graph.storages,
+        storage_of_value=tuple(map(at_home, graph.storage_of_value)),
+        operators=tuple(operators),
+    )
+
+
+def _written_over(operator: Operator, read: int, created: int) -> Operator:
+    target, out = operator.target, operator.outputs[0]
+    assert out is not None
+    namespace, name, overload = target.split(".")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    written = next(
+        each
+        for each in packet.overloads()
+        if each.endswith(("out", "grad_input"))
+        and [a.type for a in getattr(packet, each)._schema.arguments][: len(operator.args)]
+        == [a.type for a in getattr(packet, overload)._schema.arguments][: len(operator.args)]
+    )
+    argument = getattr(packet, written)._schema.arguments[-1].name
+    return dataclasses.replace(
+        operator,
+        target=f"{namespace}.{name}.{written}",
+        kwargs={**operator.kwargs, argument: TensorView(read, *out[1:])},
+        outputs=(None,),
+        reads=tuple(value for value in operator.reads if value != read),
+        creates=(),
+        mutates=((read, created),),
+        may_overwrite=(),
+        recomputable=False,
+    )
+
+
+@pytest.mark.parametrize("case", ["bert", "resnet", "llama", "lstm"])
+def test_results_may_take_the_place_of_operands(case):
+    num_changed = []
+
+    def change(graph):
+        changed = in_place(graph)
+        pairs = zip(graph.operators, changed.operators, strict=True)
+        num_changed.extend(one.target for one, other in pairs if one != other)
+        return changed
+
+    assert unlike_eager(CASES[case], OPTIMIZERS["adamw"], change=change) == []
+    assert len(num_changed) > 5
+    if case != "resnet":
+        assert "aten._log_softmax_backward_data.default" in num_changed

@@ -7,6 +7,7 @@ run is recorded (`_recorder`), then put in order (`_finish`).
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -76,7 +77,7 @@ def capture(
     stand_ins = StandIns(mode, torch.device("cpu"))
     device = _device_type(root)
     tensors: dict[str, TensorView] = {}
-    with _unrandom(recorder), _eagers_branches(recorder), mode:
+    with _no_collection(), _unrandom(recorder), _eagers_branches(recorder), mode:
         tensors |= _adopt_model(root, recorder, stand_ins)
         fake_batch = stand_ins.in_tree(batch, "batch")
         for name, tensor in tensors_in(fake_batch, "batch"):
@@ -250,6 +251,18 @@ class _ModuleNames(contextlib.AbstractContextManager):
     def __exit__(self, *exc_info: object) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from searching all that was written down for cycles, again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

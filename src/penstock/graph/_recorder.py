@@ -46,6 +46,10 @@ aten = torch.ops.aten
 
 _MAX_CONSTANT_BYTES = 2**16  # of a tensor that the program makes from Python numbers
 _REFUSED = ("aten.set_.", "aten.resize_.", "aten.set_data.", "aten.resize_as_.")
+_ROW_BY_ROW = (
+    *("_softmax", "_log_softmax"),
+    *("_softmax_backward_data", "_log_softmax_backward_data"),
+)
 _FACTORIES: dict[str, float | str | None] = {  # the number, or the argument that has it
     **dict.fromkeys(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")),
     **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), 0),
@@ -280,7 +284,8 @@ class Recorder(TorchDispatchMode):
         old = {pair[0] for pair in draft.mutates}
         draft.reads = [value for value in reads if value not in old]
         self._add_outputs(draft, outputs)
-        if schema.pointwise and schema.has_out and isinstance(result, torch.Tensor):
+        in_place = schema.pointwise or _row_by_row(func, args)
+        if in_place and schema.has_out and isinstance(result, torch.Tensor):
             self._add_overwrites(draft, result, args)
         self._append(draft)
 
@@ -492,6 +497,17 @@ class Recorder(TorchDispatchMode):
         draft.args, draft.reads = (view,), [view.value]
         draft.random = draft.side_effect = True
         self._append(draft)
+
+
+def _row_by_row(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a softmax or its gradient may be written over an operand.
+
+    The CPU kernels over the last dimension have read a row when they write it, element by element.
+    """
+    if func._opname not in _ROW_BY_ROW or args[0].device.type != "cpu":
+        return False
+    dim = args[2] if func._opname.endswith("_backward_data") else args[1]
+    return dim % max(args[0].dim(), 1) == max(args[0].dim(), 1) - 1
 
 
 def _run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
