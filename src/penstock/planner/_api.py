@@ -128,9 +128,7 @@ def _bound(
             profile,
             reorder=reorder,
             recompute=recompute,
-            time_limit=min(time_limit * # One data-centre NVMe drive, where a profile was made without a store: bytes per second.
-_ASSUMED_FILE_WRITE, _ASSUMED_FILE_READ = 2e9, 3e9
-_BOUND_SHARE, _MAX_BOUND_SECONDS),
+            time_limit=min(time_limit * _BOUND_SHARE, _MAX_BOUND_SECONDS),
         )
     except InfeasibleError:  # the planner says so too, with what would do
         return Bound(seconds=sum(seconds), binding="compute", seconds_of={"compute": sum(seconds)})
