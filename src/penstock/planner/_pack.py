@@ -33,8 +33,8 @@ def pack(
         (12, 12, True)
 
     Args:
-        buffers: `(lower, upper, size)` each, lifetimes half-open, `[lower, upper)`; or `Buffer`s,
-            which may have an alignment, a fixed offset, and gaps in their lifetime.
+        buffers: `(lower, upper, size)` each, lifetimes half-open, `[lower, upper)`; or `Buffer`
+            objects, which may have an alignment, a fixed offset, and gaps in their lifetime.
         capacity: Find any packing that is at most this high. None: find the lowest.
         time_limit: Seconds after which the search ends. The fast part always finishes its first
             order, so there is a packing in any case.

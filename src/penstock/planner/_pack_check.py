@@ -23,7 +23,7 @@ def check_packing(
         >>> check_packing([(0, 2, 4), (1, 3, 4)], pack([(0, 2, 4), (1, 3, 4)]))
 
     Args:
-        buffers: What was packed: `(lower, upper, size)` each, or `Buffer`s.
+        buffers: What was packed: `(lower, upper, size)` each, or `Buffer` objects.
         packing: The result of `pack`.
         capacity: What the packing has to fit into, if anything.
 

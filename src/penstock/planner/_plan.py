@@ -127,7 +127,7 @@ class Bound:
         seconds: The largest of the bounds.
         binding: Name of the one that is the largest.
         seconds_of: Each bound by name: `"compute"`, `"cut"`, `"persistent"`, `"residency_lp"`,
-            `"links"`; those that do not hold for what was left free are missing.
+            `"windows"`; those that do not hold for what was left free are missing.
     """
 
     seconds: float

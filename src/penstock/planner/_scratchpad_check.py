@@ -25,7 +25,7 @@ def check_scratchpad(
     5. `use`: every buffer that an operator uses is resident while it runs.
     6. `reload`: every residency but the first begins where the buffer is used, and every residency
        but the last ends after a use: nothing moves for nothing.
-    7. `capacity`: `0 <= offset` and `offset + size <= ` the capacity of the buffer's pool.
+    7. `capacity`: `0 <= offset` and `offset + size` at most the capacity of the buffer's pool.
     8. `overlap`: two buffers of a pool that are resident at the same step share no address. A
        buffer may come back to another offset than it left; before a step, everything that leaves
        has left before anything comes.
