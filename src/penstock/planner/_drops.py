@@ -16,7 +16,7 @@ from penstock.graph import Phase, StepGraph
 from penstock.planner._recompute import Recomputation
 
 _PRICES = (0.03, 0.1, 0.3, 1.0)
-_NUM_SEGMENTS = (4, 8, 16, 32, 64)
+_NUM_SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 
 
 class Drops:
@@ -41,24 +41,15 @@ class Drops:
         self.made_at: dict[int, int] = {}
         self.price: dict[int, float] = {}
         self.group: dict[int, str] = {}
-        last_use = self._last_uses()
         for item, chain in recomputation.chain_of.items():
             first = graph.operators[chain[0]]
-            late = graph.operators[last_use[item]] if item in last_use else first
-            if first.phase is not Phase.FORWARD or late.phase is Phase.FORWARD:
+            if first.phase is not Phase.FORWARD:
                 continue
             num_bytes = graph.storages[item].num_bytes
             seconds = float(operator_seconds[list(chain)].sum())
             self.made_at[item] = chain[0]
             self.price[item] = seconds / (num_bytes / bytes_per_second)
             self.group[item] = first.target
-
-    def _last_uses(self) -> dict[int, int]:
-        last: dict[int, int] = {}
-        for index, operator in enumerate(self.graph.operators):
-            for value in (*operator.needs, *operator.makes):
-                last[self.graph.storage_of_value[value]] = index
-        return last
 
     def by_price(self) -> Iterator[tuple[str, frozenset[int]]]:
         """Everything that costs less to make again than a share of moving it."""

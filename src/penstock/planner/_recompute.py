@@ -11,9 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-import numpy as np
-
-from penstock.graph import StepGraph
+from penstock.graph import Phase, StepGraph
 
 _MAX_CHAIN = 512  # operators run again for one operand
 
@@ -60,8 +58,8 @@ class Recomputation:
 
         Args:
             order: Operators, each once.
-            dropped: Storages that are given up between the forward and the backward pass, at
-                their longest time without a use.
+            dropped: Storages that are given up after their last use in the forward pass, and
+                after their last use.
 
         Returns:
             The longer order; None if an operand cannot be had.
@@ -102,7 +100,7 @@ class _Expansion:
         return self.expanded
 
     def _drop_points(self) -> dict[int, list[int]]:
-        """After which position each dropped storage is given up: before its longest pause."""
+        """After which positions each dropped storage is given up."""
         uses: dict[int, list[int]] = {item: [] for item in self.dropped}
         storage_of = self.graph.storage_of_value
         for position, index in enumerate(self.order):
@@ -113,10 +111,17 @@ class _Expansion:
                     uses[item].append(position)
         points: dict[int, list[int]] = {}
         for item, at in uses.items():
-            if len(at) > 1:
-                pause = int(np.argmax(np.diff(at)))
-                points.setdefault(at[pause], []).append(item)
+            if not at:
+                continue
+            # What nobody needs any more is not kept for those that are made again.
+            points.setdefault(at[-1], []).append(item)
+            ends = next((k for k, p in enumerate(at) if not self._is_forward(p)), len(at))
+            if 0 < ends < len(at):
+                points.setdefault(at[ends - 1], []).append(item)
         return points
+
+    def _is_forward(self, position: int) -> bool:
+        return self.graph.operators[self.order[position]].phase is Phase.FORWARD
 
     def _provide(self, value: int, depth: int) -> bool:
         """Make sure that an object holds a value, by running what makes it again if need be."""
