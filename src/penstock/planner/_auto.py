@@ -21,6 +21,8 @@ from penstock.planner._recompute import Recomputation
 from penstock.planner._residency import Rates, Residency, ResidencySearch
 
 _FRACTIONS = (0.25, 0.5, 0.75)
+_NUM_FINALISTS = 3
+_MAX_CANDIDATES = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +81,7 @@ class AutoSearch:
         self.deadline = deadline
         self.random = np.random.default_rng(seed)
         self.best: Candidate | None = None
+        self._candidates: dict[bytes, Candidate] = {}  # by the sequence of operators
         self._on_better = on_better
         self._recomputation = Recomputation(graph)
         one_way = rates.out * rates.back / (rates.out + rates.back) if rates else 1e9
@@ -106,7 +109,7 @@ class AutoSearch:
                     self._try(order, frozenset())
         if self.recompute:
             self._try_drops(orders)
-        rounds = 0
+        self._refine_finalists()
         while self.best is not None and not self._late() and not self._reached(ideal):
             before = self.best.seconds
             self._refine_residency()
@@ -114,10 +117,26 @@ class AutoSearch:
                 self._refine_groups()
             if self.reorder:
                 self._refine_stretches()
-            rounds += 1
             if self.best.seconds >= before * (1 - 1e-4):
                 break
         return self.best
+
+    def finalists(self) -> list[Candidate]:
+        """The best candidate, the program's own order, and the next best.
+
+        One whose addresses do not fit may end behind one that is a little slower.
+        """
+        ranked = sorted(self._candidates.values(), key=lambda candidate: candidate.seconds)
+        program = self._candidates.get(self._program.tobytes())
+        first = ranked[:1] + [c for c in (program,) if c is not None and c is not ranked[0]]
+        return first + [c for c in ranked[1:_NUM_FINALISTS] if c is not program]
+
+    def _refine_finalists(self) -> None:
+        """Give each of the finalists its share of half the time that is left."""
+        finalists = self.finalists()
+        share = max(0.0, self.deadline - time.monotonic()) / 2 / max(1, len(finalists))
+        for candidate in finalists:
+            self._refine(candidate, min(self.deadline, time.monotonic() + share))
 
     def _late(self) -> bool:
         return time.monotonic() > self.deadline
@@ -163,6 +182,14 @@ class AutoSearch:
         return candidate
 
     def _note(self, candidate: Candidate) -> bool:
+        key = candidate.residency.sequence.order.tobytes()
+        known = self._candidates.get(key)
+        if known is None or candidate.seconds < known.seconds:
+            self._candidates[key] = candidate
+            if len(self._candidates) > _MAX_CANDIDATES:
+                slowest = max(self._candidates, key=lambda k: self._candidates[k].seconds)
+                if slowest != self._program.tobytes():
+                    del self._candidates[slowest]
         if self.best is not None and candidate.seconds >= self.best.seconds * (1 - 1e-9):
             return False
         self.best = candidate
@@ -194,13 +221,18 @@ class AutoSearch:
                     self._try(self.best.order, early)
 
     def _refine_residency(self) -> None:
-        best = self.best
-        assert best is not None
-        search = ResidencySearch(best.residency.sequence, self.capacity, self.rates)
+        assert self.best is not None
+        self._refine(self.best, self.deadline)
+
+    def _refine(self, candidate: Candidate, deadline: float) -> None:
+        """Improve the residency of a candidate; it may become the best."""
+        search = ResidencySearch(candidate.residency.sequence, self.capacity, self.rates)
         search.refine(
-            best.residency,
-            deadline=self.deadline,
-            on_better=lambda residency: self._note(Candidate(best.order, best.dropped, residency)),
+            candidate.residency,
+            deadline=deadline,
+            on_better=lambda residency: self._note(
+                Candidate(candidate.order, candidate.dropped, residency)
+            ),
         )
 
     def _refine_groups(self) -> None:
