@@ -158,3 +158,18 @@ def test_a_budget_below_the_working_set_is_refused():
         exact(graph, [1.0] * 7, Budget(device_bytes=31, host_bytes=HOST), machine())
     assert raised.value.minimum_device_bytes == min_working_set(graph) == 32
     assert raised.value.operator == "op1"
+
+
+def test_what_is_written_over_later_is_not_given_away_before():
+    build = GraphBuilder()
+    given = build.storage(5, Kind.INPUT, given=True)
+    made = build.storage(5)
+    changed = build.version(given)
+    build.run(reads=(given,), creates=(made,), may_overwrite=((given, made),))
+    build.run(mutates=((given, changed),))
+    result = build.storage(4)
+    build.run(reads=(changed,), creates=(result,))
+    graph = build.graph(loss=result)
+    plan = exact(graph, [1.0] * 3, Budget(device_bytes=10, host_bytes=HOST), machine())
+    check(graph, plan)
+    assert not plan.transfers

@@ -301,7 +301,9 @@ def _resident(graph: StepGraph, order: Sequence[int]) -> list[Stay]:
             stays[value] = stay
     for position, index in enumerate(order):
         reads = graph.operators[index].reads
-        dead = [v for v in reads if v in stays and stays[v].end == position + 1]
+        # Whoever writes over a value later needs it as well, though its stay ends there.
+        last_need = {v: max(position_of[c] for c in graph.consumers[v]) for v in reads}
+        dead = [v for v in reads if v in stays and last_need[v] == position]
         dead = [v for v in dead if graph.storages[graph.storage_of_value[v]].final != v]
         for read, _ in handovers(graph, index, dead):
             stays[read] = stays[read]._replace(end=position)
