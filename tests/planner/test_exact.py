@@ -1,5 +1,6 @@
 """The exact planner has the least traffic, and least peaks are those of all orders."""
 
+import contextlib
 import dataclasses
 import random
 
@@ -59,9 +60,9 @@ def test_no_order_and_residency_moves_less(rng, share):
     budget = Budget(device_bytes=device_bytes, host_bytes=HOST)
     seconds = [1.0] * len(graph.operators)
     least = least_traffic(graph, device_bytes)
-    if least is None:
-        with pytest.raises(InfeasibleError):
-            exact(graph, seconds, budget, machine())
+    if least is None:  # the reference packs with one handover of each operand: that is no proof
+        with contextlib.suppress(InfeasibleError):
+            check(graph, exact(graph, seconds, budget, machine()))
         return
     plan = exact(graph, seconds, budget, machine())
     check(graph, plan)
