@@ -41,6 +41,7 @@ class _Away(NamedTuple):
     use: int  # index in `uses`
     left: int
     back: int
+    taker: int | None = None  # what the operator of that use writes in its place
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class _Case:
     order: tuple[int, ...]
     lives: tuple[_Life, ...]
     live_bytes: np.ndarray  # at each position
+    overwritten: dict[int, dict[int, set[int]]]  # per position and operand: what may take its place
+    taken: frozenset[tuple[int, int]]  # positions, and what takes the place of a life that ends
 
 
 def brute_force(
@@ -251,17 +254,17 @@ def _cases(graph: StepGraph, order: tuple[int, ...]) -> Iterator[_Case]:
                     mine.append(num_positions - 1)
                     end = num_positions
                 lives.append(_Life(value, tuple(sorted({born, *mine})), end, False))
-    for chosen in _handed_over(lives, overwritten):
+    for chosen, taken in _handed_over(lives, overwritten):
         live = np.zeros(num_positions, dtype=np.int64)
         for life in chosen:
             for position in range(life.uses[0], life.end):
                 live[position % num_positions] += graph.num_bytes(life.value)
-        yield _Case(order, tuple(chosen), live)
+        yield _Case(order, tuple(chosen), live, overwritten, taken)
 
 
 def _handed_over(
     lives: list[_Life], overwritten: dict[int, dict[int, set[int]]]
-) -> Iterator[list[_Life]]:
+) -> Iterator[tuple[list[_Life], frozenset[tuple[int, int]]]]:
     options: list[list[int | None]] = []
     for life in lives:
         last = life.end - 1
@@ -270,13 +273,14 @@ def _handed_over(
         options.append([*sorted(takers), None])
     for choice in itertools.product(*options):
         taken = [
-            (life.end, new) for life, new in zip(lives, choice, strict=True) if new is not None
+            (life.end - 1, new) for life, new in zip(lives, choice, strict=True) if new is not None
         ]
         if len(set(taken)) == len(taken):
-            yield [
+            chosen = [
                 life if new is None else life._replace(end=life.end - 1)
                 for life, new in zip(lives, choice, strict=True)
             ]
+            yield chosen, frozenset(taken)
 
 
 def _choices(
@@ -300,6 +304,12 @@ def _choices(
                 for last in inside
                 if left <= last
             ]
+            options += [
+                _Away(index, use, begin, last + 1, taker)
+                for taker in _takers(graph, case, life, use)
+                for last in (begin, *inside)
+                if crowded[begin % num_positions]
+            ]
             if options:
                 gaps.append(options)
     most = np.zeros((len(gaps) + 1, num_positions), dtype=np.int64)  # that later gaps can free
@@ -320,12 +330,29 @@ def _choices(
             return
         yield from choose(row + 1, live, aways)
         for away in gaps[row]:
+            if away.taker is not None and any(
+                (other.left, other.taker) == (away.left, away.taker) for other in aways
+            ):
+                continue
             less = live.copy()
             for position in range(away.left, away.back):
                 less[position % num_positions] -= graph.num_bytes(case.lives[away.life].value)
             yield from choose(row + 1, less, [*aways, away])
 
     yield from choose(0, case.live_bytes, [])
+
+
+def _takers(graph: StepGraph, case: _Case, life: _Life, use: int) -> list[int]:
+    """Return what may be written over a life at one of its uses, if a copy comes back later."""
+    position, value = life.uses[use], life.value
+    if position >= len(case.order):
+        storage = graph.storages[graph.storage_of_value[value]]
+        assert storage.initial is not None
+        position, value = position - len(case.order), storage.initial
+    if not life.constant and use == 0:  # no time for the copy, or it is only made here
+        return []
+    takers = case.overwritten.get(position, {}).get(value, set())
+    return sorted(new for new in takers if (position, new) not in case.taken)
 
 
 def _is_away_in_vain(
@@ -363,7 +390,7 @@ def _moves(graph: StepGraph, case: _Case, aways: list[_Away]) -> tuple[list[Stay
         segments: list[tuple[int, int]] = []
         for away in absent.get(index, ()):
             needed = life.uses[away.use + 1]
-            left = life.uses[away.use] + 1 if written else away.left
+            left = life.uses[away.use] + 1 if written and away.taker is None else away.left
             if not written:
                 out = life.uses[0] + 1  # a copy may be made while the value is still there
                 value, shift = named(out, life.value)

@@ -446,8 +446,9 @@ class _Model:
                     self.handed.setdefault(read, []).append((step, handed))
                     self.program.row([handed, column], [1.0, -1.0], upper=0.0)
                     following = self.there[read].get(step + 1)
-                    if following is not None:
-                        self.program.row([handed, following], [1.0, 1.0], upper=1.0)
+                    if following is not None:  # needed at once: it comes back
+                        back = self.back[read][step + 1]
+                        self.program.row([handed, following, back], [1.0, 1.0, -1.0], upper=1.0)
                     held[step][0].append(handed)
                     held[step][1].append(-both)
                     for value in (read, created):
@@ -494,10 +495,10 @@ class _Model:
             kept = graph.storages[graph.storage_of_value[value]].final == value
             for use, after in itertools.pairwise(uses):
                 gone = [t for t in range(use + 1, after) if t not in there]
-                if not gone:
+                if not gone and use not in taken:
                     continue
                 # A result that takes its place takes it while the operator runs.
-                left, back = use if use in taken else gone[0], gone[-1] + 1
+                left, back = use if use in taken else gone[0], max([use, *gone]) + 1
                 if not written:
                     start = life.start + 1
                     transfers.append(self._transfer(value, Link.DEVICE_TO_HOST, start, left))
