@@ -9,11 +9,11 @@ from _plan_torch_budget import plan_torch_budget
 from penstock.graph import StepGraph
 from penstock.memory import Link, MachineProfile
 from penstock.planner import Bound, Budget, Plan
-from penstock.planner._auto_plan import plan_auto
-from penstock.planner._bounds import lower_bound
-from penstock.planner._genetic import plan_genetic
-from penstock.planner._layers_lp import plan_layers_lp
-from penstock.planner._on_demand import plan_on_demand
+from penstock.planner.baselines._genetic import plan_genetic
+from penstock.planner.baselines._layers_lp import plan_layers_lp
+from penstock.planner.baselines._on_demand import plan_on_demand
+from penstock.planner.proofs._bounds import lower_bound
+from penstock.planner.search._auto_plan import plan_auto
 
 OURS = "penstock"
 ABLATIONS: Mapping[str, dict[str, bool]] = {

@@ -13,8 +13,8 @@ from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
 from penstock.memory import MachineProfile
 from penstock.planner import Budget, Plan
-from penstock.planner._on_demand import plan_on_demand
-from penstock.planner._reference_recompute import Recomputation
+from penstock.planner.baselines._on_demand import plan_on_demand
+from penstock.planner.baselines._recompute import Recomputation
 
 BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
 

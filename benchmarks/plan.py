@@ -34,7 +34,7 @@ from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
 from penstock.memory import MachineProfile
 from penstock.planner import Budget, check
-from penstock.planner._reference_order import ordered_step, peak_of_program_order
+from penstock.planner.baselines._order import ordered_step, peak_of_program_order
 
 TOPIC = "plan"
 SHARES = ("1/2", "1/4", "1/8", "1/12")

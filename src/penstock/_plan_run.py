@@ -138,7 +138,7 @@ def parse_device_memory(text: str | None, peak_bytes: int) -> int | None:
 def _task(graph: StepGraph, options: PlanOptions) -> _Task:
     from penstock.graph import operator_seconds
     from penstock.memory import machine, probe
-    from penstock.planner._reference_order import peak_of_program_order
+    from penstock.planner.baselines._order import peak_of_program_order
 
     profile = probe(options.store) if options.machine is None else machine(options.machine)
     seconds = tuple(operator_seconds(graph, profile))
@@ -186,9 +186,9 @@ def make_plan(
             seed=options.seed,
             progress=progress,
         )
-    from penstock.planner._auto_plan import plan_auto
-    from penstock.planner._bounds import lower_bound
-    from penstock.planner._reference_plan import Below
+    from penstock.planner.baselines._decisions import Below
+    from penstock.planner.proofs._bounds import lower_bound
+    from penstock.planner.search._auto_plan import plan_auto
 
     reorder, recompute = options.reorder, options.recompute
     below = Below.of(task.machine, budget)
@@ -218,9 +218,9 @@ def _reference(method: str) -> Callable[..., Plan] | None:
     """The planner of a method that is there to compare with; None for our own."""
     import functools
 
-    from penstock.planner._genetic import plan_genetic
-    from penstock.planner._layers_lp import plan_layers_lp
-    from penstock.planner._on_demand import plan_on_demand
+    from penstock.planner.baselines._genetic import plan_genetic
+    from penstock.planner.baselines._layers_lp import plan_layers_lp
+    from penstock.planner.baselines._on_demand import plan_on_demand
 
     planners: Mapping[str, Callable[..., Plan]] = {
         "genetic": plan_genetic,
@@ -356,8 +356,8 @@ def sweep_memory(task: _Task, err: Console) -> Sweep:
 def _checkpointing(task: _Task) -> Plan:
     """Training as with a checkpoint around every layer: only what layers exchange is kept."""
     from penstock.planner import Budget
-    from penstock.planner._on_demand import plan_on_demand
-    from penstock.planner._reference_recompute import Recomputation
+    from penstock.planner.baselines._on_demand import plan_on_demand
+    from penstock.planner.baselines._recompute import Recomputation
 
     recomputation = Recomputation(task.graph)
     dropped = {saved.value for saved in recomputation.saved() if saved.is_droppable}

@@ -8,7 +8,7 @@ from _plan_table import bars, show
 from _rows import environment, read_rows, write_rows
 from penstock.errors import InfeasibleError
 from penstock.planner import Budget, check
-from penstock.planner._reference_order import peak_of_program_order
+from penstock.planner.baselines._order import peak_of_program_order
 from plan import arm_row, budgets, minimum_bytes
 
 UNIT = 256

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from penstock.graph import Kind, Operator, Phase, StepGraph, Storage, TensorView
 from penstock.memory import Link, LinkProfile, MachineProfile, Tier, TierProfile
 from penstock.planner import Budget, Plan, Transfer
-from penstock.planner._assemble import Stay, assemble
+from penstock.planner.optima._assemble import Stay, assemble
 
 
 def machine(*, out=1.0, back=1.0, file=0.5) -> MachineProfile:

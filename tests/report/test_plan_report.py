@@ -7,8 +7,8 @@ import graphs
 from penstock.graph import Kind
 from penstock.memory import Link, Tier
 from penstock.planner import Budget, simulate
-from penstock.planner._on_demand import plan_on_demand
-from penstock.planner._reference_recompute import Recomputation
+from penstock.planner.baselines._on_demand import plan_on_demand
+from penstock.planner.baselines._recompute import Recomputation
 from penstock.report import (
     Sweep,
     SweepPoint,

@@ -4,17 +4,18 @@ Needs no GPU and, for checking a plan, no torch.
 """
 
 from penstock.planner._api import plan
-from penstock.planner._bounds import lower_bound
-from penstock.planner._brute_force import brute_force
 from penstock.planner._check import check
-from penstock.planner._exact import Peak, exact, min_peak, min_working_set
-from penstock.planner._pack import pack
-from penstock.planner._pack_check import check_packing
-from penstock.planner._pack_types import Buffer, Packing
 from penstock.planner._plan import Bound, Budget, Copy, Found, Placement, Plan, Transfer
-from penstock.planner._scratchpad import scratchpad
-from penstock.planner._scratchpad_check import check_scratchpad
-from penstock.planner._scratchpad_types import (
+from penstock.planner._simulate import Simulation, Stall, simulate
+from penstock.planner.optima._brute_force import brute_force
+from penstock.planner.optima._exact import Peak, exact, min_peak, min_working_set
+from penstock.planner.packing._check import check_packing
+from penstock.planner.packing._pack import pack
+from penstock.planner.packing._types import Buffer, Packing
+from penstock.planner.proofs._bounds import lower_bound
+from penstock.planner.scratchpads._check import check_scratchpad
+from penstock.planner.scratchpads._scratchpad import scratchpad
+from penstock.planner.scratchpads._types import (
     NPU_POOLS,
     Residency,
     ScratchpadBuffer,
@@ -22,7 +23,6 @@ from penstock.planner._scratchpad_types import (
     ScratchpadOperator,
     ScratchpadPlan,
 )
-from penstock.planner._simulate import Simulation, Stall, simulate
 
 __all__ = [
     "NPU_POOLS",

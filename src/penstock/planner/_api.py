@@ -20,10 +20,10 @@ from penstock.memory import (
     probe,
 )
 from penstock.memory import machine as known_machine
-from penstock.planner._auto_plan import plan_auto
-from penstock.planner._bounds import lower_bound
-from penstock.planner._genetic import plan_genetic
 from penstock.planner._plan import Bound, Budget, Found, Plan
+from penstock.planner.baselines._genetic import plan_genetic
+from penstock.planner.proofs._bounds import lower_bound
+from penstock.planner.search._auto_plan import plan_auto
 from penstock.units import parse_bytes
 
 _logger = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""The planners of others, built from their papers, to be measured against."""

@@ -1,0 +1,1 @@
+"""The best plans of small graphs."""

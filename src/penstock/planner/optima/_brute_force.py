@@ -1,0 +1,416 @@
+"""Every plan of a tiny graph: what the planners are measured against.
+
+Orders, second runs, what leaves between two uses and when: all are tried, and the fastest plan that
+can be packed wins. It grows so fast with the graph that nine operators are about the limit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.errors import InfeasibleError
+from penstock.graph import StepGraph
+from penstock.memory import Link, MachineProfile
+from penstock.planner._plan import Budget, Plan, Transfer
+from penstock.planner._simulate import step_seconds_of
+from penstock.planner.optima._assemble import Stay, assemble, packed_offsets
+from penstock.planner.proofs._bounds import lower_bound
+
+_SAME = 1 + 1e-6  # a plan this close to the bound, which is rounded down, is not searched further
+
+
+class _Life(NamedTuple):
+    """A value from where it is made to where it is last used, with the uses in between."""
+
+    value: int
+    uses: tuple[int, ...]  # positions; they count on beyond the end of the step
+    end: int  # boundary at which its place is free, or handed over
+    constant: bool  # no step changes it: uses[-1] is uses[0] of the next step
+
+
+class _Away(NamedTuple):
+    """A life leaves after one of its uses and is away from one boundary to another."""
+
+    life: int
+    use: int  # index in `uses`
+    left: int
+    back: int
+    taker: int | None = None  # what the operator of that use writes in its place
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One order, with everything resident."""
+
+    order: tuple[int, ...]
+    lives: tuple[_Life, ...]
+    live_bytes: np.ndarray  # at each position
+    overwritten: dict[int, dict[int, set[int]]]  # per position and operand: what may take its place
+    taken: frozenset[tuple[int, int]]  # positions, and what takes the place of a life that ends
+
+
+def brute_force(
+    graph: StepGraph,
+    operator_seconds: Sequence[float],
+    budget: Budget,
+    machine: MachineProfile,
+    *,
+    reorder: bool = True,
+    recompute: bool = True,
+    max_again: int = 1,
+    time_limit: float = 60.0,
+) -> Plan:
+    """Find the fastest plan by trying all.
+
+    What comes back comes in the order in which it is needed, and what leaves leaves in the order in
+    which it is free; all else is free. Host and device only.
+
+    Example:
+        >>> brute_force(graph, seconds, Budget(device_bytes=64, host_bytes=1024),
+        ...             machine).step_seconds  # doctest: +SKIP
+        12.0
+
+    Args:
+        graph: The step, of about nine operators at most.
+        operator_seconds: Time of each operator.
+        budget: With a host tier.
+        machine: Rates of the links.
+        reorder: Whether other orders than the program's are tried.
+        recompute: Whether operators may run again.
+        max_again: How many may, each once.
+        time_limit: Seconds.
+
+    Returns:
+        The plan; `notes["complete"]` says whether all were tried (or none can be faster).
+
+    Raises:
+        InfeasibleError: No plan was found; `proved` says whether all were tried.
+    """
+    deadline = time.monotonic() + time_limit
+    bound = lower_bound(
+        graph, operator_seconds, budget, machine, reorder=reorder, recompute=recompute
+    )
+    best: Plan | None = None
+    complete = True
+    for order in _orders(graph, reorder=reorder, max_again=max_again if recompute else 0):
+        if best is not None and best.step_seconds <= bound.seconds * _SAME:
+            break
+        if time.monotonic() > deadline:
+            complete = False
+            break
+        best = _fastest(graph, order, operator_seconds, budget, machine, best, deadline)
+    complete = complete and time.monotonic() <= deadline
+    if best is None:
+        raise InfeasibleError(
+            f"no plan for {budget.device_bytes} bytes was found among "
+            + ("all" if complete else "those tried in time"),
+            proved=complete,
+        )
+    fields = {name: getattr(best, name) for name in best.__dataclass_fields__}
+    return Plan(**{**fields, "bound": bound, "notes": {"complete": complete}})
+
+
+def _orders(graph: StepGraph, *, reorder: bool, max_again: int) -> Iterator[tuple[int, ...]]:
+    """All topological orders, then all with one more run, and so on."""
+    for num_again in range(max_again + 1):
+        orders = _topological(graph) if reorder else iter([tuple(range(len(graph.operators)))])
+        for order in orders:
+            yield from _with_more_runs(graph, order, num_again)
+
+
+def _topological(graph: StepGraph) -> Iterator[tuple[int, ...]]:
+    def extend(order: tuple[int, ...], left: frozenset[int]) -> Iterator[tuple[int, ...]]:
+        if not left:
+            yield order
+        for operator in sorted(left):
+            if left.isdisjoint(graph.predecessors[operator]):
+                yield from extend((*order, operator), left - {operator})
+
+    return extend((), frozenset(range(len(graph.operators))))
+
+
+def _with_more_runs(
+    graph: StepGraph, order: tuple[int, ...], num_again: int
+) -> Iterator[tuple[int, ...]]:
+    """Insert second runs where what they read has not been written over."""
+    if num_again == 0:
+        yield order
+        return
+    able = [
+        index
+        for index, operator in enumerate(graph.operators)
+        if operator.recomputable and (not operator.mutates or operator.recompute_args is not None)
+    ]
+    for chosen in itertools.combinations(able, num_again):
+        yield from _insert(graph, order, chosen)
+
+
+def _insert(
+    graph: StepGraph, order: tuple[int, ...], chosen: tuple[int, ...]
+) -> Iterator[tuple[int, ...]]:
+    if not chosen:
+        yield order
+        return
+    operator = graph.operators[chosen[0]]
+    writers = {
+        order.index(index)
+        for index, other in enumerate(graph.operators)
+        if {old for old, _ in other.mutates}.intersection(operator.reads)
+    }
+    first = order.index(chosen[0]) + 2  # at once after it, it would be of no use
+    for position in range(first, min(writers, default=len(order) - 1) + 1):
+        longer = (*order[:position], chosen[0], *order[position:])
+        yield from _insert(graph, longer, chosen[1:])
+
+
+def _fastest(
+    graph: StepGraph,
+    order: tuple[int, ...],
+    operator_seconds: Sequence[float],
+    budget: Budget,
+    machine: MachineProfile,
+    best: Plan | None,
+    deadline: float,
+) -> Plan | None:
+    """Return the fastest plan of one order, or `best` if none is faster."""
+    if best is not None and sum(operator_seconds[i] for i in order) >= best.step_seconds:
+        return best
+    for case in _cases(graph, order):
+        for aways in _choices(graph, case, budget, deadline):
+            stays, transfers = _moves(graph, case, aways)
+            seconds = step_seconds_of(order, transfers, operator_seconds, machine)
+            if best is not None and seconds >= best.step_seconds * (1 - 1e-9):
+                continue
+            offsets = packed_offsets(graph, order, stays, budget.device_bytes)
+            if offsets is not None:
+                best = assemble(
+                    graph,
+                    order,
+                    stays,
+                    transfers,
+                    budget=budget,
+                    machine=machine,
+                    operator_seconds=operator_seconds,
+                    offsets=offsets,
+                    method="brute_force",
+                )
+    return best
+
+
+def _cases(graph: StepGraph, order: tuple[int, ...]) -> Iterator[_Case]:
+    """With and without results in the place of operands that nobody uses afterwards."""
+    num_positions = len(order)
+    needs: dict[int, list[int]] = {}
+    births: dict[int, list[int]] = {}
+    handed: dict[int, int] = {}
+    overwritten: dict[int, dict[int, set[int]]] = {}
+    seen: set[int] = set()
+    for position, index in enumerate(order):
+        operator = graph.operators[index]
+        pairs = () if index in seen and operator.recompute_args is not None else operator.mutates
+        seen.add(index)
+        for value in operator.reads:
+            needs.setdefault(value, []).append(position)
+        for value in operator.creates:
+            births.setdefault(value, []).append(position)
+        for old, new in pairs:
+            handed[old] = position
+            births.setdefault(new, []).append(position)
+        for read, created in operator.may_overwrite:
+            overwritten.setdefault(position, {}).setdefault(read, set()).add(created)
+    lives: list[_Life] = []
+    for value, storage_index in enumerate(graph.storage_of_value):
+        storage = graph.storages[storage_index]
+        if not storage.num_bytes:
+            continue
+        uses = sorted(set(needs.get(value, ())))
+        if storage.persistent and storage.initial == storage.final:
+            if uses:
+                uses.append(uses[0] + num_positions)
+                lives.append(_Life(value, tuple(uses), uses[-1], True))
+        elif not (storage.persistent and value == storage.initial):
+            given = [0] if value == storage.initial and (uses or value in handed) else []
+            for born, gone in itertools.pairwise([*given, *births.get(value, ()), None]):
+                assert born is not None
+                last = num_positions if gone is None else gone
+                mine = [use for use in uses if born < use < last or (born == use and given)]
+                end = max([born, *mine]) + 1
+                if born <= handed.get(value, -1) < last:
+                    end = handed[value]
+                    mine.append(end)
+                elif gone is None and storage.final == value and storage.persistent:
+                    initial = storage.initial
+                    assert initial is not None
+                    mine += [use + num_positions for use in needs.get(initial, ())]
+                    end = handed[initial] + num_positions if initial in handed else mine[-1] + 1
+                    mine += [end] if initial in handed else []
+                elif gone is None and storage.final == value:
+                    mine.append(num_positions - 1)
+                    end = num_positions
+                lives.append(_Life(value, tuple(sorted({born, *mine})), end, False))
+    for chosen, taken in _handed_over(lives, overwritten):
+        live = np.zeros(num_positions, dtype=np.int64)
+        for life in chosen:
+            for position in range(life.uses[0], life.end):
+                live[position % num_positions] += graph.num_bytes(life.value)
+        yield _Case(order, tuple(chosen), live, overwritten, taken)
+
+
+def _handed_over(
+    lives: list[_Life], overwritten: dict[int, dict[int, set[int]]]
+) -> Iterator[tuple[list[_Life], frozenset[tuple[int, int]]]]:
+    options: list[list[int | None]] = []
+    for life in lives:
+        last = life.end - 1
+        is_read = life.uses[-1] == last and not life.constant
+        takers = overwritten.get(last, {}).get(life.value, set()) if is_read else set()
+        options.append([*sorted(takers), None])
+    for choice in itertools.product(*options):
+        taken = [
+            (life.end - 1, new) for life, new in zip(lives, choice, strict=True) if new is not None
+        ]
+        if len(set(taken)) == len(taken):
+            chosen = [
+                life if new is None else life._replace(end=life.end - 1)
+                for life, new in zip(lives, choice, strict=True)
+            ]
+            yield chosen, frozenset(taken)
+
+
+def _choices(
+    graph: StepGraph, case: _Case, budget: Budget, deadline: float
+) -> Iterator[list[_Away]]:
+    """All that may be away when, such that the rest fits and nothing is away without need."""
+    workspace_bytes = max((operator.workspace_bytes for operator in graph.operators), default=0)
+    if budget.device_bytes is None:
+        yield []
+        return
+    capacity = budget.device_bytes - workspace_bytes
+    num_positions = len(case.order)
+    crowded = case.live_bytes > capacity
+    gaps: list[list[_Away]] = []
+    for index, life in enumerate(case.lives):
+        for use, (begin, after) in enumerate(itertools.pairwise(life.uses)):
+            inside = [p for p in range(begin + 1, after) if crowded[p % num_positions]]
+            options = [
+                _Away(index, use, left, last + 1)
+                for left in inside
+                for last in inside
+                if left <= last
+            ]
+            options += [
+                _Away(index, use, begin, last + 1, taker)
+                for taker in _takers(graph, case, life, use)
+                for last in (begin, *inside)
+                if crowded[begin % num_positions]
+            ]
+            if options:
+                gaps.append(options)
+    most = np.zeros((len(gaps) + 1, num_positions), dtype=np.int64)  # that later gaps can free
+    for row in reversed(range(len(gaps))):
+        life = case.lives[gaps[row][0].life]
+        most[row] = most[row + 1]
+        left = min(away.left for away in gaps[row])
+        back = max(away.back for away in gaps[row])
+        for position in range(left, back):
+            most[row, position % num_positions] += graph.num_bytes(life.value)
+
+    def choose(row: int, live: np.ndarray, aways: list[_Away]) -> Iterator[list[_Away]]:
+        if (live - most[row] > capacity).any() or time.monotonic() > deadline:
+            return
+        if row == len(gaps):
+            if not _is_away_in_vain(graph, case, aways, live, capacity):
+                yield aways
+            return
+        yield from choose(row + 1, live, aways)
+        for away in gaps[row]:
+            if away.taker is not None and any(
+                (other.left, other.taker) == (away.left, away.taker) for other in aways
+            ):
+                continue
+            less = live.copy()
+            for position in range(away.left, away.back):
+                less[position % num_positions] -= graph.num_bytes(case.lives[away.life].value)
+            yield from choose(row + 1, less, [*aways, away])
+
+    yield from choose(0, case.live_bytes, [])
+
+
+def _takers(graph: StepGraph, case: _Case, life: _Life, use: int) -> list[int]:
+    """Return what may be written over a life at one of its uses, if a copy comes back later."""
+    position, value = life.uses[use], life.value
+    if position >= len(case.order):
+        storage = graph.storages[graph.storage_of_value[value]]
+        assert storage.initial is not None
+        position, value = position - len(case.order), storage.initial
+    if not life.constant and use == 0:  # no time for the copy, or it is only made here
+        return []
+    takers = case.overwritten.get(position, {}).get(value, set())
+    return sorted(new for new in takers if (position, new) not in case.taken)
+
+
+def _is_away_in_vain(
+    graph: StepGraph, case: _Case, aways: list[_Away], live: np.ndarray, capacity: int
+) -> bool:
+    """Whether something could be there a boundary longer: that is never slower."""
+    num_positions = len(case.order)
+    for away in aways:
+        num_bytes = graph.num_bytes(case.lives[away.life].value)
+        for position in (away.left, away.back - 1):
+            if live[position % num_positions] + num_bytes <= capacity:
+                return True
+    return False
+
+
+def _moves(graph: StepGraph, case: _Case, aways: list[_Away]) -> tuple[list[Stay], list[Transfer]]:
+    num_positions = len(case.order)
+    stays: list[Stay] = []
+    transfers: list[Transfer] = []
+    absent: dict[int, list[_Away]] = {}
+    for away in aways:
+        absent.setdefault(away.life, []).append(away)
+    for index, life in enumerate(case.lives):
+        num_bytes = graph.num_bytes(life.value)
+        storage = graph.storages[graph.storage_of_value[life.value]]
+
+        def named(start: int, value: int, initial: int | None = storage.initial) -> tuple[int, int]:
+            """What the step calls it in which the interval begins, and the boundary there."""
+            if start < num_positions:
+                return value, 0
+            assert initial is not None
+            return initial, num_positions
+
+        begin, written = life.uses[0], life.constant
+        segments: list[tuple[int, int]] = []
+        for away in absent.get(index, ()):
+            needed = life.uses[away.use + 1]
+            left = life.uses[away.use] + 1 if written and away.taker is None else away.left
+            if not written:
+                out = life.uses[0] + 1  # a copy may be made while the value is still there
+                value, shift = named(out, life.value)
+                start, end = out - shift, away.left - shift
+                transfers.append(Transfer(value, Link.DEVICE_TO_HOST, num_bytes, start, end))
+                written = True
+            segments.append((begin, left))
+            value, shift = named(away.back, life.value)
+            start, end = away.back - shift, needed - shift
+            transfers.append(Transfer(value, Link.HOST_TO_DEVICE, num_bytes, start, end))
+            begin = away.back
+        if life.constant and not segments:
+            stays.append(Stay(life.value, 0, num_positions))
+            continue
+        if life.constant:  # the place after the last gap goes on before the first one
+            segments[0] = (begin, segments[0][1] + num_positions)
+        else:
+            segments.append((begin, life.end))
+        for start, end in segments:
+            value, shift = named(start, life.value)
+            stays.append(Stay(value, start - shift, end - shift))
+    transfers.sort(key=lambda transfer: (transfer.end, transfer.start))
+    return stays, transfers

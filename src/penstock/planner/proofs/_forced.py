@@ -1,0 +1,234 @@
+"""Bounds that hold for every order: what has to be alive when an operator runs, wherever it runs.
+
+A value that an ancestor of operator v makes and a descendant of v needs is alive when v runs for
+the first time. So are the operands and results of v, and every storage that lives from step to
+step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.graph import StepGraph
+from penstock.planner._rates import Rates
+from penstock.planner.proofs._lives import saved_bytes
+
+_MAX_OPERATORS = 20_000  # two bits for each pair: 100 MB
+_FREE = -200  # power of two of a cost that is none
+
+
+def forced_bounds(
+    graph: StepGraph,
+    operator_seconds: Sequence[float],
+    capacity: int,
+    rates: Rates,
+    *,
+    recompute: bool,
+) -> dict[str, float]:
+    """Bound the time of a step in any order.
+
+    Let F(v) be the bytes of the values that are alive when v runs for the first time and needed
+    after it in the same step; at least D = F(v) - M of them are missing then. Let X of these be
+    brought back and the others be made again, which costs W(D - X), where the cheapest bytes come
+    first; without recomputation X = D. All X come in after v has started. Those that the step has
+    made (all but the persistent storages' first values, P bytes) went out before. So
+
+        cut: T >= max(c(ancestors), (X - P) / out) + max(c(v) + c(descendants) + W(D - X), X / in).
+
+    Let G(v) be the bytes of all persistent storages that some operator uses and of the values that
+    are forced to be alive when v runs, Q of them in storages that no step changes. Whatever is
+    missing at v comes back within a cycle, or is made again, and what is not in Q went out within
+    the cycle before. With D = G(v) - M
+
+        persistent: T >= max(C + W(D - X), X / in, (X - Q) / out).
+
+    Both are at their least for the X that is best for the plan, and hold for the v that is worst.
+    An operator that runs again makes all its results: bytes cost at least its time over their sum.
+    Only values that an operator with `recomputable` makes can be made again. A persistent storage
+    that such an operator changes does not count in G.
+
+    Args:
+        graph: The step.
+        operator_seconds: Time of each operator.
+        capacity: Bytes of the arena.
+        rates: Of the links.
+        recompute: Whether operators may run again.
+
+    Returns:
+        The two bounds by name; nothing if the graph is too large for bit sets.
+    """
+    if len(graph.operators) > _MAX_OPERATORS:
+        return {}
+    forced = _forced(graph, operator_seconds, recompute=recompute)
+    compute = float(sum(operator_seconds))
+
+    def cut(brought: np.ndarray) -> np.ndarray:
+        shed = np.maximum(forced.here - capacity - brought, 0.0)
+        out = np.maximum(brought - forced.first_values, 0.0) / rates.outward
+        after = forced.seconds_after + _remaking_seconds(forced, shed)
+        return np.maximum(forced.seconds_before, out) + np.maximum(after, brought / rates.inward)
+
+    def cycle(brought: np.ndarray) -> np.ndarray:
+        shed = np.maximum(forced.anywhere - capacity - brought, 0.0)
+        out = np.maximum(brought - forced.constant_bytes, 0.0) / rates.outward
+        seconds = np.maximum(compute + _remaking_seconds(forced, shed), out)
+        return np.maximum(seconds, brought / rates.inward)
+
+    return {
+        "cut": _least(cut, forced.here - capacity, forced),
+        "persistent": _least(cycle, forced.anywhere - capacity, forced),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Forced:
+    """Per operator v; bytes and seconds."""
+
+    here: np.ndarray  # F(v)
+    first_values: np.ndarray  # P: of those, first values of persistent storages
+    anywhere: np.ndarray  # G(v)
+    constant_bytes: int  # Q
+    seconds_before: np.ndarray
+    seconds_after: np.ndarray  # of v and its descendants
+    remakable: dict[int, np.ndarray]  # by power of two of the seconds per byte: bytes of F(v)
+
+
+def _least(
+    seconds: Callable[[np.ndarray], np.ndarray], excess: np.ndarray, forced: _Forced
+) -> float:
+    """Return the largest, over operators, of the least over how much is brought back."""
+    remakable = sum(forced.remakable.values(), np.zeros_like(excess))
+    low, high = np.maximum(excess - remakable, 0.0), np.maximum(excess, 0.0)
+    for _ in range(60):  # the seconds are convex in the bytes
+        third = (high - low) / 3
+        better = seconds(low + third) <= seconds(high - third)
+        low, high = np.where(better, low, low + third), np.where(better, high - third, high)
+    return float(seconds((low + high) / 2).max(initial=0.0))
+
+
+def _remaking_seconds(forced: _Forced, shed: np.ndarray) -> np.ndarray:
+    """Return W: the least time in which so many bytes can be made again."""
+    seconds, left = np.zeros_like(shed), shed.copy()
+    for power, num_bytes in sorted(forced.remakable.items()):
+        taken = np.minimum(left, num_bytes)
+        seconds += taken * (0.0 if power == _FREE else math.ldexp(1.0, power))
+        left -= taken
+    return seconds
+
+
+def _forced(graph: StepGraph, operator_seconds: Sequence[float], *, recompute: bool) -> _Forced:
+    num_operators = len(graph.operators)
+    ancestors, descendants = relatives(graph)
+    seconds = np.asarray(operator_seconds, dtype=np.float64)
+    here, first_values = np.zeros(num_operators), np.zeros(num_operators)
+    anywhere = np.zeros(num_operators)
+    remakable: dict[int, np.ndarray] = {}
+    everyone = np.full(ancestors.shape[1], 255, dtype=np.uint8)
+    for value, storage_index in enumerate(graph.storage_of_value):
+        storage = graph.storages[storage_index]
+        if not storage.num_bytes:
+            continue
+        producer, consumers = graph.producers[value], graph.consumers[value]
+        later = np.zeros_like(everyone)
+        for consumer in consumers:
+            later |= ancestors[consumer]
+        if storage.final == value and not storage.persistent:
+            later = everyone  # it has to be there at the end
+        alive = later & (everyone if producer is None else descendants[producer])
+        at = np.unpackbits(alive, count=num_operators).astype(bool)
+        at[list(consumers)] = True
+        if producer is not None:
+            at[producer] = True
+        here[at] += storage.num_bytes
+        if not storage.persistent:
+            anywhere[at] += storage.num_bytes
+        if storage.persistent and value == storage.initial:
+            first_values[at] += storage.num_bytes
+        power = _remake_power(graph, operator_seconds, producer) if recompute else None
+        if power is not None:
+            inside = at.copy()  # what v itself needs or makes is there
+            inside[list(consumers)] = False
+            inside[producer] = False
+            remakable.setdefault(power, np.zeros(num_operators))[inside] += storage.num_bytes
+    shared = np.array([saved_bytes(graph, index) for index in range(num_operators)], dtype=float)
+    changed = np.zeros(num_operators)  # old and new are one
+    changed_here = np.zeros(num_operators)
+    for index, operator in enumerate(graph.operators):
+        for old, _ in operator.mutates:
+            changed_here[index] += graph.num_bytes(old)
+            if not graph.storages[graph.storage_of_value[old]].persistent:
+                changed[index] += graph.num_bytes(old)
+    persistent, constant = _persistent_bytes(graph, recompute=recompute)
+    return _Forced(
+        here=here - shared - changed_here,
+        first_values=first_values,
+        anywhere=anywhere - shared - changed + persistent,
+        constant_bytes=constant,
+        seconds_before=_sums(ancestors, seconds),
+        seconds_after=_sums(descendants, seconds) + seconds,
+        remakable=remakable,
+    )
+
+
+def forced_bytes(graph: StepGraph) -> np.ndarray:
+    """Return F(v), the bytes that have to be alive when each operator runs, in any order."""
+    return _forced(graph, [0.0] * len(graph.operators), recompute=False).here
+
+
+def relatives(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
+    """Ancestors and descendants of each operator, as packed bits."""
+    num_operators = len(graph.operators)
+    width = (num_operators + 7) // 8
+    own = np.zeros((num_operators, width), dtype=np.uint8)
+    index = np.arange(num_operators)
+    own[index, index // 8] = 128 >> (index % 8)
+    ancestors, descendants = np.zeros_like(own), np.zeros_like(own)
+    for operator, earlier in enumerate(graph.predecessors):
+        for before in earlier:
+            ancestors[operator] |= ancestors[before] | own[before]
+    for operator in reversed(range(num_operators)):
+        for before in graph.predecessors[operator]:
+            descendants[before] |= descendants[operator] | own[operator]
+    return ancestors, descendants
+
+
+def _sums(relatives: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    sums = np.zeros(len(seconds))
+    for start in range(0, len(seconds), 1024):
+        bits = np.unpackbits(relatives[start : start + 1024], axis=1, count=len(seconds))
+        sums[start : start + 1024] = bits @ seconds
+    return sums
+
+
+def _remake_power(
+    graph: StepGraph, operator_seconds: Sequence[float], producer: int | None
+) -> int | None:
+    """Power of two of the seconds per byte of running an operator again, rounded down."""
+    if producer is None or not graph.operators[producer].recomputable:
+        return None
+    made_bytes = sum(map(graph.num_bytes, graph.operators[producer].makes))
+    cost = float(operator_seconds[producer]) / made_bytes
+    return math.frexp(cost)[1] - 1 if cost > 0 else _FREE
+
+
+def _persistent_bytes(graph: StepGraph, *, recompute: bool) -> tuple[int, int]:
+    """Bytes of persistent storages that are used, and of those that no step changes."""
+    used: set[int] = set()
+    remade: set[int] = set()
+    for value, storage in enumerate(graph.storage_of_value):
+        if graph.consumers[value]:
+            used.add(storage)
+        producer = graph.producers[value]
+        if recompute and producer is not None and graph.operators[producer].recomputable:
+            remade.add(storage)
+    total = constant = 0
+    for index in used - remade:
+        storage = graph.storages[index]
+        if storage.persistent:
+            total += storage.num_bytes
+            constant += storage.num_bytes if storage.initial == storage.final else 0
+    return total, constant

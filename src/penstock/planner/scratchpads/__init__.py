@@ -1,0 +1,1 @@
+"""What of a program stays in fixed scratchpads, and where."""

@@ -1,0 +1,1 @@
+"""The planner itself: order, residency, recomputation and addresses by search."""

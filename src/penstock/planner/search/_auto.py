@@ -1,0 +1,284 @@
+"""The planner itself: order, recomputation and residency, searched together under a deadline.
+
+Each candidate is a sequence of operators (an order, and what is recomputed where); its residency
+is chosen and timed by the engine in milliseconds. Candidates come in families: greedy orders of
+different tastes, drops of different prices and segments. The best of them is then improved piece
+by piece: profile of the residency, groups of recomputed values, stretches of the order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.graph import StepGraph
+from penstock.planner.search._drops import Drops
+from penstock.planner.search._engine import OperatorSequence, Problem, Taste
+from penstock.planner.search._recompute import Recomputation
+from penstock.planner.search._residency import Rates, Residency, ResidencySearch
+
+_FRACTIONS = (0.25, 0.5, 0.75)
+_NUM_FINALISTS = 3
+_MAX_CANDIDATES = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """Something that could be the plan.
+
+    Attributes:
+        order: Operators, each once.
+        dropped: Storages that are recomputed.
+        residency: The choice of what leaves, and its time.
+    """
+
+    order: np.ndarray
+    dropped: frozenset[int]
+    residency: Residency
+
+    @property
+    def seconds(self) -> float:
+        """Time of a step."""
+        return self.residency.seconds
+
+
+class AutoSearch:
+    """One search.
+
+    Args:
+        graph: The graph.
+        operator_seconds: Time of each operator.
+        capacity: Bytes of the arena.
+        rates: Of the links; None: there is nowhere to go.
+        reorder: Whether the order may change.
+        recompute: Whether operators may run again.
+        deadline: Time by `time.monotonic` at which to stop.
+        seed: Of the random stretches.
+        on_better: Called with each improvement.
+    """
+
+    def __init__(
+        self,
+        graph: StepGraph,
+        operator_seconds: np.ndarray,
+        *,
+        capacity: int,
+        rates: Rates | None,
+        reorder: bool,
+        recompute: bool,
+        deadline: float,
+        seed: int,
+        on_better: Callable[[Candidate], None],
+    ) -> None:
+        self.problem = Problem(graph, operator_seconds)
+        self.capacity = capacity
+        self.rates = rates
+        self.reorder = reorder
+        self.recompute = recompute
+        self.deadline = deadline
+        self.random = np.random.default_rng(seed)
+        self.best: Candidate | None = None
+        self._candidates: dict[bytes, Candidate] = {}  # by the sequence of operators
+        self._on_better = on_better
+        self._recomputation = Recomputation(graph)
+        one_way = rates.out * rates.back / (rates.out + rates.back) if rates else 1e9
+        self._drops = Drops(graph, self._recomputation, self.problem.operator_seconds, one_way)
+        self._program = np.arange(len(graph.operators), dtype=np.int32)
+
+    def run(self) -> Candidate | None:
+        """Search until the deadline or until nothing helps.
+
+        Returns:
+            The best candidate; None if none fits.
+        """
+        ideal = float(self.problem.operator_seconds.sum())
+        orders = [self._program]
+        self._try(self._program, frozenset())
+        if self._reached(ideal):
+            return self.best
+        if self.reorder:
+            for taste in self._tastes():
+                if self._late():
+                    break
+                order = self.problem.greedy_order(self._program, taste)
+                if not any(np.array_equal(order, other) for other in orders):
+                    orders.append(order)
+                    self._try(order, frozenset())
+        if self.recompute:
+            self._try_drops(orders)
+        self._refine_finalists()
+        while self.best is not None and not self._late() and not self._reached(ideal):
+            before = self.best.seconds
+            self._refine_residency()
+            if self.recompute:
+                self._refine_groups()
+            if self.reorder:
+                self._refine_stretches()
+            if self.best.seconds >= before * (1 - 1e-4):
+                break
+        return self.best
+
+    def finalists(self) -> list[Candidate]:
+        """The best candidate, the program's own order, and the next best.
+
+        One whose addresses do not fit may end behind one that is a little slower.
+        """
+        ranked = sorted(self._candidates.values(), key=lambda candidate: candidate.seconds)
+        program = self._candidates.get(self._program.tobytes())
+        first = ranked[:1] + [c for c in (program,) if c is not None and c is not ranked[0]]
+        return first + [c for c in ranked[1:_NUM_FINALISTS] if c is not program]
+
+    def _refine_finalists(self) -> None:
+        """Give each of the finalists its share of half the time that is left."""
+        finalists = self.finalists()
+        share = max(0.0, self.deadline - time.monotonic()) / 2 / max(1, len(finalists))
+        for candidate in finalists:
+            self._refine(candidate, min(self.deadline, time.monotonic() + share))
+
+    def _late(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    def _reached(self, ideal: float) -> bool:
+        return self.best is not None and self.best.seconds <= ideal * (1 + 1e-6)
+
+    def _tastes(self) -> list[Taste]:
+        """What greedy orders may prefer; program order decides between equals."""
+        capacity = self.capacity
+        late = max(1.0, capacity / 1e5)
+        return [
+            Taste(0, 1, 1, late, capacity),
+            Taste(1, 1, 1, late, capacity),
+            Taste(1, 1, 1, late * 100, capacity),
+            Taste(1, 0.5, 1, late, capacity // 2),
+            Taste(1, 0, 1, late * 10, capacity // 2),
+            Taste(1, 0, 0, late * 10, capacity // 4),
+            Taste(4, 1, 1, late, capacity // 2),
+            Taste(0, 1, 1, 0, capacity, 1024),
+            Taste(1, 1, 1, 0, capacity // 2, 1024),
+            Taste(0, 0, 1, late * 1000, capacity),
+        ]
+
+    def _sequence(self, order: np.ndarray, dropped: frozenset[int]) -> OperatorSequence | None:
+        if not dropped:
+            return OperatorSequence(self.problem, order)
+        expanded = self._recomputation.expand(order.tolist(), dropped)
+        return None if expanded is None else OperatorSequence(self.problem, expanded)
+
+    def _try(self, order: np.ndarray, dropped: frozenset[int]) -> Candidate | None:
+        """Time a candidate roughly; it may become the best."""
+        sequence = self._sequence(order, dropped)
+        if sequence is None:
+            return None
+        if self.best is not None and sequence.compute_seconds >= self.best.seconds:
+            return None
+        residency = ResidencySearch(sequence, self.capacity, self.rates).quick()
+        if residency is None:
+            return None
+        candidate = Candidate(order, dropped, residency)
+        self._note(candidate)
+        return candidate
+
+    def _note(self, candidate: Candidate) -> bool:
+        key = candidate.residency.sequence.order.tobytes()
+        known = self._candidates.get(key)
+        if known is None or candidate.seconds < known.seconds:
+            self._candidates[key] = candidate
+            if len(self._candidates) > _MAX_CANDIDATES:
+                slowest = max(self._candidates, key=lambda k: self._candidates[k].seconds)
+                if slowest != self._program.tobytes():
+                    del self._candidates[slowest]
+        if self.best is not None and candidate.seconds >= self.best.seconds * (1 - 1e-9):
+            return False
+        self.best = candidate
+        self._on_better(candidate)
+        return True
+
+    def _try_drops(self, orders: list[np.ndarray]) -> None:
+        """Families of drops, whole and for the first part of the forward pass only."""
+        order = self.best.order if self.best else orders[-1]
+        # Where nothing fits without recomputation, any order may be the one.
+        candidates = [order] if self.best else orders
+        families = [*self._drops.by_price(), *self._drops.by_segment()]
+        for base in candidates:
+            for _, dropped in families:
+                if self._late():
+                    return
+                self._try(base, dropped)
+        if self.best is None:
+            return
+        base_families = [dropped for _, dropped in families]
+        made_at = self._drops.made_at
+        last = max(made_at.values(), default=0)
+        for dropped in base_families:
+            for fraction in _FRACTIONS:
+                if self._late():
+                    return
+                early = frozenset(i for i in dropped if made_at[i] <= last * fraction)
+                if early and early != dropped:
+                    self._try(self.best.order, early)
+
+    def _refine_residency(self) -> None:
+        assert self.best is not None
+        self._refine(self.best, self.deadline)
+
+    def _refine(self, candidate: Candidate, deadline: float) -> None:
+        """Improve the residency of a candidate; it may become the best."""
+        search = ResidencySearch(candidate.residency.sequence, self.capacity, self.rates)
+        search.refine(
+            candidate.residency,
+            deadline=deadline,
+            on_better=lambda residency: self._note(
+                Candidate(candidate.order, candidate.dropped, residency)
+            ),
+        )
+
+    def _refine_groups(self) -> None:
+        """Drop, or keep, all that one kind of operator makes; then halves of the forward pass."""
+        assert self.best is not None
+        for _, members in self._drops.groups():
+            for changed in (self.best.dropped | members, self.best.dropped - members):
+                if self._late():
+                    return
+                if changed != self.best.dropped:
+                    self._try_like_best(self.best.order, changed)
+
+    def _refine_stretches(self) -> None:
+        """Order a stretch anew, with a random taste."""
+        assert self.best is not None
+        n = len(self._program)
+        failures = 0
+        while failures < 40 and not self._late():
+            length = int(self.random.integers(4, max(5, n // 2)))
+            begin = int(self.random.integers(0, max(1, n - length)))
+            fetch, create, release = self.random.choice([0, 0.25, 1, 4], 3)
+            share = self.random.choice([0.25, 0.5, 1])
+            late = float(10 ** self.random.uniform(-6, -1)) * self.capacity
+            taste = Taste(fetch, create, release, late, int(self.capacity * share))
+            order = self.problem.greedy_order(
+                self.best.order, taste, begin=begin, end=min(n, begin + length)
+            )
+            if np.array_equal(order, self.best.order):
+                failures += 1
+                continue
+            improved = self._try_like_best(order, self.best.dropped)
+            failures = 0 if improved else failures + 1
+
+    def _try_like_best(self, order: np.ndarray, dropped: frozenset[int]) -> bool:
+        """Time a neighbour of the best with the best's own profile, stretched to its length."""
+        best = self.best
+        assert best is not None
+        sequence = self._sequence(order, dropped)
+        if sequence is None or sequence.compute_seconds >= best.seconds:
+            return False
+        search = ResidencySearch(sequence, self.capacity, self.rates)
+        shares = best.residency.shares
+        at = np.linspace(0, len(shares) - 1, len(sequence.order)).round().astype(int)
+        found = search.at(shares[at])
+        if found is None or found.seconds >= best.seconds:
+            found = min(
+                filter(None, (found, search.quick())), key=lambda r: r.seconds, default=None
+            )
+        return found is not None and self._note(Candidate(order, dropped, found))

@@ -1,0 +1,296 @@
+"""From a graph and budgets to a finished plan: search, addresses, times, bound.
+
+The search counts bytes; addresses come afterwards. Where the packer needs more than the arena has,
+the residency is chosen again for a little less, so fragmentation costs some transfers and never
+the plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from penstock.errors import InfeasibleError
+from penstock.graph import StepGraph
+from penstock.memory import Link, MachineProfile
+from penstock.planner._plan import Bound, Budget, Found, Plan
+from penstock.planner._simulate import simulate
+from penstock.planner.search._auto import AutoSearch, Candidate
+from penstock.planner.search._emit import Movement, emit
+from penstock.planner.search._engine import OperatorSequence, Problem
+from penstock.planner.search._residency import Rates, Residency, ResidencySearch
+from penstock.units import format_bytes
+
+_SEARCH_SHARE = 0.65  # of the time; the rest is for addresses
+_TARGETS = (
+    0.995,
+    0.99,
+    0.98,
+    0.97,
+    0.95,
+    0.92,
+    0.85,
+    0.7,
+    0.4,
+    0.0,
+)  # of the arena, for the search
+
+
+def plan_auto(
+    graph: StepGraph,
+    *,
+    operator_seconds: Sequence[float],
+    budget: Budget,
+    machine: MachineProfile,
+    links: tuple[Link, Link] | None,
+    bound: Bound,
+    reorder: bool = True,
+    recompute: bool = True,
+    time_limit: float = 60,
+    seed: int = 0,
+    progress: Callable[[Found], None] | None = None,
+) -> Plan:
+    """Plan a step with the best that the search finds.
+
+    Args:
+        graph: The step.
+        operator_seconds: Time of each operator.
+        budget: Of the tiers.
+        machine: Its links give the times of transfers.
+        links: Out of the device and back; None: nothing may leave.
+        bound: What no plan under the same frozen decisions can beat.
+        reorder: Whether the order may change.
+        recompute: Whether operators may run again.
+        time_limit: Seconds.
+        seed: Of what is random.
+        progress: Called with each improvement.
+
+    Returns:
+        The plan.
+
+    Raises:
+        InfeasibleError: The device's budget is too small.
+    """
+    begin = time.monotonic()
+    workspace = max((operator.workspace_bytes for operator in graph.operators), default=0)
+    capacity = _arena_capacity(graph, operator_seconds, budget, workspace)
+
+    def report(candidate: Candidate) -> None:
+        if progress is not None:
+            elapsed = time.monotonic() - begin
+            progress(Found(elapsed, candidate.seconds, bound.seconds))
+
+    rates = None
+    if links is not None:
+        out, back = (machine.links[link].bytes_per_second for link in links)
+        rates = Rates(out, back)
+    search = AutoSearch(
+        graph,
+        np.asarray(operator_seconds, np.float64),
+        capacity=capacity,
+        rates=rates,
+        reorder=reorder,
+        recompute=recompute,
+        deadline=begin + time_limit * _SEARCH_SHARE,
+        seed=seed,
+        on_better=report,
+    )
+    try:
+        best = search.run()
+    except KeyboardInterrupt:  # the best so far is a plan as well
+        if search.best is None:
+            raise
+        best = search.best
+    if best is None:
+        raise _infeasible(graph, operator_seconds, capacity, workspace, rates)
+    residency, movement = _best_with_addresses(
+        search.finalists(),
+        capacity,
+        rates,
+        links,
+        workspace=workspace,
+        deadline=begin + time_limit,
+        seed=seed,
+    )
+    plan = Plan(
+        graph_digest=graph.digest,
+        order=tuple(residency.sequence.order.tolist()),
+        placements=movement.placements,
+        transfers=movement.transfers,
+        copies=movement.copies,
+        budget=budget,
+        machine=machine,
+        operator_seconds=tuple(map(float, operator_seconds)),
+        step_seconds=0.0,
+        ideal_seconds=float(sum(operator_seconds)),
+        bound=bound,
+        workspace_bytes=workspace,
+        method="auto",
+        seed=seed,
+        notes={
+            "search_seconds": round(time.monotonic() - begin, 3),
+            "replayed_seconds": residency.seconds,
+        },
+    )
+    return dataclasses.replace(plan, step_seconds=simulate(graph, plan).step_seconds)
+
+
+def _arena_capacity(
+    graph: StepGraph, operator_seconds: Sequence[float], budget: Budget, workspace: int
+) -> int:
+    if budget.device_bytes is not None:
+        return max(0, budget.device_bytes - workspace)
+    problem = Problem(graph, operator_seconds)
+    program = OperatorSequence(problem, np.arange(len(graph.operators)))
+    # Room for the packer: addresses rarely need more than this beyond the live bytes.
+    return int(program.base.max(initial=0) * 1.02) + 1
+
+
+def _best_with_addresses(
+    finalists: Sequence[Candidate],
+    capacity: int,
+    rates: Rates | None,
+    links: tuple[Link, Link] | None,
+    *,
+    workspace: int,
+    deadline: float,
+    seed: int,
+) -> tuple[Residency, Movement]:
+    """The finalist that is the fastest once it has addresses."""
+    best: tuple[Residency, Movement] | None = None
+    failure: InfeasibleError | None = None
+    for candidate in finalists:
+        if best is not None and (
+            candidate.seconds >= best[0].seconds or time.monotonic() > deadline
+        ):
+            continue
+        try:
+            found = _with_addresses(
+                candidate.residency,
+                capacity,
+                rates,
+                links,
+                workspace=workspace,
+                deadline=deadline,
+                seed=seed,
+            )
+        except InfeasibleError as error:
+            if failure is None or _minimum(error) < _minimum(failure):
+                failure = error
+            continue
+        if best is None or found[0].seconds < best[0].seconds:
+            best = found
+    if best is None:
+        assert failure is not None
+        raise failure
+    return best
+
+
+def _with_addresses(
+    residency: Residency,
+    capacity: int,
+    rates: Rates | None,
+    links: tuple[Link, Link] | None,
+    *,
+    workspace: int,
+    deadline: float,
+    seed: int,
+) -> tuple[Residency, Movement]:
+    """Pack; as long as that does not fit, choose the residency for less."""
+    out_link, back_link = links or (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)
+    failure: InfeasibleError | None = None
+    pack_seconds = min(max(0.5, (deadline - time.monotonic()) / 8), 2.0)
+    choices = _ever_smaller(residency, capacity, rates)
+    for choice in choices:
+        try:
+            return choice, emit(
+                choice,
+                out_link=out_link,
+                back_link=back_link,
+                capacity=capacity,
+                pack_seconds=pack_seconds,
+                seed=seed,
+            )
+        except InfeasibleError as error:
+            if failure is None or _minimum(error) < _minimum(failure):
+                failure = error
+        pack_seconds = 0.5
+    assert failure is not None
+    minimum = _minimum(failure) + workspace
+    raise InfeasibleError(
+        f"device_memory={capacity + workspace} bytes: what the operators need fits, but no "
+        f"addresses were found that do; {minimum} bytes suffice for a plan that was found: raise "
+        "device_memory= or time_limit=",
+        minimum_device_bytes=minimum,
+        proved=False,
+    )
+
+
+def _minimum(error: InfeasibleError) -> int:
+    assert error.minimum_device_bytes is not None
+    return error.minimum_device_bytes
+
+
+def _ever_smaller(residency: Residency, capacity: int, rates: Rates | None) -> Iterator[Residency]:
+    """The choice itself, then choices for less and less, down to what the operators need."""
+    yield residency
+    if rates is None:
+        return
+    sequence = residency.sequence
+    least = int(sequence.working_set.max(initial=0))
+    seen = {residency.replay.in_start.tobytes()}
+    # First as it is but for less room; then with nothing kept that an operator does not use.
+    for shares in (residency.shares, np.zeros_like(residency.shares)):
+        for fraction in _TARGETS:
+            target = max(least, int(capacity * fraction))
+            found = ResidencySearch(sequence, target, rates).at(shares)
+            if found is not None and (key := found.replay.in_start.tobytes()) not in seen:
+                seen.add(key)
+                yield found
+    yield from filter(None, [ResidencySearch(sequence, least, rates, horizon=0).at(shares * 0)])
+
+
+def _infeasible(
+    graph: StepGraph,
+    operator_seconds: Sequence[float],
+    capacity: int,
+    workspace: int,
+    rates: Rates | None,
+) -> InfeasibleError:
+    problem = Problem(graph, operator_seconds)
+    sequence = OperatorSequence(problem, np.arange(len(graph.operators)))
+    needed = sequence.base if rates is None else sequence.working_set
+    position = int(np.argmax(needed))
+    name = graph.operators[int(sequence.order[position])].name
+    arena = int(needed[position])
+    minimum = _with_room_for_addresses(sequence, arena, rates) + workspace
+    reason = (
+        "there is no tier to which anything could leave: pass store= (or host_memory=), or raise it"
+        if rates is None
+        else "nothing but its own operands and results is there then: raise it, or split it"
+    )
+    return InfeasibleError(
+        f"device_memory={format_bytes(capacity + workspace)} is too little: operator {name!r} "
+        f"needs {format_bytes(minimum)} with its workspace; {reason}",
+        minimum_device_bytes=minimum,
+        operator=name,
+        proved=arena > capacity and rates is not None,
+    )
+
+
+def _with_room_for_addresses(sequence: OperatorSequence, arena: int, rates: Rates | None) -> int:
+    """The least arena for which a plan was found, from the bytes that operators need on."""
+    residency = ResidencySearch(sequence, arena, rates).quick()
+    if residency is None:
+        return arena
+    links = None if rates is None else (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)
+    try:
+        _with_addresses(
+            residency, arena, rates, links, workspace=0, deadline=time.monotonic(), seed=0
+        )
+    except InfeasibleError as error:
+        return _minimum(error)
+    return arena

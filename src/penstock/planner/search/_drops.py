@@ -1,0 +1,128 @@
+"""Which values recomputation is worth trying for: families of sets, from cheap to thorough.
+
+Values that cost little to make again (activation functions, normalisations) are dropped by price:
+the time to make them against the time to move them. Whole segments are dropped between narrow
+places of the forward pass, where few bytes cross, as checkpointing does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from penstock.graph import Phase, StepGraph
+from penstock.planner.search._recompute import Recomputation
+
+_PRICES = (0.03, 0.1, 0.3, 1.0)
+_NUM_SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
+
+
+class Drops:
+    """Sets of storages to drop.
+
+    Args:
+        graph: The graph.
+        recomputation: How its values can be made again.
+        operator_seconds: Time of each operator.
+        bytes_per_second: Of the links, out and back one after the other.
+    """
+
+    def __init__(
+        self,
+        graph: StepGraph,
+        recomputation: Recomputation,
+        operator_seconds: np.ndarray,
+        bytes_per_second: float,
+    ) -> None:
+        self.graph = graph
+        self._producers = graph.producers
+        self.made_at: dict[int, int] = {}
+        self.price: dict[int, float] = {}
+        self.group: dict[int, str] = {}
+        for item, chain in recomputation.chain_of.items():
+            first = graph.operators[chain[0]]
+            if first.phase is not Phase.FORWARD:
+                continue
+            num_bytes = graph.storages[item].num_bytes
+            seconds = float(operator_seconds[list(chain)].sum())
+            self.made_at[item] = chain[0]
+            self.price[item] = seconds / (num_bytes / bytes_per_second)
+            self.group[item] = first.target
+
+    def by_price(self) -> Iterator[tuple[str, frozenset[int]]]:
+        """Everything that costs less to make again than a share of moving it."""
+        seen: set[frozenset[int]] = set()
+        for limit in _PRICES:
+            dropped = frozenset(item for item, price in self.price.items() if price < limit)
+            if dropped and dropped not in seen:
+                seen.add(dropped)
+                yield f"price<{limit:g}", dropped
+
+    def by_segment(self) -> Iterator[tuple[str, frozenset[int]]]:
+        """Everything but what crosses from one segment of the forward pass to the next."""
+        crossing = self._crossing_bytes()
+        num_forward = len(crossing)
+        seen: set[frozenset[int]] = set()
+        for count in _NUM_SEGMENTS:
+            if num_forward < 2 * count:
+                continue
+            cuts = self._narrow_places(crossing, count)
+            kept = self._crossing_items(cuts)
+            dropped = frozenset(self.made_at) - kept
+            if dropped and dropped not in seen:
+                seen.add(dropped)
+                yield f"segments={count}", dropped
+
+    def groups(self) -> Iterator[tuple[str, frozenset[int]]]:
+        """The droppable storages by what makes them; those that matter first."""
+        members: dict[str, set[int]] = {}
+        for item, name in self.group.items():
+            members.setdefault(name, set()).add(item)
+        weight = {
+            name: sum(self.graph.storages[item].num_bytes for item in items)
+            for name, items in members.items()
+        }
+        for name in sorted(members, key=lambda name: -weight[name]):
+            yield name, frozenset(members[name])
+
+    def _forward_intervals(self) -> Iterator[tuple[int, int, int]]:
+        """Storages with the time from when they are made to their last use in the forward pass."""
+        graph = self.graph
+        uses: dict[int, list[int]] = {}
+        for index, operator in enumerate(graph.operators):
+            if operator.phase is not Phase.FORWARD:
+                continue
+            for value in (*operator.needs, *operator.makes):
+                uses.setdefault(graph.storage_of_value[value], []).append(index)
+        for item, at in uses.items():
+            if graph.storages[item].initial is None:
+                yield item, at[0], at[-1]
+
+    def _crossing_bytes(self) -> np.ndarray:
+        operators = self.graph.operators
+        forward = [i for i, operator in enumerate(operators) if operator.phase is Phase.FORWARD]
+        change = np.zeros((forward[-1] if forward else 0) + 2, np.int64)
+        for item, start, end in self._forward_intervals():
+            change[start] += self.graph.storages[item].num_bytes
+            change[end] -= self.graph.storages[item].num_bytes
+        return np.cumsum(change)[:-1]
+
+    @staticmethod
+    def _narrow_places(crossing: np.ndarray, count: int) -> list[int]:
+        """One place in each of `count` equal parts: where the fewest bytes cross, the last such."""
+        bounds = np.linspace(0, len(crossing), count + 1).astype(int)
+        return [
+            int(high - 1 - np.argmin(crossing[low:high][::-1]))
+            for low, high in itertools.pairwise(bounds)
+            if high > low
+        ]
+
+    def _crossing_items(self, cuts: list[int]) -> frozenset[int]:
+        at = np.array(cuts)
+        return frozenset(
+            item
+            for item, start, end in self._forward_intervals()
+            if ((at >= start) & (at < end)).any()
+        )

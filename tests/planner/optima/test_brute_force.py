@@ -1,0 +1,92 @@
+"""The brute force finds plans that are right and that no other plan beats."""
+
+import random
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from graphs import GraphBuilder, chain_step, machine, random_graph, random_plan
+from penstock.errors import InfeasibleError
+from penstock.graph import Kind
+from penstock.planner import Budget, check
+from penstock.planner.optima._brute_force import brute_force
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.randoms(use_true_random=False), st.booleans(), st.booleans())
+def test_no_random_plan_is_faster(rng, training, early):
+    graph = chain_step(1) if training else random_graph(rng, rng.randint(1, 4))
+    rates = rng.choice([(1.0, 1.0), (0.5, 1.0), (2.0, 3.0)])
+    plan = random_plan(graph, rng, keep=rng.choice([0.2, 0.6]), rates=rates, early=early)
+    assume(len(plan.recomputed) <= 1)
+    budget = Budget(device_bytes=plan.peak_device_bytes, host_bytes=1000)
+    best = brute_force(graph, plan.operator_seconds, budget, plan.machine, time_limit=1)
+    check(graph, best)
+    assume(best.notes["complete"])
+    assert best.step_seconds <= plan.step_seconds * (1 + 1e-9)
+
+
+def read_twice(*, recomputable):
+    """A value of 8 bytes is made, then one of 8 that is used at once, then the first is used."""
+    build = GraphBuilder()
+    x = build.storage(1, Kind.INPUT, given=True)
+    first, second, middle, end = (build.storage(n) for n in (8, 8, 1, 1))
+    build.run(reads=(x,), creates=(first,), recomputable=recomputable)
+    build.run(reads=(first,), creates=(middle,), recomputable=False)
+    build.run(reads=(middle,), creates=(second,), recomputable=False)
+    build.run(reads=(second, middle), creates=(end,), recomputable=False)
+    last = build.storage(1)
+    build.run(reads=(end, first, x), creates=(last,), recomputable=False)
+    return build.graph(last)
+
+
+@pytest.mark.parametrize(
+    ("recomputable", "device_bytes", "step"),
+    [
+        (False, 30, 5.0),  # enough for both
+        (False, 12, 12.0),  # 8 bytes leave while the second runs (3 s more) and come back (4 s)
+        (True, 12, 6.0),  # running the first operator again takes a second
+    ],
+)
+def test_it_makes_again_what_is_slow_to_move(recomputable, device_bytes, step):
+    graph = read_twice(recomputable=recomputable)
+    budget = Budget(device_bytes=device_bytes, host_bytes=100)
+    plan = brute_force(graph, [1.0] * 5, budget, machine(out=2.0, back=2.0))
+    check(graph, plan)
+    assert plan.notes["complete"]
+    assert plan.step_seconds == pytest.approx(step)
+    assert bool(plan.recomputed) == (step == 6.0)
+
+
+def test_a_frozen_order_is_kept():
+    build = GraphBuilder()
+    x = build.storage(1, Kind.INPUT, given=True)
+    large = [build.storage(8) for _ in range(2)]
+    small = [build.storage(1) for _ in range(2)]
+    for value in large:  # both large ones first; better one after the other
+        build.run(reads=(x,), creates=(value,), recomputable=False)
+    for value, result in zip(large, small, strict=True):
+        build.run(reads=(value,), creates=(result,))
+    end = build.storage(1)
+    build.run(reads=tuple(small), creates=(end,))
+    graph, budget = build.graph(end), Budget(device_bytes=12, host_bytes=100)
+    free = brute_force(graph, [1.0] * 5, budget, machine())
+    frozen = brute_force(graph, [1.0] * 5, budget, machine(), reorder=False)
+    assert free.step_seconds == 5.0
+    assert frozen.order == (0, 1, 2, 3, 4)
+    assert frozen.step_seconds > 5.0
+
+
+def test_what_nothing_fits_is_refused():
+    with pytest.raises(InfeasibleError) as raised:
+        brute_force(chain_step(1), [1.0] * 4, Budget(device_bytes=5, host_bytes=99), machine())
+    assert raised.value.proved
+
+
+def test_with_no_budget_everything_stays():
+    graph = random_graph(random.Random(3), 4)
+    plan = brute_force(graph, [1.0] * 4, Budget(host_bytes=99), machine())
+    check(graph, plan)
+    assert plan.transfers == ()
+    assert plan.step_seconds == 4.0

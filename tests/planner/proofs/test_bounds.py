@@ -1,0 +1,173 @@
+"""No valid plan is faster than its lower bound, and bounds are sharp where they can be."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphs import GraphBuilder, chain_step, machine, occupied_bytes, random_graph, random_plan
+from penstock.errors import InfeasibleError
+from penstock.graph import Kind
+from penstock.planner import Budget, lower_bound
+from penstock.planner.proofs._linear import LinearProgram
+from penstock.planner.proofs._lives import lives_of
+
+HOST = 1 << 30
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.randoms(use_true_random=False),
+    st.booleans(),
+    st.sampled_from([0.0, 0.2, 0.5]),
+    st.sampled_from([(1.0, 1.0), (0.2, 0.1), (0.1, 0.3), (3.0, 1.0)]),
+    st.booleans(),
+)
+def test_no_plan_is_faster(rng, training, keep, rates, again):
+    if training:
+        graph = chain_step(rng.randint(1, 8), in_place=rng.random() < 0.5)
+    else:
+        graph = random_graph(rng, rng.randint(1, 10))
+    plan = random_plan(graph, rng, keep=keep, rates=rates, again=again, early=rng.random() < 0.5)
+    budget = Budget(device_bytes=occupied_bytes(graph, plan), host_bytes=HOST)
+    first_runs = list(dict.fromkeys(plan.order))
+    for reorder in (False, True):
+        for recompute in (True,) if len(first_runs) < len(plan.order) else (False, True):
+            bound = lower_bound(
+                graph,
+                plan.operator_seconds,
+                budget,
+                plan.machine,
+                order=first_runs,
+                reorder=reorder,
+                recompute=recompute,
+            )
+            for name, seconds in bound.seconds_of.items():
+                assert seconds <= plan.step_seconds * (1 + 1e-7) + 1e-9, name
+
+
+def bound_of(graph, device_bytes, *, seconds=1.0, reorder=False, recompute=False, **rates):
+    return lower_bound(
+        graph,
+        [seconds] * len(graph.operators),
+        Budget(device_bytes=device_bytes, host_bytes=HOST),
+        machine(**rates),
+        reorder=reorder,
+        recompute=recompute,
+    )
+
+
+def test_with_memory_enough_only_computing_counts():
+    bound = bound_of(chain_step(3), 1 << 20)
+    assert (bound.binding, bound.seconds) == ("compute", 10.0)
+    assert lower_bound(chain_step(3), [2.0] * 10, Budget(), machine()).seconds == 20.0
+
+
+def saved_for_later(num_values, *, recomputable=False):
+    """Values of 10 bytes are made one after the other and used in the reverse order."""
+    build = GraphBuilder()
+    values = [build.storage(10) for _ in range(num_values)]
+    for value in values:
+        build.run(creates=(value,), recomputable=recomputable)
+    for value in reversed(values):
+        build.run(reads=(value,), creates=(build.storage(1),), recomputable=recomputable)
+    return build.graph(len(build.storage_of_value) - 1)
+
+
+def test_what_leaves_before_the_middle_comes_back_after_it():
+    # At the first use 60 bytes and a result are alive and 20 fit: 41 leave at 2 bytes per second,
+    # then come back at 5 bytes per second.
+    bound = bound_of(saved_for_later(6), 20, seconds=0.001, out=2.0, back=5.0)
+    assert bound.binding == "windows"
+    assert bound.seconds == pytest.approx(41 / 2 + 41 / 5, rel=0.01)
+    assert bound.seconds_of["residency_lp"] == pytest.approx(41 / 2, rel=1e-3)
+
+
+def test_in_a_free_order_the_same_values_need_not_be_alive_together():
+    graph = saved_for_later(6)
+    assert bound_of(graph, 20, seconds=0.001, reorder=True).seconds == pytest.approx(0.012)
+    assert set(bound_of(graph, 20, reorder=True).seconds_of) == {"compute", "cut", "persistent"}
+
+
+def test_what_an_ancestor_makes_for_a_descendant_is_alive():
+    build = GraphBuilder()
+    kept = [build.storage(10) for _ in range(4)]
+    middle, end = build.storage(1), build.storage(1)
+    build.run(creates=tuple(kept[:2]), recomputable=False)
+    build.run(creates=(*kept[2:], middle), reads=(kept[0],), recomputable=False)
+    large = build.storage(35)
+    build.run(reads=(middle,), creates=(large,), recomputable=False)
+    build.run(reads=(large, *kept[:1], *kept[2:]), creates=(end,), recomputable=False)
+    graph = build.graph(end)
+    # The third one makes 35 bytes of 1, while 30 are kept: 66 of 66 + 1.
+    assert bound_of(graph, 80, reorder=True).seconds == pytest.approx(4.0)
+    bound = bound_of(graph, 66 - 0, seconds=0.5, reorder=True)
+    assert bound.seconds == pytest.approx(2.0)
+    with pytest.raises(InfeasibleError):
+        bound_of(graph, 60, reorder=True)
+
+
+def test_parameters_beyond_the_memory_come_in_every_step():
+    build = GraphBuilder()
+    x = build.storage(1, Kind.INPUT, given=True)
+    for _ in range(5):
+        y = build.storage(1)
+        build.run(reads=(x, build.storage(10, Kind.PARAMETER)), creates=(y,))
+        x = y
+    graph = build.graph(x)
+    # While one of them is used, with an operand and a result, 20 bytes of weights have a place.
+    free = bound_of(graph, 22, seconds=0.1, back=2.0, reorder=True)
+    assert free.seconds == pytest.approx((50 - 20) / 2, rel=1e-3)
+    # In a fixed order whoever is used next is the last that was there: at best 1/4 of the bytes of
+    # those that are not in use need not come in.
+    frozen = bound_of(graph, 22, seconds=0.1, back=2.0)
+    assert frozen.seconds == pytest.approx(50 * (1 - 1 / 4) / 2, rel=1e-3)
+
+
+def test_what_can_be_made_again_costs_its_time_or_its_bytes():
+    slow_link = {"out": 0.001, "back": 0.001}
+    again = saved_for_later(6, recomputable=True)
+    once = saved_for_later(6)
+    # Four of six values are made once more, a second each.
+    for graph, least in ((again, 12 + 4), (once, 40 / 0.001)):
+        bound = bound_of(graph, 20, recompute=True, **slow_link)
+        assert bound.seconds >= least * 0.99
+    assert bound_of(again, 20, recompute=True, **slow_link).seconds < 20
+
+
+def test_an_operator_that_does_not_fit_is_named():
+    with pytest.raises(InfeasibleError) as raised:
+        bound_of(chain_step(2), 15)
+    assert raised.value.minimum_device_bytes == 20
+    assert raised.value.operator == "op3"
+    assert raised.value.proved
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 1 << 30), st.integers(1, 10))
+def test_lives_are_what_an_all_resident_plan_holds(seed, num_operators):
+    rng = random.Random(seed)
+    graph = random_graph(rng, num_operators)
+    graph = dataclasses.replace(
+        graph, operators=tuple(dataclasses.replace(o, may_overwrite=()) for o in graph.operators)
+    )
+    plan = random_plan(graph, rng, again=False, keep=1.1)
+    lives = lives_of(graph, plan.order)
+    held = np.zeros(len(plan.order), dtype=int)
+    used = {value for value in range(len(graph.storage_of_value)) if graph.consumers[value]}
+    made = {value for operator in graph.operators for value in operator.makes}
+    for value, _, num_bytes, start, end in plan.placements:
+        if value in used | made:
+            for position in range(start, end):
+                held[position % len(plan.order)] += num_bytes
+    assert held.tolist() == lives.live_bytes.tolist()
+
+
+def test_a_linear_program_without_solution_has_no_optimum():
+    program = LinearProgram()
+    column = program.column(upper=1.0)
+    program.row([column], [1.0], lower=2.0)
+    assert program.solve(time_limit=5.0) is None
