@@ -171,6 +171,7 @@ CASES: dict[str, Case] = {
             d_ff=16384,
             num_layers=24,
             num_heads=32,
+            decoder_start_token_id=0,
         ),
         batch=_tokens(512),
         batch_size=8,

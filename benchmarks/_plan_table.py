@@ -5,10 +5,9 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from _plan_arms import ABLATIONS, ARMS, OURS
+from _plan_arms import ABLATIONS, ARMS, GENETIC, OURS
 from _rows import BenchmarkRow, read_rows, results_file
 
-GENETIC = "genetic (SwapAdvisor)"
 FROZEN = f"{OURS} in the program's order, without recomputation"
 TIGHT = ("1/8", "1/12", "minimum")
 

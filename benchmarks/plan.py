@@ -3,6 +3,7 @@
     python benchmarks/plan.py                        # everything: hours
     python benchmarks/plan.py --quick                # three models, short searches
     python benchmarks/plan.py --models brnn-8k --shares 1/8 1/12 --time-limit 60
+    python benchmarks/plan.py --resume               # only rows that are not there yet
     python benchmarks/plan.py --part table           # what the rows say
     python benchmarks/plan.py --part models          # the models: operators, peaks, FLOPs
 
@@ -13,12 +14,14 @@ that, the least that every arm's model allows (`minimum`) takes its place.
 
 Arms (`_plan_arms.py`): paging on demand, SwapAdvisor's genetic search, a linear program per layer
 in torchtitan's style, torch's activation memory budget, ours, and ours with decisions frozen. Those
-that search have `--time-limit` seconds each.
+that search have `--time-limit` seconds each; a row says how many. `--resume` leaves out rows of the
+same graph and time limit; what captures a graph is part of the name of the file that keeps it.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 import tempfile
 import time
@@ -27,13 +30,22 @@ from pathlib import Path
 from typing import Any
 
 import _plan_table
-from _plan_arms import ABLATIONS, ARMS, OURS, REFERENCES, Planner
+from _plan_arms import ABLATIONS, ARMS, GENETIC, OURS, REFERENCES, Planner
 from _plan_models import CASES, SWAPADVISOR, V100_BYTES
-from _rows import BenchmarkRow, Limit, argument_parser, environment, write_rows
+from _rows import (
+    REPOSITORY,
+    BenchmarkRow,
+    Limit,
+    argument_parser,
+    environment,
+    read_rows,
+    results_file,
+    write_rows,
+)
 from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
 from penstock.memory import MachineProfile
-from penstock.planner import Budget, check
+from penstock.planner import Budget, Plan, check, simulate
 from penstock.planner.baselines._order import ordered_step, peak_of_program_order
 
 TOPIC = "plan"
@@ -48,7 +60,7 @@ def captured(name: str, directory: Path) -> StepGraph:
     """A model's step; kept in a directory, because capturing takes a while."""
     from penstock.graph import capture
 
-    path = directory / f"{name}.json.gz"
+    path = directory / f"{name}-{_capture_digest()}.json.gz"
     if path.exists():
         return StepGraph.load(path)
     model, optimizer, batch = CASES[name].build()
@@ -56,6 +68,14 @@ def captured(name: str, directory: Path) -> StepGraph:
     directory.mkdir(parents=True, exist_ok=True)
     graph.save(path)
     return graph
+
+
+def _capture_digest() -> str:
+    """Of the sources that decide what a captured step looks like."""
+    sources = [*REPOSITORY.glob("src/penstock/graph/*.py")]
+    sources += REPOSITORY.glob("benchmarks/_plan_[cmr]*.py")
+    text = b"".join(path.read_bytes() for path in sorted(sources))
+    return hashlib.sha256(text).hexdigest()[:12]
 
 
 def minimum_bytes(graph: StepGraph) -> int:
@@ -85,7 +105,7 @@ def arm_row(
 ) -> BenchmarkRow:
     """Plan, check, and say how good it is; an arm without a plan has a time of 0."""
     ideal = sum(planner.operator_seconds)
-    bound = planner.bound_of(arm if arm in ABLATIONS else OURS)
+    bound = planner.bound_of(arm)
     began = time.perf_counter()
     identity = {"topic": TOPIC, "case": case, "arm": arm, **where}
     extra = {**extra, "ideal_seconds": ideal, "bound_parts": dict(bound.seconds_of)}
@@ -102,6 +122,7 @@ def arm_row(
         "share_of_ideal": ideal / plan.step_seconds,
         "gap": plan.step_seconds / bound.seconds - 1,
         "num_recomputed": len(plan.recomputed),
+        "stall_seconds": stalls_by_phase(planner.graph, plan),
         "notes": dict(plan.notes),
     }
     return BenchmarkRow.of(
@@ -114,20 +135,36 @@ def arm_row(
     )
 
 
+def stalls_by_phase(graph: StepGraph, plan: Plan) -> dict[str, float]:
+    """Seconds that operators of each phase wait for transfers."""
+    seconds: dict[str, float] = {}
+    for stall in simulate(graph, plan).stalls:
+        phase = graph.operators[plan.order[stall.position]].phase
+        seconds[phase.value] = seconds.get(phase.value, 0.0) + stall.seconds
+    return seconds
+
+
+def _is_there(
+    rows: dict[tuple[str, str], BenchmarkRow], case: str, arm: str, extra: dict[str, Any]
+) -> bool:
+    """Whether there is a row of the same graph, budget and time limit."""
+    row = rows.get((case, arm))
+    same = ("graph_digest", "device_bytes", "time_limit")
+    return row is not None and all(row.extra.get(key) == extra[key] for key in same)
+
+
 def measure(
     name: str, machine: MachineProfile, options: argparse.Namespace, where: Any
 ) -> list[BenchmarkRow]:
     """All budgets and arms of a model."""
-    from penstock.graph import operator_seconds
-
     graph = captured(name, options.graphs)
-    seconds = tuple(operator_seconds(graph, machine))
+    path = results_file(where["device_name"], TOPIC, options.out)
+    known = read_rows(path) if options.resume and path.exists() else []
+    there = {(row.case, row.arm): row for row in known}
     rows = []
     for share, num_bytes in budgets(graph, options.shares).items():
         budget = Budget(device_bytes=num_bytes, host_bytes=HOST_BYTES)
-        planner = Planner(
-            graph, seconds, budget, machine, time_limit=options.time_limit, seed=options.seed
-        )
+        planner = Planner(graph, budget, machine, time_limit=options.time_limit, seed=options.seed)
         case = f"{CASES[name].title}; {share} of its peak, {machine.name}"
         extra = {
             "model": name,
@@ -135,10 +172,13 @@ def measure(
             "device_bytes": num_bytes,
             "peak_bytes": peak_of_program_order(graph),
             "num_operators": len(graph.operators),
+            "graph_digest": graph.digest,
             "time_limit": options.time_limit,
             "seed": options.seed,
         }
         for arm in options.arms:
+            if _is_there(there, case, arm, extra):
+                continue
             row = arm_row(planner, arm, case, extra, where)
             print(f"{row}, {row.extra['outcome']}", file=sys.stderr, flush=True)
             rows.append(row)
@@ -169,6 +209,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=None, metavar="ARM")
     parser.add_argument("--ablations", action="store_true", help="ours with decisions frozen, too")
     parser.add_argument("--quick", action="store_true", help="three models, short searches")
+    parser.add_argument("--resume", action="store_true", help="leave out rows that are there")
     parser.add_argument("--swapadvisor", action="store_true", help="only the models of its table")
     parser.add_argument("--time-limit", type=float, default=None, metavar="SECONDS")
     parser.add_argument("--seed", type=int, default=0)
@@ -183,7 +224,7 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     chosen = QUICK_MODELS if options.quick else SWAPADVISOR if options.swapadvisor else CASES
     options.models = options.models or list(chosen)
-    usual = [*REFERENCES, OURS]
+    usual = [*REFERENCES, GENETIC, OURS]
     options.arms = options.arms or [*usual, *(ABLATIONS if options.ablations else ())]
     options.time_limit = options.time_limit or (QUICK_SECONDS if options.quick else 60.0)
     return options

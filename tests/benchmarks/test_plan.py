@@ -7,6 +7,7 @@ from _plan_models import CASES, SWAPADVISOR
 from _plan_table import bars, show
 from _rows import environment, read_rows, write_rows
 from penstock.errors import InfeasibleError
+from penstock.memory import machine
 from penstock.planner import Budget, check
 from penstock.planner.baselines._order import peak_of_program_order
 from plan import arm_row, budgets, minimum_bytes
@@ -23,9 +24,8 @@ def graph():
 def planner(graph):
     return Planner(
         graph,
-        [1.0] * len(graph.operators),
         Budget(device_bytes=int(peak_of_program_order(graph) * 0.6), host_bytes=1 << 40),
-        graphs.machine(out=4 * UNIT, back=4 * UNIT),
+        machine("v100-16gb-pcie3"),
         time_limit=1.0,
         seed=0,
     )
