@@ -8,21 +8,20 @@ import graphs
 from penstock.errors import InfeasibleError
 from penstock.planner import Budget, check
 from penstock.planner.baselines import _genetic
-from penstock.planner.baselines._genetic import plan_genetic
+from penstock.planner.baselines._genetic import derive, plan_genetic
+from penstock.planner.baselines._genetic_engine import Evaluator
 from penstock.planner.baselines._genetic_genes import (
     Schedules,
     cross_allocations,
-    demand,
-    distinct_sizes,
     geometric_classes,
     mutate_allocation,
-    repair,
 )
 from penstock.planner.baselines._order import (
     ALIGNMENT_BYTES,
     ordered_step,
     peak_of_program_order,
 )
+from penstock.planner.baselines._timing import Speeds
 
 UNIT = ALIGNMENT_BYTES
 
@@ -42,7 +41,7 @@ def plan(graph, *, device_bytes, seed=0, time_limit=60.0, **options):
 @pytest.fixture
 def short_search(monkeypatch):
     monkeypatch.setattr(_genetic, "POPULATION", 8)
-    monkeypatch.setattr(_genetic, "GENERATIONS", 3)
+    monkeypatch.setattr(_genetic, "STAGNATION", 2)
 
 
 @settings(max_examples=30)
@@ -100,30 +99,77 @@ def test_children_and_mutants_are_topological_orders(graph, seed):
     assert schedules.mutate(first, 0.0, rng) == first
 
 
+def evaluator(graph, *, share):
+    speeds = Speeds([1.0 + 0.1 * index for index in range(len(graph.operators))], 97.0, 131.0)
+    return Evaluator(graph, int(peak_of_program_order(graph) * share), speeds)
+
+
+@settings(max_examples=200)
+@given(
+    graph=graphs.step_graphs(max_operators=14),
+    seed=st.integers(0, 1000),
+    share=st.sampled_from([0.7, 1.0, 1.5]),
+)
+def test_the_engine_finds_what_python_derives(graph, seed, share):
+    rng = random.Random(seed)
+    engine = evaluator(graph, share=share)
+    order = Schedules(graph).mutate(range(len(graph.operators)), rng.random(), rng)
+    classes = geometric_classes(engine.sizes, rng.choice([1.0, 2.0, 4.0]))
+    found = engine.evaluate(order, classes, {name: rng.randint(0, 4) for name in classes})
+    if found is None:
+        return
+    allocation, seconds = found
+    derived = derive(graph, order, allocation, engine.sizes, engine.speeds, passes=2)
+    assert derived is not None
+    assert derived.arrangement.step_seconds == seconds  # the same operations in the same order
+
+
+def test_the_engine_finds_it_where_much_is_swapped():
+    graph = graphs.chain_step(30, weight_bytes=3 * UNIT, activation_bytes=8 * UNIT)
+    engine = evaluator(graph, share=0.4)
+    classes = geometric_classes(engine.sizes, 1.0)
+    found = engine.evaluate(range(len(graph.operators)), classes, {})
+    assert found is not None
+    order = range(len(graph.operators))
+    derived = derive(graph, order, found[0], engine.sizes, engine.speeds, passes=2)
+    assert derived is not None
+    assert len(derived.arrangement.writes) > 20
+    assert derived.arrangement.step_seconds == found[1]
+
+
+@given(graph=graphs.step_graphs(min_operators=2, max_operators=9))
+def test_demand_is_what_lives_at_once(graph):
+    engine = evaluator(graph, share=1.0)
+    step = ordered_step(graph)
+    most = sum(
+        size * count for size, count in zip(engine.sizes, engine.demand(step.order), strict=True)
+    )
+    assert most + step.workspace_bytes >= peak_of_program_order(graph, in_place=True)
+
+
 @given(seed=st.integers(0, 1000))
 def test_allocations_fit_and_hold_every_operator(seed):
     rng = random.Random(seed)
     graph = graphs.random_graph(rng, 9)
     step = ordered_step(graph)
-    sizes = distinct_sizes(step)
-    asked = demand(step, sizes)
-    capacity = int(peak_of_program_order(graph) * 1.5)
-    first = repair(geometric_classes(sizes, 1.0), {}, sizes, asked, capacity)
-    second = repair(
-        geometric_classes(sizes, 4.0), dict.fromkeys(range(9), 5), sizes, asked, capacity
-    )
+    engine = evaluator(graph, share=1.5)
+    sizes = engine.sizes
+    first = engine.evaluate(step.order, geometric_classes(sizes, 1.0), {})
+    second = engine.evaluate(step.order, geometric_classes(sizes, 4.0), dict.fromkeys(range(9), 5))
     assert first is not None
     assert second is not None
-    genes = mutate_allocation(*cross_allocations(first, second, rng), 0.5, rng)
-    for allocation in (first, second, repair(*genes, sizes, asked, capacity)):
-        if allocation is None:
+    genes = mutate_allocation(*cross_allocations(first[0], second[0], rng), 0.5, rng)
+    for found in (first, second, engine.evaluate(step.order, *genes)):
+        if found is None:
             continue
+        allocation = found[0]
         used = sum(sizes[name] * count for name, count in allocation.num_objects.items())
-        assert used <= capacity
+        assert used <= engine.capacity
         assert set(allocation.class_of_size) == set(allocation.num_objects)
-        for counts in asked.least:
-            for index, count in counts.items():
-                assert allocation.num_objects[allocation.class_of_size[index]] >= count
+        for visit in step.visits:
+            at_once = {*visit.needs, *visit.creates}
+            names = [allocation.class_of_size[sizes.index(step.num_bytes[v])] for v in at_once]
+            assert all(names.count(name) <= allocation.num_objects[name] for name in names)
 
 
 def test_classes_of_a_ratio():

@@ -10,6 +10,7 @@ recomputation nor files are part of it, and there is no bound.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -28,15 +29,13 @@ from penstock.planner.baselines._decisions import (
     require_times,
     speeds_of,
 )
+from penstock.planner.baselines._genetic_engine import Evaluator
 from penstock.planner.baselines._genetic_genes import (
     Allocation,
     Schedules,
     cross_allocations,
-    demand,
-    distinct_sizes,
     geometric_classes,
     mutate_allocation,
-    repair,
 )
 from penstock.planner.baselines._genetic_objects import (
     assign_objects,
@@ -48,9 +47,10 @@ from penstock.planner.baselines._order import OrderedStep, ordered_step
 from penstock.planner.baselines._timing import Arrangement, Speeds, arrange
 from penstock.planner.baselines._walk import Pools, Residency, walk
 
-POPULATION = 40
-GENERATIONS = 10_000  # the time limit ends the search, or a population that no longer changes
-STAGNATION = 60  # generations without a better candidate
+POPULATION = 100
+STAGNATION = (
+    60  # generations without a better candidate that end the search, as the time limit does
+)
 MUTATION = 0.1  # probability that a child mutates, and that one of its genes does
 RATIOS = (1.0, 1.3, 2.0, 4.0)  # of sizes within a class, in the allocations that it begins with
 _SPARES = 6  # times that objects of a class are given up, so that rooms go round the step's end
@@ -66,8 +66,15 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class _Derived:
-    """The swap plan of a candidate."""
+class Derived:
+    """The swap plan of a candidate.
+
+    Attributes:
+        step: The graph in the candidate's order.
+        residency: Who is on the device when.
+        arrangement: Transfers with their places.
+        offsets: Addresses of the residency's rooms, those that are never free last.
+    """
 
     step: OrderedStep
     residency: Residency
@@ -75,89 +82,60 @@ class _Derived:
     offsets: list[int]
 
 
-class _Problem:
-    """What does not change during a search."""
+class _Search:
+    """What does not change during a search, and how far it is."""
 
     def __init__(
-        self, graph: StepGraph, capacity: int, speeds: Speeds, progress: Progress | None
+        self,
+        graph: StepGraph,
+        evaluator: Evaluator,
+        *,
+        time_limit: float,
+        seed: int,
+        progress: Progress | None,
     ) -> None:
-        self.progress, self.began = progress, time.monotonic()
-        self.graph, self.capacity, self.speeds = graph, capacity, speeds
+        self.evaluator, self.progress = evaluator, progress
         self.schedules = Schedules(graph)
         self.program = tuple(range(len(graph.operators)))
-        self.steps: dict[tuple[int, ...], OrderedStep] = {}
-        self.sizes = distinct_sizes(ordered_step(graph))
-        self.num_evaluations = 0
+        self.random = random.Random(seed)
+        self.began = time.monotonic()
+        self.deadline = self.began + time_limit
+        self.population: list[Candidate] = []
+        self.num_evaluations = self.num_generations = 0
 
-    def report(self, population: Sequence[Candidate]) -> None:
+    def run(self) -> None:
+        """Fill the population, and let it evolve until the deadline or until nothing helps."""
+        try:
+            for candidate in _first_population(self):
+                if candidate is not None:
+                    self.population.append(candidate)
+                    self.report()
+                if self.population and self.late():
+                    break
+            if self.population:
+                _evolve(self)
+        except KeyboardInterrupt:  # the best so far is a candidate as well
+            if not self.population:
+                raise
+
+    def late(self) -> bool:
+        """Whether the time is over."""
+        return time.monotonic() > self.deadline
+
+    def report(self) -> None:
         """Tell whoever asked how good the best candidate is."""
         if self.progress is not None:
-            best = min(candidate.step_seconds for candidate in population)
+            best = min(candidate.step_seconds for candidate in self.population)
             elapsed = time.monotonic() - self.began
-            self.progress(Found(elapsed, best, sum(self.speeds.operator_seconds)))
-
-    def step(self, order: tuple[int, ...]) -> OrderedStep:
-        """The graph in an order; the last few are kept."""
-        if order not in self.steps:
-            if len(self.steps) > 2 * POPULATION:
-                self.steps.clear()
-            self.steps[order] = ordered_step(self.graph, order)
-        return self.steps[order]
+            self.progress(Found(elapsed, best, sum(self.evaluator.speeds.operator_seconds)))
 
     def evaluate(
         self, order: tuple[int, ...], classes: Sequence[int], wanted: dict[int, int]
     ) -> Candidate | None:
         """Repair an allocation and simulate; None where an operator does not fit."""
         self.num_evaluations += 1
-        step = self.step(order)
-        asked = demand(step, self.sizes)
-        allocation = repair(classes, wanted, self.sizes, asked, self.capacity)
-        derived = None if allocation is None else self.derive(order, allocation, passes=2)
-        if allocation is None or derived is None:
-            return None
-        return Candidate(order, allocation, derived.arrangement.step_seconds)
-
-    def derive(
-        self, order: tuple[int, ...], allocation: Allocation, *, passes: int
-    ) -> _Derived | None:
-        """The swap plan of a schedule and an allocation; None where objects do not suffice."""
-        step, sizes = self.step(order), self.sizes
-        names = sorted(allocation.num_objects)
-        pool_of_class = {name: pool for pool, name in enumerate(names)}
-        pool_of_bytes = {
-            size: pool_of_class[name]
-            for size, name in zip(sizes, allocation.class_of_size, strict=True)
-        }
-        counts = [allocation.num_objects[name] for name in names]
-        used = counts.copy()
-        for _ in range(_SPARES):
-            try:
-                residency = walk(step, Pools(tuple(used), pool_of_bytes), "belady")
-            except InfeasibleError:
-                return None
-            objects = assign_objects(residency, step, counts)
-            short = missing_objects(residency, objects, len(counts))
-            if not any(short):
-                break
-            used = [max(0, count - less) for count, less in zip(used, short, strict=True)]
-        else:
-            return None
-        arrangement = arrange(
-            step,
-            residency,
-            self.speeds,
-            prefetch=room_by_objects(step, residency, objects),
-            passes=passes,
-        )
-        starts, base = [], 0
-        for name, count in zip(names, counts, strict=True):
-            starts.append(base)
-            base += sizes[name] * count
-        offsets = [
-            starts[pool] + item * sizes[names[pool]]
-            for pool, item in zip(pools_of_rooms(residency), objects, strict=True)
-        ]
-        return _Derived(step, residency, arrangement, offsets)
+        found = self.evaluator.evaluate(order, classes, wanted)
+        return None if found is None else Candidate(order, *found)
 
 
 def plan_genetic(
@@ -196,7 +174,6 @@ def plan_genetic(
         InfeasibleError: No candidate of the first population fits: a size class needs room for
             the operator that has most of its sizes, at all times.
     """
-    began = time.monotonic()
     require_times(graph, operator_seconds)
     below = Below.of(machine, budget)
     if below is None:
@@ -205,31 +182,17 @@ def plan_genetic(
             "(and a machine that has links to it), or use method='auto'"
         )
     speeds = speeds_of(below, machine, operator_seconds)
-    rng = random.Random(seed)
-    capacity = device_capacity(ordered_step(graph), budget)
-    problem = _Problem(graph, capacity, speeds, progress)
-    deadline = began + time_limit
-    population: list[Candidate] = []
-    num_generations = 0
-    try:
-        for candidate in _first_population(problem, rng):
-            if candidate is not None:
-                population.append(candidate)
-                problem.report(population)
-            if time.monotonic() > deadline and population:
-                break
-        if not population:
-            raise InfeasibleError(
-                f"method='genetic' found no size classes for device_memory={budget.device_bytes}: "
-                "give more, or use method='auto'",
-                proved=False,
-            )
-        num_generations = _evolve(problem, population, rng, deadline)
-    except KeyboardInterrupt:
-        if not population:
-            raise
-    best = min(population, key=lambda candidate: candidate.step_seconds)
-    derived = problem.derive(best.order, best.allocation, passes=4)
+    evaluator = Evaluator(graph, device_capacity(ordered_step(graph), budget), speeds)
+    search = _Search(graph, evaluator, time_limit=time_limit, seed=seed, progress=progress)
+    search.run()
+    if not search.population:
+        raise InfeasibleError(
+            f"method='genetic' found no size classes for device_memory={budget.device_bytes}: "
+            "give more, or use method='auto'",
+            proved=False,
+        )
+    best = min(search.population, key=lambda candidate: candidate.step_seconds)
+    derived = derive(graph, best.order, best.allocation, evaluator.sizes, speeds)
     assert derived is not None
     return assemble(
         derived.step,
@@ -242,73 +205,127 @@ def plan_genetic(
         method="genetic",
         seed=seed,
         notes={
-            "planning_seconds": time.monotonic() - began,
-            "num_generations": num_generations,
-            "num_evaluations": problem.num_evaluations,
+            "planning_seconds": time.monotonic() - search.began,
+            "num_generations": search.num_generations,
+            "num_evaluations": search.num_evaluations,
         },
     )
 
 
-def _first_population(problem: _Problem, rng: random.Random) -> Iterator[Candidate | None]:
+def derive(
+    graph: StepGraph,
+    order: Sequence[int],
+    allocation: Allocation,
+    sizes: Sequence[int],
+    speeds: Speeds,
+    *,
+    passes: int = 4,
+) -> Derived | None:
+    """Return the swap plan of a schedule and an allocation; None where objects do not suffice.
+
+    `Evaluator.evaluate` does the same in C++ and keeps only the time.
+
+    Args:
+        graph: A captured step.
+        order: Operators by position, each once.
+        allocation: Classes of equal objects.
+        sizes: Distinct sizes of values, in rising order.
+        speeds: What takes how long.
+        passes: How often ends of writes are chosen.
+    """
+    step = ordered_step(graph, order)
+    names = sorted(allocation.num_objects)
+    pool_of_class = {name: pool for pool, name in enumerate(names)}
+    pool_of_bytes = {
+        size: pool_of_class[name]
+        for size, name in zip(sizes, allocation.class_of_size, strict=True)
+    }
+    counts = [allocation.num_objects[name] for name in names]
+    found = _walk_in_objects(step, counts, pool_of_bytes)
+    if found is None:
+        return None
+    residency, objects = found
+    prefetch = room_by_objects(step, residency, objects)
+    arrangement = arrange(step, residency, speeds, prefetch=prefetch, passes=passes)
+    starts, base = [], 0
+    for name, count in zip(names, counts, strict=True):
+        starts.append(base)
+        base += sizes[name] * count
+    offsets = [
+        starts[pool] + item * sizes[names[pool]]
+        for pool, item in zip(pools_of_rooms(residency), objects, strict=True)
+    ]
+    return Derived(step, residency, arrangement, offsets)
+
+
+def _walk_in_objects(
+    step: OrderedStep, counts: Sequence[int], pool_of_bytes: dict[int, int]
+) -> tuple[Residency, list[int]] | None:
+    """A residency with an object for every room; None where there is none."""
+    used = list(counts)
+    for _ in range(_SPARES):
+        try:
+            residency = walk(step, Pools(tuple(used), pool_of_bytes), "belady")
+        except InfeasibleError:
+            return None
+        objects = assign_objects(residency, step, counts)
+        short = missing_objects(residency, objects, len(counts))
+        if not any(short):
+            return residency, objects
+        used = [max(0, count - less) for count, less in zip(used, short, strict=True)]
+    return None
+
+
+def _first_population(search: _Search) -> Iterator[Candidate | None]:
     """The framework's own order with several allocations, near orders, and random ones."""
-    sizes = problem.sizes
-    most = demand(problem.step(problem.program), sizes).most
+    sizes, rng = search.evaluator.sizes, search.random
+    most = search.evaluator.demand(search.program)
     for number in range(POPULATION):
         ratio = RATIOS[number % len(RATIOS)]
-        order = problem.program
+        order = search.program
         if number >= len(RATIOS):
             probability = 1.0 if number % 4 == 0 else 0.01 * rng.random()
-            order = problem.schedules.mutate(order, probability, rng)
+            order = search.schedules.mutate(order, probability, rng)
         classes = geometric_classes(sizes, ratio)
         wanted: dict[int, int] = {}
         for index, name in enumerate(classes):
             wanted[name] = wanted.get(name, 0) + most[index]
-        yield problem.evaluate(order, classes, wanted)
+        yield search.evaluate(order, classes, wanted)
 
 
-def _evolve(
-    problem: _Problem,
-    population: list[Candidate],
-    rng: random.Random,
-    deadline: float,
-) -> int:
-    """Replace the worse half of the population by children of the better one, again and again.
-
-    Returns:
-        The number of generations.
-    """
+def _evolve(search: _Search) -> None:
+    """Replace the worse half of the population by children of the better one, again and again."""
     stagnant = 0
-    for generation in range(GENERATIONS):
-        population.sort(key=lambda candidate: candidate.step_seconds)
-        best = population[0].step_seconds
-        parents = population[: max(2, POPULATION // 2)]
+    while stagnant < STAGNATION:
+        search.population.sort(key=lambda candidate: candidate.step_seconds)
+        parents = search.population[: max(2, POPULATION // 2)]
         children: list[Candidate] = []
         while len(parents) + len(children) < POPULATION:
-            if time.monotonic() > deadline:
-                population[:] = parents + children
-                return generation
-            child = _child(problem, parents, rng)
+            if search.late():
+                search.population = parents + children
+                return
+            child = _child(search, parents)
             if child is not None:
                 children.append(child)
-            elif rng.random() < 0.1:  # no child fits: a generation of parents will do
+            elif search.random.random() < 0.1:  # no child fits: a generation of parents will do
                 break
-        population[:] = parents + children
-        problem.report(population)
-        stagnant = 0 if min(c.step_seconds for c in population) < best else stagnant + 1
-        if stagnant >= STAGNATION:
-            return generation + 1
-    return GENERATIONS
+        search.population = parents + children
+        search.num_generations += 1
+        search.report()
+        best = min((child.step_seconds for child in children), default=math.inf)
+        stagnant = 0 if best < parents[0].step_seconds else stagnant + 1
 
 
-def _child(problem: _Problem, parents: Sequence[Candidate], rng: random.Random) -> Candidate | None:
+def _child(search: _Search, parents: Sequence[Candidate]) -> Candidate | None:
+    rng = search.random
     first, second = _selected(parents, rng), _selected(parents, rng)
-    order = problem.schedules.cross(first.order, second.order, rng)
+    order = search.schedules.cross(first.order, second.order, rng)
     classes, wanted = cross_allocations(first.allocation, second.allocation, rng)
     if rng.random() < MUTATION:
-        order = problem.schedules.mutate(order, MUTATION * rng.random() ** 3, rng)
+        order = search.schedules.mutate(order, MUTATION * rng.random() ** 3, rng)
     if rng.random() < MUTATION:
         classes, wanted = mutate_allocation(classes, wanted, MUTATION, rng)
-    return problem.evaluate(order, classes, wanted)
+    return search.evaluate(order, classes, wanted)
 
 
 def _selected(parents: Sequence[Candidate], rng: random.Random) -> Candidate:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.graph import StepGraph
-from penstock.planner.baselines._order import OrderedStep
 
 
 @dataclass(frozen=True)
@@ -28,100 +27,6 @@ class Allocation:
 
     class_of_size: tuple[int, ...]
     num_objects: dict[int, int]
-
-
-@dataclass(frozen=True)
-class Demand:
-    """How many objects of each distinct size an order asks for.
-
-    Attributes:
-        least: For each position with an operator's operands and results: counts by size index.
-            What the operator before has made is counted too; it cannot have left yet.
-        most: The largest number of values of each size that live at once.
-    """
-
-    least: tuple[dict[int, int], ...]
-    most: tuple[int, ...]
-
-
-def distinct_sizes(step: OrderedStep) -> tuple[int, ...]:
-    """Sizes of values, in rising order."""
-    return tuple(sorted({num_bytes for num_bytes in step.num_bytes if num_bytes}))
-
-
-def demand(step: OrderedStep, sizes: Sequence[int]) -> Demand:
-    """Count what the operators of an order need at once."""
-    index_of = {size: index for index, size in enumerate(sizes)}
-    storages = step.graph.storages
-    live = [0] * len(sizes)
-    for storage in storages:
-        if storage.num_bytes and storage.initial is not None:
-            live[index_of[step.num_bytes[storage.initial]]] += 1
-    most = live.copy()
-    least: set[tuple[tuple[int, int], ...]] = set()
-    before: Sequence[int] = ()
-    for visit in step.visits:
-        at_once = {*visit.needs, *visit.creates, *before}
-        counts: dict[int, int] = {}
-        for value in at_once:
-            index = index_of[step.num_bytes[value]]
-            counts[index] = counts.get(index, 0) + 1
-        least.add(tuple(sorted(counts.items())))
-        for value in visit.creates:
-            index = index_of[step.num_bytes[value]]
-            live[index] += 1
-            most[index] = max(most[index], live[index])
-        made = [*visit.creates, *(new for _, new in visit.handovers)]
-        handed = {old for old, _ in visit.handovers}
-        afters = [*visit.next_needs, *visit.next_makes]
-        for value, after in zip([*visit.needs, *made], afters, strict=True):
-            storage = storages[step.graph.storage_of_value[value]]
-            if after >= 1 << 60 and value not in handed and not storage.persistent:
-                live[index_of[step.num_bytes[value]]] -= 1
-        before = [*visit.creates, *(new for _, new in visit.handovers if new not in handed)]
-    return Demand(tuple(dict(counts) for counts in least), tuple(most))
-
-
-def repair(
-    class_of_size: Sequence[int],
-    wanted: dict[int, int],
-    sizes: Sequence[int],
-    asked: Demand,
-    capacity: int,
-) -> Allocation | None:
-    """Make an allocation that every operator fits into, and that fits the capacity.
-
-    Returns:
-        The allocation; None if not even the least number of objects of each class fits.
-    """
-    classes = sorted(set(class_of_size))
-    least = dict.fromkeys(classes, 0)
-    for counts in asked.least:
-        of_class: dict[int, int] = {}
-        for index, count in counts.items():
-            name = class_of_size[index]
-            of_class[name] = of_class.get(name, 0) + count
-        for name, count in of_class.items():
-            least[name] = max(least[name], count)
-    most = dict.fromkeys(classes, 0)
-    for index, count in enumerate(asked.most):
-        most[class_of_size[index]] += count
-    free = capacity - sum(sizes[name] * count for name, count in least.items())
-    if free < 0:
-        return None
-    more = {
-        name: max(0, min(wanted.get(name, 0), max(most[name], least[name])) - least[name])
-        for name in classes
-    }
-    asked_bytes = sum(sizes[name] * count for name, count in more.items())
-    share = min(1.0, free / asked_bytes) if asked_bytes else 0.0
-    objects = {name: least[name] + int(more[name] * share) for name in classes}
-    free = capacity - sum(sizes[name] * count for name, count in objects.items())
-    for name in sorted(classes, reverse=True):  # what is left goes to whoever can use it
-        extra = min(free // sizes[name], max(0, most[name] - objects[name]))
-        objects[name] += extra
-        free -= extra * sizes[name]
-    return Allocation(tuple(class_of_size), objects)
 
 
 def geometric_classes(sizes: Sequence[int], ratio: float) -> tuple[int, ...]:
