@@ -56,6 +56,8 @@ class BatchReport:
     """From graphs to the plan of their execution."""
     was_planned: bool
     """Whether graphs of these shapes had been run together before."""
+    planned_by: str
+    """"C++", or "NumPy" where there is no compiler."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -63,6 +65,15 @@ class BatchReport:
 
     def __str__(self) -> str:
         return report_table(self, title="dynamic batches")
+
+
+@dataclass(frozen=True)
+class _KnownGraph:
+    """A graph in the numbers of a batcher."""
+
+    nodes: NodeGraph
+    codes: list[int]
+    """The batcher's number of each of the graph's signatures."""
 
 
 class BatchedOutputs:
@@ -207,7 +218,7 @@ class DynamicBatcher(nn.Module):
         self._cell_of = {kind: place for place, kind in enumerate(cells)}
         self.max_bytes = None if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
         self._codes: dict[Signature, int] = {}
-        self._recoded: weakref.WeakKeyDictionary[TypedGraph, NodeGraph] = (
+        self._graphs: weakref.WeakKeyDictionary[TypedGraph, _KnownGraph] = (
             weakref.WeakKeyDictionary()
         )
         self._plans: OrderedDict[bytes, tuple[ExecutionPlan, Integers]] = OrderedDict()
@@ -258,6 +269,7 @@ class DynamicBatcher(nn.Module):
             output_bytes=pools.nbytes(),
             scheduling_seconds=seconds,
             was_planned=was_planned,
+            planned_by=plan.planned_by,
         )
         kinds = [kind for kind, _, _ in self._codes]
         outputs = (plan, pools, tokens, execution.is_tuple, first_nodes, kinds, types, report)
@@ -282,28 +294,30 @@ class DynamicBatcher(nn.Module):
             self._plans.move_to_end(key)
             return *self._plans[key], True
         for graph in graphs:
-            for signature in graph.signatures:
-                if signature not in self._codes:
-                    self._check(signature)
-                    self._codes[signature] = len(self._codes)
-        merged = NodeGraph.merged([self._recode(graph) for graph in graphs], len(self._codes))
+            self._learn(graph)
+        merged = NodeGraph.merged([self._known(graph).nodes for graph in graphs], len(self._codes))
         plan = plan_execution(merged, None if order is None else order(merged))
         self._plans[key] = plan, merged.types
         if len(self._plans) > _MAX_CACHED_PLANS:
             self._plans.popitem(last=False)
         return plan, merged.types, False
 
-    def _recode(self, graph: TypedGraph) -> NodeGraph:
+    def _learn(self, graph: TypedGraph) -> None:
+        """Number the signatures of a graph that has not been run before."""
+        if graph in self._graphs:
+            return
+        for signature in graph.signatures:
+            if signature not in self._codes:
+                self._check(signature)
+                self._codes[signature] = len(self._codes)
+
+    def _known(self, graph: TypedGraph) -> _KnownGraph:
         """Return the graph with this batcher's numbers of signatures."""
-        known = self._recoded.get(graph)
-        if known is None or known.num_types != len(self._codes):
-            nodes = graph.nodes
+        known = self._graphs.get(graph)
+        if known is None or known.nodes.num_types != len(self._codes):
             codes = np.array([self._codes[each] for each in graph.signatures], dtype=np.int64)
-            ahead = np.zeros((nodes.num_nodes, len(self._codes)), dtype=np.int64)
-            ahead[:, codes] = nodes.ahead
-            known = NodeGraph(codes[nodes.types], nodes.starts, nodes.flat, len(self._codes))
-            known.remember(ahead, nodes.path_length)
-            self._recoded[graph] = known
+            known = _KnownGraph(graph.nodes.recoded(codes, len(self._codes)), codes.tolist())
+            self._graphs[graph] = known
         return known
 
     def _check(self, signature: Signature) -> None:
@@ -328,9 +342,10 @@ class DynamicBatcher(nn.Module):
         """Lay the inputs of all graphs end to end, by signature."""
         found: dict[int, list[tuple[Tensor, ...]]] = {}
         for graph in graphs:
+            codes = self._known(graph).codes
             for local, tensors in graph.inputs.items():
                 if tensors:
-                    found.setdefault(self._codes[graph.signatures[local]], []).append(tensors)
+                    found.setdefault(codes[local], []).append(tensors)
         return {
             code: tuple(
                 each[0] if len(each) == 1 else torch.cat(each) for each in zip(*parts, strict=True)

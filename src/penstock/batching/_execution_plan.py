@@ -2,16 +2,19 @@
 
 Outputs of a batch lie contiguous, batch after batch. Within a batch the order is free, and it is
 chosen from the last batch backwards so that who is read together lies together: then an operand is
-a slice, and nothing is gathered.
+a slice, and nothing is gathered. Nodes that nobody reads take the order of what they read.
 """
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from penstock.batching._costs import Integers
+from penstock.batching._native import NativeLayout, library_for
 from penstock.batching._node_graph import NodeGraph, distinct, ragged
 from penstock.batching._schedule import order_of
 
@@ -61,6 +64,8 @@ class ExecutionPlan:
     pool_rows: list[int]
     """Rows of each pool."""
     lower_bound: int
+    planned_by: str
+    """"C++", or "NumPy" where there is no compiler."""
 
 
 def plan_execution(
@@ -75,7 +80,48 @@ def plan_execution(
     Returns:
         The plan.
     """
-    nodes, begins, kinds = order_of(graph) if order is None else order
+    order = order_of(graph) if order is None else order
+    compiled = library_for(graph)
+    return plan_by_numpy(graph, order) if compiled is None else _plan_native(compiled, graph, order)
+
+
+def _plan_native(
+    compiled: ctypes.CDLL, graph: NodeGraph, order: tuple[Integers, Integers, Integers]
+) -> ExecutionPlan:
+    laid = NativeLayout(compiled, graph, order)
+    begins = order[1].tolist()
+    numbers = iter(laid.plan)
+    pool_rows = [0] * (int(laid.pool_of_kind.max(initial=-1)) + 1)
+    batches: list[BatchPlan] = []
+    for first, kind in zip(begins, numbers, strict=False):
+        count, pool, start, inputs, num_operands = islice(numbers, 5)
+        operands: list[Operands] = []
+        for _ in range(num_operands):
+            source_pool, row, begin, end, num_slots = islice(numbers, 5)
+            slots = tuple(islice(numbers, num_slots))
+            sources = tuple(islice(numbers, next(numbers)))
+            place = slice(begin, end)
+            operands.append(Operands(slots, source_pool, None if row < 0 else row, place, sources))
+        in_order = None if inputs < 0 else inputs
+        rows = slice(first, first + count)
+        batches.append(BatchPlan(kind, count, pool, start, tuple(operands), rows, in_order))
+        pool_rows[pool] = start + count
+    return ExecutionPlan(
+        batches=batches,
+        index=laid.index,
+        input_index=laid.places,
+        pool_of_node=laid.pool_of_kind[graph.types],
+        row_of_node=laid.row_of,
+        batch_of_node=laid.batch_of,
+        pool_rows=pool_rows,
+        lower_bound=graph.lower_bound,
+        planned_by="C++",
+    )
+
+
+def plan_by_numpy(graph: NodeGraph, order: tuple[Integers, Integers, Integers]) -> ExecutionPlan:
+    """Do what `plan_execution` does, where there is no compiler."""
+    nodes, begins, kinds = order
     num_batches = len(kinds)
     bounds = begins.tolist()
     batch_of = np.empty(graph.num_nodes, dtype=np.int64)
@@ -85,6 +131,7 @@ def plan_execution(
     row_of = np.empty(graph.num_nodes, dtype=np.int64)
     pool_rows = [0] * (int(pool_of_kind.max(initial=-1)) + 1)
     place_in_kind = _places_in_kind(graph)
+    is_read = np.diff(graph.readers[0]) > 0
     batches: list[BatchPlan] = []
     gathered: list[Integers] = []
     num_gathered = 0
@@ -92,29 +139,35 @@ def plan_execution(
         first, last = bounds[batch], bounds[batch + 1]
         mine, kind = nodes[first:last], int(kinds[batch])
         pool = int(pool_of_kind[kind])
+        _in_order_of_reading(graph, mine, row_of, int(is_read[mine].sum()))
         row_of[mine] = np.arange(pool_rows[pool], pool_rows[pool] + last - first)
         operands, indices = _operands(graph, mine, pool_of_kind, row_of, batch_of, num_gathered)
         gathered += indices
         num_gathered += sum(map(len, indices))
         places = place_in_kind[mine]
         in_order = int(places[0]) if _follow_each_other(places) else None
-        batches.append(
-            BatchPlan(
-                *(kind, last - first, pool, pool_rows[pool], operands),
-                *(slice(first, last), in_order),
-            )
-        )
+        start, rows = pool_rows[pool], slice(first, last)
+        batches.append(BatchPlan(kind, last - first, pool, start, operands, rows, in_order))
         pool_rows[pool] += last - first
     return ExecutionPlan(
-        batches,
-        np.concatenate(gathered) if gathered else np.zeros(0, dtype=np.int64),
-        place_in_kind[nodes],
-        pool_of_kind[graph.types],
-        row_of,
-        batch_of,
-        pool_rows,
-        graph.lower_bound,
+        batches=batches,
+        index=np.concatenate(gathered) if gathered else np.zeros(0, dtype=np.int64),
+        input_index=place_in_kind[nodes],
+        pool_of_node=pool_of_kind[graph.types],
+        row_of_node=row_of,
+        batch_of_node=batch_of,
+        pool_rows=pool_rows,
+        lower_bound=graph.lower_bound,
+        planned_by="NumPy",
     )
+
+
+def _in_order_of_reading(graph: NodeGraph, mine: Integers, row_of: Integers, num_read: int) -> None:
+    """Order, in place, the nodes at the end that nobody reads as the rows that they read are."""
+    unread = mine[num_read:]
+    if len(unread) > 1 and graph.num_arguments[unread[0]]:
+        read = row_of[graph.flat[graph.starts[unread]]]
+        mine[num_read:] = unread[np.argsort(read, kind="stable")]
 
 
 def _read_together(
@@ -161,7 +214,8 @@ def _pools(graph: NodeGraph) -> Integers:
     first: dict[int, int] = {}
     for pair in distinct(readers * graph.num_types + graph.types[graph.flat]).tolist():
         reader, kind = divmod(pair, graph.num_types)
-        parent[root(kind)] = root(first.setdefault(reader, kind))
+        one, other = root(kind), root(first.setdefault(reader, kind))
+        parent[max(one, other)] = min(one, other)
     _, pools = np.unique([root(kind) for kind in range(graph.num_types)], return_inverse=True)
     return pools.astype(np.int64)
 

@@ -6,7 +6,7 @@ that type the worst path from it has: whatever the order, so many batches of tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -34,6 +34,8 @@ class NodeGraph:
     flat: Integers
     """The arguments of all nodes, `[num_arguments]`; every one is an earlier node."""
     num_types: int
+    known: Callable[[], tuple[Integers, Integers]] | None = None
+    """Returns `ahead` and `path_length` where they follow from those of other graphs."""
 
     @classmethod
     def of(cls, types: Sequence[int], arguments: Iterable[Sequence[int]]) -> NodeGraph:
@@ -67,28 +69,33 @@ class NodeGraph:
     def merged(cls, graphs: Sequence[NodeGraph], num_types: int) -> NodeGraph:
         """Lay graphs side by side; what was computed for each of them is not computed again."""
         firsts = np.cumsum([0, *(graph.num_nodes for graph in graphs)])
-        counts = [len(graph.flat) for graph in graphs]
-        arguments = np.cumsum([0, *counts])
-        merged = cls(
+        counts = np.array([len(graph.flat) for graph in graphs], dtype=np.int64)
+        starts = np.zeros(int(firsts[-1]) + 1, dtype=np.int64)
+        np.cumsum(np.concatenate([graph.num_arguments for graph in graphs]), out=starts[1:])
+        return cls(
             np.concatenate([graph.types for graph in graphs]),
-            np.concatenate(
-                [[0], *(g.starts[1:] + a for g, a in zip(graphs, arguments, strict=False))]
-            ),
+            starts,
             np.concatenate([graph.flat for graph in graphs]) + np.repeat(firsts[:-1], counts),
             num_types,
+            lambda: (
+                np.concatenate([graph.ahead for graph in graphs]),
+                np.concatenate([graph.path_length for graph in graphs]),
+            ),
         )
-        merged.remember(
-            np.concatenate([graph.ahead for graph in graphs]),
-            np.concatenate([graph.path_length for graph in graphs]),
-        )
-        merged.__dict__["by_argument"] = np.concatenate(
-            [g.by_argument + a for g, a in zip(graphs, arguments, strict=False)]
-        )
-        return merged
 
-    def remember(self, ahead: Integers, path_length: Integers) -> None:
-        """Take over `ahead` and `path_length` from whoever knows them already."""
-        self.__dict__["_ahead_and_length"] = ahead, path_length
+    def recoded(self, codes: Integers, num_types: int) -> NodeGraph:
+        """Return the graph with type `t` numbered `codes[t]`, of `num_types`."""
+
+        def known() -> tuple[Integers, Integers]:
+            ahead = np.zeros((self.num_nodes, num_types), dtype=np.int64)
+            ahead[:, codes] = self.ahead
+            return ahead, self.path_length
+
+        return NodeGraph(codes[self.types], self.starts, self.flat, num_types, known)
+
+    def remember_bound(self, lower_bound: int) -> None:
+        """Take over `lower_bound` from whoever has computed it already."""
+        self.__dict__["lower_bound"] = lower_bound
 
     def check(self) -> None:
         """Raise ValueError where a type is negative or an argument is no earlier node."""
@@ -125,7 +132,7 @@ class NodeGraph:
         """Nodes on the longest path from a node on, itself included: `[num_nodes]`."""
         return self._ahead_and_length[1]
 
-    @property
+    @cached_property
     def lower_bound(self) -> int:
         """Batches that no schedule can do without (ED-Batch, arXiv 2302.03851, section 2.2)."""
         return int(self.ahead.max(axis=0, initial=0).sum())
@@ -156,6 +163,8 @@ class NodeGraph:
     @cached_property
     def _ahead_and_length(self) -> tuple[Integers, Integers]:
         """From the nodes that nobody reads backwards, a level at a time."""
+        if self.known is not None:
+            return self.known()
         ahead = np.zeros((self.num_nodes, self.num_types), dtype=np.int64)
         length = np.ones(self.num_nodes, dtype=np.int64)
         starts, readers = self.readers

@@ -9,6 +9,9 @@ chain that decides the bound of this type waits behind another type, so nothing 
 type is free, run the one that the longest paths wait for. On trees and chains some type is always
 free, and the result is optimal. ED-Batch's reward asks the same question on average (how much of a
 type's frontier is ready); here it is asked of the chains that matter.
+
+Where the rule does not meet the bound, as on lattices, it is tried from the end too, and `schedule`
+searches on from what it finds: see schedule.cpp.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from penstock.batching._costs import Floats, Integers
+from penstock.batching._native import library_for, order_native
 from penstock.batching._node_graph import NodeGraph, distinct, ragged
 from penstock.tables import report_table
 
@@ -77,7 +81,7 @@ def schedule(types: Sequence[int], arguments: Sequence[Sequence[int]]) -> Schedu
         ValueError: their lengths differ, a type is negative, or an argument is no earlier node.
     """
     graph, names = NodeGraph.of(types, arguments).with_dense_types()
-    order, starts, batch_types = order_of(graph)
+    order, starts, batch_types = order_of(graph, search=True)
     return Schedule(
         [part.tolist() for part in np.split(order, starts[1:-1])] if len(order) else [],
         names[batch_types].tolist(),
@@ -85,13 +89,27 @@ def schedule(types: Sequence[int], arguments: Sequence[Sequence[int]]) -> Schedu
     )
 
 
-def order_of(graph: NodeGraph) -> tuple[Integers, Integers, Integers]:
+def order_of(graph: NodeGraph, *, search: bool = False) -> tuple[Integers, Integers, Integers]:
     """Schedule a graph.
+
+    Args:
+        graph: The nodes.
+        search: Whether to look further where the rule does not meet the bound; that takes some ten
+            times as long, and a compiler.
 
     Returns:
         The nodes in execution order `[num_nodes]`, where each batch begins `[num_batches + 1]`,
         and its type `[num_batches]`.
     """
+    compiled = library_for(graph)
+    if compiled is None:
+        return by_numpy(graph)
+    found = order_native(compiled, graph, search=search)
+    return _as_arrays(_by_depth(graph)) if found is None else found
+
+
+def by_numpy(graph: NodeGraph) -> tuple[Integers, Integers, Integers]:
+    """Schedule a graph by the rule alone, as `order_of` does where there is no compiler."""
     best: list[tuple[int, Integers]] | None = None
     bound = graph.lower_bound
     path_length = graph.path_length / max(int(graph.path_length.max(initial=1)), 1)
@@ -106,12 +124,16 @@ def order_of(graph: NodeGraph) -> tuple[Integers, Integers, Integers]:
     if len(best) > bound:
         by_depth = _by_depth(graph)
         best = min(best, by_depth, key=len)
-    if not best:
+    return _as_arrays(best)
+
+
+def _as_arrays(batches: list[tuple[int, Integers]]) -> tuple[Integers, Integers, Integers]:
+    if not batches:
         nothing = np.zeros(0, dtype=np.int64)
         return nothing, np.zeros(1, dtype=np.int64), nothing
-    nodes = [batch for _, batch in best]
+    nodes = [np.sort(batch) for _, batch in batches]
     starts = np.cumsum([0, *map(len, nodes)])
-    return np.concatenate(nodes), starts, np.array([kind for kind, _ in best])
+    return np.concatenate(nodes), starts, np.array([kind for kind, _ in batches])
 
 
 def _run(graph: NodeGraph, weights: Floats | None) -> list[tuple[int, Integers]]:

@@ -1,0 +1,103 @@
+"""The planner in C++: how it is built, and how it is called.
+
+Scheduling and layout walk over every edge a few times, and with batches that are composed anew in
+every epoch they do so in every step. In C++ that takes less than a millisecond where NumPy takes
+ten; without a compiler NumPy does it, and schedules are not searched beyond the rule.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from pathlib import Path
+
+import numpy as np
+
+from penstock.batching._costs import Integers
+from penstock.batching._node_graph import NodeGraph
+from penstock.codegen import load_library
+from penstock.errors import BuildError
+
+_logger = logging.getLogger(__name__)
+
+_SOURCES = ("schedule.cpp", "layout.cpp")
+_FLAGS = ("-O3",)
+_MAX_NODES = 1 << 30  # node numbers have 32 bits there
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The planner in C++, or None where there is no compiler; which one it is is logged once."""
+    folder = Path(__file__).parent
+    source = "".join((folder / name).read_text(encoding="utf-8") for name in _SOURCES)
+    try:
+        compiled = load_library("batching", source, flags=_FLAGS)
+    except BuildError as error:
+        _logger.info("batches are planned by NumPy, without search: %s", error)
+        return None
+    count, pointer = ctypes.c_int64, ctypes.c_void_p
+    graph = [count, count, pointer, pointer, pointer]
+    compiled.penstock_batching_order.argtypes = [*graph, count, *[pointer] * 4]
+    compiled.penstock_batching_order.restype = count
+    compiled.penstock_batching_layout.argtypes = [*graph, count, *[pointer] * 10]
+    compiled.penstock_batching_layout.restype = count
+    _logger.info("batches are planned by C++")
+    return compiled
+
+
+def library_for(graph: NodeGraph) -> ctypes.CDLL | None:
+    """The planner in C++, or None where NumPy has to do."""
+    return library() if graph.num_nodes < _MAX_NODES and len(graph.flat) < _MAX_NODES else None
+
+
+def order_native(
+    compiled: ctypes.CDLL, graph: NodeGraph, *, search: bool
+) -> tuple[Integers, Integers, Integers] | None:
+    """Schedule a graph as `order_of` does; None where nothing beats batching by depth."""
+    num_nodes = graph.num_nodes
+    memory = np.empty(3 * num_nodes + 2, dtype=np.int64)
+    order, begins = memory[:num_nodes], memory[num_nodes : 2 * num_nodes + 1]
+    kinds, bound = memory[2 * num_nodes + 1 : -1], memory[-1:]
+    outputs = (each.ctypes.data for each in (order, begins, kinds, bound))
+    num_batches = compiled.penstock_batching_order(*_pointers(graph), search, *outputs)
+    graph.remember_bound(int(bound[0]))
+    if num_batches < 0:
+        return None
+    return order, begins[: num_batches + 1], kinds[:num_batches]
+
+
+class NativeLayout:
+    """What `penstock_batching_layout` writes, array by array."""
+
+    def __init__(
+        self, compiled: ctypes.CDLL, graph: NodeGraph, order: tuple[Integers, Integers, Integers]
+    ) -> None:
+        nodes, begins, kinds = (np.ascontiguousarray(each, dtype=np.int64) for each in order)
+        num_nodes, num_arguments = graph.num_nodes, len(graph.flat)
+        self.nodes: Integers = nodes.copy()
+        self.pool_of_kind: Integers = np.empty(graph.num_types, dtype=np.int64)
+        self.batch_of: Integers = np.empty(num_nodes, dtype=np.int64)
+        self.row_of: Integers = np.empty(num_nodes, dtype=np.int64)
+        self.places: Integers = np.empty(num_nodes, dtype=np.int64)
+        index = np.empty(num_arguments, dtype=np.int64)
+        index_length = np.zeros(1, dtype=np.int64)
+        # Six numbers for a batch, which has a node; seven for an operand, which has an argument,
+        # and one for each of its sources, of which every one has an argument too.
+        plan = np.empty(6 * num_nodes + 8 * num_arguments, dtype=np.int64)
+        written = (self.nodes, self.pool_of_kind, self.batch_of, self.row_of, self.places)
+        length = compiled.penstock_batching_layout(
+            *_pointers(graph),
+            len(kinds),
+            begins.ctypes.data,
+            kinds.ctypes.data,
+            *(each.ctypes.data for each in (*written, index, index_length, plan)),
+        )
+        self.index: Integers = index[: int(index_length[0])]
+        self.plan: list[int] = plan[:length].tolist()
+
+
+def _pointers(graph: NodeGraph) -> tuple[int, ...]:
+    arrays = (graph.types, graph.starts, graph.flat)
+    assert all(each.flags.c_contiguous and each.dtype == np.int64 for each in arrays)
+    return graph.num_nodes, graph.num_types, *(each.ctypes.data for each in arrays)

@@ -1,0 +1,168 @@
+// Where outputs lie and what each batch reads: what _execution_plan.py says, in a few passes over
+// the arguments. Compiled together with schedule.cpp.
+
+namespace {
+
+using Longs = std::vector<int64_t>;
+
+constexpr int64_t kNobody = std::numeric_limits<int64_t>::max();
+
+// Types that are read as the same argument of one type share a pool; pools are numbered in the
+// order of their first types.
+void number_pools(int64_t num_nodes, int64_t num_types, const int64_t* types, const int64_t* starts,
+                  const int64_t* arguments, int64_t most_arguments, int64_t* pool_of_kind) {
+  Longs parent(num_types);
+  std::iota(parent.begin(), parent.end(), int64_t(0));
+  auto root = [&](int64_t kind) {
+    while (parent[kind] != kind) kind = parent[kind] = parent[parent[kind]];
+    return kind;
+  };
+  Longs read_as(num_types * std::max<int64_t>(most_arguments, 1), -1);
+  for (int64_t v = 0; v < num_nodes; ++v) {
+    int64_t* mine = &read_as[types[v] * most_arguments];
+    for (int64_t k = starts[v]; k < starts[v + 1]; ++k) {
+      const int64_t kind = types[arguments[k]];
+      int64_t& first = mine[k - starts[v]];
+      if (first < 0) first = kind;
+      if (first == kind) continue;
+      const int64_t one = root(first), other = root(kind);
+      parent[std::max(one, other)] = std::min(one, other);
+    }
+  }
+  Longs number(num_types, -1);
+  int64_t num_pools = 0;
+  for (int64_t kind = 0; kind < num_types; ++kind) {
+    int64_t& mine = number[root(kind)];
+    if (mine < 0) mine = num_pools++;
+    pool_of_kind[kind] = mine;
+  }
+}
+
+}  // namespace
+
+// Lays out a schedule. `nodes` comes as the schedule has it and leaves in the order of the rows;
+// `places` gets which of its type each of them is. `index` gets the rows to gather, `plan` for
+// every batch: kind, count, pool, first row, first input or -1, number of operands; and for every
+// operand: pool, first row or -1, where its rows begin and end in `index`, number of slots, these,
+// number of batches it comes from, these. Returns the length of `plan`.
+extern "C" int64_t penstock_batching_layout(int64_t num_nodes, int64_t num_types,
+                                            const int64_t* types, const int64_t* starts,
+                                            const int64_t* arguments, int64_t num_batches,
+                                            const int64_t* begins, const int64_t* kinds,
+                                            int64_t* nodes, int64_t* pool_of_kind,
+                                            int64_t* batch_of, int64_t* row_of, int64_t* places,
+                                            int64_t* index, int64_t* index_length, int64_t* plan) {
+  int64_t most = 1;
+  for (int64_t v = 0; v < num_nodes; ++v) most = std::max(most, starts[v + 1] - starts[v]);
+  number_pools(num_nodes, num_types, types, starts, arguments, most, pool_of_kind);
+  for (int64_t batch = 0; batch < num_batches; ++batch)
+    for (int64_t k = begins[batch]; k < begins[batch + 1]; ++k) batch_of[nodes[k]] = batch;
+
+  // From the last batch backwards: who is read together lies together. A node's key is the first
+  // who reads it: that one's batch, the argument it is read as, the reader's place in its batch.
+  Longs key(num_nodes, kNobody);
+  std::vector<std::pair<int64_t, int64_t>> keyed;
+  Longs num_read(num_batches, 0);
+  for (int64_t batch = num_batches - 1; batch >= 0; --batch) {
+    const int64_t first = begins[batch], count = begins[batch + 1] - first;
+    keyed.resize(count);
+    for (int64_t k = 0; k < count; ++k) keyed[k] = {key[nodes[first + k]], nodes[first + k]};
+    std::stable_sort(keyed.begin(), keyed.end(),
+                     [](const auto& a, const auto& b) { return a.first < b.first; });
+    for (int64_t place = 0; place < count; ++place) {
+      const int64_t node = keyed[place].second;
+      nodes[first + place] = node;
+      num_read[batch] += keyed[place].first != kNobody;
+      for (int64_t k = starts[node]; k < starts[node + 1]; ++k) {
+        const int64_t as = (batch * most + (k - starts[node])) * num_nodes + place;
+        key[arguments[k]] = std::min(key[arguments[k]], as);
+      }
+    }
+  }
+
+  Longs next_place(num_types, 0), place_of(num_nodes);
+  for (int64_t v = 0; v < num_nodes; ++v) place_of[v] = next_place[types[v]]++;
+  Longs next_row(num_types, 0), seen(num_batches, -1), sources, scattered;
+  int64_t stamp = 0, gathered = 0;
+  int64_t* out = plan;
+  auto write_sources = [&](const Longs& found) {
+    *out++ = int64_t(found.size());
+    out = std::copy(found.begin(), found.end(), out);
+  };
+  for (int64_t batch = 0; batch < num_batches; ++batch) {
+    const int64_t first = begins[batch], last = begins[batch + 1], kind = kinds[batch];
+    const int64_t arity = starts[nodes[first] + 1] - starts[nodes[first]];
+    if (arity > 0)  // whom nobody reads comes in the order of what it reads
+      std::stable_sort(nodes + first + num_read[batch], nodes + last, [&](int64_t a, int64_t b) {
+        return row_of[arguments[starts[a]]] < row_of[arguments[starts[b]]];
+      });
+    const int64_t pool = pool_of_kind[kind];
+    bool in_order = true;
+    for (int64_t k = first; k < last; ++k) {
+      row_of[nodes[k]] = next_row[pool] + k - first;
+      places[k] = place_of[nodes[k]];
+      in_order = in_order && places[k] == places[first] + k - first;
+    }
+    *out++ = kind;
+    *out++ = last - first;
+    *out++ = pool;
+    *out++ = next_row[pool];
+    *out++ = in_order ? places[first] : -1;
+    int64_t* num_operands = out++;
+    *num_operands = 0;
+    next_row[pool] += last - first;
+
+    auto argument = [&](int64_t k, int64_t slot) { return arguments[starts[nodes[k]] + slot]; };
+    auto collect = [&](int64_t slot) {
+      for (int64_t k = first; k < last; ++k) {
+        const int64_t source = batch_of[argument(k, slot)];
+        if (seen[source] == stamp) continue;
+        seen[source] = stamp;
+        sources.push_back(source);
+      }
+    };
+    scattered.clear();
+    for (int64_t slot = 0; slot < arity; ++slot) {
+      const int64_t start = row_of[argument(first, slot)];
+      bool follows = true;
+      for (int64_t k = first; k < last && follows; ++k)
+        follows = row_of[argument(k, slot)] == start + k - first;
+      if (!follows) {
+        scattered.push_back(slot);
+        continue;
+      }
+      ++*num_operands;
+      ++stamp;
+      sources.clear();
+      collect(slot);
+      std::sort(sources.begin(), sources.end());
+      const int64_t fields[] = {pool_of_kind[types[argument(first, slot)]], start, 0, last - first,
+                                1, slot};
+      out = std::copy(std::begin(fields), std::end(fields), out);
+      write_sources(sources);
+    }
+    // What is not contiguous is gathered at once, pool by pool.
+    while (!scattered.empty()) {
+      const int64_t from = pool_of_kind[types[argument(first, scattered[0])]];
+      Longs together, others;
+      for (int64_t slot : scattered)
+        (pool_of_kind[types[argument(first, slot)]] == from ? together : others).push_back(slot);
+      ++*num_operands;
+      ++stamp;
+      sources.clear();
+      const int64_t begin = gathered;
+      for (int64_t slot : together) {
+        collect(slot);
+        for (int64_t k = first; k < last; ++k) index[gathered++] = row_of[argument(k, slot)];
+      }
+      std::sort(sources.begin(), sources.end());
+      const int64_t fields[] = {from, -1, begin, gathered, int64_t(together.size())};
+      out = std::copy(std::begin(fields), std::end(fields), out);
+      out = std::copy(together.begin(), together.end(), out);
+      write_sources(sources);
+      scattered.swap(others);
+    }
+  }
+  *index_length = gathered;
+  return out - plan;
+}
