@@ -154,6 +154,20 @@ CASES: dict[str, Case] = {
         batch_size=6,
         optimizer="adamw",
     ),
+    "gpt2-20": Case(
+        title="GPT-2, 20 layers, 1024 tokens, batch 24",
+        model=_gpt2(n_layer=20),
+        batch=_tokens(1024),
+        batch_size=24,
+        optimizer="adamw",
+    ),
+    "gpt2-72": Case(
+        title="GPT-2 XL, 72 layers, 1024 tokens, batch 4",
+        model=_gpt2(n_layer=72, n_embd=1600, n_head=25),
+        batch=_tokens(1024),
+        batch_size=4,
+        optimizer="adamw",
+    ),
     "llama-7b": Case(
         title="Llama-7B, 2048 tokens, batch 4",
         model=_transformer("LlamaConfig", "LlamaForCausalLM"),
@@ -192,4 +206,5 @@ CASES: dict[str, Case] = {
         optimizer="adamw",
     ),
 }
+LARGE = ("gpt2-20", "gpt2-72")  # for the planner's own speed; the table leaves them out
 SWAPADVISOR = ("wresnet-152-10", "inception-v4", "nasnet-25", "rnn-8k", "brnn-8k")

@@ -6,6 +6,7 @@
     python benchmarks/plan.py --resume               # only rows that are not there yet
     python benchmarks/plan.py --part table           # what the rows say
     python benchmarks/plan.py --part models          # the models: operators, peaks, FLOPs
+    python benchmarks/plan.py --part speed           # simulations a second; 14,000 operators
 
 Nothing runs: steps are captured from shapes (`_plan_models.py`), planned for a machine that is not
 here, and timed by the simulator; every plan is checked. Times of a row are those of the simulated
@@ -29,9 +30,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import _plan_speed
 import _plan_table
 from _plan_arms import ABLATIONS, ARMS, GENETIC, OURS, REFERENCES, Planner
-from _plan_models import CASES, SWAPADVISOR, V100_BYTES
+from _plan_models import CASES, LARGE, SWAPADVISOR, V100_BYTES
 from _rows import (
     REPOSITORY,
     BenchmarkRow,
@@ -53,7 +55,7 @@ SHARES = ("1/2", "1/4", "1/8", "1/12")
 QUICK_MODELS = ("rnn-8k", "wresnet-152-10", "gpt2-12")
 QUICK_SECONDS = 5.0
 HOST_BYTES = 1 << 40
-PARTS = ("cases", "models", "table")
+PARTS = ("cases", "models", "speed", "table")
 
 
 def captured(name: str, directory: Path) -> StepGraph:
@@ -222,10 +224,11 @@ def arguments() -> argparse.Namespace:
         help="where captured steps are kept",
     )
     options = parser.parse_args()
-    chosen = QUICK_MODELS if options.quick else SWAPADVISOR if options.swapadvisor else CASES
+    usual = [name for name in CASES if name not in LARGE]
+    chosen = QUICK_MODELS if options.quick else SWAPADVISOR if options.swapadvisor else usual
     options.models = options.models or list(chosen)
-    usual = [*REFERENCES, GENETIC, OURS]
-    options.arms = options.arms or [*usual, *(ABLATIONS if options.ablations else ())]
+    arms = [*REFERENCES, GENETIC, OURS, *(ABLATIONS if options.ablations else ())]
+    options.arms = options.arms or arms
     options.time_limit = options.time_limit or (QUICK_SECONDS if options.quick else 60.0)
     return options
 
@@ -241,6 +244,13 @@ def main() -> None:
         profile = machine(options.machine)
         for name in options.models:
             measure(name, profile, options, where)
+    if "speed" in options.part:
+        _plan_speed.measure(
+            lambda name: captured(name, options.graphs),
+            machine(options.machine),
+            where,
+            options.out,
+        )
     if "table" in options.part:
         _plan_table.show(where["device_name"], options.out)
 
