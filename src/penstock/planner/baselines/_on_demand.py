@@ -9,10 +9,12 @@ puts out whoever is needed again the latest (Belady 1966), and loads as early as
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
+from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
 from penstock.memory import MachineProfile
 from penstock.planner._plan import Budget, Plan
@@ -26,9 +28,9 @@ from penstock.planner.baselines._decisions import (
     require_times,
     speeds_of,
 )
-from penstock.planner.baselines._order import ordered_step
-from penstock.planner.baselines._timing import arrange, room_by_bytes
-from penstock.planner.baselines._walk import Policy, Pools, walk
+from penstock.planner.baselines._order import OrderedStep, ordered_step
+from penstock.planner.baselines._timing import Arrangement, Speeds, arrange, room_by_bytes
+from penstock.planner.baselines._walk import Policy, Pools, Residency, walk
 
 OnDemand = Literal["lru", "lru-prefetch", "belady"]
 
@@ -85,44 +87,30 @@ def plan_on_demand(
     step = ordered_step(graph, order)
     below = Below.of(machine, budget)
     speeds = speeds_of(below, machine, operator_seconds)
-    capacity = budgeted = device_capacity(step, budget)
     idle = () if below is not None else step.idle  # there is nowhere else for them
-    candidates = candidates if below is not None else ()
-    capacity -= sum(step.num_bytes[value] for value in idle)
-    policy: Policy = "belady" if arm == "belady" else "lru"
-    lacking, fitting = capacity + 1, None
-    for _ in range(_ATTEMPTS):
-        residency = walk(step, Pools((capacity,)), policy, candidates=candidates)
-        residency = dataclasses.replace(residency, resident=(*residency.resident, *idle))
-        arrangement = arrange(
-            step,
-            residency,
-            speeds,
-            prefetch=None if arm == "lru" else room_by_bytes(step, residency, capacity),
-            early_writes=arm != "lru",
-        )
-        limit = None if budget.device_bytes is None else budgeted
-        offsets, excess = address_rooms(step, residency, arrangement, capacity=limit, seed=seed)
-        if excess > 0:
-            lacking = capacity
-            if fitting is None:
-                capacity -= max(excess, int(budgeted * _MORE))
-                continue
-        else:
-            if fitting is None or arrangement.step_seconds < fitting[2].step_seconds:
-                fitting = (capacity, residency, arrangement, offsets)
-            if progress is not None:
-                elapsed = time.monotonic() - began
-                progress(Found(elapsed, arrangement.step_seconds, sum(operator_seconds)))
-        if limit is None:
-            break
-        low = max(fitting[0], capacity) if excess <= 0 else fitting[0]
-        if lacking - low <= budgeted * _CLOSE:
-            break
-        capacity = (low + lacking) // 2
-    if fitting is None:
-        raise _no_addresses(budget)
-    _, residency, arrangement, offsets = fitting
+    decide = functools.partial(
+        _decide,
+        step,
+        speeds,
+        arm=arm,
+        candidates=candidates if below is not None else (),
+        idle=idle,
+    )
+
+    def report(arrangement: Arrangement) -> None:
+        if progress is not None:
+            elapsed = time.monotonic() - began
+            progress(Found(elapsed, arrangement.step_seconds, sum(operator_seconds)))
+
+    residency, arrangement, offsets = _with_addresses(
+        step,
+        decide,
+        capacity=device_capacity(step, budget),
+        idle_bytes=sum(step.num_bytes[value] for value in idle),
+        budget=budget,
+        seed=seed,
+        report=report,
+    )
     return assemble(
         step,
         residency,
@@ -137,11 +125,71 @@ def plan_on_demand(
     )
 
 
-def _no_addresses(budget: Budget) -> Exception:
-    from penstock.errors import InfeasibleError
+def _decide(
+    step: OrderedStep,
+    speeds: Speeds,
+    capacity: int,
+    *,
+    arm: OnDemand,
+    candidates: Collection[int] | None,
+    idle: Collection[int],
+) -> tuple[Residency, Arrangement]:
+    """Who is where when, and when transfers begin and end, in so many bytes."""
+    policy: Policy = "belady" if arm == "belady" else "lru"
+    residency = walk(step, Pools((capacity,)), policy, candidates=candidates)
+    residency = dataclasses.replace(residency, resident=(*residency.resident, *idle))
+    prefetch = None if arm == "lru" else room_by_bytes(step, residency, capacity)
+    arrangement = arrange(step, residency, speeds, prefetch=prefetch, early_writes=arm != "lru")
+    return residency, arrangement
 
-    return InfeasibleError(
-        f"no addresses within device_memory={budget.device_bytes} were found for a residency that "
-        "fits in bytes: give more, or use method='auto'",
-        proved=False,
-    )
+
+def _with_addresses(
+    step: OrderedStep,
+    decide: Callable[[int], tuple[Residency, Arrangement]],
+    *,
+    capacity: int,
+    idle_bytes: int,
+    budget: Budget,
+    seed: int,
+    report: Callable[[Arrangement], None],
+) -> tuple[Residency, Arrangement, list[int]]:
+    """The fastest residency that has addresses; it may have to do with fewer bytes than there are.
+
+    Raises:
+        InfeasibleError: An operator does not fit, or no addresses were found.
+    """
+    limit = None if budget.device_bytes is None else capacity
+    whole = attempt = capacity - idle_bytes
+    starving, lacking = -1, whole + 1  # too few bytes for an operator; too many for addresses
+    enough = -1  # most bytes that had addresses
+    fitting: tuple[Residency, Arrangement, list[int]] | None = None
+    for _ in range(_ATTEMPTS):
+        try:
+            residency, arrangement = decide(attempt)
+        except InfeasibleError:
+            if attempt == whole:
+                raise
+            starving = attempt
+            attempt = (starving + lacking) // 2
+            continue
+        offsets, excess = address_rooms(step, residency, arrangement, capacity=limit, seed=seed)
+        if excess > 0:
+            lacking = attempt
+        else:
+            enough = max(enough, attempt)
+            if fitting is None or arrangement.step_seconds < fitting[1].step_seconds:
+                fitting = (residency, arrangement, offsets)
+            report(arrangement)
+        if limit is None or (fitting is not None and lacking - enough <= capacity * _CLOSE):
+            break
+        if max(enough, starving) >= 0:
+            attempt = (max(enough, starving) + lacking) // 2
+        else:
+            attempt -= max(excess, int(capacity * _MORE))
+    if fitting is None:
+        raise InfeasibleError(
+            f"no addresses within device_memory={budget.device_bytes} were found for a residency "
+            "that fits in bytes: give more, or use method='auto'",
+            proved=False,
+        )
+    return fitting
