@@ -9,7 +9,7 @@ optimizer's state stay as they are: what does not fit with them has no plan here
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import InfeasibleError
@@ -27,6 +27,7 @@ from penstock.planner.baselines._decisions import (
 from penstock.planner.baselines._on_demand import plan_on_demand
 from penstock.planner.baselines._order import ordered_step
 from penstock.planner.baselines._recompute import Recomputation, Saved
+from penstock.planner.baselines._timing import Speeds
 
 CAPS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.45, 0.3, 0.15, 0.0)  # of the modelled peak, tried in turn
 
@@ -118,54 +119,89 @@ def solve_fractions(
     Returns:
         The fractions of each layer; None if the linear program has no solution.
     """
-    import highspy
-    import numpy as np
-
-    solver = highspy.Highs()
-    solver.setOptionValue("output_flag", False)
-    count, infinity = len(layers), highspy.kHighsInf
-    scale = max(layer.num_bytes for layer in layers)  # keeps coefficients near one
-    for layer in layers:  # variable l: recomputed; count + l: offloaded
-        cost = layer.recompute_seconds / max(1, layer.recomputable_bytes) * scale
-        solver.addVar(0.0, layer.recomputable_bytes / scale)
-        solver.changeColCost(solver.getNumCol() - 1, cost)
-    for layer in layers:
-        solver.addVar(0.0, layer.num_bytes / scale)
-        solver.changeColCost(solver.getNumCol() - 1, 1e-6)
-    wait_out, wait_in = 2 * count, 2 * count + 1
-    for _ in range(2):
-        solver.addVar(0.0, infinity)
-        solver.changeColCost(solver.getNumCol() - 1, 1.0)
-
-    def row(low: float, high: float, terms: dict[int, float]) -> None:
-        columns = np.array(list(terms), dtype=np.int32)
-        solver.addRow(low, high, len(terms), columns, np.array(list(terms.values())))
-
-    total = np.cumsum([layer.num_bytes for layer in layers]) / scale
-    for index, layer in enumerate(layers):
-        size = layer.num_bytes / scale
-        row(-infinity, size, {index: 1.0, count + index: 1.0})
-        before = range(index)  # kept ones up to this layer, and this one whole
-        gone = {place: -1.0 for other in before for place in (other, count + other)}
-        if gone or size > capacity / scale:
-            row(-infinity, capacity / scale - float(total[index]), gone or {wait_out: 0.0})
-        sent = {count + other: scale / out_bytes_per_second for other in range(index, count)}
-        time_left = sum(other.forward_seconds for other in layers[index + 1 :])
-        row(-infinity, time_left, {**sent, wait_out: -1.0})
-        fetched = {count + other: scale / in_bytes_per_second for other in range(index, count)}
-        time_before = sum(other.backward_seconds for other in layers[index + 1 :])
-        row(-infinity, time_before, {**fetched, wait_in: -1.0})
-    solver.run()
-    if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+    program = _Program(layers, capacity, out_bytes_per_second, in_bytes_per_second)
+    values = program.solve()
+    if values is None:
         return None
-    values = solver.getSolution().col_value
+    count = len(layers)
     return [
         Fractions(
-            recompute=values[index] * scale / layer.num_bytes,
-            offload=values[count + index] * scale / layer.num_bytes,
+            recompute=values[index] * program.scale / layer.num_bytes,
+            offload=values[count + index] * program.scale / layer.num_bytes,
         )
         for index, layer in enumerate(layers)
     ]
+
+
+class _Program:
+    """The linear program: what each layer recomputes and offloads, and the waiting for links."""
+
+    def __init__(
+        self, layers: Sequence[Layer], capacity: float, out_rate: float, in_rate: float
+    ) -> None:
+        import highspy
+
+        self.layers = layers
+        self.scale = max(layer.num_bytes for layer in layers)  # keeps coefficients near one
+        self._optimal = highspy.HighsModelStatus.kOptimal
+        self._infinity = highspy.kHighsInf
+        self._solver = highspy.Highs()
+        self._solver.setOptionValue("output_flag", False)
+        self._add_variables()
+        self._add_memory(capacity / self.scale)
+        self._add_links(self.scale / out_rate, self.scale / in_rate)
+
+    def solve(self) -> list[float] | None:
+        """Values of the variables, those of recomputation first; None without a solution."""
+        self._solver.run()
+        if self._solver.getModelStatus() != self._optimal:
+            return None
+        return list(self._solver.getSolution().col_value)
+
+    def _add_variables(self) -> None:
+        """By layer recomputed, then by layer offloaded bytes, then waiting out and in."""
+        for layer in self.layers:
+            cost = layer.recompute_seconds / max(1, layer.recomputable_bytes) * self.scale
+            self._variable(layer.recomputable_bytes / self.scale, cost)
+        for layer in self.layers:
+            self._variable(layer.num_bytes / self.scale, 1e-6)
+        for _ in range(2):
+            self._variable(self._infinity, 1.0)
+
+    def _add_memory(self, capacity: float) -> None:
+        """Before the backward of a layer: what is kept of earlier ones, and this one whole."""
+        count, total = len(self.layers), 0.0
+        for index, layer in enumerate(self.layers):
+            num_bytes = layer.num_bytes / self.scale
+            total += num_bytes
+            self._row(num_bytes, {index: 1.0, count + index: 1.0})
+            gone = {place: -1.0 for other in range(index) for place in (other, count + other)}
+            if gone or num_bytes > capacity:
+                self._row(capacity - total, gone or {2 * count: 0.0})
+
+    def _add_links(self, out_seconds: float, in_seconds: float) -> None:
+        """What is behind a layer has the time of what is behind it, and what is waited for."""
+        count = len(self.layers)
+        for index in range(count):
+            behind = self.layers[index + 1 :]
+            for seconds, wait, time_left in (
+                (out_seconds, 2 * count, sum(layer.forward_seconds for layer in behind)),
+                (in_seconds, 2 * count + 1, sum(layer.backward_seconds for layer in behind)),
+            ):
+                moved = {count + other: seconds for other in range(index, count)}
+                self._row(time_left, {**moved, wait: -1.0})
+
+    def _variable(self, upper: float, cost: float) -> None:
+        self._solver.addVar(0.0, upper)
+        self._solver.changeColCost(self._solver.getNumCol() - 1, cost)
+
+    def _row(self, upper: float, terms: dict[int, float]) -> None:
+        """The sum of terms is at most so much."""
+        import numpy as np
+
+        columns = np.array(list(terms), dtype=np.int32)
+        values = np.array(list(terms.values()))
+        self._solver.addRow(-self._infinity, upper, len(terms), columns, values)
 
 
 def choose_values(
@@ -231,32 +267,13 @@ def plan_layers_lp(
     require_times(graph, operator_seconds)
     recomputation = Recomputation(graph)
     layers = find_layers(recomputation, operator_seconds)
-    step = ordered_step(graph)
     speeds = speeds_of(Below.of(machine, budget), machine, operator_seconds)
     fixed = sum(s.num_bytes for s in graph.storages if s.persistent or s.kind is Kind.INPUT)
-    room = max(0, device_capacity(step, budget) - fixed)
-    modelled = min(room, sum(layer.num_bytes for layer in layers))
+    room = max(0, device_capacity(ordered_step(graph), budget) - fixed)
     best: Plan | None = None
-    tried: set[tuple[frozenset[int], frozenset[int]]] = set()
-    for cap in CAPS if layers else ():
+    for cap, dropped, offloaded in _choices(layers, room, speeds):
         if best is not None and time.monotonic() - began > time_limit:
             break
-        fractions = solve_fractions(
-            layers,
-            cap * modelled,
-            out_bytes_per_second=speeds.out_bytes_per_second,
-            in_bytes_per_second=speeds.in_bytes_per_second,
-        )
-        if fractions is None:  # less than its largest layer
-            continue
-        chosen = [
-            choose_values(*pair, operator_seconds) for pair in zip(layers, fractions, strict=True)
-        ]
-        dropped = frozenset().union(*(values for values, _ in chosen))
-        offloaded = frozenset().union(*(values for _, values in chosen))
-        if (dropped, offloaded) in tried:
-            continue
-        tried.add((dropped, offloaded))
         order, really = recomputation.order_without(dropped)
         try:
             plan = plan_on_demand(
@@ -285,3 +302,29 @@ def plan_layers_lp(
             proved=False,
         )
     return best
+
+
+def _choices(
+    layers: Sequence[Layer], room: int, speeds: Speeds
+) -> Iterator[tuple[float, frozenset[int], frozenset[int]]]:
+    """For each cap of the model's memory what is dropped and offloaded; each choice once."""
+    modelled = min(room, sum(layer.num_bytes for layer in layers))
+    tried: set[tuple[frozenset[int], frozenset[int]]] = set()
+    for cap in CAPS if layers else ():
+        fractions = solve_fractions(
+            layers,
+            cap * modelled,
+            out_bytes_per_second=speeds.out_bytes_per_second,
+            in_bytes_per_second=speeds.in_bytes_per_second,
+        )
+        if fractions is None:  # less than its largest layer
+            continue
+        chosen = [
+            choose_values(*pair, speeds.operator_seconds)
+            for pair in zip(layers, fractions, strict=True)
+        ]
+        dropped = frozenset().union(*(values for values, _ in chosen))
+        offloaded = frozenset().union(*(values for _, values in chosen))
+        if (dropped, offloaded) not in tried:
+            tried.add((dropped, offloaded))
+            yield cap, dropped, offloaded

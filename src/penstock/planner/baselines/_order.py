@@ -6,7 +6,7 @@ of steps that repeat: position p of the next step is p + N.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.graph import StepGraph
@@ -88,41 +88,23 @@ def ordered_step(
         for storage in graph.storage_of_value
     )
     persistent = [storage for storage in graph.storages if storage.persistent]
-    renamed = {s.final: s.initial for s in persistent if s.final != s.initial}
+    renamed = {
+        s.final: s.initial
+        for s in persistent
+        if s.final is not None and s.initial is not None and s.final != s.initial
+    }
     pinned = frozenset(
         s.final for s in graph.storages if s.final is not None and not s.persistent and s.num_bytes
     )
-    raw = _touches(graph, order, num_bytes)
-    next_use: dict[int, int] = {}
-    next_initial: dict[int, int] = {}
-    visits: list[Visit] = []
-    for cycle in (1, 0):
-        visits = []
-        for position in range(len(order) - 1, -1, -1):
-            touch = raw[position]
-            visits.append(
-                _visit(touch, next_use, cycle * len(order) + position, num_bytes, pinned, in_place)
-            )
-        if cycle == 1:
-            next_initial = {
-                value: at - len(order)
-                for value, at in next_use.items()
-                if graph.storages[graph.storage_of_value[value]].initial == value
-            }
-            for value in set(next_use) - {s.initial for s in persistent}:
-                del next_use[value]
-            for final, initial in renamed.items():
-                assert final is not None
-                assert initial is not None
-                if initial in next_use:
-                    next_use[final] = next_use.pop(initial)
-    visits.reverse()
+    visits, next_initial = _visits(
+        graph, _touches(graph, order, num_bytes), num_bytes, renamed, pinned, in_place
+    )
     return OrderedStep(
         graph=graph,
         order=order,
-        visits=tuple(visits),
+        visits=visits,
         next_initial=next_initial,
-        renamed={f: i for f, i in renamed.items() if f is not None and i is not None},
+        renamed=renamed,
         pinned=pinned,
         inputs=tuple(
             s.initial
@@ -136,6 +118,36 @@ def ordered_step(
         ),
         num_bytes=num_bytes,
     )
+
+
+def _visits(
+    graph: StepGraph,
+    touches: Sequence[_Touch],
+    num_bytes: Sequence[int],
+    renamed: Mapping[int, int],
+    pinned: frozenset[int],
+    in_place: bool,
+) -> tuple[tuple[Visit, ...], dict[int, int]]:
+    """Scan the step from its end, twice, as it repeats: its visits, and `next_initial`."""
+    num_positions = len(touches)
+    next_use: dict[int, int] = {}
+    next_initial: dict[int, int] = {}
+    visits: list[Visit] = []
+    for cycle in (1, 0):
+        visits = []
+        for position in range(num_positions - 1, -1, -1):
+            at = cycle * num_positions + position
+            visits.append(_visit(touches[position], next_use, at, num_bytes, pinned, in_place))
+        if cycle == 1:  # the step after needs what persistent storages hold, by this one's names
+            initials = {s.initial for s in graph.storages}
+            next_initial = {v: at - num_positions for v, at in next_use.items() if v in initials}
+            lasting = {s.initial for s in graph.storages if s.persistent}
+            next_use = {value: at for value, at in next_use.items() if value in lasting}
+            for final, initial in renamed.items():
+                if initial in next_use:
+                    next_use[final] = next_use.pop(initial)
+    visits.reverse()
+    return tuple(visits), next_initial
 
 
 @dataclass(frozen=True, slots=True)
