@@ -28,7 +28,7 @@ from _relational import (
 from penstock import rgnn
 from penstock.codegen import find_compiler
 from penstock.errors import BuildError
-from penstock.rgnn import REWRITES, _rows, edge_softmax
+from penstock.rgnn import REWRITES, _fuse, _rows, edge_softmax
 from penstock.rgnn._backends import _cpp_graph, resolve
 
 pytestmark = [
@@ -56,11 +56,13 @@ def test_gradients_of_layers_are_right(name, is_canonical):
 
 
 @settings(max_examples=10)
-@given(recipe=recipes(max_steps=5), graph=graphs(), is_cut=st.booleans())
-def test_gradients_of_random_programs_are_right(recipe, graph, is_cut):
+@given(recipe=recipes(max_steps=5), graph=graphs(), is_cut=st.booleans(), is_summed=st.booleans())
+def test_gradients_of_random_programs_are_right(recipe, graph, is_cut, is_summed):
     function = rgnn.compile(recipe.__call__, backend="cpp")
     arguments = recipe.arguments(graph)
     with pytest.MonkeyPatch.context() as patch:
+        if is_summed:
+            patch.setattr(_fuse, "MIN_ROWS_OF_RELATION", 0)
         if is_cut:
             patch.setattr(_cpp_graph, "HUB_ROWS", 3)
             patch.setattr(_cpp_graph, "PIECE_ROWS", 2)

@@ -10,7 +10,7 @@ from penstock.rgnn._graph import Graph
 from penstock.rgnn._ir import Node
 from penstock.rgnn._passes import Decision
 from penstock.rgnn._plan import Plan
-from penstock.rgnn._schedule import Kernel, KernelKind
+from penstock.rgnn._schedule import Kernel, KernelKind, Schedule
 from penstock.units import format_bytes
 
 
@@ -113,6 +113,7 @@ def explain(
         backend: The name of what runs it.
     """
     counts = graph.counts
+    schedule = plan.summed_schedule if backend == "cpp" else plan.schedule
     return Explanation(
         name=name,
         num_nodes=counts.num_nodes,
@@ -121,8 +122,8 @@ def explain(
         num_dst_pairs=counts.num_dst_pairs,
         backend=backend,
         kernels=tuple(
-            _planned(plan, kernel, graph, element_bytes, number >= plan.schedule.num_forward)
-            for number, kernel in enumerate(plan.schedule.kernels)
+            _planned(plan, kernel, schedule, graph, element_bytes, number >= schedule.num_forward)
+            for number, kernel in enumerate(schedule.kernels)
         ),
         decisions=plan.decisions,
         without=tuple(sorted(plan.without)),
@@ -130,13 +131,18 @@ def explain(
 
 
 def _planned(
-    plan: Plan, kernel: Kernel, graph: Graph, element_bytes: int, is_backward: bool
+    plan: Plan,
+    kernel: Kernel,
+    schedule: Schedule,
+    graph: Graph,
+    element_bytes: int,
+    is_backward: bool,
 ) -> PlannedKernel:
     values = []
     for position in kernel.values:
         node = plan.program.nodes[position]
         num_rows = graph.counts.rows(node.space)
-        in_memory = position in plan.schedule.materialised
+        in_memory = position in schedule.materialised
         values.append(
             PlannedValue(
                 name=f"%{position}",
@@ -164,7 +170,7 @@ def _multiplications(plan: Plan, kernel: Kernel) -> int:
     """Per row, of a kernel's matrix product."""
     nodes = plan.program.nodes
     node = nodes[kernel.values[0]]
-    if kernel.kind is KernelKind.GEMM:
+    if kernel.kind in (KernelKind.GEMM, KernelKind.SUMMED_GEMM):
         vector, _ = (nodes[operand] for operand in node.operands)
         return math.prod(node.shape) * vector.shape[-1]
     if kernel.kind is KernelKind.WEIGHT_GRADIENT:

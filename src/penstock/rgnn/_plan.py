@@ -13,6 +13,7 @@ from collections.abc import Collection, Hashable, Sequence
 from functools import cached_property
 
 from penstock.rgnn._differentiate import differentiate
+from penstock.rgnn._fuse import sum_products
 from penstock.rgnn._ir import Program
 from penstock.rgnn._passes import (
     Decision,
@@ -53,6 +54,8 @@ class Plan:
     """What each rewrite did and did not do."""
     without: frozenset[str]
     """The rewrites that were switched off."""
+    counts: Counts
+    """Rows of the graphs that it is for, about."""
 
     compiled: dict[Hashable, object] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
@@ -85,6 +88,11 @@ class Plan:
     def schedule(self) -> Schedule:
         """The kernels of the forward, then those of the backward."""
         return lower(self.program, self.forward)
+
+    @cached_property
+    def summed_schedule(self) -> Schedule:
+        """The same, for a backend that sums products where it makes them."""
+        return sum_products(self.program, self.schedule, self.counts)
 
 
 def make_plan(
@@ -128,7 +136,7 @@ def make_plan(
     if "common subexpressions" in on:
         # Of the backward only: what it shares with the forward it finds by itself.
         program = common_subexpressions(program).program
-    plan = Plan(traced, program, joint.num_outputs, joint.wrt, (), frozenset(without))
+    plan = Plan(traced, program, joint.num_outputs, joint.wrt, (), frozenset(without), counts)
     if "recompute" in on:
         program = run("recompute", recompute(program, plan.forward, plan.kept, counts))
     return dataclasses.replace(plan, program=program, decisions=tuple(decisions), compiled={})

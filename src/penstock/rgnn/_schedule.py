@@ -38,6 +38,8 @@ class KernelKind(enum.Enum):
     """One matmul: rows of one space, each times the matrix of its type."""
     WEIGHT_GRADIENT = "weight gradient GEMM"
     """One sum of an outer: for each type the product of two tall matrices."""
+    SUMMED_GEMM = "summed segment GEMM"
+    """One matmul and the sum of its rows into nodes, which never leave a small block in between."""
     TRAVERSAL = "traversal"
     """Rowwise operators, gathers and reductions in one loop nest."""
 

@@ -21,6 +21,7 @@ from penstock.rgnn._backends import _torch
 from penstock.rgnn._backends._cpp_graph import GraphArrays, arrays_of
 from penstock.rgnn._backends._cpp_memory import Lifetime, pack
 from penstock.rgnn._backends._cpp_source import Direction, write_source
+from penstock.rgnn._backends._cpp_summed import packed_elements
 from penstock.rgnn._graph import Graph
 from penstock.rgnn._ir import LEAVES, Program
 from penstock.rgnn._plan import Plan
@@ -31,7 +32,9 @@ DTYPES = {torch.float32: "float", torch.float64: "double"}
 """The dtypes that are computed in C++; others are left to torch."""
 
 FLAGS = ("-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
-_KINDS_OF_CALL = frozenset({"threads", "value", "input", "stride", "parts"})
+_KINDS_OF_CALL = frozenset({"threads", "value", "input", "stride", "parts", "packed"})
+_ROOMS = frozenset({"parts", "packed"})
+"""Kinds of fields that are memory of one kernel's own."""
 _INDEX_TYPES = {torch.int32: "int32_t", torch.int64: "int64_t"}
 
 
@@ -77,7 +80,7 @@ def _groupings(plan: Plan) -> tuple[RowMap, ...]:
     if not isinstance(known, tuple):
         of_kernels = (
             kernel.grouped_by
-            for kernel in plan.schedule.kernels
+            for kernel in plan.summed_schedule.kernels
             if kernel.kind is KernelKind.TRAVERSAL
         )
         found = dict.fromkeys(m for m in of_kernels if m is not None and m.into not in TYPES)
@@ -125,7 +128,8 @@ class _Runner:
         ]
         self._frame = ctypes.c_int64 * len(direction.fields)
         kernels = [kernel.values for kernel in direction.kernels]
-        self._written = [v for values in kernels for v in values if v in plan.schedule.materialised]
+        materialised = plan.summed_schedule.materialised
+        self._written = [v for values in kernels for v in values if v in materialised]
         self._lives = _lifetimes(plan.program, kernels)
         self._bindings: weakref.WeakKeyDictionary[GraphArrays, _Binding] = (
             weakref.WeakKeyDictionary()
@@ -160,17 +164,17 @@ class _Runner:
                 numbers[place] = torch.get_num_threads()
             elif kind == "stride":
                 numbers[place] = rows[value].stride(0)
-            elif value in rows and kind != "parts":
+            elif value in rows and kind not in _ROOMS:
                 numbers[place] = rows[value].data_ptr()
             else:
-                name = _name_of_parts(value) if kind == "parts" else value
+                name = _name_of_room(value) if kind in _ROOMS else value
                 numbers[place] = arena.data_ptr() + binding.offsets[name]
         self._entry(self._frame(*numbers))
         results = _results(program, arrays.graph, rows, outputs, keep, self._dtype)
         return results, {at: rows[at] for at in keep}
 
     def _bind(self, arrays: GraphArrays, outputs: Sequence[int], keep: Collection[int]) -> _Binding:
-        """Offsets in the arena of what only this program sees; parts have negative names."""
+        """Offsets in the arena of what only this program sees; rooms have negative names."""
         counts, width = arrays.graph.counts, self._dtype.itemsize
         seen = {*keep, *(source(self._program, output) for output in outputs)}
         lifetimes, shapes = [], {}
@@ -182,11 +186,15 @@ class _Runner:
             else:
                 lifetimes.append(Lifetime(value, *self._lives[value], math.prod(shape) * width))
         for _, kind, value in self._of_call:
-            if kind == "parts":
+            if kind in _ROOMS:
                 node = self._program.nodes[value]
-                num_bytes = len(arrays.tasks(node.map)) * math.prod(node.shape) * width
+                if kind == "parts":
+                    num_elements = len(arrays.tasks(node.map)) * math.prod(node.shape)
+                else:
+                    num_elements = counts.num_relations * packed_elements(self._program, value)
                 kernel = self._lives[value][0]
-                lifetimes.append(Lifetime(_name_of_parts(value), kernel, kernel, num_bytes))
+                life = Lifetime(_name_of_room(value), kernel, kernel, num_elements * width)
+                lifetimes.append(life)
         numbers = tuple(
             0 if field.kind in _KINDS_OF_CALL else arrays.number(field, self._dtype)
             for field in self._fields
@@ -223,7 +231,7 @@ def _lifetimes(program: Program, kernels: Sequence[Sequence[int]]) -> dict[int, 
     return lives
 
 
-def _name_of_parts(value: int) -> int:
+def _name_of_room(value: int) -> int:
     return -1 - value
 
 

@@ -55,6 +55,10 @@ class Fields:
         """Room for what each task adds to a sum over rows of types."""
         return self._add(f"parts_{position}", "parts", "T*", position=position)
 
+    def packed(self, position: int) -> str:
+        """Room for the matrices of a product, laid out as its loops read them."""
+        return self._add(f"packed_{position}", "packed", "T*", position=position)
+
     def index(self, row_map: RowMap) -> str:
         """For each row, where the map sends it."""
         return self._indices(f"index_{_name(row_map)}", "index", row_map)
@@ -81,6 +85,20 @@ class Fields:
     def longest_group(self, grouping: RowMap) -> str:
         """The number of rows of the largest group."""
         return self._add(f"longest_{_name(grouping)}", "longest_group", "int64_t", grouping)
+
+    def ranges(self, grouping: RowMap) -> tuple[str, str]:
+        """The first node of each range that a thread takes at a time, and how many there are."""
+        name = f"ranges_{_name(grouping)}"
+        ranges = self._indices(name, "ranges", grouping)
+        return ranges, self._add(f"num_{name}", "num_ranges", "int64_t", grouping)
+
+    def longest_range(self, grouping: RowMap) -> str:
+        """The number of nodes of the largest range."""
+        return self._add(f"longest_range_{_name(grouping)}", "longest_range", "int64_t", grouping)
+
+    def range_rows(self, grouping: RowMap) -> str:
+        """For each range, and at the end, where its rows of each relation begin."""
+        return self._indices(f"range_rows_{_name(grouping)}", "range_rows", grouping)
 
     def hubs(self, grouping: RowMap) -> tuple[str, str]:
         """The groups that are too long for one thread, and how many there are."""

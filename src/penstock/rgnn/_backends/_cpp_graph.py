@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from penstock.rgnn import _interpreter
+from penstock.rgnn import _interpreter, _rows
 from penstock.rgnn._backends._cpp_fields import Field
 from penstock.rgnn._backends._cpp_memory import Blocks
 from penstock.rgnn._graph import Graph
@@ -23,8 +23,15 @@ PIECE_ROWS = 4096
 _TILE_ROWS = 192  # rows of a segment GEMM between two looks at the queue
 _TASK_ROWS = 2048  # rows that a part of a sum over a type has at least
 _MAX_TASKS = 64  # parts of all rows, so that the parts stay small beside the rows
+_RANGE_ROWS = 2048  # rows and nodes of a range of nodes, unless there are many relations
+_RANGE_ROWS_OF_RELATION = 64  # of each relation then: its matrix is read once for a range
+_MIN_RANGES = 8  # of the nodes, for that many threads
 _MAX_AHEAD = 64  # rows; no less than kAhead of the generated programs
 _INT32_MAX = 2**31 - 1
+_RELATION_OF = {
+    _rows.SRC_PAIR_SRC: _rows.SRC_PAIR_TYPE,
+    _rows.DST_PAIR_DST: _rows.DST_PAIR_TYPE,
+}
 
 
 class GraphArrays:
@@ -84,6 +91,41 @@ class GraphArrays:
 
         return self._once(("chunks", grouping), build)
 
+    def ranges(self, grouping: RowMap) -> torch.Tensor:
+        """The first node of each range, and the number of nodes.
+
+        A range goes over all relations, so it has some rows of each; which ranges there are has no
+        influence on a sum's order.
+        """
+
+        def build() -> torch.Tensor:
+            sizes = self.graph.group_sizes(grouping)
+            work = torch.cumsum(sizes + 1, 0)
+            total = int(work[-1]) if len(work) else 0
+            length = max(_RANGE_ROWS, _RANGE_ROWS_OF_RELATION * self.graph.num_relations)
+            length = max(1, min(length, -(-total // _MIN_RANGES)))
+            first = torch.searchsorted(work, torch.arange(0, total, length), right=True)
+            return torch.cat([torch.unique_consecutive(first), torch.tensor([len(sizes)])])
+
+        return self._once(("ranges", grouping), build)
+
+    def longest_range(self, grouping: RowMap) -> int:
+        """The number of nodes of the largest range."""
+        ranges = self.ranges(grouping)
+        return int((ranges[1:] - ranges[:-1]).max()) if len(ranges) > 1 else 0
+
+    def range_rows(self, grouping: RowMap) -> torch.Tensor:
+        """Where the rows of each relation begin, (ranges + 1, relations); of pairs, in order."""
+
+        def build() -> torch.Tensor:
+            graph, num_nodes = self.graph, self.graph.num_nodes
+            relation = graph.index(_RELATION_OF[grouping]).long()
+            key = relation * num_nodes + graph.index(grouping)
+            marks = torch.arange(graph.num_relations) * num_nodes + self.ranges(grouping)[:, None]
+            return torch.searchsorted(key, marks)
+
+        return self._once(("range_rows", grouping), build)
+
     def hubs(self, grouping: RowMap) -> torch.Tensor:
         """The groups that have more than `HUB_ROWS` rows."""
         return self._once(
@@ -129,11 +171,11 @@ class GraphArrays:
             return self.graph.counts.rows(field.space)
         if field.kind == "inverse_count":
             return self.inverse_count(field.maps[0], dtype).data_ptr()
-        if field.kind == "longest_group":
-            return self.longest_group(*field.maps)
+        if field.kind in ("longest_group", "longest_range"):
+            return getattr(self, field.kind)(*field.maps)
         if field.kind.startswith("num_"):
             array = getattr(self, field.kind.removeprefix("num_"))(*field.maps)
-            return len(array) - (field.kind == "num_chunks")
+            return len(array) - (field.kind in ("num_chunks", "num_ranges"))
         return getattr(self, field.kind)(*field.maps).data_ptr()
 
     def _ranges(self, row_map: RowMap, length: int) -> torch.Tensor:

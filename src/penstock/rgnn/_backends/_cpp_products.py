@@ -32,11 +32,12 @@ def write_gemm(program: Program, kernel: Kernel, head: str, fields: Fields) -> s
             into = offset(node.shape, (*batch, "0"))
             lines.add(
                 f"segment_product<T, {contraction}, {columns}, {is_transposed}>({arguments},",
-                f"    [&](int64_t row) {{ return {_read(program, fields, vector, 'row')} + "
+                f"    [&](int64_t row) {{ return {read_location(program, fields, vector, 'row')} + "
                 f"{from_vector}; }},",
                 f"    [&](int64_t row) {{ return {fields.value(value)} + row * "
                 f"{math.prod(node.shape)} + {into}; }},",
-                f"    [&](int64_t type) {{ return {_read(program, fields, matrix, 'type')} + "
+                f"    [&](int64_t type) {{ return "
+                f"{read_location(program, fields, matrix, 'type')} + "
                 f"{from_matrix}; }});",
             )
     return str(lines)
@@ -64,7 +65,7 @@ def write_weight_gradient(program: Program, kernel: Kernel, head: str, fields: F
                 place = offset(shape, (*batch, "0"))
                 ends.append(
                     f"    [&](int64_t row, int64_t pair) {{ (void)pair; return "
-                    f"{_read(program, fields, operand, 'row')} + {place}; }},"
+                    f"{read_location(program, fields, operand, 'row')} + {place}; }},"
                 )
             into = offset(node.shape, (*at, "0", "0"))
             lines.add(
@@ -96,7 +97,7 @@ def _order(fields: Fields, row_map: RowMap) -> str:
     return fields.rows(row_map)
 
 
-def _read(program: Program, fields: Fields, position: int, row: str) -> str:
+def read_location(program: Program, fields: Fields, position: int, row: str) -> str:
     """A pointer to the row of an operand, at a row of the kernel's space or of the type's."""
 
     def index(row_map: RowMap | None) -> str:

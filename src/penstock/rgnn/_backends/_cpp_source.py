@@ -8,6 +8,7 @@ from pathlib import Path
 
 from penstock.rgnn._backends._cpp_fields import Field, Fields
 from penstock.rgnn._backends._cpp_products import write_gemm, write_weight_gradient
+from penstock.rgnn._backends._cpp_summed import write_summed_gemm
 from penstock.rgnn._backends._cpp_traversal import write_traversal
 from penstock.rgnn._ir import Program
 from penstock.rgnn._plan import Plan
@@ -46,7 +47,8 @@ def write_source(plan: Plan, *, scalar: str, index: str, has_hubs: bool = False)
         index: The C++ type of indices.
         has_hubs: Whether it should cut groups that are too long for one thread.
     """
-    split, kernels = plan.schedule.num_forward, plan.schedule.kernels
+    schedule = plan.summed_schedule
+    split, kernels = schedule.num_forward, schedule.kernels
     descriptions = [describe_kernel(plan.program, k, n) for n, k in enumerate(kernels)]
     parts, directions = [], []
     for name, numbered in (
@@ -110,7 +112,10 @@ def _write_kernel(plan: Plan, kernel: Kernel, head: str, fields: Fields, has_hub
         return write_gemm(plan.program, kernel, head, fields)
     if kernel.kind is KernelKind.WEIGHT_GRADIENT:
         return write_weight_gradient(plan.program, kernel, head, fields)
-    return write_traversal(plan.program, plan.schedule, kernel, head, fields, has_hubs)
+    schedule = plan.summed_schedule
+    if kernel.kind is KernelKind.SUMMED_GEMM:
+        return write_summed_gemm(plan.program, schedule, kernel, head, fields)
+    return write_traversal(plan.program, schedule, kernel, head, fields, has_hubs)
 
 
 @functools.cache

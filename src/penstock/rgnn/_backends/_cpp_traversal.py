@@ -44,7 +44,7 @@ def write_traversal(
 ) -> str:
     """The source of a traversal; `head` is its function's name and parameters."""
     lines = Lines()
-    writer = _Traversal(program, schedule, kernel, fields, lines)
+    writer = Traversal(program, schedule, kernel, fields, lines)
     with lines.block(f"void {head} {{"):
         if kernel.grouped_by is None:
             writer.write_rows()
@@ -58,7 +58,9 @@ def write_traversal(
 
 
 @dataclasses.dataclass(slots=True)
-class _Traversal:
+class Traversal:
+    """The writer of one kernel's loops."""
+
     program: Program
     schedule: Schedule
     kernel: Kernel
@@ -141,7 +143,7 @@ class _Traversal:
                     self._declare_reductions(values)
                     self._write_stage(stage)
                     self._finish_softmaxes(values)
-                self._write_epilogue()
+                self.write_epilogue()
 
     def write_hubs(self, grouping: RowMap) -> None:
         """The groups that were left out: each by all threads, stage by stage."""
@@ -159,7 +161,7 @@ class _Traversal:
                 lines.add(f"Scratch<T> kept_{value}((end - begin) * {self._size(value)});")
             for stage in range(len(self.kernel.stages)):
                 self._write_stage_of_hub(stage)
-            self._write_epilogue()
+            self.write_epilogue()
 
     def _write_stage_of_hub(self, stage: int) -> None:
         values, op_of = self.kernel.stages[stage], self.program.nodes
@@ -280,7 +282,8 @@ class _Traversal:
                     row = self._index(None)
                     lines.add(f"{self.fields.value(value)}[int64_t({row}) * {size} + i] = x;")
 
-    def _write_epilogue(self) -> None:
+    def write_epilogue(self) -> None:
+        """What is done with the finished sums of `group`."""
         lines, nodes = self.lines, self.program.nodes
         for value, name in self.sums.items():
             if value in self.schedule.materialised:

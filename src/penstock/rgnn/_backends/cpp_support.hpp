@@ -101,8 +101,8 @@ inline T larger(T x, T y) { return x > y || x != x ? x : y; }
 // ---- out[row] = in[row] @ weight, some rows at a time -------------------------------------------
 
 // in: kRows rows of K; out: kRows rows; weight: K rows at a distance of `stride`. Of the last vector
-// only kRest columns are wanted, if kRest is not 0.
-template <class T, int K, int kRows, int kVectors, int kRest>
+// only kRest columns are wanted, if kRest is not 0. kAdds: the product is added to `out`.
+template <class T, int K, int kRows, int kVectors, int kRest, bool kAdds>
 inline void product_tile(const T* const* in, T* const* out, const T* weight, int stride) {
   Vector<T> sum[kRows][kVectors] = {};
   for (int k = 0; k < K; ++k) {
@@ -122,27 +122,44 @@ inline void product_tile(const T* const* in, T* const* out, const T* weight, int
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       T* place = out[r] + v * kLanes<T>;
-      if (kRest != 0 && v == kVectors - 1)
-        memcpy(place, &sum[r][v], kRest * sizeof(T));
-      else
+      if (kRest != 0 && v == kVectors - 1) {
+        if constexpr (kAdds)
+          for (int i = 0; i < kRest; ++i) place[i] += sum[r][v][i];
+        else
+          memcpy(place, &sum[r][v], kRest * sizeof(T));
+      } else if constexpr (kAdds) {
+        *reinterpret_cast<Vector<T>*>(place) += sum[r][v];
+      } else {
         *reinterpret_cast<Vector<T>*>(place) = sum[r][v];
+      }
     }
 }
 
 // All N columns of kTileRows rows.
-template <class T, int K, int N>
+template <class T, int K, int N, bool kAdds>
 inline void product_rows(const T* const* in, T* const* out, const T* weight) {
   constexpr int kWidth = kTileVectors * kLanes<T>, kStride = round_up(N, kLanes<T>);
   constexpr int kWhole = N / kWidth * kWidth, kRest = N - kWhole;
   T* place[kTileRows];
   for (int column = 0; column < kWhole; column += kWidth) {
     for (int r = 0; r < kTileRows; ++r) place[r] = out[r] + column;
-    product_tile<T, K, kTileRows, kTileVectors, 0>(in, place, weight + column, kStride);
+    product_tile<T, K, kTileRows, kTileVectors, 0, kAdds>(in, place, weight + column, kStride);
   }
   if constexpr (kRest > 0) {
     constexpr int kVectors = round_up(kRest, kLanes<T>) / kLanes<T>;
     for (int r = 0; r < kTileRows; ++r) place[r] = out[r] + kWhole;
-    product_tile<T, K, kTileRows, kVectors, kRest % kLanes<T>>(in, place, weight + kWhole, kStride);
+    product_tile<T, K, kTileRows, kVectors, kRest % kLanes<T>, kAdds>(in, place, weight + kWhole,
+                                                                      kStride);
+  }
+}
+
+// A weight, (K, N) or if transposed (N, K), as `product_rows` reads it.
+template <class T, int K, int N, bool kTransposed>
+inline void pack(const T* matrix, T* packed) {
+  constexpr int kStride = round_up(N, kLanes<T>);
+  for (int k = 0; k < K; ++k) {
+    for (int n = 0; n < N; ++n) packed[k * kStride + n] = matrix[kTransposed ? n * K + k : k * N + n];
+    for (int n = N; n < kStride; ++n) packed[k * kStride + n] = 0;
   }
 }
 
@@ -159,10 +176,7 @@ void segment_product(int64_t num_threads, const Index* tasks, int64_t num_tasks,
       const int64_t begin = tasks[3 * task + 1], end = tasks[3 * task + 2];
       const T* matrix = weight(tasks[3 * task]);
       if constexpr (kPacks) {
-        for (int k = 0; k < K; ++k) {
-          for (int n = 0; n < N; ++n) packed[k * kStride + n] = matrix[kTransposed ? n * K + k : k * N + n];
-          for (int n = N; n < kStride; ++n) packed[k * kStride + n] = 0;
-        }
+        pack<T, K, N, kTransposed>(matrix, packed);
         matrix = packed;
       }
       for (int64_t row = begin; row < end; row += kTileRows) {
@@ -173,10 +187,37 @@ void segment_product(int64_t num_threads, const Index* tasks, int64_t num_tasks,
           from[r] = in(order == nullptr ? at : order[at]);
           to[r] = row + r < end ? out(order == nullptr ? at : order[at]) : spare;
         }
-        product_rows<T, K, N>(from, to, matrix);
+        product_rows<T, K, N, false>(from, to, matrix);
       }
     }
   });
+}
+
+// ---- out[node of row] += in[row] @ weight, relation by relation ---------------------------------
+
+// The weights of all types, `step` numbers apart.
+template <class T, int K, int N, bool kTransposed, class Weight>
+void pack_all(int64_t num_threads, int64_t num_types, int64_t step, T* packed, const Weight& weight) {
+  Tasks queue(num_types);
+  parallel(num_threads, [&] {
+    for (int64_t type; queue.next(&type);) pack<T, K, N, kTransposed>(weight(type), packed + type * step);
+  });
+}
+
+// Rows of one type, no two of them of one node; the weight is packed.
+template <class T, int K, int N, class In, class Out>
+inline void add_products(int64_t begin, int64_t end, const T* weight, const In& in, const Out& out) {
+  T spare[N] = {};
+  for (int64_t row = begin; row < end; row += kTileRows) {
+    const T* from[kTileRows];
+    T* to[kTileRows];
+    for (int r = 0; r < kTileRows; ++r) {
+      const int64_t at = row + r < end ? row + r : end - 1;
+      from[r] = in(at);
+      to[r] = row + r < end ? out(at) : spare;
+    }
+    product_rows<T, K, N, true>(from, to, weight);
+  }
 }
 
 // ---- sums of outer products ---------------------------------------------------------------------
