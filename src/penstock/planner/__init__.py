@@ -8,7 +8,8 @@ from penstock.planner._check import check
 from penstock.planner._plan import Bound, Budget, Copy, Found, Placement, Plan, Transfer
 from penstock.planner._simulate import Simulation, Stall, simulate
 from penstock.planner.optima._brute_force import brute_force
-from penstock.planner.optima._exact import Peak, exact, min_peak, min_working_set
+from penstock.planner.optima._exact import exact
+from penstock.planner.optima._peak import Peak, min_peak, min_working_set
 from penstock.planner.packing._check import check_packing
 from penstock.planner.packing._pack import pack
 from penstock.planner.packing._types import Buffer, Packing

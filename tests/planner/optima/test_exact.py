@@ -13,7 +13,8 @@ from penstock.graph import Kind, StepGraph
 from penstock.planner import Budget, check
 from penstock.planner.optima._assemble import packed_offsets
 from penstock.planner.optima._brute_force import _cases, _choices, _moves, _topological
-from penstock.planner.optima._exact import exact, min_peak, min_working_set
+from penstock.planner.optima._exact import exact
+from penstock.planner.optima._peak import min_peak, min_working_set
 
 HOST = 1 << 30
 

@@ -8,11 +8,10 @@ goes back as a cut.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,169 +21,22 @@ from penstock.graph import StepGraph
 from penstock.memory import Link, MachineProfile
 from penstock.planner._plan import Budget, Plan, Transfer
 from penstock.planner.optima._assemble import Stay, assemble, packed_offsets
+from penstock.planner.optima._peak import (
+    handovers,
+    min_peak,
+    min_working_set,
+    require_inference,
+    workspace_bytes,
+)
 from penstock.planner.proofs._forced import forced_bytes, relatives
 from penstock.planner.proofs._linear import LinearProgram
 from penstock.planner.proofs._lives import lives_of
 
-_MAX_STATES = 200_000
 _MAX_CUTS = 10
-
-
-class Peak(NamedTuple):
-    """The least peak of any order in which nothing leaves.
-
-    Attributes:
-        num_bytes: The peak, workspace included.
-        order: An order that has it.
-        proved: Whether no order has a lower one; else the search ended early.
-    """
-
-    num_bytes: int
-    order: tuple[int, ...]
-    proved: bool
-
-
-def min_working_set(graph: StepGraph) -> int:
-    """Return M_R, the least memory with which every operator alone can run (COSMA, V-A2).
-
-    Example:
-        >>> min_working_set(graph)  # doctest: +SKIP
-        9408
-
-    Args:
-        graph: The step.
-
-    Returns:
-        Bytes of the largest operator's operands and results, and the largest workspace.
-    """
-    lives = lives_of(graph, range(len(graph.operators)))
-    return int(lives.used_bytes.max(initial=0)) + _workspace_bytes(graph)
-
-
-def min_peak(graph: StepGraph, *, max_states: int = _MAX_STATES) -> Peak:
-    """Find M_P, the least peak of any order without spills (COSMA's "MPMF").
-
-    Best first over sets of operators that have run: what is alive depends on the set alone. An
-    operator that frees at least what it makes, within the peak so far, runs at once: exchanging it
-    with what runs before it in any other order never needs more.
-
-    Example:
-        >>> min_peak(graph).num_bytes  # doctest: +SKIP
-        12544
-
-    Args:
-        graph: A step without persistent storages.
-        max_states: Sets after which the search goes on greedily from the best one.
-
-    Returns:
-        The peak with an order that has it.
-
-    Raises:
-        ValueError: The graph has persistent storages with bytes.
-    """
-    _require_inference(graph)
-    search = _PeakSearch(graph)
-    return search.run(max_states)
-
-
-class _PeakSearch:
-    def __init__(self, graph: StepGraph) -> None:
-        self.graph = graph
-        self.before = [_bits(earlier) for earlier in graph.predecessors]
-        self.after: list[list[int]] = [[] for _ in graph.operators]
-        for operator, earlier in enumerate(graph.predecessors):
-            for index in earlier:
-                self.after[index].append(operator)
-        final = {storage.final for storage in graph.storages}
-        self.readers = [
-            -1 if value in final else _bits(graph.consumers[value])
-            for value in range(len(graph.storage_of_value))
-        ]
-        self.given = sum(
-            graph.num_bytes(value)
-            for value, producer in enumerate(graph.producers)
-            if producer is None and graph.consumers[value]
-        )
-
-    def transition(self, done: int, live: int, operator: int) -> tuple[int, int]:
-        """Bytes while the operator runs, and after it."""
-        node, graph = self.graph.operators[operator], self.graph
-        now = done | 1 << operator
-        handed = {old for old, _ in node.mutates}
-        made = sum(map(graph.num_bytes, node.creates))
-        dead = {value for value in node.reads if not self.readers[value] & ~now}
-        shared = sum(graph.num_bytes(read) for read, _ in handovers(graph, operator, dead))
-        during = live + made - shared
-        after = live + made - sum(map(graph.num_bytes, dead))
-        for value in node.makes:
-            if not self.readers[value]:  # nobody reads it
-                after -= graph.num_bytes(value)
-        assert not handed & dead
-        return during, after
-
-    def run(self, max_states: int) -> Peak:
-        graph = self.graph
-        everything = (1 << len(graph.operators)) - 1
-        ready = frozenset(i for i, bits in enumerate(self.before) if not bits)
-        # No order is below what an operator forces to be there.
-        least = max(self.given, int(forced_bytes(graph).max(initial=0)))
-        heap: list[tuple[int, int, int, int]] = [(least, 0, self.given, 0)]
-        parent: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
-        ready_of = {0: ready}
-        best = {0: least}
-        proved = True
-        while heap:
-            peak, _, live, done = heapq.heappop(heap)
-            if done == everything:
-                order = _walk(parent, done)
-                return Peak(peak + _workspace_bytes(graph), order, proved)
-            if peak > best.get(done, peak):
-                continue
-            if len(best) > max_states:
-                proved = False
-                heap = []  # go on from here alone
-                best = {done: peak}
-            choices = []
-            for operator in ready_of[done]:
-                during, after = self.transition(done, live, operator)
-                choices.append((max(peak, during), after, operator))
-            free = [c for c in choices if c[0] == peak and c[1] <= live]
-            for higher, after, operator in free[:1] or choices:
-                reached = done | 1 << operator
-                if higher < best.get(reached, higher + 1):
-                    best[reached] = higher
-                    parent[reached] = (done, (operator,))
-                    ready_of[reached] = ready_of[done] - {operator} | {
-                        later for later in self.after[operator] if not self.before[later] & ~reached
-                    }
-                    heapq.heappush(heap, (higher, -reached.bit_count(), after, reached))
-        raise AssertionError("a graph has an order")
-
-
-def _walk(parent: dict[int, tuple[int, tuple[int, ...]]], done: int) -> tuple[int, ...]:
-    order: list[int] = []
-    while done:
-        done, last = parent[done]
-        order += last
-    return tuple(reversed(order))
-
-
-def _bits(operators: Sequence[int]) -> int:
-    return sum(1 << operator for operator in set(operators))
-
-
-def _workspace_bytes(graph: StepGraph) -> int:
-    return max((operator.workspace_bytes for operator in graph.operators), default=0)
-
-
-def _require_inference(graph: StepGraph) -> None:
-    for storage in graph.storages:
-        if storage.persistent and storage.num_bytes:
-            raise ValueError(
-                f"storage {storage.name!r} lives from step to step; the exact planner is for "
-                "inference graphs, whose parameters are in a memory of their own: give such "
-                "storages no bytes"
-            )
+_MAX_WIDTH = 8  # mean steps at which an operator may run, beyond which a program is wide
+_WIDE_SHARE = 0.5  # of the time for a program that is
+_NEAR_STEPS = 2
+_TOLERANCE = 1e-6
 
 
 def exact(
@@ -227,39 +79,117 @@ def exact(
         InfeasibleError: No plan fits, or none was found in time.
         ValueError: The graph has persistent storages with bytes, or the budget no device bytes.
     """
-    _require_inference(graph)
+    require_inference(graph)
     if budget.device_bytes is None:
         raise ValueError("budget.device_bytes is None: an exact plan is for a number of bytes")
     _require_working_set(graph, budget.device_bytes)
     fields = {"budget": budget, "machine": machine, "operator_seconds": operator_seconds}
-    order = min_peak(graph).order if reorder else tuple(range(len(graph.operators)))
-    deadline = time.monotonic() + time_limit
-    model = _Model(graph, budget.device_bytes - _workspace_bytes(graph), reorder=reorder)
+    program_order = tuple(range(len(graph.operators)))
+    order = min_peak(graph).order if reorder else program_order
     stays = _resident(graph, order)
     offsets = packed_offsets(graph, order, stays, budget.device_bytes, time_limit=10.0)
     if offsets is not None:
         plan = assemble(graph, order, stays, (), offsets=offsets, method="exact", **fields)
         return _with_notes(plan, 0, 0, True)
-    proved = False
+    deadline = time.monotonic() + time_limit
+    windows = _windows(graph) if reorder else _near(program_order, 0, None)
+    is_wide = sum(map(len, windows)) > _MAX_WIDTH * len(windows)
+    # Of a wide program only its bound may be had in time; the plan then comes from nearby orders.
+    share = time_limit * _WIDE_SHARE if is_wide else time_limit
+    best = _solved(graph, budget.device_bytes, windows, min(deadline, time.monotonic() + share))
+    proved = best.proved
+    if not proved and reorder:
+        for start in (program_order, order):
+            best = _nearby(graph, budget.device_bytes, windows, start, best, deadline)
+    if best.moves is None:
+        raise InfeasibleError(
+            f"no plan for {budget.device_bytes} bytes "
+            + ("exists" if proved else f"was found within {time_limit} seconds"),
+            proved=proved,
+        )
+    plan = assemble(graph, *best.moves, offsets=best.offsets, method="exact", **fields)
+    proved = proved or best.traffic <= best.least
+    return _with_notes(plan, best.traffic, best.traffic if proved else best.least, proved)
+
+
+class _Solved(NamedTuple):
+    """What came of an integer program: the best solution that can be packed, if there is one."""
+
+    moves: tuple[tuple[int, ...], list[Stay], list[Transfer]] | None
+    offsets: Sequence[int] | None
+    traffic: int
+    least: int  # bytes that any order with these windows moves
+    proved: bool  # that no other moves less, or that there is none
+
+
+def _solved(
+    graph: StepGraph, device_bytes: int, windows: Sequence[range], deadline: float
+) -> _Solved:
+    """Solve for the operators' windows; what cannot be packed is cut off."""
+    model = _Model(graph, device_bytes - workspace_bytes(graph), windows)
     for cut in range(_MAX_CUTS):
-        traffic = model.solve(max(deadline - time.monotonic(), 0.1))
-        if traffic is None:
-            proved = model.program.proved_infeasible and not cut
-            break
-        order, stays, transfers = model.moves()
-        offsets = packed_offsets(graph, order, stays, budget.device_bytes, time_limit=10.0)
+        if model.solve(max(deadline - time.monotonic(), 0.1)) is None:
+            infeasible = model.program.proved_infeasible and not cut
+            return _Solved(None, None, 0, model.least, infeasible)
+        moves = model.moves()
+        offsets = packed_offsets(graph, moves[0], moves[1], device_bytes, time_limit=10.0)
         if offsets is not None:
-            plan = assemble(
-                graph, order, stays, transfers, offsets=offsets, method="exact", **fields
-            )
-            moved = sum(transfer.num_bytes for transfer in transfers)
-            return _with_notes(plan, moved, moved if model.proved else model.least, model.proved)
+            traffic = sum(transfer.num_bytes for transfer in moves[2])
+            return _Solved(moves, offsets, traffic, model.least, model.proved)
         model.forbid()
-    raise InfeasibleError(
-        f"no plan for {budget.device_bytes} bytes "
-        + ("exists" if proved else f"was found within {time_limit} seconds"),
-        proved=proved,
-    )
+    return _Solved(None, None, 0, model.least, False)
+
+
+def _nearby(
+    graph: StepGraph,
+    device_bytes: int,
+    windows: Sequence[range],
+    order: tuple[int, ...],
+    best: _Solved,
+    deadline: float,
+) -> _Solved:
+    """Let each operator run a few steps earlier or later than in the best order, again and again.
+
+    Each of these programs is small and solved to its end, so this descends to an order that no
+    order near it beats.
+    """
+    local: _Solved | None = None
+    while time.monotonic() < deadline:
+        near = _near(order, _NEAR_STEPS if local else 0, windows)
+        found = _solved(graph, device_bytes, near, deadline)
+        if found.moves is None:
+            if local:
+                break
+            local = found  # its own order does not do; those near it may
+            continue
+        if local and local.moves and found.traffic >= local.traffic:
+            break
+        local, order = found, found.moves[0]
+    if local is None or local.moves is None:
+        return best
+    if best.moves is not None and best.traffic <= local.traffic:
+        return best
+    return local._replace(least=best.least, proved=False)
+
+
+def _windows(graph: StepGraph) -> list[range]:
+    """The steps at which each operator may run in any order."""
+    ancestors, descendants = relatives(graph)
+    before = [int(np.unpackbits(row).sum()) for row in ancestors]
+    after = [int(np.unpackbits(row).sum()) for row in descendants]
+    return [range(first, len(before) - later) for first, later in zip(before, after, strict=True)]
+
+
+def _near(order: Sequence[int], num_steps: int, windows: Sequence[range] | None) -> list[range]:
+    """The steps near those of an order, within the windows."""
+    step_of = {operator: step for step, operator in enumerate(order)}
+    near = [range(step_of[v] - num_steps, step_of[v] + num_steps + 1) for v in range(len(order))]
+    if windows is None:
+        return near
+    return [
+        range(max(a.start, b.start), min(a.stop, b.stop))
+        for a, b in zip(near, windows, strict=True)
+    ]
 
 
 def _with_notes(plan: Plan, traffic: int, least: int, proved: bool) -> Plan:
@@ -277,18 +207,6 @@ def _require_working_set(graph: StepGraph, device_bytes: int) -> None:
             minimum_device_bytes=min_working_set(graph),
             operator=graph.operators[int(np.argmax(used))].name,
         )
-
-
-def handovers(graph: StepGraph, index: int, dead: Collection[int]) -> list[tuple[int, int]]:
-    """Pairs (read, created) of equal bytes in which a result takes the place of a dead operand."""
-    taken: set[int] = set()
-    pairs = []
-    for read, created in graph.operators[index].may_overwrite:
-        alike = graph.num_bytes(read) == graph.num_bytes(created) > 0
-        if alike and read in dead and not {read, created} & taken:
-            taken |= {read, created}
-            pairs.append((read, created))
-    return pairs
 
 
 def _resident(graph: StepGraph, order: Sequence[int]) -> list[Stay]:
@@ -331,18 +249,13 @@ def _life(
 class _Model:
     """The integer program of `exact`."""
 
-    def __init__(self, graph: StepGraph, capacity: int, *, reorder: bool) -> None:
+    def __init__(self, graph: StepGraph, capacity: int, windows: Sequence[range]) -> None:
         self.graph = graph
+        self.capacity = max(capacity, 1)
         self.num_steps = len(graph.operators)
         self.program = LinearProgram()
         self.proved = False
-        ancestors, descendants = relatives(graph)
-        count = [int(np.unpackbits(row).sum()) for row in ancestors]
-        after = [int(np.unpackbits(row).sum()) for row in descendants]
-        self.windows = [
-            range(count[v], self.num_steps - after[v]) if reorder else range(v, v + 1)
-            for v in range(self.num_steps)
-        ]
+        self.windows = windows
         shed = max(0, math.ceil(float(forced_bytes(graph).max(initial=0)) - capacity))
         self.least = 2 * shed
         self.values = [
@@ -460,6 +373,9 @@ class _Model:
         """Return the least traffic, in parts of the capacity; None if there is no solution yet."""
         traffic = self.program.solve(time_limit=time_limit)
         self.proved = traffic is not None
+        if math.isfinite(self.program.bound):  # rounded down for the solver's tolerance
+            least = self.program.bound * self.capacity * (1 - _TOLERANCE)
+            self.least = max(self.least, math.floor(least))
         if traffic is None and not self.program.has_solution:
             return None
         return 0.0 if traffic is None else traffic

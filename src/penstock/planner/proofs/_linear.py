@@ -34,6 +34,7 @@ class LinearProgram:
         self.proved_optimal = False
         self.has_solution = False
         self.proved_infeasible = False
+        self.bound = -_INFINITY
 
     @property
     def num_entries(self) -> int:
@@ -74,7 +75,7 @@ class LinearProgram:
         """Return the optimum; None if it is not known within the time or does not exist.
 
         `values` has the columns of the best solution, which with integers may be no optimum:
-        `proved_optimal` says whether it is.
+        `proved_optimal` says whether it is, and `bound` what no solution is below.
         """
         import highspy
 
@@ -103,6 +104,10 @@ class LinearProgram:
         self.proved_optimal = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
         self.values = np.array(solver.getSolution().col_value)
         self.has_solution = bool(solver.getSolution().value_valid)
+        if self.proved_optimal:
+            self.bound = solver.getObjectiveValue()
+        elif any(self._integer):
+            self.bound = solver.getInfo().mip_dual_bound
         return solver.getObjectiveValue() if self.proved_optimal else None
 
     def _merged(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
