@@ -10,6 +10,7 @@ from graphs import GraphBuilder, chain_step, machine, random_graph, random_plan
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.planner import Budget, check
+from penstock.planner.optima._assemble import Stay, packed_offsets
 from penstock.planner.optima._brute_force import brute_force
 
 
@@ -76,6 +77,34 @@ def test_a_frozen_order_is_kept():
     assert free.step_seconds == 5.0
     assert frozen.order == (0, 1, 2, 3, 4)
     assert frozen.step_seconds > 5.0
+
+
+def test_a_place_is_not_handed_over_while_its_owner_is_back():
+    """An operand gives its place to a result, and is back, for the next step, before that dies."""
+    build = GraphBuilder()
+    weight = build.storage(4, Kind.PARAMETER)
+    result, end = build.storage(4), build.storage(1)
+    build.run(reads=(weight,), creates=(result,), may_overwrite=((weight, result),))
+    build.run(reads=(result,), creates=(end,))
+    graph = build.graph(end)
+    stays = [Stay(weight, 1, 2), Stay(result, 0, 2), Stay(end, 1, 2)]
+    assert packed_offsets(graph, (0, 1), stays, 100) is None
+    apart = [Stay(weight, 1, 3), Stay(result, 0, 2), Stay(end, 1, 2)]
+    assert packed_offsets(graph, (0, 1), apart, 9) is not None
+
+
+def test_a_result_without_bytes_takes_over_no_place():
+    build = GraphBuilder()
+    x = build.storage(4, Kind.INPUT, given=True)
+    made, nothing, end = build.storage(4), build.storage(0), build.storage(1)
+    build.run(reads=(x,), creates=(made,))
+    build.run(reads=(x, made), creates=(nothing,), may_overwrite=((made, nothing),))
+    build.run(reads=(nothing,), creates=(end,))
+    graph = build.graph(end)
+    plan = brute_force(graph, [1.0] * 3, Budget(device_bytes=8, host_bytes=99), machine())
+    check(graph, plan)
+    with pytest.raises(InfeasibleError):
+        brute_force(graph, [1.0] * 3, Budget(device_bytes=7, host_bytes=99), machine())
 
 
 def test_what_nothing_fits_is_refused():

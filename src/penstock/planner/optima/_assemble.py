@@ -227,6 +227,11 @@ def packed_offsets(
         device_bytes: The budget; None: any.
         time_limit: Seconds for the packer, where the first fit does not do.
     """
+    groups = joined_stays(graph, order, stays)
+    for members in groups:  # what hands its place over may be back before that is free again
+        for a, b in itertools.combinations(members, 2):
+            if meet(stays[a], stays[b], len(order)):
+                return None
     offsets = first_fit(graph, order, stays)
     if device_bytes is None:
         return offsets
@@ -234,7 +239,6 @@ def packed_offsets(
     ends = (at + graph.num_bytes(stay.value) for at, stay in zip(offsets, stays, strict=True))
     if max(ends, default=0) <= capacity:
         return offsets
-    groups = joined_stays(graph, order, stays)
     buffers = [_buffer(graph, len(order), [stays[i] for i in members]) for members in groups]
     try:
         packing = pack(buffers, capacity=capacity, time_limit=time_limit)

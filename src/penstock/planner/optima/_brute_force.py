@@ -104,7 +104,7 @@ def brute_force(
         if time.monotonic() > deadline:
             complete = False
             break
-        best = _fastest(graph, order, operator_seconds, budget, machine, best, deadline)
+        best = fastest_of_order(graph, order, operator_seconds, budget, machine, best, deadline)
     complete = complete and time.monotonic() <= deadline
     if best is None:
         raise InfeasibleError(
@@ -121,7 +121,7 @@ def _orders(graph: StepGraph, *, reorder: bool, max_again: int) -> Iterator[tupl
     for num_again in range(max_again + 1):
         orders = _topological(graph) if reorder else iter([tuple(range(len(graph.operators)))])
         for order in orders:
-            yield from _with_more_runs(graph, order, num_again)
+            yield from with_more_runs(graph, order, num_again)
 
 
 def _topological(graph: StepGraph) -> Iterator[tuple[int, ...]]:
@@ -135,7 +135,7 @@ def _topological(graph: StepGraph) -> Iterator[tuple[int, ...]]:
     return extend((), frozenset(range(len(graph.operators))))
 
 
-def _with_more_runs(
+def with_more_runs(
     graph: StepGraph, order: tuple[int, ...], num_again: int
 ) -> Iterator[tuple[int, ...]]:
     """Insert second runs where what they read has not been written over."""
@@ -169,7 +169,7 @@ def _insert(
         yield from _insert(graph, longer, chosen[1:])
 
 
-def _fastest(
+def fastest_of_order(
     graph: StepGraph,
     order: tuple[int, ...],
     operator_seconds: Sequence[float],
@@ -223,7 +223,8 @@ def _cases(graph: StepGraph, order: tuple[int, ...]) -> Iterator[_Case]:
             handed[old] = position
             births.setdefault(new, []).append(position)
         for read, created in operator.may_overwrite:
-            overwritten.setdefault(position, {}).setdefault(read, set()).add(created)
+            if graph.num_bytes(created):  # what takes no place takes over none
+                overwritten.setdefault(position, {}).setdefault(read, set()).add(created)
     lives: list[_Life] = []
     for value, storage_index in enumerate(graph.storage_of_value):
         storage = graph.storages[storage_index]

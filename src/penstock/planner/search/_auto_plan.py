@@ -21,6 +21,7 @@ from penstock.planner._simulate import simulate
 from penstock.planner.search._auto import AutoSearch, Candidate
 from penstock.planner.search._emit import Movement, emit
 from penstock.planner.search._engine import OperatorSequence, Problem
+from penstock.planner.search._finish import MAX_OPERATORS, MAX_SECONDS, finish
 from penstock.planner.search._residency import Rates, Residency, ResidencySearch
 from penstock.units import format_bytes
 
@@ -75,13 +76,71 @@ def plan_auto(
         InfeasibleError: The device's budget is too small.
     """
     begin = time.monotonic()
+    deadline = begin + time_limit
+
+    def report(seconds: float) -> None:
+        if progress is not None:
+            progress(Found(time.monotonic() - begin, seconds, bound.seconds))
+
+    failure: InfeasibleError | None = None
+    found = None
+    try:
+        found = _searched(
+            graph,
+            operator_seconds=operator_seconds,
+            budget=budget,
+            machine=machine,
+            links=links,
+            bound=bound,
+            reorder=reorder,
+            recompute=recompute,
+            deadline=deadline,
+            seed=seed,
+            report=report,
+        )
+    except InfeasibleError as error:
+        failure = error
+    below = (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)
+    is_small = len(graph.operators) <= MAX_OPERATORS and budget.device_bytes is not None
+    if is_small and links == below and (failure is None or not failure.proved):
+        best = finish(
+            graph,
+            found,
+            operator_seconds=operator_seconds,
+            budget=budget,
+            machine=machine,
+            reorder=reorder,
+            recompute=recompute,
+            deadline=min(deadline, time.monotonic() + MAX_SECONDS),
+        )
+        if best is not None and best is not found:
+            report(best.step_seconds)
+            found = dataclasses.replace(best, bound=bound, method="auto", seed=seed)
+    if found is None:
+        assert failure is not None
+        raise failure
+    notes = {**found.notes, "search_seconds": round(time.monotonic() - begin, 3)}
+    return dataclasses.replace(found, notes=notes)
+
+
+def _searched(
+    graph: StepGraph,
+    *,
+    operator_seconds: Sequence[float],
+    budget: Budget,
+    machine: MachineProfile,
+    links: tuple[Link, Link] | None,
+    bound: Bound,
+    reorder: bool,
+    recompute: bool,
+    deadline: float,
+    seed: int,
+    report: Callable[[float], None],
+) -> Plan:
+    """The search for plans of any size."""
+    begin = time.monotonic()
     workspace = max((operator.workspace_bytes for operator in graph.operators), default=0)
     capacity = _arena_capacity(graph, operator_seconds, budget, workspace)
-
-    def report(candidate: Candidate) -> None:
-        if progress is not None:
-            elapsed = time.monotonic() - begin
-            progress(Found(elapsed, candidate.seconds, bound.seconds))
 
     rates = None
     if links is not None:
@@ -94,9 +153,9 @@ def plan_auto(
         rates=rates,
         reorder=reorder,
         recompute=recompute,
-        deadline=begin + time_limit * _SEARCH_SHARE,
+        deadline=begin + (deadline - begin) * _SEARCH_SHARE,
         seed=seed,
-        on_better=report,
+        on_better=lambda candidate: report(candidate.seconds),
     )
     try:
         best = search.run()
@@ -112,7 +171,7 @@ def plan_auto(
         rates,
         links,
         workspace=workspace,
-        deadline=begin + time_limit,
+        deadline=deadline,
         seed=seed,
     )
     plan = Plan(
@@ -131,7 +190,6 @@ def plan_auto(
         method="auto",
         seed=seed,
         notes={
-            "search_seconds": round(time.monotonic() - begin, 3),
             "replayed_seconds": residency.seconds,
         },
     )

@@ -1,0 +1,112 @@
+"""Small graphs are finished exactly: near the plan that was found, everything is tried.
+
+On a graph of a few operators a byte more or less of fragmentation, or a value that leaves a
+boundary later, can cost more than any order; the search counts in larger steps. There all choices
+of what leaves when are affordable for one order (`penstock.planner.optima`), so the plan descends
+from order to order: one operator elsewhere, one second run more or less.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from penstock.graph import StepGraph
+from penstock.memory import MachineProfile
+from penstock.planner._plan import Budget, Plan
+from penstock.planner.optima._brute_force import fastest_of_order, with_more_runs
+
+MAX_OPERATORS = 12
+MAX_SECONDS = 2.0
+
+
+def finish(
+    graph: StepGraph,
+    plan: Plan | None,
+    *,
+    operator_seconds: Sequence[float],
+    budget: Budget,
+    machine: MachineProfile,
+    reorder: bool,
+    recompute: bool,
+    deadline: float,
+) -> Plan | None:
+    """Improve a plan of a small graph.
+
+    Example:
+        >>> finish(graph, plan, operator_seconds=seconds, budget=budget, machine=machine,
+        ...        reorder=True, recompute=True, deadline=deadline)  # doctest: +SKIP
+
+    Args:
+        graph: The step, of at most `MAX_OPERATORS` operators.
+        plan: Where to begin; None: with the program's order.
+        operator_seconds: Time of each operator.
+        budget: Of the device and the host.
+        machine: Rates of the links.
+        reorder: Whether the order may change.
+        recompute: Whether operators may run again.
+        deadline: Time by `time.monotonic` at which to stop.
+
+    Returns:
+        The best plan found; None if there was none and none was found.
+    """
+    best = plan
+    program = tuple(range(len(graph.operators)))
+    starts = [program] if plan is None else [plan.order, program]
+    tried: set[tuple[int, ...]] = set()
+    while starts:
+        before = best
+        for start in starts:
+            for order in _near(graph, start, reorder=reorder, recompute=recompute):
+                if order in tried:
+                    continue
+                tried.add(order)
+                if time.monotonic() > deadline:
+                    return best
+                best = fastest_of_order(
+                    graph, order, operator_seconds, budget, machine, best, deadline
+                )
+        starts = [] if best is None or best is before else [best.order]
+    return best
+
+
+def _near(
+    graph: StepGraph, order: tuple[int, ...], *, reorder: bool, recompute: bool
+) -> Iterator[tuple[int, ...]]:
+    """The order itself, and what differs from it in one run."""
+    yield order
+    for position in range(len(order)):
+        without = order[:position] + order[position + 1 :]
+        if order[position] in without and _is_valid(graph, without):
+            yield without
+    if recompute:
+        yield from with_more_runs(graph, order, 1)
+    if not reorder:
+        return
+    for position, operator in enumerate(order):
+        without = order[:position] + order[position + 1 :]
+        for elsewhere in range(len(order)):
+            moved = (*without[:elsewhere], operator, *without[elsewhere:])
+            if moved != order and _is_valid(graph, moved):
+                yield moved
+
+
+def _is_valid(graph: StepGraph, order: tuple[int, ...]) -> bool:
+    """Whether first runs are in order and second ones find what they read."""
+    first: dict[int, int] = {}
+    for position, operator in enumerate(order):
+        first.setdefault(operator, position)
+    for position, index in enumerate(order):
+        if any(first.get(before, len(order)) >= position for before in graph.predecessors[index]):
+            return False
+        if first[index] == position:
+            continue
+        for value in graph.operators[index].reads:
+            writers = [i for i in graph.consumers[value] if _overwrites(graph, i, value)]
+            if any(first[writer] < position for writer in writers):
+                return False
+    return True
+
+
+def _overwrites(graph: StepGraph, index: int, value: int) -> bool:
+    return any(old == value for old, _ in graph.operators[index].mutates)

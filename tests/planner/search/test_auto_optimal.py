@@ -1,0 +1,98 @@
+"""On graphs of at most nine operators plans are as fast as the fastest of all plans.
+
+    PYTHONPATH=src:tests/planner:tests/planner/search python -m test_auto_optimal 1000
+
+counts over so many graphs, with and without the exact finish.
+"""
+
+import random
+import sys
+import time
+from collections import Counter
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from graphs import chain_step, machine, random_graph
+from penstock.errors import InfeasibleError
+from penstock.memory import Link
+from penstock.planner import Budget, brute_force, check, lower_bound
+from penstock.planner.search import _auto_plan
+from penstock.planner.search._auto_plan import plan_auto
+from penstock.planner.search._engine import OperatorSequence, Problem
+
+LINKS = (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)
+
+
+def case(seed):
+    """A graph, times, a budget between what operators need and the peak, and a machine."""
+    rng = random.Random(seed)
+    if rng.random() < 0.15:
+        graph = chain_step(rng.randint(1, 2), in_place=rng.random() < 0.5)
+    else:
+        graph = random_graph(rng, rng.randint(2, 9))
+    seconds = [float(rng.randint(0, 6)) for _ in graph.operators]
+    sequence = OperatorSequence(Problem(graph, seconds), np.arange(len(seconds)))
+    least, most = int(sequence.working_set.max()), int(sequence.base.max())
+    workspace = max(operator.workspace_bytes for operator in graph.operators)
+    device_bytes = least + round(rng.random() * (most - least)) + workspace
+    out, back = rng.choice([(1.0, 1.0), (0.5, 1.0), (2.0, 3.0), (0.2, 0.2)])
+    budget = Budget(device_bytes=device_bytes, host_bytes=1 << 20)
+    return graph, seconds, budget, machine(out=out, back=back)
+
+
+def compared(seed, *, limit):
+    """How a plan compares with the fastest: "equal", "faster" (with more second runs), "slower"."""
+    graph, seconds, budget, profile = case(seed)
+    try:
+        best = brute_force(graph, seconds, budget, profile, time_limit=limit)
+        complete = best.notes["complete"]
+    except InfeasibleError as error:
+        best, complete = None, error.proved
+    if not complete:
+        return "not known"
+    bound = lower_bound(graph, seconds, budget, profile)
+    try:
+        plan = plan_auto(
+            graph,
+            operator_seconds=seconds,
+            budget=budget,
+            machine=profile,
+            links=LINKS,
+            bound=bound,
+            time_limit=4.0,
+        )
+    except InfeasibleError:
+        return "slower" if best else "equal"
+    check(graph, plan)
+    assert plan.step_seconds >= bound.seconds - 1e-9
+    if best is None or plan.step_seconds < best.step_seconds * (1 - 1e-6):
+        return "faster"
+    return "equal" if plan.step_seconds <= best.step_seconds * (1 + 1e-6) else "slower"
+
+
+@pytest.mark.slow
+def test_plans_of_small_graphs_are_the_fastest():
+    counts = Counter(compared(seed, limit=0.5) for seed in range(150))
+    known = counts.total() - counts["not known"]
+    assert known >= 100
+    assert counts["equal"] + counts["faster"] >= 0.95 * known
+
+
+def test_the_finish_is_what_makes_them_so():
+    seeds = range(1000, 1020)
+    with mock.patch.object(_auto_plan, "MAX_OPERATORS", 0):
+        without = Counter(compared(seed, limit=0.3) for seed in seeds)
+    assert without["slower"] > 0
+    assert not Counter(compared(seed, limit=0.3) for seed in seeds)["slower"]
+
+
+if __name__ == "__main__":
+    for finish in (True, False):
+        began = time.monotonic()
+        most = _auto_plan.MAX_OPERATORS if finish else 0
+        with mock.patch.object(_auto_plan, "MAX_OPERATORS", most):
+            found = Counter(compared(seed, limit=2.0) for seed in range(int(sys.argv[1])))
+        seconds = time.monotonic() - began
+        sys.stdout.write(f"finish={finish}: {dict(found)}, {seconds:.0f} s\n")
