@@ -15,6 +15,7 @@ from penstock.planner.baselines._genetic_genes import (
     cross_allocations,
     geometric_classes,
     mutate_allocation,
+    random_classes,
 )
 from penstock.planner.baselines._order import (
     ALIGNMENT_BYTES,
@@ -170,6 +171,13 @@ def test_allocations_fit_and_hold_every_operator(seed):
             at_once = {*visit.needs, *visit.creates}
             names = [allocation.class_of_size[sizes.index(step.num_bytes[v])] for v in at_once]
             assert all(names.count(name) <= allocation.num_objects[name] for name in names)
+
+
+@given(num_sizes=st.integers(1, 20), seed=st.integers(0, 1000))
+def test_random_classes_are_named_by_their_largest_size(num_sizes, seed):
+    classes = random_classes(range(1, num_sizes + 1), random.Random(seed))
+    assert list(classes) == sorted(classes)
+    assert all(classes[name] == name for name in classes)
 
 
 def test_classes_of_a_ratio():

@@ -36,6 +36,7 @@ from penstock.planner.baselines._genetic_genes import (
     cross_allocations,
     geometric_classes,
     mutate_allocation,
+    random_classes,
 )
 from penstock.planner.baselines._genetic_objects import (
     assign_objects,
@@ -52,7 +53,8 @@ STAGNATION = (
     60  # generations without a better candidate that end the search, as the time limit does
 )
 MUTATION = 0.1  # probability that a child mutates, and that one of its genes does
-RATIOS = (1.0, 1.3, 2.0, 4.0)  # of sizes within a class, in the allocations that it begins with
+RATIOS = (1.0, 1.3, 2.0, 4.0, 8.0)  # of sizes within a class, with the framework's own order
+_MAX_TRIES = 5  # times the population, to find as many candidates that fit
 _SPARES = 6  # times that objects of a class are given up, so that rooms go round the step's end
 
 
@@ -277,16 +279,19 @@ def _walk_in_objects(
 
 
 def _first_population(search: _Search) -> Iterator[Candidate | None]:
-    """The framework's own order with several allocations, near orders, and random ones."""
+    """The framework's own order with several allocations; then near and random ones of both."""
     sizes, rng = search.evaluator.sizes, search.random
     most = search.evaluator.demand(search.program)
-    for number in range(POPULATION):
-        ratio = RATIOS[number % len(RATIOS)]
+    for number in range(_MAX_TRIES * POPULATION):
+        if len(search.population) >= POPULATION:
+            return
         order = search.program
-        if number >= len(RATIOS):
+        if number < len(RATIOS):
+            classes = geometric_classes(sizes, RATIOS[number])
+        else:
             probability = 1.0 if number % 4 == 0 else 0.01 * rng.random()
             order = search.schedules.mutate(order, probability, rng)
-        classes = geometric_classes(sizes, ratio)
+            classes = random_classes(sizes, rng)
         wanted: dict[int, int] = {}
         for index, name in enumerate(classes):
             wanted[name] = wanted.get(name, 0) + most[index]

@@ -40,6 +40,19 @@ def geometric_classes(sizes: Sequence[int], ratio: float) -> tuple[int, ...]:
     return tuple(classes)
 
 
+def random_classes(sizes: Sequence[int], rng: random.Random) -> tuple[int, ...]:
+    """Classes of sizes next to each other, as many and as large as chance has it."""
+    if not sizes:
+        return ()
+    last = len(sizes) - 1
+    tops = {last, *rng.sample(range(last + 1), rng.randint(1, last + 1))}
+    classes, top = [last] * (last + 1), last
+    for index in range(last, -1, -1):
+        top = index if index in tops else top
+        classes[index] = top
+    return tuple(classes)
+
+
 def cross_allocations(
     first: Allocation, second: Allocation, rng: random.Random
 ) -> tuple[list[int], dict[int, int]]:
