@@ -28,9 +28,11 @@ ABLATIONS: Mapping[str, Freedom] = {
     f"{OURS} without recomputation": Freedom(recompute=False),
     f"{OURS} in the program's order, without recomputation": Freedom(False, False),
 }
+ODSWAP = "LRU with prefetch (ODSwap)"
+STOCK, CHECKPOINTING = "stock", "checkpointing every layer"  # not in the table: points of a picture
 REFERENCES: Mapping[str, Callable[..., Plan]] = {
     "on demand, LRU": functools.partial(plan_on_demand, arm="lru"),
-    "LRU with prefetch (ODSwap)": functools.partial(plan_on_demand, arm="lru-prefetch"),
+    ODSWAP: functools.partial(plan_on_demand, arm="lru-prefetch"),
     "Belady, earliest prefetch": functools.partial(plan_on_demand, arm="belady"),
     "LP per layer (torchtitan)": plan_layers_lp,
     "torch's memory budget": plan_torch_budget,

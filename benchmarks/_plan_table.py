@@ -18,7 +18,7 @@ def show(device_name: str, directory: Path) -> None:
     if not path.exists():
         print(f"{path} does not exist: no rows yet")
         return
-    rows = {(row.case, row.arm): row for row in read_rows(path)}
+    rows = {(row.case, row.arm): row for row in read_rows(path) if row.extra.get("share")}
     cases = list(dict.fromkeys(case for case, _ in rows))
     arms = [arm for arm in ARMS if any((case, arm) in rows for case in cases)]
     print("| model, memory | bound | " + " | ".join(arms) + " |")

@@ -4,6 +4,7 @@
     python benchmarks/plan.py --quick                # three models, short searches
     python benchmarks/plan.py --models brnn-8k --shares 1/8 1/12 --time-limit 60
     python benchmarks/plan.py --resume               # only rows that are not there yet
+    python benchmarks/plan.py --part points figure   # throughput against memory
     python benchmarks/plan.py --part table           # what the rows say
     python benchmarks/plan.py --part models          # the models: operators, peaks, FLOPs
     python benchmarks/plan.py --part speed           # simulations a second; 14,000 operators
@@ -30,10 +31,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import _plan_figure
 import _plan_speed
 import _plan_table
 from _plan_arms import ABLATIONS, ARMS, GENETIC, OURS, REFERENCES, Planner
 from _plan_models import CASES, LARGE, SWAPADVISOR, V100_BYTES
+from _plan_points import point_rows
 from _rows import (
     REPOSITORY,
     BenchmarkRow,
@@ -55,7 +58,7 @@ SHARES = ("1/2", "1/4", "1/8", "1/12")
 QUICK_MODELS = ("rnn-8k", "wresnet-152-10", "gpt2-12")
 QUICK_SECONDS = 5.0
 HOST_BYTES = 1 << 40
-PARTS = ("cases", "models", "speed", "table")
+PARTS = ("cases", "figure", "models", "points", "speed", "table")
 
 
 def captured(name: str, directory: Path) -> StepGraph:
@@ -245,6 +248,10 @@ def main() -> None:
         profile = machine(options.machine)
         for name in options.models:
             measure(name, profile, options, where)
+    if "points" in options.part:
+        for name in _plan_figure.MODELS:
+            graph = captured(name, options.graphs)
+            write_rows(point_rows(name, graph, machine(options.machine), where), options.out)
     if "speed" in options.part:
         _plan_speed.measure(
             lambda name: captured(name, options.graphs),
@@ -254,6 +261,8 @@ def main() -> None:
         )
     if "table" in options.part:
         _plan_table.show(where["device_name"], options.out)
+    if "figure" in options.part:
+        _plan_figure.draw(where["device_name"], options.out)
 
 
 if __name__ == "__main__":

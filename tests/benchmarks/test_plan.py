@@ -1,8 +1,10 @@
 import pytest
 
+import _plan_figure
+import _plan_points
 import graphs
 import penstock.graph
-from _plan_arms import ABLATIONS, ARMS, OURS, Planner
+from _plan_arms import ABLATIONS, ARMS, ODSWAP, OURS, Planner
 from _plan_models import CASES, SWAPADVISOR
 from _plan_table import bars, show
 from _rows import environment, read_rows, write_rows
@@ -128,3 +130,31 @@ def test_the_bars_find_where_another_arm_is_faster(planner):
     ours, other = (arm_row(planner, arm, "c", {"share": "1/8"}, where) for arm in (OURS, ARMS[0]))
     swapped = {("c", OURS): other, ("c", ARMS[0]): ours}
     assert any("slower than another arm in 1 cases" in line for line in bars(swapped, ["c"]))
+
+
+def test_what_is_not_in_a_plan_is_a_point(graph, tmp_path, monkeypatch):
+    monkeypatch.setitem(_plan_points.CASES, "chain", _plan_points.CASES["rnn-8k"])
+    stock, checkpointed = _plan_points.point_rows(
+        "chain", graph, machine("v100-16gb-pcie3"), environment("cpu")
+    )
+    assert stock.extra["share_of_ideal"] == 1.0
+    assert stock.extra["device_bytes"] == peak_of_program_order(graph)
+    # One layer, nothing between its borders: a checkpoint keeps all, and results take free room.
+    assert checkpointed.extra["device_bytes"] <= stock.extra["device_bytes"]
+    write_rows([stock], tmp_path)
+    show("a CPU", tmp_path)  # neither is a row of the table
+
+
+def test_the_figure_is_drawn_from_the_rows(planner, tmp_path):
+    pytest.importorskip("matplotlib")
+    where = environment("cpu") | {"device_name": "A CPU"}
+    extra = {"share": "1/8", "model": "brnn-8k", "device_bytes": 10**10}
+    target = tmp_path / "figure.svg"
+    _plan_figure.draw("A CPU", tmp_path, target)
+    assert not target.exists()
+    write_rows([arm_row(planner, arm, "c", extra, where) for arm in (OURS, ODSWAP)], tmp_path)
+    _plan_figure.draw("A CPU", tmp_path, target)
+    text = target.read_text()
+    assert OURS in text
+    assert ODSWAP in text
+    assert "genetic" not in text
