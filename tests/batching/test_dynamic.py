@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.batching import DynamicBatcher, TypedGraph
+from penstock.batching import DynamicBatcher, TypedGraph, _native
 from penstock.batching._meter import measured_peak
 from penstock.errors import CapacityError
 
@@ -300,6 +300,61 @@ def test_a_budget_holds_and_changes_nothing(training):
     with pytest.raises(CapacityError, match=r"at least .* would do, or run fewer graphs at once"):
         with torch.set_grad_enabled(training):
             DynamicBatcher(made, max_bytes="200KiB")(graphs)
+
+
+@settings(max_examples=30)
+@given(sizes=st.lists(st.integers(2, 40), min_size=1, max_size=5), seed=st.integers(0, 10**6))
+def test_outputs_that_are_not_kept_change_nothing(sizes, seed):
+    source = random.Random(seed)
+    graphs = [random_graph(source, size) for size in sizes]
+    batcher = DynamicBatcher(cells())
+    expected = batcher(graphs).of("class")
+    kept = batcher(graphs, keep=["class"])  # while gradients are recorded
+    torch.testing.assert_close(kept.of("class"), expected)
+    assert kept.of("class").requires_grad
+    with torch.no_grad():
+        outputs = batcher(graphs, keep=["class"])
+        torch.testing.assert_close(outputs.of("class"), expected, rtol=1e-10, atol=1e-10)
+        assert outputs.report.output_bytes <= kept.report.output_bytes
+    with pytest.raises(ValueError, match=r"types \['leaf'\], whose outputs were not kept"):
+        outputs.of("leaf")
+
+
+@torch.no_grad()
+def test_freed_outputs_make_room_below_a_budget():
+    made = cells(width=64)
+    batcher = DynamicBatcher(made)
+    graphs = [chain(60)] * 8
+    whole = batcher(graphs)
+    outputs = batcher(graphs, keep=["class"])
+    # Two states of every chain and its leaves, instead of all.
+    assert outputs.report.output_bytes < 0.6 * whole.report.output_bytes
+    small = DynamicBatcher(made, max_bytes=int(0.9 * whole.report.output_bytes))
+    with pytest.raises(CapacityError):
+        small(graphs)
+    small(graphs, keep=["class"])  # measures the cells
+    result = []
+    peak, _ = measured_peak(lambda: result.append(small(graphs, keep=["class"]).last()))
+    assert small.max_bytes is not None and peak <= small.max_bytes
+    torch.testing.assert_close(result[0], whole.last(), rtol=1e-10, atol=1e-10)
+    with pytest.raises(ValueError, match=r"keep must name types of \['leaf'.*got \['x'\]"):
+        batcher(graphs, keep=["x"])
+
+
+def test_numpy_plans_where_there_is_no_compiler(monkeypatch):
+    source = random.Random(6)
+    graphs = [random_graph(source, 30) for _ in range(3)]
+    made = cells()
+    expected = DynamicBatcher(made)(graphs)
+    assert expected.report.planned_by == "C++"
+    monkeypatch.setattr(_native, "library", lambda: None)
+    alone, together, outputs = losses(graphs, made, DynamicBatcher(made))
+    assert outputs.report.planned_by == "NumPy"
+    torch.testing.assert_close(together, alone, rtol=1e-10, atol=1e-10)
+    assert_equal(gradients(together, made), gradients(alone, made))
+    with torch.no_grad():
+        kept = DynamicBatcher(made)(graphs, keep=["class"])
+    torch.testing.assert_close(kept.of("class"), expected.of("class"), rtol=1e-10, atol=1e-10)
 
 
 def test_what_cannot_run_is_refused():

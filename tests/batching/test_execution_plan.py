@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.batching._execution_plan import plan_by_numpy, plan_execution
+from penstock.batching._execution_plan import _Gaps, plan_by_numpy, plan_execution
 from penstock.batching._node_graph import NodeGraph
 from penstock.batching._schedule import by_numpy, order_of
 from penstock.codegen import find_compiler
@@ -85,6 +85,49 @@ def test_both_planners_lay_out_alike(graph):
     assert (native.pool_rows, native.lower_bound) == (numpy.pool_rows, numpy.lower_bound)
     for name in ("index", "input_index", "pool_of_node", "row_of_node", "batch_of_node"):
         np.testing.assert_array_equal(getattr(native, name), getattr(numpy, name))
+
+
+@settings(max_examples=200)
+@given(graph=typed_graphs(), data=st.data())
+def test_rows_are_used_again_when_nobody_has_to_read_them(graph, data):
+    kept = data.draw(st.sets(st.integers(0, graph.num_types - 1)))
+    order = order_of(graph, frees_most=True)
+    plan = plan_execution(graph, order, kept)
+    holds: dict[tuple[int, int], int] = {}  # the node whose outputs a row has
+    for number, batch in enumerate(plan.batches):
+        nodes = order[0][order[1][number] : order[1][number + 1]].tolist()
+        for node in nodes:
+            for argument in graph.flat[graph.starts[node] : graph.starts[node + 1]].tolist():
+                place = int(plan.pool_of_node[argument]), int(plan.row_of_node[argument])
+                assert holds[place] == argument
+        for node in nodes:
+            assert plan.row_of_node[node] < plan.pool_rows[batch.pool]
+            holds[batch.pool, int(plan.row_of_node[node])] = node
+    for node, kind in enumerate(graph.types.tolist()):
+        place = int(plan.pool_of_node[node]), int(plan.row_of_node[node])
+        assert kind not in kept or holds[place] == node
+
+
+def test_gaps_are_filled_and_joined():
+    gaps = _Gaps()
+    assert [gaps.take(count) for count in (4, 2, 3, 5)] == [0, 4, 6, 9]
+    gaps.give(0, 4)
+    gaps.give(6, 3)
+    assert gaps.take(3) == 6  # the smaller of two gaps that are large enough
+    gaps.give(4, 2)
+    assert gaps.take(6) == 0  # two gaps that touch are one
+    gaps.give(9, 5)
+    assert gaps.take(7) == 9  # and the last one goes on above
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="what frees most is chosen in C++")
+def test_of_types_that_cost_nothing_the_one_runs_that_frees_most():
+    """A node that ends two others, or five that end three."""
+    types = [0] * 5 + [2, 1, 1, 1, 1, 1]
+    arguments = [[], [], [], [], [], [0, 1], [2], [3], [4], [2], [3]]
+    graph = NodeGraph.of(types, arguments)
+    assert order_of(graph, frees_most=True)[2].tolist() == [0, 2, 1]
+    assert order_of(graph)[2].tolist() == [0, 1, 2]
 
 
 def test_whom_nobody_reads_lies_as_what_it_reads():

@@ -183,12 +183,24 @@ def test_searching_finds_what_the_rule_does_not():
     assert shorter >= 4
 
 
-def test_depth_is_not_exceeded_where_the_rule_exceeds_it():
+def test_depth_is_not_exceeded_where_the_rule_exceeds_it(planner):
     types = [1, 1, 0, 1, 1, 1, 1, 1, 0, 0, 1, 0]
     arguments = [[], [0], [], [2], [], [2], [1, 4], [], [6], [], [5], [8, 7]]
-    graph = NodeGraph.of(types, arguments)
-    assert len(by_numpy(graph)[2]) == 6  # the rule alone would take seven
-    check(types, arguments, schedule(types, arguments))
+    assert len(by_numpy(NodeGraph.of(types, arguments))[2]) == 7
+    assert schedule(types, arguments).num_batches == check(
+        types, arguments, schedule(types, arguments)
+    )
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="there is no compiler")
+@settings(max_examples=100)
+@given(graph=graphs())
+def test_batches_by_depth_are_counted(graph):
+    nodes, _ = NodeGraph.of(*graph).with_dense_types()
+    library = _native.library()
+    assert library is not None
+    _, num_by_depth = _native.order_native(library, nodes, search=False, frees_most=False)
+    assert num_by_depth == check(*graph, schedule(*graph))
 
 
 def test_published_graphs_meet_the_bars(data):

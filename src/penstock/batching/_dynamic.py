@@ -89,9 +89,10 @@ class BatchedOutputs:
         kinds: list[Hashable],
         types: Integers,
         report: BatchReport,
+        kept: set[Hashable] | None,
     ) -> None:
         self._plan, self._pools, self._tokens, self._is_tuple = plan, pools, tokens, is_tuple
-        self._kinds, self._types = kinds, types
+        self._kinds, self._types, self._kept = kinds, types, kept
         self.first_nodes: Integers = first_nodes
         """The first node of each graph, `[num_graphs + 1]`."""
         self.report: BatchReport = report
@@ -114,6 +115,13 @@ class BatchedOutputs:
             raise ValueError(f"nodes must be one or more numbers; got shape {chosen.shape}")
         if chosen.min() < 0 or chosen.max() >= self.first_nodes[-1]:
             raise ValueError(f"nodes must be between 0 and {self.first_nodes[-1] - 1}")
+        if self._kept is not None:
+            lost = {self._kinds[t] for t in np.unique(self._types[chosen]).tolist()} - self._kept
+            if lost:
+                raise ValueError(
+                    f"nodes have the types {sorted(lost, key=repr)}, whose outputs were not kept: "
+                    f"keep was {sorted(self._kept, key=repr)}"
+                )
         assert self._plan is not None
         pool_of = self._plan.pool_of_node[chosen]
         pools = np.unique(pool_of).tolist()
@@ -224,31 +232,44 @@ class DynamicBatcher(nn.Module):
         self._plans: OrderedDict[bytes, tuple[ExecutionPlan, Integers]] = OrderedDict()
         self._budget = None if self.max_bytes is None else Budget(self.max_bytes)
 
-    def forward(self, graphs: TypedGraph | Sequence[TypedGraph]) -> BatchedOutputs:
+    def forward(
+        self, graphs: TypedGraph | Sequence[TypedGraph], *, keep: Sequence[Hashable] | None = None
+    ) -> BatchedOutputs:
         """Run graphs together.
 
         Args:
             graphs: One or more; graphs that are run again are planned faster.
+            keep: The types whose outputs are wanted. Where nothing is recorded for backward, those
+                of all other types make room as soon as nobody has to read them. None keeps all.
 
         Returns:
-            The outputs of all nodes, differentiable.
+            The outputs of all nodes, or of those of the types in `keep`, differentiable.
 
         Raises:
             ValueError: a type has no cell, a cell cannot take as many arguments, or cells whose
                 outputs are read alike return different shapes.
             CapacityError: `max_bytes` is less than the outputs and the smallest piece need.
         """
-        return self.run(graphs)
+        return self.run(graphs, keep=keep)
 
     def run(
-        self, graphs: TypedGraph | Sequence[TypedGraph], *, order: Order | None = None
+        self,
+        graphs: TypedGraph | Sequence[TypedGraph],
+        *,
+        keep: Sequence[Hashable] | None = None,
+        order: Order | None = None,
     ) -> BatchedOutputs:
         """Do what `forward` does, in an order of one's own: a schedule to compare with."""
         begin = time.perf_counter()
         graphs = [graphs] if isinstance(graphs, TypedGraph) else list(graphs)
         if not graphs:
             raise ValueError("graphs is empty; give at least one")
-        plan, types, was_planned = self._plan(graphs, order)
+        if keep is not None and not set(keep) <= set(self._cell_of):
+            raise ValueError(f"keep must name types of {list(self._cell_of)}; got {list(keep)}")
+        frees = keep is not None and not torch.is_grad_enabled()
+        plan, types, was_planned = self._plan(
+            graphs, order, tuple(keep) if keep and frees else None
+        )
         first_nodes = np.cumsum([0, *map(len, graphs)])
         seconds = time.perf_counter() - begin
         inputs = self._inputs(graphs)
@@ -273,7 +294,7 @@ class DynamicBatcher(nn.Module):
         )
         kinds = [kind for kind, _, _ in self._codes]
         outputs = (plan, pools, tokens, execution.is_tuple, first_nodes, kinds, types, report)
-        return BatchedOutputs(*outputs)
+        return BatchedOutputs(*outputs, None if keep is None else set(keep))
 
     def forget_plans(self) -> None:
         """Plan graphs anew that have been run together; what is known of each graph stays."""
@@ -285,10 +306,10 @@ class DynamicBatcher(nn.Module):
         return kind, self._cells[self._cell_of[kind]]
 
     def _plan(
-        self, graphs: list[TypedGraph], order: Order | None
+        self, graphs: list[TypedGraph], order: Order | None, keep: tuple[Hashable, ...] | None
     ) -> tuple[ExecutionPlan, Integers, bool]:
         digest = hashlib.blake2b(b"".join(graph.key for graph in graphs), digest_size=16)
-        digest.update(repr(order).encode())
+        digest.update(repr((order, keep)).encode())
         key = digest.digest()
         if key in self._plans:
             self._plans.move_to_end(key)
@@ -296,7 +317,10 @@ class DynamicBatcher(nn.Module):
         for graph in graphs:
             self._learn(graph)
         merged = NodeGraph.merged([self._known(graph).nodes for graph in graphs], len(self._codes))
-        plan = plan_execution(merged, None if order is None else order(merged))
+        kept = None
+        if keep is not None:
+            kept = [code for (kind, _, _), code in self._codes.items() if kind in keep]
+        plan = plan_execution(merged, None if order is None else order(merged), kept)
         self._plans[key] = plan, merged.types
         if len(self._plans) > _MAX_CACHED_PLANS:
             self._plans.popitem(last=False)

@@ -8,6 +8,8 @@ a slice, and nothing is gathered. Nodes that nobody reads take the order of what
 from __future__ import annotations
 
 import ctypes
+from bisect import insort
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import islice
 
@@ -16,7 +18,7 @@ import numpy as np
 from penstock.batching._costs import Integers
 from penstock.batching._native import NativeLayout, library_for
 from penstock.batching._node_graph import NodeGraph, distinct, ragged
-from penstock.batching._schedule import order_of
+from penstock.batching._schedule import Order, order_of
 
 
 @dataclass(frozen=True)
@@ -69,26 +71,31 @@ class ExecutionPlan:
 
 
 def plan_execution(
-    graph: NodeGraph, order: tuple[Integers, Integers, Integers] | None = None
+    graph: NodeGraph, order: Order | None = None, kept: Collection[int] | None = None
 ) -> ExecutionPlan:
     """Lay out a graph's outputs and find what each batch reads.
 
     Args:
         graph: The nodes.
         order: A schedule as `order_of` returns it; by default that one.
+        kept: Types whose outputs are wanted afterwards: the rows of all others are used again as
+            soon as nobody has to read them. None keeps everything.
 
     Returns:
         The plan.
     """
-    order = order_of(graph) if order is None else order
+    order = order_of(graph, frees_most=kept is not None) if order is None else order
+    first_rows = None if kept is None else _rows_used_again(graph, order, kept)
     compiled = library_for(graph)
-    return plan_by_numpy(graph, order) if compiled is None else _plan_native(compiled, graph, order)
+    if compiled is None:
+        return plan_by_numpy(graph, order, first_rows)
+    return _plan_native(compiled, graph, order, first_rows)
 
 
 def _plan_native(
-    compiled: ctypes.CDLL, graph: NodeGraph, order: tuple[Integers, Integers, Integers]
+    compiled: ctypes.CDLL, graph: NodeGraph, order: Order, first_rows: Integers | None
 ) -> ExecutionPlan:
-    laid = NativeLayout(compiled, graph, order)
+    laid = NativeLayout(compiled, graph, order, first_rows)
     begins = order[1].tolist()
     numbers = iter(laid.plan)
     pool_rows = [0] * (int(laid.pool_of_kind.max(initial=-1)) + 1)
@@ -105,7 +112,7 @@ def _plan_native(
         in_order = None if inputs < 0 else inputs
         rows = slice(first, first + count)
         batches.append(BatchPlan(kind, count, pool, start, tuple(operands), rows, in_order))
-        pool_rows[pool] = start + count
+        pool_rows[pool] = max(pool_rows[pool], start + count)
     return ExecutionPlan(
         batches=batches,
         index=laid.index,
@@ -119,7 +126,9 @@ def _plan_native(
     )
 
 
-def plan_by_numpy(graph: NodeGraph, order: tuple[Integers, Integers, Integers]) -> ExecutionPlan:
+def plan_by_numpy(
+    graph: NodeGraph, order: Order, first_rows: Integers | None = None
+) -> ExecutionPlan:
     """Do what `plan_execution` does, where there is no compiler."""
     nodes, begins, kinds = order
     num_batches = len(kinds)
@@ -140,15 +149,16 @@ def plan_by_numpy(graph: NodeGraph, order: tuple[Integers, Integers, Integers]) 
         mine, kind = nodes[first:last], int(kinds[batch])
         pool = int(pool_of_kind[kind])
         _in_order_of_reading(graph, mine, row_of, int(is_read[mine].sum()))
-        row_of[mine] = np.arange(pool_rows[pool], pool_rows[pool] + last - first)
+        start = pool_rows[pool] if first_rows is None else int(first_rows[batch])
+        row_of[mine] = np.arange(start, start + last - first)
         operands, indices = _operands(graph, mine, pool_of_kind, row_of, batch_of, num_gathered)
         gathered += indices
         num_gathered += sum(map(len, indices))
         places = place_in_kind[mine]
         in_order = int(places[0]) if _follow_each_other(places) else None
-        start, rows = pool_rows[pool], slice(first, last)
+        rows = slice(first, last)
         batches.append(BatchPlan(kind, last - first, pool, start, operands, rows, in_order))
-        pool_rows[pool] += last - first
+        pool_rows[pool] = max(pool_rows[pool], start + last - first)
     return ExecutionPlan(
         batches=batches,
         index=np.concatenate(gathered) if gathered else np.zeros(0, dtype=np.int64),
@@ -160,6 +170,62 @@ def plan_by_numpy(graph: NodeGraph, order: tuple[Integers, Integers, Integers]) 
         lower_bound=graph.lower_bound,
         planned_by="NumPy",
     )
+
+
+def _rows_used_again(graph: NodeGraph, order: Order, kept: Collection[int]) -> Integers:
+    """Choose the first row of each batch in its pool: the smallest gap that is large enough.
+
+    A batch's rows are free for those after the last batch that reads any of them, unless its type
+    is kept.
+    """
+    nodes, begins, kinds = order
+    num_batches = len(kinds)
+    batch_of = np.empty(graph.num_nodes, dtype=np.int64)
+    batch_of[nodes] = np.repeat(np.arange(num_batches), np.diff(begins))
+    last_read = np.arange(num_batches)
+    np.maximum.at(last_read, batch_of[graph.flat], batch_of[graph.readers_flat])
+    last_read[np.isin(kinds, list(kept))] = num_batches
+    ends: list[list[int]] = [[] for _ in range(num_batches + 1)]
+    for batch, last in enumerate(last_read.tolist()):
+        ends[last].append(batch)
+    pools, counts = _pools(graph)[kinds].tolist(), np.diff(begins).tolist()
+    gaps = [_Gaps() for _ in range(max(pools, default=-1) + 1)]
+    first_rows = np.zeros(num_batches, dtype=np.int64)
+    for batch in range(num_batches):
+        first_rows[batch] = gaps[pools[batch]].take(counts[batch])
+        for other in ends[batch]:
+            gaps[pools[other]].give(int(first_rows[other]), counts[other])
+    return first_rows
+
+
+class _Gaps:
+    """The rows of a pool that nobody uses; above the last one there are always more."""
+
+    def __init__(self) -> None:
+        self._gaps: list[tuple[int, int]] = []  # [start, stop), sorted, none touching the next
+        self._top = 0
+
+    def take(self, count: int) -> int:
+        fitting = [(stop - start, start) for start, stop in self._gaps if stop - start >= count]
+        if fitting:
+            width, start = min(fitting)
+            self._gaps.remove((start, start + width))
+            if width > count:
+                insort(self._gaps, (start + count, start + width))
+            return start
+        start = self._top
+        if self._gaps and self._gaps[-1][1] == self._top:
+            start = self._gaps.pop()[0]
+        self._top = start + count
+        return start
+
+    def give(self, start: int, count: int) -> None:
+        merged: list[tuple[int, int]] = []
+        for gap in sorted([*self._gaps, (start, start + count)]):
+            if merged and merged[-1][1] == gap[0]:
+                gap = (merged.pop()[0], gap[1])
+            merged.append(gap)
+        self._gaps = merged
 
 
 def _in_order_of_reading(graph: NodeGraph, mine: Integers, row_of: Integers, num_read: int) -> None:

@@ -38,9 +38,9 @@ def library() -> ctypes.CDLL | None:
         return None
     count, pointer = ctypes.c_int64, ctypes.c_void_p
     graph = [count, count, pointer, pointer, pointer]
-    compiled.penstock_batching_order.argtypes = [*graph, count, *[pointer] * 4]
+    compiled.penstock_batching_order.argtypes = [*graph, count, count, *[pointer] * 4]
     compiled.penstock_batching_order.restype = count
-    compiled.penstock_batching_layout.argtypes = [*graph, count, *[pointer] * 10]
+    compiled.penstock_batching_layout.argtypes = [*graph, count, *[pointer] * 11]
     compiled.penstock_batching_layout.restype = count
     _logger.info("batches are planned by C++")
     return compiled
@@ -52,26 +52,29 @@ def library_for(graph: NodeGraph) -> ctypes.CDLL | None:
 
 
 def order_native(
-    compiled: ctypes.CDLL, graph: NodeGraph, *, search: bool
-) -> tuple[Integers, Integers, Integers] | None:
-    """Schedule a graph as `order_of` does; None where nothing beats batching by depth."""
+    compiled: ctypes.CDLL, graph: NodeGraph, *, search: bool, frees_most: bool
+) -> tuple[tuple[Integers, Integers, Integers], int]:
+    """Schedule a graph as `order_of` does, and say how many batches there are by depth."""
     num_nodes = graph.num_nodes
-    memory = np.empty(3 * num_nodes + 2, dtype=np.int64)
+    memory = np.empty(3 * num_nodes + 3, dtype=np.int64)
     order, begins = memory[:num_nodes], memory[num_nodes : 2 * num_nodes + 1]
-    kinds, bound = memory[2 * num_nodes + 1 : -1], memory[-1:]
-    outputs = (each.ctypes.data for each in (order, begins, kinds, bound))
-    num_batches = compiled.penstock_batching_order(*_pointers(graph), search, *outputs)
-    graph.remember_bound(int(bound[0]))
-    if num_batches < 0:
-        return None
-    return order, begins[: num_batches + 1], kinds[:num_batches]
+    kinds, bounds = memory[2 * num_nodes + 1 : -2], memory[-2:]
+    outputs = (each.ctypes.data for each in (order, begins, kinds, bounds))
+    num_batches = compiled.penstock_batching_order(*_pointers(graph), search, frees_most, *outputs)
+    lower_bound, by_depth = bounds.tolist()
+    graph.remember_bound(lower_bound)
+    return (order, begins[: num_batches + 1], kinds[:num_batches]), by_depth
 
 
 class NativeLayout:
     """What `penstock_batching_layout` writes, array by array."""
 
     def __init__(
-        self, compiled: ctypes.CDLL, graph: NodeGraph, order: tuple[Integers, Integers, Integers]
+        self,
+        compiled: ctypes.CDLL,
+        graph: NodeGraph,
+        order: tuple[Integers, Integers, Integers],
+        first_rows: Integers | None,
     ) -> None:
         nodes, begins, kinds = (np.ascontiguousarray(each, dtype=np.int64) for each in order)
         num_nodes, num_arguments = graph.num_nodes, len(graph.flat)
@@ -91,6 +94,7 @@ class NativeLayout:
             len(kinds),
             begins.ctypes.data,
             kinds.ctypes.data,
+            None if first_rows is None else first_rows.ctypes.data,
             *(each.ctypes.data for each in (*written, index, index_length, plan)),
         )
         self.index: Integers = index[: int(index_length[0])]

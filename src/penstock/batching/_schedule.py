@@ -27,6 +27,9 @@ from penstock.batching._native import library_for, order_native
 from penstock.batching._node_graph import NodeGraph, distinct, ragged
 from penstock.tables import report_table
 
+Order = tuple[Integers, Integers, Integers]
+"""Nodes in execution order, where each batch begins, and its type: see `order_of`."""
+
 # How much more a longer path counts where no type is free; infinity looks at the longest only.
 # One is tried after the other until the bound is met, and the best is taken.
 _EXPONENTS = (8.0, np.inf, 4.0)
@@ -89,13 +92,15 @@ def schedule(types: Sequence[int], arguments: Sequence[Sequence[int]]) -> Schedu
     )
 
 
-def order_of(graph: NodeGraph, *, search: bool = False) -> tuple[Integers, Integers, Integers]:
+def order_of(graph: NodeGraph, *, search: bool = False, frees_most: bool = False) -> Order:
     """Schedule a graph.
 
     Args:
         graph: The nodes.
         search: Whether to look further where the rule does not meet the bound; that takes some ten
             times as long, and a compiler.
+        frees_most: Whether, of types that cost no batch, the one runs after which the fewest
+            outputs are still to be read; that takes a compiler too.
 
     Returns:
         The nodes in execution order `[num_nodes]`, where each batch begins `[num_batches + 1]`,
@@ -103,31 +108,30 @@ def order_of(graph: NodeGraph, *, search: bool = False) -> tuple[Integers, Integ
     """
     compiled = library_for(graph)
     if compiled is None:
-        return by_numpy(graph)
-    found = order_native(compiled, graph, search=search)
-    return _as_arrays(_by_depth(graph)) if found is None else found
+        found, by_depth = by_numpy(graph), None
+    else:
+        found, by_depth = order_native(compiled, graph, search=search, frees_most=frees_most)
+    if len(found[2]) > graph.lower_bound and (by_depth is None or len(found[2]) > by_depth):
+        found = min(found, _as_arrays(_by_depth(graph)), key=lambda order: len(order[2]))
+    return found
 
 
-def by_numpy(graph: NodeGraph) -> tuple[Integers, Integers, Integers]:
-    """Schedule a graph by the rule alone, as `order_of` does where there is no compiler."""
+def by_numpy(graph: NodeGraph) -> Order:
+    """Schedule a graph by the rule alone."""
     best: list[tuple[int, Integers]] | None = None
-    bound = graph.lower_bound
     path_length = graph.path_length / max(int(graph.path_length.max(initial=1)), 1)
     for exponent in _EXPONENTS:
         weights = None if np.isinf(exponent) else path_length**exponent
         found = _run(graph, weights)
         if best is None or len(found) < len(best):
             best = found
-        if len(best) == bound:
+        if len(best) == graph.lower_bound:
             break
     assert best is not None
-    if len(best) > bound:
-        by_depth = _by_depth(graph)
-        best = min(best, by_depth, key=len)
     return _as_arrays(best)
 
 
-def _as_arrays(batches: list[tuple[int, Integers]]) -> tuple[Integers, Integers, Integers]:
+def _as_arrays(batches: list[tuple[int, Integers]]) -> Order:
     if not batches:
         nothing = np.zeros(0, dtype=np.int64)
         return nothing, np.zeros(1, dtype=np.int64), nothing

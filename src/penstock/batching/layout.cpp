@@ -40,7 +40,7 @@ void number_pools(int64_t num_nodes, int64_t num_types, const int64_t* types, co
 
 }  // namespace
 
-// Lays out a schedule. `nodes` comes as the schedule has it and leaves in the order of the rows;
+// Lays out a schedule. `first_rows`, unless null, says where each batch begins in its pool. `nodes` comes as the schedule has it and leaves in the order of the rows;
 // `places` gets which of its type each of them is. `index` gets the rows to gather, `plan` for
 // every batch: kind, count, pool, first row, first input or -1, number of operands; and for every
 // operand: pool, first row or -1, where its rows begin and end in `index`, number of slots, these,
@@ -49,7 +49,7 @@ extern "C" int64_t penstock_batching_layout(int64_t num_nodes, int64_t num_types
                                             const int64_t* types, const int64_t* starts,
                                             const int64_t* arguments, int64_t num_batches,
                                             const int64_t* begins, const int64_t* kinds,
-                                            int64_t* nodes, int64_t* pool_of_kind,
+                                            const int64_t* first_rows, int64_t* nodes, int64_t* pool_of_kind,
                                             int64_t* batch_of, int64_t* row_of, int64_t* places,
                                             int64_t* index, int64_t* index_length, int64_t* plan) {
   int64_t most = 1;
@@ -97,6 +97,7 @@ extern "C" int64_t penstock_batching_layout(int64_t num_nodes, int64_t num_types
         return row_of[arguments[starts[a]]] < row_of[arguments[starts[b]]];
       });
     const int64_t pool = pool_of_kind[kind];
+    if (first_rows != nullptr) next_row[pool] = first_rows[batch];
     bool in_order = true;
     for (int64_t k = first; k < last; ++k) {
       row_of[nodes[k]] = next_row[pool] + k - first;

@@ -158,8 +158,50 @@ std::vector<double> weights_of(const Graph& graph, double exponent) {
   return weights;
 }
 
-// The rule: run a free type if there is one, and of several the one that is waited for most.
-Sequence by_rule(const Graph& graph, double exponent) {
+// Which nodes have readers that have not run, to know what a batch would free.
+class Unread {
+ public:
+  explicit Unread(const Graph& graph) : graph_(graph), left_(graph.num_nodes) {
+    for (int32_t v = 0; v < graph.num_nodes; ++v)
+      left_[v] = graph.reader_starts[v + 1] - graph.reader_starts[v];
+  }
+
+  void run(const Ints& batch) { subtract(batch, 1); }
+
+  // How many nodes fewer are alive after a batch that has run; itself counts too.
+  int64_t freed_by(const Ints& batch) {
+    subtract(batch, 1);
+    int64_t freed = -int64_t(batch.size());
+    for (int32_t node : batch)
+      for (int32_t k = graph_.starts[node]; k < graph_.starts[node + 1]; ++k) {
+        int32_t& left = left_[graph_.arguments[k]];
+        if (left == 0) {
+          ++freed;
+          left = -1;  // counted once
+        }
+      }
+    for (int32_t node : batch)
+      for (int32_t k = graph_.starts[node]; k < graph_.starts[node + 1]; ++k)
+        left_[graph_.arguments[k]] = std::max(left_[graph_.arguments[k]], 0);
+    subtract(batch, -1);
+    return freed;
+  }
+
+ private:
+  void subtract(const Ints& batch, int32_t number) {
+    for (int32_t node : batch)
+      for (int32_t k = graph_.starts[node]; k < graph_.starts[node + 1]; ++k)
+        left_[graph_.arguments[k]] -= number;
+  }
+
+  const Graph& graph_;
+  Ints left_;
+};
+
+// The rule: run a free type if there is one, and of several the one that is waited for most; or,
+// if memory is short, the one that frees most, which costs no batch.
+Sequence by_rule(const Graph& graph, double exponent, bool frees_most = false) {
+  Unread unread(graph);
   const bool longest_only = std::isinf(exponent);
   std::vector<double> weights(graph.length.begin(), graph.length.end());
   if (!longest_only) weights = weights_of(graph, exponent);
@@ -177,18 +219,25 @@ Sequence by_rule(const Graph& graph, double exponent) {
   while (true) {
     int32_t best = -1;
     bool best_is_free = false;
+    double best_value = 0.0;
     for (int32_t t = 0; t < graph.num_types; ++t) {
       if (frontier.ready[t].empty()) continue;
       const bool free = frontier.is_free(t);
-      if (best < 0 || free > best_is_free || (free == best_is_free && urgency[t] > urgency[best])) {
+      const bool by_memory = frees_most && free;
+      const double value =
+          by_memory ? double(unread.freed_by(frontier.ready[t])) : urgency[t];
+      if (best < 0 || free > best_is_free || (free == best_is_free && value > best_value)) {
         best = t;
         best_is_free = free;
+        best_value = value;
       }
     }
     if (best < 0) return done;
     done.push_back(best);
     urgency[best] = 0.0;
-    for (int32_t node : frontier.take(best))
+    const Ints batch = frontier.take(best);
+    if (frees_most) unread.run(batch);
+    for (int32_t node : batch)
       graph.each_reader(node, [&](int32_t reader) {
         if (--waits[reader] == 0) arrive(reader);
       });
@@ -382,7 +431,7 @@ int64_t num_by_depth(const Graph& graph) {
 }
 
 // The best sequence of all methods; without `search`, of the rule alone.
-Sequence best_sequence(const Graph& graph, bool search, size_t bound) {
+Sequence best_sequence(const Graph& graph, bool search, bool frees_most, size_t bound) {
   Sequence best;
   bool found = false;
   auto keep = [&](const Sequence& given) {
@@ -392,7 +441,7 @@ Sequence best_sequence(const Graph& graph, bool search, size_t bound) {
     return best.size() <= bound;
   };
   for (double exponent : kRuleExponents)
-    if (keep(by_rule(graph, exponent))) return best;
+    if (keep(by_rule(graph, exponent, frees_most))) return best;
   const Graph backward = reversed(graph);
   auto keep_reversed = [&](const Sequence& sequence) {
     return keep(Sequence(sequence.rbegin(), sequence.rend()));
@@ -416,13 +465,13 @@ Sequence best_sequence(const Graph& graph, bool search, size_t bound) {
 }  // namespace
 
 // Schedules a graph. `order` gets the nodes in execution order, `begins` where each batch begins
-// (num_nodes + 1 places), `kinds` the type of each batch, `bound` the lower bound. Returns the
-// number of batches, or -1 where batching by depth has fewer, and then nothing else is written.
+// (num_nodes + 1 places), `kinds` the type of each batch, `bounds` the lower bound and how many
+// batches there are by depth. Returns the number of batches.
 extern "C" int64_t penstock_batching_order(int64_t num_nodes, int64_t num_types,
                                            const int64_t* types, const int64_t* starts,
                                            const int64_t* arguments, int64_t search,
-                                           int64_t* order, int64_t* begins, int64_t* kinds,
-                                           int64_t* bound) {
+                                           int64_t frees_most, int64_t* order, int64_t* begins, int64_t* kinds,
+                                           int64_t* bounds) {
   Graph graph;
   graph.num_nodes = int32_t(num_nodes);
   graph.num_types = int32_t(num_types);
@@ -430,10 +479,9 @@ extern "C" int64_t penstock_batching_order(int64_t num_nodes, int64_t num_types,
   graph.starts.assign(starts, starts + num_nodes + 1);
   graph.arguments.assign(arguments, arguments + starts[num_nodes]);
   graph.finish();
-  *bound = graph.lower_bound();
-  const Sequence sequence = best_sequence(graph, search != 0, size_t(*bound));
-  if (int64_t(sequence.size()) > *bound && int64_t(sequence.size()) > num_by_depth(graph))
-    return -1;
+  bounds[0] = graph.lower_bound();
+  bounds[1] = num_by_depth(graph);
+  const Sequence sequence = best_sequence(graph, search != 0, frees_most != 0, size_t(bounds[0]));
   const Ints batch_of = earliest(graph, sequence);
   std::fill_n(begins, sequence.size() + 1, int64_t(0));
   for (int32_t batch : batch_of) ++begins[batch + 1];
