@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.batching import BalancedBatchSampler, SampleCosts
+from penstock.batching._packing import NOWHERE, place_rest
 
 # Small sizes too, which fill a cap to the last unit.
 SIZES = st.one_of(
@@ -56,6 +58,98 @@ def test_a_cap_holds_and_each_sample_comes_once(
     assert all(batch and sum(sizes[i] for i in batch) <= cap for batch in batches)
     assert all(len(batch) <= (most_samples or len(sizes)) for batch in batches)
     assert sorted(i for batch in batches for i in batch) == list(range(len(sizes)))
+
+
+@settings(max_examples=200)
+@given(
+    seed=st.integers(0, 10**9),
+    sigma=st.floats(0, 2.5),
+    largest=st.sampled_from([1, 10, 1000, 10**9]),
+    room=st.floats(1, 40),
+    num_replicas=st.sampled_from([1, 1, 1, 2, 3, 8]),
+    epoch=st.integers(0, 3),
+)
+def test_a_cap_holds_over_a_million_samples(seed, sigma, largest, room, num_replicas, epoch):
+    """200 epochs of 5000 samples; what a batch costs is added up here, over all ranks at once."""
+    random = np.random.default_rng(seed)
+    sizes = (largest * np.minimum(random.lognormal(-1, sigma, 5000), 1)).astype(np.int64)
+    cap = int(max(room * sizes.max(), 1))
+    batches = []
+    for rank in range(num_replicas):
+        try:
+            sampler = BalancedBatchSampler(
+                sizes, max_bytes=cap, num_replicas=num_replicas, rank=rank, seed=seed
+            )
+        except ValueError:  # nearly every sample is alone, and the ranks do not divide them
+            assert num_replicas > 1 and (2 * sizes > cap).sum() > 5000 - num_replicas
+            return
+        sampler.set_epoch(epoch)
+        mine = list(sampler)
+        assert len(mine) == len(sampler)
+        batches += mine
+    assert len(batches) == num_replicas * len(sampler)
+    items = np.concatenate(batches)
+    starts = np.cumsum([0, *map(len, batches)])[:-1]
+    assert np.add.reduceat(sizes[items], starts).max() <= cap
+    assert (np.bincount(items, minlength=5000) == 1).all()
+
+
+@pytest.mark.parametrize("arguments", [{"batch_size": 16}, {"max_bytes": 4000}])
+def test_memory_grows_as_the_samples_do(arguments):
+    """Peak bytes of planning and handing out an epoch, per sample."""
+    per_sample = []
+    for count in (20_000, 80_000, 320_000):
+        sizes = lognormal(count)
+        tracemalloc.start()
+        for _ in BalancedBatchSampler(sizes, **arguments):
+            pass
+        per_sample.append(tracemalloc.get_traced_memory()[1] / count)
+        tracemalloc.stop()
+    assert max(per_sample) < 160
+    assert per_sample[-1] < 1.15 * per_sample[0]
+
+
+@settings(max_examples=200)
+@given(
+    costs=st.lists(st.integers(0, 12), min_size=1, max_size=40),
+    num_batches=st.integers(1, 8),
+    most_samples=st.integers(1, 6),
+    data=st.data(),
+)
+def test_the_rest_goes_into_the_fullest_batch_that_has_room(costs, num_batches, most_samples, data):
+    """`place_rest`, against the same said plainly: every batch is looked at for every sample."""
+    most_cost = 12 + data.draw(st.integers(0, 10))
+    batches, loads, counts = [], [0] * num_batches, [0] * num_batches
+    for cost in costs:
+        batch = data.draw(st.integers(NOWHERE, num_batches - 1))
+        if batch != NOWHERE and (loads[batch] + cost > most_cost or counts[batch] == most_samples):
+            batch = NOWHERE
+        batches.append(batch)
+        if batch != NOWHERE:
+            loads[batch] += cost
+            counts[batch] += 1
+    found, num_found = place_rest(
+        np.array(costs),
+        np.array(batches),
+        num_batches,
+        most_cost=most_cost,
+        most_samples=most_samples,
+    )
+    homeless = [k for k, batch in enumerate(batches) if batch == NOWHERE]
+    for k in sorted(homeless, key=lambda k: -costs[k]):
+        room = [
+            (most_cost - loads[b], b)
+            for b in range(len(loads))
+            if loads[b] + costs[k] <= most_cost and counts[b] < most_samples
+        ]
+        if not room:
+            loads.append(0)
+            counts.append(0)
+        batch = min(room)[1] if room else len(loads) - 1
+        loads[batch] += costs[k]
+        counts[batch] += 1
+        batches[k] = batch
+    assert (found.tolist(), num_found) == (batches, len(loads))
 
 
 @settings(max_examples=200)

@@ -134,6 +134,7 @@ class BalancedBatchSampler(Sampler[list[Any]]):
         self._take_costs(costs, oversize)
         self._plans: dict[int, _Plan] = {}
         self._trial: tuple[int, int, tuple[Integers, int]] | None = None
+        self._first_wanted = 0  # with so many, the first trial did not need more than was promised
         self._num_batches = self._count_batches()
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -339,6 +340,7 @@ class BalancedBatchSampler(Sampler[list[Any]]):
         if is_large:
             wanted += wanted // _SPARE
             wanted += -(wanted + num_alone) % ranks
+        self._first_wanted = wanted
         for epoch in range(_TRIAL_EPOCHS if self.shuffle and not is_large else 1):
             packed = self._pack(epoch, 0, wanted)
             self._trial = (epoch, wanted, packed)
@@ -437,8 +439,8 @@ class BalancedBatchSampler(Sampler[list[Any]]):
         while num_batches > num_packed and attempt < _TRIES:
             batch_of, num_batches = self._pack(epoch, attempt, num_packed)
             attempt += 1
-        if num_batches > num_packed:  # the batches of a trial epoch, in an order of this one's
-            batch_of, num_batches = self._pack(0, 0, num_packed)
+        if num_batches > num_packed:  # the batches of the first trial, in an order of this one's
+            batch_of, num_batches = self._pack(0, 0, self._first_wanted)
         batch_of = split_packed(batch_of, self._packed, num_batches, num_packed)
         batch_of[self._alone] = num_packed + np.arange(len(self._alone))
         return self._in_order(batch_of, self._random(epoch, _TRIES))
