@@ -14,7 +14,7 @@ from _relational import random_graph
 from penstock import rgnn
 from penstock.rgnn._backends import _cpp_memory
 from penstock.rgnn._backends._cpp_graph import arrays_of
-from penstock.rgnn._backends._cpp_memory import ALIGNMENT, Blocks, Lifetime, pack
+from penstock.rgnn._backends._cpp_memory import ALIGNMENT, Blocks, Lifetime, lodge, pack
 
 LIFETIMES = st.lists(
     st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(0, 1000)), max_size=12
@@ -38,6 +38,55 @@ def test_values_alive_together_do_not_overlap(drawn):
 def test_values_that_follow_each_other_share_bytes():
     lives = [Lifetime(i, i, i, 640) for i in range(5)]
     assert pack(lives) == (dict.fromkeys(range(5), 0), 640)
+
+
+@given(LIFETIMES, LIFETIMES)
+def test_who_lodges_with_a_result_is_gone_before_it_and_disturbs_nobody(drawn, results):
+    lives = [Lifetime(i, first, first + span, n) for i, (first, span, n) in enumerate(drawn)]
+    hosts = {
+        100 + i: Lifetime(100 + i, first, first + span, n)
+        for i, (first, span, n) in enumerate(results)
+    }
+    found, rest = lodge(lives, hosts.values())
+    assert sorted([*found, *(life.value for life in rest)]) == list(range(len(lives)))
+    for life in lives:
+        if life.value in found:
+            host, begin = found[life.value]
+            assert life.last < hosts[host].first
+            assert begin % ALIGNMENT == 0
+            assert begin + life.num_bytes <= hosts[host].num_bytes
+    for one, other in itertools.combinations([life for life in lives if life.value in found], 2):
+        (host, begin), (other_host, other_begin) = found[one.value], found[other.value]
+        if host == other_host and one.first <= other.last and other.first <= one.last:
+            is_before = begin + one.num_bytes <= other_begin
+            assert is_before or other_begin + other.num_bytes <= begin
+
+
+def test_a_value_lodges_with_the_result_that_is_needed_soonest():
+    hosts = [Lifetime(10, 5, 9, 640), Lifetime(11, 3, 9, 640)]
+    lives = [Lifetime(0, 0, 2, 640), Lifetime(1, 1, 4, 640), Lifetime(2, 2, 4, 64)]
+    found, rest = lodge(lives, hosts)
+    assert found == {0: (11, 0), 1: (10, 0)}
+    assert [life.value for life in rest] == [2]
+
+
+def test_products_that_are_scaled_row_by_row_are_scaled_in_their_place():
+    edges = torch.arange(60_000)
+    edge_index = torch.stack([edges % 2000, edges % 1000])
+    graph = rgnn.Graph(edge_index, edges // 7500, num_nodes=2000)
+    layer = rgnn.RGCNConv(64, 64, 8, root_weight=False, bias=False)
+    x = torch.randn(2000, 64, requires_grad=True)
+    pair_bytes = graph.counts.num_dst_pairs * 64 * 4
+    assert graph.counts.num_dst_pairs == 8000
+    h = layer(x, graph)
+    blocks = arrays_of(graph).blocks
+    assert _num_bytes(blocks) == pair_bytes  # the means, kept for the gradient of weights
+    h.sum().backward()
+    assert _num_bytes(blocks) == 2 * pair_bytes
+
+
+def _num_bytes(blocks: Blocks) -> int:
+    return sum(len(block.memory) for block in blocks._blocks)
 
 
 def test_a_block_is_used_again_when_no_tensor_shares_it():

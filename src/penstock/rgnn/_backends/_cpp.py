@@ -11,7 +11,7 @@ import ctypes
 import dataclasses
 import math
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -19,14 +19,15 @@ from penstock.codegen import load_library
 from penstock.rgnn import _interpreter
 from penstock.rgnn._backends import _torch
 from penstock.rgnn._backends._cpp_graph import GraphArrays, arrays_of
-from penstock.rgnn._backends._cpp_memory import Lifetime, pack
+from penstock.rgnn._backends._cpp_memory import Lifetime, lodge, pack
+from penstock.rgnn._backends._cpp_rowwise import is_expression
 from penstock.rgnn._backends._cpp_source import Direction, write_source
 from penstock.rgnn._backends._cpp_summed import packed_elements
 from penstock.rgnn._graph import Graph
 from penstock.rgnn._ir import LEAVES, Program
 from penstock.rgnn._plan import Plan
 from penstock.rgnn._rows import RowMap, Space
-from penstock.rgnn._schedule import READS, TYPES, KernelKind, source
+from penstock.rgnn._schedule import READS, TYPES, Kernel, KernelKind, source
 
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 """The dtypes that are computed in C++; others are left to torch."""
@@ -106,8 +107,12 @@ class _Binding:
     """The fields; those of a call are 0."""
     shapes: dict[int, tuple[int, ...]]
     """Of the values that the call returns."""
+    same_place: dict[int, int]
+    """Values that are written over another one: over which."""
+    lodged: dict[int, tuple[int, int]]
+    """Of the other values, those that lie in the memory of one of these: of which, and where."""
     offsets: dict[int, int]
-    """Of the other values, in the arena."""
+    """Of the rest, in the arena."""
     arena_bytes: int
 
 
@@ -131,6 +136,7 @@ class _Runner:
         materialised = plan.summed_schedule.materialised
         self._written = [v for values in kernels for v in values if v in materialised]
         self._lives = _lifetimes(plan.program, kernels)
+        self._in_place = _written_over(plan.program, direction.kernels, self._lives)
         self._bindings: weakref.WeakKeyDictionary[GraphArrays, _Binding] = (
             weakref.WeakKeyDictionary()
         )
@@ -168,7 +174,12 @@ class _Runner:
                 numbers[place] = rows[value].data_ptr()
             else:
                 name = _name_of_room(value) if kind in _ROOMS else value
-                numbers[place] = arena.data_ptr() + binding.offsets[name]
+                name = binding.same_place.get(name, name)
+                if name in binding.lodged:
+                    host, begin = binding.lodged[name]
+                    numbers[place] = rows[host].data_ptr() + begin
+                else:
+                    numbers[place] = arena.data_ptr() + binding.offsets[name]
         self._entry(self._frame(*numbers))
         results = _results(program, arrays.graph, rows, outputs, keep, self._dtype)
         return results, {at: rows[at] for at in keep}
@@ -177,29 +188,42 @@ class _Runner:
         """Offsets in the arena of what only this program sees; rooms have negative names."""
         counts, width = arrays.graph.counts, self._dtype.itemsize
         seen = {*keep, *(source(self._program, output) for output in outputs)}
-        lifetimes, shapes = [], {}
+        shapes, lives, same_place = {}, {}, {}
         for value in self._written:
             node = self._program.nodes[value]
-            shape = (counts.rows(node.space), *node.shape)
-            if value in seen:
-                shapes[value] = shape
+            shapes[value] = (counts.rows(node.space), *node.shape)
+            num_bytes = math.prod(shapes[value]) * width
+            first, last = self._lives[value]
+            operand = self._in_place.get(value)
+            if operand is None or not seen.isdisjoint((value, operand)):
+                lives[value] = Lifetime(value, first, last, num_bytes)
             else:
-                lifetimes.append(Lifetime(value, *self._lives[value], math.prod(shape) * width))
-        for _, kind, value in self._of_call:
-            if kind in _ROOMS:
-                node = self._program.nodes[value]
-                if kind == "parts":
-                    num_elements = len(arrays.tasks(node.map)) * math.prod(node.shape)
-                else:
-                    num_elements = counts.num_relations * packed_elements(self._program, value)
-                kernel = self._lives[value][0]
-                life = Lifetime(_name_of_room(value), kernel, kernel, num_elements * width)
-                lifetimes.append(life)
+                place = same_place[value] = same_place.get(operand, operand)
+                lives[place] = dataclasses.replace(lives[place], last=last)
         numbers = tuple(
             0 if field.kind in _KINDS_OF_CALL else arrays.number(field, self._dtype)
             for field in self._fields
         )
-        return _Binding(numbers, shapes, *pack(lifetimes))
+        hosts = [life for value, life in lives.items() if value in seen]
+        others = [life for value, life in lives.items() if value not in seen]
+        lodged, rest = lodge([*others, *self._rooms(arrays)], hosts)
+        results = {value: shape for value, shape in shapes.items() if value in seen}
+        return _Binding(numbers, results, same_place, lodged, *pack(rest))
+
+    def _rooms(self, arrays: GraphArrays) -> Iterator[Lifetime]:
+        """The memory of one kernel's own."""
+        for _, kind, value in self._of_call:
+            node = self._program.nodes[value]
+            if kind == "parts":
+                num_elements = len(arrays.tasks(node.map)) * math.prod(node.shape)
+            elif kind == "packed":
+                num_types = arrays.graph.counts.num_relations
+                num_elements = num_types * packed_elements(self._program, value)
+            else:
+                continue
+            kernel = self._lives[value][0]
+            num_bytes = num_elements * self._dtype.itemsize
+            yield Lifetime(_name_of_room(value), kernel, kernel, num_bytes)
 
 
 def _entered(graph: Graph, space: Space, argument: torch.Tensor) -> torch.Tensor:
@@ -229,6 +253,33 @@ def _lifetimes(program: Program, kernels: Sequence[Sequence[int]]) -> dict[int, 
             lives[value] = (kernel, kernel)
             read(value, kernel)
     return lives
+
+
+def _written_over(
+    program: Program, kernels: Sequence[Kernel], lives: Mapping[int, tuple[int, int]]
+) -> dict[int, int]:
+    """Values that can be written over one that they are computed from, and which that is.
+
+    Its row is read by the same row's value alone, element by element, and by nothing later.
+    """
+    found = {}
+    for number, kernel in enumerate(kernels):
+        if kernel.kind is not KernelKind.TRAVERSAL or kernel.grouped_by is not None:
+            continue
+        readers: dict[int, list[int]] = {}
+        for value in kernel.values:
+            for operand in program.nodes[value].operands:
+                readers.setdefault(source(program, operand), []).append(value)
+        for read, by in readers.items():
+            if len(by) != 1 or read not in lives or lives[read][1] != number:
+                continue
+            (value,) = by
+            node = program.nodes[value]
+            is_own_row = read in node.operands and program.nodes[read].space is node.space
+            is_alike = program.nodes[read].shape == node.shape and is_expression(program, value)
+            if is_own_row and is_alike and lives[read][0] != number and value not in found:
+                found[value] = read
+    return found
 
 
 def _name_of_room(value: int) -> int:

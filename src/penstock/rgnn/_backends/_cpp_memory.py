@@ -1,7 +1,9 @@
 """Where the values live: tensors for those that leave a generated program, an arena for the others.
 
 In the arena a value has its bytes from the kernel that writes it to the last one that reads it, so
-the arena is as large as the largest set of values alive together, or hardly more.
+the arena is as large as the largest set of values alive together, or hardly more. Values that are
+gone before a result is first written lie in the result's memory; and a value that is computed from
+one of the same row alone takes its place.
 """
 
 from __future__ import annotations
@@ -140,18 +142,67 @@ def pack(lifetimes: Iterable[Lifetime]) -> tuple[dict[int, int], int]:
     Returns:
         Offsets in bytes by value, multiples of `ALIGNMENT`, and the bytes of the arena.
     """
-    placed: list[tuple[int, int, Lifetime]] = []  # begin, end
-    # The largest first: the small ones fit into what is left between them.
-    for lifetime in sorted(lifetimes, key=lambda life: (-life.num_bytes, life.first, life.value)):
-        length = -(-lifetime.num_bytes // ALIGNMENT) * ALIGNMENT
-        begin = 0
-        for other_begin, other_end, other in sorted(placed, key=lambda place: place[:2]):
-            is_apart = other.last < lifetime.first or lifetime.last < other.first
-            if is_apart or other_end <= begin:
-                continue
-            if begin + length <= other_begin:
-                break
-            begin = other_end
-        placed.append((begin, begin + length, lifetime))
+    placed: list[_Placed] = []
+    for lifetime in _largest_first(lifetimes):
+        begin = _lowest_gap(placed, lifetime)
+        placed.append((begin, begin + _aligned(lifetime.num_bytes), lifetime))
     offsets = {lifetime.value: begin for begin, _, lifetime in placed}
     return offsets, max((end for _, end, _ in placed), default=0)
+
+
+def lodge(
+    lifetimes: Iterable[Lifetime], hosts: Iterable[Lifetime]
+) -> tuple[dict[int, tuple[int, int]], list[Lifetime]]:
+    """Let values lie in the memory of results that are not written yet.
+
+    Args:
+        lifetimes: Of the values that need memory for a while.
+        hosts: Of the results, which have memory anyway: until the kernel that first needs it,
+            others may have it.
+
+    Returns:
+        The host and the offset in its memory, by value, for those that found one; and the rest.
+    """
+    # A host that is needed soonest is of use to the fewest, so it is taken first.
+    known = sorted(hosts, key=lambda host: (host.first, host.num_bytes, host.value))
+    placed: dict[int, list[_Placed]] = {host.value: [] for host in known}
+    found: dict[int, tuple[int, int]] = {}
+    rest = []
+    for lifetime in _largest_first(lifetimes):
+        for host in known:
+            if lifetime.last >= host.first:
+                continue
+            begin = _lowest_gap(placed[host.value], lifetime)
+            if begin + lifetime.num_bytes <= host.num_bytes:
+                end = begin + _aligned(lifetime.num_bytes)
+                placed[host.value].append((begin, end, lifetime))
+                found[lifetime.value] = (host.value, begin)
+                break
+        else:
+            rest.append(lifetime)
+    return found, rest
+
+
+_Placed = tuple[int, int, Lifetime]  # begin, end
+
+
+def _largest_first(lifetimes: Iterable[Lifetime]) -> list[Lifetime]:
+    """The small ones fit into what is left between the large ones."""
+    return sorted(lifetimes, key=lambda life: (-life.num_bytes, life.first, life.value))
+
+
+def _lowest_gap(placed: Iterable[_Placed], lifetime: Lifetime) -> int:
+    """The lowest offset at which a value is clear of those that are alive together with it."""
+    length, begin = _aligned(lifetime.num_bytes), 0
+    for other_begin, other_end, other in sorted(placed, key=lambda place: place[:2]):
+        is_apart = other.last < lifetime.first or lifetime.last < other.first
+        if is_apart or other_end <= begin:
+            continue
+        if begin + length <= other_begin:
+            break
+        begin = other_end
+    return begin
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
