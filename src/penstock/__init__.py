@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         batching,
         codegen,
         errors,
+        executor,
         graph,
         integrations,
         memory,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     )
     from penstock.activations import Offload, OffloadReport, offload
     from penstock.errors import InfeasibleError, PenstockError, PlanError
+    from penstock.executor import ExecutionReport, PlannedStep, bind
     from penstock.graph import StepGraph, capture
     from penstock.memory import FileStore, MachineProfile, probe
     from penstock.planner import Plan, plan
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ExecutionReport",
     "FileStore",
     "InfeasibleError",
     "MachineProfile",
@@ -42,15 +45,18 @@ __all__ = [
     "PenstockError",
     "Plan",
     "PlanError",
+    "PlannedStep",
     "StepGraph",
     "UnifiedReport",
     "UnifiedTensor",
     "__version__",
     "activations",
     "batching",
+    "bind",
     "capture",
     "codegen",
     "errors",
+    "executor",
     "graph",
     "integrations",
     "memory",
@@ -67,6 +73,7 @@ __all__ = [
 ]
 
 _HOME_OF_NAME = {
+    "ExecutionReport": "executor",
     "FileStore": "memory",
     "InfeasibleError": "errors",
     "MachineProfile": "memory",
@@ -75,9 +82,11 @@ _HOME_OF_NAME = {
     "PenstockError": "errors",
     "Plan": "planner",
     "PlanError": "errors",
+    "PlannedStep": "executor",
     "StepGraph": "graph",
     "UnifiedReport": "unified",
     "UnifiedTensor": "unified",
+    "bind": "executor",
     "capture": "graph",
     "offload": "activations",
     "plan": "planner",

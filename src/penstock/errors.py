@@ -64,6 +64,33 @@ class PlanError(PenstockError):
         self.rule = rule
 
 
+class TornStepError(PenstockError):
+    """A planned step failed in the middle of its update and could not be undone.
+
+    Attributes:
+        updated: Names of the tensors that hold the numbers after the step.
+        lost: Names of the tensors whose numbers are neither those before the step nor those after
+            it.
+    """
+
+    def __init__(self, message: str, *, updated: tuple[str, ...], lost: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.updated = updated
+        self.lost = lost
+
+
+class NonFiniteLossError(PenstockError):
+    """The loss of a planned step is infinite or NaN; model and optimizer are as before the step.
+
+    Attributes:
+        loss: What it is.
+    """
+
+    def __init__(self, message: str, *, loss: float) -> None:
+        super().__init__(message)
+        self.loss = loss
+
+
 class WholeTableError(PenstockError):
     """An operation would copy a whole table, perhaps into a memory that is smaller."""
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from penstock.errors import StoreError
 from penstock.memory import _fork
+from penstock.memory._extents import ALIGNMENT_BYTES
 from penstock.memory._file_space import FileSpace
 from penstock.memory._raw_memory import view_at
 from penstock.memory._store import (
@@ -212,40 +213,42 @@ class ExtentFile:
         if self._live.pop(extent.offset, None) is not None:
             self._space.free(extent.offset)
 
-    def write(self, extent: Extent, address: int, num_bytes: int) -> None:
-        """Write raw memory to the beginning of an extent; returns when all of it is written.
+    def write(self, extent: Extent, address: int, num_bytes: int, begin: int = 0) -> None:
+        """Write raw memory to an extent; returns when all of it is written.
 
         Args:
             extent: Where to.
             address: Where the bytes are, valid until this returns; a multiple of 512 needs no copy.
-            num_bytes: How many, at most `extent.num_bytes`.
+            num_bytes: How many, at most `extent.num_bytes - begin`.
+            begin: Byte of the extent at which they begin, a multiple of 4096.
 
         Raises:
-            ValueError: The extent is not in use, or shorter than `num_bytes`.
+            ValueError: The extent is not in use or too short, or `begin` is not aligned.
             StoreFullError: The file system has run full.
             StoreWriteError: The operating system refused; the message names offset and errno.
             StoreError: The file is closed, or belongs to another process.
         """
         with self._descriptor() as fd:
-            self._check_transfer(extent, num_bytes)
-            self._transfers.write(fd, extent.offset, address, num_bytes)
+            self._check_transfer(extent, num_bytes, begin)
+            self._transfers.write(fd, extent.offset + begin, address, num_bytes)
 
-    def read(self, extent: Extent, address: int, num_bytes: int) -> None:
-        """Read the beginning of an extent into raw memory; returns when all of it is there.
+    def read(self, extent: Extent, address: int, num_bytes: int, begin: int = 0) -> None:
+        """Read from an extent into raw memory; returns when all of it is there.
 
         Args:
             extent: Where from.
             address: Where the bytes go, valid until this returns; a multiple of 512 needs no copy.
-            num_bytes: How many, at most `extent.num_bytes`.
+            num_bytes: How many, at most `extent.num_bytes - begin`.
+            begin: Byte of the extent at which they begin, a multiple of 4096.
 
         Raises:
-            ValueError: The extent is not in use, or shorter than `num_bytes`.
+            ValueError: The extent is not in use or too short, or `begin` is not aligned.
             StoreReadError: Not all bytes came; what is at `address` must not be used.
             StoreError: The file is closed, or belongs to another process.
         """
         with self._descriptor() as fd:
-            self._check_transfer(extent, num_bytes)
-            self._transfers.read(fd, extent.offset, address, num_bytes)
+            self._check_transfer(extent, num_bytes, begin)
+            self._transfers.read(fd, extent.offset + begin, address, num_bytes)
 
     def store(self, address: int, num_bytes: int) -> StoredSpan:
         """Take a range of memory away: its aligned middle to the file, the rest to a few bytes of
@@ -374,11 +377,17 @@ class ExtentFile:
                 f"{extent} is not in use in this file: it was freed, or belongs to another file"
             )
 
-    def _check_transfer(self, extent: Extent, num_bytes: int) -> None:
+    def _check_transfer(self, extent: Extent, num_bytes: int, begin: int) -> None:
         self._check_live(extent)
-        if not 0 <= num_bytes <= extent.num_bytes:
+        if begin % ALIGNMENT_BYTES or not 0 <= begin <= extent.num_bytes:
             raise ValueError(
-                f"num_bytes must be in [0, {extent.num_bytes}] for {extent}; got {num_bytes}"
+                f"begin must be a multiple of {ALIGNMENT_BYTES} in [0, {extent.num_bytes}] for "
+                f"{extent}; got {begin}"
+            )
+        if not 0 <= num_bytes <= extent.num_bytes - begin:
+            raise ValueError(
+                f"num_bytes must be in [0, {extent.num_bytes - begin}] for {extent} from byte "
+                f"{begin} on; got {num_bytes}"
             )
 
 

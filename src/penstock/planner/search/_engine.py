@@ -24,8 +24,11 @@ _SOURCE = Path(__file__).with_name("engine.cpp")
 READ, WRITE, CREATE = 0, 1, 2
 _PERSISTENT, _INPUT, _KEPT, _PINNED = 1, 2, 4, 8
 
-# What the kernels of cuBLAS and Triton like best; objects take multiples of it.
-ALIGNMENT_BYTES = 256
+# What direct file I/O takes without a copy, and more than kernels ask for; objects take multiples.
+ALIGNMENT_BYTES = 512
+# Of graphs whose storages are all smaller than `_SMALL_GRAPH_BYTES`: what torch's allocator gives.
+_LEAST_ALIGNMENT_BYTES = 64
+_SMALL_GRAPH_BYTES = 2**16
 # Smaller objects leave only where larger ones are not enough: a transfer has a fixed cost.
 MIN_EVICTED_BYTES = 64 * 1024
 # How far ahead, in positions, values are fetched.
@@ -83,8 +86,7 @@ class Problem:
         self.graph = graph
         self.operator_seconds = np.asarray(operator_seconds, dtype=np.float64)
         actual_bytes = np.array([s.num_bytes for s in graph.storages], dtype=np.int64)
-        # Graphs of a few bytes exist in tests only; there alignment would be most of it.
-        alignment = ALIGNMENT_BYTES if actual_bytes.max(initial=0) >= 2**16 else 1
+        alignment = _alignment(int(actual_bytes.max(initial=0)))
         self.object_bytes = -(-actual_bytes // alignment) * alignment
         self.object_flags = np.array(
             [_flags(graph, i) for i in range(len(graph.storages))], np.uint8
@@ -287,6 +289,13 @@ def recomputed(order: np.ndarray, num_operators: int) -> np.ndarray:
     again = np.ones(len(order), np.uint8)
     again[np.unique(order, return_index=True)[1]] = 0
     return again
+
+
+def _alignment(largest_bytes: int) -> int:
+    """Graphs of a few bytes exist in tests of planners only; alignment would be most of them."""
+    if largest_bytes >= _SMALL_GRAPH_BYTES:
+        return ALIGNMENT_BYTES
+    return _LEAST_ALIGNMENT_BYTES if largest_bytes >= 2**10 else 1
 
 
 def _flags(graph: StepGraph, index: int) -> int:

@@ -1,0 +1,337 @@
+"""A plan with memory, links and the user's tensors: runs step after step, or undoes one.
+
+Everything that can be refused is refused in `Execution.__init__` before anything has been moved.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import NonFiniteLossError, PlanError, TornStepError
+from penstock.executor._debug import Debug
+from penstock.executor._interrupts import Interrupts
+from penstock.executor._links import ThreadLink
+from penstock.executor._memory import FileBlock
+from penstock.executor._numbers import Numbers
+from penstock.executor._operators import Call, workspace_bytes, writes_in_place
+from penstock.executor._places import Places
+from penstock.executor._program import program_of
+from penstock.executor._recovery import Recovery
+from penstock.executor._report import ExecutionReport
+from penstock.executor._room import Room
+from penstock.executor._seam import Seam, given_by_caller
+from penstock.graph import StepGraph
+from penstock.graph._bindings import bind_batch, bind_group_tensors, bind_numbers
+from penstock.memory import FileStore, Ledger, Link, Tier
+from penstock.memory._raw_memory import copy_bytes
+from penstock.planner import Plan, Transfer, check, simulate
+
+_CHECK_EVERY = 16  # positions between two looks for Ctrl-C
+_ALIGNMENT_BYTES = 64  # what torch gives every tensor; kernels may calculate otherwise elsewhere
+_MAX_TIMES = 1000
+
+
+class Execution:
+    """One plan, bound.
+
+    Args:
+        graph: The step.
+        plan: A plan for it.
+        model: The model.
+        optimizer: Its optimizer.
+        loss: The loss, if it is a module with parameters or buffers.
+        store: The file tier.
+        debug: Whether to overwrite what is freed, and to compare what comes back.
+
+    Raises:
+        PlanError: The plan is wrong, or not for this graph.
+        GraphFileError: The graph is not of this model and optimizer.
+        StoreError: The file tier has no room.
+    """
+
+    def __init__(
+        self,
+        graph: StepGraph,
+        plan: Plan,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        loss: object,
+        store: FileStore | None,
+        debug: bool,
+    ) -> None:
+        check(graph, plan)
+        _check_alignment(plan)
+        self._graph, self._plan, self._optimizer = graph, plan, optimizer
+        self.ledger = Ledger()
+        self._places = Places(graph, plan)
+        self.room = Room(graph, plan, self._places, torch.device("cpu"), store)
+        try:
+            self._seam = Seam(graph, plan, self._places, self.room, model, optimizer, loss)
+        except BaseException:
+            self.room.close()
+            raise
+        self._debug = Debug(graph, plan, self.room) if debug else None
+        self._links = {
+            link: self._link(link) for link in dict.fromkeys(t.link for t in plan.transfers)
+        }
+        self._numbers = Numbers()
+        self._interrupts = Interrupts()
+        self._recovery = Recovery(graph, plan, self._places, self.room, self._seam, self._links)
+        self._loss = self._loss_tensor()
+        self._loss_is_early = self._loss_precedes_commit()
+        self._program = program_of(
+            graph, plan, self._places, self.room, self._links, self._numbers, self._extra
+        )
+        self._inputs = given_by_caller(graph, self._places, self.room)
+        self._calls = self._program.first
+        self._given: dict[str, torch.Tensor] = {}
+        self._times: list[float] = []
+        self._num_steps = 0
+        if self._debug is not None:
+            self._debug.poison_all()
+        self._seam.take_over()
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """Run one step; returns the loss."""
+        given = bind_batch(self._graph, batch) | bind_group_tensors(self._graph, self._optimizer)
+        numbers = bind_numbers(self._graph, self._optimizer)
+        changed = self._seam.take_up_changes(self.drain)
+        self._given = given
+        self._numbers.give(numbers)
+        if self._debug is not None:
+            self._debug.begin_step(self._seam.settled(changed))
+        begin = time.perf_counter()
+        with self._interrupts:
+            self._run()
+            if self._debug is not None:
+                self.drain()  # what is compared later must not be what the user has changed since
+            assert self._loss is not None
+            loss = self._loss.clone()
+            for link in self._links.values():
+                link.next_step()
+        self._times.append(time.perf_counter() - begin)
+        del self._times[:-_MAX_TIMES]
+        self._num_steps += 1
+        self._calls = self._program.calls
+        self._given = {}
+        self.ledger.begin_step()
+        self._interrupts.check()
+        return loss
+
+    def drain(self) -> None:
+        """Wait until nothing moves."""
+        for link in self._links.values():
+            link.drain()
+
+    def close(self) -> None:
+        """Give the user's tensors memory of their own, and let go of everything else."""
+        try:
+            self.drain()
+        finally:
+            self.stop()
+        self._seam.give_back()
+        self.room.close()
+
+    def stop(self) -> None:
+        """End the threads."""
+        for link in self._links.values():
+            link.stop()
+
+    def report(self) -> ExecutionReport:
+        """Lay what happened next to what was planned."""
+        plan, simulation = self._plan, simulate(self._graph, self._plan)
+        num_steps = max(1, self._num_steps)
+        links = list(self._links)
+        times = sorted(self._times[1:] or self._times or [0.0])
+        moved = {link: self.ledger.moved(link) // num_steps for link in links}
+        file = next((b for b in self.room.blocks() if isinstance(b, FileBlock)), None)
+        operators = [self._graph.operators[index] for index in plan.order]
+        return ExecutionReport(
+            num_steps=self._num_steps,
+            num_operators=len(plan.order),
+            step_seconds=times[len(times) // 2],
+            predicted_step_seconds=plan.step_seconds,
+            stall_seconds=self.ledger.stall_seconds / num_steps,
+            predicted_stall_seconds=simulation.stall_seconds,
+            moved_bytes={link.value: count for link, count in moved.items()},
+            predicted_moved_bytes={link.value: n for link, n in plan.bytes_moved.items()},
+            bytes_per_second={link.value: self.ledger.bandwidth(link) or 0.0 for link in links},
+            predicted_bytes_per_second={
+                link.value: plan.machine.links[link].bytes_per_second for link in links
+            },
+            arena_bytes=self.room.num_bytes(Tier.DEVICE),
+            workspace_bytes=max((workspace_bytes(self._graph, o) for o in operators), default=0),
+            host_bytes=self.room.num_bytes(Tier.HOST),
+            predicted_host_bytes=plan.peak_host_bytes,
+            file_bytes=self.room.num_bytes(Tier.FILE),
+            predicted_file_bytes=plan.peak_file_bytes,
+            num_copied_results=sum(
+                bool(o.creates) and not writes_in_place(o.target) for o in operators
+            ),
+            direct_io=None if file is None else file.file.direct,
+            debug=self._debug is not None,
+        )
+
+    # Running.
+
+    def _run(self) -> None:
+        state = torch.get_rng_state() if self._program.random else None
+        index = -1
+        try:
+            with torch._C._AutoDispatchBelowAutograd(), _mode_of_the_caller():
+                for index, call in enumerate(self._calls):
+                    call()
+        except BaseException as error:
+            if state is not None:
+                torch.set_rng_state(state)
+            self._undo(index, error)
+            raise
+
+    def _undo(self, index: int, error: BaseException) -> None:
+        """Bring everything to where it was before the step, or say what cannot be."""
+        for link in self._links.values():
+            link.halt()
+        position = self._program.positions[index]
+        outcome = self._recovery.restore(position, self._program.stages[index])
+        for link in self._links.values():
+            link.reset()
+        if not (outcome.updated or outcome.lost):
+            error.add_note("penstock: model and optimizer are as before this step")
+            return
+        lost = _listed(outcome.lost)
+        raise TornStepError(
+            f"a step failed in the middle of its update ({type(error).__name__}: {error}): "
+            f"{len(outcome.updated)} tensors are as after the step, the others as before it, "
+            + (f"except {lost}, which are lost" if outcome.lost else "none is lost")
+            + "; load the last checkpoint",
+            updated=outcome.updated,
+            lost=outcome.lost,
+        ) from error
+
+    def _extra(self, position: int, when: str) -> Iterator[Call]:
+        """What runs beside operators and transfers."""
+        commit = self._recovery.commit
+        if when == "left":
+            if self._debug is not None:
+                yield from self._debug.at(position)
+            if position == 0:  # not before: what lies there may still be leaving
+                yield self._place_inputs
+            if position < commit and position % _CHECK_EVERY == 0:
+                yield self._interrupts.check
+        elif when == "entered" and position == commit:
+            yield self._interrupts.check
+            if self._loss_is_early:
+                yield self._check_loss
+        elif when == "before":
+            yield from self._recovery.before(position)
+
+    def _place_inputs(self) -> None:
+        for name, _, place in self._inputs:
+            place.copy_(self._given[name].detach())
+
+    # The loss.
+
+    def _loss_tensor(self) -> torch.Tensor | None:
+        view, last = self._graph.loss, len(self._plan.order) - 1
+        if view is None:
+            return None
+        if self._graph.num_bytes(view.value) and self._graph.producers[view.value] is not None:
+            for stay in self._places.stays[view.value]:
+                if stay.tier is Tier.DEVICE and stay.end == last + 1:
+                    return self.room.view_of(stay, view)
+        return self.room.operand(view, last)
+
+    def _loss_precedes_commit(self) -> bool:
+        """Whether the loss is there, where it will be when the step ends, before the update."""
+        view, commit = self._graph.loss, self._recovery.commit
+        if view is None or not self._graph.num_bytes(view.value):
+            return False
+        return any(
+            stay.tier is Tier.DEVICE and stay.start < commit and stay.end == len(self._plan.order)
+            for stay in self._places.stays[view.value]
+        )
+
+    def _check_loss(self) -> None:
+        assert self._loss is not None
+        loss = self._loss.item()
+        if not math.isfinite(loss):
+            raise NonFiniteLossError(
+                f"the loss is {loss}: nothing has been updated; skip this batch, or lower the "
+                "learning rate",
+                loss=loss,
+            )
+
+    # Transfers.
+
+    def _link(self, link: Link) -> ThreadLink:
+        transfers = [transfer for transfer in self._plan.transfers if transfer.link is link]
+        return ThreadLink(
+            link,
+            [self._move(transfer) for transfer in transfers],
+            [transfer.num_bytes for transfer in transfers],
+            self.ledger,
+        )
+
+    def _move(self, transfer: Transfer) -> Callable[[], None]:
+        """Return what carries out a transfer."""
+        value, link, num_bytes, start, _ = transfer
+        if not num_bytes:
+            return lambda: None
+        source = self.room.offset(link.source, self._places.source(value, link.source, start))
+        target = self.room.offset(
+            link.destination, self._places.destination(value, link.destination, start)
+        )
+        from_block, to_block = self.room.block(link.source), self.room.block(link.destination)
+        if isinstance(to_block, FileBlock):
+            address = from_block.tensor.data_ptr() + source
+            move = _call(to_block.write, target, address, num_bytes)
+        elif isinstance(from_block, FileBlock):
+            address = to_block.tensor.data_ptr() + target
+            move = _call(from_block.read, source, address, num_bytes)
+        else:
+            to_address = to_block.tensor.data_ptr() + target
+            move = _call(copy_bytes, to_address, from_block.tensor.data_ptr() + source, num_bytes)
+        if self._debug is None:
+            return move
+        return self._debug.watched(
+            transfer, (link.source, source), (link.destination, target), move
+        )
+
+
+class _mode_of_the_caller:
+    """Puts the gradient mode back, and keeps autocast away."""
+
+    def __enter__(self) -> None:
+        self._enabled = torch.is_grad_enabled()
+        self._autocast = torch.autocast("cpu", enabled=False)
+        self._autocast.__enter__()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._autocast.__exit__(*exc_info)
+        torch._C._set_grad_enabled(self._enabled)
+
+
+def _call(function: Callable[..., None], *args: int) -> Callable[[], None]:
+    return lambda: function(*args)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    shown = ", ".join(names[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} others"
+
+
+def _check_alignment(plan: Plan) -> None:
+    for placement in plan.placements:
+        if placement.offset % _ALIGNMENT_BYTES and placement.num_bytes:
+            raise PlanError(
+                f"value {placement.value} lies at byte {placement.offset} of the arena; operators "
+                f"run at multiples of {_ALIGNMENT_BYTES} only: plan with penstock.plan",
+                rule="alignment",
+            )

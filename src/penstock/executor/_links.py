@@ -1,0 +1,157 @@
+"""Links: transfers that run behind the computation, one after the other, when their turn comes.
+
+The computation says up to which transfer a link may go (`release`) and waits until one has finished
+(`wait`). Both count transfers through all steps, so a wait that is over already costs one
+comparison, and nobody is signalled who does not wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from penstock.memory import Ledger, Link
+
+_logger = logging.getLogger(__name__)
+
+
+class ThreadLink:
+    """A thread that carries out the transfers of one link.
+
+    Args:
+        link: Which link.
+        moves: A step's transfers in their order; each returns when its bytes have arrived.
+        num_bytes: Bytes of each.
+        ledger: Where transfers and stalls are written down.
+
+    Attributes:
+        num_moves: Transfers of a step.
+        base: Transfers of all steps before this one.
+        done: Transfers that have finished, of all steps.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        moves: Sequence[Callable[[], None]],
+        num_bytes: Sequence[int],
+        ledger: Ledger,
+    ) -> None:
+        self.link = link
+        self.num_moves = len(moves)
+        self.base = self.num_moves  # what crosses the seam before the first step has been done
+        self.done = self.num_moves
+        self._moves = moves
+        self._num_bytes = num_bytes
+        self._ledger = ledger
+        # (generation, count): permits of before a `reset` are not valid any more.
+        self._permits: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._generation = 0
+        self._released = self.done
+        self._changed = threading.Condition()
+        self._awaited: int | None = None
+        self._error: BaseException | None = None
+        self._halted = False
+        self._busy = False
+        self._thread: threading.Thread | None = None
+
+    def release(self, count: int) -> None:
+        """Let the first `count` transfers of this step begin."""
+        if self._thread is None:
+            self._start()
+        self._released = self.base + count
+        self._permits.put((self._generation, self._released))
+
+    def wait(self, count: int) -> None:
+        """Wait for the first `count` transfers of this step; below 1 they are the last step's.
+
+        Raises:
+            StoreError: One of them failed.
+        """
+        if self.done - self.base < count or self._error is not None:
+            self._wait(self.base + count)
+
+    def next_step(self) -> None:
+        """Count from the next step on."""
+        self.base += self.num_moves
+
+    def halt(self) -> None:
+        """Begin no further transfer, and wait for the one that is under way."""
+        with self._changed:
+            self._halted = True
+            while self._busy:
+                self._changed.wait()
+
+    def drain(self) -> None:
+        """Wait for all transfers that were released."""
+        with self._changed:
+            while self.done < self._released and self._error is None:
+                self._changed.wait()
+        if self._error is not None:
+            raise self._error
+
+    def reset(self) -> None:
+        """Forget what was released and what failed: the next step is as the first one. After
+        `halt`.
+        """
+        with self._changed:
+            self._generation += 1
+            self._error, self._awaited = None, None
+            self.done = self._released = self.base
+            self._halted = False
+
+    def stop(self) -> None:
+        """End the thread after the transfer that is under way."""
+        self._halted = True
+        self._permits.put(None)
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(
+            target=self._run, name=f"penstock-{self.link.value}", daemon=True
+        )
+        self._thread.start()
+
+    def _wait(self, target: int) -> None:
+        begin = time.perf_counter_ns()
+        with self._changed:
+            self._awaited = target
+            while self.done < target and self._error is None:
+                self._changed.wait()
+            self._awaited = None
+        self._ledger.record_stall(self.link.value, begin, time.perf_counter_ns())
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while (permit := self._permits.get()) is not None:
+            generation, target = permit
+            with self._changed:
+                if self._halted or generation != self._generation:
+                    continue
+                self._busy = True
+            try:
+                self._carry(target)
+            except BaseException as error:
+                _logger.debug("a transfer %s failed: %s", self.link.value, error)
+                self._error = error
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+    def _carry(self, target: int) -> None:
+        while self.done < target and not self._halted and self._error is None:
+            index = self.done % self.num_moves
+            begin = time.perf_counter_ns()
+            self._moves[index]()
+            end = time.perf_counter_ns()
+            self._ledger.record_transfer(self.link, self._num_bytes[index], begin, end)
+            self.done += 1
+            if self._awaited is not None and self.done >= self._awaited:
+                with self._changed:
+                    self._changed.notify_all()

@@ -1,0 +1,293 @@
+"""Operators of a step graph as calls with all arguments in place, ready to be made again and again.
+
+A result goes straight to its place where torch has an operator that writes there (`out=`); where
+it only pretends to (it allocates and copies, `torch.Tag.generated`) or has none, the result is
+copied there and its memory is workspace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.errors import PenstockError
+from penstock.graph import Operator, StepGraph
+from penstock.graph._encoding import (
+    CONSTANT,
+    EMPTY,
+    FULL,
+    GET_RNG_STATE,
+    OWN_TARGETS,
+    SCALAR,
+    SET_RNG_STATE,
+    flat_results,
+    resolve,
+)
+
+Call = Callable[[], object]
+
+_COPIES = ("aten.clone.default", "aten._to_copy.default")
+"""Operators whose result is their operand, perhaps in another dtype or layout."""
+
+
+class Result(NamedTuple):
+    """A result that has a place.
+
+    Attributes:
+        number: Which of the operator's outputs.
+        tensor: Where it goes.
+    """
+
+    number: int
+    tensor: torch.Tensor
+
+
+class Live(NamedTuple):
+    """Numbers among the arguments that are calculated anew in each step.
+
+    Attributes:
+        reads: Places in the step's numbers, and the functions that read a tensor's number.
+        places: Argument lists or dictionaries, places in them, and functions that calculate.
+    """
+
+    reads: list[tuple[int, Call]]
+    places: list[tuple[Any, Any, Call]]
+
+
+@functools.cache
+def writes_in_place(target: str) -> bool:
+    """Whether results of an operator need no memory but their place.
+
+    Example:
+        >>> writes_in_place("aten.add.Tensor"), writes_in_place("aten.native_layer_norm.default")
+        (True, False)
+    """
+    return target in OWN_TARGETS or target in _COPIES or _out_variant(target) is not None
+
+
+def with_results_in_workspace(graph: StepGraph) -> StepGraph:
+    """Return the graph with the workspace that this executor needs on this machine.
+
+    Operators whose results are copied to their places need memory for the results themselves
+    beyond what their kernels need.
+
+    Example:
+        >>> with_results_in_workspace(StepGraph(storages=(), storage_of_value=(), operators=()))
+        StepGraph(storages=(), storage_of_value=(), operators=(), loss=None, device='cpu', ...)
+    """
+    operators = tuple(
+        dataclasses.replace(operator, workspace_bytes=workspace_bytes(graph, operator))
+        for operator in graph.operators
+    )
+    return dataclasses.replace(graph, operators=operators)
+
+
+def workspace_bytes(graph: StepGraph, operator: Operator) -> int:
+    """Return what an operator needs beyond its operands and its results' places."""
+    if not operator.creates or _has_places_for_all(operator):
+        return operator.workspace_bytes
+    return operator.workspace_bytes + sum(map(graph.num_bytes, operator.creates))
+
+
+def _has_places_for_all(operator: Operator) -> bool:
+    created = [view for view in operator.outputs if view is not None]
+    complete = len(created) == len(operator.outputs)
+    return writes_in_place(operator.target) and (complete or operator.target in OWN_TARGETS)
+
+
+def call_of(
+    operator: Operator,
+    target: str,
+    args: list[Any],
+    kwargs: dict[str, Any],
+    results: list[Result],
+    live: Live,
+    numbers: list[Any],
+    scalar_slot: int | None,
+) -> Call | None:
+    """Return what runs an operator.
+
+    Args:
+        operator: The operator.
+        target: What runs: its target, or what it runs as when it runs again.
+        args: Its arguments, with tensors in their places; `live` writes into them.
+        kwargs: Its keyword arguments, likewise.
+        results: The results that it makes in memory of their own.
+        live: Numbers that change from step to step.
+        numbers: Where `live` and `SCALAR` leave the numbers that they read.
+        scalar_slot: The place in `numbers`, for `SCALAR`.
+
+    Returns:
+        A call without arguments; None where nothing has to be done.
+    """
+    if target in OWN_TARGETS and target != FULL:
+        return _own_call(target, args, results, numbers, scalar_slot)
+    if target == FULL:
+        function = results[0].tensor.fill_
+    elif not results:
+        function = resolve(target)._op
+    elif target in _COPIES:
+        function = results[0].tensor.copy_
+        del args[1:]
+        kwargs.clear()
+    else:
+        variant = _out_variant(target)
+        if variant is not None and len(results) == len(operator.outputs):
+            out_target, names = variant
+            kwargs.update(zip(names, (result.tensor for result in results), strict=True))
+            function = resolve(out_target)._op
+        else:
+            function = _copying(operator, resolve(target)._op, results)
+    if not (live.reads or live.places):
+        return functools.partial(function, *args, **kwargs)
+    return _with_live_numbers(function, args, kwargs, live, numbers)
+
+
+def _with_live_numbers(
+    function: Callable[..., Any],
+    args: list[Any],
+    kwargs: dict[str, Any],
+    live: Live,
+    numbers: list[Any],
+) -> Call:
+    reads, places = tuple(live.reads), tuple(live.places)
+
+    def run() -> None:
+        for slot, read in reads:
+            numbers[slot] = read()
+        for arguments, place, number in places:
+            arguments[place] = number()
+        function(*args, **kwargs)
+
+    return run
+
+
+def _copying(
+    operator: Operator, function: Callable[..., Any], results: list[Result]
+) -> Callable[..., None]:
+    """Return a function that copies what another one makes to the places of the results."""
+    if len(operator.outputs) == 1:
+        place = results[0].tensor
+
+        def copy_one(*args: Any, **kwargs: Any) -> None:
+            made = function(*args, **kwargs)
+            if made.shape != place.shape or made.dtype != place.dtype:
+                raise _broken_promise(operator, 0, made)
+            place.copy_(made)
+
+        return copy_one
+
+    def copy_all(*args: Any, **kwargs: Any) -> None:
+        made = flat_results(function(*args, **kwargs))
+        for index, place in results:
+            each = made[index]
+            if each.shape != place.shape or each.dtype != place.dtype:
+                raise _broken_promise(operator, index, each)
+            place.copy_(each)
+
+    return copy_all
+
+
+def _broken_promise(operator: Operator, index: int, made: torch.Tensor) -> PenstockError:
+    view = operator.outputs[index]
+    assert view is not None
+    return PenstockError(
+        f"{operator.target} ({operator.name}) gave {made.dtype} of shape {tuple(made.shape)}, and "
+        f"its fake kernel had promised {view.dtype} of {view.shape}: this operator cannot be "
+        "planned with this torch"
+    )
+
+
+def _own_call(
+    target: str,
+    args: list[Any],
+    results: list[Result],
+    numbers: list[Any],
+    scalar_slot: int | None,
+) -> Call | None:
+    if target == EMPTY:
+        return None
+    if target == CONSTANT:
+        place = results[0].tensor
+        if not place.numel():
+            return None
+        constant = torch.frombuffer(args[0], dtype=place.dtype).view(place.shape)
+        return functools.partial(place.copy_, constant)
+    if target == GET_RNG_STATE:
+        place = results[0].tensor
+        return lambda: place.copy_(torch.get_rng_state())
+    if target == SET_RNG_STATE:
+        return functools.partial(torch.set_rng_state, args[0])
+    assert target == SCALAR and scalar_slot is not None
+    tensor, slot = args[0], scalar_slot
+
+    def keep() -> None:
+        numbers[slot] = tensor.item()
+
+    return keep
+
+
+def random_again(call: Call, state: list[torch.Tensor]) -> tuple[Call, Call]:
+    """Return an operator that draws random numbers as it runs first, and as it runs again.
+
+    Args:
+        call: What runs it.
+        state: Empty; holds the generator's state of the first run.
+    """
+
+    def first() -> None:
+        state[:] = [torch.get_rng_state()]
+        call()
+
+    def again() -> None:
+        now = torch.get_rng_state()
+        torch.set_rng_state(state[0])
+        call()
+        torch.set_rng_state(now)
+
+    return first, again
+
+
+def checked(operator: Operator, call: Call, results: list[Result]) -> Call:
+    """Return a call that also compares what comes with what was promised, for the first run.
+
+    A kernel that makes more than its fake twin has said would write over its neighbours.
+    """
+
+    def run() -> None:
+        call()
+        for index, place in results:
+            view = operator.outputs[index]
+            assert view is not None
+            if (tuple(place.shape), place.stride()) != (view.shape, view.stride):
+                raise _broken_promise(operator, index, place)
+
+    return run
+
+
+@functools.cache
+def _out_variant(target: str) -> tuple[str, tuple[str, ...]] | None:
+    """The operator that does the same into given places, and the names of these arguments."""
+    function = resolve(target)
+    wanted = [(each.name, str(each.type)) for each in function._schema.arguments]
+    packet = function._overloadpacket
+    for name in packet.overloads():
+        variant = getattr(packet, name)
+        outs = [each for each in variant._schema.arguments if each.is_out]
+        rest = [
+            (each.name, str(each.type)) for each in variant._schema.arguments if not each.is_out
+        ]
+        if (
+            outs
+            and rest == wanted
+            and len(outs) == len(function._schema.returns)
+            and all(str(each.type) == "Tensor" for each in outs)
+            and torch.Tag.generated not in variant.tags
+        ):
+            prefix = target.rpartition(".")[0]
+            return f"{prefix}.{name}", tuple(each.name for each in outs)
+    return None

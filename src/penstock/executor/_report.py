@@ -1,0 +1,60 @@
+"""What a planned step did, next to what its plan says."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from penstock.tables import report_table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExecutionReport:
+    """Predicted and measured, of the steps since the plan was bound; medians of the steps."""
+
+    num_steps: int
+    """Steps that were finished."""
+    num_operators: int
+    """Operators of a step, those that run again included."""
+    step_seconds: float
+    """Median time of a step; without the first one, if there are more."""
+    predicted_step_seconds: float
+    """As the plan's simulation has it."""
+    stall_seconds: float
+    """Of a step: time for which the computation waited for transfers."""
+    predicted_stall_seconds: float
+    """As the plan's simulation has it."""
+    moved_bytes: dict[str, int]
+    """Of a step, for each link."""
+    predicted_moved_bytes: dict[str, int]
+    """As the plan has it."""
+    bytes_per_second: dict[str, float]
+    """Of each link while it was busy."""
+    predicted_bytes_per_second: dict[str, float]
+    """As the machine's profile has it."""
+    arena_bytes: int
+    """Device memory for values."""
+    workspace_bytes: int
+    """Device memory that operators may take beyond that: what kernels are declared to need, and
+    results on their way to their places."""
+    host_bytes: int
+    """Host memory of copies."""
+    predicted_host_bytes: int
+    """Their most at any time, as the plan has it."""
+    file_bytes: int
+    """File space of copies."""
+    predicted_file_bytes: int
+    """Their most at any time, as the plan has it."""
+    num_copied_results: int
+    """Operators of a step whose results are copied to their places, as torch cannot write there."""
+    direct_io: bool | None
+    """Whether the file is read and written past the page cache; None without a file."""
+    debug: bool
+    """Whether freed bytes are overwritten and transfers compared."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain data, for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        return report_table(self, title="penstock.bind")

@@ -1,0 +1,340 @@
+"""The user's tensors where a step begins and ends: parameters, buffers and the optimizer's state.
+
+Each of them looks at the place where its value lies between steps, so nothing has to be handed
+back: `state_dict()`, evaluation, checkpoints and changes in place see and make the truth. A value
+that lies in several places then has one that the user sees (its home); before a step the others
+follow what he did to it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from penstock.errors import GraphFileError
+from penstock.executor._places import Places, Stay
+from penstock.executor._room import Room
+from penstock.graph import Kind, StepGraph, TensorView
+from penstock.graph._encoding import dtype_name
+from penstock.memory import Tier
+from penstock.planner import Plan
+
+_STATE, _GROUPS = "optimizer.state.", "optimizer.param_groups."
+_PREFERENCE = (Tier.DEVICE, Tier.HOST, Tier.FILE)
+
+
+class _Handle(NamedTuple):
+    """How the user holds a tensor: `holder()[key]`; loading a state makes new dictionaries."""
+
+    name: str
+    holder: Callable[[], MutableMapping[str, Any]]
+    key: str
+    view: TensorView
+
+    def now(self) -> torch.Tensor | None:
+        """The tensor that the user holds."""
+        return self.holder().get(self.key)
+
+
+class _Bound(NamedTuple):
+    """A tensor of the user's that looks at its home."""
+
+    handle: _Handle
+    tensor: torch.Tensor
+    address: int
+
+
+class Seam:
+    """Binds a model and an optimizer to the places of a plan.
+
+    Args:
+        graph: The step.
+        plan: A plan for it.
+        places: Where its values are.
+        room: Its memory.
+        model: The model.
+        optimizer: Its optimizer.
+        loss: The loss, if it is a module.
+
+    Raises:
+        GraphFileError: The graph is of another model or optimizer; nothing has been touched.
+        ValueError: State is missing of which the graph does not say how it begins.
+    """
+
+    def __init__(
+        self,
+        graph: StepGraph,
+        plan: Plan,
+        places: Places,
+        room: Room,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: object,
+    ) -> None:
+        self._graph = graph
+        self._room = room
+        self._model = model
+        self._optimizer = optimizer
+        self.places_of: dict[int, list[Stay]] = {
+            index: _complete_first(plan, places.at_the_seam(index))
+            for index, storage in enumerate(graph.storages)
+            if storage.persistent and storage.num_bytes
+        }
+        self._handles = [*_of_modules(graph, model, loss), *self._of_state(model, optimizer, loss)]
+        self._bound: list[_Bound] = []
+        self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
+
+    def take_over(self) -> None:
+        """Move the user's tensors to their homes; each looks at its home from now on."""
+        of_storage: defaultdict[int, list[_Handle]] = defaultdict(list)
+        for handle in self._handles:
+            of_storage[self._graph.storage_of_value[handle.view.value]].append(handle)
+        self._bound = []
+        for storage, handles in of_storage.items():
+            for handle in handles:
+                self._adopt(handle)
+            self.spread(storage)
+        self._note_versions()
+
+    def take_up_changes(self, settle: Callable[[], None]) -> set[int]:
+        """See what the user did between two steps: tensors changed in place, or replaced.
+
+        Args:
+            settle: Waits for transfers that are under way; called before anything is written.
+
+        Returns:
+            The storages that he has replaced, or changed where they lie in several places.
+        """
+        changed: set[int] = set()
+        for index, (handle, tensor, address) in enumerate(self._bound):
+            if handle.now() is tensor and tensor.data_ptr() == address:
+                continue
+            if not changed:
+                settle()
+            self._bound[index] = self._adopted(handle)
+            changed.add(self._graph.storage_of_value[handle.view.value])
+        for storage, versions in self._versions.items():
+            if any(tensor._version != version for tensor, version in versions):
+                if not changed:
+                    settle()
+                changed.add(storage)
+        for storage in changed:
+            self.spread(storage)
+        if changed:
+            self._note_versions()
+        return changed
+
+    def spread(self, storage: int) -> None:
+        """Bring what is in a storage's home to its other places."""
+        stays = self.places_of.get(storage, [])
+        if len(stays) < 2:
+            return
+        num_bytes = self._graph.storages[storage].num_bytes
+        home = self._room.bytes_of(stays[0], num_bytes)
+        for stay in stays[1:]:
+            self._room.bytes_of(stay, num_bytes).copy_(home)
+
+    def give_back(self) -> None:
+        """Give the user's tensors memory of their own again."""
+        fresh: dict[int, torch.UntypedStorage] = {}
+        for handle, tensor, address in self._bound:
+            if handle.now() is not tensor or tensor.data_ptr() != address:
+                continue
+            storage = self._graph.storage_of_value[handle.view.value]
+            if storage not in fresh:
+                fresh[storage] = self._home_bytes(storage, handle.view).clone().untyped_storage()
+            view = handle.view
+            own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            own.set_(fresh[storage], view.offset, view.shape, view.stride)  # pyright: ignore
+            tensor.data = own
+        self._bound = []
+
+    def settled(self, changed: set[int]) -> Iterator[tuple[Stay, int]]:
+        """Places where nothing arrives any more: homes, and all places of what was changed."""
+        for storage, stays in self.places_of.items():
+            for stay in stays if storage in changed else stays[:1]:
+                yield stay, self._graph.storages[storage].num_bytes
+
+    def names_of(self, storage: int) -> list[str]:
+        """What the user calls a storage."""
+        of = self._graph.storage_of_value
+        return [each.name for each in self._handles if of[each.view.value] == storage]
+
+    def _home_bytes(self, storage: int, view: TensorView) -> torch.Tensor:
+        num_bytes = self._graph.storages[storage].num_bytes
+        if num_bytes:
+            return self._room.bytes_of(self.places_of[storage][0], num_bytes)
+        loose = self._room.loose(view)
+        return torch.empty(0, dtype=torch.uint8).set_(loose.untyped_storage())
+
+    def _home(self, view: TensorView) -> torch.Tensor:
+        if not self._graph.num_bytes(view.value):
+            return self._room.loose(view)
+        stays = self.places_of[self._graph.storage_of_value[view.value]]
+        return self._room.view_of(stays[0], view)
+
+    def _adopt(self, handle: _Handle) -> None:
+        self._bound.append(self._adopted(handle))
+
+    def _adopted(self, handle: _Handle) -> _Bound:
+        home = self._home(handle.view)
+        tensor = handle.now()
+        if tensor is None:
+            home.fill_(_initial_fill(self._graph, handle.name))
+            tensor = home.detach()
+            handle.holder()[handle.key] = tensor
+        else:
+            _check(handle.name, handle.view, tensor)
+            if tensor.data_ptr() != home.data_ptr() or not home.numel():
+                home.copy_(tensor.detach())
+                tensor.data = home.detach()
+        return _Bound(handle, tensor, tensor.data_ptr())
+
+    def _note_versions(self) -> None:
+        self._versions = {}
+        for handle, tensor, _ in self._bound:
+            storage = self._graph.storage_of_value[handle.view.value]
+            if len(self.places_of.get(storage, [])) > 1:
+                self._versions.setdefault(storage, []).append((tensor, tensor._version))
+
+    def _of_state(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: object
+    ) -> Iterator[_Handle]:
+        """Handles of the optimizer's state; what is missing has to be known to begin somehow."""
+        parameters: dict[str, torch.Tensor] = {}
+        for handle in _of_modules(self._graph, model, loss):
+            name = handle.name.removeprefix("model.")
+            parameters.setdefault(name, handle.holder()[handle.key])
+        found = []
+        for name, view in self._graph.tensors.items():
+            storage = self._graph.storages[self._graph.storage_of_value[view.value]]
+            if name.startswith(_GROUPS) and storage.kind is not Kind.SCALAR and storage.persistent:
+                index, key = name.removeprefix(_GROUPS).split(".", 1)
+                group = int(index)
+                yield _Handle(name, lambda group=group: optimizer.param_groups[group], key, view)
+            if not name.startswith(_STATE):
+                continue
+            owner, key = name.removeprefix(_STATE).rsplit(".", 1)
+            if owner not in parameters:
+                raise GraphFileError(
+                    f"the graph has {name!r}, and the model no {owner!r}: this graph is of another "
+                    "model; capture this one"
+                )
+            parameter = parameters[owner]
+            state = optimizer.state.get(parameter, {})
+            if key not in state:
+                _initial_fill(self._graph, name)
+            else:
+                _check(name, view, state[key])
+            found.append((name, parameter, key, view))
+        # Only now, as everything is right, may dictionaries of state come into being.
+        for name, parameter, key, view in found:
+            yield _Handle(name, lambda parameter=parameter: optimizer.state[parameter], key, view)
+
+
+def _initial_fill(graph: StepGraph, name: str) -> float:
+    """The number that state begins with that does not exist yet."""
+    fill = graph.metadata.get("initial_state", {}).get(name)
+    if fill is None:
+        raise ValueError(
+            f"{name!r} does not exist yet and its first step is unlike the others: take one "
+            "ordinary step (loss.backward(); optimizer.step()) before binding the plan"
+        )
+    return fill
+
+
+def given_by_caller(
+    graph: StepGraph, places: Places, room: Room
+) -> list[tuple[str, TensorView, torch.Tensor]]:
+    """Where the step's operators look for what the caller gives: batch, and numbers in tensors.
+
+    Returns:
+        Names in the graph, their views, and the places into which they are copied; without those
+        that no operator needs.
+    """
+    found = []
+    for name, view in graph.tensors.items():
+        storage = graph.storages[graph.storage_of_value[view.value]]
+        if storage.persistent or storage.kind is Kind.SCALAR:
+            continue
+        if not storage.num_bytes:
+            found.append((name, view, room.loose(view)))
+            continue
+        for stay in places.stays[view.value]:
+            if stay.tier is Tier.DEVICE and stay.start == 0 and stay.transfer is None:
+                found.append((name, view, room.view_of(stay, view)))
+    return found
+
+
+def _complete_first(plan: Plan, stays: list[Stay]) -> list[Stay]:
+    """The places of a storage, first its home: one into which nothing is moving just then, and
+    rather one that lasts.
+    """
+    num_positions = len(plan.order)
+
+    def arrives_later(stay: Stay) -> bool:
+        if stay.transfer is None or not stay.steps_ago:
+            return False
+        return plan.transfers[stay.transfer].end >= num_positions
+
+    return sorted(
+        stays, key=lambda stay: (arrives_later(stay), stay.end == 0, _PREFERENCE.index(stay.tier))
+    )
+
+
+def _of_modules(graph: StepGraph, model: nn.Module, loss: object) -> list[_Handle]:
+    """Handles of parameters and buffers, checked against the graph."""
+    handles = []
+    for prefix, root in (("model", model), ("loss", loss)):
+        if not isinstance(root, nn.Module):
+            continue
+        for path, module in root.named_modules(prefix=prefix, remove_duplicate=False):
+            for holder in (module._parameters, module._buffers):
+                for key, tensor in holder.items():
+                    if tensor is not None:
+                        handles.append((f"{path}.{key}", lambda holder=holder: holder, key))
+    found = {name for name, _, _ in handles}
+    wanted = {name for name in graph.tensors if name.startswith(("model.", "loss."))}
+    for name in sorted(wanted ^ found):
+        whose = "the graph" if name in wanted else "the model"
+        raise GraphFileError(
+            f"only {whose} has a tensor {name!r}: this graph is of another model; capture this one"
+        )
+    made = [_Handle(name, holder, key, graph.tensors[name]) for name, holder, key in handles]
+    for handle in made:
+        _check(handle.name, handle.view, handle.holder()[handle.key])
+    _check_sharing(graph, made)
+    return made
+
+
+def _check(name: str, view: TensorView, tensor: torch.Tensor) -> None:
+    here = (dtype_name(tensor.dtype), tuple(tensor.shape))
+    if here != (view.dtype, view.shape):
+        raise GraphFileError(
+            f"{name} is {here[0]} of shape {here[1]} and was captured as {view.dtype} of shape "
+            f"{view.shape}: this graph is of another model; capture this one"
+        )
+
+
+def _check_sharing(graph: StepGraph, handles: list[_Handle]) -> None:
+    """Tensors share memory in the model where they share it in the graph."""
+    of_storage: dict[int, int] = {}
+    of_address: dict[int, int] = {}
+    for name, holder, key, view in handles:
+        tensor = holder()[key]
+        if not tensor.numel():
+            continue
+        begin = tensor.data_ptr() - view.offset * tensor.element_size()
+        storage = graph.storage_of_value[view.value]
+        if (
+            of_storage.setdefault(storage, begin) != begin
+            or of_address.setdefault(begin, storage) != storage
+        ):
+            raise GraphFileError(
+                f"{name} shares its memory with another tensor in the model or in the graph, but "
+                "not in both (tied weights): capture this model"
+            )

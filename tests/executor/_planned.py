@@ -1,0 +1,138 @@
+"""Training side by side: eagerly, and as planned."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from _steps import Case, differences, eager_step
+from _zoo import CASES
+from penstock.errors import InfeasibleError
+from penstock.executor import PlannedStep, bind
+from penstock.graph import StepGraph, capture
+from penstock.planner import Plan, plan
+
+MACHINE = "v100-16gb-pcie3"
+Optimizers = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Optimizers] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+}
+
+
+def trainee(case: Case, optimizer: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same model with its optimizer every time."""
+    torch.manual_seed(0)
+    model = case.make()
+    return model, OPTIMIZERS[optimizer](model.parameters())
+
+
+@functools.cache
+def graph_of(case: str, optimizer: str) -> StepGraph:
+    """The captured step of a case of the zoo."""
+    model, stepper = trainee(CASES[case], optimizer)
+    return capture(model, stepper, CASES[case].batch, loss=CASES[case].loss)
+
+
+@functools.cache
+def full_plan(case: str, optimizer: str) -> Plan:
+    """The plan with all the memory that it wants."""
+    return plan(graph_of(case, optimizer), machine=MACHINE, time_limit=0.2)
+
+
+@functools.cache
+def plan_of(case: str, optimizer: str, share: float, tier: str, **options: Any) -> Plan:
+    """A plan for a share of what the full one needs, or for the least that is feasible."""
+    graph, full = graph_of(case, optimizer), full_plan(case, optimizer)
+    if share >= 1:
+        return full
+    below = {"store": "/tmp"} if tier == "file" else {"host_memory": "1GiB"}
+
+    def planned(device_bytes: int) -> Plan:
+        return plan(
+            graph,
+            device_memory=device_bytes,
+            machine=MACHINE,
+            time_limit=0.2,
+            **below,
+            **options,
+        )
+
+    try:
+        return planned(int(full.peak_device_bytes * share))
+    except InfeasibleError as error:
+        return planned(error.minimum_device_bytes or 0)
+
+
+def bound(
+    case: str,
+    optimizer: str,
+    model: nn.Module,
+    stepper: torch.optim.Optimizer,
+    *,
+    share: float,
+    tier: str,
+    store: Path,
+    debug: bool = False,
+) -> PlannedStep:
+    """Bind a plan of a case of the zoo."""
+    return bind(
+        plan_of(case, optimizer, share, tier),
+        model,
+        stepper,
+        graph=graph_of(case, optimizer),
+        loss=CASES[case].loss,
+        store=store if tier == "file" else None,
+        debug=debug,
+    )
+
+
+def everything(
+    model: nn.Module, stepper: torch.optim.Optimizer, losses: list[torch.Tensor]
+) -> dict[str, Any]:
+    """All that training changes, copied."""
+    return {
+        "losses": losses,
+        "model": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        "optimizer": {
+            number: {key: torch.as_tensor(value).clone() for key, value in state.items()}
+            for number, state in stepper.state_dict()["state"].items()
+        },
+        "random": torch.get_rng_state(),
+    }
+
+
+def eagerly(case: str, optimizer: str, num_steps: int) -> dict[str, Any]:
+    """What ordinary training leaves."""
+    model, stepper = trainee(CASES[case], optimizer)
+    torch.manual_seed(1)
+    losses = [eager_step(model, stepper, CASES[case]) for _ in range(num_steps)]
+    return everything(model, stepper, losses)
+
+
+def unlike_eager(
+    case: str,
+    optimizer: str,
+    *,
+    share: float,
+    tier: str,
+    store: Path,
+    num_steps: int = 3,
+    debug: bool = True,
+) -> list[str]:
+    """Names of what differs between ordinary and planned training."""
+    model, stepper = trainee(CASES[case], optimizer)
+    with bound(
+        case, optimizer, model, stepper, share=share, tier=tier, store=store, debug=debug
+    ) as step:
+        torch.manual_seed(1)
+        losses = [step(CASES[case].batch) for _ in range(num_steps)]
+        found = everything(model, stepper, losses)
+    afterwards = everything(model, stepper, losses)
+    expected = eagerly(case, optimizer, num_steps)
+    return differences(expected, found, "") + differences(found, afterwards, "closed")

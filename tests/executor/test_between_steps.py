@@ -1,0 +1,136 @@
+"""The user's objects are the truth: what he sees and does between steps counts."""
+
+import copy
+
+import pytest
+import torch
+
+from _planned import CASES, bound, differences, eager_step, everything, trainee
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CASE, OPTIMIZER = "mixture", "adamw"
+WHERE = [(1, "host"), (1 / 3, "host"), (1 / 3, "file")]
+
+
+def side_by_side(between, *, share, tier, store, num_steps=3):
+    """Train eagerly and as planned, with the same deeds between steps; returns what differs."""
+    ends = []
+    for planned in (False, True):
+        case = CASES[CASE]
+        model, stepper = trainee(case, OPTIMIZER)
+        kept = {}
+        losses = []
+        step = None
+        if planned:
+            step = bound(
+                CASE, OPTIMIZER, model, stepper, share=share, tier=tier, store=store, debug=True
+            )
+        for number in range(num_steps):
+            between(model, stepper, number, kept)
+            if step is None:
+                losses.append(eager_step(model, stepper, case))
+            else:
+                losses.append(step(case.batch))
+        ends.append(everything(model, stepper, losses))
+        if step is not None:
+            step.close()
+    return differences(ends[0], ends[1], "")
+
+
+def change_in_place(model, stepper, number, kept):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+        for state in stepper.state.values() if number else ():
+            state["exp_avg"].add_(0.25)
+
+
+def replace_state(model, stepper, number, kept):
+    if number:
+        stepper.load_state_dict(copy.deepcopy(stepper.state_dict()))
+
+
+def back_to_the_first(model, stepper, number, kept):
+    if number == 1:
+        kept["model"] = copy.deepcopy(model.state_dict())
+        kept["optimizer"] = copy.deepcopy(stepper.state_dict())
+    if number == 2:
+        model.load_state_dict(kept["model"])
+        stepper.load_state_dict(kept["optimizer"])
+
+
+def schedule(model, stepper, number, kept):
+    stepper.param_groups[0]["lr"] /= number + 1
+    stepper.param_groups[0]["betas"] = (0.8 - 0.1 * number, 0.9)
+
+
+def evaluate(model, stepper, number, kept):
+    with torch.no_grad():
+        kept[number] = model(CASES[CASE].batch)
+    assert kept[number].isfinite()
+
+
+@pytest.mark.parametrize(("share", "tier"), WHERE)
+@pytest.mark.parametrize(
+    "between", [change_in_place, replace_state, back_to_the_first, schedule, evaluate]
+)
+def test_what_happens_between_steps_counts(between, share, tier, store):
+    assert side_by_side(between, share=share, tier=tier, store=store) == []
+
+
+@pytest.mark.parametrize(("share", "tier"), WHERE)
+def test_a_run_goes_on_from_a_checkpoint(share, tier, store, tmp_path):
+    case = CASES[CASE]
+    losses = []
+    model, stepper = trainee(case, OPTIMIZER)
+    options = {"share": share, "tier": tier, "store": store}
+    with bound(CASE, OPTIMIZER, model, stepper, **options) as step:
+        for number in range(5):
+            if number == 2:
+                saved = {"model": model.state_dict(), "optimizer": stepper.state_dict()}
+                torch.save(saved, tmp_path / "checkpoint.pt")
+            losses.append(step(case.batch).item())
+    model, stepper = trainee(case, OPTIMIZER)
+    saved = torch.load(tmp_path / "checkpoint.pt")
+    model.load_state_dict(saved["model"])
+    stepper.load_state_dict(saved["optimizer"])
+    with bound(CASE, OPTIMIZER, model, stepper, **options) as step:
+        assert [step(case.batch).item() for _ in range(3)] == losses[2:]
+
+
+def test_eager_steps_between_planned_ones(store):
+    case = CASES[CASE]
+    ends = []
+    for planned in (False, True):
+        model, stepper = trainee(case, OPTIMIZER)
+        losses = []
+        step = None
+        if planned:
+            step = bound(
+                CASE, OPTIMIZER, model, stepper, share=1 / 3, tier="host", store=store, debug=True
+            )
+        for number in range(4):
+            if step is None or number % 2:
+                losses.append(eager_step(model, stepper, case))
+            else:
+                losses.append(step(case.batch))
+        ends.append(everything(model, stepper, losses))
+        if step is not None:
+            step.close()
+    assert differences(ends[0], ends[1], "") == []
+
+
+def test_two_plans_take_turns(store):
+    """Another plan for the same model: each takes over from where the other left off."""
+    case = CASES[CASE]
+    model, stepper = trainee(case, OPTIMIZER)
+    options = {"store": store, "debug": True}
+    one = bound(CASE, OPTIMIZER, model, stepper, share=1, tier="host", **options)
+    other = bound(CASE, OPTIMIZER, model, stepper, share=1 / 3, tier="host", **options)
+    losses = [step(case.batch) for step in (one, other, other, one, other)]
+    found = everything(model, stepper, losses)
+    one.close()
+    other.close()
+    model, stepper = trainee(case, OPTIMIZER)
+    losses = [eager_step(model, stepper, case) for _ in range(5)]
+    assert differences(everything(model, stepper, losses), found, "") == []

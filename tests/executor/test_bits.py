@@ -1,0 +1,63 @@
+"""Planned training is ordinary training, bit for bit: loss, model, optimizer, random state.
+
+Freed memory is poisoned and transfers are compared (`debug=True`), so a value that is used where
+the plan does not have it spoils the loss.
+"""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from _planned import CASES, MACHINE, bind, full_plan, graph_of, plan, trainee, unlike_eager
+from penstock.errors import InfeasibleError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+MODELS = ("gpt2", "llama", "bert", "t5", "vit", "resnet", "lstm")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("case", MODELS)
+def test_a_quarter_of_the_memory_with_a_file(case, optimizer, store):
+    assert unlike_eager(case, optimizer, share=1 / 4, tier="file", store=store) == []
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_the_least_memory_with_the_host(case, store):
+    assert unlike_eager(case, "adamw", share=1 / 12, tier="host", store=store) == []
+
+
+@pytest.mark.parametrize("case", ["gpt2", "resnet"])
+@pytest.mark.parametrize(("share", "tier"), [(1, "host"), (1 / 2, "host"), (1 / 2, "file")])
+def test_more_memory(case, share, tier, store):
+    assert unlike_eager(case, "sgd", share=share, tier=tier, store=store) == []
+
+
+@given(
+    percent=st.integers(10, 100),
+    reorder=st.booleans(),
+    recompute=st.booleans(),
+    seed=st.integers(0, 3),
+)
+@settings(max_examples=12)
+def test_plans_of_all_sorts(percent, reorder, recompute, seed):
+    graph = graph_of("lstm", "adamw")
+    try:
+        found = plan(
+            graph,
+            device_memory=full_plan("lstm", "adamw").peak_device_bytes * percent // 100,
+            host_memory="1GiB",
+            machine=MACHINE,
+            time_limit=0.1,
+            reorder=reorder,
+            recompute=recompute,
+            seed=seed,
+        )
+    except InfeasibleError:
+        return
+    ends = []
+    for planned in (full_plan("lstm", "adamw"), found):
+        case = CASES["lstm"]
+        model, stepper = trainee(case, "adamw")
+        with bind(planned, model, stepper, graph=graph, loss=case.loss, debug=True) as step:
+            ends.append([step(case.batch).item() for _ in range(3)])
+    assert ends[0] == ends[1]
