@@ -8,6 +8,7 @@ import graphs
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.planner import Budget, check
+from penstock.planner.baselines import _on_demand
 from penstock.planner.baselines._on_demand import plan_on_demand
 from penstock.planner.baselines._order import (
     ALIGNMENT_BYTES,
@@ -90,6 +91,26 @@ def test_an_operator_that_does_not_fit_is_named():
     with pytest.raises(InfeasibleError, match="op") as caught:
         plan(graph, "belady", device_bytes=3 * UNIT)
     assert caught.value.operator is not None
+
+
+def test_fewer_bytes_are_tried_until_there_are_addresses(monkeypatch):
+    graph, attempts = chain(6), []
+    decide, address = _on_demand._decide, _on_demand.address_rooms
+
+    def recorded(step, speeds, capacity, **options):
+        attempts.append(capacity)
+        return decide(step, speeds, capacity, **options)
+
+    def picky(*arguments, **options):
+        enough = attempts[-1] <= 11 * UNIT
+        return address(*arguments, **options) if enough else ([], 1 << 40)
+
+    monkeypatch.setattr(_on_demand, "_decide", recorded)
+    monkeypatch.setattr(_on_demand, "address_rooms", picky)
+    found = plan(graph, "belady", device_bytes=14 * UNIT)
+    check(graph, found)
+    assert attempts[0] == 14 * UNIT
+    assert max(a for a in attempts if a <= 11 * UNIT) >= 10 * UNIT
 
 
 def test_without_a_tier_below_nothing_leaves():

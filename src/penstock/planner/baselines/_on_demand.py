@@ -143,6 +143,14 @@ def _decide(
     return residency, arrangement
 
 
+def _least_bytes(step: OrderedStep) -> int:
+    """Of the operator that needs most."""
+    return max(
+        (sum(step.num_bytes[v] for v in {*visit.needs, *visit.creates}) for visit in step.visits),
+        default=0,
+    )
+
+
 def _with_addresses(
     step: OrderedStep,
     decide: Callable[[int], tuple[Residency, Arrangement]],
@@ -160,7 +168,8 @@ def _with_addresses(
     """
     limit = None if budget.device_bytes is None else capacity
     whole = attempt = capacity - idle_bytes
-    starving, lacking = -1, whole + 1  # too few bytes for an operator; too many for addresses
+    # Too few bytes for an operator; too many for addresses.
+    starving, lacking = _least_bytes(step) - 1, whole + 1
     enough = -1  # most bytes that had addresses
     fitting: tuple[Residency, Arrangement, list[int]] | None = None
     for _ in range(_ATTEMPTS):
@@ -182,10 +191,9 @@ def _with_addresses(
             report(arrangement)
         if limit is None or (fitting is not None and lacking - enough <= capacity * _CLOSE):
             break
-        if max(enough, starving) >= 0:
-            attempt = (max(enough, starving) + lacking) // 2
-        else:
-            attempt -= max(excess, int(capacity * _MORE))
+        middle = (max(enough, starving) + lacking) // 2
+        less = attempt - max(excess, int(capacity * _MORE))
+        attempt = middle if fitting is not None else max(middle, less)
     if fitting is None:
         raise InfeasibleError(
             f"no addresses within device_memory={budget.device_bytes} were found for a residency "
