@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
-from typing import Any
 
 import torch
 
-from _rows import REPOSITORY, BenchmarkRow
+from _batching_examples import load_example
+from _rows import BenchmarkRow
 from penstock.batching import BalancedBatchSampler, ByteModel, probe_batches
 
 MEMORY_BYTES = 1 << 30
@@ -17,11 +16,7 @@ COUNTS = (32, 64, 128, 256, 512, 1024, 2048)
 
 def frontier_rows(data, where, device):
     """Steps of an epoch with the largest fixed count that survives, and with a cap, on PROTEINS."""
-    path = REPOSITORY / "examples" / "graph_classification.py"
-    spec = importlib.util.spec_from_file_location("graph_classification_example", path)
-    assert spec is not None and spec.loader is not None
-    example: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = load_example("graph_classification")
     example.HIDDEN = 512  # so that the data set does not fit at once
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(MEMORY_BYTES / total, device)

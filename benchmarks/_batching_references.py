@@ -8,10 +8,13 @@
   that ratio as the reward.
 - `by_depth`: TensorFlow Fold (Looks et al. 2017), operator by operator and depth by depth.
 - `fold_step`: its execution as torchfold does it, with operands put together by concatenation.
+- `frame_step`: its execution as libraries of trees do it by hand: the states of all nodes are
+  rows of one tensor per component, read by index and written in place.
 """
 
 from __future__ import annotations
 
+import functools
 from bisect import insort
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -169,8 +172,9 @@ def by_depth(types: Sequence[int], arguments: Sequence[Sequence[int]]) -> list[l
     return [batches[key] for key in keys]
 
 
-def fold_step(cells: Any, graphs: Sequence[Any], kind: Hashable) -> torch.Tensor:
-    """Outputs of all nodes of a type, depth by depth, operands concatenated node by node."""
+@functools.cache  # graphs are hashed by identity: the same ones are planned once, as by Penstock
+def nodes_and_batches_by_depth(graphs: tuple[Any, ...]):
+    """For each node its type, what it reads and its inputs; and the batches of all of them."""
     nodes: list[tuple[Hashable, list[int], list[torch.Tensor]]] = []
     for graph in graphs:
         first, seen = len(nodes), {}
@@ -181,7 +185,35 @@ def fold_step(cells: Any, graphs: Sequence[Any], kind: Hashable) -> torch.Tensor
             reads = [first + read for read in flat[starts[node] : starts[node + 1]]]
             nodes.append((graph.signatures[code][0], reads, inputs))
     kinds = sorted({node[0] for node in nodes}, key=str)
-    batches = by_depth([kinds.index(node[0]) for node in nodes], [node[1] for node in nodes])
+    return nodes, by_depth([kinds.index(node[0]) for node in nodes], [node[1] for node in nodes])
+
+
+def frame_step(cells: Any, graphs: Sequence[Any], kind: Hashable) -> torch.Tensor:
+    """Outputs of all nodes of a type, depth by depth, states in tensors that hold all nodes."""
+    nodes, batches = nodes_and_batches_by_depth(tuple(graphs))
+    frames: list[torch.Tensor] = []
+    results, numbers = [], []
+    for batch in batches:
+        rows = torch.tensor(batch)
+        operands: list[Any] = []
+        for slot in range(len(nodes[batch[0]][1])):
+            read = torch.tensor([nodes[node][1][slot] for node in batch])
+            operands.append(tuple(frame.index_select(0, read) for frame in frames))
+        inputs = [torch.cat(each) for each in zip(*(nodes[node][2] for node in batch), strict=True)]
+        result = cells[nodes[batch[0]][0]](*operands, *inputs)
+        if isinstance(result, tuple):
+            frames = frames or [part.new_zeros(len(nodes), part.shape[1]) for part in result]
+            for frame, part in zip(frames, result, strict=True):
+                frame[rows] = part
+        if nodes[batch[0]][0] == kind:
+            results.append(result)
+            numbers += batch
+    return torch.cat(results)[torch.tensor(numbers).argsort()]
+
+
+def fold_step(cells: Any, graphs: Sequence[Any], kind: Hashable) -> torch.Tensor:
+    """Outputs of all nodes of a type, depth by depth, operands concatenated node by node."""
+    nodes, batches = nodes_and_batches_by_depth(tuple(graphs))
     values: list[Any] = [None] * len(nodes)
     for batch in batches:
         operands: list[Any] = []

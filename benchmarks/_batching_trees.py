@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import time
 
@@ -10,22 +9,13 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from _batching_references import by_depth, fold_step
-from _rows import REPOSITORY, BenchmarkRow, Limit
+from _batching_examples import load_example
+from _batching_references import by_depth, fold_step, frame_step
+from _rows import BenchmarkRow, Limit
 from penstock.batching import BalancedBatchSampler, DynamicBatcher
 
 BATCH_SIZE, HIDDEN, NUM_BATCHES, NUM_ROUNDS = 64, 128, 4, 3
 NUM_TREES = 2000
-
-
-def example():
-    """The model and the trees are those of `examples/treelstm.py`."""
-    path = REPOSITORY / "examples" / "treelstm.py"
-    spec = importlib.util.spec_from_file_location("treelstm_example", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def depth_order(graph):
@@ -39,7 +29,7 @@ def depth_order(graph):
 
 def tree_rows(data, where, device):
     """Times of whole steps, forward and backward, over the same batches in every arm."""
-    treelstm = example()
+    treelstm = load_example("treelstm")
     torch.manual_seed(0)
     vocabulary: dict[str, int] = {}
     lines = (data / "text" / "sst_trees.txt").read_text().splitlines()
@@ -78,13 +68,18 @@ def tree_rows(data, where, device):
         "penstock, trees seen before": new_composition,
         "by depth, penstock's engine": lambda g: batcher.run(g, order=depth_order).of("class"),
         "by depth, concatenating": lambda g: fold_step(cells, g, "class"),
+        "by depth, states in one tensor": lambda g: frame_step(cells, g, "class"),
         "node by node": lambda g: torch.cat([treelstm.logits_node_by_node(cells, t) for t in g]),
     }
+    with torch.no_grad():
+        expected = together(given[0][0])
+        for arm, run in arms.items():
+            torch.testing.assert_close(run(given[0][0]), expected, msg=f"{arm} computes otherwise")
     seconds: dict[str, list[float]] = {arm: [] for arm in arms}
     planned: dict[str, list[float]] = {arm: [] for arm in arms}
     for round_ in range(NUM_ROUNDS + 1):
         for arm, run in arms.items():
-            slow = arm in ("node by node", "by depth, concatenating")
+            slow = arm == "node by node"
             for graphs, labels in given[: 1 if slow else None]:
                 scheduling.clear()
                 seconds_of = timed(run, graphs, labels, batcher, device)
@@ -99,7 +94,8 @@ def tree_rows(data, where, device):
             "over_penstock": ratio,
             "num_nodes": float(np.mean([sum(map(len, g)) for g, _ in given])),
         }
-        limits = {"node by node": 10.0, "by depth, concatenating": 1.5}
+        by_depth_arms = [name for name in arms if name.startswith("by depth")]
+        limits = {"node by node": 10.0, **dict.fromkeys(by_depth_arms, 1.5)}
         held = {}
         if arm in limits:
             limit = Limit(name="times penstock's step", value=limits[arm], unit="1")

@@ -6,8 +6,10 @@
 
 Part `batches` makes batches of real sizes: the largest batch of a fixed count, and the steps below
 a cap. Part `schedules` counts batches of operators on ED-Batch's published graphs. Part `trees`
-times TreeLSTM steps. With a GPU, part `frontier` finds the largest count that does not run out of
-memory. The data are those of the examples, and `batching/typed_graphs/`.
+times TreeLSTM steps. Part `bytes` holds predicted peaks against measured ones, part `training`
+what capped training comes to against that with a fixed count. With a GPU, part `frontier` finds the
+largest count that does not run out of memory. The data are those of the examples, and of
+`batching/typed_graphs/`.
 """
 
 from __future__ import annotations
@@ -30,11 +32,13 @@ from _batching_references import (
     nugraph_batches,
     ratio_rule,
 )
+from _batching_training import prediction_rows, training_rows
 from _batching_trees import tree_rows
 from _rows import BenchmarkRow, Limit, argument_parser, environment, write_rows
 from penstock.batching import BalancedBatchSampler, schedule
 
 TOPIC = "batching"
+PARTS = ("batches", "schedules", "trees", "bytes", "training", "frontier")
 NUM_SHUFFLES = 20
 MANY_SAMPLES = 1_000_000
 # Gain over random batches that issue 7 asks for, by data set and count.
@@ -222,8 +226,8 @@ def schedule_rows(data, where, iterations):
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--data", default=os.environ.get("PENSTOCK_DATA"), help="has batching/")
-    parser.add_argument("--part", choices=["batches", "schedules", "trees", "frontier"])
-    parser.add_argument("--iterations", type=int, default=100, help="of the learned automaton")
+    parser.add_argument("--part", choices=PARTS)
+    parser.add_argument("--iterations", type=int, default=1000, help="of the learned automaton")
     options = parser.parse_args()
     if options.data is None:
         parser.error("--data is missing: the folder that has batching/, or set PENSTOCK_DATA")
@@ -233,6 +237,8 @@ def main() -> None:
         "batches": lambda: batch_rows(data, where),
         "schedules": lambda: schedule_rows(data, where, options.iterations),
         "trees": lambda: tree_rows(data, where, options.device),
+        "bytes": lambda: prediction_rows(data, where, options.device),
+        "training": lambda: training_rows(data, where, options.device),
         "frontier": lambda: frontier_rows(data, where, options.device),
     }
     chosen = [options.part] if options.part else list(parts)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from _shared import panels, progress_bar, save, titled
 from torch import nn
 from torch.nn.functional import cross_entropy, one_hot
 
@@ -152,30 +152,24 @@ def run(arm, graphs, train, test, options, cap, costs, seed, advance):
 
 def draw(runs, peaks, cap, path):
     """Measured bytes of each batch of an epoch, and accuracy over the epochs."""
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.4), layout="constrained")
+    figure, (left, right) = panels(2, width=9.5, height=3.4)
     for arm, color in ARMS.items():
         bytes_of = sorted((peak / 2**20 for peak in peaks[arm]), reverse=True)
         label = f"{arm}: {len(bytes_of)} steps"
         left.plot(range(1, len(bytes_of) + 1), bytes_of, "o-", ms=3, lw=1, color=color, label=label)
     left.axhline(cap / 2**20, color="#444444", ls=":", lw=1.2, label="the cap")
     left.set(xlabel="batch of an epoch, largest first", ylim=(0, None))
-    left.set_title("measured peak of a step, MiB", loc="left", fontsize=10)
+    titled(left, "measured peak of a step, MiB")
     for arm, color in ARMS.items():
         curves = np.array([[point[0] for point in each["curve"]] for each in runs[arm]])
         epochs = np.arange(1, curves.shape[1] + 1)
         right.plot(epochs, curves.mean(0), color=color, lw=2, label=arm)
         right.fill_between(epochs, curves.min(0), curves.max(0), color=color, alpha=0.15, lw=0)
     right.set(xlabel="epoch")
-    right.set_title(
-        f"test accuracy, mean and range of {len(runs['byte cap'])} seeds", loc="left", fontsize=10
-    )
+    titled(right, f"test accuracy, mean and range of {len(runs['byte cap'])} seeds")
     for axis in (left, right):
-        axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, loc="lower left" if axis is left else "lower right")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save(figure, path)
 
 
 def read_options(arguments):
@@ -215,13 +209,7 @@ def main(arguments=None):
     worst = max(costs.of_batch(batch) for sampler in drawn for batch in sampler)
     cap = worst if options.cap is None else parse_bytes(options.cap, name="--cap")
     runs = {arm: [] for arm in ARMS}
-    columns = (
-        TextColumn("[progress.description]{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns) as progress:
+    with progress_bar() as progress:
         for arm in ARMS:
             bar = progress.add_task(arm, total=options.epochs * options.seeds)
             for seed in range(options.seeds):
@@ -254,7 +242,6 @@ def main(arguments=None):
             rows.insert(1, ("cap", format_bytes(cap)))
         print(report_table(rows, title=f"{arm}, {options.dataset}, {options.seeds} seeds"))
     draw(runs, peaks, cap, options.figure)
-    print(f"the picture is {options.figure}")
     return runs, peaks, cap
 
 

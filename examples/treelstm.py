@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from _shared import panels, progress_bar, save, titled
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -149,28 +149,23 @@ def compare(batcher, cells, batches, trees):
 
 def draw(losses, scores, seconds, num_batches, path):
     """Loss and accuracy over the training, and what a step takes."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.2), layout="constrained")
+    figure, axes = panels(3, width=11, height=3.2)
     step = max(len(losses) // 100, 1)
     means = [statistics.fmean(losses[k : k + step]) for k in range(0, len(losses), step)]
     axes[0].plot(range(0, len(losses), step), means, color="#004488", lw=1.6)
     axes[0].set(xlabel="step")
-    axes[0].set_title("training loss of all phrases", loc="left", fontsize=10)
+    titled(axes[0], "training loss of all phrases")
     epochs = range(1, len(scores) + 1)
     for part, (name, color) in enumerate((("phrases", "#004488"), ("sentences", "#bb5566"))):
         axes[1].plot(epochs, [each[part] for each in scores], "o-", ms=4, color=color, label=name)
     axes[1].set(xlabel="epoch", xticks=list(epochs))
-    axes[1].set_title("test accuracy, five classes", loc="left", fontsize=10)
+    titled(axes[1], "test accuracy, five classes")
     axes[1].legend(frameon=False)
     bars = axes[2].barh(list(seconds), [1e3 * each for each in seconds.values()], color="#ddaa33")
     axes[2].bar_label(bars, [format_seconds(each) for each in seconds.values()], padding=3)
     axes[2].set(xlim=(0, 1.25e3 * max(seconds.values())), xlabel="ms")
-    axes[2].set_title(f"a step: {num_batches} calls of cells", loc="left", fontsize=10)
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    titled(axes[2], f"a step: {num_batches} calls of cells")
+    save(figure, path)
 
 
 def read_options(arguments):
@@ -213,13 +208,7 @@ def main(arguments=None):
     )
     print(f"{len(trees)} trees to learn from, {len(test)} to test, {len(vocabulary)} words")
     losses, scores, reports = [], [], []
-    columns = (
-        TextColumn("[progress.description]{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns) as progress:
+    with progress_bar() as progress:
         bar = progress.add_task("begin", total=options.epochs * len(sampler))
         for epoch in range(options.epochs):
             for batch in sampler:
@@ -249,7 +238,6 @@ def main(arguments=None):
     ]
     print(report_table(rows, title=f"TreeLSTM, hidden {options.hidden}"))
     draw(losses, scores, seconds, reports[-1].num_batches, options.figure)
-    print(f"the picture is {options.figure}")
     return scores, seconds, reports
 
 

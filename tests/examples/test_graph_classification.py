@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,14 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "graph_classificatio
 
 
 @pytest.fixture(scope="module")
-def example() -> Any:
+def example() -> Iterator[Any]:
+    sys.path.insert(0, str(SCRIPT.parent))  # as for a script: it has `_shared`
     spec = importlib.util.spec_from_file_location("graph_classification_example", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    yield module
+    sys.path.remove(str(SCRIPT.parent))
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 Memory of a step is nearly linear in what it works on: so much per node, per edge, per token, per
 pair of tokens. The coefficients are fitted by least squares of the relative error and are never
-negative: more work never needs less memory, also far from what was measured.
+negative: more work never needs less memory, also far from what was measured. Small batches need
+less than another moment of the step, that of the optimizer, which does not depend on the batch: so
+a prediction is the larger one of the two.
 """
 
 from __future__ import annotations
@@ -20,11 +22,14 @@ from penstock.batching._costs import Floats, Integers, SampleCosts, numbers_of, 
 from penstock.batching._meter import measured_peak
 from penstock.tables import report_table
 
-_FORMAT, _VERSION = "penstock-byte-model", 1
-_LEAST_MARGIN = 0.03
+_FORMAT, _VERSION = "penstock-byte-model", 2
+_LEAST_MARGIN = 0.05
+_CLEARLY = 1.03  # what is so much above the least peak of a step is decided by the batch
 _RESIDUAL_MARGIN = 2.0  # of the largest relative amount that a probe lies above its prediction
 _MOST_ITERATIONS = 1000
 _MIXED_SEED = 0
+# Where the samples of a probe lie among all, sorted by size; None: anywhere.
+_PROBED_RANKS = (None, 1.0, 0.15, 0.5, 0.0, None, 0.3)
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,8 @@ class ByteModel:
 
     fixed_bytes: float
     """Of every batch."""
+    least_bytes: float
+    """At the moment of the step that does not depend on the batch; 0 where no probe shows it."""
     summed_bytes: dict[str, float]
     """Per unit of each feature that adds up over the samples."""
     padded_bytes: dict[str, float]
@@ -90,7 +97,7 @@ class ByteModel:
                 reach the sizes that are to be predicted.
             features: For each feature one number per sample of the data set, or a `Padded`.
             margin: Fraction that `costs` adds to predictions; by default twice the largest by
-                which a probe exceeds its prediction, and at least 3 %.
+                which a probe exceeds its prediction, and at least 5 %.
             device: Where the step runs. On a GPU its allocator is asked; on the CPU the tensors
                 are counted.
 
@@ -111,9 +118,8 @@ class ByteModel:
         measured = [measured_peak(lambda batch=batch: step(batch), device)[0] for batch in probes]
         rows = np.array([_row(batch, arrays) for batch in probes])
         peaks = np.array(measured, dtype=np.float64)
-        weights = 1 / np.maximum(peaks, 1.0)
-        found = nonnegative_least_squares(rows * weights[:, None], peaks * weights)
-        predicted = rows @ found
+        found, least = _fitted(rows, peaks)
+        predicted = np.maximum(rows @ found, least)
         if margin is None:
             above = float(np.max((peaks - predicted) / np.maximum(predicted, 1.0), initial=0.0))
             margin = max(_LEAST_MARGIN, _RESIDUAL_MARGIN * above)
@@ -121,6 +127,7 @@ class ByteModel:
         coefficients = dict(zip(names, found[1:].tolist(), strict=True))
         return cls(
             fixed_bytes=float(found[0]),
+            least_bytes=least,
             summed_bytes={n: coefficients[n] for n in names if not arrays[n][1]},
             padded_bytes={n: coefficients[n] for n in names if arrays[n][1]},
             margin=float(margin),
@@ -139,7 +146,8 @@ class ByteModel:
             Bytes.
         """
         arrays = self._checked(features)
-        return round(float(np.dot(_row(batch, arrays), self._coefficients(arrays))))
+        total = float(np.dot(_row(batch, arrays), self._coefficients(arrays)))
+        return round(max(total, self.least_bytes))
 
     def costs(self, features: Features) -> SampleCosts:
         """Return what each sample needs, margin included, for `BalancedBatchSampler`.
@@ -162,6 +170,7 @@ class ByteModel:
                 padded.append(whole_bytes(bytes_of, name=name))
         return SampleCosts(
             fixed_bytes=int(np.ceil(self.fixed_bytes * (1 + self.margin))),
+            least_bytes=int(np.ceil(self.least_bytes * (1 + self.margin))),
             summed_bytes=whole_bytes(summed, name="costs"),
             padded_bytes=tuple(padded),
         )
@@ -193,7 +202,10 @@ class ByteModel:
             raise ValueError(f"{path} does not hold a byte model: {error}") from error
 
     def __str__(self) -> str:
-        rows: list[tuple[str, object]] = [("fixed_bytes", round(self.fixed_bytes))]
+        rows: list[tuple[str, object]] = [
+            ("fixed_bytes", round(self.fixed_bytes)),
+            ("least_bytes", round(self.least_bytes)),
+        ]
         for name, value in {**self.summed_bytes, **self.padded_bytes}.items():
             padded = ", padded" if name in self.padded_bytes else ""
             rows.append((f"per {name}{padded}", f"{value:,.1f} B"))
@@ -223,11 +235,11 @@ class ByteModel:
 def probe_batches(
     features: Features, *, num_probes: int = 8, max_samples: int = 32, seed: int = _MIXED_SEED
 ) -> list[list[int]]:
-    """Choose batches to measure: few and many samples, the smallest, the largest and mixed ones.
+    """Choose batches to measure: few and many samples, small, large and mixed ones, the smallest.
 
     Example:
         >>> [len(batch) for batch in probe_batches({"nodes": range(100)}, num_probes=4)]
-        [32, 16, 8, 4]
+        [32, 16, 8, 1]
 
     Args:
         features: As for `ByteModel.fit`.
@@ -236,19 +248,48 @@ def probe_batches(
         seed: Of what is drawn.
 
     Returns:
-        The batches, the largest first.
+        The batches, the largest first; the last is the smallest sample alone.
     """
     arrays = _arrays(features)
     ranks = np.sum([values / max(float(values.max()), 1e-300) for values, _ in arrays.values()], 0)
     by_size = np.argsort(ranks, kind="stable")
     random = np.random.default_rng(seed)
-    batches = []
-    for probe in range(num_probes):
-        count = min(max(max_samples >> (probe // 2 if num_probes > 5 else probe), 1), len(ranks))
-        mixed = random.choice(len(ranks), count, replace=False)
-        kinds = (mixed, by_size[-count:], mixed, by_size[:count])
-        batches.append(kinds[probe % 4].tolist())
+    batches: list[list[int]] = []
+    for probe in range(num_probes - 1):
+        count = max_samples >> (probe // 2 if num_probes > 5 else probe)
+        count = min(max(count, 1), len(ranks))
+        among = _PROBED_RANKS[probe % len(_PROBED_RANKS)]
+        if among is None:
+            chosen = random.choice(len(ranks), count, replace=False)
+        else:
+            first = round(among * (len(ranks) - count))
+            chosen = by_size[first : first + count]
+        batches.append(chosen.tolist())
+    batches.append(by_size[:1].tolist())
     return batches
+
+
+def _fitted(rows: Floats, peaks: Floats) -> tuple[Floats, float]:
+    """Fit `max(rows @ x, least)` to the peaks: x and least.
+
+    Which probes are below `least` is not known; every peak is tried as the highest of them, and
+    `least` is nothing unless that makes the worst error much smaller.
+    """
+
+    def fit(least: float) -> tuple[float, Floats, float]:
+        above = peaks > _CLEARLY * least
+        weights = 1 / np.maximum(peaks[above], 1.0)
+        found = nonnegative_least_squares(rows[above] * weights[:, None], peaks[above] * weights)
+        errors = np.maximum(rows @ found, least) / np.maximum(peaks, 1.0) - 1
+        return float(np.abs(errors).max()), found, least
+
+    tries = [fit(0.0)]
+    for least in np.unique(peaks).tolist():
+        if (peaks > _CLEARLY * least).sum() >= min(rows.shape[1], len(peaks) - 1):
+            tries.append(fit(least))
+    best = min(tries, key=lambda each: each[0])
+    _, found, least = best if best[0] < tries[0][0] / 2 else tries[0]
+    return found, least
 
 
 def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:

@@ -36,6 +36,8 @@ class SampleCosts:
 
     fixed_bytes: int = 0
     """Bytes of every batch, whatever is in it."""
+    least_bytes: int = 0
+    """Bytes that even the smallest batch needs, at another moment of the step: the optimizer's."""
     summed_bytes: Integers
     """Bytes that a sample adds to any batch: int64 of shape `[num_samples]`."""
     padded_bytes: tuple[Integers, ...] = field(default=())
@@ -53,26 +55,28 @@ class SampleCosts:
             samples: Numbers of its samples.
 
         Returns:
-            Bytes; `fixed_bytes` for an empty batch.
+            Bytes.
         """
         chosen = np.asarray(samples, dtype=np.int64)
         if len(chosen) == 0:
-            return self.fixed_bytes
+            return max(self.fixed_bytes, self.least_bytes)
         padded = sum(int(each[chosen].max()) for each in self.padded_bytes)
-        return self.fixed_bytes + int(self.summed_bytes[chosen].sum()) + len(chosen) * padded
+        total = self.fixed_bytes + int(self.summed_bytes[chosen].sum()) + len(chosen) * padded
+        return max(total, self.least_bytes)
 
     def alone(self) -> Integers:
         """Return the bytes of every sample as a batch of its own: int64 of `[num_samples]`."""
         total = self.summed_bytes + self.fixed_bytes
         for each in self.padded_bytes:
             total = total + each
-        return total
+        return np.maximum(total, self.least_bytes)
 
     def extended(self, more_bytes: Sequence[int]) -> SampleCosts:
         """Return these costs with further samples, which are not padded."""
         added = np.asarray(more_bytes, dtype=np.int64)
         return SampleCosts(
             fixed_bytes=self.fixed_bytes,
+            least_bytes=self.least_bytes,
             summed_bytes=np.concatenate([self.summed_bytes, added]),
             padded_bytes=tuple(
                 np.concatenate([each, np.zeros_like(added)]) for each in self.padded_bytes

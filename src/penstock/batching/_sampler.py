@@ -484,7 +484,7 @@ class BalancedBatchSampler(Sampler[list[Any]]):
         costs = self._costs
         if isinstance(costs, SampleCosts):
             arrays = [costs.summed_bytes, *costs.padded_bytes]
-            digest.update(str(costs.fixed_bytes).encode())
+            digest.update(f"{costs.fixed_bytes} {costs.least_bytes}".encode())
         else:
             arrays = [costs]
         for array in [*arrays, self._packed, self._alone]:
