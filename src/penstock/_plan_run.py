@@ -197,7 +197,7 @@ def make_plan(
         operator_seconds=task.operator_seconds,
         budget=budget,
         machine=task.machine,
-        links=None if below is None else (below.out, below.back),
+        links=[] if below is None else [(below.out, below.back)],
         bound=lower_bound(
             task.graph,
             task.operator_seconds,

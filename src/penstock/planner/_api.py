@@ -150,8 +150,8 @@ def _tiers(
     device_memory: int | str | None,
     host_memory: int | str | None,
     store: FileStore | str | os.PathLike[str] | None,
-) -> tuple[Budget, tuple[Link, Link] | None, MachineProfile]:
-    """Budgets in bytes, the links to the tier below, and the profile with these links."""
+) -> tuple[Budget, list[tuple[Link, Link]], MachineProfile]:
+    """Budgets in bytes, the links to the tiers below, and the profile with these links."""
     links, tiers = dict(profile.links), dict(profile.tiers)
     host_bytes = None if host_memory is None else parse_bytes(host_memory, name="host_memory")
     if host_bytes is None and store is None and Tier.HOST in tiers:
@@ -173,19 +173,18 @@ def _tiers(
         host_bytes=host_bytes,
         file_bytes=file_bytes,
     )
+    below = []
     if host_bytes:
-        below = (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)
-    elif store is not None:
-        below = (Link.DEVICE_TO_FILE, Link.FILE_TO_DEVICE)
-        missing = [link.value for link in below if link not in links]
+        below.append((Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE))
+    if store is not None:
+        below.append((Link.DEVICE_TO_FILE, Link.FILE_TO_DEVICE))
+        missing = [link.value for link in below[-1] if link not in links]
         if missing:
             raise ValueError(
                 f"store={os.fspath(FileStore.of(store).path)!r}: the profile of machine "
                 f"{profile.name!r} does not say how fast {missing[0]} is; pass "
                 "machine=penstock.probe(store)"
             )
-    else:
-        below = None
     return budget, below, dataclasses.replace(profile, links=links, tiers=tiers)
 
 

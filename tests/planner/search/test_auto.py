@@ -14,7 +14,7 @@ from penstock.planner import Bound, Budget, check
 from penstock.planner.search._auto_plan import plan_auto
 from penstock.planner.search._engine import OperatorSequence, Problem
 
-LINKS = (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)
+LINKS = [(Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)]
 
 
 def planned(graph, seconds, device_bytes, *, links=LINKS, rate=256.0, **options):
@@ -82,11 +82,11 @@ def test_no_tier_below_means_recomputation_or_nothing():
     graph = chain_step(12, weight_bytes=256, activation_bytes=65536)
     seconds = [1.0] * len(graph.operators)
     peak = int(program(graph, seconds).base.max())
-    plan = planned(graph, seconds, peak * 2 // 3, links=None, time_limit=2)
+    plan = planned(graph, seconds, peak * 2 // 3, links=[], time_limit=2)
     check(graph, plan)
     assert plan.recomputed and not plan.transfers
     with pytest.raises(InfeasibleError, match="no tier"):
-        planned(graph, seconds, peak * 2 // 3, links=None, recompute=False)
+        planned(graph, seconds, peak * 2 // 3, links=[], recompute=False)
 
 
 def test_too_small_a_budget_names_the_operator_and_what_it_needs():

@@ -18,7 +18,7 @@ from penstock.graph import StepGraph
 from penstock.planner.search._drops import Drops
 from penstock.planner.search._engine import OperatorSequence, Problem, Taste
 from penstock.planner.search._recompute import Recomputation
-from penstock.planner.search._residency import Rates, Residency, ResidencySearch
+from penstock.planner.search._residency import Below, Residency, ResidencySearch
 
 _FRACTIONS = (0.25, 0.5, 0.75)
 _NUM_FINALISTS = 3
@@ -52,7 +52,7 @@ class AutoSearch:
         graph: The graph.
         operator_seconds: Time of each operator.
         capacity: Bytes of the arena.
-        rates: Of the links; None: there is nowhere to go.
+        below: Where bytes can go; None: nowhere.
         reorder: Whether the order may change.
         recompute: Whether operators may run again.
         deadline: Time by `time.monotonic` at which to stop.
@@ -66,7 +66,7 @@ class AutoSearch:
         operator_seconds: np.ndarray,
         *,
         capacity: int,
-        rates: Rates | None,
+        below: Below | None,
         reorder: bool,
         recompute: bool,
         deadline: float,
@@ -75,7 +75,7 @@ class AutoSearch:
     ) -> None:
         self.problem = Problem(graph, operator_seconds)
         self.capacity = capacity
-        self.rates = rates
+        self.below = below
         self.reorder = reorder
         self.recompute = recompute
         self.deadline = deadline
@@ -84,7 +84,10 @@ class AutoSearch:
         self._candidates: dict[bytes, Candidate] = {}  # by the sequence of operators
         self._on_better = on_better
         self._recomputation = Recomputation(graph)
-        one_way = rates.out * rates.back / (rates.out + rates.back) if rates else 1e9
+        one_way = 1e9
+        if below is not None:
+            rate = below.rates[0]
+            one_way = rate.out * rate.back / (rate.out + rate.back)
         self._drops = Drops(graph, self._recomputation, self.problem.operator_seconds, one_way)
         self._program = np.arange(len(graph.operators), dtype=np.int32)
 
@@ -174,7 +177,7 @@ class AutoSearch:
             return None
         if self.best is not None and sequence.compute_seconds >= self.best.seconds:
             return None
-        residency = ResidencySearch(sequence, self.capacity, self.rates).quick()
+        residency = ResidencySearch(sequence, self.capacity, self.below).quick()
         if residency is None:
             return None
         candidate = Candidate(order, dropped, residency)
@@ -226,7 +229,7 @@ class AutoSearch:
 
     def _refine(self, candidate: Candidate, deadline: float) -> None:
         """Improve the residency of a candidate; it may become the best."""
-        search = ResidencySearch(candidate.residency.sequence, self.capacity, self.rates)
+        search = ResidencySearch(candidate.residency.sequence, self.capacity, self.below)
         search.refine(
             candidate.residency,
             deadline=deadline,
@@ -273,7 +276,7 @@ class AutoSearch:
         sequence = self._sequence(order, dropped)
         if sequence is None or sequence.compute_seconds >= best.seconds:
             return False
-        search = ResidencySearch(sequence, self.capacity, self.rates)
+        search = ResidencySearch(sequence, self.capacity, self.below)
         shares = best.residency.shares
         at = np.linspace(0, len(shares) - 1, len(sequence.order)).round().astype(int)
         found = search.at(shares[at])

@@ -15,29 +15,21 @@ import numpy as np
 
 from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
-from penstock.memory import Link, MachineProfile
+from penstock.memory import Link, MachineProfile, Tier
 from penstock.planner._plan import Bound, Budget, Found, Plan
 from penstock.planner._simulate import simulate
+from penstock.planner.search._addresses import addressed
 from penstock.planner.search._auto import AutoSearch, Candidate
-from penstock.planner.search._emit import Movement, emit
-from penstock.planner.search._engine import OperatorSequence, Problem
+from penstock.planner.search._emit import emit
+from penstock.planner.search._engine import OperatorSequence, Problem, Rates
 from penstock.planner.search._finish import MAX_OPERATORS, MAX_SECONDS, finish
-from penstock.planner.search._residency import Rates, Residency, ResidencySearch
+from penstock.planner.search._residency import Below, Residency, ResidencySearch
 from penstock.units import format_bytes
 
 _SEARCH_SHARE = 0.65  # of the time; the rest is for addresses
-_TARGETS = (
-    0.995,
-    0.99,
-    0.98,
-    0.97,
-    0.95,
-    0.92,
-    0.85,
-    0.7,
-    0.4,
-    0.0,
-)  # of the arena, for the search
+# Shares of the arena for which the residency is chosen, when it gets addresses.
+_TARGETS = (0.99, 0.97, 0.95, 0.92, 0.85, 0.7, 0.4, 0.0)
+_WORTH_IT = 0.998  # of the best time: nothing below it is looked for
 
 
 def plan_auto(
@@ -46,7 +38,7 @@ def plan_auto(
     operator_seconds: Sequence[float],
     budget: Budget,
     machine: MachineProfile,
-    links: tuple[Link, Link] | None,
+    links: Sequence[tuple[Link, Link]],
     bound: Bound,
     reorder: bool = True,
     recompute: bool = True,
@@ -61,7 +53,8 @@ def plan_auto(
         operator_seconds: Time of each operator.
         budget: Of the tiers.
         machine: Its links give the times of transfers.
-        links: Out of the device and back; None: nothing may leave.
+        links: Out of the device and back, for each tier below that may be used, the fastest first;
+            none: nothing may leave.
         bound: What no plan under the same frozen decisions can beat.
         reorder: Whether the order may change.
         recompute: Whether operators may run again.
@@ -100,9 +93,9 @@ def plan_auto(
         )
     except InfeasibleError as error:
         failure = error
-    below = (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)
+    below = [(Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)]
     is_small = len(graph.operators) <= MAX_OPERATORS and budget.device_bytes is not None
-    if is_small and links == below and (failure is None or not failure.proved):
+    if is_small and list(links) == below and (failure is None or not failure.proved):
         best = finish(
             graph,
             found,
@@ -113,7 +106,10 @@ def plan_auto(
             recompute=recompute,
             deadline=min(deadline, time.monotonic() + MAX_SECONDS),
         )
-        if best is not None and best is not found:
+        room = (
+            budget.host_bytes is None or best is None or best.peak_host_bytes <= budget.host_bytes
+        )
+        if best is not None and best is not found and room:
             report(best.step_seconds)
             found = dataclasses.replace(best, bound=bound, method="auto", seed=seed)
     if found is None:
@@ -129,7 +125,7 @@ def _searched(
     operator_seconds: Sequence[float],
     budget: Budget,
     machine: MachineProfile,
-    links: tuple[Link, Link] | None,
+    links: Sequence[tuple[Link, Link]],
     bound: Bound,
     reorder: bool,
     recompute: bool,
@@ -142,15 +138,12 @@ def _searched(
     workspace = max((operator.workspace_bytes for operator in graph.operators), default=0)
     capacity = _arena_capacity(graph, operator_seconds, budget, workspace)
 
-    rates = None
-    if links is not None:
-        out, back = (machine.links[link].bytes_per_second for link in links)
-        rates = Rates(out, back)
+    below = _below(budget, machine, links)
     search = AutoSearch(
         graph,
         np.asarray(operator_seconds, np.float64),
         capacity=capacity,
-        rates=rates,
+        below=below,
         reorder=reorder,
         recompute=recompute,
         deadline=begin + (deadline - begin) * _SEARCH_SHARE,
@@ -164,16 +157,17 @@ def _searched(
             raise
         best = search.best
     if best is None:
-        raise _infeasible(graph, operator_seconds, capacity, workspace, rates)
-    residency, movement = _best_with_addresses(
+        tier = links[0][0].destination if links else Tier.HOST
+        raise _infeasible(graph, operator_seconds, capacity, workspace, below, tier)
+    residency, offsets = _best_with_addresses(
         search.finalists(),
         capacity,
-        rates,
-        links,
+        below,
         workspace=workspace,
         deadline=deadline,
         seed=seed,
     )
+    movement = emit(residency, offsets, links)
     plan = Plan(
         graph_digest=graph.digest,
         order=tuple(residency.sequence.order.tolist()),
@@ -207,18 +201,30 @@ def _arena_capacity(
     return int(program.base.max(initial=0) * 1.02) + 1
 
 
+def _below(
+    budget: Budget, machine: MachineProfile, links: Sequence[tuple[Link, Link]]
+) -> Below | None:
+    if not links:
+        return None
+    rates = tuple(
+        Rates(machine.links[out].bytes_per_second, machine.links[back].bytes_per_second)
+        for out, back in links
+    )
+    is_host = links[0][0].destination == Tier.HOST
+    return Below(rates, budget.host_bytes if is_host else budget.file_bytes)
+
+
 def _best_with_addresses(
     finalists: Sequence[Candidate],
     capacity: int,
-    rates: Rates | None,
-    links: tuple[Link, Link] | None,
+    below: Below | None,
     *,
     workspace: int,
     deadline: float,
     seed: int,
-) -> tuple[Residency, Movement]:
+) -> tuple[Residency, list[int]]:
     """The finalist that is the fastest once it has addresses."""
-    best: tuple[Residency, Movement] | None = None
+    best: tuple[Residency, list[int]] | None = None
     failure: InfeasibleError | None = None
     for candidate in finalists:
         if best is not None and (
@@ -229,8 +235,7 @@ def _best_with_addresses(
             found = _with_addresses(
                 candidate.residency,
                 capacity,
-                rates,
-                links,
+                below,
                 workspace=workspace,
                 deadline=deadline,
                 seed=seed,
@@ -250,32 +255,33 @@ def _best_with_addresses(
 def _with_addresses(
     residency: Residency,
     capacity: int,
-    rates: Rates | None,
-    links: tuple[Link, Link] | None,
+    below: Below | None,
     *,
     workspace: int,
     deadline: float,
     seed: int,
-) -> tuple[Residency, Movement]:
-    """Pack; as long as that does not fit, choose the residency for less."""
-    out_link, back_link = links or (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)
+) -> tuple[Residency, list[int]]:
+    """Addresses for a choice, or for one that leaves more room where these cost less time."""
+    best: tuple[Residency, list[int]] | None = None
     failure: InfeasibleError | None = None
-    pack_seconds = min(max(0.5, (deadline - time.monotonic()) / 8), 2.0)
-    choices = _ever_smaller(residency, capacity, rates)
-    for choice in choices:
+    pack_seconds = min(max(0.5, (deadline - time.monotonic()) / 16), 2.0)
+    for choice in _ever_smaller(residency, capacity, below):
+        if best is not None and time.monotonic() > deadline:
+            break
+        if best is not None and choice.seconds >= best[0].seconds * _WORTH_IT:
+            continue
         try:
-            return choice, emit(
-                choice,
-                out_link=out_link,
-                back_link=back_link,
-                capacity=capacity,
-                pack_seconds=pack_seconds,
-                seed=seed,
+            found = addressed(
+                choice, capacity, below, pack_seconds=pack_seconds, deadline=deadline, seed=seed
             )
         except InfeasibleError as error:
             if failure is None or _minimum(error) < _minimum(failure):
                 failure = error
-        pack_seconds = 0.5
+            continue
+        if best is None or found[0].seconds < best[0].seconds:
+            best = found
+    if best is not None:
+        return best
     assert failure is not None
     minimum = _minimum(failure) + workspace
     raise InfeasibleError(
@@ -292,10 +298,10 @@ def _minimum(error: InfeasibleError) -> int:
     return error.minimum_device_bytes
 
 
-def _ever_smaller(residency: Residency, capacity: int, rates: Rates | None) -> Iterator[Residency]:
+def _ever_smaller(residency: Residency, capacity: int, below: Below | None) -> Iterator[Residency]:
     """The choice itself, then choices for less and less, down to what the operators need."""
     yield residency
-    if rates is None:
+    if below is None:
         return
     sequence = residency.sequence
     least = int(sequence.working_set.max(initial=0))
@@ -304,11 +310,11 @@ def _ever_smaller(residency: Residency, capacity: int, rates: Rates | None) -> I
     for shares in (residency.shares, np.zeros_like(residency.shares)):
         for fraction in _TARGETS:
             target = max(least, int(capacity * fraction))
-            found = ResidencySearch(sequence, target, rates).at(shares)
+            found = ResidencySearch(sequence, target, below).at(shares)
             if found is not None and (key := found.replay.in_start.tobytes()) not in seen:
                 seen.add(key)
                 yield found
-    yield from filter(None, [ResidencySearch(sequence, least, rates, horizon=0).at(shares * 0)])
+    yield from filter(None, [ResidencySearch(sequence, least, below, horizon=0).at(shares * 0)])
 
 
 def _infeasible(
@@ -316,18 +322,24 @@ def _infeasible(
     operator_seconds: Sequence[float],
     capacity: int,
     workspace: int,
-    rates: Rates | None,
+    below: Below | None,
+    tier: Tier,
 ) -> InfeasibleError:
     problem = Problem(graph, operator_seconds)
     sequence = OperatorSequence(problem, np.arange(len(graph.operators)))
-    needed = sequence.base if rates is None else sequence.working_set
+    if below is not None and below.first_bytes is not None:
+        anything_goes = dataclasses.replace(below, first_bytes=None)
+        residency = ResidencySearch(sequence, capacity, anything_goes).quick()
+        if residency is not None:
+            return _too_little_below(residency, below.first_bytes, workspace, tier)
+    needed = sequence.base if below is None else sequence.working_set
     position = int(np.argmax(needed))
     name = graph.operators[int(sequence.order[position])].name
     arena = int(needed[position])
-    minimum = _with_room_for_addresses(sequence, arena, rates) + workspace
+    minimum = _with_room_for_addresses(sequence, arena, below) + workspace
     reason = (
         "there is no tier to which anything could leave: pass store= (or host_memory=), or raise it"
-        if rates is None
+        if below is None
         else "nothing but its own operands and results is there then: raise it, or split it"
     )
     return InfeasibleError(
@@ -335,20 +347,38 @@ def _infeasible(
         f"needs {format_bytes(minimum)} with its workspace; {reason}",
         minimum_device_bytes=minimum,
         operator=name,
-        proved=arena > capacity and rates is not None,
+        proved=arena > capacity and below is not None,
     )
 
 
-def _with_room_for_addresses(sequence: OperatorSequence, arena: int, rates: Rates | None) -> int:
+def _too_little_below(
+    residency: Residency, given: int, workspace: int, tier: Tier
+) -> InfeasibleError:
+    """The tier below is too small for what has to leave."""
+    sequence = residency.sequence
+    low, high = given, given + int(sequence.gap_bytes[residency.evicted != 0].sum())
+    while low < high:
+        middle = (low + high) // 2
+        outside = sequence.tiers(residency.evicted, middle)[residency.evicted != 0].any()
+        low, high = (middle + 1, high) if outside else (low, middle)
+    position = int(np.argmax(sequence.base))
+    name = "host_memory" if tier == Tier.HOST else "store"
+    return InfeasibleError(
+        f"{name}={given} bytes: what has to leave the device needs {low} bytes there; raise it, or "
+        "device_memory=",
+        minimum_device_bytes=int(sequence.base[position] * 1.02) + 1 + workspace,
+        operator=sequence.problem.graph.operators[int(sequence.order[position])].name,
+        proved=False,
+    )
+
+
+def _with_room_for_addresses(sequence: OperatorSequence, arena: int, below: Below | None) -> int:
     """The least arena for which a plan was found, from the bytes that operators need on."""
-    residency = ResidencySearch(sequence, arena, rates).quick()
+    residency = ResidencySearch(sequence, arena, below).quick()
     if residency is None:
         return arena
-    links = None if rates is None else (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)
     try:
-        _with_addresses(
-            residency, arena, rates, links, workspace=0, deadline=time.monotonic(), seed=0
-        )
+        _with_addresses(residency, arena, below, workspace=0, deadline=time.monotonic(), seed=0)
     except InfeasibleError as error:
         return _minimum(error)
     return arena

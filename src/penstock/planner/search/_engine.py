@@ -10,9 +10,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +35,32 @@ _SMALL_GRAPH_BYTES = 2**16
 MIN_EVICTED_BYTES = 64 * 1024
 # How far ahead, in positions, values are fetched.
 HORIZON = 4096
+
+
+# `out_end` of what has not left by the end of the replay: it leaves as late as it may.
+NEVER = np.iinfo(np.int32).max
+NUM_TASTES = 3
+# A stay as `struct Stay` of engine.cpp has it.
+STAY = np.dtype(
+    [
+        ("offset", np.int64),
+        ("bytes", np.int64),
+        ("from", np.float64),
+        ("until", np.float64),
+        ("start", np.int32),
+        ("end", np.int32),
+        ("arrives", np.int32),
+        ("leaves", np.int32),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes per second out of the device and back."""
+
+    out: float
+    back: float
 
 
 class Replay(NamedTuple):
@@ -258,22 +286,70 @@ class OperatorSequence:
     def replay(
         self,
         evicted: np.ndarray,
-        capacity: int,
+        room: int | np.ndarray,
+        rates: SequenceOf[Rates],
         *,
-        out_bytes_per_second: float,
-        in_bytes_per_second: float,
+        tier: np.ndarray | None = None,
         horizon: int = HORIZON,
     ) -> Replay:
-        """Time a step in which the objects of the evicted gaps leave and come back."""
-        out_end = np.full(len(evicted), -1, np.int32)
+        """Time a step in which the objects of the evicted gaps leave and come back.
+
+        Args:
+            evicted: For each gap whether its object leaves.
+            room: Bytes of the arena; or stays with addresses (`STAY`), which then wait for
+                each other.
+            rates: Of the links to the tier below, and of those to a second one, if any.
+            tier: For each gap to which of them its object goes; None: to the first.
+            horizon: How many positions ahead values may be fetched.
+        """
+        library = _library()
+        if isinstance(room, np.ndarray):
+            where = (_pointer(room), len(room))
+            return self._replay(library.sequence_replay_at, where, evicted, rates, tier, horizon)
+        return self._replay(library.sequence_replay, (room,), evicted, rates, tier, horizon)
+
+    def stack(self, stays: np.ndarray, capacity: int, *, step_seconds: float, taste: int) -> int:
+        """Give stays offsets at which they wait little for each other.
+
+        Args:
+            stays: `STAY`s; gets the offsets.
+            capacity: Bytes of the arena.
+            step_seconds: Time of a step, as far as it is known.
+            taste: Who is preferred among equals, below `NUM_TASTES`.
+
+        Returns:
+            The position at which one found no room; -1 if all have an offset.
+        """
+        n = len(self.order)
+        live = np.zeros(2 * n + 1, np.int64)
+        np.add.at(live, stays["start"], stays["bytes"])
+        np.add.at(live, stays["end"], -stays["bytes"])
+        live = np.cumsum(live[:-1])
+        fullest = int(np.argmax(live[:n] + live[n:]))
+        return _library().stack(
+            _pointer(stays), len(stays), n, capacity, fullest, step_seconds, taste
+        )
+
+    def _replay(
+        self,
+        function: Callable[..., int],
+        where: tuple[Any, ...],
+        evicted: np.ndarray,
+        rates: SequenceOf[Rates],
+        tier: np.ndarray | None,
+        horizon: int,
+    ) -> Replay:
+        out_end = np.full(len(evicted), NEVER, np.int32)
         in_start = np.full(len(evicted), np.iinfo(np.int32).min, np.int32)
         starts = np.empty(len(self.order))
         seconds = ctypes.c_double()
-        overflow = _library().sequence_replay(
+        pace = ctypes.c_double * 2
+        overflow = function(
             self._handle,
-            capacity,
-            1 / out_bytes_per_second,
-            1 / in_bytes_per_second,
+            *where,
+            pace(*(1 / rate.out for rate in rates)),
+            pace(*(1 / rate.back for rate in rates)),
+            None if tier is None else _pointer(tier),
             _pointer(evicted),
             horizon,
             _pointer(out_end),
@@ -282,6 +358,15 @@ class OperatorSequence:
             ctypes.byref(seconds),
         )
         return Replay(seconds.value, overflow, out_end, in_start, starts)
+
+    def tiers(self, evicted: np.ndarray, host_bytes: int) -> np.ndarray:
+        """For each evicted gap 0 if its object goes to the host, 1 if to the file.
+
+        The host takes what moves often and stays there briefly, as long as there is room.
+        """
+        tier = np.zeros(len(evicted), np.uint8)
+        _library().sequence_place_below(self._handle, _pointer(evicted), host_bytes, _pointer(tier))
+        return tier
 
 
 def recomputed(order: np.ndarray, num_operators: int) -> np.ndarray:
@@ -342,6 +427,7 @@ def _pointer(array: np.ndarray) -> ctypes.c_void_p:
 def _library() -> ctypes.CDLL:
     library = load_library("planner_engine", _SOURCE, flags=("-O3",))
     pointer, i32, i64, double = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
+    replay_tail = [*[pointer] * 4, i32, *[pointer] * 4]
     signatures = {
         "problem_new": (pointer, [i32, i32, *[pointer] * 9]),
         "problem_free": (None, [pointer]),
@@ -357,8 +443,11 @@ def _library() -> ctypes.CDLL:
         "sequence_dirty": (None, [pointer] * 3),
         "sequence_replay": (
             i64,
-            [pointer, i64, double, double, pointer, i32, pointer, pointer, pointer, pointer],
+            [pointer, i64, *replay_tail],
         ),
+        "sequence_replay_at": (i64, [pointer, pointer, i32, *replay_tail]),
+        "stack": (i32, [pointer, i32, i32, i64, i32, double, i32]),
+        "sequence_place_below": (None, [pointer, pointer, i64, pointer]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

@@ -14,19 +14,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.planner.search._engine import HORIZON, OperatorSequence, Replay
+from penstock.planner.search._engine import HORIZON, OperatorSequence, Rates, Replay
 
 SHARES = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.25)
 _QUICK_SHARES = (1.0, 0.92, 0.8, 0.65, 0.45)
 _MAX_SEGMENTS = 32
+_NUM_TRIES_BELOW = 5
 
 
 @dataclass(frozen=True)
-class Rates:
-    """Bytes per second out of the device and back."""
+class Below:
+    """Where bytes can go.
 
-    out: float
-    back: float
+    Attributes:
+        rates: Of the links to the first tier, and of those to the second one, if there is one.
+        first_bytes: Bytes of the first tier; None: as many as needed.
+    """
+
+    rates: tuple[Rates, ...]
+    first_bytes: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,12 +44,14 @@ class Residency:
         evicted: For each gap whether its object leaves.
         replay: What the step then takes, and when things move.
         shares: By position the share of the capacity for which the choice was made.
+        tier: For each gap to which tier its object goes; None: all to the first.
     """
 
     sequence: OperatorSequence
     evicted: np.ndarray
     replay: Replay
     shares: np.ndarray
+    tier: np.ndarray | None = None
 
     @property
     def seconds(self) -> float:
@@ -57,7 +65,7 @@ class ResidencySearch:
     Args:
         sequence: The order.
         capacity: Bytes of the arena.
-        rates: Of the links; None: there is nowhere to go, so nothing leaves.
+        below: Where bytes can go; None: nowhere, so nothing leaves.
         horizon: How many positions ahead values may be fetched.
     """
 
@@ -65,37 +73,59 @@ class ResidencySearch:
         self,
         sequence: OperatorSequence,
         capacity: int,
-        rates: Rates | None,
+        below: Below | None,
         *,
         horizon: int = HORIZON,
     ) -> None:
         self.horizon = horizon
         self.sequence = sequence
         self.capacity = capacity
-        self.rates = rates
+        self.below = below
         self._needed = sequence.working_set
 
     def at(self, shares: np.ndarray) -> Residency | None:
         """The choice for a profile; None if it does not fit."""
-        sequence, rates = self.sequence, self.rates
-        if rates is None:
-            evicted = np.zeros(len(sequence.gap_object), np.uint8)
+        sequence = self.sequence
+        if self.below is None:
             if sequence.base.max(initial=0) > self.capacity:
                 return None
-            rates = Rates(1.0, 1.0)
+            evicted, tier = np.zeros(len(sequence.gap_object), np.uint8), None
         else:
-            target = (self.capacity * shares).astype(np.int64)
-            evicted, _ = sequence.choose(np.maximum(target, self._needed))
+            target = np.maximum((self.capacity * shares).astype(np.int64), self._needed)
+            chosen = self._chosen(target, self.below)
+            if chosen is None:
+                return None
+            evicted, tier = chosen
         replay = sequence.replay(
             evicted,
             self.capacity,
-            out_bytes_per_second=rates.out,
-            in_bytes_per_second=rates.back,
+            self.below.rates if self.below else (Rates(1.0, 1.0),),
+            tier=tier,
             horizon=self.horizon,
         )
         if replay.overflow > 0:
             return None
-        return Residency(sequence, evicted, replay, shares)
+        return Residency(sequence, evicted, replay, shares, tier)
+
+    def _chosen(
+        self, target: np.ndarray, below: Below
+    ) -> tuple[np.ndarray, np.ndarray | None] | None:
+        """What leaves, and to which tier; None if there is too little room below."""
+        evicted, _ = self.sequence.choose(target)
+        if below.first_bytes is None:
+            return evicted, None
+        tier = self.sequence.tiers(evicted, below.first_bytes)
+        if len(below.rates) > 1:
+            return evicted, tier
+        stays = np.zeros(len(evicted))
+        for _ in range(_NUM_TRIES_BELOW):
+            outside = (tier != 0) & (evicted != 0)
+            if not outside.any():
+                return evicted, None
+            stays[outside] = -1e12  # behind everything else
+            evicted, _ = self.sequence.choose(target, bias=stays)
+            tier = self.sequence.tiers(evicted, below.first_bytes)
+        return None
 
     def quick(self) -> Residency | None:
         """The best of a few uniform profiles."""
@@ -116,7 +146,7 @@ class ResidencySearch:
             The best found.
         """
         elapsed = np.cumsum(self.sequence.problem.operator_seconds[self.sequence.order])
-        if self.rates is None or not best.evicted.any() or not elapsed[-1] > 0:
+        if self.below is None or not best.evicted.any() or not elapsed[-1] > 0:
             return best
         num_segments = 1
         while num_segments <= _MAX_SEGMENTS:

@@ -7,11 +7,14 @@
 // the gap of a persistent object after its last use goes on at the beginning of the next step.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <map>
 #include <numeric>
 #include <queue>
+#include <tuple>
 #include <vector>
 
 namespace {
@@ -320,142 +323,461 @@ struct Timing {
   i64 overflow = 0;
 };
 
-// Replays three steps: what is evicted leaves as soon as it may, what is needed comes back as early
-// as there is room for good, in the order of its use. The third gives the times and the windows.
-Timing replay(const Sequence& s, i64 capacity, double out_seconds_per_byte, double in_seconds_per_byte,
-              const std::uint8_t* evicted, i32 horizon, i32* out_end, i32* in_start, double* starts) {
-  constexpr int kSteps = 3;
+constexpr int kTiers = 2;  // below the device: the host, and the file
+
+// The links to the tiers below, each with a queue of its own in either direction.
+struct Links {
+  double out[kTiers], in[kTiers];  // seconds per byte
+  const std::uint8_t* tier;        // of each gap; null: all go to the first
+  i32 of(i32 gap) const { return tier ? tier[gap] : 0; }
+};
+
+// Room by bytes: whatever fits fits, wherever it may lie.
+class ByteRoom {
+ public:
+  static constexpr int kSteps = 3, kRead = 2, kReadOut = 1;  // steps replayed; those that are read off
+  static constexpr bool kStopsWhenFull = false;
+  ByteRoom(const Sequence& s, i64 capacity, const std::uint8_t* evicted)
+      : s_(s), capacity_(capacity), certain_((kSteps + 1) * s.length) {
+    std::vector<i64> live(s.base);
+    for (i32 g = 0; g < static_cast<i32>(s.gaps.size()); ++g) {
+      const Gap& gap = s.gaps[g];
+      const i64 bytes = s.problem.bytes[gap.object];
+      if (!evicted[g]) {
+        if (gap.end >= s.length || gap.start < 0) used_ += bytes;  // there when a step begins
+        continue;
+      }
+      i32 first, last, wrapped;
+      span(s, gap, first, last, wrapped);
+      for (i32 q = first; q < last; ++q) live[q] -= bytes;
+      for (i32 q = 0; q < wrapped; ++q) live[q] -= bytes;
+    }
+    for (size_t q = 0; q < certain_.size(); ++q) certain_[q] = live[q % s.length];
+  }
+  void need(i32 position) { need_ = s_.created[position] - s_.handed[position]; }
+  void need_arrival(i32 gap) { need_ += bytes(gap); }
+  bool fits() const { return used_ + need_ <= capacity_; }
+  i64 take() {
+    used_ += need_;
+    return used_ - capacity_;
+  }
+  // Whether a gap's object may come back for a use at `use`, both counted over all steps.
+  bool take_early(i32 gap, i32 absolute, i32 use) {
+    const i64 more = bytes(gap);
+    if (used_ + more > capacity_) return false;
+    for (i32 q = use - 1; q >= absolute; --q)
+      if (certain_[q] + more > capacity_) return false;
+    for (i32 q = absolute; q < use; ++q) certain_[q] += more;
+    used_ += more;
+    return true;
+  }
+  void leave(i32 gap) { used_ -= bytes(gap); }
+  void after(i32 position) {
+    for (i32 object : s_.dying[position])
+      if (object != s_.handed_from[position]) used_ -= s_.problem.bytes[object];
+    if (position != s_.length - 1) return;
+    for (i32 object = 0; object < s_.problem.num_objects; ++object)
+      if ((s_.problem.flags[object] & kKept) && !(s_.problem.flags[object] & kPersistent))
+        used_ -= s_.problem.bytes[object];
+  }
+
+ private:
+  i64 bytes(i32 gap) const { return s_.problem.bytes[s_.gaps[gap].object]; }
+  const Sequence& s_;
+  i64 capacity_, used_ = 0, need_ = 0;
+  std::vector<i64> certain_;  // live bytes by position, with what was fetched ahead
+};
+
+// An object, or several of which each takes over the room of the one before, at one address.
+struct Stay {
+  i64 offset, bytes;
+  double from, until;  // when it would like its room, and when that is free again, if all goes well
+  i32 start, end;  // from the first use to behind the last; an end beyond the step is in the next
+  i32 arrives;     // gap after which it comes back; -1: made there, -2: there already
+  i32 leaves;      // gap in which it leaves; -1: it is not needed any more, -2: it never ends
+};
+
+// Room by addresses: who comes to an address waits until all who were there before have gone.
+class AddressRoom {
+ public:
+  static constexpr int kSteps = 4, kRead = 2, kReadOut = 2;
+  static constexpr bool kStopsWhenFull = true;
+  AddressRoom(const Sequence& s, const Stay* stays, i32 num_stays)
+      : s_(s), stays_(stays), num_stays_(num_stays), successors_(num_stays), num_before_(num_stays, 0),
+        gone_(num_stays, 0), made_(s.length), dying_(s.length), arriving_(s.gaps.size(), -1),
+        leaving_(s.gaps.size(), -1) {
+    std::vector<i32> by_start(num_stays);
+    std::iota(by_start.begin(), by_start.end(), 0);
+    std::stable_sort(by_start.begin(), by_start.end(), [&](i32 a, i32 b) { return stays[a].start < stays[b].start; });
+    for (i32 round = 0; round < 2; ++round)
+      for (i32 stay : by_start) put(stay, round);
+    for (i32 stay = 0; stay < num_stays; ++stay) {
+      const Stay& it = stays[stay];
+      if (it.arrives >= 0) arriving_[it.arrives] = stay;
+      if (it.arrives == -1) made_[it.start].push_back(stay);
+      if (it.leaves >= 0) leaving_[it.leaves] = stay;
+      if (it.leaves == -1) dying_[(it.end - 1) % s.length].push_back(stay);
+    }
+  }
+  void need(i32 position) { needed_ = made_[position]; }
+  void need_arrival(i32 gap) { needed_.push_back(arriving_[gap]); }
+  bool fits() const {
+    return std::all_of(needed_.begin(), needed_.end(), [&](i32 stay) { return is_free(stay); });
+  }
+  i64 take() {
+    i64 missing = 0;
+    for (i32 stay : needed_) {
+      if (!is_free(stay)) missing += stays_[stay].bytes;
+      gone_[stay] -= num_before_[stay];
+    }
+    return missing;
+  }
+  bool take_early(i32 gap, i32, i32) {
+    const i32 stay = arriving_[gap];
+    if (!is_free(stay)) return false;
+    gone_[stay] -= num_before_[stay];
+    return true;
+  }
+  void leave(i32 gap) { end(leaving_[gap]); }
+  void after(i32 position) {
+    for (i32 stay : dying_[position]) end(stay);
+  }
+  // Whoever leaves has left when the next one at its address comes, in all steps.
+  void clamp(const i32* in_start, i32* out_end) const {
+    const i32 n = s_.length;
+    for (i32 before = 0; before < num_stays_; ++before) {
+      const Stay& it = stays_[before];
+      if (it.leaves < 0) continue;
+      const i32 around = it.end - 1 >= n ? n : 0;
+      for (auto [after, next_step] : successors_[before]) {
+        const i32 start = stays_[after].arrives >= 0 ? in_start[stays_[after].arrives] : stays_[after].start;
+        out_end[it.leaves] = std::min(out_end[it.leaves], start + (next_step ? n : 0) - around);
+      }
+    }
+  }
+
+ private:
+  bool is_free(i32 stay) const { return gone_[stay] >= num_before_[stay]; }
+  void end(i32 stay) {
+    for (auto [after, next_step] : successors_[stay]) ++gone_[after];
+  }
+  // Notes who was last at the addresses of a stay; the second round also knows the step before.
+  void put(i32 stay, i32 round) {
+    const Stay& it = stays_[stay];
+    const i64 low = it.offset, high = it.offset + it.bytes;
+    auto at = last_.upper_bound(low);
+    if (at != last_.begin() && std::prev(at)->second.high > low) --at;
+    std::vector<i32> before;
+    while (at != last_.end() && at->first < high) {
+      const i64 first = at->first;
+      const Piece piece = at->second;
+      at = last_.erase(at);
+      if (first < low) last_[first] = {low, piece.stay, piece.round};
+      if (piece.high > high) at = last_.insert({high, {piece.high, piece.stay, piece.round}}).first;
+      if (round == 0 || piece.stay == stay) continue;
+      if (std::find(before.begin(), before.end(), piece.stay) != before.end()) continue;
+      before.push_back(piece.stay);
+      const bool next_step = piece.round < round;
+      successors_[piece.stay].push_back({stay, next_step});
+      ++num_before_[stay];
+      if (next_step && stays_[piece.stay].end <= s_.length) ++gone_[stay];
+    }
+    last_[low] = {high, stay, round};
+  }
+  struct Piece { i64 high; i32 stay, round; };
+  const Sequence& s_;
+  const Stay* stays_;
+  i32 num_stays_;
+  std::vector<std::vector<std::pair<i32, bool>>> successors_;  // and whether in the next step
+  std::vector<i32> num_before_, gone_;
+  std::vector<std::vector<i32>> made_, dying_;  // by position
+  std::vector<i32> arriving_, leaving_;         // stay by gap
+  std::vector<i32> needed_;
+  std::map<i64, Piece> last_;  // by first address
+};
+
+// Replays some steps: what is evicted leaves as soon as it may, what is needed comes back as early
+// as there is room for good, in the order of its use. A late step gives the times and the windows.
+template <class Room>
+Timing replay(const Sequence& s, const Links& links, const std::uint8_t* evicted, i32 horizon, Room& room,
+              i32* out_end, i32* in_start, double* starts) {
+  constexpr int kSteps = Room::kSteps, kRead = Room::kRead, kReadOut = Room::kReadOut;
   const Problem& p = s.problem;
   const i32 n = s.length, total = kSteps * n;
   const auto dirty = dirty_gaps(s, evicted);
-
-  std::vector<i64> live(s.base);
   std::vector<std::vector<i32>> leaving(n);
-  std::vector<i32> arriving;
+  std::vector<i32> arriving[kTiers];
   for (i32 g = 0; g < static_cast<i32>(s.gaps.size()); ++g) {
-    if (!evicted[g]) continue;
-    i32 first, last, wrapped;
-    span(s, s.gaps[g], first, last, wrapped);
-    for (i32 q = first; q < last; ++q) live[q] -= p.bytes[s.gaps[g].object];
-    for (i32 q = 0; q < wrapped; ++q) live[q] -= p.bytes[s.gaps[g].object];
-    if (s.gaps[g].start < 0) continue;
+    if (!evicted[g] || s.gaps[g].start < 0) continue;
     leaving[s.gaps[g].start].push_back(g);
-    arriving.push_back(g);
+    arriving[links.of(g)].push_back(g);
   }
-  std::sort(arriving.begin(), arriving.end(), [&](i32 a, i32 b) {
-    const i32 x = s.gaps[a].end % n, y = s.gaps[b].end % n;
-    return x != y ? x < y : a < b;
-  });
-  const i32 num_arriving = static_cast<i32>(arriving.size());
-  // Live bytes that are certain, for the steps replayed and one more.
-  std::vector<i64> certain(total + n);
-  for (i32 q = 0; q < total + n; ++q) certain[q] = live[q % n];
+  for (auto& gaps : arriving)
+    std::sort(gaps.begin(), gaps.end(), [&](i32 a, i32 b) {
+      const i32 x = s.gaps[a].end % n, y = s.gaps[b].end % n;
+      return x != y ? x < y : a < b;
+    });
 
-  struct Leaving { double done; i64 bytes; i32 gap; i32 step; };
-  std::vector<Leaving> queue;
-  size_t head = 0;
+  struct Leaving { double done; i32 gap, step; };
+  std::vector<Leaving> queue[kTiers];
+  size_t head[kTiers] = {};
+  double out_free[kTiers] = {}, in_free[kTiers] = {};
+  i64 next[kTiers] = {};  // of all arrivals in the order of use: step = next / arriving.size()
   // By gap: the step whose gap has left by now, so that it may come back.
   std::vector<i32> left(s.gaps.size(), -1);
   std::vector<double> due(total + n, 0.0);  // when what was fetched ahead for a position is there
-  double now = 0, out_free = 0, in_free = 0, previous_end = 0;
-  i64 used = 0;  // persistent objects that are there when a step begins
-  for (size_t g = 0; g < s.gaps.size(); ++g)
-    if (!evicted[g] && (s.gaps[g].end >= n || s.gaps[g].start < 0)) used += p.bytes[s.gaps[g].object];
-  i64 next = 0;  // of all arrivals in the order of use: step = next / num_arriving
+  double now = 0, previous_end = 0;
   Timing timing;
 
-  auto position_of = [&](i64 index) {
-    return s.gaps[arriving[index % num_arriving]].end % n + static_cast<i32>(index / num_arriving) * n;
+  auto gap_of = [&](int t, i64 index) { return arriving[t][index % arriving[t].size()]; };
+  auto position_of = [&](int t, i64 index) {
+    return s.gaps[gap_of(t, index)].end % n + static_cast<i32>(index / arriving[t].size()) * n;
   };
-  auto start_of = [&](i64 index) {  // absolute position of the use before
-    const Gap& gap = s.gaps[arriving[index % num_arriving]];
-    return gap.start + (position_of(index) - gap.end);
+  auto start_of = [&](int t, i64 index) {  // absolute position of the use before
+    const Gap& gap = s.gaps[gap_of(t, index)];
+    return gap.start + (position_of(t, index) - gap.end);
   };
+  auto is_last = [&](int t, i64 index) { return index >= static_cast<i64>(kSteps + 1) * static_cast<i64>(arriving[t].size()); };
 
   for (i32 absolute = 0; absolute < total; ++absolute) {
     const i32 position = absolute % n, step = absolute / n;
-    if (absolute > 0 && position == 0) previous_end = now;
-    // What has left by now.
-    auto pop = [&] {
-      const Leaving& done = queue[head++];
-      used -= done.bytes;
-      left[done.gap] = done.step;
-      if (out_end && done.step == kSteps - 2) out_end[done.gap] = absolute - done.step * n;
+    if (position == 0 && absolute > 0 && step <= kRead) previous_end = now;
+    auto note_in = [&](int t, i64 index) {
+      if (in_start && index / static_cast<i64>(arriving[t].size()) == kRead) in_start[gap_of(t, index)] = absolute - kRead * n;
     };
-    while (head < queue.size() && queue[head].done <= now) pop();
+    // What has left by now.
+    auto pop = [&](int t) {
+      const Leaving& done = queue[t][head[t]++];
+      room.leave(done.gap);
+      left[done.gap] = done.step;
+      if (out_end && done.step == kReadOut) out_end[done.gap] = absolute - done.step * n;
+    };
+    auto wait = [&] {  // for the next one to leave
+      int first = -1;
+      for (int t = 0; t < kTiers; ++t)
+        if (head[t] < queue[t].size() && (first < 0 || queue[t][head[t]].done < queue[first][head[first]].done)) first = t;
+      if (first < 0) return false;
+      now = std::max(now, queue[first][head[first]].done);
+      pop(first);
+      return true;
+    };
+    for (int t = 0; t < kTiers; ++t)
+      while (head[t] < queue[t].size() && queue[t][head[t]].done <= now) pop(t);
 
-    i64 need = s.created[position] - s.handed[position];
-    i64 last_needed = next;
-    while (num_arriving && last_needed < static_cast<i64>(kSteps + 1) * num_arriving && position_of(last_needed) <= absolute) {
-      need += p.bytes[s.gaps[arriving[last_needed % num_arriving]].object];
-      ++last_needed;
+    room.need(position);
+    i64 last_needed[kTiers];
+    for (int t = 0; t < kTiers; ++t) {
+      last_needed[t] = next[t];
+      while (!arriving[t].empty() && !is_last(t, last_needed[t]) && position_of(t, last_needed[t]) <= absolute)
+        room.need_arrival(gap_of(t, last_needed[t]++));
     }
-    while (used + need > capacity && head < queue.size()) {
-      now = std::max(now, queue[head].done);
-      pop();
-    }
+    while (!room.fits() && wait()) {}
     // What has to come back may still be on its way out.
-    for (i64 index = next; index < last_needed; ++index) {
-      const i32 g = arriving[index % num_arriving];
-      const i32 gap_step = start_of(index) >= 0 ? start_of(index) / n : -1;
-      while (gap_step >= 0 && left[g] < gap_step && head < queue.size()) {
-        now = std::max(now, queue[head].done);
-        pop();
+    for (int t = 0; t < kTiers; ++t)
+      for (i64 index = next[t]; index < last_needed[t]; ++index) {
+        const i32 gap_step = start_of(t, index) >= 0 ? start_of(t, index) / n : -1;
+        while (gap_step >= 0 && left[gap_of(t, index)] < gap_step && wait()) {}
       }
-    }
-    timing.overflow = std::max(timing.overflow, used + need - capacity);
-    used += need;
+    timing.overflow = std::max(timing.overflow, room.take());
+    if (Room::kStopsWhenFull && timing.overflow > 0) return timing;
     const double boundary = now;
-    for (; next < last_needed; ++next) {
-      const i32 g = arriving[next % num_arriving];
-      in_free = std::max(in_free, now) + p.bytes[s.gaps[g].object] * in_seconds_per_byte;
-      if (in_start && next / num_arriving == kSteps - 1) in_start[g] = absolute - (kSteps - 1) * n;
-      now = std::max(now, in_free);
-    }
-    const double finish = std::max(now, due[absolute]) + p.seconds[s.operators[position]];
-
-    if (starts && step == kSteps - 1) starts[position] = finish - p.seconds[s.operators[position]] - previous_end;
+    for (int t = 0; t < kTiers; ++t)
+      for (; next[t] < last_needed[t]; ++next[t]) {
+        in_free[t] = std::max(in_free[t], boundary) + p.bytes[s.gaps[gap_of(t, next[t])].object] * links.in[t];
+        note_in(t, next[t]);
+        now = std::max(now, in_free[t]);
+      }
+    const double start = std::max(now, due[absolute]), finish = start + p.seconds[s.operators[position]];
+    if (starts && step == kRead) starts[position] = start - previous_end;
 
     // Prefetch while the link would idle before the next boundary.
-    while (num_arriving && next < static_cast<i64>(kSteps + 1) * num_arriving && in_free < finish) {
-      const i32 use = position_of(next);
-      if (use >= total + n || use > absolute + horizon) break;
-      const i32 before = start_of(next);
-      const i32 g = arriving[next % num_arriving];
-      const i64 bytes = p.bytes[s.gaps[g].object];
-      if (before >= absolute) break;  // still in use
-      if (before >= 0 && left[g] < before / n) break;  // still on its way out
-      if (used + bytes > capacity) break;
-      bool fits = true;
-      for (i32 q = use - 1; q >= absolute && fits; --q) fits = certain[q] + bytes <= capacity;
-      if (!fits) break;
-      for (i32 q = absolute; q < use; ++q) certain[q] += bytes;
-      used += bytes;
-      in_free = std::max(in_free, boundary) + bytes * in_seconds_per_byte;
-      due[use] = std::max(due[use], in_free);
-      if (in_start && next / num_arriving == kSteps - 1) in_start[g] = absolute - (kSteps - 1) * n;
-      ++next;
-    }
+    for (int t = 0; t < kTiers; ++t)
+      while (!arriving[t].empty() && !is_last(t, next[t]) && in_free[t] < finish) {
+        const i32 use = position_of(t, next[t]), before = start_of(t, next[t]), g = gap_of(t, next[t]);
+        if (use >= total + n || use > absolute + horizon) break;
+        if (before >= absolute) break;  // still in use
+        if (before >= 0 && left[g] < before / n) break;  // still on its way out
+        if (!room.take_early(g, absolute, use)) break;
+        in_free[t] = std::max(in_free[t], boundary) + p.bytes[s.gaps[g].object] * links.in[t];
+        due[use] = std::max(due[use], in_free[t]);
+        note_in(t, next[t]);
+        ++next[t];
+      }
     now = finish;
-    for (i32 object : s.dying[position])
-      if (object != s.handed_from[position]) used -= p.bytes[object];
-    if (position == n - 1)
-      for (i32 object = 0; object < p.num_objects; ++object)
-        if ((p.flags[object] & kKept) && !(p.flags[object] & kPersistent)) used -= p.bytes[object];
+    if (position == n - 1 && step == kRead) timing.step_seconds = now - previous_end;
+    room.after(position);
     for (i32 g : leaving[position]) {
-      const i64 bytes = p.bytes[s.gaps[g].object];
+      const int t = links.of(g);
       if (dirty[g]) {
-        out_free = std::max(out_free, now) + bytes * out_seconds_per_byte;
-        queue.push_back({out_free, bytes, g, step});
+        out_free[t] = std::max(out_free[t], now) + p.bytes[s.gaps[g].object] * links.out[t];
+        queue[t].push_back({out_free[t], g, step});
       } else {
-        used -= bytes;
+        room.leave(g);
         left[g] = step;
-        if (out_end && step == kSteps - 2) out_end[g] = position + 1;
+        if (out_end && step == kReadOut) out_end[g] = position + 1;
       }
     }
   }
-  timing.step_seconds = now - previous_end;
   return timing;
+}
+
+// Gives stays addresses. They may not meet anybody between their first use and their last, and should
+// not meet anybody who is still on the way out or already on the way in, for then one of the two waits.
+//
+// Whoever is there at the fullest position lies on a stack, in the order in which they come: what a
+// step keeps until its turn is freed in the opposite order, so the room above the stack is one piece.
+// All others come in the order of their first use, each where it waits the least.
+class Stacking {
+ public:
+  Stacking(Stay* stays, i32 num_stays, i32 num_positions, i64 capacity, i32 fullest, double step_seconds, i32 taste)
+      : stays_(stays), num_stays_(num_stays), n_(num_positions), capacity_(capacity), fullest_(fullest),
+        step_(step_seconds), taste_(taste) {}
+
+  // Returns the position at which somebody found no room; -1: all have an address.
+  i32 run() {
+    std::vector<i32> order(num_stays_);
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](i32 a, i32 b) { return key(a) < key(b); });
+    i64 top = 0;
+    for (i32 stay : order) {
+      Stay& it = stays_[stay];
+      if (rank(stay) < 3) {
+        it.offset = top;
+        top += it.bytes;
+        if (top > capacity_) return it.start;
+      } else if (!place(stay)) {
+        return it.start;
+      }
+      placed_.push_back(stay);
+    }
+    return -1;
+  }
+
+ private:
+  // Always there; there when a step begins; there when most is there; the rest.
+  int rank(i32 stay) const {
+    const Stay& it = stays_[stay];
+    if (it.arrives == -2) return 0;
+    if (it.end > n_) return 1;
+    return it.start <= fullest_ && fullest_ < it.end ? 2 : 3;
+  }
+  std::tuple<int, i32, i32> key(i32 stay) const { return {rank(stay), stays_[stay].start, -stays_[stay].end}; }
+
+  bool place(i32 stay) {
+    Stay& it = stays_[stay];
+    struct Other { i64 low, high; double wait; };
+    std::vector<Other> others;
+    std::vector<std::pair<i64, i64>> blocked;
+    for (i32 other : placed_) {
+      const Stay& that = stays_[other];
+      bool meets = false;
+      double wait = 0;
+      for (int around = -1; around <= 1; ++around) {
+        const i32 start = that.start + around * n_, end = that.end + around * n_;
+        if (start < it.end && it.start < end) meets = true;
+        else if (end <= it.start) wait = std::max(wait, that.until + around * step_ - it.from);
+        else wait = std::max(wait, it.until - that.from - around * step_);
+      }
+      if (meets || that.arrives == -2) blocked.push_back({that.offset, that.offset + that.bytes});
+      else if (wait > 0) others.push_back({that.offset, that.offset + that.bytes, wait});
+    }
+    blocked.push_back({capacity_, capacity_});
+    std::sort(blocked.begin(), blocked.end());
+    double least = std::numeric_limits<double>::infinity();
+    i64 best = -1, low = 0;
+    for (auto [from, to] : blocked) {
+      if (from - low >= it.bytes) {
+        auto look = [&](i64 at) {
+          if (at < low || at + it.bytes > from) return;
+          double wait = 0;
+          for (const Other& other : others)
+            if (other.low < at + it.bytes && at < other.high) wait = std::max(wait, other.wait);
+          const double tie = taste_ == 0 ? static_cast<double>(at)
+                           : taste_ == 1 ? static_cast<double>(capacity_ - at)
+                                         : static_cast<double>(from - low);
+          const double cost = wait + 1e-9 * step_ * tie / static_cast<double>(capacity_);
+          if (cost < least) least = cost, best = at;
+        };
+        look(low);
+        look(from - it.bytes);
+        for (const Other& other : others) look(other.high), look(other.low - it.bytes);
+      }
+      low = std::max(low, to);
+    }
+    it.offset = best;
+    return best >= 0;
+  }
+
+  Stay* stays_;
+  i32 num_stays_, n_;
+  i64 capacity_;
+  i32 fullest_;
+  double step_;
+  i32 taste_;
+  std::vector<i32> placed_;
+};
+
+// Which tier each evicted gap goes to: the host first, for what moves much and stays there briefly.
+// All gaps of an object go to one tier, for what is written once may come back often. What does not
+// fit into `host_bytes` goes to the file.
+void place_below(const Sequence& s, const std::uint8_t* evicted, i64 host_bytes, std::uint8_t* tier) {
+  const Problem& p = s.problem;
+  const i32 n = s.length;
+  const auto dirty = dirty_gaps(s, evicted);
+  struct Item { double worth; i32 object; };
+  std::vector<Item> items;
+  std::vector<std::vector<std::pair<i32, i32>>> spans(p.num_objects);  // of its copies below
+  for (i32 object = 0; object < p.num_objects; ++object) {
+    const i32 begin = s.first_gap[object], end = s.first_gap[object + 1];
+    i32 moves = 0, first_dirty = -1;
+    for (i32 g = begin; g < end; ++g)
+      if (evicted[g]) {
+        moves += s.gaps[g].start >= 0;
+        moves += dirty[g];
+        if (dirty[g] && first_dirty < 0) first_dirty = g;
+      }
+    auto& own = spans[object];
+    bool any = false;
+    for (i32 g = begin; g < end; ++g) any = any || evicted[g];
+    if (!any) continue;
+    if (first_dirty < 0) own.push_back({0, n});  // no step changes it: a copy for ever
+    // A copy lasts from the gap in which it is written to the last gap before the next writing.
+    for (i32 g = begin; g < end; ++g) {
+      if (!evicted[g] || !dirty[g]) continue;
+      i32 until = s.gaps[g].end + 1;
+      i32 h = g + 1;
+      for (; h < end && !(evicted[h] && dirty[h]); ++h)
+        if (evicted[h]) until = s.gaps[h].end + 1;
+      if (h == end && (p.flags[object] & kPersistent))
+        for (h = begin; h < first_dirty; ++h)
+          if (evicted[h]) until = s.gaps[h].end + n + 1;
+      own.push_back({s.gaps[g].start + 1, std::min(until, s.gaps[g].start + 1 + n)});
+    }
+    i64 length = 0;
+    for (auto [from, to] : own) length += to - from;
+    items.push_back({static_cast<double>(moves) / static_cast<double>(std::max<i64>(length, 1)), object});
+  }
+  std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.worth > b.worth; });
+  RangeMax taken(std::vector<i64>(n, 0));
+  auto parts = [&](std::pair<i32, i32> interval, auto&& visit) {
+    auto [from, to] = interval;
+    if (from >= n) from -= n, to -= n;
+    visit(from, std::min(to, n));
+    visit(0, std::max(0, to - n));
+  };
+  for (const Item& item : items) {
+    const i64 bytes = p.bytes[item.object];
+    i64 most = 0;
+    for (auto interval : spans[item.object]) {
+      parts(interval, [&](i32 from, i32 to) { taken.add(from, to, bytes); });
+      parts(interval, [&](i32 from, i32 to) { most = std::max(most, taken.max(from, to)); });
+    }
+    const bool fits = most <= host_bytes;
+    if (!fits)
+      for (auto interval : spans[item.object])
+        parts(interval, [&](i32 from, i32 to) { taken.add(from, to, -bytes); });
+    for (i32 g = s.first_gap[item.object]; g < s.first_gap[item.object + 1]; ++g) tier[g] = fits ? 0 : 1;
+  }
 }
 
 // What a greedy order prefers: little to fetch, little new room, much freed, early in the program.
@@ -596,13 +918,39 @@ void sequence_dirty(const void* sequence, const std::uint8_t* evicted, std::uint
   std::copy(result.begin(), result.end(), dirty);
 }
 
-i64 sequence_replay(const void* sequence, i64 capacity, double out_seconds_per_byte,
-                    double in_seconds_per_byte, const std::uint8_t* evicted, i32 horizon, i32* out_end,
-                    i32* in_start, double* starts, double* step_seconds) {
-  const auto timing = replay(*static_cast<const Sequence*>(sequence), capacity, out_seconds_per_byte,
-                             in_seconds_per_byte, evicted, horizon, out_end, in_start, starts);
+i64 sequence_replay(const void* sequence, i64 capacity, const double* out_seconds_per_byte,
+                    const double* in_seconds_per_byte, const std::uint8_t* tier, const std::uint8_t* evicted,
+                    i32 horizon, i32* out_end, i32* in_start, double* starts, double* step_seconds) {
+  const auto& s = *static_cast<const Sequence*>(sequence);
+  ByteRoom room(s, capacity, evicted);
+  const Links links{{out_seconds_per_byte[0], out_seconds_per_byte[1]},
+                    {in_seconds_per_byte[0], in_seconds_per_byte[1]}, tier};
+  const auto timing = replay(s, links, evicted, horizon, room, out_end, in_start, starts);
   *step_seconds = timing.step_seconds;
   return timing.overflow;
+}
+
+// The same with addresses.
+i64 sequence_replay_at(const void* sequence, const void* stays, i32 num_stays,
+                       const double* out_seconds_per_byte, const double* in_seconds_per_byte,
+                       const std::uint8_t* tier, const std::uint8_t* evicted, i32 horizon, i32* out_end,
+                       i32* in_start, double* starts, double* step_seconds) {
+  const auto& s = *static_cast<const Sequence*>(sequence);
+  AddressRoom room(s, static_cast<const Stay*>(stays), num_stays);
+  const Links links{{out_seconds_per_byte[0], out_seconds_per_byte[1]},
+                    {in_seconds_per_byte[0], in_seconds_per_byte[1]}, tier};
+  const auto timing = replay(s, links, evicted, horizon, room, out_end, in_start, starts);
+  room.clamp(in_start, out_end);
+  *step_seconds = timing.step_seconds;
+  return timing.overflow;
+}
+
+i32 stack(void* stays, i32 num_stays, i32 num_positions, i64 capacity, i32 fullest, double step_seconds, i32 taste) {
+  return Stacking(static_cast<Stay*>(stays), num_stays, num_positions, capacity, fullest, step_seconds, taste).run();
+}
+
+void sequence_place_below(const void* sequence, const std::uint8_t* evicted, i64 host_bytes, std::uint8_t* tier) {
+  place_below(*static_cast<const Sequence*>(sequence), evicted, host_bytes, tier);
 }
 
 }  // extern "C"

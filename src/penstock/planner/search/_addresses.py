@@ -1,0 +1,210 @@
+"""Addresses for a choice, and what the step then takes.
+
+Between its uses an object needs its room only as long as it is on its way out, and again from when
+it begins to come back. How long that is follows from time, and how long it may be from addresses:
+where somebody else lies at an object's address, one of the two waits. So the engine stacks the
+stays such that they wait little. Where one finds no room, a little more has to leave at its
+position, and they are stacked again. Where that leads nowhere the packer takes over, first with as
+much time on the links as these would like, then with a part of that, down to the uses alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from penstock.errors import InfeasibleError
+from penstock.planner.packing._pack import pack
+from penstock.planner.packing._types import Buffer
+from penstock.planner.search._engine import NUM_TASTES, STAY, Rates, Replay
+from penstock.planner.search._residency import Below, Residency, ResidencySearch
+from penstock.planner.search._stays import Stay, chains_of, moves_of, stays_of
+
+# How much less is there at a position where somebody found no room, as shares of the arena.
+_STEPS = (0.004, 0.02)
+_NUM_TRIES = 40
+# How much of the time on the links the packer gives room of its own.
+_SLACKS = (1.0, 0.6, 0.35, 0.2, 0.1, 0.0)
+_AS_GOOD = 1.001
+
+
+def addressed(
+    residency: Residency,
+    capacity: int,
+    below: Below | None,
+    *,
+    pack_seconds: float,
+    deadline: float,
+    seed: int,
+) -> tuple[Residency, list[int]]:
+    """Find addresses for a choice.
+
+    Args:
+        residency: The choice, with times for room that counts bytes only.
+        capacity: Bytes of the arena.
+        below: Where bytes can go.
+        pack_seconds: Time for each packing.
+        deadline: Time by `time.monotonic` after which the first addresses will do.
+        seed: For the packer.
+
+    Returns:
+        The choice with the times that the addresses allow, and the offset of each chain of stays.
+
+    Raises:
+        InfeasibleError: No addresses fit the capacity; `minimum_device_bytes` is the lowest found.
+    """
+    best: tuple[Residency, list[int]] | None = None
+    if below is not None:
+        for step in _STEPS:
+            for taste in range(NUM_TASTES):
+                if best is not None and (
+                    best[0].seconds <= residency.seconds * _AS_GOOD or time.monotonic() > deadline
+                ):
+                    return best
+                found = _stacked(residency, capacity, below, step, taste)
+                if found is not None and (best is None or found[0].seconds < best[0].seconds):
+                    best = found
+    return best or _packed(residency, capacity, below, pack_seconds, deadline, seed)
+
+
+def _stacked(
+    residency: Residency, capacity: int, below: Below, step: float, taste: int
+) -> tuple[Residency, list[int]] | None:
+    """The choice, or one for a little less where there is no room, with addresses by the engine."""
+    search = ResidencySearch(residency.sequence, capacity, below)
+    shares = residency.shares.copy()
+    choice: Residency | None = residency
+    for _ in range(_NUM_TRIES):
+        if choice is None:
+            return None
+        chains = _chains(choice, _shrunk(choice, 0.0))
+        stays = _with_offsets(choice, chains, [0] * len(chains))
+        lacking = choice.sequence.stack(stays, capacity, step_seconds=choice.seconds, taste=taste)
+        if lacking < 0:
+            replay = choice.sequence.replay(choice.evicted, stays, below.rates, tier=choice.tier)
+            if replay.overflow > 0:
+                return None
+            return dataclasses.replace(choice, replay=replay), stays["offset"].tolist()
+        shares[lacking] -= step
+        choice = search.at(shares)
+    return None
+
+
+def _packed(
+    residency: Residency,
+    capacity: int,
+    below: Below | None,
+    pack_seconds: float,
+    deadline: float,
+    seed: int,
+) -> tuple[Residency, list[int]]:
+    """The choice with addresses by the packer."""
+    core = _chains(residency, _shrunk(residency, 0.0))
+    rates = below.rates if below is not None else (Rates(1.0, 1.0),)
+    best: tuple[Residency, list[int]] | None = None
+    failure: InfeasibleError | None = None
+    for slack in _SLACKS if residency.evicted.any() else (0.0,):
+        if best is not None and time.monotonic() > deadline:
+            break
+        chains = core if slack == 0 else _chains(residency, _shrunk(residency, slack))
+        try:
+            packing = pack(list(_buffers(residency, chains)), capacity, pack_seconds, seed)
+        except InfeasibleError as error:
+            if failure is None or _minimum(error) < _minimum(failure):
+                failure = error
+            continue
+        offsets = list(packing.offsets)
+        stays = _with_offsets(residency, core, offsets)
+        replay = residency.sequence.replay(residency.evicted, stays, rates, tier=residency.tier)
+        if replay.overflow <= 0 and (best is None or replay.step_seconds < best[0].seconds):
+            best = dataclasses.replace(residency, replay=replay), offsets
+            if best[0].seconds <= residency.seconds * _AS_GOOD:
+                break
+    if best is None:
+        assert failure is not None
+        raise failure
+    return best
+
+
+def _minimum(error: InfeasibleError) -> int:
+    assert error.minimum_device_bytes is not None
+    return error.minimum_device_bytes
+
+
+def _chains(residency: Residency, replay: Replay) -> list[list[Stay]]:
+    return chains_of(stays_of(residency.sequence, moves_of(residency, replay)))
+
+
+def _shrunk(residency: Residency, slack: float) -> Replay:
+    """The times of a choice with a part of the boundaries on the way out and on the way back."""
+    sequence, replay = residency.sequence, residency.replay
+    uses = sequence.gap_end % len(sequence.order)
+    after = sequence.gap_start + 1
+    out_end = np.minimum(replay.out_end, sequence.gap_end)
+    out_end = after + ((out_end - after) * slack).astype(np.int64)
+    in_start = np.maximum(replay.in_start, uses - len(sequence.order)).astype(np.int64)
+    in_start = uses - ((uses - in_start) * slack).astype(np.int64)
+    return replay._replace(out_end=out_end, in_start=in_start)
+
+
+def _buffers(residency: Residency, chains: Sequence[Sequence[Stay]]) -> Iterator[Buffer]:
+    """What the packer gets; an interval over the end of the step is one with a gap."""
+    num_positions = len(residency.sequence.order)
+    for chain in chains:
+        start, end = chain[0].start, chain[-1].end
+        num_bytes = int(residency.sequence.problem.object_bytes[chain[0].item])
+        if end > num_positions and end - num_positions < start:
+            yield Buffer(0, num_positions, num_bytes, gaps=((end - num_positions, start),))
+        elif end > num_positions:
+            yield Buffer(0, num_positions, num_bytes)
+        else:
+            yield Buffer(start, end, num_bytes)
+
+
+def _with_offsets(
+    residency: Residency, chains: Sequence[Sequence[Stay]], offsets: Sequence[int]
+) -> np.ndarray:
+    """The stays as the engine takes them."""
+    object_bytes = residency.sequence.problem.object_bytes
+    return np.array(
+        [
+            (
+                offset,
+                object_bytes[chain[0].item],
+                _from(residency, chain[0]),
+                _until(residency, chain[-1]),
+                chain[0].start,
+                chain[-1].end,
+                chain[0].arrives,
+                chain[-1].leaves,
+            )
+            for chain, offset in zip(chains, offsets, strict=True)
+        ],
+        STAY,
+    )
+
+
+def _from(residency: Residency, stay: Stay) -> float:
+    """When a stay would like its room, in seconds since its step began."""
+    replay, num_positions = residency.replay, len(residency.sequence.order)
+    start = stay.start
+    if stay.arrives >= 0:
+        start = min(start, max(int(replay.in_start[stay.arrives]), -num_positions))
+    steps, position = divmod(start, num_positions)
+    return steps * replay.step_seconds + float(replay.starts[position])
+
+
+def _until(residency: Residency, stay: Stay) -> float:
+    """When the room of a stay is free again, in seconds since its step began."""
+    replay, num_positions = residency.replay, len(residency.sequence.order)
+    if stay.leaves == -2:
+        return np.inf
+    end = stay.end
+    if stay.leaves >= 0 and replay.out_end[stay.leaves] <= 2 * num_positions:
+        around = num_positions if stay.end - 1 >= num_positions else 0
+        end = max(end, int(replay.out_end[stay.leaves]) + around)
+    steps, position = divmod(end, num_positions)
+    return steps * replay.step_seconds + float(replay.starts[position])
