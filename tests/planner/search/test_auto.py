@@ -1,5 +1,6 @@
 """Every plan of the planner passes the checker, within its budget, on graphs of all sorts."""
 
+import dataclasses
 import time
 
 import numpy as np
@@ -9,26 +10,64 @@ from hypothesis import strategies as st
 
 from graphs import chain_step, machine, step_graphs
 from penstock.errors import InfeasibleError
-from penstock.memory import Link
+from penstock.memory import Link, LinkProfile
 from penstock.planner import Bound, Budget, check
 from penstock.planner.search._auto_plan import plan_auto
 from penstock.planner.search._engine import OperatorSequence, Problem
 
+FILE_LINKS = [(Link.DEVICE_TO_FILE, Link.FILE_TO_DEVICE)]
 LINKS = [(Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)]
 
 
-def planned(graph, seconds, device_bytes, *, links=LINKS, rate=256.0, **options):
+def planned(
+    graph, seconds, device_bytes, *, links=LINKS, rate=256.0, host_bytes=1 << 40, **options
+):
     ideal = sum(seconds)
+    profile = machine(out=rate, back=rate)
+    file = LinkProfile(rate / 3, (rate / 3, rate / 3), 1)
+    both = {**profile.links, Link.DEVICE_TO_FILE: file, Link.FILE_TO_DEVICE: file}
+    file_bytes = 1 << 40 if len(links) > 1 else None
     return plan_auto(
         graph,
         operator_seconds=seconds,
-        budget=Budget(device_bytes=device_bytes, host_bytes=1 << 40),
-        machine=machine(out=rate, back=rate),
+        budget=Budget(device_bytes=device_bytes, host_bytes=host_bytes, file_bytes=file_bytes),
+        machine=dataclasses.replace(profile, links=both),
         links=links,
         bound=Bound(seconds=ideal, binding="compute", seconds_of={"compute": ideal}),
         time_limit=options.pop("time_limit", 0.3),
         **options,
     )
+
+
+def test_the_file_takes_what_the_host_has_no_room_for():
+    graph = chain_step(8, weight_bytes=4096, activation_bytes=65536)
+    seconds = [1.0] * len(graph.operators)
+    device_bytes = int(program(graph, seconds).base.max()) // 2
+    options = {"rate": 2.0**16, "reorder": False, "recompute": False, "time_limit": 2}
+    roomy = planned(graph, seconds, device_bytes, **options)
+    host_bytes = roomy.peak_host_bytes // 2
+    options["links"] = LINKS + FILE_LINKS
+    plan = planned(graph, seconds, device_bytes, host_bytes=host_bytes, **options)
+    check(graph, plan)
+    assert 0 < plan.peak_host_bytes <= host_bytes
+    assert set(plan.bytes_moved) == {link for pair in LINKS + FILE_LINKS for link in pair}
+    only_file = planned(graph, seconds, device_bytes, host_bytes=0, **options)
+    assert set(only_file.bytes_moved) == set(FILE_LINKS[0])
+    assert roomy.step_seconds < plan.step_seconds < only_file.step_seconds
+
+
+def test_a_host_that_is_too_small_for_everything_is_used_with_care():
+    graph = chain_step(8, weight_bytes=4096, activation_bytes=65536)
+    seconds = [1.0] * len(graph.operators)
+    peak = int(program(graph, seconds).base.max())
+    options = {"rate": 2.0**16, "reorder": False, "recompute": False, "time_limit": 2}
+    lax = planned(graph, seconds, peak * 3 // 4, **options)
+    host_bytes = lax.peak_host_bytes
+    plan = planned(graph, seconds, peak * 3 // 4, host_bytes=host_bytes, **options)
+    check(graph, plan)
+    assert plan.peak_host_bytes <= host_bytes
+    with pytest.raises(InfeasibleError, match="host_memory"):
+        planned(graph, seconds, peak // 2, host_bytes=host_bytes // 8, **options)
 
 
 def program(graph, seconds):
@@ -51,7 +90,10 @@ def test_plans_pass_the_checker(data):
         "reorder": data.draw(st.booleans()),
         "recompute": data.draw(st.booleans()),
         "rate": data.draw(st.sampled_from([16.0, 256.0, 1e6])),
+        "links": data.draw(st.sampled_from([LINKS, LINKS + FILE_LINKS])),
     }
+    if len(options["links"]) > 1:
+        options["host_bytes"] = data.draw(st.integers(0, most))
     failure = None
     try:
         plan = planned(graph, seconds, device_bytes, time_limit=0.05, **options)

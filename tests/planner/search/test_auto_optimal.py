@@ -22,7 +22,7 @@ from penstock.planner.search import _auto_plan
 from penstock.planner.search._auto_plan import plan_auto
 from penstock.planner.search._engine import OperatorSequence, Problem
 
-LINKS = (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)
+LINKS = [(Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)]
 
 
 def case(seed):
