@@ -27,7 +27,10 @@ LAYERS = [
 # Rooms that know nothing of each other, although they lie side by side.
 APART = {"activations", "unified", "rgnn", "batching"}
 # Rooms that may not use everything below them, only the first layer and these.
-ONLY = {"planner": {"graph", "memory", "codegen"}, "executor": {"planner", "memory", "graph", "codegen"}}
+ONLY = {
+    "planner": {"graph", "memory", "codegen"},
+    "executor": {"planner", "memory", "graph", "codegen"},
+}
 
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
