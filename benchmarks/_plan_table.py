@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 
-from _plan_arms import ABLATIONS, ARMS, GENETIC, OURS
+from _plan_arms import ARMS, GENETIC, OURS, REFERENCES
 from _rows import BenchmarkRow, read_rows, results_file
 
 FROZEN = f"{OURS} in the program's order, without recomputation"
 TIGHT = ("1/8", "1/12", "minimum")
+NEAR_IDEAL = ("wresnet-152-10", "brnn-8k")
+
+Rows = Mapping[tuple[str, str], BenchmarkRow]
 
 
 def show(device_name: str, directory: Path) -> None:
@@ -40,34 +44,73 @@ def _cell(row: BenchmarkRow | None) -> str:
     return "none" if share is None else f"{share:.2f}"
 
 
-def bars(rows: dict[tuple[str, str], BenchmarkRow], cases: list[str]) -> list[str]:
+def bars(rows: Rows, cases: list[str]) -> list[str]:
     """What is asked of the planner, one line each: met or not, and by how much."""
-    lines = []
+    return [
+        line
+        for line in (
+            _near_the_bound(rows, cases),
+            _never_slower(rows, cases),
+            _faster_than_genetic(rows, cases),
+            *_near_the_ideal(rows, cases),
+        )
+        if line
+    ]
+
+
+def _near_the_bound(rows: Rows, cases: list[str]) -> str:
     gaps = {case: rows[case, FROZEN].extra.get("gap") for case in cases if (case, FROZEN) in rows}
     known = {case: gap for case, gap in gaps.items() if gap is not None}
-    if known:
-        worst = max(known, key=lambda case: known[case])
-        within = sum(gap <= 0.10 for gap in known.values())
-        lines.append(
-            f"frozen: within 10 % of the bound in {within} of {len(known)} cases; "
-            f"worst {known[worst]:.1%} ({worst})"
-        )
-    ratios, losses = [], []
+    if not gaps:
+        return ""
+    beyond = {case: f"{gap:.1%}" for case, gap in known.items() if gap > 0.10}
+    return (
+        f"frozen: within 10 % of the bound in {len(known) - len(beyond)} of {len(known)} cases, "
+        f"worst {max(known.values(), default=0.0):.1%}; beyond: {beyond}; without a plan: "
+        f"{[case for case, gap in gaps.items() if gap is None]}"
+    )
+
+
+def _never_slower(rows: Rows, cases: list[str]) -> str:
+    losses, num_compared = [], 0
     for case in cases:
         ours = rows.get((case, OURS))
-        if ours is None or "share_of_ideal" not in ours.extra:
-            continue
-        for arm in ARMS:
+        for arm in (*REFERENCES, GENETIC):
             other = rows.get((case, arm))
-            if arm == OURS or arm in ABLATIONS or other is None or not other.median_seconds:
+            if ours is None or other is None or not other.median_seconds:
                 continue
-            ratio = other.median_seconds / ours.median_seconds
-            if ratio < 0.9999:
-                losses.append(f"{arm} on {case}: {ratio:.3f}")
-            if arm == GENETIC and ours.extra["share"] in TIGHT:
-                ratios.append(ratio)
-    lines.append(f"slower than another arm in {len(losses)} cases {losses}")
-    if ratios:
-        mean = statistics.geometric_mean(ratios)
-        lines.append(f"faster than {GENETIC} at {', '.join(TIGHT)} by {mean - 1:.1%} (mean)")
+            num_compared += 1
+            ratio = ours.median_seconds / other.median_seconds
+            if not ratio or ratio > 1.0001:  # no time: no plan
+                losses.append(f"{arm} on {case}: {f'{ratio:.3f}' if ratio else 'only it has one'}")
+    return f"slower than another arm in {len(losses)} of {num_compared} comparisons {losses}"
+
+
+def _faster_than_genetic(rows: Rows, cases: list[str]) -> str:
+    ratios, num_alone = [], 0
+    for case in cases:
+        ours, other = rows.get((case, OURS)), rows.get((case, GENETIC))
+        if ours is None or other is None or ours.extra["share"] not in TIGHT:
+            continue
+        if ours.median_seconds and other.median_seconds:
+            ratios.append(other.median_seconds / ours.median_seconds)
+        num_alone += bool(ours.median_seconds and not other.median_seconds)
+    if not ratios:
+        return ""
+    return (
+        f"faster than {GENETIC} at {', '.join(TIGHT)} by "
+        f"{statistics.geometric_mean(ratios) - 1:.1%} (geometric mean of {len(ratios)}); in "
+        f"{num_alone} cases only ours has a plan"
+    )
+
+
+def _near_the_ideal(rows: Rows, cases: list[str]) -> list[str]:
+    lines = []
+    for model in NEAR_IDEAL:
+        of_model = [rows[case, OURS] for case in cases if (case, OURS) in rows]
+        of_model = [row for row in of_model if row.extra["model"] == model]
+        if of_model:
+            tightest = min(of_model, key=lambda row: row.extra["device_bytes"])
+            share = tightest.extra.get("share_of_ideal", 0.0)
+            lines.append(f"{model} at {tightest.extra['share']}: {share:.1%} of ideal, asked 85 %")
     return lines

@@ -4,10 +4,10 @@ import _plan_figure
 import _plan_points
 import graphs
 import penstock.graph
-from _plan_arms import ABLATIONS, ARMS, ODSWAP, OURS, Planner
+from _plan_arms import ABLATIONS, ARMS, GENETIC, ODSWAP, OURS, Planner
 from _plan_models import CASES, SWAPADVISOR
-from _plan_table import bars, show
-from _rows import environment, read_rows, write_rows
+from _plan_table import FROZEN, bars, show
+from _rows import BenchmarkRow, environment, read_rows, write_rows
 from penstock.errors import InfeasibleError
 from penstock.memory import machine
 from penstock.planner import Budget, check
@@ -112,7 +112,7 @@ def test_frozen_decisions_have_a_bound_of_their_own(planner):
 
 def test_rows_say_what_came_of_it(planner, tmp_path, capsys):
     where = environment("cpu")
-    extra = {"share": "1/8"}
+    extra = {"share": "1/8", "model": "brnn-8k", "device_bytes": 1}
     rows = [arm_row(planner, arm, "a case", extra, where) for arm in (OURS, ARMS[0])]
     write_rows(rows, tmp_path)
     assert [row.extra["outcome"] for row in rows] == ["planned"] * 2
@@ -122,14 +122,45 @@ def test_rows_say_what_came_of_it(planner, tmp_path, capsys):
     show(where["device_name"], tmp_path)
     shown = capsys.readouterr().out
     assert "a case" in shown
-    assert "in 0 cases" in shown
+    assert "in 0 of 1 comparisons" in shown
+    assert "brnn-8k at 1/8" in shown
 
 
-def test_the_bars_find_where_another_arm_is_faster(planner):
+def rows_of(**seconds):
+    """A row per arm that takes so long; None: it has no plan."""
     where = environment("cpu")
-    ours, other = (arm_row(planner, arm, "c", {"share": "1/8"}, where) for arm in (OURS, ARMS[0]))
-    swapped = {("c", OURS): other, ("c", ARMS[0]): ours}
-    assert any("slower than another arm in 1 cases" in line for line in bars(swapped, ["c"]))
+    extra = {"share": "1/8", "model": "brnn-8k", "device_bytes": 1}
+    return {
+        ("c", arm): BenchmarkRow.of(
+            [many or 0.0],
+            topic="plan",
+            case="c",
+            arm=arm,
+            extra=extra | ({"share_of_ideal": 1 / many, "gap": many - 1} if many else {}),
+            **where,
+        )
+        for arm, many in zip((OURS, GENETIC, FROZEN), seconds.values(), strict=True)
+    }
+
+
+def test_bars_are_met():
+    lines = "\n".join(bars(rows_of(ours=1.05, genetic=1.26, frozen=1.09), ["c"]))
+    assert "in 1 of 1 cases, worst 9.0%" in lines
+    assert "in 0 of 1 comparisons" in lines
+    assert "by 20.0% (geometric mean of 1); in 0 cases" in lines
+    assert "brnn-8k at 1/8: 95.2% of ideal" in lines
+
+
+def test_bars_are_missed():
+    lines = "\n".join(bars(rows_of(ours=1.25, genetic=1.2, frozen=1.11), ["c"]))
+    assert "in 0 of 1 cases" in lines
+    assert "in 1 of 1 comparisons" in lines
+    assert "by -4.0%" in lines
+    none = "\n".join(bars(rows_of(ours=None, genetic=1.2, frozen=None), ["c"]))
+    assert "only it has one" in none
+    assert "without a plan: ['c']" in none
+    alone = "\n".join(bars(rows_of(ours=1.1, genetic=None, frozen=None), ["c"]))
+    assert "geometric mean" not in alone
 
 
 def test_what_is_not_in_a_plan_is_a_point(graph, tmp_path, monkeypatch):
