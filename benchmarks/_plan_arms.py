@@ -42,7 +42,7 @@ ARMS = (*REFERENCES, GENETIC, OURS, *ABLATIONS)
 
 
 class Planner:
-    """A graph on a machine with a budget, and the arms on it; bounds are computed once each.
+    """A graph on a machine with a budget, and the arms on it.
 
     Args:
         graph: A captured step.
@@ -64,22 +64,11 @@ class Planner:
         self.graph, self.budget, self.machine = graph, budget, machine
         self.operator_seconds = operator_seconds(graph, machine)
         self.time_limit, self.seed = time_limit, seed
-        self._bounds: dict[str, Bound] = {}
 
-    def bound_of(self, arm: str) -> Bound:
-        """What no plan under the arm's frozen decisions beats; only ablations freeze any."""
-        key = arm if arm in ABLATIONS else OURS
-        if key not in self._bounds:
-            free = ABLATIONS.get(key, Freedom())
-            self._bounds[key] = lower_bound(
-                self.graph,
-                self.operator_seconds,
-                self.budget,
-                self.machine,
-                reorder=free.reorder,
-                recompute=free.recompute,
-            )
-        return self._bounds[key]
+    @functools.cached_property
+    def bound(self) -> Bound:
+        """What no plan of the captured graph beats, whatever it decides."""
+        return lower_bound(self.graph, self.operator_seconds, self.budget, self.machine)
 
     def plan(self, arm: str) -> Plan:
         """The plan of an arm.

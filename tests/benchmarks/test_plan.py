@@ -1,15 +1,17 @@
+import dataclasses
+
 import pytest
 
 import _plan_figure
 import _plan_points
 import graphs
 import penstock.graph
-from _plan_arms import ABLATIONS, ARMS, GENETIC, ODSWAP, OURS, Planner
+from _plan_arms import ARMS, GENETIC, ODSWAP, OURS, Planner
 from _plan_models import CASES, SWAPADVISOR
 from _plan_table import FROZEN, bars, show
 from _rows import BenchmarkRow, environment, read_rows, write_rows
 from penstock.errors import InfeasibleError
-from penstock.memory import machine
+from penstock.memory import LinkProfile, machine
 from penstock.planner import Budget, check
 from penstock.planner.baselines._order import peak_of_program_order
 from plan import arm_row, budgets, minimum_bytes
@@ -22,12 +24,19 @@ def graph():
     return graphs.chain_step(8, weight_bytes=UNIT, activation_bytes=4 * UNIT)
 
 
+def slow_machine():
+    """A V100 whose links move an activation of the graph while five operators run."""
+    fast = machine("v100-16gb-pcie3")
+    slow = LinkProfile(5e7, (5e7, 5e7), 1)
+    return dataclasses.replace(fast, links=dict.fromkeys(fast.links, slow))
+
+
 @pytest.fixture(scope="module")
 def planner(graph):
     return Planner(
         graph,
         Budget(device_bytes=int(peak_of_program_order(graph) * 0.6), host_bytes=1 << 40),
-        machine("v100-16gb-pcie3"),
+        slow_machine(),
         time_limit=1.0,
         seed=0,
     )
@@ -105,9 +114,16 @@ def test_every_arm_makes_plans_that_pass_the_checker(arm, planner):
         assert arm in ("LP per layer (torchtitan)", "torch's memory budget")
 
 
-def test_frozen_decisions_have_a_bound_of_their_own(planner):
-    frozen = planner.bound_of(list(ABLATIONS)[-1])
-    assert frozen.seconds >= planner.bound_of(OURS).seconds
+def test_rows_are_held_against_the_bound_of_what_was_frozen(planner):
+    where = environment("cpu")
+    free, frozen, other = (
+        arm_row(planner, arm, "c", {}, where) for arm in (OURS, FROZEN, "on demand, LRU")
+    )
+    assert free.limit is not None
+    assert frozen.limit is not None
+    assert other.limit is not None
+    assert frozen.limit.value > free.limit.value
+    assert other.limit.value == pytest.approx(free.limit.value)
 
 
 def test_rows_say_what_came_of_it(planner, tmp_path, capsys):

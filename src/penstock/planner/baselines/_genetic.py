@@ -166,7 +166,7 @@ def plan_genetic(
         machine: The links' bandwidths.
         time_limit: Seconds after which the best candidate is taken.
         seed: Of schedules, crossovers and mutations.
-        progress: Called with the best candidate after each one that is new.
+        progress: Called with the best candidate, once a generation.
 
     Returns:
         A plan that `check` accepts.
