@@ -193,13 +193,16 @@ def frame_step(cells: Any, graphs: Sequence[Any], kind: Hashable) -> torch.Tenso
     nodes, batches = nodes_and_batches_by_depth(tuple(graphs))
     frames: list[torch.Tensor] = []
     results, numbers = [], []
+    device = next(cells[kind].parameters()).device
     for batch in batches:
-        rows = torch.tensor(batch)
+        rows = torch.tensor(batch, device=device)
         operands: list[Any] = []
         for slot in range(len(nodes[batch[0]][1])):
-            read = torch.tensor([nodes[node][1][slot] for node in batch])
-            operands.append(tuple(frame.index_select(0, read) for frame in frames))
-        inputs = [torch.cat(each) for each in zip(*(nodes[node][2] for node in batch), strict=True)]
+            read = [nodes[node][1][slot] for node in batch]
+            index = torch.tensor(read, device=device)
+            operands.append(tuple(frame.index_select(0, index) for frame in frames))
+        given = zip(*(nodes[node][2] for node in batch), strict=True)
+        inputs = [torch.cat(each).to(device) for each in given]
         result = cells[nodes[batch[0]][0]](*operands, *inputs)
         if isinstance(result, tuple):
             frames = frames or [part.new_zeros(len(nodes), part.shape[1]) for part in result]
@@ -208,13 +211,14 @@ def frame_step(cells: Any, graphs: Sequence[Any], kind: Hashable) -> torch.Tenso
         if nodes[batch[0]][0] == kind:
             results.append(result)
             numbers += batch
-    return torch.cat(results)[torch.tensor(numbers).argsort()]
+    return torch.cat(results)[torch.tensor(numbers, device=device).argsort()]
 
 
 def fold_step(cells: Any, graphs: Sequence[Any], kind: Hashable) -> torch.Tensor:
     """Outputs of all nodes of a type, depth by depth, operands concatenated node by node."""
     nodes, batches = nodes_and_batches_by_depth(tuple(graphs))
     values: list[Any] = [None] * len(nodes)
+    device = next(cells[kind].parameters()).device
     for batch in batches:
         operands: list[Any] = []
         for slot in range(len(nodes[batch[0]][1])):
@@ -223,7 +227,8 @@ def fold_step(cells: Any, graphs: Sequence[Any], kind: Hashable) -> torch.Tensor
                 operands.append(tuple(torch.cat(each) for each in zip(*given, strict=True)))
             else:
                 operands.append(torch.cat(given))
-        inputs = [torch.cat(each) for each in zip(*(nodes[node][2] for node in batch), strict=True)]
+        given = zip(*(nodes[node][2] for node in batch), strict=True)
+        inputs = [torch.cat(each).to(device) for each in given]
         result = cells[nodes[batch[0]][0]](*operands, *inputs)
         is_tuple = isinstance(result, tuple)
         parts = [each.split(1) for each in (result if is_tuple else (result,))]

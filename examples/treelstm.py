@@ -98,7 +98,8 @@ def logits_of(batcher, graphs):
 def logits_node_by_node(cells, graph):
     """The same of one tree, each cell called for one node."""
     nodes, values, logits = graph.nodes, [], []
-    words = iter(graph.inputs[graph.signatures.index(("word", 0, 1))][0])
+    words = graph.inputs[graph.signatures.index(("word", 0, 1))][0]
+    words = iter(words.to(cells["word"].gates.weight.device))
     for node, code in enumerate(nodes.types.tolist()):
         kind = graph.signatures[code][0]
         reads = nodes.flat[nodes.starts[node] : nodes.starts[node + 1]].tolist()

@@ -272,8 +272,7 @@ class DynamicBatcher(nn.Module):
         )
         first_nodes = np.cumsum([0, *map(len, graphs)])
         seconds = time.perf_counter() - begin
-        inputs = self._inputs(graphs)
-        device = next((p.device for p in self.parameters()), torch.device("cpu"))
+        inputs, device = self._inputs(graphs)
         index = torch.from_numpy(np.concatenate([plan.index, plan.input_index])).to(device)
         pools = Pools(plan.pool_rows, index)
         execution = _Execution(self, plan, pools, inputs, index[len(plan.index) :])
@@ -362,20 +361,28 @@ class DynamicBatcher(nn.Module):
                 f"but its cell takes {forward}: {error}"
             ) from None
 
-    def _inputs(self, graphs: list[TypedGraph]) -> dict[int, tuple[Tensor, ...]]:
-        """Lay the inputs of all graphs end to end, by signature."""
+    def _inputs(
+        self, graphs: list[TypedGraph]
+    ) -> tuple[dict[int, tuple[Tensor, ...]], torch.device]:
+        """Lay the inputs of all graphs end to end, by signature, where the cells are."""
         found: dict[int, list[tuple[Tensor, ...]]] = {}
         for graph in graphs:
             codes = self._known(graph).codes
             for local, tensors in graph.inputs.items():
                 if tensors:
                     found.setdefault(codes[local], []).append(tensors)
-        return {
+        device = next((parameter.device for parameter in self.parameters()), None)
+        if device is None:  # cells without parameters work where their inputs are
+            inputs = (tensor for parts in found.values() for part in parts for tensor in part)
+            device = next((tensor.device for tensor in inputs), torch.device("cpu"))
+        laid = {
             code: tuple(
-                each[0] if len(each) == 1 else torch.cat(each) for each in zip(*parts, strict=True)
+                (each[0] if len(each) == 1 else torch.cat(each)).to(device)
+                for each in zip(*parts, strict=True)
             )
             for code, parts in found.items()
         }
+        return laid, device
 
 
 class _Execution:
