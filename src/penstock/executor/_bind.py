@@ -12,6 +12,7 @@ from torch import nn
 
 from penstock.errors import GraphFileError, PenstockError
 from penstock.executor._execution import Execution
+from penstock.executor._operators import executable
 from penstock.executor._report import ExecutionReport
 from penstock.graph import StepGraph
 from penstock.memory import FileStore
@@ -105,7 +106,7 @@ def bind(
     `penstock.graph.run`, bit for bit.
 
     Example:
-        >>> graph = penstock.capture(model, optimizer, batch)  # doctest: +SKIP
+        >>> graph = executable(penstock.capture(model, optimizer, batch))  # doctest: +SKIP
         >>> plan = penstock.plan(graph, device_memory="1/4", store="/mnt/nvme")  # doctest: +SKIP
         >>> with penstock.bind(plan, model, optimizer, store="/mnt/nvme") as step:  # doctest: +SKIP
         ...     for batch in batches:
@@ -115,8 +116,9 @@ def bind(
         plan: A plan for the step of this model and optimizer.
         model: The model; its parameters and buffers move to where the plan has them.
         optimizer: Its optimizer; state that does not exist yet is made.
-        graph: The captured step. None: it is captured with the first batch, which also proves that
-            the plan is for this model, optimizer and batch.
+        graph: The step that was planned: captured, or what `executable` made of it. None: it is
+            captured with the first batch, which also proves that the plan is for this model,
+            optimizer and batch.
         loss: `loss(output, batch)`, as given to `penstock.capture`.
         store: Directory or `FileStore` of the file tier; needed if the plan uses it.
         debug: Overwrite bytes that are freed, and compare what comes back with what left.
@@ -154,6 +156,7 @@ def bind(
     def with_first_batch(batch: Any) -> Execution:
         from penstock.graph import capture
 
-        return execution(capture(model, optimizer, batch, loss=loss))
+        found = capture(model, optimizer, batch, loss=loss)
+        return execution(found if found.digest == plan.graph_digest else executable(found))
 
     return PlannedStep(with_first_batch, None if graph is None else execution(graph))

@@ -19,7 +19,7 @@ from penstock.executor._interrupts import Interrupts
 from penstock.executor._links import ThreadLink
 from penstock.executor._memory import FileBlock
 from penstock.executor._numbers import Numbers
-from penstock.executor._operators import Call, workspace_bytes, writes_in_place
+from penstock.executor._operators import Call, declared_workspace_bytes, writes_in_place
 from penstock.executor._places import Places
 from penstock.executor._program import program_of
 from penstock.executor._recovery import Recovery
@@ -123,6 +123,8 @@ class Execution:
         self._given = {}
         self.ledger.begin_step()
         self._interrupts.check()
+        if not self._loss_is_early:
+            self._check_loss("everything has been updated with it; load the last checkpoint")
         return loss
 
     def drain(self) -> None:
@@ -167,7 +169,7 @@ class Execution:
                 link.value: plan.machine.links[link].bytes_per_second for link in links
             },
             arena_bytes=self.room.num_bytes(Tier.DEVICE),
-            workspace_bytes=max((workspace_bytes(self._graph, o) for o in operators), default=0),
+            workspace_bytes=declared_workspace_bytes(self._graph),
             host_bytes=self.room.num_bytes(Tier.HOST),
             predicted_host_bytes=plan.peak_host_bytes,
             file_bytes=self.room.num_bytes(Tier.FILE),
@@ -258,15 +260,14 @@ class Execution:
             for stay in self._places.stays[view.value]
         )
 
-    def _check_loss(self) -> None:
-        assert self._loss is not None
+    def _check_loss(
+        self, outcome: str = "nothing has been updated; skip this batch, or lower the learning rate"
+    ) -> None:
+        if self._loss is None:
+            return
         loss = self._loss.item()
         if not math.isfinite(loss):
-            raise NonFiniteLossError(
-                f"the loss is {loss}: nothing has been updated; skip this batch, or lower the "
-                "learning rate",
-                loss=loss,
-            )
+            raise NonFiniteLossError(f"the loss is {loss}: {outcome}", loss=loss)
 
     # Transfers.
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.errors import PenstockError
-from penstock.graph import Operator, StepGraph
+from penstock.graph import Operator, Phase, StepGraph
 from penstock.graph._encoding import (
     CONSTANT,
     EMPTY,
@@ -32,6 +32,9 @@ Call = Callable[[], object]
 
 _COPIES = ("aten.clone.default", "aten._to_copy.default")
 """Operators whose result is their operand, perhaps in another dtype or layout."""
+
+
+_WORKSPACE_MARK = "workspace_holds_results"  # in the metadata of graphs that `executable` made
 
 
 class Result(NamedTuple):
@@ -69,21 +72,41 @@ def writes_in_place(target: str) -> bool:
     return target in OWN_TARGETS or target in _COPIES or _out_variant(target) is not None
 
 
-def with_results_in_workspace(graph: StepGraph) -> StepGraph:
-    """Return the graph with the workspace that this executor needs on this machine.
+def executable(graph: StepGraph) -> StepGraph:
+    """Return a step as this executor runs it best: plan this one.
 
-    Operators whose results are copied to their places need memory for the results themselves
-    beyond what their kernels need.
+    Operators whose results are copied to their places have workspace for these results, so that a
+    budget holds for all that a step allocates. And no parameter is updated before the loss is
+    known, so that a step whose loss is NaN can be undone.
 
     Example:
-        >>> with_results_in_workspace(StepGraph(storages=(), storage_of_value=(), operators=()))
-        StepGraph(storages=(), storage_of_value=(), operators=(), loss=None, device='cpu', ...)
+        >>> graph = executable(penstock.capture(model, optimizer, batch))  # doctest: +SKIP
+        >>> plan = penstock.plan(graph, device_memory="4GiB", store="/mnt/nvme")  # doctest: +SKIP
+
+    Args:
+        graph: A captured step.
+
+    Returns:
+        The same operators and values; of such a graph itself, an equal one.
     """
-    operators = tuple(
-        dataclasses.replace(operator, workspace_bytes=workspace_bytes(graph, operator))
-        for operator in graph.operators
-    )
-    return dataclasses.replace(graph, operators=operators)
+    loss = None if graph.loss is None else graph.producers[graph.loss.value]
+    operators = []
+    for index, operator in enumerate(graph.operators):
+        after = operator.after
+        if operator.phase is Phase.OPTIMIZER and operator.mutates and loss is not None:
+            after = after if loss in after or loss >= index else (*after, loss)
+        mark = _WORKSPACE_MARK in graph.metadata
+        operators.append(
+            dataclasses.replace(
+                operator,
+                after=after,
+                workspace_bytes=operator.workspace_bytes
+                if mark
+                else workspace_bytes(graph, operator),
+            )
+        )
+    metadata = {**graph.metadata, _WORKSPACE_MARK: True}
+    return dataclasses.replace(graph, operators=tuple(operators), metadata=metadata)
 
 
 def workspace_bytes(graph: StepGraph, operator: Operator) -> int:
@@ -91,6 +114,13 @@ def workspace_bytes(graph: StepGraph, operator: Operator) -> int:
     if not operator.creates or _has_places_for_all(operator):
         return operator.workspace_bytes
     return operator.workspace_bytes + sum(map(graph.num_bytes, operator.creates))
+
+
+def declared_workspace_bytes(graph: StepGraph) -> int:
+    """Return what a step may take beyond the arena: the most that one of its operators needs."""
+    if _WORKSPACE_MARK in graph.metadata:
+        return max((operator.workspace_bytes for operator in graph.operators), default=0)
+    return max((workspace_bytes(graph, operator) for operator in graph.operators), default=0)
 
 
 def _has_places_for_all(operator: Operator) -> bool:
