@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from _relational import (
     LAYERS,
@@ -22,6 +24,8 @@ from _relational import (
 from penstock import rgnn
 from penstock.rgnn import _interpreter, _rows
 from penstock.rgnn._backends._torch import sum_grouped_rows
+from penstock.rgnn._compile import _bucket
+from penstock.unified import NeighborSampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -178,6 +182,50 @@ def test_graphs_that_are_alike_share_a_plan():
     other = random_graph(40, 40)
     function(other, *layer_arguments("rgat", other))
     assert function.num_plans == 2
+
+
+def test_mini_batches_of_one_kind_share_a_few_plans():
+    """Parts of one graph around seeds, as a sampler draws them: 30 of them, of many sizes."""
+    whole = random_graph(2000, 8000, num_relations=8)
+    sampler = NeighborSampler.from_edges(whole.edge_index, 2000, fanouts=[4, 4])
+    function = rgnn.compile(LAYERS["rgat"].__wrapped__, backend="torch")
+    generator = torch.Generator().manual_seed(0)
+    sizes = set()
+    for _ in range(30):
+        seeds = torch.randperm(2000, generator=generator)[:12]
+        around = sampler.sample(seeds, generator=generator)
+        part = rgnn.Graph(
+            around.edge_index,
+            whole.edge_type[around.edge_ids],
+            num_nodes=len(around.node_ids),
+            num_relations=8,
+        )
+        sizes.add(part.num_edges)
+        function(part, *layer_arguments("rgat", part))
+    assert len(sizes) > 20
+    assert function.num_plans <= 6
+
+
+@given(st.lists(st.integers(0, 10**7), min_size=4, max_size=4))
+def test_a_bucket_stands_for_graphs_that_are_alike(drawn):
+    num_nodes, num_edges, *pairs = drawn
+    num_src_pairs, num_dst_pairs = (min(n, num_edges) for n in pairs)
+    counts = dataclasses.replace(
+        random_graph().counts,
+        num_nodes=num_nodes,
+        num_edges=num_edges,
+        num_src_pairs=num_src_pairs,
+        num_dst_pairs=num_dst_pairs,
+    )
+    bucket = _bucket(counts)
+    assert bucket.num_relations == counts.num_relations
+    assert num_edges / 1.42 <= bucket.num_edges <= num_edges * 1.42
+    assert max(bucket.num_src_pairs, bucket.num_dst_pairs) <= bucket.num_edges
+    for name in ("num_nodes", "num_src_pairs", "num_dst_pairs"):
+        count, found = getattr(counts, name), getattr(bucket, name)
+        if num_edges:
+            expected = count / num_edges * bucket.num_edges
+            assert abs(found - expected) <= 0.1 * expected + 1
 
 
 def test_an_argument_changed_in_place_before_the_backward_is_noticed():

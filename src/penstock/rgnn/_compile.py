@@ -39,7 +39,7 @@ from penstock.rgnn._traces import Traced, Traces
 from penstock.rgnn._where import TraceError
 
 _NUM_KEPT = 256  # plans of a function, and kinds of calls, that are remembered
-_STEPS_PER_OCTAVE = 8  # counts within 9 % of each other share a plan
+_STEPS_PER_OCTAVE = 4  # rows for each edge within 19 % of each other share a plan
 
 
 def compile(
@@ -306,17 +306,32 @@ def _converted(tensors: list[torch.Tensor], dtype: torch.dtype | None) -> list[t
 
 
 def _bucket(counts: Counts) -> Counts:
-    """Counts rounded to steps of a geometric series, so that graphs that are alike share plans."""
+    """Counts of a graph that stands for all that are alike, so that those share their plans.
+
+    Which rows are the fewest is a matter of rows for each edge; how many edges there are decides
+    only whether weights may cost something, so it is rounded to a power of two.
+    """
+    num_edges = _rounded(counts.num_edges, 1)
 
     def rounded(count: int) -> int:
-        if count <= 1:
-            return count
-        step = round(math.log2(count) * _STEPS_PER_OCTAVE)
-        return round(2 ** (step / _STEPS_PER_OCTAVE))
+        if not counts.num_edges:
+            return round(_rounded(count, 1))
+        return round(num_edges * _rounded(count / counts.num_edges, _STEPS_PER_OCTAVE))
 
-    fields = dataclasses.asdict(counts)
-    fields.update({name: rounded(n) for name, n in fields.items() if not isinstance(n, bool)})
-    return Counts(**fields)
+    return dataclasses.replace(
+        counts,
+        num_edges=round(num_edges),
+        num_nodes=rounded(counts.num_nodes),
+        num_src_pairs=rounded(counts.num_src_pairs),
+        num_dst_pairs=rounded(counts.num_dst_pairs),
+    )
+
+
+def _rounded(number: float, steps_per_octave: int) -> float:
+    """A number rounded to a geometric series."""
+    if not number:
+        return 0
+    return 2 ** (round(math.log2(number) * steps_per_octave) / steps_per_octave)
 
 
 __all__ = ["CompiledFunction", "TraceError", "compile"]

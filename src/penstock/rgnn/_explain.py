@@ -94,7 +94,10 @@ class Explanation:
                 phase = kernel.is_backward
                 lines += ["", "backward" if phase else "forward"]
             lines += _kernel_lines(number, kernel)
-        lines += ["", "rewrites, decided for counts rounded to within 5 %"]
+        lines += [
+            "",
+            "rewrites, decided for about this size and as many rows for each edge",
+        ]
         lines += [f"  {decision}" for decision in self.decisions] or ["  none found a place"]
         lines += [f"  {name} is switched off" for name in self.without]
         return "\n".join(lines)
