@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -21,7 +21,8 @@ from penstock.graph import StepGraph
 from penstock.memory import MachineProfile, Tier
 from penstock.planner._plan import Bound, Budget
 from penstock.planner._rates import Rates
-from penstock.planner.proofs._forced import forced_bounds
+from penstock.planner.proofs._chain import chain_bound
+from penstock.planner.proofs._forced import MAX_OPERATORS, forced_bounds, forced_of
 from penstock.planner.proofs._linear import LinearProgram
 from penstock.planner.proofs._lives import Lives, lives_of
 from penstock.planner.proofs._windows import window_bound
@@ -99,21 +100,33 @@ def lower_bound(
     rates = _rates(budget, machine)
     if rates.inward <= 0 or rates.outward <= 0:
         return _bound(parts)
-    forced = forced_bounds(graph, operator_seconds, capacity, rates, recompute=recompute)
-    parts |= {name: bound * _SAFETY for name, bound in forced.items()}
+    solvers: dict[str, Callable[[float], float | None]] = {}
+    seconds = np.asarray(operator_seconds, dtype=np.float64)
+    if len(graph.operators) <= MAX_OPERATORS:
+        forced = forced_of(graph, operator_seconds, recompute=recompute)
+        free = forced_bounds(forced, operator_seconds, capacity, rates)
+        parts |= {name: bound * _SAFETY for name, bound in free.items()}
+        if frozen is None:
+            solvers["chain"] = lambda time_limit: chain_bound(
+                graph,
+                forced,
+                operator_seconds,
+                capacity,
+                rates,
+                recompute=recompute,
+                time_limit=time_limit,
+            )
     if frozen is not None:
-        seconds = np.array([operator_seconds[operator] for operator in frozen])
-        again = np.asarray(operator_seconds) if recompute else None
-        solvers = {"windows": window_bound, "residency_lp": residency_bound}
-        for solvers_left, (name, solve) in zip((2, 1), solvers.items(), strict=True):
-            left = (deadline - time.monotonic()) / solvers_left
-            bound = None
-            if left > 0:
-                bound = solve(graph, lives, seconds, capacity, rates, again, time_limit=left)
-            if bound is None:
-                _log.info("the lower bound %r is left out: it takes longer than allowed", name)
-            else:
-                parts[name] = max(bound * _SAFETY, 0.0)
+        fixed = graph, lives, seconds[frozen], capacity, rates, seconds if recompute else None
+        solvers["windows"] = lambda time_limit: window_bound(*fixed, time_limit=time_limit)
+        solvers["residency_lp"] = lambda time_limit: residency_bound(*fixed, time_limit=time_limit)
+    for done, (name, solve) in enumerate(solvers.items()):
+        left = (deadline - time.monotonic()) / (len(solvers) - done)
+        bound = solve(left) if left > 0 else None
+        if bound is None:
+            _log.info("the lower bound %r is left out: it takes longer than allowed", name)
+        else:
+            parts[name] = max(bound * _SAFETY, 0.0)
     return _bound(parts)
 
 

@@ -7,7 +7,6 @@ step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,18 +15,13 @@ import numpy as np
 from penstock.graph import StepGraph
 from penstock.planner._rates import Rates
 from penstock.planner.proofs._lives import saved_bytes
+from penstock.planner.proofs._slots import cost_level, level_cost
 
-_MAX_OPERATORS = 20_000  # two bits for each pair: 100 MB
-_FREE = -200  # power of two of a cost that is none
+MAX_OPERATORS = 20_000  # two bits for each pair: 100 MB
 
 
 def forced_bounds(
-    graph: StepGraph,
-    operator_seconds: Sequence[float],
-    capacity: int,
-    rates: Rates,
-    *,
-    recompute: bool,
+    forced: Forced, operator_seconds: Sequence[float], capacity: int, rates: Rates
 ) -> dict[str, float]:
     """Bound the time of a step in any order.
 
@@ -52,18 +46,14 @@ def forced_bounds(
     that such an operator changes does not count in G.
 
     Args:
-        graph: The step.
+        forced: Of `forced_of`, which says whether operators may run again.
         operator_seconds: Time of each operator.
         capacity: Bytes of the arena.
         rates: Of the links.
-        recompute: Whether operators may run again.
 
     Returns:
-        The two bounds by name; nothing if the graph is too large for bit sets.
+        The two bounds by name.
     """
-    if len(graph.operators) > _MAX_OPERATORS:
-        return {}
-    forced = _forced(graph, operator_seconds, recompute=recompute)
     compute = float(sum(operator_seconds))
 
     def cut(brought: np.ndarray) -> np.ndarray:
@@ -85,8 +75,8 @@ def forced_bounds(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Forced:
-    """Per operator v; bytes and seconds."""
+class Forced:
+    """Per operator v what is alive when it runs, in any order; bytes and seconds."""
 
     here: np.ndarray  # F(v)
     first_values: np.ndarray  # P: of those, first values of persistent storages
@@ -94,11 +84,21 @@ class _Forced:
     constant_bytes: int  # Q
     seconds_before: np.ndarray
     seconds_after: np.ndarray  # of v and its descendants
-    remakable: dict[int, np.ndarray]  # by power of two of the seconds per byte: bytes of F(v)
+    remakable: dict[int, np.ndarray]  # by class of the seconds per byte: bytes of F(v)
+    ancestors: np.ndarray  # packed bits
+    descendants: np.ndarray
+
+    def ancestors_of(self, operator: int) -> np.ndarray:
+        """Return which operators run before one in any order, as booleans."""
+        return np.unpackbits(self.ancestors[operator], count=len(self.here)).astype(bool)
+
+    def descendants_of(self, operator: int) -> np.ndarray:
+        """Return which operators run after one in any order, as booleans."""
+        return np.unpackbits(self.descendants[operator], count=len(self.here)).astype(bool)
 
 
 def _least(
-    seconds: Callable[[np.ndarray], np.ndarray], excess: np.ndarray, forced: _Forced
+    seconds: Callable[[np.ndarray], np.ndarray], excess: np.ndarray, forced: Forced
 ) -> float:
     """Return the largest, over operators, of the least over how much is brought back."""
     remakable = sum(forced.remakable.values(), np.zeros_like(excess))
@@ -110,23 +110,31 @@ def _least(
     return float(seconds((low + high) / 2).max(initial=0.0))
 
 
-def _remaking_seconds(forced: _Forced, shed: np.ndarray) -> np.ndarray:
+def _remaking_seconds(forced: Forced, shed: np.ndarray) -> np.ndarray:
     """Return W: the least time in which so many bytes can be made again."""
     seconds, left = np.zeros_like(shed), shed.copy()
-    for power, num_bytes in sorted(forced.remakable.items()):
+    for level, num_bytes in sorted(forced.remakable.items()):
         taken = np.minimum(left, num_bytes)
-        seconds += taken * (0.0 if power == _FREE else math.ldexp(1.0, power))
+        seconds += taken * level_cost(level)
         left -= taken
     return seconds
 
 
-def _forced(graph: StepGraph, operator_seconds: Sequence[float], *, recompute: bool) -> _Forced:
+def forced_of(graph: StepGraph, operator_seconds: Sequence[float], *, recompute: bool) -> Forced:
+    """Find what is alive when operators run.
+
+    Args:
+        graph: The step, of at most `MAX_OPERATORS` operators.
+        operator_seconds: Time of each operator.
+        recompute: Whether operators may run again.
+    """
     num_operators = len(graph.operators)
     ancestors, descendants = relatives(graph)
     seconds = np.asarray(operator_seconds, dtype=np.float64)
     here, first_values = np.zeros(num_operators), np.zeros(num_operators)
     anywhere = np.zeros(num_operators)
     remakable: dict[int, np.ndarray] = {}
+    costs = remake_costs(graph, seconds) if recompute else {}
     everyone = np.full(ancestors.shape[1], 255, dtype=np.uint8)
     for value, storage_index in enumerate(graph.storage_of_value):
         storage = graph.storages[storage_index]
@@ -148,12 +156,12 @@ def _forced(graph: StepGraph, operator_seconds: Sequence[float], *, recompute: b
             anywhere[at] += storage.num_bytes
         if storage.persistent and value == storage.initial:
             first_values[at] += storage.num_bytes
-        power = _remake_power(graph, operator_seconds, producer) if recompute else None
-        if power is not None:
+        level = costs.get(producer) if producer is not None else None
+        if level is not None:
             inside = at.copy()  # what v itself needs or makes is there
             inside[list(consumers)] = False
             inside[producer] = False
-            remakable.setdefault(power, np.zeros(num_operators))[inside] += storage.num_bytes
+            remakable.setdefault(level, np.zeros(num_operators))[inside] += storage.num_bytes
     shared = np.array([saved_bytes(graph, index) for index in range(num_operators)], dtype=float)
     changed = np.zeros(num_operators)  # old and new are one
     changed_here = np.zeros(num_operators)
@@ -163,7 +171,7 @@ def _forced(graph: StepGraph, operator_seconds: Sequence[float], *, recompute: b
             if not graph.storages[graph.storage_of_value[old]].persistent:
                 changed[index] += graph.num_bytes(old)
     persistent, constant = _persistent_bytes(graph, recompute=recompute)
-    return _Forced(
+    return Forced(
         here=here - shared - changed_here,
         first_values=first_values,
         anywhere=anywhere - shared - changed + persistent,
@@ -171,12 +179,14 @@ def _forced(graph: StepGraph, operator_seconds: Sequence[float], *, recompute: b
         seconds_before=_sums(ancestors, seconds),
         seconds_after=_sums(descendants, seconds) + seconds,
         remakable=remakable,
+        ancestors=ancestors,
+        descendants=descendants,
     )
 
 
 def forced_bytes(graph: StepGraph) -> np.ndarray:
     """Return F(v), the bytes that have to be alive when each operator runs, in any order."""
-    return _forced(graph, [0.0] * len(graph.operators), recompute=False).here
+    return forced_of(graph, [0.0] * len(graph.operators), recompute=False).here
 
 
 def relatives(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
@@ -204,31 +214,37 @@ def _sums(relatives: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     return sums
 
 
-def _remake_power(
-    graph: StepGraph, operator_seconds: Sequence[float], producer: int | None
-) -> int | None:
-    """Power of two of the seconds per byte of running an operator again, rounded down."""
-    if producer is None or not graph.operators[producer].recomputable:
-        return None
-    made_bytes = sum(map(graph.num_bytes, graph.operators[producer].makes))
-    cost = float(operator_seconds[producer]) / made_bytes
-    return math.frexp(cost)[1] - 1 if cost > 0 else _FREE
+def remake_costs(graph: StepGraph, seconds: np.ndarray) -> dict[int, int]:
+    """Seconds per byte of running each operator again, by `cost_level`, where it can."""
+    costs = {}
+    for index, operator in enumerate(graph.operators):
+        made_bytes = sum(map(graph.num_bytes, operator.makes))
+        if operator.recomputable and made_bytes:
+            costs[index] = cost_level(float(seconds[index]) / made_bytes)
+    return costs
+
+
+def made_anew(graph: StepGraph, *, recompute: bool) -> set[int]:
+    """Persistent storages of which an operator may make the content without having had it."""
+    found = set()
+    for index, operator in enumerate(graph.operators):
+        made = operator.makes if recompute and operator.recomputable else operator.creates
+        for value in made:
+            assert graph.producers[value] == index
+            found.add(graph.storage_of_value[value])
+    return {index for index in found if graph.storages[index].persistent}
 
 
 def _persistent_bytes(graph: StepGraph, *, recompute: bool) -> tuple[int, int]:
     """Bytes of persistent storages that are used, and of those that no step changes."""
-    used: set[int] = set()
-    remade: set[int] = set()
-    for value, storage in enumerate(graph.storage_of_value):
-        if graph.consumers[value]:
-            used.add(storage)
-        producer = graph.producers[value]
-        if recompute and producer is not None and graph.operators[producer].recomputable:
-            remade.add(storage)
+    consumed = {
+        storage
+        for value, storage in enumerate(graph.storage_of_value)
+        if graph.consumers[value] and graph.storages[storage].persistent
+    }
     total = constant = 0
-    for index in used - remade:
+    for index in consumed - made_anew(graph, recompute=recompute):
         storage = graph.storages[index]
-        if storage.persistent:
-            total += storage.num_bytes
-            constant += storage.num_bytes if storage.initial == storage.final else 0
+        total += storage.num_bytes
+        constant += storage.num_bytes if storage.initial == storage.final else 0
     return total, constant
