@@ -34,8 +34,9 @@ def chain_bound(
 ) -> float | None:
     """Bound the time of a step in any order by what has to be missing along a chain of operators.
 
-    Let v(0), ..., v(K - 1) be such a chain and slot k the time from the start of v(k - 1) to that
-    of v(k), where "start" is that of the first run. A value is missable at v(i) if an ancestor of
+    Let v(1), ..., v(K) be such a chain and slot k the time from the start of v(k - 1) to that of
+    v(k), where "start" is that of the first run, and v(0) the start of the step; slot 0 is from
+    v(K) to the end. A value is missable at v(i) if an ancestor of
     v(i) makes it and a descendant needs it, and v(i) neither makes nor needs it. It then comes back
     (or is made again) after v(i) and before the first of its users among the descendants of v(i)
     that is an ancestor of some v(j): in slots i + 1 to j. It went out between the last v that
@@ -71,7 +72,7 @@ def chain_bound(
     for absence, num_bytes in _absences(graph, place, costs, recompute=recompute):
         absences[absence] = absences.get(absence, 0) + num_bytes
     return slots_bound(
-        Slots([float(excess[v]) for v in chain], work, compute),
+        Slots([0.0, *(float(excess[v]) for v in chain)], work, compute),
         absences,
         rates,
         float(max(capacity, 1)),
@@ -110,37 +111,34 @@ class _Places:
     """Where operators are along a chain, for certain.
 
     Attributes:
-        chain: The chain.
-        after: Per operator: the last of the chain that it is or follows; -1 if there is none.
-        before: Per operator: the first of the chain that it is or precedes; K if there is none.
+        num_slots: One more than the operators of the chain, which count from 1.
+        after: Per operator: the last of the chain that it is or follows; 0 is the start.
+        before: Per operator: the first of the chain that it is or precedes; `num_slots` is the end.
     """
 
-    chain: list[int]
+    num_slots: int
     after: np.ndarray
     before: np.ndarray
 
     @classmethod
     def of(cls, forced: Forced, chain: list[int]) -> _Places:
         num_operators = len(forced.here)
-        after = np.full(num_operators, -1, dtype=np.int64)
-        before = np.full(num_operators, len(chain), dtype=np.int64)
-        for index, v in enumerate(chain):
+        after = np.zeros(num_operators, dtype=np.int64)
+        before = np.full(num_operators, len(chain) + 1, dtype=np.int64)
+        for index, v in enumerate(chain, 1):
             after[forced.descendants_of(v)] = index
             after[v] = index
-        for index, v in reversed(list(enumerate(chain))):
+        for index, v in reversed(list(enumerate(chain, 1))):
             before[forced.ancestors_of(v)] = index
             before[v] = index
-        return cls(chain, after, before)
+        return cls(len(chain) + 1, after, before)
 
     def work(self, seconds: np.ndarray) -> list[float]:
         """Per slot the time of what has to run in it: between its cuts, and what it begins with."""
-        num_slots = len(self.chain)
-        is_cut = self.after == self.before
-        last = np.where(is_cut, self.before + 1, self.before)
-        first = np.where(is_cut, self.after + 1, self.after + 1)
-        inside = first == last
-        slot = np.where(inside, first % num_slots, -1)
-        return [float(seconds[slot == index].sum()) for index in range(num_slots)]
+        first = self.after + 1
+        last = np.where(self.after == self.before, self.before + 1, self.before)
+        slot = np.where(first == last, first % self.num_slots, -1)
+        return [float(seconds[slot == index].sum()) for index in range(self.num_slots)]
 
 
 def _absences(
@@ -173,20 +171,18 @@ def _spells(
     place: _Places, producer: int | None, consumers: Sequence[int], is_result: bool
 ) -> list[Spell]:
     """Where along the chain a value of one step is missable."""
-    num_cuts = len(place.chain)
-    first, since = 0, 0
+    first, since = 1, 1
     if producer is not None:
-        first = int(place.before[producer])
-        first += first < num_cuts and place.chain[first] == producer
-        since = int(place.after[producer]) + 1
+        first, since = int(place.before[producer]), int(place.after[producer]) + 1
+        first += first < since  # it is one of the chain
     users = [(int(place.after[c]), int(place.before[c])) for c in consumers]
     spells = []
-    for cut in range(first, num_cuts):
+    for cut in range(first, place.num_slots):
         if (cut, cut) in users:  # it is there
             continue
         later = [before for after, before in users if after >= cut]
         if later or is_result:
-            spells.append(Spell(cut, min(later, default=num_cuts), since))
+            spells.append(Spell(cut, min(later, default=place.num_slots), since))
     return spells
 
 
@@ -194,13 +190,13 @@ def _persistent_spells(
     place: _Places, touching: Sequence[int], changing: Sequence[int]
 ) -> list[Spell]:
     """Where a storage that lives from step to step is missable."""
-    num_cuts = len(place.chain)
+    num_slots = place.num_slots
     users = [(int(place.after[c]), int(place.before[c])) for c in {*touching, *changing}]
     needing = [(int(place.after[c]), int(place.before[c])) for c in set(touching)]
     writers = [(int(place.after[c]), int(place.before[c])) for c in set(changing)]
-    next_step = num_cuts + min(before for _, before in needing)
+    next_step = num_slots + min(before for _, before in needing)
     spells = []
-    for cut in range(num_cuts):
+    for cut in range(1, num_slots):
         if (cut, cut) in users:
             continue
         later = [before for after, before in needing if after >= cut]
@@ -208,7 +204,7 @@ def _persistent_spells(
         if writers:  # the last one before is not before any that is certainly before
             since = max(
                 (after + 1 for after, before in writers if before <= cut and after < cut),
-                default=max(after + 1 for after, _ in writers) - num_cuts,
+                default=max(after + 1 for after, _ in writers) - num_slots,
             )
         spells.append(Spell(cut, min([*later, next_step]), since))
     return spells
