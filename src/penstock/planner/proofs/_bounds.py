@@ -25,6 +25,7 @@ from penstock.planner.proofs._chain import chain_bound
 from penstock.planner.proofs._forced import MAX_OPERATORS, forced_bounds, forced_of
 from penstock.planner.proofs._linear import LinearProgram
 from penstock.planner.proofs._lives import Lives, lives_of
+from penstock.planner.proofs._remaking import remaking_bound
 from penstock.planner.proofs._windows import window_bound
 
 _log = logging.getLogger(__name__)
@@ -115,6 +116,10 @@ def lower_bound(
                 rates,
                 recompute=recompute,
                 time_limit=time_limit,
+            )
+        if recompute:
+            solvers["remaking"] = lambda time_limit: remaking_bound(
+                graph, forced, operator_seconds, capacity, rates, time_limit=time_limit
             )
     if frozen is not None:
         fixed = graph, lives, seconds[frozen], capacity, rates, seconds if recompute else None

@@ -1,0 +1,209 @@
+"""A bound for any order that knows what making values again takes: operands, and theirs.
+
+`cut` prices a byte that is made again at the time of the one operator that makes it. But that
+operator needs its operands, and what nobody needs any more is not there: it has to be made again
+too, or to be kept, where it takes the room that was to be had, or to leave and come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.graph import StepGraph
+from penstock.planner._rates import Rates
+from penstock.planner.proofs._forced import Forced, made_anew
+from penstock.planner.proofs._linear import LinearProgram
+
+_NUM_OPERATORS = 2  # at which the program is solved
+
+
+def remaking_bound(
+    graph: StepGraph,
+    forced: Forced,
+    operator_seconds: Sequence[float],
+    capacity: int,
+    rates: Rates,
+    *,
+    time_limit: float,
+) -> float | None:
+    """Bound the time of a step in any order, with second runs, by what is missing at an operator v.
+
+    Before and after are meant from the start of the first run of v, within the step. Columns: for
+    each value that is alive at v and not of its operands or results, x, the share that leaves and
+    comes back, and z, that is made again, after v; for each operator that runs before v, u, that it
+    runs again after v; for each value b that an ancestor of v makes and that is not forced to be
+    alive at v, k, that it is there at v all the same, and y, that it is below; the times before and
+    after. Rows: missing bytes, s (x + z), are at least what is too much, and s k; z is at most u of
+    the operator that makes the value; u of an operator is at most k + y + u of the operator that
+    makes b, for each operand b of the kind just said: whatever it reads after v was made after v
+    by a second run, or lay somewhere at v. What is below went out before v and comes in after v.
+    The time after v is at least that of v, its descendants and all u, and of what comes in; that
+    before v that of its ancestors and of what goes out; both together at least all operators and
+    all u. Persistent storages, as of `forced_bounds`, leave and come back within the cycle.
+
+    Args:
+        graph: The step.
+        forced: What is alive when operators run, and who precedes whom.
+        operator_seconds: Time of each operator.
+        capacity: Bytes of the arena.
+        rates: Of the links.
+        time_limit: Seconds.
+
+    Returns:
+        The bound in seconds, the largest of those at a few operators; None if it takes too long.
+    """
+    excess = forced.anywhere - capacity
+    if excess.max(initial=0.0) <= 0:
+        return float(sum(operator_seconds))
+    worst = [int(np.argmax(excess))]
+    later = np.where(forced.descendants_of(worst[0]), excess, 0.0)
+    worst += [int(np.argmax(later))] if later.max() > 0 else []
+    found = []
+    for v in worst[:_NUM_OPERATORS]:
+        program = _Program(graph, forced, np.asarray(operator_seconds, dtype=np.float64), v)
+        program.require(float(excess[v]), capacity, rates)
+        found.append(program.solve(time_limit / len(worst)))
+    known = [bound for bound in found if bound is not None]
+    return max(known, default=None)
+
+
+class _Program:
+    """The linear program at one operator."""
+
+    def __init__(self, graph: StepGraph, forced: Forced, seconds: np.ndarray, v: int) -> None:
+        self.graph, self.seconds, self.v = graph, seconds, v
+        self.earlier, self.later = forced.ancestors_of(v), forced.descendants_of(v)
+        self.program = LinearProgram()
+        self.before = self.program.column(cost=1.0)
+        self.after = self.program.column(cost=1.0)
+        self.runs: dict[int, int] = {}
+        self.kept: list[tuple[int, int]] = []  # column, bytes
+        self.missing: list[tuple[int, int]] = []
+        self.out_before: list[tuple[int, int]] = []
+        self.in_after: list[tuple[int, int]] = []
+        self.out_sometime: list[tuple[int, int]] = []
+        self.in_sometime: list[tuple[int, int]] = []
+        self._forced_values: set[int] = set()
+        self._operators: list[int] = []  # whose operands are still to be looked at
+        self._lower: dict[int, tuple[int, int]] = {}  # value: columns k and y
+        for value in range(len(graph.storage_of_value)):
+            self._alive(value)
+        self._persistent()
+        while self._operators:
+            self._operands(self._operators.pop())
+
+    def _alive(self, value: int) -> None:
+        graph, program = self.graph, self.program
+        storage = graph.storages[graph.storage_of_value[value]]
+        producer, consumers = graph.producers[value], graph.consumers[value]
+        if storage.persistent or not storage.num_bytes:
+            return
+        is_made = producer is None or self.earlier[producer] or producer == self.v
+        is_needed = storage.final == value or self.v in consumers or self.later[list(consumers)].any()
+        if not (is_made and is_needed):
+            return
+        self._forced_values.add(value)
+        if self.v in consumers or producer == self.v:
+            return
+        moved = program.column(upper=1.0)
+        self.missing.append((moved, storage.num_bytes))
+        self.out_before.append((moved, storage.num_bytes))
+        self.in_after.append((moved, storage.num_bytes))
+        if producer is not None and graph.operators[producer].recomputable:
+            again = program.column(upper=1.0)
+            self.missing.append((again, storage.num_bytes))
+            program.row([moved, again], [1.0, 1.0], upper=1.0)
+            program.row([again, self._run(producer)], [-1.0, 1.0], lower=0.0)
+
+    def _persistent(self) -> None:
+        graph = self.graph
+        anew = made_anew(graph, recompute=True)
+        touching: dict[int, set[int]] = {}
+        for value, index in enumerate(graph.storage_of_value):
+            if graph.storages[index].persistent and index not in anew:
+                touching.setdefault(index, set()).update(graph.consumers[value])
+        for index, users in touching.items():
+            storage = graph.storages[index]
+            if not users or self.v in users or not storage.num_bytes:
+                continue
+            moved = self.program.column(upper=1.0)
+            self.missing.append((moved, storage.num_bytes))
+            self.in_sometime.append((moved, storage.num_bytes))
+            if self.later[list(users)].any():
+                self.in_after.append((moved, storage.num_bytes))
+            if storage.initial != storage.final:
+                self.out_sometime.append((moved, storage.num_bytes))
+
+    def _run(self, operator: int) -> int:
+        """The column of a second run after v."""
+        if operator not in self.runs:
+            self.runs[operator] = self.program.column(upper=1.0)
+            self._operators.append(operator)
+        return self.runs[operator]
+
+    def _operands(self, index: int) -> None:
+        graph = self.graph
+        operator = graph.operators[index]
+        needed = operator.reads if operator.recompute_args is not None else operator.needs
+        for value in needed:
+            producer = graph.producers[value]
+            storage = graph.storages[graph.storage_of_value[value]]
+            if producer is None or not self.earlier[producer] or not storage.num_bytes:
+                continue
+            if storage.persistent or value in self._forced_values:
+                continue
+            if value not in self._lower:
+                kept, below = (self.program.column(upper=1.0) for _ in range(2))
+                self._lower[value] = kept, below
+                self.kept.append((kept, storage.num_bytes))
+                self.out_before.append((below, storage.num_bytes))
+                self.in_after.append((below, storage.num_bytes))
+            columns = [self.runs[index], *self._lower[value]]
+            if graph.operators[producer].recomputable:
+                columns.append(self._run(producer))
+            self.program.row(columns, [-1.0, *[1.0] * (len(columns) - 1)], lower=0.0)
+
+    def require(self, excess: float, capacity: int, rates: Rates) -> None:
+        """Add the rows of memory and time; times are in units of the time to compute."""
+        program, unit = self.program, float(max(capacity, 1))
+        self.scale = scale = max(float(self.seconds.sum()), 1e-30)
+        room = [*self.missing, *((column, -num_bytes) for column, num_bytes in self.kept)]
+        columns, sizes = [c for c, _ in room], [num_bytes / unit for _, num_bytes in room]
+        program.row(columns, sizes, lower=excess / unit)
+        both = [self.before, self.after]
+        runs = [*self.runs.values()]
+        costs = [-float(self.seconds[operator]) / scale for operator in self.runs]
+        computed = (
+            ([self.before], float(self.seconds[self.earlier].sum()), [], []),
+            (
+                [self.after],
+                float(self.seconds[self.later].sum() + self.seconds[self.v]),
+                runs,
+                costs,
+            ),
+            (both, scale, runs, costs),
+        )
+        for times, seconds, again, factors in computed:
+            ones = [1.0] * len(times)
+            program.row([*times, *again], [*ones, *factors], lower=seconds / scale)
+        for times, moved, rate in (
+            ([self.before], self.out_before, rates.outward),
+            ([self.after], self.in_after, rates.inward),
+            (both, [*self.out_before, *self.out_sometime], rates.outward),
+            (both, [*self.in_sometime, *self._in_step()], rates.inward),
+        ):
+            factors = [-num_bytes / rate / scale for _, num_bytes in moved]
+            columns = [column for column, _ in moved]
+            program.row([*times, *columns], [*[1.0] * len(times), *factors], lower=0.0)
+
+    def _in_step(self) -> list[tuple[int, int]]:
+        """What comes in after v without what is in `in_sometime` as well."""
+        counted = {column for column, _ in self.in_sometime}
+        return [(column, num_bytes) for column, num_bytes in self.in_after if column not in counted]
+
+    def solve(self, time_limit: float) -> float | None:
+        """Return the least time in seconds; None if it takes too long."""
+        bound = self.program.solve(time_limit=time_limit)
+        return None if bound is None else bound * self.scale
