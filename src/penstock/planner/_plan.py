@@ -126,8 +126,9 @@ class Bound:
     Attributes:
         seconds: The largest of the bounds.
         binding: Name of the one that is the largest.
-        seconds_of: Each bound by name: `"compute"`, `"cut"`, `"persistent"`, `"residency_lp"`,
-            `"windows"`; those that do not hold for what was left free are missing.
+        seconds_of: Each bound by name: `"compute"`, `"cut"`, `"persistent"`, `"chain"`,
+            `"remaking"`, `"residency_lp"`, `"windows"`; those that do not hold for what was left
+            free are missing.
     """
 
     seconds: float

@@ -56,6 +56,10 @@ def lower_bound(
 
     - `compute`: every operator runs at least once, one after the other.
     - `persistent` and `cut`: hold for any order (see `forced_bounds`).
+    - `chain`: for any order; along operators that run one after the other in all of them (see
+      `chain_bound`).
+    - `remaking`: for any order, if operators may run again; what is made again needs its operands,
+      and they theirs (see `remaking_bound`).
     - `residency_lp`: for a frozen order. Variables say which share of a value leaves in each gap
       between two uses (or is made again, if recomputation is free); at every position what is left
       fits into M; what leaves comes back; what leaves for the first time and changes in the step
@@ -107,6 +111,10 @@ def lower_bound(
         forced = forced_of(graph, operator_seconds, recompute=recompute)
         free = forced_bounds(forced, operator_seconds, capacity, rates)
         parts |= {name: bound * _SAFETY for name, bound in free.items()}
+        if recompute:
+            solvers["remaking"] = lambda time_limit: remaking_bound(
+                graph, forced, operator_seconds, capacity, rates, time_limit=time_limit
+            )
         if frozen is None:
             solvers["chain"] = lambda time_limit: chain_bound(
                 graph,
@@ -116,10 +124,6 @@ def lower_bound(
                 rates,
                 recompute=recompute,
                 time_limit=time_limit,
-            )
-        if recompute:
-            solvers["remaking"] = lambda time_limit: remaking_bound(
-                graph, forced, operator_seconds, capacity, rates, time_limit=time_limit
             )
     if frozen is not None:
         fixed = graph, lives, seconds[frozen], capacity, rates, seconds if recompute else None

@@ -101,7 +101,8 @@ class _Program:
         if storage.persistent or not storage.num_bytes:
             return
         is_made = producer is None or self.earlier[producer] or producer == self.v
-        is_needed = storage.final == value or self.v in consumers or self.later[list(consumers)].any()
+        is_needed = storage.final == value or self.v in consumers
+        is_needed = is_needed or self.later[list(consumers)].any()
         if not (is_made and is_needed):
             return
         self._forced_values.add(value)
