@@ -2,6 +2,7 @@
 
     PENSTOCK_DATA=/data python benchmarks/batching.py                  # everything
     python benchmarks/batching.py --data /data --part schedules
+    python benchmarks/batching.py --data /data --part figure           # from the rows
     python benchmarks/batching.py --data /data --device cuda           # and the memory frontier
 
 Part `batches` makes batches of real sizes: the largest batch of a fixed count, and the steps below
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from _batching_figure import draw
 from _batching_frontier import frontier_rows
 from _batching_references import (
     Simulation,
@@ -39,7 +41,7 @@ from _rows import BenchmarkRow, Limit, argument_parser, environment, write_rows
 from penstock.batching import BalancedBatchSampler, schedule
 
 TOPIC = "batching"
-PARTS = ("batches", "schedules", "trees", "bytes", "training", "frontier")
+PARTS = ("batches", "schedules", "trees", "bytes", "training", "frontier", "figure")
 NUM_SHUFFLES = 20
 MANY_SAMPLES = 1_000_000
 # Gain over random batches that issue 7 asks for, by data set and count.
@@ -242,6 +244,9 @@ def main() -> None:
         "training": lambda: training_rows(data, where, options.device),
         "frontier": lambda: frontier_rows(data, where, options.device),
     }
+    if options.part == "figure":
+        draw(where["device_name"], options.out)
+        return
     chosen = [options.part] if options.part else list(parts)
     if not options.device.startswith("cuda"):
         chosen = [part for part in chosen if part != "frontier"]
