@@ -5,6 +5,7 @@ elementwise operator without a second operand (a norm, an activation, a scale) b
 convolution, product or sum before it if nobody else reads what that makes, as TFLite and compilers
 for accelerators fuse them. Parameters are not in the memory that is planned ("activations only").
 What the network is called with comes from an operator of its own, which may run when it is needed.
+Tensors take multiples of the bytes at which Penstock's plans align them, for all planners alike.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from _cosma_models import Network
 from penstock.graph import Kind, Operator, Phase, StepGraph, Storage, TensorView
+from penstock.planner.search._engine import ALIGNMENT_BYTES
 
-ALIGNMENT_BYTES = 256  # tensors begin at multiples of it, for all planners alike
 _FUSED = {
     "_native_batch_norm_legit_no_training",
     "native_batch_norm",
