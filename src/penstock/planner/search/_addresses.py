@@ -29,6 +29,8 @@ _NUM_TRIES = 40
 # How much of the time on the links the packer gives room of its own.
 _SLACKS = (1.0, 0.6, 0.35, 0.2, 0.1, 0.0)
 _AS_GOOD = 1.001
+# So short a step is packed as well: what the packer fits tightly may make nobody leave or wait.
+_FEW_POSITIONS = 500
 
 
 def addressed(
@@ -67,7 +69,15 @@ def addressed(
                 found = _stacked(residency, capacity, below, step, taste)
                 if found is not None and (best is None or found[0].seconds < best[0].seconds):
                     best = found
-    return best or _packed(residency, capacity, below, pack_seconds, deadline, seed)
+    if best is not None and len(residency.sequence.order) > _FEW_POSITIONS:
+        return best
+    try:
+        packed = _packed(residency, capacity, below, pack_seconds, deadline, seed)
+    except InfeasibleError:
+        if best is None:
+            raise
+        return best
+    return packed if best is None or packed[0].seconds < best[0].seconds else best
 
 
 def _stacked(
