@@ -16,7 +16,7 @@ from penstock.planner.proofs._forced import remake_costs
 from penstock.planner.proofs._lives import Lives
 from penstock.planner.proofs._slots import NEVER, Absence, Slots, Spell, slots_bound
 
-_NUM_CUTS = 48
+NUM_CUTS = 48
 
 
 def window_bound(
@@ -28,7 +28,7 @@ def window_bound(
     again: np.ndarray | None,
     *,
     time_limit: float,
-    num_cuts: int = _NUM_CUTS,
+    num_cuts: int = NUM_CUTS,
 ) -> float | None:
     """Solve the linear program of what moves when in a fixed order (see `slots_bound`).
 
