@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
     from penstock.activations import Offload, OffloadReport, offload
     from penstock.errors import InfeasibleError, PenstockError, PlanError
-    from penstock.executor import ExecutionReport, PlannedStep, bind
+    from penstock.executor import ExecutionReport, PlannedStep, bind, fit
     from penstock.graph import StepGraph, capture
     from penstock.memory import FileStore, MachineProfile, probe
     from penstock.planner import Plan, plan
@@ -57,6 +57,7 @@ __all__ = [
     "codegen",
     "errors",
     "executor",
+    "fit",
     "graph",
     "integrations",
     "memory",
@@ -88,6 +89,7 @@ _HOME_OF_NAME = {
     "UnifiedTensor": "unified",
     "bind": "executor",
     "capture": "graph",
+    "fit": "executor",
     "offload": "activations",
     "plan": "planner",
     "probe": "memory",

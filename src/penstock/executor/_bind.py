@@ -27,9 +27,15 @@ class PlannedStep:
     them, `state_dict()`, evaluation and checkpoints are as always.
 
     Usable in a `with` block, which closes it.
+
+    Attributes:
+        plan: The plan.
     """
 
-    def __init__(self, execution: Callable[[Any], Execution], ready: Execution | None) -> None:
+    def __init__(
+        self, plan: Plan, execution: Callable[[Any], Execution], ready: Execution | None
+    ) -> None:
+        self.plan = plan
         self._make = execution
         self._execution: Execution | None = None
         self._closed = False
@@ -159,4 +165,4 @@ def bind(
         found = capture(model, optimizer, batch, loss=loss)
         return execution(found if found.digest == plan.graph_digest else executable(found))
 
-    return PlannedStep(with_first_batch, None if graph is None else execution(graph))
+    return PlannedStep(plan, with_first_batch, None if graph is None else execution(graph))

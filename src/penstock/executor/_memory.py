@@ -21,6 +21,7 @@ from penstock.planner import Buffer, Copy, Plan, pack
 PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 * 2**20
 _PACK_SECONDS = 1.0
+_HOST_UNIT_BYTES = 512  # direct I/O takes such addresses without a copy
 
 
 class Block:
@@ -103,7 +104,7 @@ def offsets_of_copies(graph: StepGraph, plan: Plan, tier: Tier) -> tuple[dict[in
         For each copy (index in `plan.copies`) its first byte, and the bytes of the block. Copies of
         one value that meet where the step begins have one place.
     """
-    unit = PAGE_BYTES
+    unit = PAGE_BYTES if tier is Tier.FILE else _HOST_UNIT_BYTES
     chains = list(_chains(graph, plan, tier))
     buffers = [_buffer(plan, chain, unit) for chain in chains]
     packing = pack(buffers, None, _PACK_SECONDS, 0)

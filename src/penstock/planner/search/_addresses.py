@@ -84,6 +84,8 @@ def _stacked(
     residency: Residency, capacity: int, below: Below, step: float, taste: int
 ) -> tuple[Residency, list[int]] | None:
     """The choice, or one for a little less where there is no room, with addresses by the engine."""
+    # Stays are stacked from both ends: the upper one has to be aligned as well.
+    capacity -= capacity % residency.sequence.problem.alignment
     search = ResidencySearch(residency.sequence, capacity, below)
     shares = residency.shares.copy()
     choice: Residency | None = residency

@@ -114,8 +114,8 @@ class Problem:
         self.graph = graph
         self.operator_seconds = np.asarray(operator_seconds, dtype=np.float64)
         actual_bytes = np.array([s.num_bytes for s in graph.storages], dtype=np.int64)
-        alignment = _alignment(int(actual_bytes.max(initial=0)))
-        self.object_bytes = -(-actual_bytes // alignment) * alignment
+        self.alignment = _alignment(int(actual_bytes.max(initial=0)))
+        self.object_bytes = -(-actual_bytes // self.alignment) * self.alignment
         self.object_flags = np.array(
             [_flags(graph, i) for i in range(len(graph.storages))], np.uint8
         )
