@@ -47,10 +47,16 @@ class Arm:
 
     forward: Forward
     """The layer's results: one for all nodes, or one for each node type that has edges."""
-    leaves: list[torch.Tensor]
-    """What gets a gradient: features and parameters."""
+    inputs: list[torch.Tensor]
+    """The features."""
+    parameters: list[torch.Tensor]
     release: Callable[[], None] = lambda: None
     """Lets go of memory that is kept from one step to the next."""
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """What gets a gradient."""
+        return [*self.inputs, *self.parameters]
 
 
 def ours(backend: str, without: Collection[str] = ()) -> str:
@@ -98,9 +104,24 @@ class Layer:
         """The feature tensors."""
         return list(self.x.values()) if self.model == "HGT" else [self.x]
 
-    def edgewise(self, *, csr: bool) -> Arm:
-        """The layer in torch operators, edge by edge; makes what it needs of the graph."""
-        edges = SortedEdges.of(self.graph, csr=csr)
+    def edgewise(self, *, csr: bool, among: torch.Tensor | None = None) -> Arm:
+        """The layer in torch operators, edge by edge; makes what it needs of the graph.
+
+        Args:
+            csr: Whether sums are products with sparse matrices.
+            among: bool, (num_nodes,): nodes whose results are wanted, those of others are wrong;
+                None for all. Only edges into these nodes are then looked at.
+        """
+        graph = self.graph
+        if among is not None:
+            into = among[graph.edge_index[1]]
+            graph = Graph(
+                graph.edge_index[:, into],
+                graph.edge_type[into],
+                num_nodes=graph.num_nodes,
+                num_relations=graph.num_relations,
+            )
+        edges = SortedEdges.of(graph, csr=csr)
         return self.arm(_rgnn_edgewise.PROGRAMS[self.model](edges), self.graph)
 
     def pyg(self, name: str) -> Arm:
@@ -127,7 +148,7 @@ class Layer:
             torch_geometric.backend.use_segment_matmul = name == PYG_LIB
             return self._results(call(self.x, *edges))
 
-        return Arm(forward, [*self.inputs, *module.parameters()])
+        return Arm(forward, self.inputs, list(module.parameters()))
 
     def dgl(self) -> Arm:
         """DGL's layer for graphs with typed edges, on edges sorted by type."""
@@ -148,7 +169,7 @@ class Layer:
         def forward() -> tuple[torch.Tensor, ...]:
             return (module(graph, torch.cat(self.inputs), *types, presorted=True),)
 
-        return Arm(forward, [*self.inputs, *module.parameters()])
+        return Arm(forward, self.inputs, list(module.parameters()))
 
     def arm(self, program: Callable[..., Any], graph: Graph) -> Arm:
         """Our module on a graph, with another program inside it."""
@@ -157,7 +178,16 @@ class Layer:
             with _in_place_of(self.model, program):
                 return self._results(self.module(self.x, graph))
 
-        return Arm(forward, [*self.inputs, *self.module.parameters()])
+        return Arm(forward, self.inputs, list(self.module.parameters()))
+
+    def rows_of_results(self, nodes: torch.Tensor) -> list[torch.Tensor]:
+        """A bool for each node as bools for each row of each result."""
+        if self.model != "HGT":
+            return [nodes]
+        sizes = torch.bincount(node_types(self.graph)).tolist()
+        is_target = {target for _, _, target in self._edge_types}
+        parts = zip(self._node_types, nodes.split(sizes), strict=True)
+        return [rows for name, rows in parts if name in is_target]
 
     def _results(self, out: Any) -> tuple[torch.Tensor, ...]:
         if self.model != "HGT":

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from _rgnn_arms import Arm, Layer
+from _rgnn_arms import Arm
 
 SHORT_SECONDS = 0.5  # an arm below it is measured at least MIN_ROUNDS times
 ENDLESS_SECONDS = 10.0  # an arm above it is measured once
@@ -18,10 +19,19 @@ MODES = (TRAINING, INFERENCE)
 
 
 class Step:
-    """An arm's training step or inference, with the gradients that come from above."""
+    """An arm's training step or inference, with the gradients that come from above.
 
-    def __init__(self, arm: Arm, mode: str, device: str) -> None:
-        self.arm, self.mode, self._device = arm, mode, device
+    Args:
+        arm: The arm.
+        mode: One of `MODES`.
+        device: "cpu" or a CUDA device.
+        among: For each result, the rows that a gradient comes to; None for all of all.
+    """
+
+    def __init__(
+        self, arm: Arm, mode: str, device: str, among: list[torch.Tensor] | None = None
+    ) -> None:
+        self.arm, self.mode, self._device, self._among = arm, mode, device, among
         self.rough_seconds = 0.0
         self._seeds: list[torch.Tensor] = []
 
@@ -34,12 +44,36 @@ class Step:
             leaf.grad = None
         results = self.arm.forward()
         if not self._seeds:
-            generator = torch.Generator().manual_seed(1)
-            self._seeds = [
-                torch.randn(out.shape, generator=generator).to(out.device) for out in results
-            ]
+            self._draw_seeds(results)
         torch.autograd.backward(results, self._seeds)
         return results
+
+    def everywhere(self) -> Step:
+        """The same with gradients that come to all rows; this one has been run."""
+        if self._among is None:
+            return self
+        other = Step(self.arm, self.mode, self._device)
+        other._draw_seeds(self._seeds)
+        return other
+
+    def _draw_seeds(self, results: Sequence[torch.Tensor]) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self._seeds = [
+            torch.randn(out.shape, generator=generator).to(out.device) for out in results
+        ]
+        for seed, rows in zip(self._seeds, self._among or (), strict=False):
+            seed.mul_(rows.unsqueeze(1))
+
+    def answers(self) -> list[torch.Tensor]:
+        """What a step computes: its results, and after training gradients of the features."""
+        results = [out.detach() for out in self()]
+        if self._among is not None:
+            pairs = zip(results, self._among, strict=True)
+            results = [out[rows.to(out.device)] for out, rows in pairs]
+        if self.mode == INFERENCE:
+            return results
+        gradients = (x.grad for x in self.arm.inputs)
+        return results + [gradient.clone() for gradient in gradients if gradient is not None]
 
     def timed(self) -> float:
         """Seconds of one run."""
@@ -84,14 +118,6 @@ class Step:
             now += event.nbytes()
             peak = max(peak, now)
         return peak
-
-
-def answers(step: Step, layer: Layer) -> list[torch.Tensor]:
-    """What a step computes: its results, and after a training step gradients of the features."""
-    results = [out.detach() for out in step()]
-    if step.mode == INFERENCE:
-        return results
-    return results + [x.grad.clone() for x in layer.inputs if x.grad is not None]
 
 
 def error_of(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float | None:
