@@ -136,7 +136,10 @@ class Indices:
         counts = self.group_sizes(row_map)
         starts = counts.new_zeros(len(counts) + 1)
         torch.cumsum(counts, 0, out=starts[1:])
-        rows = torch.sort(index, stable=True)[1]
+        if row_map == _rows.EDGE_SRC_PAIR:
+            rows = self._by_src_pair[1]
+        else:
+            rows = torch.sort(index, stable=True)[1]
         return starts.to(dtype), rows.to(dtype)
 
     @_plainly
@@ -167,18 +170,30 @@ class Indices:
         return torch.zeros(num_rows, dtype=torch.int32, device=self.device)
 
     @cached_property
-    def _src_pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._unique_pairs(_rows.EDGE_SRC)
+    @_plainly
+    def _by_src_pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`relation * num_nodes + source` of all edges in ascending order, and the edges so."""
+        return torch.sort(self._pair_keys(_rows.EDGE_SRC), stable=True)
 
     @cached_property
-    def _dst_pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._unique_pairs(_rows.EDGE_DST)
-
     @_plainly
-    def _unique_pairs(self, end: RowMap) -> tuple[torch.Tensor, torch.Tensor]:
-        """Unique `relation * num_nodes + node` in ascending order, and each edge's place there."""
-        key = self.index(_rows.EDGE_TYPE).long() * self.num_nodes + self.index(end)
-        return torch.unique(key, sorted=True, return_inverse=True)
+    def _src_pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Unique `relation * num_nodes + source` in ascending order, and each edge's place there.
+
+        Sorting costs more than all else of a graph, so it is done once, for the groups as well.
+        """
+        keys, edges = self._by_src_pair
+        unique, place = torch.unique_consecutive(keys, return_inverse=True)
+        return unique, torch.empty_like(place).index_copy_(0, edges, place)
+
+    @cached_property
+    @_plainly
+    def _dst_pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of destinations, by which the edges are in order."""
+        return torch.unique_consecutive(self._pair_keys(_rows.EDGE_DST), return_inverse=True)
+
+    def _pair_keys(self, end: RowMap) -> torch.Tensor:
+        return self.index(_rows.EDGE_TYPE).long() * self.num_nodes + self.index(end)
 
     def _pair_index(self, pairs: tuple[torch.Tensor, torch.Tensor], name: str) -> torch.Tensor:
         key, pair_of_edge = pairs
