@@ -1,15 +1,16 @@
 // Evaluates candidates of the genetic search (`_genetic.py`): from genes to the time of a step.
 //
-// This is what `_order`, `_genetic_genes.repair`, `_walk`, `_genetic_objects` and `_timing` do in
-// Python, function by function, for the one case that the search asks for thousands of times:
-// every operator once, pools of equal objects, Belady's choice of victims. `_genetic_engine.py`
-// owns all memory. Tests hold both to the same result, to the last bit.
+// This is what `_order`, `_walk`, `_genetic_objects` and `_timing` do in Python, function by function,
+// for the one case that the search asks for thousands of times: every operator once, pools of equal
+// objects, Belady's choice of victims. `_genetic_engine.py` owns all memory. Tests hold both to the
+// same result, to the last bit.
 //
-// First part: the graph, and what an order of it asks of memory.
+// First part: the graph, what an order of it asks of memory, and allocations that give it.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <queue>
 #include <set>
 #include <tuple>
