@@ -113,6 +113,12 @@ def test_fewer_bytes_are_tried_until_there_are_addresses(monkeypatch):
     assert max(a for a in attempts if a <= 11 * UNIT) >= 10 * UNIT
 
 
+def test_a_result_may_be_made_again():
+    graph = chain(3)
+    order = [0, 1, 2, 3, 3, *range(4, len(graph.operators))]  # the loss and the first gradient
+    check(graph, plan(graph, "belady", order=order))
+
+
 def test_without_a_tier_below_nothing_leaves():
     graph = chain()
     options = {

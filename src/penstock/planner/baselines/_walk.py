@@ -183,6 +183,8 @@ class Walk:
                 self._take(value, at, at, at, loaded=True)
         new = visit.creates
         for value in new:
+            if value in state.rooms:  # a result that is made again; others have ended before
+                self._free(state.rooms[value], at)
             self._make_room(step.num_bytes[value], at, (*visit.needs, *new), name)
             self._take(value, at, at, at, loaded=False)
         for old, created in visit.handovers:
