@@ -22,7 +22,7 @@ LAYERS = [
     {"executor"},
     {"report"},
     {"integrations", "cli", "demo", "env", "_launch", "_vector_math", "__main__"}
-    | {"_plan_command", "_plan_models", "_plan_run"},
+    | {"_cli_options", "_plan_command", "_plan_models", "_plan_run"},
 ]
 # Rooms that know nothing of each other, although they lie side by side.
 APART = {"activations", "unified", "rgnn", "batching"}

@@ -1,5 +1,11 @@
+import dataclasses
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -16,6 +22,7 @@ from penstock.graph import StepGraph
 from penstock.planner import Plan, check
 
 UNIT = 256
+SOURCES = str(Path(penstock.graph.__file__).parents[2])
 OPTIONS = ModelOptions(batch=2, sequence=16, optimizer="sgd", dtype="float32")
 
 
@@ -177,3 +184,92 @@ def test_shapes_are_those_that_were_published():
             model = make.from_config(config) if kind.startswith("Auto") else make(config)
         count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
         assert count == pytest.approx(expected, abs=0.1)
+
+
+def timed(graph, seconds=1e-3):
+    operators = tuple(dataclasses.replace(o, seconds=seconds) for o in graph.operators)
+    return dataclasses.replace(graph, operators=operators)
+
+
+@pytest.fixture
+def timed_steps(tmp_path):
+    """A training step whose operators have times, so that no machine is measured."""
+    path = tmp_path / "timed.json"
+    timed(graphs.chain_step(8, weight_bytes=2**20, activation_bytes=2**22)).save(path)
+    return path
+
+
+def test_a_store_takes_what_leaves(timed_steps, tmp_path):
+    path = tmp_path / "plan.json"
+    options = ("--device-memory", "60%", "--machine", "v100-16gb-pcie3", "--no-recompute")
+    code, out, _ = run(
+        timed_steps, *options, "--store", tmp_path, "--time-limit", 2, "--save", path
+    )
+    assert code == 0
+    plan = Plan.load(path, graph=StepGraph.load(timed_steps))
+    check(StepGraph.load(timed_steps), plan)
+    assert plan.peak_file_bytes > 0
+    assert "file" in out
+
+
+def test_too_little_host_memory_is_said(timed_steps):
+    options = ("--device-memory", "60%", "--machine", "h200", "--no-recompute")
+    code, _, err = run(timed_steps, *options, "--host-memory", "1KiB", "--time-limit", 2)
+    assert code == 2
+    assert "host_memory=1024" in err
+
+
+def test_exact_plans_are_for_inference(timed_steps, tmp_path):
+    options = ("--device-memory", "60%", "--machine", "h200", "--method", "exact")
+    code, _, err = run(timed_steps, *options)
+    assert code == 2
+    assert "inference" in err and "method='auto'" in err
+
+
+def test_operators_that_need_too_much_are_split(tmp_path):
+    """Logits and their gradients: one of them fits at once, and two do not."""
+    graph, model = tmp_path / "graph.json", tmp_path / "config.json"
+    small = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50_000, "n_positions": 32}
+    model.write_text(json.dumps({"model_type": "gpt2", **small}))
+    pytest.importorskip("transformers")
+    load_graph(str(model), OPTIONS).save(graph)
+    logits = 2 * 16 * 50_000 * 4
+    path = tmp_path / "plan.json"
+    options = ("--device-memory", f"{int(1.7 * logits)}", "--machine", "h200", "--time-limit", 2)
+    code, out, _ = run(graph, *options, "--save", path, "--trace", tmp_path / "trace.json")
+    assert code == 0
+    assert "split" in out
+    captured = StepGraph.load(graph)
+    plan = Plan.load(path, graph=captured)
+    check(captured, plan)
+    assert len(plan.planned_graph(captured).operators) == len(plan.operator_seconds)
+    names = (tmp_path / "trace.json").read_text()
+    assert "log_softmax_backward_data[1]" in names
+
+
+def test_ctrl_c_takes_the_best_plan_so_far(tmp_path):
+    path, saved_plan = tmp_path / "graph.json", tmp_path / "plan.json"
+    step = graphs.chain_step(500, weight_bytes=2**20, activation_bytes=2**22)
+    timed(step, 1e-4).save(path)  # moving takes longer than computing: the search goes on
+    options = ["--device-memory", "40%", "--machine", "v100-16gb-pcie3", "--time-limit", "600"]
+    command = [sys.executable, "-m", "penstock", "plan", str(path), *options]
+    with subprocess.Popen(
+        [*command, "--save", str(saved_plan)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": SOURCES, "FORCE_COLOR": "1"},  # progress is for terminals
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        shown = b""
+        while b", gap" not in shown:
+            news = os.read(process.stderr.fileno(), 4096)
+            assert news, shown.decode()
+            shown += news
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, (shown + errors).decode()
+    assert b"no plan beats" in out
+    graph = StepGraph.load(path)
+    plan = Plan.load(saved_plan, graph=graph)
+    check(graph, plan)
+    assert plan.notes["search_seconds"] < 500

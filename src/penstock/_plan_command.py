@@ -3,117 +3,84 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from penstock._cli_options import (
+    NEEDS_VIZ,
+    OPEN_TRACE,
+    directory_option,
+    file_option,
+    name_option,
+    number_option,
+    size_option,
+)
+
+if TYPE_CHECKING:
+    from penstock._plan_run import PlanOptions
+
+_MODEL = typer.Argument(
+    metavar="MODEL",
+    help="A name such as gpt2 or llama-7b; a JSON file with a Transformers configuration or a "
+    "saved step graph; or module:function.",
+    show_default=False,
+)
+_DEVICE_MEMORY = size_option(
+    "Memory of the device, such as 16GiB, or a share of what the program would need: 1/8, 25%. "
+    "Default: as much as needed."
+)
+_HOST_MEMORY = size_option("Host memory to swap to. Default: the machine's.")
+_STORE = directory_option("Directory on a fast local disk to swap to.")
+_MACHINE = typer.Option(
+    metavar="NAME",
+    help="v100-16gb-pcie3, a100-80gb, h100-80gb or h200. Default: this machine.",
+    show_default=False,
+)
+_BATCH = number_option("Samples of a batch.", min=1)
+_SEQUENCE = number_option(
+    "Tokens of a sample. Default: the model's longest, at most 1024.", min=1, show_default=False
+)
+_OPTIMIZER = name_option("adamw, adam, or sgd (with momentum).")
+_DTYPE = name_option("Of parameters: float32, bfloat16, float16.")
+_METHOD = name_option(
+    "auto; exact, for inference of up to 200 operators; to compare with: genetic, lru, "
+    "lru-prefetch, belady, layers-lp."
+)
+_TIME_LIMIT = typer.Option(metavar="SECONDS", min=0.1, help="For a plan.")
+_SWEEP = typer.Option("--sweep", help="Plan for less and less memory, until nothing fits.")
+_SAVE = file_option("Write the plan (of a sweep: its points).")
+_SAVE_GRAPH = file_option(
+    "Write the captured step, as .json or .json.gz; it can be MODEL next time."
+)
+_TRACE = file_option(f"Write the step as a trace; {OPEN_TRACE}")
+_PICTURE = file_option(f"Draw it {NEEDS_VIZ}")
+
+_Optimizer = Literal["adamw", "adam", "sgd"]
+_Dtype = Literal["float32", "bfloat16", "float16"]
+_Method = Literal["auto", "exact", "genetic", "lru", "lru-prefetch", "belady", "layers-lp"]
+
 
 def plan(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A name such as gpt2 or llama-7b; a JSON file with a Transformers configuration "
-            "or a saved step graph; or module:function.",
-            show_default=False,
-        ),
-    ],
-    device_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Memory of the device, such as 16GiB, or a share of what the program would need: "
-            "1/8, 25%. Default: as much as needed.",
-            show_default=False,
-        ),
-    ] = None,
-    host_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Host memory to swap to. Default: the machine's.",
-            show_default=False,
-        ),
-    ] = None,
-    store: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR", help="Directory on a fast local disk to swap to.", show_default=False
-        ),
-    ] = None,
-    machine: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="v100-16gb-pcie3, a100-80gb, h100-80gb or h200. Default: this machine.",
-            show_default=False,
-        ),
-    ] = None,
-    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Samples of a batch.")] = 8,
-    sequence: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Tokens of a sample. Default: the model's longest, at most 1024.",
-            show_default=False,
-        ),
-    ] = None,
-    optimizer: Annotated[
-        Literal["adamw", "adam", "sgd"],
-        typer.Option(metavar="NAME", help="adamw, adam, or sgd (with momentum)."),
-    ] = "adamw",
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"],
-        typer.Option(metavar="NAME", help="Of parameters: float32, bfloat16, float16."),
-    ] = "float32",
+    model: Annotated[str, _MODEL],
+    device_memory: Annotated[str | None, _DEVICE_MEMORY] = None,
+    host_memory: Annotated[str | None, _HOST_MEMORY] = None,
+    store: Annotated[str | None, _STORE] = None,
+    machine: Annotated[str | None, _MACHINE] = None,
+    batch: Annotated[int, _BATCH] = 8,
+    sequence: Annotated[int | None, _SEQUENCE] = None,
+    optimizer: Annotated[_Optimizer, _OPTIMIZER] = "adamw",
+    dtype: Annotated[_Dtype, _DTYPE] = "float32",
     reorder: Annotated[bool, typer.Option(help="Operators may change their order.")] = True,
     recompute: Annotated[bool, typer.Option(help="Operators may run again.")] = True,
-    method: Annotated[
-        Literal["auto", "genetic", "lru", "lru-prefetch", "belady", "layers-lp"],
-        typer.Option(
-            metavar="NAME",
-            help="auto; to compare with: genetic, lru, lru-prefetch, belady, layers-lp.",
-        ),
-    ] = "auto",
-    time_limit: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.1, help="For a plan.")
-    ] = 60.0,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of random choices.")] = 0,
-    sweep: Annotated[
-        bool,
-        typer.Option("--sweep", help="Plan for less and less memory, until nothing fits."),
-    ] = False,
-    save: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Write the plan (of a sweep: its points).", show_default=False
-        ),
-    ] = None,
-    save_graph: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write the captured step, as .json or .json.gz; it can be MODEL next time.",
-            show_default=False,
-        ),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write the step as a trace; open it with https://ui.perfetto.dev.",
-            show_default=False,
-        ),
-    ] = None,
-    picture: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Draw it as a PNG (or SVG, PDF); needs the extra `viz`.",
-            show_default=False,
-        ),
-    ] = None,
+    method: Annotated[_Method, _METHOD] = "auto",
+    time_limit: Annotated[float, _TIME_LIMIT] = 60.0,
+    seed: Annotated[int, number_option("Of random choices.")] = 0,
+    sweep: Annotated[bool, _SWEEP] = False,
+    save: Annotated[Path | None, _SAVE] = None,
+    save_graph: Annotated[Path | None, _SAVE_GRAPH] = None,
+    trace: Annotated[Path | None, _TRACE] = None,
+    picture: Annotated[Path | None, _PICTURE] = None,
 ) -> None:
     """Will it train in this much memory, how fast, and could any schedule do better?
 
@@ -135,26 +102,34 @@ def plan(
     """
     from penstock import _plan_run
     from penstock._plan_models import ModelOptions
+
+    _run_or_exit(
+        _plan_run.PlanOptions(
+            source=model,
+            model=ModelOptions(batch=batch, sequence=sequence, optimizer=optimizer, dtype=dtype),
+            device_memory=device_memory,
+            host_memory=host_memory,
+            store=store,
+            machine=machine,
+            reorder=reorder,
+            recompute=recompute,
+            method=method,
+            time_limit=time_limit,
+            seed=seed,
+            save=save,
+            save_graph=save_graph,
+            trace=trace,
+            picture=picture,
+            sweep=sweep,
+        )
+    )
+
+
+def _run_or_exit(options: PlanOptions) -> None:
+    """Turn errors that users can act on into a line and an exit status."""
+    from penstock import _plan_run
     from penstock.errors import PenstockError
 
-    options = _plan_run.PlanOptions(
-        source=model,
-        model=ModelOptions(batch=batch, sequence=sequence, optimizer=optimizer, dtype=dtype),
-        device_memory=device_memory,
-        host_memory=host_memory,
-        store=store,
-        machine=machine,
-        reorder=reorder,
-        recompute=recompute,
-        method=method,
-        time_limit=time_limit,
-        seed=seed,
-        save=save,
-        save_graph=save_graph,
-        trace=trace,
-        picture=picture,
-        sweep=sweep,
-    )
     try:
         _plan_run.run(options)
     except (PenstockError, ValueError, OSError, ImportError) as error:

@@ -205,6 +205,8 @@ def _from_config(
             f"({transformers.__version__}) knows: its model_type is {kind!r}"
         ) from error
     config.use_cache = False
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     names = getattr(config, "architectures", None) or [_TASKS.get(str(kind), "")]
     make = getattr(transformers, names[0], None) if names[0] else None
     with torch.device("meta"):

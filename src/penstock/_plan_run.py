@@ -77,7 +77,7 @@ class _Task:
     options: PlanOptions
 
     def budget(self, device_bytes: int | None) -> Budget:
-        """The budgets of all tiers."""
+        """The budgets of all tiers, for planners that are there to compare with."""
         from penstock.planner import Budget
 
         host, file = None, None
@@ -174,40 +174,29 @@ def make_plan(
     task: _Task, device_bytes: int | None, progress: Callable[[Any], None] | None
 ) -> Plan:
     """One plan, with the method that was asked for."""
-    options, budget = task.options, task.budget(device_bytes)
+    options = task.options
     reference = _reference(options.method)
     if reference is not None:
         return reference(
             task.graph,
             operator_seconds=task.operator_seconds,
-            budget=budget,
+            budget=task.budget(device_bytes),
             machine=task.machine,
             time_limit=options.time_limit,
             seed=options.seed,
             progress=progress,
         )
-    from penstock.planner.baselines._decisions import Below
-    from penstock.planner.proofs._bounds import lower_bound
-    from penstock.planner.search._auto_plan import plan_auto
+    from penstock.planner import plan
 
-    reorder, recompute = options.reorder, options.recompute
-    below = Below.of(task.machine, budget)
-    return plan_auto(
+    return plan(
         task.graph,
-        operator_seconds=task.operator_seconds,
-        budget=budget,
+        device_memory=device_bytes,
+        host_memory=options.host_memory,
+        store=options.store,
         machine=task.machine,
-        links=[] if below is None else [(below.out, below.back)],
-        bound=lower_bound(
-            task.graph,
-            task.operator_seconds,
-            budget,
-            task.machine,
-            reorder=reorder,
-            recompute=recompute,
-        ),
-        reorder=reorder,
-        recompute=recompute,
+        reorder=options.reorder,
+        recompute=options.recompute,
+        method=options.method,
         time_limit=options.time_limit,
         seed=options.seed,
         progress=progress,
@@ -215,15 +204,13 @@ def make_plan(
 
 
 def _reference(method: str) -> Callable[..., Plan] | None:
-    """The planner of a method that is there to compare with; None for our own."""
+    """The planner of a method that is there to compare with; None for those of `plan`."""
     import functools
 
-    from penstock.planner.baselines._genetic import plan_genetic
     from penstock.planner.baselines._layers_lp import plan_layers_lp
     from penstock.planner.baselines._on_demand import plan_on_demand
 
     planners: Mapping[str, Callable[..., Plan]] = {
-        "genetic": plan_genetic,
         "layers-lp": plan_layers_lp,
         "lru": functools.partial(plan_on_demand, arm="lru"),
         "lru-prefetch": functools.partial(plan_on_demand, arm="lru-prefetch"),

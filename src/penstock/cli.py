@@ -16,6 +16,13 @@ import typer
 
 import penstock
 from penstock import _plan_command
+from penstock._cli_options import (
+    NEEDS_VIZ,
+    OPEN_TRACE,
+    directory_option,
+    file_option,
+    size_option,
+)
 from penstock.errors import PenstockError
 
 app = typer.Typer(
@@ -60,12 +67,22 @@ def _penstock(
 
 _Store = Annotated[
     str | None,
-    typer.Option(
-        metavar="DIR",
-        help="Directory on a fast local disk where activations go. Default: $PENSTOCK_STORE.",
-        show_default=False,
+    directory_option(
+        "Directory on a fast local disk where activations go. Default: $PENSTOCK_STORE."
     ),
 ]
+_DEVICE_MEMORY = size_option(
+    "Most saved activations on the device at once, such as 8GiB. Default: no limit."
+)
+_HOST_MEMORY = size_option("Most host memory that Penstock may hold, such as 32GiB.")
+_MIN_BYTES = typer.Option(metavar="SIZE", help="Smaller tensors stay where they are.")
+_POLICY = typer.Option(
+    help="auto: as much as hides behind the computation, or as --device-memory demands. "
+    "all: everything."
+)
+_REPORT = file_option("Write what happened as JSON, also when the script fails.")
+_TRACE = file_option(f"Write the last step as a trace; {OPEN_TRACE}")
+_PICTURE = file_option(f"Draw the last step {NEEDS_VIZ}")
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -84,56 +101,13 @@ def run(
         bool, typer.Option("-m", help="SCRIPT is a module name, as in `python -m`.")
     ] = False,
     store: _Store = None,
-    device_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Most saved activations on the device at once, such as 8GiB. Default: no limit.",
-            show_default=False,
-        ),
-    ] = None,
-    host_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Most host memory that Penstock may hold, such as 32GiB.",
-            show_default=False,
-        ),
-    ] = None,
-    min_bytes: Annotated[
-        str, typer.Option(metavar="SIZE", help="Smaller tensors stay where they are.")
-    ] = "1MiB",
-    policy: Annotated[
-        Literal["auto", "all"],
-        typer.Option(
-            help="auto: as much as hides behind the computation, or as --device-memory demands. "
-            "all: everything."
-        ),
-    ] = "auto",
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write what happened as JSON, also when the script fails.",
-            show_default=False,
-        ),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write the last step as a trace; open it with https://ui.perfetto.dev.",
-            show_default=False,
-        ),
-    ] = None,
-    picture: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Draw the last step as a PNG (or SVG, PDF); needs the extra `viz`.",
-            show_default=False,
-        ),
-    ] = None,
+    device_memory: Annotated[str | None, _DEVICE_MEMORY] = None,
+    host_memory: Annotated[str | None, _HOST_MEMORY] = None,
+    min_bytes: Annotated[str, _MIN_BYTES] = "1MiB",
+    policy: Annotated[Literal["auto", "all"], _POLICY] = "auto",
+    report: Annotated[Path | None, _REPORT] = None,
+    trace: Annotated[Path | None, _TRACE] = None,
+    picture: Annotated[Path | None, _PICTURE] = None,
 ) -> None:
     """Run an unmodified training script with its activations offloaded.
 
@@ -228,7 +202,7 @@ def env(
     sys.exit(environment.main(["--json"] if as_json else []))
 
 
-def _size_option(help_text: str) -> Any:
+def _hidden_option(help_text: str) -> Any:
     """An option for tests and for the curious; `--help` would drown in them."""
     return typer.Option(help=help_text, hidden=True, min=1)
 
@@ -240,11 +214,7 @@ def demo(
     ] = Path("penstock-demo"),
     store: Annotated[
         str | None,
-        typer.Option(
-            metavar="DIR",
-            help="Directory for the activations. Default: a temporary one inside --out.",
-            show_default=False,
-        ),
+        directory_option("Directory for the activations. Default: a temporary one inside --out."),
     ] = None,
     steps: Annotated[
         int, typer.Option(metavar="N", min=1, help="Measured steps per arm, after one warm-up.")
@@ -252,11 +222,11 @@ def demo(
     policy: Annotated[
         Literal["auto", "all"], typer.Option(help="What leaves; see penstock run --help.")
     ] = "auto",
-    hidden_size: Annotated[int, _size_option("Width of the model.")] = 512,
-    layers: Annotated[int, _size_option("Transformer layers.")] = 4,
-    heads: Annotated[int, _size_option("Attention heads.")] = 8,
-    sequence_length: Annotated[int, _size_option("Bytes per sequence.")] = 512,
-    batch_size: Annotated[int, _size_option("Sequences per step.")] = 8,
+    hidden_size: Annotated[int, _hidden_option("Width of the model.")] = 512,
+    layers: Annotated[int, _hidden_option("Transformer layers.")] = 4,
+    heads: Annotated[int, _hidden_option("Attention heads.")] = 8,
+    sequence_length: Annotated[int, _hidden_option("Bytes per sequence.")] = 512,
+    batch_size: Annotated[int, _hidden_option("Sequences per step.")] = 8,
     min_bytes: Annotated[
         str, typer.Option(hidden=True, help="Smaller tensors stay where they are.")
     ] = "1MiB",

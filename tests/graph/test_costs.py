@@ -1,6 +1,7 @@
 """Counts are exact where they can be checked by hand; times are rooflines or measured."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -54,6 +55,40 @@ def test_a_convolution_has_a_workspace_and_its_flops():
     (convolution,) = operators(graph, "aten.convolution.default")
     assert convolution.flops == 2 * (2 * 8 * 8 * 8) * (3 * 3 * 3)
     assert convolution.workspace_bytes == convolution.bytes_read + convolution.bytes_written
+
+
+def counted_gradients(layer, x):
+    """Gradients of a one-dimensional convolution's sum, product by product, and their number."""
+    weight, stride, groups = layer.weight.detach(), layer.stride[0], layer.groups
+    gradients = {"x": torch.zeros_like(x), "weight": torch.zeros_like(weight)}
+    num_products = 0
+    first, per_group, width = weight.shape  # of the layer's inputs if it is transposed
+    for sample in range(len(x)):
+        for one, other, tap in itertools.product(range(first), range(per_group), range(width)):
+            partner = one // (first // groups) * per_group + other
+            places = x.shape[2] if layer.transposed else (x.shape[2] - width) // stride + 1
+            for place in range(places):
+                channel, at = (one, place) if layer.transposed else (partner, place * stride + tap)
+                gradients["x"][sample, channel, at] += weight[one, other, tap]
+                gradients["weight"][one, other, tap] += x[sample, channel, at]
+                num_products += 2
+    return gradients, num_products
+
+
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.ConvTranspose1d])
+def test_gradients_of_grouped_convolutions_are_counted(kind, groups):
+    layer = kind(6, 12, 3, stride=2, groups=groups, bias=False)
+    x = torch.randn(2, 6, 9, requires_grad=True)
+    layer(x).sum().backward()
+    gradients, num_products = counted_gradients(layer, x.detach())
+    torch.testing.assert_close(gradients["x"], x.grad)
+    torch.testing.assert_close(gradients["weight"], layer.weight.grad)
+    graph = graph_of(nn.Sequential(nn.Conv1d(6, 6, 1, bias=False), layer), x.detach())
+    counts = [operator.flops for operator in operators(graph, "aten.convolution_backward.default")]
+    assert counts[0] == 2 * num_products
+    first = 2 * (2 * 9 * 6 * 6)
+    assert counts[1] == first  # nobody wants the gradient of the batch
 
 
 def test_every_count_is_a_whole_number():

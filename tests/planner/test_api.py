@@ -1,13 +1,16 @@
 """`plan`: budgets as users write them, machines by name, and errors that name the argument."""
 
 import dataclasses
+import json
 
 import pytest
+import torch
 
 from graphs import chain_step
-from penstock.errors import InfeasibleError
+from penstock.errors import GraphFileError, InfeasibleError, PlanError
+from penstock.graph import capture
 from penstock.memory import Link
-from penstock.planner import check, plan
+from penstock.planner import Plan, check, plan, simulate
 
 MIB = 2**20
 
@@ -103,3 +106,112 @@ def test_wrong_arguments_are_named(options, error, message):
 def test_something_else_than_a_graph_is_refused():
     with pytest.raises(TypeError, match="StepGraph"):
         plan("model")  # pyright: ignore[reportArgumentType]
+
+
+def classifier_step(num_rows=256, width=4000):
+    """A layer that makes logits, and their cross-entropy: 4 MB each time."""
+    layer = torch.nn.Linear(8, width, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, foreach=False)
+    batch = {"input": torch.zeros(num_rows, 8)}
+    labels = torch.zeros(num_rows, dtype=torch.long)
+
+    def loss(output, batch):
+        return torch.nn.functional.cross_entropy(output, labels)
+
+    return capture(layer, optimizer, batch, loss=loss)
+
+
+LOGITS = 256 * 4000 * 4
+
+
+@pytest.mark.parametrize("method", ["auto", "genetic"])
+def test_operators_that_need_too_much_are_planned_in_parts(method):
+    graph = classifier_step()
+    found = plan(
+        graph, device_memory=int(1.4 * LOGITS), machine="h200", method=method, time_limit=3
+    )
+    check(graph, found)
+    assert found.split_bytes is not None
+    assert found.peak_device_bytes <= 1.4 * LOGITS
+    parts = found.planned_graph(graph)
+    assert parts is found.planned_graph(graph)
+    assert len(parts.operators) == len(found.operator_seconds) > len(graph.operators)
+    assert len(simulate(graph, found).positions) == len(found.order)
+    again = Plan.from_dict(json.loads(json.dumps(found.to_dict())), graph=graph)
+    assert again == found
+    check(graph, again)
+
+
+def test_what_would_do_counts_the_parts():
+    graph = classifier_step()
+    with pytest.raises(InfeasibleError) as raised:
+        plan(graph, device_memory="1MiB", machine="h200", time_limit=3)
+    needed = raised.value.minimum_device_bytes
+    assert needed is not None and LOGITS < needed < 1.4 * LOGITS
+    found = plan(graph, device_memory=needed, machine="h200", time_limit=3)
+    check(graph, found)
+    assert found.split_bytes is not None
+
+
+def test_enough_memory_splits_nothing():
+    graph = classifier_step()
+    assert plan(graph, device_memory="1GiB", machine="h200", time_limit=3).split_bytes is None
+
+
+def test_a_split_plan_is_for_its_graph_alone():
+    graph = classifier_step()
+    found = plan(graph, device_memory=int(1.4 * LOGITS), machine="h200", time_limit=3)
+    other = classifier_step(width=4001)
+    with pytest.raises(GraphFileError, match="not for"):
+        found.planned_graph(other)
+    with pytest.raises(GraphFileError, match="plan again"):
+        dataclasses.replace(found, operator_seconds=found.operator_seconds[:-1]).planned_graph(
+            graph
+        )
+    for other_split in (None, 1 << 40):
+        with pytest.raises(PlanError) as raised:
+            check(graph, dataclasses.replace(found, split_bytes=other_split))
+        assert raised.value.rule == "operators"
+
+
+def inference_step(num_layers=6):
+    graph = chain_step(num_layers, weight_bytes=MIB, activation_bytes=4 * MIB)
+    storages = tuple(
+        dataclasses.replace(s, num_bytes=0) if s.persistent else s for s in graph.storages
+    )
+    return with_seconds(dataclasses.replace(graph, storages=storages), 1e-3)
+
+
+@pytest.mark.parametrize("below", ["host", "file"])
+def test_exact_plans_move_the_least(below, tmp_path):
+    graph = inference_step(4)
+    budget = 4 * 4 * MIB + 1024  # the loss stays, and is one byte
+    options = {"store": str(tmp_path)} if below == "file" else {}
+    found = plan(
+        graph, device_memory=budget, machine="h200", method="exact", time_limit=20, **options
+    )
+    check(graph, found)
+    assert found.method == "exact"
+    assert found.notes["proved"]
+    moved = sum(found.bytes_moved.values())
+    assert moved == found.notes["non_compulsory_bytes"] > 0
+    roomy = plan(graph, device_memory="1GiB", machine="h200", method="exact")
+    assert not roomy.transfers
+
+
+@pytest.mark.parametrize(
+    ("graph", "options", "message"),
+    [
+        (timed_chain(2), {"device_memory": "1GiB"}, "inference"),
+        (inference_step(), {}, "device_memory="),
+        (inference_step(80), {"device_memory": "1GiB"}, "at most 200 operators"),
+    ],
+)
+def test_what_exact_cannot_plan_is_said(graph, options, message):
+    with pytest.raises(ValueError, match=message):
+        plan(graph, machine="h200", method="exact", **options)
+
+
+def test_brute_force_is_no_method():
+    with pytest.raises(ValueError, match="method='brute_force'"):
+        plan(inference_step(1), machine="h200", method="brute_force")

@@ -67,6 +67,7 @@ class Execution:
         debug: bool,
     ) -> None:
         check(graph, plan)
+        graph = plan.planned_graph(graph)
         _check_alignment(plan)
         self._graph, self._plan, self._optimizer = graph, plan, optimizer
         self.ledger = Ledger()

@@ -138,6 +138,8 @@ def _flops(
     inputs: list[torch.Tensor],
     outputs: list[torch.Tensor],
 ) -> int:
+    if name == "convolution_backward":
+        return _convolution_backward_flops(args)
     formula = flop_registry.get(func._overloadpacket)
     if formula is not None:
         return int(formula(*args, **kwargs, out_val=result))
@@ -152,6 +154,17 @@ def _flops(
     if name.startswith(("_foreach", "_fused_adam", "_fused_sgd", "_fused_adagrad")):
         return per_element * sum(tensor.numel() for tensor in _tensors((args[0],)))
     return per_element * max(tensor.numel() for tensor in tensors)
+
+
+def _convolution_backward_flops(args: tuple[Any, ...]) -> int:
+    """As many for each gradient as forward: every product of forward has its place in both.
+
+    torch's own formula forgets groups where it counts the weight's gradient.
+    """
+    grad_output, operand, weight, transposed, wanted = *args[:3], args[7], args[10]
+    places = operand if transposed else grad_output
+    forward = 2 * operand.shape[0] * math.prod(places.shape[2:]) * weight.numel()
+    return forward * sum(bool(each) for each in wanted[:2])
 
 
 def _rnn_flops(args: tuple[Any, ...], *, backward: bool) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
 
 from penstock.errors import CaptureError
 from penstock.graph._encoding import CONSTANT, FULL, SCALAR, dtype_named
@@ -161,13 +162,15 @@ class OptimizerCopy:
         It is right if the first step, after making the state, is like every other one.
         """
         creators = {value: draft for draft in first.drafts for value in draft.creates}
+        origins: dict[int, int] = {}  # of each block the first value
+        for value, block in enumerate(first.block_of_value):
+            origins.setdefault(block, value)
         makers: set[str] = set()
         for name, tensor in self._made.items():
             if not first.knows(tensor) or first.block(tensor).kind is not Kind.ACTIVATION:
                 continue
             view = first.view(tensor)
-            origin = _origin(first, view.value)
-            maker = creators.get(origin)
+            maker = creators.get(origins[first.block_of_value[view.value]])
             fill = None if maker is None else _fill(maker, view.dtype)
             if maker is not None:
                 makers.add(maker.name)
@@ -186,18 +189,14 @@ def _adopt_state(recorder: Recorder, tensor: torch.Tensor, name: str) -> TensorV
     return recorder.adopt(tensor, name, Kind.OPTIMIZER_STATE, on_device=not counter)
 
 
-def _origin(recorder: Recorder, value: int) -> int:
-    """Return the first value of the storage that a value belongs to."""
-    return recorder.block_of_value.index(recorder.block_of_value[value])
-
-
 def _fill(maker: Draft, dtype: str) -> float | None:
     if maker.target == FULL and isinstance(maker.args[0], int | float):
         return float(maker.args[0])
     if maker.target == CONSTANT:
         data = bytearray(base64.b64decode(maker.args[0]["bytes"]))
-        tensor = torch.frombuffer(data, dtype=dtype_named(dtype))
-        return float(tensor[0]) if tensor.numel() == 1 else None
+        with no_dispatch():
+            tensor = torch.frombuffer(data, dtype=dtype_named(dtype))
+            return float(tensor[0]) if tensor.numel() == 1 else None
     return None
 
 

@@ -115,6 +115,11 @@ class Recorder(TorchDispatchMode):
         self._paused = False
         self._known = KnownValues()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and to guard every operator against it takes time."""
+        return False
+
     # What the step begins with.
 
     def adopt(

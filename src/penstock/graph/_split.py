@@ -1,15 +1,18 @@
 """Takes operators apart that need more memory at once than a budget allows.
 
 A fused optimizer updates all parameters in one operator, which needs every parameter, gradient and
-state at once; an operator for each parameter does the same arithmetic, bit for bit.
+state at once; an operator for each parameter does the same arithmetic, bit for bit. Softmaxes,
+cross-entropy and their gradients need a row at once, not all rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
 from typing import Any
 
+from penstock.graph._row_choice import choose_rows, working_set_bytes
+from penstock.graph._row_forms import views_in
+from penstock.graph._row_parts import share, taken_by_rows
 from penstock.graph._step_graph import Operator, StepGraph, TensorView
 
 _LISTS = ("aten._foreach_", "aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad")
@@ -22,21 +25,36 @@ def split(graph: StepGraph, max_bytes: int) -> StepGraph:
         >>> split(StepGraph(storages=(), storage_of_value=(), operators=()), 2**30).operators
         ()
 
+    Operators that work on lists of tensors (fused and `foreach` optimizers) become one operator
+    for each tensor. Operators that work row by row (softmax, cross-entropy, what stands between
+    them, and their gradients) become one for some rows each, and what only they look at becomes a
+    storage for each piece of rows. Nothing is taken apart below what another operator needs anyway.
+
     Args:
         graph: The step.
-        max_bytes: What an operator may need at once. Operators that work on lists of tensors
-            (fused and `foreach` optimizers) and need more become one operator for each tensor.
+        max_bytes: What an operator may need at once.
 
     Returns:
-        A graph with the same values, whose execution gives the same bits. Operators that cannot
-        be taken apart stay as they are.
+        A graph with the same parameters, states, inputs and loss, whose execution gives the same
+        bits; the same graph if nothing is taken apart. It is made once for each `max_bytes`.
     """
+    known = graph.derived
+    if max_bytes not in known:
+        parts = _lists_apart(graph, max_bytes)
+        choice = choose_rows(parts, max_bytes)
+        known[max_bytes] = taken_by_rows(parts, choice) if choice.forms else parts
+    return known[max_bytes]
+
+
+def _lists_apart(graph: StepGraph, max_bytes: int) -> StepGraph:
     parts = [
         _parts(operator)
         if working_set_bytes(graph, operator) > max_bytes and _can_split(graph, operator)
         else (operator,)
         for operator in graph.operators
     ]
+    if len(parts) == sum(map(len, parts)):
+        return graph
     last = []  # of each old operator the index of its last part
     for each in parts:
         last.append((last[-1] if last else -1) + len(each))
@@ -46,14 +64,6 @@ def split(graph: StepGraph, max_bytes: int) -> StepGraph:
         for part in each
     )
     return dataclasses.replace(graph, operators=operators)
-
-
-def working_set_bytes(graph: StepGraph, operator: Operator) -> int:
-    """Return the bytes that have to be on the device while an operator runs."""
-    values = {*operator.needs, *operator.creates}  # what it mutates stays where it is
-    storages = {graph.storage_of_value[value] for value in values}
-    held = sum(graph.storages[storage].num_bytes for storage in storages)
-    return held + operator.workspace_bytes
 
 
 def _can_split(graph: StepGraph, operator: Operator) -> bool:
@@ -84,12 +94,12 @@ def _part(operator: Operator, place: int) -> Operator:
 
     args = tuple(map(one, operator.args))
     kwargs = {name: one(value) for name, value in operator.kwargs.items()}
-    values = {view.value for view in _views((args, *kwargs.values()))}
+    values = {view.value for view in views_in((args, kwargs))}
     outputs = operator.outputs
     if len(outputs) == num_parts:
         outputs = (outputs[place],)
     made = {view.value for view in outputs if view is not None}
-    share = operator.workspace_bytes // num_parts
+
     return dataclasses.replace(
         operator,
         name=f"{operator.name}[{place}]",
@@ -102,25 +112,9 @@ def _part(operator: Operator, place: int) -> Operator:
         may_overwrite=tuple(
             (read, new) for read, new in operator.may_overwrite if read in values and new in made
         ),
-        flops=_share(operator.flops, place, num_parts),
-        bytes_read=_share(operator.bytes_read, place, num_parts),
-        bytes_written=_share(operator.bytes_written, place, num_parts),
-        workspace_bytes=share,
+        flops=share(operator.flops, place, num_parts),
+        bytes_read=share(operator.bytes_read, place, num_parts),
+        bytes_written=share(operator.bytes_written, place, num_parts),
+        workspace_bytes=operator.workspace_bytes // num_parts,
         seconds=None if operator.seconds is None else operator.seconds / num_parts,
     )
-
-
-def _share(count: int, place: int, num_parts: int) -> int:
-    """Divide a count without losing a unit."""
-    return count * (place + 1) // num_parts - count * place // num_parts
-
-
-def _views(value: Any) -> Iterator[TensorView]:
-    if isinstance(value, TensorView):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _views(item)
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from _views(item)

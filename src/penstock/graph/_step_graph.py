@@ -14,6 +14,7 @@ import gzip
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -23,6 +24,19 @@ from penstock.errors import GraphFileError
 
 FORMAT = "penstock-step-graph"
 VERSION = 1  # of the format; raise it when a field changes its meaning
+
+
+DAMAGES = (
+    *(KeyError, TypeError, ValueError, IndexError, AttributeError),
+    *(OverflowError, RecursionError),  # numbers like 1e999, brackets without an end
+)
+"""What reading the content of a damaged file may raise."""
+
+
+def checksum(content: Any) -> str:
+    """Return the SHA-256 of plain data, the same before and after a way through JSON."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Kind(enum.StrEnum):
@@ -244,8 +258,12 @@ class StepGraph:
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of the content, by which plans know their graph."""
-        text = json.dumps(self._content(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
+        return checksum(self._content())
+
+    @functools.cached_property
+    def derived(self) -> dict[int, StepGraph]:
+        """What `split` has made of this graph, by the bytes that an operator may need."""
+        return {}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the graph as plain data for JSON."""
@@ -253,6 +271,7 @@ class StepGraph:
             "format": FORMAT,
             "version": VERSION,
             "digest": self.digest,
+            "checksum": checksum([self.digest, dict(self.metadata)]),
             **self._content(),
             "metadata": dict(self.metadata),
         }
@@ -296,15 +315,16 @@ class StepGraph:
                 guards=tuple(_decode(data["guards"])),
                 metadata=dict(data["metadata"]),
             )
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            sums = graph.digest, checksum([graph.digest, dict(graph.metadata)])
+        except DAMAGES as error:
             raise GraphFileError(
                 f"this step graph is damaged ({type(error).__name__}: {error}): capture the model "
                 "again"
             ) from error
-        if graph.digest != data.get("digest"):
+        if sums != (data.get("digest"), data.get("checksum", sums[1])):
             raise GraphFileError(
-                "this step graph is damaged: its content does not match its digest; capture the "
-                "model again"
+                "this step graph is damaged: its content does not match its digest or checksum; "
+                "capture the model again"
             )
         return graph
 
@@ -325,7 +345,7 @@ class StepGraph:
         data = Path(path).read_bytes()
         try:
             plain = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-        except (ValueError, OSError, EOFError) as error:
+        except (*DAMAGES, zlib.error, OSError, EOFError) as error:
             raise GraphFileError(
                 f"{os.fspath(path)!r} is no step graph or is damaged ({error}): capture the model "
                 "again"

@@ -6,10 +6,12 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from penstock.errors import InfeasibleError
-from penstock.graph import StepGraph, operator_seconds
+from penstock.graph import StepGraph, operator_seconds, split
 from penstock.memory import (
     FileStore,
     Link,
@@ -22,16 +24,20 @@ from penstock.memory import (
 from penstock.memory import machine as known_machine
 from penstock.planner._plan import Bound, Budget, Found, Plan
 from penstock.planner.baselines._genetic import plan_genetic
+from penstock.planner.baselines._order import peak_of_program_order
+from penstock.planner.optima._exact import exact
 from penstock.planner.proofs._bounds import lower_bound
 from penstock.planner.search._auto_plan import plan_auto
 from penstock.units import parse_bytes
 
 _logger = logging.getLogger(__name__)
 
-METHODS = ("auto", "genetic")
+METHODS = ("auto", "exact", "genetic")
+MAX_EXACT_OPERATORS = 200
 # One data-centre NVMe drive, where a profile was made without a store: bytes per second.
 _ASSUMED_FILE_WRITE, _ASSUMED_FILE_READ = 2e9, 3e9
 _BOUND_SHARE, _MAX_BOUND_SECONDS = 0.2, 15.0  # of the time limit
+_LEAST_SHARE = 0.3  # of the time limit, for a graph after another one was too large
 
 
 def plan(
@@ -66,13 +72,16 @@ def plan(
         machine: A name (`penstock.memory.MACHINES`), a profile, or None for this machine.
         reorder: Whether operators may run in another order than the program's.
         recompute: Whether operators may run again instead of keeping or moving what they made.
-        method: `"auto"`, or `"genetic"`: SwapAdvisor's algorithm, to compare with.
+        method: `"auto"`; `"exact"`: the least bytes that move, proved, for inference graphs of
+            about a hundred operators (COSMA); `"genetic"`: SwapAdvisor's algorithm, to compare
+            with.
         time_limit: Seconds.
         seed: The same seed gives the same plan, where the time limit does not end the search.
         progress: Called with each improvement; Ctrl-C takes the best plan so far.
 
     Returns:
-        The plan, which `penstock.planner.check` accepts.
+        The plan, which `penstock.planner.check` accepts. Where operators would need too much of
+        the budget at once it is for parts of them: its `split_bytes` and `planned_graph` say so.
 
     Raises:
         InfeasibleError: No plan fits the budgets; `minimum_device_bytes` would do, and `operator`
@@ -82,56 +91,162 @@ def plan(
     _check_arguments(graph, method, time_limit)
     profile = known_machine(machine) if isinstance(machine, str) else machine or probe(store)
     budget, links, profile = _tiers(profile, device_memory, host_memory, store)
-    seconds = operator_seconds(graph, profile)
-    if method == "genetic":
-        return plan_genetic(
-            graph,
-            operator_seconds=seconds,
-            budget=budget,
-            machine=profile,
-            time_limit=time_limit,
-            seed=seed,
-            progress=progress,
-        )
-    bound = _bound(graph, seconds, budget, profile, reorder, recompute, time_limit)
-    found = plan_auto(
-        graph,
-        operator_seconds=seconds,
+    request = _Request(
         budget=budget,
-        machine=profile,
         links=links,
-        bound=bound,
+        machine=profile,
         reorder=reorder,
         recompute=recompute,
-        time_limit=time_limit * (1 - _BOUND_SHARE),
         seed=seed,
         progress=progress,
     )
-    _require_room_below(found)
+    planners = {"auto": _plan_auto, "exact": _plan_exact, "genetic": _plan_genetic}
+    found = _plan_whole_or_split(graph, request, planners[method], method, time_limit)
+    if method != "genetic":
+        _require_room_below(found)
     return found
 
 
-def _bound(
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """What planners are asked for, whatever graph they are given."""
+
+    budget: Budget
+    links: Sequence[tuple[Link, Link]]
+    machine: MachineProfile
+    reorder: bool
+    recompute: bool
+    seed: int
+    progress: Callable[[Found], None] | None
+
+
+def _plan_whole_or_split(
     graph: StepGraph,
-    seconds: tuple[float, ...],
-    budget: Budget,
-    profile: MachineProfile,
-    reorder: bool,
-    recompute: bool,
+    request: _Request,
+    planner: Callable[[StepGraph, _Request, float], Plan],
+    method: str,
     time_limit: float,
+) -> Plan:
+    """Plan the first of the graphs to choose from for which there is a plan."""
+    deadline = time.monotonic() + time_limit
+    choices = _split_choices(graph, request.budget.device_bytes, method)
+    for split_bytes in choices:
+        parts = graph if split_bytes is None else split(graph, split_bytes)
+        left = max(deadline - time.monotonic(), _LEAST_SHARE * time_limit)
+        try:
+            found = planner(parts, request, left)
+        except InfeasibleError:
+            if split_bytes == choices[-1]:
+                raise
+            continue
+        if split_bytes is None:
+            return found
+        _logger.info(
+            "planned for %d parts of operators (split_bytes=%d)",
+            len(parts.operators) - len(graph.operators),
+            split_bytes,
+        )
+        return dataclasses.replace(found, graph_digest=graph.digest, split_bytes=split_bytes)
+    raise AssertionError("there is a graph to plan")
+
+
+def _split_choices(graph: StepGraph, device_bytes: int | None, method: str) -> list[int | None]:
+    """In which parts to plan a graph: whole, or split so that operators leave room for others.
+
+    Parts never need more than the whole, so `auto` takes them wherever memory is short and an
+    operator needs half of it; others take them where they have to.
+    """
+    if device_bytes is None or method == "exact":
+        return [None]
+    if method == "auto" and peak_of_program_order(graph, in_place=True) <= device_bytes:
+        return [None]
+    choices: list[int | None] = [] if method == "auto" else [None]
+    for split_bytes in (device_bytes // 2, 1):
+        if split(graph, split_bytes) is not graph:
+            choices.append(split_bytes)
+    return choices or [None]
+
+
+def _plan_genetic(graph: StepGraph, request: _Request, time_limit: float) -> Plan:
+    return plan_genetic(
+        graph,
+        operator_seconds=operator_seconds(graph, request.machine),
+        budget=request.budget,
+        machine=request.machine,
+        time_limit=time_limit,
+        seed=request.seed,
+        progress=request.progress,
+    )
+
+
+def _plan_exact(graph: StepGraph, request: _Request, time_limit: float) -> Plan:
+    if len(graph.operators) > MAX_EXACT_OPERATORS:
+        raise ValueError(
+            f"method='exact' is for at most {MAX_EXACT_OPERATORS} operators and the graph has "
+            f"{len(graph.operators)}; use method='auto'"
+        )
+    if request.budget.device_bytes is None:
+        raise ValueError("method='exact' needs device_memory=: without a limit nothing moves")
+    for storage in graph.storages:
+        if storage.persistent and storage.num_bytes:
+            raise ValueError(
+                f"method='exact' is for inference, and {storage.name!r} ({storage.kind.value}) "
+                "lives from step to step: what leaves then may come back in the next step, which "
+                "its program does not hold; use method='auto', or give such storages no bytes"
+            )
+    return exact(
+        graph,
+        operator_seconds(graph, request.machine),
+        request.budget,
+        request.machine,
+        links=request.links[0] if request.links else None,  # the tier above the others
+        reorder=request.reorder,
+        time_limit=time_limit,
+    )
+
+
+def _plan_auto(graph: StepGraph, request: _Request, time_limit: float) -> Plan:
+    seconds = operator_seconds(graph, request.machine)
+    search_seconds = time_limit * (1 - _BOUND_SHARE)
+    try:
+        bound = _bound(graph, seconds, request, time_limit)
+    except KeyboardInterrupt:  # then the first plan that is found
+        bound, search_seconds = _compute_bound(seconds), 0.0
+    return plan_auto(
+        graph,
+        operator_seconds=seconds,
+        budget=request.budget,
+        machine=request.machine,
+        links=request.links,
+        bound=bound,
+        reorder=request.reorder,
+        recompute=request.recompute,
+        time_limit=search_seconds,
+        seed=request.seed,
+        progress=request.progress,
+    )
+
+
+def _bound(
+    graph: StepGraph, seconds: tuple[float, ...], request: _Request, time_limit: float
 ) -> Bound:
     try:
         return lower_bound(
             graph,
             seconds,
-            budget,
-            profile,
-            reorder=reorder,
-            recompute=recompute,
+            request.budget,
+            request.machine,
+            reorder=request.reorder,
+            recompute=request.recompute,
             time_limit=min(time_limit * _BOUND_SHARE, _MAX_BOUND_SECONDS),
         )
     except InfeasibleError:  # the planner says so too, with what would do
-        return Bound(seconds=sum(seconds), binding="compute", seconds_of={"compute": sum(seconds)})
+        return _compute_bound(seconds)
+
+
+def _compute_bound(seconds: tuple[float, ...]) -> Bound:
+    total = sum(seconds)
+    return Bound(seconds=total, binding="compute", seconds_of={"compute": total})
 
 
 def _check_arguments(graph: StepGraph, method: str, time_limit: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from penstock.errors import PlanError
-from penstock.graph import StepGraph
+from penstock.graph import StepGraph, split
 from penstock.memory import Link, Tier
 from penstock.planner._plan import Copy, Placement, Plan, Transfer
 from penstock.planner._replay import Replay
@@ -32,26 +32,29 @@ def check(graph: StepGraph, plan: Plan) -> None:
         PlanError: The plan is wrong; `rule` is the name of the rule that it breaks (the
             documentation, "Proofs of plans", lists them).
     """
-    _check_header(graph, plan)
-    _check_order(graph, plan)
+    parts = _planned_graph(graph, plan)
+    _check_order(parts, plan)
     for what, intervals in (("placement", plan.placements), ("copy", plan.copies)):
         for index, interval in enumerate(intervals):
-            _check_interval(graph, plan, f"{what} {index}", interval)
+            _check_interval(parts, plan, f"{what} {index}", interval)
     for index, transfer in enumerate(plan.transfers):
-        _check_transfer(graph, plan, f"transfer {index}", transfer)
-    _check_arena(graph, plan)
+        _check_transfer(parts, plan, f"transfer {index}", transfer)
+    _check_arena(parts, plan)
     _check_link_order(plan)
-    Replay(graph, plan).run()
+    Replay(parts, plan).run()
     _check_statements(graph, plan)
 
 
-def _check_header(graph: StepGraph, plan: Plan) -> None:
+def _planned_graph(graph: StepGraph, plan: Plan) -> StepGraph:
+    """Return the graph with the plan's operators, if the plan is for this graph at all."""
     if plan.graph_digest != graph.digest:
         raise PlanError(
             f"the plan is for the graph {plan.graph_digest[:12]} and not for {graph.digest[:12]}: "
             "plan this graph",
             rule="graph",
         )
+    if plan.split_bytes is not None:
+        graph = split(graph, plan.split_bytes)
     if len(plan.operator_seconds) != len(graph.operators):
         raise PlanError(
             f"the plan has times of {len(plan.operator_seconds)} operators; the graph has "
@@ -65,6 +68,7 @@ def _check_header(graph: StepGraph, plan: Plan) -> None:
                 "not negative",
                 rule="operators",
             )
+    return graph
 
 
 def _check_order(graph: StepGraph, plan: Plan) -> None:

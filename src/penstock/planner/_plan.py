@@ -40,11 +40,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.errors import GraphFileError
-from penstock.graph import StepGraph
+from penstock.graph import StepGraph, split
+from penstock.graph._step_graph import DAMAGES, checksum
 from penstock.memory import Link, MachineProfile, Tier
 
 FORMAT = "penstock-plan"
 VERSION = 1
+_HEADER = ("format", "version", "checksum")
 
 
 class Placement(NamedTuple):
@@ -171,6 +173,8 @@ class Plan:
         method: Which planner made it.
         seed: Of its random numbers.
         notes: What else the planner has to say, as the time that it took.
+        split_bytes: Operators and values are those of `penstock.graph.split(graph, split_bytes)`;
+            None: of the graph itself. `planned_graph` gives the one that counts.
     """
 
     graph_digest: str
@@ -188,6 +192,36 @@ class Plan:
     method: str
     seed: int
     notes: Mapping[str, Any] = field(default_factory=dict)
+    split_bytes: int | None = None
+
+    def planned_graph(self, graph: StepGraph) -> StepGraph:
+        """Return the graph whose operators and values the plan speaks of.
+
+        Example:
+            >>> parts = plan.planned_graph(graph)  # doctest: +SKIP
+            >>> parts.operators[plan.order[0]].name  # doctest: +SKIP
+            'embedding'
+
+        Args:
+            graph: The captured graph that was planned.
+
+        Returns:
+            The graph itself, or what `penstock.graph.split` makes of it; made once for a graph.
+
+        Raises:
+            GraphFileError: The plan is for another graph, or from another version of Penstock.
+        """
+        if self.split_bytes is None:
+            return graph
+        if graph.digest != self.graph_digest:
+            raise GraphFileError(_for_another(self.graph_digest, graph.digest))
+        parts = split(graph, self.split_bytes)
+        if len(parts.operators) != len(self.operator_seconds):
+            raise GraphFileError(
+                f"this plan is for {len(self.operator_seconds)} operators and this Penstock splits "
+                f"the graph into {len(parts.operators)}: plan again"
+            )
+        return parts
 
     @property
     def lower_bound_seconds(self) -> float:
@@ -262,9 +296,11 @@ class Plan:
             are boundaries (see `penstock.planner.Plan`). The other fields by their names, times in
             seconds.
         """
+        plain = self._content()
+        return {"format": FORMAT, "version": VERSION, "checksum": checksum(plain), **plain}
+
+    def _content(self) -> dict[str, Any]:
         return {
-            "format": FORMAT,
-            "version": VERSION,
             "graph_digest": self.graph_digest,
             "order": list(self.order),
             "offsets": [
@@ -303,6 +339,7 @@ class Plan:
             "method": self.method,
             "seed": self.seed,
             "notes": dict(self.notes),
+            "split_bytes": self.split_bytes,
         }
 
     @classmethod
@@ -329,16 +366,17 @@ class Plan:
             )
         try:
             plan = _plan(cls, data)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            found = checksum({name: data[name] for name in data if name not in _HEADER})
+        except DAMAGES as error:
             raise GraphFileError(
                 f"this plan is damaged ({type(error).__name__}: {error}): plan again"
             ) from error
-        if graph is not None and graph.digest != plan.graph_digest:
+        if found != data.get("checksum", found):
             raise GraphFileError(
-                f"this plan is for the graph {plan.graph_digest[:12]} and not for "
-                f"{graph.digest[:12]}, the one given: plan again for this model, optimizer and "
-                "batch"
+                "this plan is damaged: its content does not match its checksum; plan again"
             )
+        if graph is not None and graph.digest != plan.graph_digest:
+            raise GraphFileError(_for_another(plan.graph_digest, graph.digest))
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -350,31 +388,36 @@ class Plan:
         """Read what `save` wrote; `graph` and errors as of `from_dict`."""
         try:
             data = json.loads(Path(path).read_bytes())
-        except ValueError as error:
+        except DAMAGES as error:
             raise GraphFileError(
                 f"{os.fspath(path)!r} is no plan or is damaged ({error}): plan again"
             ) from error
         return cls.from_dict(data, graph=graph)
 
 
+def _for_another(planned: str, given: str) -> str:
+    return (
+        f"this plan is for the graph {planned[:12]} and not for {given[:12]}, the one given: plan "
+        "again for this model, optimizer and batch"
+    )
+
+
 def _plan(cls: type[Plan], data: Mapping[str, Any]) -> Plan:
     budget, bound = data["budget"], data["bound"]
     plan = cls(
         graph_digest=str(data["graph_digest"]),
-        order=tuple(map(int, data["order"])),
+        order=tuple(map(_integer, data["order"])),
         placements=tuple(
-            Placement(p["value"], p["offset"], p["bytes"], p["start"], p["end"])
+            Placement(_integer(p["value"]), _integer(p["offset"]), *_extent(p))
             for p in data["offsets"]
         ),
         transfers=tuple(
-            Transfer(t["value"], Link(t["link"]), t["bytes"], t["start"], t["end"])
-            for t in data["transfers"]
+            Transfer(_integer(t["value"]), Link(t["link"]), *_extent(t)) for t in data["transfers"]
         ),
         copies=tuple(
-            Copy(c["value"], Tier(c["tier"]), c["bytes"], c["start"], c["end"])
-            for c in data["copies"]
+            Copy(_integer(c["value"]), Tier(c["tier"]), *_extent(c)) for c in data["copies"]
         ),
-        budget=Budget(**budget),
+        budget=Budget(**{tier: _optional(num_bytes) for tier, num_bytes in budget.items()}),
         machine=MachineProfile.from_dict(data["machine"]),
         operator_seconds=tuple(map(float, data["operator_seconds"])),
         step_seconds=float(data["step_seconds"]),
@@ -388,7 +431,22 @@ def _plan(cls: type[Plan], data: Mapping[str, Any]) -> Plan:
         method=str(data["method"]),
         seed=int(data["seed"]),
         notes=dict(data["notes"]),
+        split_bytes=_optional(data["split_bytes"]),
     )
     if plan.peak_device_bytes != data["peak_device_bytes"]:
         raise ValueError("its placements do not give the peak that it states")
     return plan
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
+def _extent(plain: Mapping[str, Any]) -> tuple[int, int, int]:
+    return _integer(plain["bytes"]), _integer(plain["start"]), _integer(plain["end"])
+
+
+def _optional(value: Any) -> int | None:
+    return None if value is None else _integer(value)

@@ -105,7 +105,7 @@ def simulate(graph: StepGraph, plan: Plan) -> Simulation:
     """
     replay = _Replay(plan)
     num_steps = replay.until_steady()
-    return replay.result(num_steps, _memory(graph, plan))
+    return replay.result(num_steps, _memory(plan.planned_graph(graph), plan))
 
 
 def step_seconds_of(

@@ -59,6 +59,9 @@ def plan_table(graph: StepGraph, plan: Plan) -> str:
         ("gap", f"{plan.gap:.1%}  (a better plan is faster by at most this)"),
         ("device", f"{peak}  of {format_bytes(budget)}" if budget is not None else peak),
     ]
+    if plan.split_bytes is not None:
+        num_parts = len(plan.operator_seconds) - len(graph.operators)
+        rows.append(("split", f"{num_parts} operators more, each with some rows or one parameter"))
     if plan.workspace_bytes:
         rows.append(("of it workspace", format_bytes(plan.workspace_bytes)))
     for name, num_bytes in (("host", plan.peak_host_bytes), ("file", plan.peak_file_bytes)):
@@ -72,7 +75,7 @@ def plan_table(graph: StepGraph, plan: Plan) -> str:
         )
     if not plan.bytes_moved:
         rows.append(("moved", "nothing"))
-    rows += _recomputed_rows(graph, plan)
+    rows += _recomputed_rows(plan.planned_graph(graph), plan)
     rows.append(("method", f"{plan.method}, seed {plan.seed}, for {plan.machine.name}"))
     return report_table(rows, title="penstock plan")
 

@@ -36,7 +36,9 @@ def plan_timeline(
         Computations, transfers and stalls, and the bytes that the plan has on each tier.
     """
     simulation = simulate(graph, plan) if simulation is None else simulation
-    spans = [*_computations(graph, plan, simulation, name_operators=name_operators)]
+    spans = [
+        *_computations(plan.planned_graph(graph), plan, simulation, name_operators=name_operators)
+    ]
     spans += _stalls(simulation)
     spans += _transfers(plan, simulation)
     return Timeline(

@@ -36,6 +36,7 @@ _MAX_CUTS = 10
 _MAX_WIDTH = 8  # mean steps at which an operator may run, beyond which a program is wide
 _WIDE_SHARE = 0.5  # of the time for a program that is
 _NEAR_STEPS = 2
+_LESS = (0.97, 0.9, 0.8, 0.7)  # of the capacity, where what needs all of it cannot be packed
 _TOLERANCE = 1e-6
 
 
@@ -45,6 +46,7 @@ def exact(
     budget: Budget,
     machine: MachineProfile,
     *,
+    links: tuple[Link, Link] | None = (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE),
     reorder: bool = True,
     time_limit: float = 60.0,
 ) -> Plan:
@@ -67,8 +69,9 @@ def exact(
     Args:
         graph: A step without persistent storages, of about a hundred operators at most.
         operator_seconds: Time of each operator; says nothing about what is best.
-        budget: With a host tier.
+        budget: With the tier below.
         machine: Rates of the links.
+        links: Out of the device and back; None: there is nowhere to go.
         reorder: Whether other orders than the program's are allowed.
         time_limit: Seconds for the solver.
 
@@ -91,6 +94,12 @@ def exact(
     if offsets is not None:
         plan = assemble(graph, order, stays, (), offsets=offsets, method="exact", **fields)
         return _with_notes(plan, 0, 0, True)
+    if links is None:
+        raise InfeasibleError(
+            f"{budget.device_bytes} bytes are too little for the best order that was found, and "
+            "there is no tier to which anything could leave: pass host_memory= or store=",
+            proved=False,
+        )
     deadline = time.monotonic() + time_limit
     windows = _windows(graph) if reorder else _near(program_order, 0, None)
     is_wide = sum(map(len, windows)) > _MAX_WIDTH * len(windows)
@@ -101,13 +110,21 @@ def exact(
     if not proved and reorder:
         for start in (program_order, order):
             best = _nearby(graph, budget.device_bytes, windows, start, best, deadline)
+    if best.moves is None and not proved:
+        best = _with_less(graph, budget.device_bytes, windows, best.least, deadline)
     if best.moves is None:
         raise InfeasibleError(
             f"no plan for {budget.device_bytes} bytes "
             + ("exists" if proved else f"was found within {time_limit} seconds"),
             proved=proved,
         )
-    plan = assemble(graph, *best.moves, offsets=best.offsets, method="exact", **fields)
+    order, stays, transfers = best.moves
+    out, back = links
+    transfers = [
+        transfer._replace(link=out if transfer.link is Link.DEVICE_TO_HOST else back)
+        for transfer in transfers
+    ]
+    plan = assemble(graph, order, stays, transfers, offsets=best.offsets, method="exact", **fields)
     proved = proved or best.traffic <= best.least
     return _with_notes(plan, best.traffic, best.traffic if proved else best.least, proved)
 
@@ -138,6 +155,23 @@ def _solved(
             return _Solved(moves, offsets, traffic, model.least, model.proved)
         model.forbid()
     return _Solved(None, None, 0, model.least, False)
+
+
+def _with_less(
+    graph: StepGraph, device_bytes: int, windows: Sequence[range], least: int, deadline: float
+) -> _Solved:
+    """Solve for a smaller capacity, where what needs all of it cannot be packed."""
+    for share in _LESS:
+        capacity = int((device_bytes - workspace_bytes(graph)) * share)
+        model = _Model(graph, capacity, windows)
+        if model.solve(max(deadline - time.monotonic(), 0.1)) is None:
+            break
+        moves = model.moves()
+        offsets = packed_offsets(graph, moves[0], moves[1], device_bytes, time_limit=10.0)
+        if offsets is not None:
+            traffic = sum(transfer.num_bytes for transfer in moves[2])
+            return _Solved(moves, offsets, traffic, least, False)
+    return _Solved(None, None, 0, least, False)
 
 
 def _nearby(

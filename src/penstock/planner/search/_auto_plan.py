@@ -8,6 +8,7 @@ the plan.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -159,14 +160,13 @@ def _searched(
     if best is None:
         tier = links[0][0].destination if links else Tier.HOST
         raise _infeasible(graph, operator_seconds, capacity, workspace, below, tier)
-    residency, offsets = _best_with_addresses(
-        search.finalists(),
-        capacity,
-        below,
-        workspace=workspace,
-        deadline=deadline,
-        seed=seed,
+    addressed = functools.partial(
+        _best_with_addresses, capacity=capacity, below=below, workspace=workspace, seed=seed
     )
+    try:
+        residency, offsets = addressed(search.finalists(), deadline=deadline)
+    except KeyboardInterrupt:  # the best alone, without taking time
+        residency, offsets = addressed(search.finalists()[:1], deadline=time.monotonic())
     movement = emit(residency, offsets, links)
     plan = Plan(
         graph_digest=graph.digest,
