@@ -22,6 +22,10 @@ Optimizers = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Optimizers] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "fused adamw": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "foreach adamw": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "nadam": lambda parameters: torch.optim.NAdam(parameters),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr_decay=0.1),
 }
 
 

@@ -32,6 +32,11 @@ def test_more_memory(case, share, tier, store):
     assert unlike_eager(case, "sgd", share=share, tier=tier, store=store) == []
 
 
+@pytest.mark.parametrize("optimizer", ["fused adamw", "foreach adamw", "nadam", "adagrad"])
+def test_other_optimizers(optimizer, store):
+    assert unlike_eager("mixture", optimizer, share=1 / 2, tier="host", store=store) == []
+
+
 @given(
     percent=st.integers(10, 100),
     reorder=st.booleans(),
