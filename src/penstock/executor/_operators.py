@@ -205,6 +205,8 @@ def _copying(
 
         def copy_one(*args: Any, **kwargs: Any) -> None:
             made = function(*args, **kwargs)
+            if not isinstance(made, torch.Tensor):  # a list of one, of a `foreach` taken apart
+                (made,) = made
             if made.shape != place.shape or made.dtype != place.dtype:
                 raise _broken_promise(operator, 0, made)
             place.copy_(made)
