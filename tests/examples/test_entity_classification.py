@@ -81,9 +81,9 @@ def test_bases_are_summed_by_relation(example):
     model = example.EntityClassifier(3, 2, 2, num_bases=4)
     rows = graph.edge_type * 3 + graph.edge_index[0]
     layer = example.rgnn.RGCNConv(3, example.HIDDEN, 2, num_bases=4)
-    layer.load_state_dict(
-        {"weight": model.tables, "comp": model.coefficients, "root": model.root, "bias": model.bias}
-    )
+    *comp, own = model.coefficients
+    state = {"weight": model.tables, "comp": torch.stack(comp), "bias": model.bias}
+    layer.load_state_dict(state | {"root": torch.tensordot(own, model.tables, 1)})
     expected = model.second(torch.relu(layer(None, graph)), graph)
     torch.testing.assert_close(model(graph, torch.arange(3), rows), expected)
 
