@@ -63,7 +63,8 @@ def _draw_panel(panel: Axes, rows: list[BenchmarkRow]) -> None:
         if found:
             memory, speed = zip(*found, strict=True)
             line = "-" if arm in _CURVES else "none"
-            panel.plot(memory, speed, line, color=colour, marker=marker, markersize=4, label=arm)
+            style = {"color": colour, "marker": marker, "markersize": 4, "linestyle": line}
+            panel.plot(memory, speed, label=arm, **style)
     bounds = {
         row.extra["device_bytes"] / 1e9: 100 * row.extra["ideal_seconds"] / row.limit.value
         for row in rows
