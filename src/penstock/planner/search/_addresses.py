@@ -23,17 +23,72 @@ from penstock.planner.search._engine import NUM_TASTES, STAY, Rates, Replay
 from penstock.planner.search._residency import Below, Residency, ResidencySearch
 from penstock.planner.search._stays import Stay, chains_of, moves_of, stays_of
 
-# How much less is there at a position where somebody found no room, as shares of the arena.
-_STEPS = (0.004, 0.02)
-_NUM_TRIES = 40
+# How much less is there where somebody found no room, as a share of the arena; twice as much each
+# time that this was not enough.
+_STEP = 0.004
+_NUM_TRIES = 60
 # How much of the time on the links the packer gives room of its own.
-_SLACKS = (1.0, 0.6, 0.35, 0.2, 0.1, 0.0)
+_SLACKS = (1.0, 0.35, 0.0)
 _AS_GOOD = 1.001
 # So short a step is packed as well: what the packer fits tightly may make nobody leave or wait.
 _FEW_POSITIONS = 500
 
+Addressed = tuple[Residency, list[int]]
+"""A choice with the times that its addresses allow, and the offset of each chain of stays."""
 
-def addressed(
+
+def stacked(
+    residency: Residency, capacity: int, below: Below | None, *, worth: float, deadline: float
+) -> Addressed | None:
+    """Addresses by the engine, for the choice, or for one for a little less where there is no room.
+
+    Args:
+        residency: The choice, with times for room that counts bytes only.
+        capacity: Bytes of the arena.
+        below: Where bytes can go.
+        worth: Seconds of a step that has to be beaten.
+        deadline: Time by `time.monotonic` at which to stop.
+
+    Returns:
+        The fastest that was found; None if it has no addresses, or is not worth it.
+    """
+    best: Addressed | None = None
+    if below is None:
+        return None
+    for taste in range(NUM_TASTES):
+        found = _stacked(residency, capacity, below, taste, worth, deadline)
+        if found is not None:
+            best, worth = found, found[0].seconds
+        if worth <= residency.seconds * _AS_GOOD or time.monotonic() > deadline:
+            break
+    return best
+
+
+def _stacked(
+    residency: Residency, capacity: int, below: Below, taste: int, worth: float, deadline: float
+) -> Addressed | None:
+    search = ResidencySearch(residency.sequence, capacity, below)
+    shares = residency.shares.copy()
+    failures = np.zeros(len(shares), np.int64)
+    choice: Residency | None = residency
+    for _ in range(_NUM_TRIES):
+        if choice is None or choice.seconds >= worth or time.monotonic() > deadline:
+            return None
+        chains = _chains(choice, _shrunk(choice, 0.0))
+        stays = _with_offsets(choice, chains, [0] * len(chains))
+        lacking = choice.sequence.stack(stays, capacity, step_seconds=choice.seconds, taste=taste)
+        if lacking < 0:
+            replay = choice.sequence.replay(choice.evicted, stays, below.rates, tier=choice.tier)
+            if replay.overflow > 0 or replay.step_seconds >= worth:
+                return None
+            return dataclasses.replace(choice, replay=replay), stays["offset"].tolist()
+        shares[lacking] -= _STEP * 2.0 ** failures[lacking]
+        failures[lacking] += 1
+        choice = search.at(np.maximum(shares, 0.0))
+    return None
+
+
+def packed(
     residency: Residency,
     capacity: int,
     below: Below | None,
@@ -41,86 +96,27 @@ def addressed(
     pack_seconds: float,
     deadline: float,
     seed: int,
-) -> tuple[Residency, list[int]]:
-    """Find addresses for a choice.
+) -> Addressed:
+    """Addresses by the packer.
 
     Args:
-        residency: The choice, with times for room that counts bytes only.
+        residency: The choice.
         capacity: Bytes of the arena.
         below: Where bytes can go.
         pack_seconds: Time for each packing.
-        deadline: Time by `time.monotonic` after which the first addresses will do.
+        deadline: Time by `time.monotonic` after which only the uses get room.
         seed: For the packer.
 
-    Returns:
-        The choice with the times that the addresses allow, and the offset of each chain of stays.
-
     Raises:
-        InfeasibleError: No addresses fit the capacity; `minimum_device_bytes` is the lowest found.
+        InfeasibleError: No packing fits the capacity; `minimum_device_bytes` is the lowest found.
     """
-    best: tuple[Residency, list[int]] | None = None
-    if below is not None:
-        for step in _STEPS:
-            for taste in range(NUM_TASTES):
-                if best is not None and (
-                    best[0].seconds <= residency.seconds * _AS_GOOD or time.monotonic() > deadline
-                ):
-                    return best
-                found = _stacked(residency, capacity, below, step, taste)
-                if found is not None and (best is None or found[0].seconds < best[0].seconds):
-                    best = found
-    if best is not None and len(residency.sequence.order) > _FEW_POSITIONS:
-        return best
-    try:
-        packed = _packed(residency, capacity, below, pack_seconds, deadline, seed)
-    except InfeasibleError:
-        if best is None:
-            raise
-        return best
-    return packed if best is None or packed[0].seconds < best[0].seconds else best
-
-
-def _stacked(
-    residency: Residency, capacity: int, below: Below, step: float, taste: int
-) -> tuple[Residency, list[int]] | None:
-    """The choice, or one for a little less where there is no room, with addresses by the engine."""
-    # Stays are stacked from both ends: the upper one has to be aligned as well.
-    capacity -= capacity % residency.sequence.problem.alignment
-    search = ResidencySearch(residency.sequence, capacity, below)
-    shares = residency.shares.copy()
-    choice: Residency | None = residency
-    for _ in range(_NUM_TRIES):
-        if choice is None:
-            return None
-        chains = _chains(choice, _shrunk(choice, 0.0))
-        stays = _with_offsets(choice, chains, [0] * len(chains))
-        lacking = choice.sequence.stack(stays, capacity, step_seconds=choice.seconds, taste=taste)
-        if lacking < 0:
-            replay = choice.sequence.replay(choice.evicted, stays, below.rates, tier=choice.tier)
-            if replay.overflow > 0:
-                return None
-            return dataclasses.replace(choice, replay=replay), stays["offset"].tolist()
-        shares[lacking] -= step
-        choice = search.at(shares)
-    return None
-
-
-def _packed(
-    residency: Residency,
-    capacity: int,
-    below: Below | None,
-    pack_seconds: float,
-    deadline: float,
-    seed: int,
-) -> tuple[Residency, list[int]]:
-    """The choice with addresses by the packer."""
     core = _chains(residency, _shrunk(residency, 0.0))
     rates = below.rates if below is not None else (Rates(1.0, 1.0),)
-    best: tuple[Residency, list[int]] | None = None
+    best: Addressed | None = None
     failure: InfeasibleError | None = None
     for slack in _SLACKS if residency.evicted.any() else (0.0,):
-        if best is not None and time.monotonic() > deadline:
-            break
+        if slack and time.monotonic() > deadline:
+            continue
         chains = core if slack == 0 else _chains(residency, _shrunk(residency, slack))
         try:
             packing = pack(list(_buffers(residency, chains)), capacity, pack_seconds, seed)

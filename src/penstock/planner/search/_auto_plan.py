@@ -19,7 +19,7 @@ from penstock.graph import StepGraph
 from penstock.memory import Link, MachineProfile, Tier
 from penstock.planner._plan import Bound, Budget, Found, Plan
 from penstock.planner._simulate import simulate
-from penstock.planner.search._addresses import addressed
+from penstock.planner.search._addresses import Addressed, packed, stacked
 from penstock.planner.search._auto import AutoSearch, Candidate
 from penstock.planner.search._emit import emit
 from penstock.planner.search._engine import OperatorSequence, Problem, Rates
@@ -222,9 +222,9 @@ def _best_with_addresses(
     workspace: int,
     deadline: float,
     seed: int,
-) -> tuple[Residency, list[int]]:
+) -> Addressed:
     """The finalist that is the fastest once it has addresses."""
-    best: tuple[Residency, list[int]] | None = None
+    best: Addressed | None = None
     failure: InfeasibleError | None = None
     for candidate in finalists:
         if best is not None and (
@@ -260,28 +260,26 @@ def _with_addresses(
     workspace: int,
     deadline: float,
     seed: int,
-) -> tuple[Residency, list[int]]:
+) -> Addressed:
     """Addresses for a choice, or for one that leaves more room where these cost less time."""
-    best: tuple[Residency, list[int]] | None = None
+    best: Addressed | None = None
+    for choice in _ever_smaller(residency, capacity, below):
+        if time.monotonic() > deadline:
+            break
+        worth = best[0].seconds * _WORTH_IT if best is not None else np.inf
+        best = stacked(choice, capacity, below, worth=worth, deadline=deadline) or best
+    if best is not None:
+        return best
     failure: InfeasibleError | None = None
     pack_seconds = min(max(0.5, (deadline - time.monotonic()) / 16), 2.0)
     for choice in _ever_smaller(residency, capacity, below):
-        if best is not None and time.monotonic() > deadline:
-            break
-        if best is not None and choice.seconds >= best[0].seconds * _WORTH_IT:
-            continue
         try:
-            found = addressed(
+            return packed(
                 choice, capacity, below, pack_seconds=pack_seconds, deadline=deadline, seed=seed
             )
         except InfeasibleError as error:
             if failure is None or _minimum(error) < _minimum(failure):
                 failure = error
-            continue
-        if best is None or found[0].seconds < best[0].seconds:
-            best = found
-    if best is not None:
-        return best
     assert failure is not None
     minimum = _minimum(failure) + workspace
     raise InfeasibleError(

@@ -646,7 +646,7 @@ class Stacking {
         top += it.bytes;
         if (top > capacity_) return it.start;
       } else if (!place(stay)) {
-        return it.start;
+        return lacking(stay);
       }
       placed_.push_back(stay);
     }
@@ -662,6 +662,38 @@ class Stacking {
     return it.start <= fullest_ && fullest_ < it.end ? 2 : 3;
   }
   std::tuple<int, i32, i32> key(i32 stay) const { return {rank(stay), stays_[stay].start, -stays_[stay].end}; }
+
+  // The first position of a stay at which those who are there by then leave no piece that is large
+  // enough.
+  i32 lacking(i32 stay) const {
+    const Stay& it = stays_[stay];
+    std::vector<std::pair<i32, i32>> others;  // since when, and who
+    for (i32 other : placed_)
+      for (int around = -1; around <= 1; ++around) {
+        const i32 start = stays_[other].start + around * n_, end = stays_[other].end + around * n_;
+        if (start < it.end && it.start < end) others.push_back({std::max(start, it.start), other});
+      }
+    std::sort(others.begin(), others.end());
+    std::map<i64, i64> pieces{{0, capacity_}};  // from, to
+    for (auto [since, other] : others) {
+      const i64 low = stays_[other].offset, high = low + stays_[other].bytes;
+      auto piece = pieces.upper_bound(low);
+      if (piece != pieces.begin()) --piece;
+      while (piece != pieces.end() && piece->first < high) {
+        const auto [from, to] = *piece;
+        if (to <= low) {
+          ++piece;
+          continue;
+        }
+        piece = pieces.erase(piece);
+        if (from < low) pieces[from] = low;
+        if (to > high) piece = pieces.insert({high, to}).first;
+      }
+      if (std::none_of(pieces.begin(), pieces.end(), [&](auto p) { return p.second - p.first >= it.bytes; }))
+        return since % n_;
+    }
+    return it.start;
+  }
 
   bool place(i32 stay) {
     Stay& it = stays_[stay];
