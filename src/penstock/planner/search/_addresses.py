@@ -47,7 +47,7 @@ def stacked(
         capacity: Bytes of the arena.
         below: Where bytes can go.
         worth: Seconds of a step that has to be beaten.
-        deadline: Time by `time.monotonic` at which to stop.
+        deadline: Time by `time.monotonic` at which to stop, unless anything would do.
 
     Returns:
         The fastest that was found; None if it has no addresses, or is not worth it.
@@ -72,17 +72,24 @@ def _stacked(
     failures = np.zeros(len(shares), np.int64)
     choice: Residency | None = residency
     for _ in range(_NUM_TRIES):
-        if choice is None or choice.seconds >= worth or time.monotonic() > deadline:
+        is_late = time.monotonic() > deadline and worth < np.inf
+        if choice is None or choice.seconds >= worth or is_late:
             return None
         chains = _chains(choice, _shrunk(choice, 0.0))
         stays = _with_offsets(choice, chains, [0] * len(chains))
-        lacking = choice.sequence.stack(stays, capacity, step_seconds=choice.seconds, taste=taste)
+        lacking, missing = choice.sequence.stack(
+            stays, capacity, step_seconds=choice.seconds, taste=taste
+        )
         if lacking < 0:
             replay = choice.sequence.replay(choice.evicted, stays, below.rates, tier=choice.tier)
             if replay.overflow > 0 or replay.step_seconds >= worth:
                 return None
             return dataclasses.replace(choice, replay=replay), stays["offset"].tolist()
-        shares[lacking] -= _STEP * 2.0 ** failures[lacking]
+        less = max(_STEP, missing / capacity / 4)
+        if time.monotonic() > deadline:  # now anything will do
+            less *= 8
+        there = min(shares[lacking], _bytes_at(stays, lacking, len(shares)) / capacity)
+        shares[lacking] = there - less * 2.0 ** failures[lacking]
         failures[lacking] += 1
         choice = search.at(np.maximum(shares, 0.0))
     return None
@@ -176,43 +183,35 @@ def _with_offsets(
     residency: Residency, chains: Sequence[Sequence[Stay]], offsets: Sequence[int]
 ) -> np.ndarray:
     """The stays as the engine takes them."""
-    object_bytes = residency.sequence.problem.object_bytes
-    return np.array(
-        [
-            (
-                offset,
-                object_bytes[chain[0].item],
-                _from(residency, chain[0]),
-                _until(residency, chain[-1]),
-                chain[0].start,
-                chain[-1].end,
-                chain[0].arrives,
-                chain[-1].leaves,
-            )
-            for chain, offset in zip(chains, offsets, strict=True)
-        ],
-        STAY,
-    )
+    stays = np.zeros(len(chains), STAY)
+    stays["offset"] = offsets
+    stays["bytes"] = residency.sequence.problem.object_bytes[[chain[0].item for chain in chains]]
+    stays["start"] = [chain[0].start for chain in chains]
+    stays["end"] = [chain[-1].end for chain in chains]
+    stays["arrives"] = [chain[0].arrives for chain in chains]
+    stays["leaves"] = [chain[-1].leaves for chain in chains]
+    # When each would like its room, and when that is free again if nobody waits.
+    first, last = stays["start"].astype(np.int64), stays["end"].astype(np.int64)
+    num_positions = len(residency.sequence.order)
+    comes, goes = stays["arrives"] >= 0, stays["leaves"] >= 0
+    early = residency.replay.in_start[stays["arrives"][comes]].astype(np.int64)
+    first[comes] = np.minimum(first[comes], np.maximum(early, -num_positions))
+    left = residency.replay.out_end[stays["leaves"][goes]].astype(np.int64)
+    around = np.where(last[goes] > num_positions, num_positions, 0)
+    last[goes] = np.maximum(last[goes], np.minimum(left, 2 * num_positions) + around)
+    stays["from"] = _seconds(residency, first)
+    stays["until"] = np.where(stays["leaves"] == -2, np.inf, _seconds(residency, last))
+    return stays
 
 
-def _from(residency: Residency, stay: Stay) -> float:
-    """When a stay would like its room, in seconds since its step began."""
-    replay, num_positions = residency.replay, len(residency.sequence.order)
-    start = stay.start
-    if stay.arrives >= 0:
-        start = min(start, max(int(replay.in_start[stay.arrives]), -num_positions))
-    steps, position = divmod(start, num_positions)
-    return steps * replay.step_seconds + float(replay.starts[position])
+def _bytes_at(stays: np.ndarray, position: int, num_positions: int) -> int:
+    """Bytes of the stays that are there at a position."""
+    this_step = (stays["start"] <= position) & (position < stays["end"])
+    last_step = position + num_positions < stays["end"]
+    return int(stays["bytes"][this_step | last_step].sum())
 
 
-def _until(residency: Residency, stay: Stay) -> float:
-    """When the room of a stay is free again, in seconds since its step began."""
-    replay, num_positions = residency.replay, len(residency.sequence.order)
-    if stay.leaves == -2:
-        return np.inf
-    end = stay.end
-    if stay.leaves >= 0 and replay.out_end[stay.leaves] <= 2 * num_positions:
-        around = num_positions if stay.end - 1 >= num_positions else 0
-        end = max(end, int(replay.out_end[stay.leaves]) + around)
-    steps, position = divmod(end, num_positions)
-    return steps * replay.step_seconds + float(replay.starts[position])
+def _seconds(residency: Residency, boundaries: np.ndarray) -> np.ndarray:
+    """When boundaries are reached, in seconds since their step began; those of other steps too."""
+    steps, positions = np.divmod(boundaries, len(residency.sequence.order))
+    return steps * residency.replay.step_seconds + residency.replay.starts[positions]

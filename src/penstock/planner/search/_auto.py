@@ -125,14 +125,16 @@ class AutoSearch:
         return self.best
 
     def finalists(self) -> list[Candidate]:
-        """The best candidate, the program's own order, and the next best.
+        """The best candidate, the best without recomputation, the program's order, the next best.
 
         One whose addresses do not fit may end behind one that is a little slower.
         """
         ranked = sorted(self._candidates.values(), key=lambda candidate: candidate.seconds)
-        program = self._candidates.get(self._program.tobytes())
-        first = ranked[:1] + [c for c in (program,) if c is not None and c is not ranked[0]]
-        return first + [c for c in ranked[1:_NUM_FINALISTS] if c is not program]
+        chosen = ranked[:1]
+        chosen += [c for c in ranked if not c.dropped][:1]
+        chosen += [c for c in (self._candidates.get(self._program.tobytes()),) if c is not None]
+        chosen += ranked[1:_NUM_FINALISTS]
+        return list(dict.fromkeys(chosen))
 
     def _refine_finalists(self) -> None:
         """Give each of the finalists its share of half the time that is left."""

@@ -139,7 +139,7 @@ def _searched(
     workspace = max((operator.workspace_bytes for operator in graph.operators), default=0)
     capacity = _arena_capacity(graph, operator_seconds, budget, workspace)
 
-    below = _below(budget, machine, links)
+    below = _below(graph, budget, machine, links)
     search = AutoSearch(
         graph,
         np.asarray(operator_seconds, np.float64),
@@ -202,7 +202,7 @@ def _arena_capacity(
 
 
 def _below(
-    budget: Budget, machine: MachineProfile, links: Sequence[tuple[Link, Link]]
+    graph: StepGraph, budget: Budget, machine: MachineProfile, links: Sequence[tuple[Link, Link]]
 ) -> Below | None:
     if not links:
         return None
@@ -211,7 +211,10 @@ def _below(
         for out, back in links
     )
     is_host = links[0][0].destination == Tier.HOST
-    return Below(rates, budget.host_bytes if is_host else budget.file_bytes)
+    first_bytes = budget.host_bytes if is_host else budget.file_bytes
+    if first_bytes is not None and first_bytes >= sum(s.num_bytes for s in graph.storages):
+        first_bytes = None  # it holds everything
+    return Below(rates, first_bytes)
 
 
 def _best_with_addresses(

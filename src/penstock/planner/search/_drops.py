@@ -37,7 +37,12 @@ class Drops:
         bytes_per_second: float,
     ) -> None:
         self.graph = graph
-        self._producers = graph.producers
+        self._saved = frozenset(
+            graph.storage_of_value[value]
+            for operator in graph.operators
+            if operator.phase is not Phase.FORWARD
+            for value in operator.needs
+        )
         self.made_at: dict[int, int] = {}
         self.price: dict[int, float] = {}
         self.group: dict[int, str] = {}
@@ -55,10 +60,12 @@ class Drops:
         """Everything that costs less to make again than a share of moving it."""
         seen: set[frozenset[int]] = set()
         for limit in _PRICES:
-            dropped = frozenset(item for item, price in self.price.items() if price < limit)
-            if dropped and dropped not in seen:
-                seen.add(dropped)
-                yield f"price<{limit:g}", dropped
+            cheap = frozenset(item for item, price in self.price.items() if price < limit)
+            # What nobody needs after the forward pass may be kept for those that are made again.
+            for name, dropped in (("", cheap), (", saved", cheap & self._saved)):
+                if dropped and dropped not in seen:
+                    seen.add(dropped)
+                    yield f"price<{limit:g}{name}", dropped
 
     def by_segment(self) -> Iterator[tuple[str, frozenset[int]]]:
         """Everything but what crosses from one segment of the forward pass to the next."""

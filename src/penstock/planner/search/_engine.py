@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -243,6 +244,28 @@ class OperatorSequence:
         live = live - np.cumsum(change[:-1])
         return live[: len(self.base)] + live[len(self.base) :]
 
+    @functools.cached_property
+    def uses(self) -> dict[int, list[tuple[int, int]]]:
+        """For each object its uses: position and kind."""
+        problem = self.problem
+        uses: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        first, objects, kinds, flags, again = (
+            column.tolist()
+            for column in (
+                problem.first_access,
+                problem.access_object,
+                problem.access_kind,
+                problem.object_flags,
+                self.again,
+            )
+        )
+        for position, operator in enumerate(self.order.tolist()):
+            for access in range(first[operator], first[operator + 1]):
+                item, kind = objects[access], kinds[access]
+                if not (again[position] and kind != READ and flags[item] & _PERSISTENT):
+                    uses[item].append((position, kind))
+        return uses
+
     @property
     def compute_seconds(self) -> float:
         """Time of the operators alone."""
@@ -308,7 +331,9 @@ class OperatorSequence:
             return self._replay(library.sequence_replay_at, where, evicted, rates, tier, horizon)
         return self._replay(library.sequence_replay, (room,), evicted, rates, tier, horizon)
 
-    def stack(self, stays: np.ndarray, capacity: int, *, step_seconds: float, taste: int) -> int:
+    def stack(
+        self, stays: np.ndarray, capacity: int, *, step_seconds: float, taste: int
+    ) -> tuple[int, int]:
         """Give stays offsets at which they wait little for each other.
 
         Args:
@@ -318,7 +343,8 @@ class OperatorSequence:
             taste: Who is preferred among equals, below `NUM_TASTES`.
 
         Returns:
-            The position at which one found no room; -1 if all have an offset.
+            The position at which one found no room, and how many bytes the largest piece lacks; -1
+            and 0 if all have an offset.
         """
         n = len(self.order)
         live = np.zeros(2 * n + 1, np.int64)
@@ -326,9 +352,18 @@ class OperatorSequence:
         np.add.at(live, stays["end"], -stays["bytes"])
         live = np.cumsum(live[:-1])
         fullest = int(np.argmax(live[:n] + live[n:]))
-        return _library().stack(
-            _pointer(stays), len(stays), n, capacity, fullest, step_seconds, taste
+        missing = ctypes.c_int64()
+        lacking = _library().stack(
+            _pointer(stays),
+            len(stays),
+            n,
+            capacity,
+            fullest,
+            step_seconds,
+            taste,
+            ctypes.byref(missing),
         )
+        return lacking, missing.value if lacking >= 0 else 0
 
     def _replay(
         self,
@@ -446,7 +481,7 @@ def _library() -> ctypes.CDLL:
             [pointer, i64, *replay_tail],
         ),
         "sequence_replay_at": (i64, [pointer, pointer, i32, *replay_tail]),
-        "stack": (i32, [pointer, i32, i32, i64, i32, double, i32]),
+        "stack": (i32, [pointer, i32, i32, i64, i32, double, i32, pointer]),
         "sequence_place_below": (None, [pointer, pointer, i64, pointer]),
     }
     for name, (result, arguments) in signatures.items():

@@ -82,7 +82,7 @@ def stays_of(sequence: OperatorSequence, moves: list[Move]) -> list[Stay]:
     for move in moves:
         own[move.item].append(move)
     problem = sequence.problem
-    uses_of = _uses(sequence)
+    uses_of = sequence.uses
     stays: list[Stay] = []
     for item, storage in enumerate(problem.graph.storages):
         if not storage.num_bytes:
@@ -96,25 +96,6 @@ def stays_of(sequence: OperatorSequence, moves: list[Move]) -> list[Stay]:
             stays += _temporary_stays(item, uses, own[item], start, kept, num_positions)
     _link_handovers(sequence, stays)
     return stays
-
-
-def _uses(sequence: OperatorSequence) -> dict[int, list[tuple[int, int]]]:
-    """For each object its uses: position and kind."""
-    problem = sequence.problem
-    uses: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    first, objects, kinds = (
-        problem.first_access.tolist(),
-        problem.access_object.tolist(),
-        problem.access_kind.tolist(),
-    )
-    for position, operator in enumerate(sequence.order.tolist()):
-        for access in range(first[operator], first[operator + 1]):
-            item, kind = objects[access], kinds[access]
-            persistent = problem.graph.storages[item].persistent
-            if sequence.again[position] and kind != 0 and persistent:
-                continue
-            uses[item].append((position, kind))
-    return uses
 
 
 def _persistent_stays(item: int, moves: list[Move], num_positions: int) -> Iterator[Stay]:
@@ -158,14 +139,12 @@ def _temporary_stays(
 
 
 def _link_handovers(sequence: OperatorSequence, stays: list[Stay]) -> None:
-    ending: dict[tuple[int, int], Stay] = {}
-    starting: dict[tuple[int, int], Stay] = {}
-    for stay in stays:
-        ending[stay.item, stay.end] = stay
-        starting[stay.item, stay.start] = stay
-    for position, (source, target) in enumerate(sequence.handed.tolist()):
-        if source < 0:
-            continue
+    positions = np.flatnonzero(sequence.handed[:, 0] >= 0)
+    pairs = sequence.handed[positions].tolist()
+    givers, takers = {giver for giver, _ in pairs}, {taker for _, taker in pairs}
+    ending = {(stay.item, stay.end): stay for stay in stays if stay.item in givers}
+    starting = {(stay.item, stay.start): stay for stay in stays if stay.item in takers}
+    for position, (source, target) in zip(positions.tolist(), pairs, strict=True):
         old, new = ending.get((source, position + 1)), starting.get((target, position))
         if old is not None and new is not None:
             old.end = position

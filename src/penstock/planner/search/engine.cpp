@@ -633,8 +633,9 @@ class Stacking {
       : stays_(stays), num_stays_(num_stays), n_(num_positions), capacity_(capacity), fullest_(fullest),
         step_(step_seconds), taste_(taste) {}
 
-  // Returns the position at which somebody found no room; -1: all have an address.
-  i32 run() {
+  // Returns the position at which somebody found no room, and how many bytes the largest piece lacks;
+  // -1: all have an address.
+  i32 run(i64& missing) {
     std::vector<i32> order(num_stays_);
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(), [&](i32 a, i32 b) { return key(a) < key(b); });
@@ -644,9 +645,10 @@ class Stacking {
       if (rank(stay) < 3) {
         it.offset = top;
         top += it.bytes;
-        if (top > capacity_) return it.start;
+        missing = top - capacity_;
+        if (missing > 0) return it.start;
       } else if (!place(stay)) {
-        return lacking(stay);
+        return lacking(stay, missing);
       }
       placed_.push_back(stay);
     }
@@ -665,7 +667,7 @@ class Stacking {
 
   // The first position of a stay at which those who are there by then leave no piece that is large
   // enough.
-  i32 lacking(i32 stay) const {
+  i32 lacking(i32 stay, i64& missing) const {
     const Stay& it = stays_[stay];
     std::vector<std::pair<i32, i32>> others;  // since when, and who
     for (i32 other : placed_)
@@ -689,9 +691,12 @@ class Stacking {
         if (from < low) pieces[from] = low;
         if (to > high) piece = pieces.insert({high, to}).first;
       }
-      if (std::none_of(pieces.begin(), pieces.end(), [&](auto p) { return p.second - p.first >= it.bytes; }))
-        return since % n_;
+      i64 largest = 0;
+      for (auto [from, to] : pieces) largest = std::max(largest, to - from);
+      missing = it.bytes - largest;
+      if (missing > 0) return since % n_;
     }
+    missing = 1;
     return it.start;
   }
 
@@ -977,8 +982,9 @@ i64 sequence_replay_at(const void* sequence, const void* stays, i32 num_stays,
   return timing.overflow;
 }
 
-i32 stack(void* stays, i32 num_stays, i32 num_positions, i64 capacity, i32 fullest, double step_seconds, i32 taste) {
-  return Stacking(static_cast<Stay*>(stays), num_stays, num_positions, capacity, fullest, step_seconds, taste).run();
+i32 stack(void* stays, i32 num_stays, i32 num_positions, i64 capacity, i32 fullest, double step_seconds,
+          i32 taste, i64* missing) {
+  return Stacking(static_cast<Stay*>(stays), num_stays, num_positions, capacity, fullest, step_seconds, taste).run(*missing);
 }
 
 void sequence_place_below(const void* sequence, const std::uint8_t* evicted, i64 host_bytes, std::uint8_t* tier) {
