@@ -31,7 +31,7 @@ _NUM_TRIES = 60
 _SLACKS = (1.0, 0.35, 0.0)
 _AS_GOOD = 1.001
 # So short a step is packed as well: what the packer fits tightly may make nobody leave or wait.
-_FEW_POSITIONS = 500
+FEW_POSITIONS = 500
 
 Addressed = tuple[Residency, list[int]]
 """A choice with the times that its addresses allow, and the offset of each chain of stays."""
@@ -67,6 +67,8 @@ def stacked(
 def _stacked(
     residency: Residency, capacity: int, below: Below, taste: int, worth: float, deadline: float
 ) -> Addressed | None:
+    # Stays are stacked from both ends: the upper one has to be aligned as well.
+    capacity -= capacity % residency.sequence.problem.alignment
     search = ResidencySearch(residency.sequence, capacity, below)
     shares = residency.shares.copy()
     failures = np.zeros(len(shares), np.int64)

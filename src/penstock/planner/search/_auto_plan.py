@@ -7,6 +7,7 @@ the plan.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -19,7 +20,7 @@ from penstock.graph import StepGraph
 from penstock.memory import Link, MachineProfile, Tier
 from penstock.planner._plan import Bound, Budget, Found, Plan
 from penstock.planner._simulate import simulate
-from penstock.planner.search._addresses import Addressed, packed, stacked
+from penstock.planner.search._addresses import FEW_POSITIONS, Addressed, packed, stacked
 from penstock.planner.search._auto import AutoSearch, Candidate
 from penstock.planner.search._emit import emit
 from penstock.planner.search._engine import OperatorSequence, Problem, Rates
@@ -271,10 +272,17 @@ def _with_addresses(
             break
         worth = best[0].seconds * _WORTH_IT if best is not None else np.inf
         best = stacked(choice, capacity, below, worth=worth, deadline=deadline) or best
+    pack_seconds = min(max(0.5, (deadline - time.monotonic()) / 16), 2.0)
     if best is not None:
+        if len(residency.sequence.order) > FEW_POSITIONS:
+            return best
+        with contextlib.suppress(InfeasibleError):
+            other = packed(
+                residency, capacity, below, pack_seconds=pack_seconds, deadline=deadline, seed=seed
+            )
+            return min(best, other, key=lambda found: found[0].seconds)
         return best
     failure: InfeasibleError | None = None
-    pack_seconds = min(max(0.5, (deadline - time.monotonic()) / 16), 2.0)
     for choice in _ever_smaller(residency, capacity, below):
         try:
             return packed(
