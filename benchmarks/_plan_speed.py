@@ -20,7 +20,7 @@ from penstock.graph import StepGraph, operator_seconds
 from penstock.memory import Link, MachineProfile
 from penstock.planner import Found, check, plan
 from penstock.planner.baselines._order import peak_of_program_order
-from penstock.planner.search._engine import OperatorSequence, Problem
+from penstock.planner.search._engine import OperatorSequence, Problem, Rates
 
 SIMULATED = "gpt2-20"
 PLANNED = "gpt2-72"
@@ -39,17 +39,13 @@ def simulation_row(
     capacity = peak_of_program_order(graph) // SHARE
     target = np.maximum(int(capacity * 0.8), sequence.working_set)
     out, back = machine.links[Link.DEVICE_TO_HOST], machine.links[Link.HOST_TO_DEVICE]
+    rates = (Rates(out.bytes_per_second, back.bytes_per_second),)
     evicted, _ = sequence.choose(target)
     seconds, choosing = [], []
     for _ in range(_NUM_BATCHES):
         began = time.perf_counter()
         for _ in range(100):
-            sequence.replay(
-                evicted,
-                capacity,
-                out_bytes_per_second=out.bytes_per_second,
-                in_bytes_per_second=back.bytes_per_second,
-            )
+            sequence.replay(evicted, capacity, rates)
         seconds.append((time.perf_counter() - began) / 100)
         began = time.perf_counter()
         for _ in range(20):

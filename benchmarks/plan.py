@@ -147,7 +147,7 @@ def stalls_by_phase(graph: StepGraph, plan: Plan) -> dict[str, float]:
     """Seconds that operators of each phase wait for transfers."""
     seconds: dict[str, float] = {}
     for stall in simulate(graph, plan).stalls:
-        phase = graph.operators[plan.order[stall.position]].phase
+        phase = plan.planned_graph(graph).operators[plan.order[stall.position]].phase
         seconds[phase.value] = seconds.get(phase.value, 0.0) + stall.seconds
     return seconds
 

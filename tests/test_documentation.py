@@ -55,6 +55,15 @@ def test_the_readme_example_of_tables_runs(store):
         path.unlink()
 
 
+def test_the_readme_examples_of_planned_steps_run(store):
+    (example,) = blocks("README.md", containing="penstock.capture(")
+    run(example, store)
+    (example,) = blocks("README.md", containing="penstock.fit(")
+    said = run(example.replace('store="/tmp"', f"store={str(store)!r}"), store)
+    losses = [float(line) for line in said.splitlines()[:3]]
+    assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
+
+
 def test_the_examples_of_relational_graphs_run_one_after_the_other(tmp_path):
     examples = blocks("docs/rgnn.md")
     assert len(examples) >= 5
