@@ -21,7 +21,7 @@ from _rgnn_arms import (
     ours,
 )
 from _rgnn_case import is_out_of_memory, plan_facts
-from _rgnn_steps import INFERENCE, MODES, TRAINING, Step, answers, error_of, measure, num_rounds
+from _rgnn_steps import INFERENCE, MODES, TRAINING, Step, error_of, measure, num_rounds
 from _rows import Environment, read_rows, write_rows
 from penstock import rgnn
 from penstock.codegen import find_compiler
@@ -66,10 +66,21 @@ def test_every_arm_computes_what_segment_mm_does(model, name):
     expected = maker(layer, EDGEWISE)()
     for mode in MODES:
         steps = [Step(each, mode, "cpu") for each in (arm, expected)]
-        found = [answers(step, layer) for step in steps]
+        found = [step.answers() for step in steps]
         error = error_of(*found)
         assert error is not None and error < 1e-5  # of float32 sums in another order
         assert len(found[0]) == (len(found[1]) if mode == TRAINING else len(steps[0]()))
+
+
+def test_some_nodes_stand_for_all_when_a_graph_is_large():
+    layer = Layer("RGCN", typed_graph(), WIDTH)
+    rows = torch.arange(layer.graph.num_nodes) % 3 == 0
+    some = Step(maker(layer, EDGEWISE)(), TRAINING, "cpu", among=[rows])
+    results, *gradients = some.answers()
+    everything = Step(maker(layer, EDGEWISE)(), INFERENCE, "cpu").answers()[0]
+    assert torch.equal(results, everything[rows])
+    (everywhere,) = some.everywhere().answers()[1:]
+    assert error_of(gradients, [everywhere]) != 0  # gradients came from these rows only
 
 
 def test_a_training_step_leaves_gradients_of_every_parameter_that_counts():
@@ -94,7 +105,7 @@ def test_the_peak_is_that_of_the_tensors_alive_at_once():
         del second
         return (third,)
 
-    step = Step(Arm(forward, []), INFERENCE, "cpu")
+    step = Step(Arm(forward, [], []), INFERENCE, "cpu")
     assert step.peak_bytes() == 3 * megabyte
     assert step.rough_seconds > 0
 
@@ -107,7 +118,7 @@ def test_memory_that_is_kept_between_steps_counts():
             kept.append(torch.empty(1 << 20, dtype=torch.uint8))
         return (kept[0],)
 
-    step = Step(Arm(forward, [], kept.clear), INFERENCE, "cpu")
+    step = Step(Arm(forward, [], [], kept.clear), INFERENCE, "cpu")
     step()
     assert step.peak_bytes() == 1 << 20
 
@@ -129,7 +140,7 @@ def test_long_arms_are_measured_less_often_and_beside_the_short_ones():
     assert num_rounds(30.0, 2.0) == 1
     order, steps = [], {}
     for name, seconds in {"short": 0.25, "long": 0.6}.items():
-        step = Step(Arm(lambda name=name: order.append(name) or (), []), INFERENCE, "cpu")
+        step = Step(Arm(lambda name=name: order.append(name) or (), [], []), INFERENCE, "cpu")
         step.rough_seconds = seconds
         steps[name] = step
     found = measure(steps, 2.0)
