@@ -1,8 +1,8 @@
 """The planner's inner loop, in C++: what leaves between two uses, when it moves, how long it takes.
 
-`engine.cpp` does the work on arrays; this file turns a step graph into them. An *object* is a
-storage with bytes; a *gap* lies between two uses of an object, and the last gap of a persistent
-object goes on at the beginning of the next step.
+The C++ beside this file does the work on arrays; this file turns a step graph into them. An
+*object* is a storage with bytes; a *gap* lies between two uses of an object, and the last gap of a
+persistent object goes on at the beginning of the next step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ import numpy as np
 from penstock.codegen import load_library
 from penstock.graph import Kind, StepGraph
 
-_SOURCE = Path(__file__).with_name("engine.cpp")
+_SOURCES = (
+    "sequence.cpp",
+    "choice.cpp",
+    "rooms.cpp",
+    "replay.cpp",
+    "stacking.cpp",
+    "order.cpp",
+    "engine.cpp",
+)
 
 READ, WRITE, CREATE = 0, 1, 2
 _PERSISTENT, _INPUT, _KEPT, _PINNED = 1, 2, 4, 8
@@ -41,7 +49,7 @@ HORIZON = 4096
 # `out_end` of what has not left by the end of the replay: it leaves as late as it may.
 NEVER = np.iinfo(np.int32).max
 NUM_TASTES = 3
-# A stay as `struct Stay` of engine.cpp has it.
+# A stay as `struct Stay` of rooms.cpp has it.
 STAY = np.dtype(
     [
         ("offset", np.int64),
@@ -460,7 +468,9 @@ def _pointer(array: np.ndarray) -> ctypes.c_void_p:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    library = load_library("planner_engine", _SOURCE, flags=("-O3",))
+    directory = Path(__file__).parent
+    source = "".join((directory / name).read_text(encoding="utf-8") for name in _SOURCES)
+    library = load_library("planner_engine", source, flags=("-O3",))
     pointer, i32, i64, double = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
     replay_tail = [*[pointer] * 4, i32, *[pointer] * 4]
     signatures = {

@@ -1,0 +1,166 @@
+// What leaves, and to which tier.
+
+namespace {
+
+// Chooses what leaves: at every position that does not fit, the object with the latest next use
+// (Belady), shifted by `bias`; then takes back what was not necessary. `evicted` may hold a choice
+// to begin with. Returns how many bytes are still too many at the worst position.
+i64 choose(const Sequence& s, const i64* capacity, i64 min_bytes, const double* bias, std::uint8_t* evicted) {
+  const i32 n = s.length, num_gaps = static_cast<i32>(s.gaps.size());
+  std::vector<i64> live(s.base);
+  auto release = [&](const Gap& gap, i64 amount) {
+    i32 first, last, wrapped;
+    span(s, gap, first, last, wrapped);
+    for (i32 p = first; p < last; ++p) live[p] += amount;
+    for (i32 p = 0; p < wrapped; ++p) live[p] += amount;
+  };
+  std::vector<std::vector<i32>> starting(n), wrapping(1);
+  for (i32 g = 0; g < num_gaps; ++g) {
+    const Gap& gap = s.gaps[g];
+    if (evicted[g]) release(gap, -s.problem.bytes[gap.object]);
+    if (gap.end > n || gap.start < 0) wrapping[0].push_back(g);
+    if (gap.start + 1 < n && gap.start >= 0) starting[gap.start + 1].push_back(g);
+  }
+  i64 worst = 0;
+  for (int pass = 0; pass < 2; ++pass) {
+    // First large objects only; small ones where these are not enough.
+    const i64 least = pass == 0 ? min_bytes : 1;
+    worst = 0;
+    std::priority_queue<std::pair<double, i32>> heap;
+    auto push = [&](i32 g, i32 end) {
+      const Gap& gap = s.gaps[g];
+      if (evicted[g] || s.problem.bytes[gap.object] < least || (s.problem.flags[gap.object] & kPinned)) return;
+      heap.push({end + (bias ? bias[g] : 0.0), g});
+    };
+    for (i32 g : wrapping[0]) push(g, s.gaps[g].start < 0 ? n : s.gaps[g].end - n);
+    for (i32 position = 0; position < n; ++position) {
+      for (i32 g : starting[position]) push(g, s.gaps[g].end);
+      while (live[position] > capacity[position] && !heap.empty()) {
+        const i32 g = heap.top().second;
+        const Gap& gap = s.gaps[g];
+        heap.pop();
+        if (evicted[g]) continue;
+        i32 first, last, wrapped;
+        span(s, gap, first, last, wrapped);
+        if (!((first <= position && position < last) || position < wrapped)) continue;
+        evicted[g] = 1;
+        release(gap, -s.problem.bytes[gap.object]);
+      }
+      worst = std::max(worst, live[position] - capacity[position]);
+    }
+    if (worst <= 0) break;
+  }
+  // Take back, largest first, what fits after all.
+  for (i32 position = 0; position < n; ++position) live[position] -= capacity[position];
+  RangeMax tree(live);
+  std::vector<i32> back;
+  for (i32 g = 0; g < num_gaps; ++g)
+    if (evicted[g]) back.push_back(g);
+  std::sort(back.begin(), back.end(), [&](i32 a, i32 b) {
+    const i64 x = s.problem.bytes[s.gaps[a].object], y = s.problem.bytes[s.gaps[b].object];
+    const i32 u = s.gaps[a].end - s.gaps[a].start, v = s.gaps[b].end - s.gaps[b].start;
+    return x != y ? x > y : u != v ? u < v : a < b;
+  });
+  for (i32 g : back) {
+    const Gap& gap = s.gaps[g];
+    const i64 bytes = s.problem.bytes[gap.object];
+    if (is_empty(s, gap) || max_span(tree, s, gap) + bytes <= 0) {
+      evicted[g] = 0;
+      add_span(tree, s, gap, bytes);
+    }
+  }
+  return worst;
+}
+
+// Whether what is evicted has to be written first: not if a copy below is still right.
+std::vector<std::uint8_t> dirty_gaps(const Sequence& s, const std::uint8_t* evicted) {
+  std::vector<std::uint8_t> dirty(s.gaps.size(), 0);
+  for (i32 object = 0; object < s.problem.num_objects; ++object) {
+    const i32 begin = s.first_gap[object], end = s.first_gap[object + 1];
+    if (begin == end) continue;
+    const auto& at = s.uses[object];
+    const auto& kinds = s.use_kinds[object];
+    const bool persistent = s.problem.flags[object] & kPersistent;
+    bool stale = !persistent;
+    // Persistent objects: what the last step left decides, hence twice.
+    for (int round = 0; round < (persistent ? 2 : 1); ++round) {
+      i32 g = begin;
+      for (size_t k = 0; k < at.size(); ++k) {
+        if (kinds[k] != kRead) stale = true;
+        if (g < end && s.gaps[g].start == at[k] && (k + 1 == at.size() || at[k + 1] > at[k])) {
+          if (evicted[g]) {
+            dirty[g] = stale;
+            stale = false;
+          }
+          ++g;
+        }
+      }
+    }
+  }
+  return dirty;
+}
+
+// Which tier each evicted gap goes to: the host first, for what moves much and stays there briefly.
+// All gaps of an object go to one tier, for what is written once may come back often. What does not
+// fit into `host_bytes` goes to the file.
+void place_below(const Sequence& s, const std::uint8_t* evicted, i64 host_bytes, std::uint8_t* tier) {
+  const Problem& p = s.problem;
+  const i32 n = s.length;
+  const auto dirty = dirty_gaps(s, evicted);
+  struct Item { double worth; i32 object; };
+  std::vector<Item> items;
+  std::vector<std::vector<std::pair<i32, i32>>> spans(p.num_objects);  // of its copies below
+  for (i32 object = 0; object < p.num_objects; ++object) {
+    const i32 begin = s.first_gap[object], end = s.first_gap[object + 1];
+    i32 moves = 0, first_dirty = -1;
+    for (i32 g = begin; g < end; ++g)
+      if (evicted[g]) {
+        moves += s.gaps[g].start >= 0;
+        moves += dirty[g];
+        if (dirty[g] && first_dirty < 0) first_dirty = g;
+      }
+    auto& own = spans[object];
+    bool any = false;
+    for (i32 g = begin; g < end; ++g) any = any || evicted[g];
+    if (!any) continue;
+    if (first_dirty < 0) own.push_back({0, n});  // no step changes it: a copy for ever
+    // A copy lasts from the gap in which it is written to the last gap before the next writing.
+    for (i32 g = begin; g < end; ++g) {
+      if (!evicted[g] || !dirty[g]) continue;
+      i32 until = s.gaps[g].end + 1;
+      i32 h = g + 1;
+      for (; h < end && !(evicted[h] && dirty[h]); ++h)
+        if (evicted[h]) until = s.gaps[h].end + 1;
+      if (h == end && (p.flags[object] & kPersistent))
+        for (h = begin; h < first_dirty; ++h)
+          if (evicted[h]) until = s.gaps[h].end + n + 1;
+      own.push_back({s.gaps[g].start + 1, std::min(until, s.gaps[g].start + 1 + n)});
+    }
+    i64 length = 0;
+    for (auto [from, to] : own) length += to - from;
+    items.push_back({static_cast<double>(moves) / static_cast<double>(std::max<i64>(length, 1)), object});
+  }
+  std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.worth > b.worth; });
+  RangeMax taken(std::vector<i64>(n, 0));
+  auto parts = [&](std::pair<i32, i32> interval, auto&& visit) {
+    auto [from, to] = interval;
+    if (from >= n) from -= n, to -= n;
+    visit(from, std::min(to, n));
+    visit(0, std::max(0, to - n));
+  };
+  for (const Item& item : items) {
+    const i64 bytes = p.bytes[item.object];
+    i64 most = 0;
+    for (auto interval : spans[item.object]) {
+      parts(interval, [&](i32 from, i32 to) { taken.add(from, to, bytes); });
+      parts(interval, [&](i32 from, i32 to) { most = std::max(most, taken.max(from, to)); });
+    }
+    const bool fits = most <= host_bytes;
+    if (!fits)
+      for (auto interval : spans[item.object])
+        parts(interval, [&](i32 from, i32 to) { taken.add(from, to, -bytes); });
+    for (i32 g = s.first_gap[item.object]; g < s.first_gap[item.object + 1]; ++g) tier[g] = fits ? 0 : 1;
+  }
+}
+
+}  // namespace

@@ -1,0 +1,223 @@
+// The planner's inner loop: what leaves the device between two uses, when it moves, how long a step
+// takes. `_engine.py` says what the functions mean and owns all memory; nothing here outlives a call
+// except the problem itself.
+//
+// An object is a storage. Between two uses of an object lies a gap; an evicted gap is one in which
+// the object is not on the device. Positions are those of the sequence of operators; steps repeat, so
+// the gap of a persistent object after its last use goes on at the beginning of the next step.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <numeric>
+#include <queue>
+#include <tuple>
+#include <vector>
+
+namespace {
+
+using i32 = std::int32_t;
+using i64 = std::int64_t;
+
+enum Access : std::uint8_t { kRead = 0, kWrite = 1, kCreate = 2 };
+enum ObjectFlags : std::uint8_t { kPersistent = 1, kInput = 2, kKept = 4, kPinned = 8 };
+
+struct Problem {
+  i32 num_operators, num_objects;
+  std::vector<double> seconds;          // of each operator
+  std::vector<i64> bytes;               // of each object
+  std::vector<std::uint8_t> flags;      // of each object
+  std::vector<i32> first_access;        // CSR over operators
+  std::vector<i32> access_object;
+  std::vector<std::uint8_t> access_kind;
+  std::vector<i32> first_handover;      // CSR over operators: (operand, result) that may share room
+  std::vector<i32> handover_from, handover_to;
+};
+
+// Range maximum under range addition.
+class RangeMax {
+ public:
+  explicit RangeMax(const std::vector<i64>& values) : size_(1) {
+    while (size_ < static_cast<i32>(values.size())) size_ *= 2;
+    max_.assign(2 * size_, 0);
+    add_.assign(2 * size_, 0);
+    std::copy(values.begin(), values.end(), max_.begin() + size_);
+    for (i32 node = size_ - 1; node > 0; --node) max_[node] = std::max(max_[2 * node], max_[2 * node + 1]);
+  }
+  void add(i32 begin, i32 end, i64 amount) {
+    if (begin < end) add(1, 0, size_, begin, end, amount);
+  }
+  i64 max(i32 begin, i32 end) const {
+    return begin < end ? max(1, 0, size_, begin, end) : std::numeric_limits<i64>::min() / 4;
+  }
+
+ private:
+  void add(i32 node, i32 low, i32 high, i32 begin, i32 end, i64 amount) {
+    if (begin <= low && high <= end) {
+      max_[node] += amount;
+      add_[node] += amount;
+      return;
+    }
+    const i32 middle = (low + high) / 2;
+    if (begin < middle) add(2 * node, low, middle, begin, end, amount);
+    if (end > middle) add(2 * node + 1, middle, high, begin, end, amount);
+    max_[node] = std::max(max_[2 * node], max_[2 * node + 1]) + add_[node];
+  }
+  i64 max(i32 node, i32 low, i32 high, i32 begin, i32 end) const {
+    if (begin <= low && high <= end) return max_[node];
+    const i32 middle = (low + high) / 2;
+    i64 best = std::numeric_limits<i64>::min() / 4;
+    if (begin < middle) best = max(2 * node, low, middle, begin, end);
+    if (end > middle) best = std::max(best, max(2 * node + 1, middle, high, begin, end));
+    return best + add_[node];
+  }
+  i32 size_;
+  std::vector<i64> max_, add_;
+};
+
+struct Gap {
+  i32 object;
+  i32 start;  // position of the use before it
+  i32 end;    // position of the use after it; beyond the sequence where it goes on in the next step
+};
+
+// One sequence of operators and what follows from it alone.
+struct Sequence {
+  const Problem& problem;
+  i32 length;
+  std::vector<i32> operators;
+  std::vector<std::uint8_t> again;          // whether the operator is recomputed there
+  std::vector<std::vector<i32>> uses;       // positions of each object's uses
+  std::vector<std::vector<std::uint8_t>> use_kinds;
+  std::vector<Gap> gaps;
+  std::vector<i32> first_gap;               // CSR over objects; in the order of their starts
+  std::vector<i64> base;                    // live bytes per position if nothing is evicted
+  std::vector<i64> handed;                  // bytes that a result takes over from an operand
+  std::vector<i32> handed_from, handed_to;  // by position; up to one pair each, -1 for none
+  std::vector<i64> created;                 // bytes that appear at a position, without handed
+  std::vector<std::vector<i32>> dying;      // objects whose last use (of this life) is there
+
+  Sequence(const Problem& p, const i32* order, const std::uint8_t* recomputed, i32 n)
+      : problem(p), length(n), operators(order, order + n), again(recomputed, recomputed + n),
+        uses(p.num_objects), use_kinds(p.num_objects), base(n, 0), handed(n, 0),
+        handed_from(n, -1), handed_to(n, -1), created(n, 0), dying(n) {
+    for (i32 position = 0; position < n; ++position) {
+      const i32 op = operators[position];
+      for (i32 k = p.first_access[op]; k < p.first_access[op + 1]; ++k) {
+        const i32 object = p.access_object[k];
+        std::uint8_t kind = p.access_kind[k];
+        if (again[position] && kind == kWrite && (p.flags[object] & kPersistent)) continue;
+        uses[object].push_back(position);
+        use_kinds[object].push_back(kind);
+      }
+    }
+    std::vector<i64> change(2 * n + 2, 0);
+    first_gap.push_back(0);
+    for (i32 object = 0; object < p.num_objects; ++object) {
+      lives(object, change);
+      first_gap.push_back(static_cast<i32>(gaps.size()));
+    }
+    i64 live = 0;
+    std::vector<i64> unrolled(2 * n, 0);
+    for (i32 position = 0; position < 2 * n; ++position) {
+      live += change[position];
+      unrolled[position] = live;
+    }
+    for (i32 position = 0; position < n; ++position) base[position] = unrolled[position] + unrolled[position + n];
+    for (i32 position = 0; position < n; ++position) hand_over(position);
+  }
+
+ private:
+  // Splits an object's uses into lives (a recomputed value begins a new one) and gaps.
+  void lives(i32 object, std::vector<i64>& change) {
+    const auto& at = uses[object];
+    const auto& kinds = use_kinds[object];
+    if (at.empty()) {
+      // A persistent object that no operator touches still has to be somewhere: in its gap of a step.
+      if (problem.flags[object] & kPersistent) {
+        gaps.push_back({object, -1, length});
+        change[0] += problem.bytes[object];
+        change[length] -= problem.bytes[object];
+      }
+      return;
+    }
+    const i64 bytes = problem.bytes[object];
+    i32 begin = at[0];
+    if (problem.flags[object] & kInput) {  // the caller puts it there when the step begins
+      begin = 0;
+      created[0] += bytes;
+    }
+    const i32 count = static_cast<i32>(at.size());
+    for (i32 k = 0; k < count; ++k) {
+      if (kinds[k] == kCreate) created[at[k]] += bytes;
+      const bool last = k + 1 == count;
+      if (!last && kinds[k + 1] != kCreate) {
+        if (at[k + 1] > at[k]) gaps.push_back({object, at[k], at[k + 1]});
+        continue;
+      }
+      if (last && (problem.flags[object] & kPersistent)) {
+        gaps.push_back({object, at[k], at[0] + length});
+        change[begin] += bytes;
+        change[at[0] + length] -= bytes;
+        return;
+      }
+      const i32 end = last && (problem.flags[object] & kKept) ? length : at[k] + 1;
+      if (end == at[k] + 1) dying[at[k]].push_back(object);
+      change[begin] += bytes;
+      change[end] -= bytes;
+      if (!last) begin = at[k + 1];
+    }
+  }
+
+  // An operand that dies here may give its room to a result.
+  void hand_over(i32 position) {
+    const i32 op = operators[position];
+    for (i32 k = problem.first_handover[op]; k < problem.first_handover[op + 1]; ++k) {
+      const i32 from = problem.handover_from[k], to = problem.handover_to[k];
+      if (problem.bytes[from] != problem.bytes[to] || problem.bytes[from] == 0) continue;
+      auto& dead = dying[position];
+      if (std::find(dead.begin(), dead.end(), from) == dead.end()) continue;
+      if (problem.flags[from] & kPersistent) continue;
+      // A value that is made anew while it is there already has its room.
+      const auto use = std::lower_bound(uses[to].begin(), uses[to].end(), position);
+      if (use_kinds[to][use - uses[to].begin()] != kCreate) continue;
+      if (std::find(dead.begin(), dead.end(), to) != dead.end()) continue;
+      handed[position] = problem.bytes[from];
+      handed_from[position] = from;
+      handed_to[position] = to;
+      base[position] -= problem.bytes[from];
+      return;
+    }
+  }
+};
+
+void span(const Sequence& s, const Gap& gap, i32& first, i32& last, i32& wrapped) {
+  // The positions in which the gap's object is not used: [first, last) and [0, wrapped).
+  first = gap.start + 1;
+  last = std::min(gap.end, s.length);
+  wrapped = std::max(0, gap.end - s.length);
+}
+
+void add_span(RangeMax& live, const Sequence& s, const Gap& gap, i64 amount) {
+  i32 first, last, wrapped;
+  span(s, gap, first, last, wrapped);
+  live.add(first, last, amount);
+  live.add(0, wrapped, amount);
+}
+
+i64 max_span(const RangeMax& live, const Sequence& s, const Gap& gap) {
+  i32 first, last, wrapped;
+  span(s, gap, first, last, wrapped);
+  return std::max(live.max(first, last), live.max(0, wrapped));
+}
+
+bool is_empty(const Sequence& s, const Gap& gap) {
+  i32 first, last, wrapped;
+  span(s, gap, first, last, wrapped);
+  return first >= last && wrapped == 0;
+}
+
+}  // namespace
