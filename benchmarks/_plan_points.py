@@ -13,10 +13,9 @@ from _plan_models import CASES
 from _rows import BenchmarkRow
 from penstock.graph import StepGraph, operator_seconds
 from penstock.memory import MachineProfile
-from penstock.planner import Budget, check
-from penstock.planner.baselines._on_demand import plan_on_demand
+from penstock.planner import check
+from penstock.planner.baselines._checkpointing import plan_checkpointing
 from penstock.planner.baselines._order import peak_of_program_order
-from penstock.planner.baselines._recompute import Recomputation
 
 
 def point_rows(
@@ -24,12 +23,7 @@ def point_rows(
 ) -> list[BenchmarkRow]:
     """Rows of stock training and of checkpointing, at what each needs of the device."""
     seconds = operator_seconds(graph, machine)
-    recomputation = Recomputation(graph)
-    dropped = {saved.value for saved in recomputation.saved() if saved.is_droppable}
-    order, _ = recomputation.order_without(dropped)
-    checkpointed = plan_on_demand(
-        graph, operator_seconds=seconds, budget=Budget(), machine=machine, order=order
-    )
+    checkpointed = plan_checkpointing(graph, operator_seconds=seconds, machine=machine)
     check(graph, checkpointed)
     ideal = sum(seconds)
     stock = (STOCK, peak_of_program_order(graph), ideal)

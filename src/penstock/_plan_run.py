@@ -296,11 +296,14 @@ def _run_sweep(task: _Task, out: Console, err: Console) -> None:
 
 def sweep_memory(task: _Task, err: Console) -> Sweep:
     """Plan for less and less memory until nothing fits; Ctrl-C ends the sweep."""
+    from penstock.planner.baselines._checkpointing import plan_checkpointing
     from penstock.report import Sweep, SweepPoint
 
     ideal = sum(task.operator_seconds)
     points = [SweepPoint(name="stock", device_bytes=task.peak_bytes, step_seconds=ideal)]
-    checkpointed = _checkpointing(task)
+    checkpointed = plan_checkpointing(
+        task.graph, operator_seconds=task.operator_seconds, machine=task.machine
+    )
     points.append(
         SweepPoint(
             name="checkpointing",
@@ -337,23 +340,4 @@ def sweep_memory(task: _Task, err: Console) -> Sweep:
         ideal_seconds=ideal,
         points=tuple(points),
         minimum_bytes=minimum,
-    )
-
-
-def _checkpointing(task: _Task) -> Plan:
-    """Training as with a checkpoint around every layer: only what layers exchange is kept."""
-    from penstock.planner import Budget
-    from penstock.planner.baselines._on_demand import plan_on_demand
-    from penstock.planner.baselines._recompute import Recomputation
-
-    recomputation = Recomputation(task.graph)
-    dropped = {saved.value for saved in recomputation.saved() if saved.is_droppable}
-    order, _ = recomputation.order_without(dropped)
-    return plan_on_demand(
-        task.graph,
-        operator_seconds=task.operator_seconds,
-        budget=Budget(),
-        machine=task.machine,
-        order=order,
-        method="checkpointing",
     )
