@@ -29,6 +29,7 @@ from penstock.planner.search._residency import Below, Residency, ResidencySearch
 from penstock.units import format_bytes
 
 _SEARCH_SHARE = 0.65  # of the time; the rest is for addresses
+_SECONDS_AFTER_CTRL_C = 5.0  # for addresses, where the search was stopped by hand
 # Shares of the arena for which the residency is chosen, when it gets addresses.
 _TARGETS = (0.99, 0.97, 0.95, 0.92, 0.85, 0.7, 0.4, 0.0)
 _WORTH_IT = 0.998  # of the best time: nothing below it is looked for
@@ -158,6 +159,7 @@ def _searched(
         if search.best is None:
             raise
         best = search.best
+        deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_CTRL_C)
     if best is None:
         tier = links[0][0].destination if links else Tier.HOST
         raise _infeasible(graph, operator_seconds, capacity, workspace, below, tier)
