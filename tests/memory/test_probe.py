@@ -27,7 +27,7 @@ from penstock.memory import Link as L
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small and few runs: these tests are about what is measured, not about how well."""
     monkeypatch.setattr(_probe, "_LINK_SECONDS", 0.0)
-    monkeypatch.setattr(_probe, "_RUN_SECONDS", 0.01)
+    monkeypatch.setattr(_probe, "_RUN_SECONDS", 0.0)  # as on a slow disk
     monkeypatch.setattr(_probe, "_MEMCPY_BYTES", 2**20)
     monkeypatch.setattr(_probe, "_MATRIX_ROWS", {"cpu": 64, "cuda": 64})
     monkeypatch.setattr(_probe, "_VECTOR_BYTES", {"cpu": 2**16, "cuda": 2**16})
@@ -74,7 +74,8 @@ def test_a_machine_without_a_gpu(store: Path):
     assert profile.tiers[Tier.DEVICE].capacity_bytes == 2**30
     assert profile.tiers[Tier.FILE].capacity_bytes > 0
     assert set(profile.links) == {L.DEVICE_TO_FILE, L.FILE_TO_DEVICE}
-    for link in [*profile.links.values(), profile.memcpy]:
+    assert set(profile.both_ways) == set(profile.links)
+    for link in [*profile.links.values(), *profile.both_ways.values(), profile.memcpy]:
         first, third = link.quartiles
         assert 0 < first <= link.bytes_per_second <= third
         assert link.num_runs >= 3
@@ -106,6 +107,7 @@ def test_with_a_gpu_all_links_meet_in_the_host(store: Path, monkeypatch: pytest.
     assert profile.tiers[Tier.DEVICE].capacity_bytes == 2**37
     assert profile.links[L.DEVICE_TO_HOST] == pcie
     assert set(profile.links) == set(L) - {L.DEVICE_TO_FILE, L.FILE_TO_DEVICE}
+    assert set(profile.both_ways) == {L.HOST_TO_FILE, L.FILE_TO_HOST}
 
 
 def test_the_real_device_has_a_name_and_memory():
@@ -168,7 +170,8 @@ def test_a_cache_that_others_may_write_is_not_used(cache: Path, caplog: pytest.L
     cache.chmod(0o777)
     with caplog.at_level(logging.WARNING, logger="penstock"):
         assert penstock.probe().memcpy.num_runs >= 3
-    assert "must belong to this user and have mode 0700" in caplog.text
+    assert "profiles are not cached" in caplog.text
+    assert "others can write to it" in caplog.text
     assert list(cache.iterdir()) == []
 
 
@@ -211,6 +214,7 @@ def test_a_throttled_store_is_measured_as_slow_as_it_is(
 @pytest.mark.usefixtures("on_cpu")
 def test_a_store_smaller_than_a_request_is_measured(store: Path):
     profile = penstock.probe(FileStore(store, max_bytes="20KB"))
+    assert profile.both_ways == {}  # one request is all that fits
     assert profile.tiers[Tier.FILE].capacity_bytes == 20_000
     assert set(profile.links) == {L.DEVICE_TO_FILE, L.FILE_TO_DEVICE}
 
@@ -224,7 +228,7 @@ def test_a_missing_store_is_refused_and_not_kept(store: Path, cache: Path):
 
 
 def example() -> MachineProfile:
-    link = LinkProfile(1.5e9, (1.25e9, 1.75e9), 7)
+    link, slower = LinkProfile(1.5e9, (1.25e9, 1.75e9), 7), LinkProfile(1e9, (9e8, 2e9), 3)
     return MachineProfile(
         name="here",
         device="cuda",
@@ -240,6 +244,7 @@ def example() -> MachineProfile:
             memory_bytes_per_second=1e11,
             launch_seconds=5e-6,
         ),
+        both_ways={L.HOST_TO_FILE: slower},
     )
 
 
@@ -248,10 +253,17 @@ def test_a_profile_survives_json():
     assert MachineProfile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
 
 
-def test_a_profile_of_an_older_version_has_no_compute():
+def test_a_profile_of_an_older_version_knows_less():
     data = example().to_dict()
-    del data["compute"]
-    assert MachineProfile.from_dict(data) == dataclasses.replace(example(), compute=None)
+    del data["compute"], data["both_ways"]
+    expected = dataclasses.replace(example(), compute=None, both_ways={})
+    assert MachineProfile.from_dict(data) == expected
+
+
+def test_plans_reckon_with_links_that_are_busy_both_ways():
+    links = example().while_both_are_busy().links
+    assert links[L.HOST_TO_FILE].bytes_per_second == 1e9
+    assert links[L.DEVICE_TO_HOST].bytes_per_second == 1.5e9
 
 
 @pytest.mark.parametrize("change", [{"tiers": {"moon": {}}}, {"links": 5}, {"memcpy": {}}])
@@ -267,6 +279,7 @@ def test_a_profile_prints_as_a_table():
         "128.00 GiB",
         "device->host",
         "1.40 GiB/s",
+        "host->file, both ways",
         "7 runs",
         "/mnt/nvme",
         "2 TFLOP/s",

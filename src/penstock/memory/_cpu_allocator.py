@@ -73,6 +73,17 @@ class _RawStatistics(ctypes.Structure):
     ]
 
 
+_FUNCTIONS = {
+    "penstock_allocator_prepare": (ctypes.c_char_p, []),
+    "penstock_allocator_install": (ctypes.c_char_p, []),
+    "penstock_allocator_uninstall": (None, []),
+    "penstock_allocator_trim": (None, []),
+    "penstock_allocator_set_idle_limit": (None, [ctypes.c_size_t]),
+    "penstock_allocator_set_idle_window": (None, [ctypes.c_double]),
+    "penstock_allocator_statistics": (None, [ctypes.POINTER(_RawStatistics)]),
+}
+
+
 class CachingAllocator:
     """Torch's CPU allocator for as long as somebody needs it; one per process.
 
@@ -214,11 +225,12 @@ class CachingAllocator:
             self._give_up(f"it needs Linux, and this is {sys.platform}")
             return None
         try:
-            library = load_library("penstock_cpu_allocator", _SOURCE, include_torch=True)
+            library = load_library(
+                "penstock_cpu_allocator", _SOURCE, include_torch=True, functions=_FUNCTIONS
+            )
         except BuildError as error:
             self._give_up(str(error))
             return None
-        _declare(library)
         problem = library.penstock_allocator_prepare()
         if problem is not None:
             self._give_up(problem.decode())
@@ -233,22 +245,6 @@ class CachingAllocator:
     def _after_fork_in_child(self) -> None:
         # A thread that the child does not have may have held it.
         self._lock = threading.Lock()
-
-
-def _declare(library: ctypes.CDLL) -> None:
-    """Tell ctypes the argument and result types of the functions in cpu_allocator.cpp."""
-    for name in ("prepare", "install"):
-        function = getattr(library, f"penstock_allocator_{name}")
-        function.argtypes, function.restype = [], ctypes.c_char_p
-    for name, *arguments in (
-        ("uninstall",),
-        ("trim",),
-        ("set_idle_limit", ctypes.c_size_t),
-        ("set_idle_window", ctypes.c_double),
-        ("statistics", ctypes.POINTER(_RawStatistics)),
-    ):
-        function = getattr(library, f"penstock_allocator_{name}")
-        function.argtypes, function.restype = arguments, None
 
 
 def _trim_glibc() -> None:

@@ -8,6 +8,7 @@ as every step rewrites them. The spread is kept beside the median, because a sha
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import mmap
 import os
 import platform
@@ -20,16 +21,17 @@ from penstock.errors import StoreUnavailableError
 from penstock.memory._extent_file import Extent, ExtentFile, reserved_bytes
 from penstock.memory._extents import ALIGNMENT_BYTES
 from penstock.memory._profile import ComputeProfile, LinkProfile, MachineProfile, TierProfile
-from penstock.memory._profile_cache import cache_entry
+from penstock.memory._profile_cache import profile_entry
 from penstock.memory._ram import installed_ram
 from penstock.memory._raw_memory import address_of, copy_bytes
 from penstock.memory._store import FileStore
 from penstock.memory._tiers import Link, Tier
 
-_SCHEMA = 2  # of the cached files: raise it when what is measured changes
+_SCHEMA = 3  # of the cached files: raise it when what is measured changes
 _MIN_RUNS, _MAX_RUNS = 3, 9
 _LINK_SECONDS = 1.0  # aim for one link, once it has its least number of runs
 _RUN_SECONDS = 0.1
+_BOTH_WAYS_SECONDS = 0.3
 _MEMCPY_BYTES = 64 * 2**20
 _PCIE_BYTES = 256 * 2**20
 _MATRIX_ROWS = {"cpu": 1024, "cuda": 8192}
@@ -70,7 +72,7 @@ def probe(
     """
     file_store = None if store is None else FileStore.of(store)
     device = _device()
-    with cache_entry(_key(device, file_store)) as entry:
+    with profile_entry(_key(device, file_store)) as entry:
         profile = None if refresh else entry.load()
         if profile is None:
             profile = _measure(device, file_store)
@@ -98,15 +100,18 @@ def _key(device: _Device, store: FileStore | None) -> list[object]:
 
 def _measure(device: _Device, store: FileStore | None) -> MachineProfile:
     links: dict[Link, LinkProfile] = {}
+    both_ways: dict[Link, LinkProfile] = {}
     direct_io = None
     if device.kind == "cuda":
         links |= _measure_pcie()
     if store is not None:
-        file_links, direct_io = _measure_file(store)
+        measured = _measure_file(store)
+        direct_io = measured.direct_io
+        names = (Link.DEVICE_TO_FILE, Link.FILE_TO_DEVICE)
         if device.kind == "cuda":
-            links |= zip((Link.HOST_TO_FILE, Link.FILE_TO_HOST), file_links, strict=True)
-        else:
-            links |= zip((Link.DEVICE_TO_FILE, Link.FILE_TO_DEVICE), file_links, strict=True)
+            names = (Link.HOST_TO_FILE, Link.FILE_TO_HOST)
+        links |= zip(names, measured.alone, strict=True)
+        both_ways |= zip(names, measured.both_ways, strict=False)  # none for a tiny store
     return MachineProfile(
         name=platform.node(),
         device=device.kind,
@@ -118,6 +123,7 @@ def _measure(device: _Device, store: FileStore | None) -> MachineProfile:
         store=None if store is None else store.path,
         direct_io=direct_io,
         compute=_measure_compute(device),
+        both_ways=both_ways,
     )
 
 
@@ -192,8 +198,16 @@ def _measure_compute(device: _Device) -> ComputeProfile:
     )
 
 
-def _measure_file(store: FileStore) -> tuple[tuple[LinkProfile, LinkProfile], bool]:
-    """Write and read through an extent file, with several threads at once."""
+class _FileRates(NamedTuple):
+    """Of writing and reading: each alone, and both at once."""
+
+    alone: tuple[LinkProfile, LinkProfile]
+    both_ways: tuple[LinkProfile, ...]
+    direct_io: bool
+
+
+def _measure_file(store: FileStore) -> _FileRates:
+    """Write and read through an extent file: several threads in turns, then one each at once."""
     buffers = [mmap.mmap(-1, _REQUEST_BYTES) for _ in range(_NUM_THREADS)]
     noise = os.urandom(_REQUEST_BYTES)  # some file systems and disks compress
     for buffer in buffers:
@@ -212,12 +226,37 @@ def _measure_file(store: FileStore) -> tuple[tuple[LinkProfile, LinkProfile], bo
                 return sum(extent.num_bytes for extent in extents)
 
             extents = _extents_for(file, lambda extent: run(file.write, [extent]))
-            return (
+            alone = (
                 _repeat(lambda: run(file.write, extents)),
                 _repeat(lambda: run(file.read, extents)),
-            ), file.direct
+            )
+            addresses = [address_of(buffer) for buffer in buffers]
+            both_ways = _measure_both_ways(file, extents, addresses, threads)
+            return _FileRates(alone, both_ways, file.direct)
     finally:
         file.close()
+
+
+def _measure_both_ways(
+    file: ExtentFile, extents: list[Extent], addresses: list[int], threads: ThreadPoolExecutor
+) -> tuple[LinkProfile, ...]:
+    """Write one half of the extents and read the other, again and again, at the same time."""
+    if len(extents) < 2:
+        return ()
+
+    def lane(index: int) -> float:
+        move = (file.write, file.read)[index]
+        num_bytes, begin, elapsed = 0, time.perf_counter(), 0.0
+        for extent in itertools.cycle(extents[index::2]):
+            move(extent, addresses[index], extent.num_bytes)
+            num_bytes += extent.num_bytes
+            elapsed = time.perf_counter() - begin
+            if elapsed > _BOTH_WAYS_SECONDS:
+                break
+        return num_bytes / elapsed
+
+    runs = [list(threads.map(lane, range(2))) for _ in range(_MIN_RUNS)]
+    return tuple(LinkProfile.of(rates) for rates in zip(*runs, strict=True))
 
 
 def _extents_for(file: ExtentFile, write: Callable[[Extent], int]) -> list[Extent]:
@@ -230,7 +269,7 @@ def _extents_for(file: ExtentFile, write: Callable[[Extent], int]) -> list[Exten
     start = time.perf_counter()
     write(first)
     wanted = round(_RUN_SECONDS / (time.perf_counter() - start))
-    wanted = min(max(wanted, 1), _MAX_REQUESTS_PER_RUN)
+    wanted = min(max(wanted, 2), _MAX_REQUESTS_PER_RUN)  # one for each direction
     if limit is not None:
         wanted = min(wanted, limit // num_bytes)
     return [first, *(file.allocate(num_bytes) for _ in range(wanted - 1))]

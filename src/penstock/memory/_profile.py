@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.memory._tiers import Link, Tier
@@ -113,6 +113,9 @@ class MachineProfile:
         direct_io: Whether the store's file is read and written past the page cache; None without
             a store.
         compute: How fast the device computes; None in profiles of older versions.
+        both_ways: How fast links to and from the file are while both are busy, with a request at a
+            time each, as planned steps use them. Many disks share their rate between reading and
+            writing.
     """
 
     name: str
@@ -125,6 +128,11 @@ class MachineProfile:
     store: str | None = None
     direct_io: bool | None = None
     compute: ComputeProfile | None = None
+    both_ways: dict[Link, LinkProfile] = field(default_factory=dict)
+
+    def while_both_are_busy(self) -> MachineProfile:
+        """Return the profile with the rates that links have while both directions are busy."""
+        return replace(self, links={**self.links, **self.both_ways})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the profile as plain data for JSON.
@@ -141,7 +149,8 @@ class MachineProfile:
                 tier.value: {"capacity_bytes": profile.capacity_bytes}
                 for tier, profile in self.tiers.items()
             },
-            "links": {link.value: _link_to_dict(profile) for link, profile in self.links.items()},
+            "links": _links_to_dict(self.links),
+            "both_ways": _links_to_dict(self.both_ways),
             "memcpy": _link_to_dict(self.memcpy),
             "store": self.store,
             "direct_io": self.direct_io,
@@ -171,7 +180,8 @@ class MachineProfile:
                     Tier(tier): TierProfile(int(profile["capacity_bytes"]))
                     for tier, profile in data["tiers"].items()
                 },
-                links={Link(link): _link_from_dict(p) for link, p in data["links"].items()},
+                links=_links_from_dict(data["links"]),
+                both_ways=_links_from_dict(data.get("both_ways", {})),
                 memcpy=_link_from_dict(data["memcpy"]),
                 store=data["store"],
                 direct_io=data["direct_io"],
@@ -197,6 +207,7 @@ class MachineProfile:
             for tier, profile in self.tiers.items()
         ]
         rows += [(link.value, profile) for link, profile in self.links.items()]
+        rows += [(f"{link.value}, both ways", profile) for link, profile in self.both_ways.items()]
         rows.append(("memcpy, one thread", self.memcpy))
         if self.compute is not None:
             rows += [
@@ -206,6 +217,14 @@ class MachineProfile:
             rows.append(("memory", format_bandwidth(self.compute.memory_bytes_per_second)))
             rows.append(("launch", f"{self.compute.launch_seconds * 1e6:.1f} us"))
         return report_table(rows, title="penstock.probe")
+
+
+def _links_to_dict(links: Mapping[Link, LinkProfile]) -> dict[str, Any]:
+    return {link.value: _link_to_dict(profile) for link, profile in links.items()}
+
+
+def _links_from_dict(data: Mapping[str, Any]) -> dict[Link, LinkProfile]:
+    return {Link(link): _link_from_dict(profile) for link, profile in data.items()}
 
 
 def _compute_to_dict(profile: ComputeProfile) -> dict[str, Any]:

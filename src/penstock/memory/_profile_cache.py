@@ -7,15 +7,14 @@ all the same.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from penstock.codegen import cache_entry
 from penstock.memory._profile import MachineProfile
 
 _logger = logging.getLogger(__name__)
@@ -23,7 +22,7 @@ _logger = logging.getLogger(__name__)
 _LOCK_SECONDS = 120.0
 
 
-class CacheEntry:
+class ProfileEntry:
     """One profile's place in the cache, locked while it is in use.
 
     Args:
@@ -64,7 +63,7 @@ class CacheEntry:
 
 
 @contextmanager
-def cache_entry(key: list[object]) -> Iterator[CacheEntry]:
+def profile_entry(key: list[object]) -> Iterator[ProfileEntry]:
     """Lock a profile's place in the cache.
 
     Args:
@@ -73,43 +72,5 @@ def cache_entry(key: list[object]) -> Iterator[CacheEntry]:
     Yields:
         The entry; one that keeps nothing where there is no usable cache directory.
     """
-    directory = _directory()
-    if directory is None:
-        yield CacheEntry(None)
-        return
-    import filelock
-
-    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
-    path = directory / f"{digest}.json"
-    lock = filelock.FileLock(path.with_suffix(".lock"), timeout=_LOCK_SECONDS, mode=0o600)
-    try:
-        lock.acquire()
-    except (filelock.Timeout, OSError, NotImplementedError) as error:
-        _logger.warning("profiles are not cached: cannot lock %s: %s", path, error)
-        yield CacheEntry(None)
-        return
-    try:
-        yield CacheEntry(path)
-    finally:
-        lock.release()
-
-
-def _directory() -> Path | None:
-    """Return the cache directory, private to this user, or None where there cannot be one."""
-    from penstock.codegen import cache_root
-
-    directory = cache_root() / "profiles"
-    try:
-        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        directory.mkdir(mode=0o700, exist_ok=True)
-        status = directory.stat()
-    except OSError as error:
-        _logger.warning("profiles are not cached: %s", error)
-        return None
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        _logger.warning(
-            "profiles are not cached: %s must belong to this user and have mode 0700 (chmod 700)",
-            directory,
-        )
-        return None
-    return directory
+    with cache_entry("profiles", key, wait_seconds=_LOCK_SECONDS) as path:
+        yield ProfileEntry(None if path is None else path.with_suffix(".json"))
