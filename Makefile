@@ -20,7 +20,7 @@ demo: $(STAMP)
 	$(BIN)/penstock demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses logical --dist worksteal
 
 check: $(STAMP)
 	$(BIN)/ruff check

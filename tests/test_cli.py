@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 import penstock
-from penstock import _launch, cli
+from penstock import _launch, _launch_modes, cli
 
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 OURS = re.compile(r"^penstock.*\n", re.MULTILINE)
@@ -131,6 +131,8 @@ def test_version():
         (["--device-memory", "8G", "."], "--device-memory must be"),
         (["--report", "{file}/x.json", "."], "--report"),
         (["--trace", "{directory}", "."], "--trace"),
+        (["--plan", "."], "--plan needs --device-memory"),
+        (["--plan", "--device-memory", "8GiB", "--trace", "x.json", "."], "--trace and --picture"),
     ],
 )
 def test_wrong_arguments_are_said_before_torch_is_imported(
@@ -277,6 +279,59 @@ def test_the_report_is_written_also_when_the_script_raises(store: Path, script: 
     summary = "".join(OURS.findall(done.stderr))
     assert "2 steps" in summary
     assert "out.json" in summary
+
+
+TRAINER = """
+import torch, transformers
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+config = transformers.GPT2Config(
+    n_embd=64, n_layer=2, n_head=2, n_positions=32, vocab_size=128, bos_token_id=0, eos_token_id=0
+)
+model = transformers.GPT2LMHeadModel(config)
+tokens = torch.randint(1, 128, (8, 32), generator=torch.Generator().manual_seed(0))
+trainer = transformers.Trainer(
+    model=model,
+    args=transformers.TrainingArguments(
+        output_dir="out", max_steps=3, per_device_train_batch_size=4, save_strategy="no",
+        report_to="none", disable_tqdm=True, use_cpu=True, logging_steps=1,
+    ),
+    train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+)
+trainer.train()
+print("weights", [parameter.double().sum().item() for parameter in model.parameters()])
+"""
+
+
+def test_trainers_of_a_script_run_as_planned(store: Path, tmp_path: Path):
+    pytest.importorskip("transformers", reason="penstock[demo] installs Transformers")
+    pytest.importorskip("accelerate", reason="Trainer needs it")
+    (tmp_path / "train.py").write_text(TRAINER)
+    plain = run_python("train.py", cwd=tmp_path)
+    planned = penstock_run(
+        "--plan", "--device-memory", "768KiB", "--store", store, "--time-limit", "1",
+        "--report", "out.json", "train.py",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert planned.returncode == 0, planned.stderr
+    weights = [done.stdout[done.stdout.index("weights") :] for done in (plain, planned)]
+    assert weights[0] == weights[1]
+    report = json.loads((tmp_path / "out.json").read_text())
+    (steps,) = report["planned"]
+    assert steps["num_steps"] == 3
+    assert steps["arena_bytes"] + steps["workspace_bytes"] <= 768 << 10
+    assert "3 steps in " in "".join(OURS.findall(planned.stderr))
+
+
+def test_a_script_without_a_trainer_is_told_that_nothing_was_planned():
+    pytest.importorskip("transformers", reason="penstock[demo] installs Transformers")
+    planning = _launch_modes.Planning({"device_memory": "1MiB"})
+    with planning.running():
+        pass
+    entries, (line,) = planning.results()
+    assert entries == {"planned": []}
+    assert "nothing was planned" in line
 
 
 PROCESSES = """

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from penstock import demo
+from penstock.demo import _comparison, _processes, _training
 
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 
@@ -20,7 +21,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 def result(arm: str, *, losses: tuple[float, ...] = (5.5, 4.0), weights: str = "abc"):
     return demo.ArmResult(
         arm=arm,
-        peak_growth_bytes=1 << 30,
+        peak_bytes=1 << 30,
         step_seconds=(1.0,),
         losses=losses,
         weights_sha256=weights,
@@ -33,7 +34,7 @@ def test_the_whole_demo_small(real_disk: Path, tmp_path: Path):
         [
             sys.executable, "-m", "penstock", "demo", "--out", str(out), "--steps", "2",
             "--policy", "all", "--min-bytes", "4KiB", "--hidden-size", "32", "--layers", "1",
-            "--heads", "2", "--sequence-length", "64", "--batch-size", "4",
+            "--heads", "2", "--sequence-length", "64", "--batch-size", "4", "--plan-seconds", "1",
         ],
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         capture_output=True,
@@ -41,24 +42,29 @@ def test_the_whole_demo_small(real_disk: Path, tmp_path: Path):
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for arm in ("stock PyTorch", "checkpointing", "Penstock"):
+    planned = [f"planned, 1/{divisor}" for divisor in (2, 4, 8, 12)]
+    for arm in ("stock PyTorch", "checkpointing", "Penstock", *planned):
         assert f"{arm:<13}  step 3 of 3" in done.stdout  # progress
         assert f"\n  {arm}  " in done.stdout  # the table
     assert "all 3 losses and the weights are equal bit for bit" in done.stdout
-    for name in ("timeline.png", "timeline.trace.json", "report.json"):
+    for name in ("memory.png", "timeline.png", "timeline.trace.json", "report.json"):
         assert str(out / name) in done.stdout
     assert sorted(path.name for path in out.iterdir()) == [
         "demo.json",
+        "memory.png",
         "report.json",
         "timeline.png",
         "timeline.trace.json",
     ]
     numbers = json.loads((out / "demo.json").read_text())
     assert numbers["bitwise_equal"] is True
-    assert [arm["arm"] for arm in numbers["arms"]] == ["stock", "checkpoint", "penstock"]
+    assert [arm["arm"] for arm in numbers["arms"]] == [
+        *("stock", "checkpoint", "penstock"),
+        *("planned-2", "planned-4", "planned-8", "planned-12"),
+    ]
     for arm in numbers["arms"]:
         assert (len(arm["step_seconds"]), len(arm["losses"])) == (2, 3)
-        assert arm["peak_growth_bytes"] > 0
+        assert arm["peak_bytes"] > 0
     offloaded = json.loads((out / "report.json").read_text())["offload"]
     assert offloaded["num_steps"] == 3
     assert offloaded["bytes_read"] > 0
@@ -66,26 +72,26 @@ def test_the_whole_demo_small(real_disk: Path, tmp_path: Path):
 
 def test_a_difference_is_said():
     stock = result("stock")
-    assert "equal bit for bit" in demo._verdict(stock, result("penstock"), equal=True)
-    verdict = demo._verdict(stock, result("penstock", losses=(5.5, 4.1)), equal=False)
+    assert "equal bit for bit" in _comparison.verdict(stock, result("penstock"), equal=True)
+    verdict = _comparison.verdict(stock, result("penstock", losses=(5.5, 4.1)), equal=False)
     assert "DIFFER: 1 of 2 losses" in verdict
     assert "weights are equal" in verdict
-    verdict = demo._verdict(stock, result("penstock", weights="xyz"), equal=False)
+    verdict = _comparison.verdict(stock, result("penstock", weights="xyz"), equal=False)
     assert "weights are different" in verdict
 
 
 def test_a_slow_or_unsteady_machine_is_said():
     steady = dataclasses.replace(result("stock"), step_seconds=(1.0, 1.1, 1.2))
-    assert list(demo._remarks(steady, 3)) == []
-    assert ["slow" in remark for remark in demo._remarks(steady, 6)] == [True]
+    assert list(_comparison.remarks(steady, 3)) == []
+    assert ["slow" in remark for remark in _comparison.remarks(steady, 6)] == [True]
     unsteady = dataclasses.replace(steady, step_seconds=(1.0, 1.1, 2.0))
-    (remark,) = demo._remarks(unsteady, 3)
+    (remark,) = _comparison.remarks(unsteady, 3)
     assert "between 1.00 s and 2.00 s" in remark
 
 
 def test_an_arm_that_dies_is_reported_with_its_last_words():
     code = "import sys; print('{}', flush=True); sys.stdin.readline(); sys.exit('killed it')"
-    with demo._Arm("checkpoint", [sys.executable, "-c", code]) as arm:
+    with _processes.Arm("checkpoint", [sys.executable, "-c", code]) as arm:
         arm.wait_until_loaded()
         with pytest.raises(demo.DemoError, match=r"(?s)checkpointing.*status 1.*killed it"):
             arm.take_step()
@@ -93,7 +99,7 @@ def test_an_arm_that_dies_is_reported_with_its_last_words():
 
 def test_an_arm_is_ended_with_the_demo():
     code = "import time; print('{}', flush=True); time.sleep(600)"
-    with demo._Arm("stock", [sys.executable, "-c", code]) as arm:
+    with _processes.Arm("stock", [sys.executable, "-c", code]) as arm:
         arm.wait_until_loaded()
     assert arm._process.returncode == -9
 
@@ -116,15 +122,15 @@ class SlowArm:
 
 def test_a_slow_machine_takes_fewer_steps():
     arms = [SlowArm(), SlowArm()]
-    demo._take_turns(arms, 6, 0.0, lambda text, done: None)  # type: ignore[arg-type]
+    _processes.take_turns(arms, 6, 0.0, lambda text, done: None)  # type: ignore[arg-type]
     assert [arm.num_steps for arm in arms] == [3, 3]  # the warm-up and two measured ones
     arms = [SlowArm(), SlowArm()]
-    demo._take_turns(arms, 6, float("inf"), lambda text, done: None)  # type: ignore[arg-type]
+    _processes.take_turns(arms, 6, float("inf"), lambda text, done: None)  # type: ignore[arg-type]
     assert [arm.num_steps for arm in arms] == [7, 7]
 
 
 def test_the_text_is_python_and_the_same_every_time():
-    text = demo._corpus()
+    text = _training._corpus()
     assert len(text) > 1 << 20
     assert b"import" in text
-    assert demo._corpus() == text
+    assert _training._corpus() == text

@@ -59,7 +59,7 @@ def test_the_readme_examples_of_planned_steps_run(store):
     (example,) = blocks("README.md", containing="penstock.capture(")
     run(example, store)
     (example,) = blocks("README.md", containing="penstock.fit(")
-    said = run(example.replace('store="/tmp"', f"store={str(store)!r}"), store)
+    said = run(example.replace('store="/mnt/nvme"', f"store={str(store)!r}"), store)
     losses = [float(line) for line in said.splitlines()[:3]]
     assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
 

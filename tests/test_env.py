@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,12 @@ def ask(*arguments: str, modules: Path | None = None, **variables: str) -> dict[
 def only(check: Any) -> env.Check:
     (found,) = check()
     return found
+
+
+def test_whatever_must_be_installed_is_looked_at():
+    project = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text())["project"]
+    names = {re.split("[><=]", each)[0] for each in project["dependencies"]}
+    assert names == {"torch", *env._REQUIRED}
 
 
 def fake_torch(directory: Path, source: str) -> Path:

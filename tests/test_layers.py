@@ -21,7 +21,16 @@ LAYERS = [
     {"planner"},
     {"executor"},
     {"report"},
-    {"integrations", "cli", "demo", "env", "_launch", "_vector_math", "__main__"}
+    {
+        "integrations",
+        "cli",
+        "demo",
+        "env",
+        "_launch",
+        "_launch_modes",
+        "_vector_math",
+        "__main__",
+    }
     | {"_cli_options", "_plan_command", "_plan_models", "_plan_run"},
 ]
 # Rooms that know nothing of each other, although they lie side by side.

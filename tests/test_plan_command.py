@@ -219,11 +219,14 @@ def test_too_little_host_memory_is_said(timed_steps):
     assert "host_memory=1024" in err
 
 
-def test_exact_plans_are_for_inference(timed_steps, tmp_path):
-    options = ("--device-memory", "60%", "--machine", "h200", "--method", "exact")
-    code, _, err = run(timed_steps, *options)
-    assert code == 2
-    assert "inference" in err and "method='auto'" in err
+def test_exact_plans_of_training_steps(timed_steps, tmp_path):
+    saved = tmp_path / "plan.json"
+    options = ("--device-memory", "80%", "--machine", "h200", "--time-limit", "10")
+    code, _, err = run(timed_steps, *options, "--method", "exact", "--save", str(saved))
+    assert code == 0, err
+    plan = Plan.load(saved)
+    assert plan.method == "exact"
+    assert plan.notes["lower_bound_bytes"] <= plan.notes["non_compulsory_bytes"]
 
 
 def test_operators_that_need_too_much_are_split(tmp_path):

@@ -55,6 +55,12 @@ def test_rows_and_title():
     assert rows(table) == {"name": "x", "cpu": "2.00 s"}
 
 
+def test_a_name_may_be_nothing_but_its_unit():
+    link = {"file->device": 2.0**30}
+    table = report_table([("bytes_per_second", link), ("seconds", 2)], title="t")
+    assert rows(table) == {"bytes per second file->device": "1.00 GiB/s", "seconds": "2.00 s"}
+
+
 def test_text_is_never_read_as_markup():
     table = report_table([("store", "/mnt/[bold]nvme[/bold]/:smile:")], title="[red]t")
     assert rows(table) == {"store": "/mnt/[bold]nvme[/bold]/:smile:"}

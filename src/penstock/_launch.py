@@ -1,4 +1,6 @@
-"""What `penstock run` does: an unmodified training script, as `python` runs it, under `offload`.
+"""What `penstock run` does: an unmodified training script, as `python` runs it, but it fits.
+
+What is done to it is a mode (`_launch_modes.py`): `offload`, or planned steps of its trainers.
 
 The order matters. First the process is arranged (`arrange_process`: the allocator, before the
 script makes its first tensor), then the store is opened, then the script becomes `__main__`.
@@ -21,14 +23,12 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from penstock._launch_modes import Offloading, Planning
 from penstock._vector_math import settle_vector_math
 from penstock.errors import PenstockError
-from penstock.units import format_bytes, format_seconds, parse_bytes
-
-if TYPE_CHECKING:
-    from penstock.activations import Offload, OffloadReport
+from penstock.units import parse_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,8 @@ class Launch:
     store: str | None = None
     """Directory of the file tier; None takes the environment variable ``PENSTOCK_STORE``."""
     device_memory: str | None = None
-    """Budget for saved activations on the device, such as ``"8GiB"``; None: no budget."""
+    """Budget on the device, such as ``"8GiB"``: for saved activations (None: no budget), or for all
+    of a planned step."""
     host_memory: str | None = None
     """Budget for host memory, such as ``"32GiB"``; None: no budget."""
     min_bytes: str = "1MiB"
@@ -66,6 +67,10 @@ class Launch:
     """Where to write the last step as a Chrome trace."""
     picture_path: Path | None = None
     """Where to draw the last step."""
+    plan: bool = False
+    """Whether the steps of the script's trainers run as planned, instead of offloading."""
+    time_limit: float = 60
+    """Seconds for planning."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +84,7 @@ class Arrangement:
 
 
 def launch(config: Launch) -> int:
-    """Run a script under `penstock.offload` and write what the configuration asks for.
+    """Run a script, offloaded or planned, and write what the configuration asks for.
 
     Example:
         >>> launch(Launch(target="train.py", store="/mnt/nvme"))  # doctest: +SKIP
@@ -95,19 +100,19 @@ def launch(config: Launch) -> int:
         LaunchError: the script was not started; the message says why and what to do.
     """
     config = _resolve(config)
-    arrangement = arrange_process()
     try:
-        offload = _open_offload(config)
-    except (PenstockError, ValueError, OSError) as error:
+        arrangement = _arrange_for_plans() if config.plan else arrange_process()
+        mode = _open_planning(config) if config.plan else _open_offloading(config)
+    except (PenstockError, ValueError, OSError, ModuleNotFoundError) as error:
         raise LaunchError(str(error)) from error
     process_id = os.getpid()
     start = time.perf_counter()
-    outcome = _run_target(config, offload)
+    outcome = _run_target(config, mode)
     if os.getpid() != process_id:
         # A child of os.fork that ran to the end of the script: the report is the parent's.
         return outcome.finish()
     try:
-        _write_results(config, offload, arrangement, outcome, time.perf_counter() - start)
+        _write_results(config, mode, arrangement, outcome, time.perf_counter() - start)
     except Exception:  # the script's own end must be seen, whatever became of the report
         logger.exception("penstock run: the report could not be written")
     return outcome.finish()
@@ -138,6 +143,11 @@ def arrange_process() -> Arrangement:
     return Arrangement(allocator="caching", reason="activations live in RAM")
 
 
+def _arrange_for_plans() -> Arrangement:
+    settle_vector_math()
+    return Arrangement(allocator="stock", reason="planned steps have an arena of their own")
+
+
 def _resolve(config: Launch) -> Launch:
     """Find everything wrong with the arguments that can be found without importing torch."""
     for name in ("device_memory", "host_memory", "min_bytes"):
@@ -152,6 +162,10 @@ def _resolve(config: Launch) -> Launch:
             f"cannot open {config.target!r}: no such file. Options of penstock run stand before "
             "the script; a module is run with -m."
         )
+    if config.plan and config.device_memory is None:
+        raise LaunchError("--plan needs --device-memory, such as 8GiB: what a step may take")
+    if config.plan and (config.trace_path or config.picture_path):
+        raise LaunchError("--trace and --picture show offloading; with --plan there is --report")
     if config.picture_path and importlib.util.find_spec("matplotlib") is None:
         raise LaunchError("--picture needs matplotlib: pip install 'penstock[viz]'")
     return dataclasses.replace(
@@ -189,7 +203,7 @@ def _rank() -> str | None:
     return os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or None
 
 
-def _open_offload(config: Launch) -> Offload:
+def _open_offloading(config: Launch) -> Offloading:
     import torch
 
     import penstock
@@ -200,13 +214,24 @@ def _open_offload(config: Launch) -> Offload:
             f"to a file. Pass --store DIR or set {STORE_VARIABLE}, to a directory on a fast local "
             "disk (not a tmpfs such as /dev/shm: that is RAM again)."
         )
-    return penstock.offload(
+    offload = penstock.offload(
         config.store,
         device_memory=config.device_memory,
         host_memory=config.host_memory,
         min_bytes=config.min_bytes,
         policy=config.policy,
     )
+    return Offloading(offload, config.trace_path, config.picture_path)
+
+
+def _open_planning(config: Launch) -> Planning:
+    options = {
+        "device_memory": config.device_memory,
+        "host_memory": config.host_memory,
+        "store": config.store,
+        "time_limit": config.time_limit,
+    }
+    return Planning(options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,9 +249,9 @@ class _Outcome:
         return self.exit_code
 
 
-def _run_target(config: Launch, offload: Offload) -> _Outcome:
+def _run_target(config: Launch, mode: Offloading | Planning) -> _Outcome:
     try:
-        with offload:
+        with mode.running():
             _execute(*_load_target(config))
     except SystemExit as stop:
         return _exit_outcome(stop.code)
@@ -354,22 +379,14 @@ def _execute(main: ModuleType, code: CodeType) -> None:
 
 def _write_results(
     config: Launch,
-    offload: Offload,
+    mode: Offloading | Planning,
     arrangement: Arrangement,
     outcome: _Outcome,
     duration_seconds: float,
 ) -> None:
     import penstock
 
-    report = offload.report()
-    if config.trace_path or config.picture_path:
-        from penstock.report import draw_timeline, write_chrome_trace
-
-        timeline = offload.timeline()
-        if config.trace_path:
-            write_chrome_trace(timeline, config.trace_path)
-        if config.picture_path:
-            draw_timeline(timeline, config.picture_path)
+    entries, lines = mode.results()
     if config.report_path:
         _write_json(
             config.report_path,
@@ -383,13 +400,17 @@ def _write_results(
                 "exception": outcome.exception,
                 "duration_seconds": duration_seconds,
                 "arrangement": dataclasses.asdict(arrangement),
-                "offload": report.to_dict(),
-                "trace": str(config.trace_path) if config.trace_path else None,
-                "picture": str(config.picture_path) if config.picture_path else None,
+                **entries,
             },
         )
+    results = {
+        "report": config.report_path,
+        "trace": config.trace_path,
+        "picture": config.picture_path,
+    }
+    written = [f"{name} in {path}" for name, path in results.items() if path]
     prefix = "penstock" if _rank() is None else f"penstock rank {_rank()}"
-    for line in _summary(report, config):
+    for line in lines + ([", ".join(written)] if written else []):
         _say(f"{prefix}: {line}")
 
 
@@ -398,25 +419,3 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     os.replace(unfinished, path)
-
-
-def _summary(report: OffloadReport, config: Launch) -> list[str]:
-    """What a person wants to know at the end of a run, in a few lines."""
-    if report.num_saved == 0:
-        lines = ["the script saved no activations for a backward pass; nothing was offloaded"]
-    else:
-        share = report.offloaded_bytes / max(report.saved_bytes, 1)
-        lines = [
-            f"{report.num_steps} steps saved {format_bytes(report.saved_bytes)}; "
-            f"{format_bytes(report.offloaded_bytes)} ({share:.0%}) left the device, "
-            f"at most {format_bytes(report.peak_device_bytes)} were on it at once; "
-            f"waited {format_seconds(report.stall_seconds)}",
-            f"policy {report.policy}: {report.reason}",
-        ]
-    results = {
-        "report": config.report_path,
-        "trace": config.trace_path,
-        "picture": config.picture_path,
-    }
-    written = [f"{name} in {path}" for name, path in results.items() if path]
-    return lines + ([", ".join(written)] if written else [])

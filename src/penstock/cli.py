@@ -59,7 +59,7 @@ def _penstock(
 
     ```text
     penstock env                                  is everything in place?
-    penstock demo                                 see what it does, in under four minutes
+    penstock demo                                 see what it does, in some minutes
     penstock run --store /mnt/nvme train.py       run your own script, unmodified
     ```
     """
@@ -72,7 +72,8 @@ _Store = Annotated[
     ),
 ]
 _DEVICE_MEMORY = size_option(
-    "Most saved activations on the device at once, such as 8GiB. Default: no limit."
+    "Most saved activations on the device at once, such as 8GiB (default: no limit); with --plan "
+    "all that a step may take."
 )
 _HOST_MEMORY = size_option("Most host memory that Penstock may hold, such as 32GiB.")
 _MIN_BYTES = typer.Option(metavar="SIZE", help="Smaller tensors stay where they are.")
@@ -80,6 +81,12 @@ _POLICY = typer.Option(
     help="auto: as much as hides behind the computation, or as --device-memory demands. "
     "all: everything."
 )
+_PLAN = typer.Option(
+    "--plan",
+    help="Instead of offloading, run the steps of the script's transformers.Trainer as planned for "
+    "--device-memory.",
+)
+_TIME_LIMIT = typer.Option(metavar="SECONDS", help="For planning, with --plan.")
 _REPORT = file_option("Write what happened as JSON, also when the script fails.")
 _TRACE = file_option(f"Write the last step as a trace; {OPEN_TRACE}")
 _PICTURE = file_option(f"Draw the last step {NEEDS_VIZ}")
@@ -105,11 +112,13 @@ def run(
     host_memory: Annotated[str | None, _HOST_MEMORY] = None,
     min_bytes: Annotated[str, _MIN_BYTES] = "1MiB",
     policy: Annotated[Literal["auto", "all"], _POLICY] = "auto",
+    plan: Annotated[bool, _PLAN] = False,
+    time_limit: Annotated[float, _TIME_LIMIT] = 60,
     report: Annotated[Path | None, _REPORT] = None,
     trace: Annotated[Path | None, _TRACE] = None,
     picture: Annotated[Path | None, _PICTURE] = None,
 ) -> None:
-    """Run an unmodified training script with its activations offloaded.
+    """Run an unmodified training script with its activations offloaded, or its steps planned.
 
     The script runs as `python SCRIPT ARGS...` would run it: its arguments, exit status and
     tracebacks are its own. Options of Penstock stand before SCRIPT. torch is imported before the
@@ -124,8 +133,13 @@ def run(
     penstock run --store /mnt/nvme train.py --epochs 3
     penstock run --store /mnt/nvme --device-memory 8GiB --report out.json train.py
     penstock run --store /mnt/nvme -m my_package.train --lr 1e-4
+    penstock run --plan --device-memory 4GiB --store /mnt/nvme finetune.py
     torchrun --nproc-per-node 2 -m penstock run --store /mnt/nvme --report out.json train.py
     ```
+
+    With --plan the parameters, gradients, optimizer state and activations of a Trainer's step take
+    --device-memory together; what does not fit lies in --host-memory, in --store, or is computed
+    again. The losses and weights are the same.
 
     With several ranks, as in the last line, each writes its own file: out.rank0.json,
     out.rank1.json.
@@ -141,6 +155,8 @@ def run(
         host_memory=host_memory,
         min_bytes=min_bytes,
         policy=policy,
+        plan=plan,
+        time_limit=time_limit,
         report_path=report,
         trace_path=trace,
         picture_path=picture,
@@ -230,12 +246,14 @@ def demo(
     min_bytes: Annotated[
         str, typer.Option(hidden=True, help="Smaller tensors stay where they are.")
     ] = "1MiB",
+    plan_seconds: Annotated[int, _hidden_option("Seconds for each plan.")] = 8,
 ) -> None:
-    """Train a small GPT-2 three ways, and compare: stock, activation checkpointing, Penstock.
+    """Train a small GPT-2 and compare: stock, checkpointing, Penstock, and planned steps in 1/2,
+    1/4, 1/8 and 1/12 of the memory.
 
-    Each way runs in a process of its own, and the three take turns, a step each. They learn from
-    the Python sources of this machine; nothing is downloaded. Together they need about 5 GB. Shown
-    are peak memory as the operating system saw it, step time, and the losses, which must be equal
+    Each way runs in a process of its own, and they take turns, a step each. They learn from the
+    Python sources of this machine; nothing is downloaded. Together they need about 8 GB. Shown are
+    peak memory as the operating system saw it, step time, and the losses, which must be equal
     bit for bit. The last step of Penstock is drawn, and written as a trace for
     https://ui.perfetto.dev.
 
@@ -257,7 +275,13 @@ def demo(
     )
     try:
         equal = demonstration.run_demo(
-            config, num_steps=steps, out=out, store=store, policy=policy, min_bytes=min_bytes
+            config,
+            num_steps=steps,
+            out=out,
+            store=store,
+            policy=policy,
+            min_bytes=min_bytes,
+            plan_seconds=plan_seconds,
         )
     except (PenstockError, ValueError, OSError, ImportError) as error:
         _fail("demo", error)

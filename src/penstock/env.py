@@ -28,7 +28,7 @@ Status = Literal["ok", "note", "broken"]
 
 _IMPORT_TIMEOUT_SECONDS = 120
 _COMPILE_TIMEOUT_SECONDS = 60
-_REQUIRED = ("numpy", "rich", "typer", "platformdirs", "filelock")
+_REQUIRED = ("numpy", "rich", "typer", "platformdirs", "filelock", "highspy")
 _OPTIONAL = {
     "matplotlib": "pictures: pip install 'penstock[viz]'",
     "transformers": "penstock demo: pip install 'penstock[demo]'",

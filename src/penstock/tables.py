@@ -111,7 +111,7 @@ def _rows(report: DataclassInstance | Iterable[tuple[str, object]]) -> Iterator[
 
 
 def _suffix(name: str) -> str:
-    return next((suffix for suffix in _UNITS if name.endswith(suffix)), "")
+    return next((suffix for suffix in _UNITS if f"_{name}".endswith(suffix)), "")
 
 
 def _label(name: str) -> str:

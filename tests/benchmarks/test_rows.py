@@ -167,6 +167,9 @@ def test_command_names_no_directory_of_this_machine(monkeypatch):
     for out in (["--out", "/mnt/rows"], ["--out=/mnt/rows"], ["--out", "/mnt/my rows"]):
         monkeypatch.setattr(sys, "argv", [script, *out, str(data), "--n", "1"])
         assert environment("cpu")["command"] == "python3 benchmarks/x.py data --n 1"
+    for store in (["--store", "/mnt/nvme"], ["--store=/mnt/nvme"], ["--store", "/mnt/my disk"]):
+        monkeypatch.setattr(sys, "argv", [script, *store, "--n", "1"])
+        assert environment("cpu")["command"] == "python3 benchmarks/x.py --store STORE --n 1"
 
 
 def test_line_for_the_terminal():

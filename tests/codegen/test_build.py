@@ -18,14 +18,6 @@ SOURCE = 'extern "C" int answer() { return 42; }\n'
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache directory, which the library creates itself."""
-    directory = tmp_path / "cache"
-    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(directory))
-    return directory
-
-
 @pytest.fixture
 def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that gains a line each time the compiler compiles (and none for `--version`)."""
@@ -57,15 +49,13 @@ def num_lines(path: Path) -> int:
 
 
 @needs_compiler
-def test_text_becomes_a_loaded_library():
-    assert load_library("answer", SOURCE).answer() == 42
-
-
-@needs_compiler
-def test_source_may_be_a_file(tmp_path):
-    path = tmp_path / "answer.cpp"
-    path.write_text(SOURCE)
-    assert build_library("answer", path) == build_library("answer", SOURCE)
+def test_source_may_be_a_file_or_several(tmp_path):
+    whole, begin, end = (tmp_path / name for name in ("answer.cpp", "begin.cpp", "end.cpp"))
+    whole.write_text(SOURCE)
+    begin.write_text(SOURCE[:20])
+    end.write_text(SOURCE[20:])
+    built = build_library("answer", SOURCE)
+    assert build_library("answer", whole) == build_library("answer", [begin, end]) == built
 
 
 @needs_compiler
@@ -134,22 +124,6 @@ def test_broken_source_shows_command_and_output(cache):
     assert "-shared" in str(caught.value)
     left = {path.suffix for path in (cache / "libraries").iterdir()}
     assert left <= {".lock"}
-
-
-@needs_compiler
-def test_damaged_library_is_built_anew():
-    path = build_library("answer", SOURCE)
-    path.write_bytes(b"")
-    assert load_library("answer", SOURCE).answer() == 42
-
-
-@needs_compiler
-def test_library_that_cannot_be_loaded_is_an_error():
-    source = (
-        'extern "C" int missing_function();\nextern "C" int f() { return missing_function(); }\n'
-    )
-    with pytest.raises(BuildError, match="missing_function"):
-        load_library("incomplete", source, flags=["-Wl,-z,now"])
 
 
 @needs_compiler

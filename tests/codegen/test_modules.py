@@ -13,14 +13,6 @@ from penstock.errors import BuildError
 SOURCE = '"""A module."""\n\n\ndef answer():\n    return 42\n'
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache directory, which the library creates itself."""
-    directory = tmp_path / "cache"
-    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(directory))
-    return directory
-
-
 def test_the_source_of_a_function_is_found():
     module = load_module("answer", SOURCE)
     assert module.answer() == 42

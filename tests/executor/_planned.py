@@ -55,22 +55,17 @@ def plan_of(case: str, optimizer: str, share: float, tier: str, **options: Any) 
     graph, full = graph_of(case, optimizer), full_plan(case, optimizer)
     if share >= 1:
         return full
+    return plan_within(graph, int(full.peak_device_bytes * share), tier, **options)
+
+
+def plan_within(graph: StepGraph, device_bytes: int, tier: str, **options: Any) -> Plan:
+    """A plan for so many bytes, or for the least that is feasible."""
     below = {"store": "/tmp"} if tier == "file" else {"host_memory": "1GiB"}
-
-    def planned(device_bytes: int) -> Plan:
-        return plan(
-            graph,
-            device_memory=device_bytes,
-            machine=MACHINE,
-            time_limit=0.2,
-            **below,
-            **options,
-        )
-
+    given = {"machine": MACHINE, "time_limit": 0.2, **below, **options}
     try:
-        return planned(int(full.peak_device_bytes * share))
+        return plan(graph, device_memory=device_bytes, **given)
     except InfeasibleError as error:
-        return planned(error.minimum_device_bytes or 0)
+        return plan(graph, device_memory=error.minimum_device_bytes or 0, **given)
 
 
 def bound(

@@ -79,6 +79,23 @@ def test_what_happens_between_steps_counts(between, share, tier, store):
 
 
 @pytest.mark.parametrize(("share", "tier"), WHERE)
+def test_what_a_step_changes_is_not_taken_for_a_change_of_the_users(share, tier, store):
+    """Else all that lies in several places would be copied in each step."""
+    case = CASES[CASE]
+    model, stepper = trainee(case, OPTIMIZER)
+    options = {"share": share, "tier": tier, "store": store}
+    with bound(CASE, OPTIMIZER, model, stepper, **options) as step:
+        assert step._current is not None
+        seam = step._current._seam
+        for _ in range(3):
+            step(case.batch)
+            assert seam.take_up_changes(step._current.drain) == set()
+        for stays in seam.places_of.values():
+            places = {(stay.tier, seam._room.offset(stay.tier, stay.place)) for stay in stays}
+            assert len(places) == len(stays)
+
+
+@pytest.mark.parametrize(("share", "tier"), WHERE)
 def test_a_run_goes_on_from_a_checkpoint(share, tier, store, tmp_path):
     case = CASES[CASE]
     losses = []
@@ -92,6 +109,8 @@ def test_a_run_goes_on_from_a_checkpoint(share, tier, store, tmp_path):
             losses.append(step(case.batch).item())
     model, stepper = trainee(case, OPTIMIZER)
     saved = torch.load(tmp_path / "checkpoint.pt")
+    for tensor in saved["model"].values():  # what was saved is the tensors, not all memory
+        assert tensor.untyped_storage().nbytes() - tensor.nbytes < 64
     model.load_state_dict(saved["model"])
     stepper.load_state_dict(saved["optimizer"])
     with bound(CASE, OPTIMIZER, model, stepper, **options) as step:

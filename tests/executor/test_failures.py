@@ -178,7 +178,7 @@ def test_ctrl_c_in_the_middle_of_a_step(part, where, store):
     """Before the update it is undone; the message says so."""
 
     def failing_step(step, batch):
-        execution = step._execution
+        execution = step._current
         calls = list(execution._calls)
         commit = execution._program.positions.index(execution._recovery.commit)
         index = int(part * commit)
@@ -197,7 +197,7 @@ def test_ctrl_c_in_the_middle_of_a_step(part, where, store):
     )
     assert "as before this step" in error.__notes__[0]
     assert differences(before, everything(model, stepper, losses), "") == []
-    step._execution._calls = step._execution._program.calls
+    step._current._calls = step._current._program.calls
     assert goes_on(step, model, stepper, losses) == []
 
 
@@ -205,7 +205,7 @@ def test_ctrl_c_in_the_middle_of_an_update_comes_after_it(store):
     """There is no way back, so the update is finished first."""
 
     def failing_step(step, batch):
-        execution = step._execution
+        execution = step._current
         calls = list(execution._calls)
         call = calls[-1]
 
@@ -229,7 +229,7 @@ def test_an_operator_that_raises(number, store):
     """In the update the error names what is torn; before it, all is as it was."""
 
     def failing_step(step, batch):
-        execution = step._execution
+        execution = step._current
         calls = list(execution._calls)
 
         def broken():
@@ -246,7 +246,7 @@ def test_an_operator_that_raises(number, store):
         _check_names(model, stepper, before, error, 2)
     else:
         assert differences(before, everything(model, stepper, losses), "") == []
-        step._execution._calls = step._execution._program.calls
+        step._current._calls = step._current._program.calls
         assert goes_on(step, model, stepper, losses) == []
     step.close()
 

@@ -5,7 +5,8 @@ import torch
 
 import penstock
 from _planned import CASES, MACHINE, differences, eagerly, everything, full_plan, trainee
-from penstock.executor import _fit, _plan_cache
+from penstock.codegen import _cache
+from penstock.executor import _fit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CASE, OPTIMIZER = "mixture", "adamw"
@@ -13,7 +14,7 @@ CASE, OPTIMIZER = "mixture", "adamw"
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(_plan_cache, "_directory", lambda: tmp_path)
+    monkeypatch.setattr(_cache, "private_directory", lambda folder: tmp_path)  # of plans only
 
 
 def fitted(model, stepper, **options):

@@ -46,3 +46,19 @@ def test_what_fits_stays_whole():
     optimizer = OPTIMIZERS["fused adamw"](model.parameters())
     graph = capture(model, optimizer, CASES["mixture"].batch)
     assert split(graph, 2**40) == graph
+
+
+def test_states_that_are_views_of_one_storage_stay_in_one_operator():
+    """As those are that were loaded from a file of views."""
+    model = CASES["mixture"].make()
+    optimizer = OPTIMIZERS["fused adamw"](model.parameters())
+    first, *_ = parameters = [p for p in model.parameters() if p.dim() == 2]
+    memory, begin = torch.zeros(sum(p.numel() for p in parameters)), 0
+    for parameter in parameters:
+        moment = memory[begin : begin + parameter.numel()].view(parameter.shape)
+        state = {"step": torch.zeros(()), "exp_avg": moment, "exp_avg_sq": torch.zeros_like(moment)}
+        optimizer.state[parameter] = state
+        begin += parameter.numel()
+    optimizer.param_groups[0]["params"] = parameters
+    graph = capture(model, optimizer, CASES["mixture"].batch)
+    assert split(graph, 8 * first.numel()) is graph

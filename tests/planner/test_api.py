@@ -199,10 +199,18 @@ def test_exact_plans_move_the_least(below, tmp_path):
     assert not roomy.transfers
 
 
+def test_exact_plans_training_steps():
+    graph = timed_chain(2)
+    peak = plan(graph, machine="h200", time_limit=1).peak_device_bytes
+    found = plan(graph, device_memory=peak * 3 // 4, machine="h200", method="exact", time_limit=20)
+    check(graph, found)
+    assert found.notes["proved"]
+    assert sum(found.bytes_moved.values()) == found.notes["non_compulsory_bytes"] > 0
+
+
 @pytest.mark.parametrize(
     ("graph", "options", "message"),
     [
-        (timed_chain(2), {"device_memory": "1GiB"}, "inference"),
         (inference_step(), {}, "device_memory="),
         (inference_step(80), {"device_memory": "1GiB"}, "at most 200 operators"),
     ],

@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 
@@ -85,6 +86,12 @@ def test_the_table_says_what_matters(graph, plan):
     text = plan_table(graph, plan)
     for part in ("step", "no plan beats", "gap", "host->device", "recomputed", "1 operators"):
         assert part in text
+
+
+def test_a_plan_at_its_bound_has_no_gap(graph, plan):
+    rounded = dataclasses.replace(plan, step_seconds=plan.lower_bound_seconds * (1 - 1e-15))
+    (line,) = (line for line in plan_table(graph, rounded).splitlines() if "gap" in line)
+    assert line.split()[2] == "0.0%"
 
 
 def test_bins_hold_the_fullest_moment(graph, plan):

@@ -12,6 +12,7 @@ from _relational import (
     assert_same,
     layer_arguments,
     random_graph,
+    random_tensor,
     results_and_gradients,
 )
 from penstock import rgnn
@@ -103,6 +104,41 @@ def test_a_product_that_is_read_elsewhere_is_made(small):
     outputs = (*plan.program.outputs, product)
     program = dataclasses.replace(plan.program, outputs=outputs)
     assert _fuse.sum_products(program, plan.schedule, graph.counts) == plan.schedule
+
+
+def with_bias(g, x, W, b):
+    e = g.edges
+    return g.sum_to_dst(b[e.type] + e.src(x) @ W[e.type])
+
+
+def with_bias_and_without(g, x, W, b):
+    e = g.edges
+    z = e.src(x) @ W[e.type]
+    return g.sum_to_dst(z + b[e.type]), g.sum_to_dst(z)
+
+
+def with_a_bias_of_the_end(g, x, W, b):
+    e = g.edges
+    return g.sum_to_dst(e.dst(x) + e.src(x) @ W[e.type] + b[e.type])
+
+
+@needs_compiler
+@pytest.mark.parametrize("heads", [(), (2,)])
+@pytest.mark.parametrize(
+    ("body", "num_joined"),
+    [(with_bias, 1), (with_bias_and_without, 0), (with_a_bias_of_the_end, 0)],
+)
+def test_a_bias_of_the_type_is_added_where_the_product_is_made(body, num_joined, heads):
+    graph = random_graph(30, 300)
+    x = random_tensor(30, *heads, 5)
+    weight, bias = random_tensor(4, *heads, 5, 5, seed=1), random_tensor(4, *heads, 5, seed=2)
+    function = rgnn.compile(body, backend="cpp")
+    arguments = (x, weight, bias)
+    expected = results_and_gradients(function.to_torch(), graph, arguments)
+    assert_same(results_and_gradients(function, graph, arguments), expected)
+    kernels = function.explain(graph, *arguments).kernels
+    products = [kernel for kernel in kernels if kernel.kind == KernelKind.GEMM.value]
+    assert sum(len(kernel.values) == 2 for kernel in products) == num_joined
 
 
 @needs_compiler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import pickle
 import textwrap
@@ -99,14 +100,15 @@ METADATA = (
     [("author", "writes", "paper"), ("paper", "cites", "paper"), ("paper", "has", "field")],
 )
 SIZES = {"paper": 7, "author": 4, "field": 3}
+MANY = {"paper": 60, "author": 30, "field": 20}
 
 
-def hetero_edges(seed: int = 0) -> dict:
+def hetero_edges(seed: int = 0, sizes: dict[str, int] = SIZES) -> dict:
     generator = torch.Generator().manual_seed(seed)
     return {
         edge_type: torch.stack(
             [
-                torch.randint(SIZES[end], (15,), generator=generator)
+                torch.randint(sizes[end], (15,), generator=generator)
                 for end in (edge_type[0], edge_type[2])
             ]
         )
@@ -115,19 +117,21 @@ def hetero_edges(seed: int = 0) -> dict:
 
 
 @pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("in_channels", [8, {"paper": 8, "author": 3, "field": 5}], ids=str)
-def test_hgt_is_pygs(heads, in_channels):
+@pytest.mark.parametrize("in_channels", [8, 5, {"paper": 8, "author": 3, "field": 5}], ids=str)
+@pytest.mark.parametrize("sizes", [SIZES, MANY], ids=["few", "many"])
+def test_hgt_is_pygs(heads, in_channels, sizes, monkeypatch):
+    calls = count_calls(monkeypatch)
     ours = rgnn.HGTConv(in_channels, 8, METADATA, heads=heads).double()
     theirs = pyg.HGTConv(in_channels, 8, METADATA, heads=heads).double()
     for p in theirs.parameters():  # no ones and zeros, which could stand in for each other
         torch.nn.init.normal_(p, std=0.5)
     ours.load_state_dict(theirs.state_dict())
-    widths = in_channels if isinstance(in_channels, dict) else dict.fromkeys(SIZES, in_channels)
-    x = {name: random_tensor(SIZES[name], widths[name], seed=i) for i, name in enumerate(SIZES)}
+    widths = in_channels if isinstance(in_channels, dict) else dict.fromkeys(sizes, in_channels)
+    x = {name: random_tensor(sizes[name], widths[name], seed=i) for i, name in enumerate(sizes)}
     gradients = []
     results = []
     for layer in (ours, theirs):
-        result = layer(x, hetero_edges())
+        result = layer(x, hetero_edges(sizes=sizes))
         results.append(result)
         total = sum((h * h).sum() for h in result.values())
         names, parameters = zip(*layer.named_parameters(), strict=True)
@@ -143,6 +147,72 @@ def test_hgt_is_pygs(heads, in_channels):
             assert ours_is is None or not ours_is.any()
         else:
             torch.testing.assert_close(ours_is, gradient)
+    # With many nodes it is less work to multiply the weights of nodes and relations first.
+    is_weights_first = sizes is MANY and not isinstance(in_channels, dict)
+    if sizes is MANY or in_channels != 5:
+        assert calls == ["hgt_of_features" if is_weights_first else "hgt"]
+
+
+def count_calls(monkeypatch) -> list[str]:
+    """The programs of HGT that are called from now on, by name."""
+    calls, module = [], rgnn.layers._hgt
+
+    def call(name, program, *arguments):
+        calls.append(name)
+        return program(*arguments)
+
+    for name in ("hgt", "hgt_of_features"):
+        counted = functools.partial(call, name, getattr(module, name))
+        monkeypatch.setattr(module, name, counted)
+    return calls
+
+
+def test_hgt_computes_the_same_in_both_ways(monkeypatch):
+    layer = rgnn.HGTConv(8, 8, METADATA, heads=2).double()
+    x = {name: random_tensor(size, 8, seed=i) for i, (name, size) in enumerate(SIZES.items())}
+    found = []
+    for chosen in ((lambda *_: False), (lambda *_: True)):
+        monkeypatch.setattr(layer, "_multiplies_weights_first", chosen)
+        total = sum((h * h).sum() for h in layer(x, hetero_edges()).values())
+        leaves = [*x.values(), *layer.parameters()]
+        found.append(torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True))
+    torch.testing.assert_close(*found)
+
+
+def test_hgt_multiplies_weights_first_only_where_that_is_less_work():
+    relations = [("a", f"r{n}", "a") for n in range(40)]
+    layer = rgnn.HGTConv(8, 8, (["a"], relations), heads=1)
+
+    def chosen(num_nodes: int) -> bool:
+        sizes = {"a": num_nodes}
+        ends = torch.arange(400) % num_nodes
+        graph = rgnn.Graph(
+            torch.stack([ends, ends.flip(0)]),
+            torch.arange(400) % 40,
+            num_nodes=num_nodes,
+            num_relations=40,
+        )
+        return layer._multiplies_weights_first(graph, sizes)
+
+    assert not chosen(320)  # 40 products of an 8 x 8 matrix, as long as 320 rows
+    assert chosen(321)
+
+
+def test_hgt_projects_nodes_first_where_a_graphs_relations_begin_elsewhere():
+    """Each node has the projection of its own type, whatever the relation says."""
+    names, relations = ["a", "b"], [("a", "to", "b"), ("b", "to", "a")]
+    layer = rgnn.HGTConv(8, 8, (names, relations))
+    x = dict(zip(names, torch.randn(400, 8).split([150, 250]), strict=True))
+    for first in (149, 150):  # the last node of a, and the first of b
+        edge_index = torch.stack([torch.tensor([first, 399]), torch.tensor([399, 0])])
+        graph = rgnn.Graph(edge_index, torch.arange(2), num_nodes=400)
+        is_chosen = layer._multiplies_weights_first(graph, {"a": 150, "b": 250})
+        assert is_chosen == (first == 149)
+        linear = layer.kqv_lin.lins["a" if first < 150 else "b"]
+        value = linear(torch.cat(list(x.values()))[first])[16:] @ layer.v_rel.weight[0]
+        out = layer.out_lin("b", torch.nn.functional.gelu(value))
+        gate = layer.skip["b"].sigmoid()
+        torch.testing.assert_close(layer(x, graph)["b"][-1], gate * out + (1 - gate) * x["b"][-1])
 
 
 def test_a_graph_does_as_well_as_its_tensors():

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from penstock.batching._costs import Integers
 from penstock.batching._execution_plan import BatchPlan, ExecutionPlan, Operands, plan_execution
+from penstock.batching._native import merged
 from penstock.batching._node_graph import NodeGraph
 from penstock.batching._pieces import Budget, Piece
 from penstock.batching._pools import Pools, ReadOperands, WriteOutputs
@@ -313,34 +314,37 @@ class DynamicBatcher(nn.Module):
         if key in self._plans:
             self._plans.move_to_end(key)
             return *self._plans[key], True
-        for graph in graphs:
-            self._learn(graph)
-        merged = NodeGraph.merged([self._known(graph).nodes for graph in graphs], len(self._codes))
+        known = self._known(graphs)
+        graph = merged([each.nodes for each in known], len(self._codes))
         kept = None
         if keep is not None:
             kept = [code for (kind, _, _), code in self._codes.items() if kind in keep]
-        plan = plan_execution(merged, None if order is None else order(merged), kept)
-        self._plans[key] = plan, merged.types
+        plan = plan_execution(graph, None if order is None else order(graph), kept)
+        self._plans[key] = plan, graph.types
         if len(self._plans) > _MAX_CACHED_PLANS:
             self._plans.popitem(last=False)
-        return plan, merged.types, False
+        return plan, graph.types, False
 
-    def _learn(self, graph: TypedGraph) -> None:
-        """Number the signatures of a graph that has not been run before."""
-        if graph in self._graphs:
-            return
-        for signature in graph.signatures:
-            if signature not in self._codes:
-                self._check(signature)
-                self._codes[signature] = len(self._codes)
+    def _known(self, graphs: Sequence[TypedGraph]) -> list[_KnownGraph]:
+        """Return graphs with this batcher's numbers of signatures; new signatures get one."""
+        known = [self._graphs.get(graph) for graph in graphs]
+        for graph, each in zip(graphs, known, strict=True):
+            if each is not None:
+                continue
+            for signature in graph.signatures:
+                if signature not in self._codes:
+                    self._check(signature)
+                    self._codes[signature] = len(self._codes)
+        num_types = len(self._codes)
+        return [
+            each if each is not None and each.nodes.num_types == num_types else self._recode(graph)
+            for graph, each in zip(graphs, known, strict=True)
+        ]
 
-    def _known(self, graph: TypedGraph) -> _KnownGraph:
-        """Return the graph with this batcher's numbers of signatures."""
-        known = self._graphs.get(graph)
-        if known is None or known.nodes.num_types != len(self._codes):
-            codes = np.array([self._codes[each] for each in graph.signatures], dtype=np.int64)
-            known = _KnownGraph(graph.nodes.recoded(codes, len(self._codes)), codes.tolist())
-            self._graphs[graph] = known
+    def _recode(self, graph: TypedGraph) -> _KnownGraph:
+        codes = np.array([self._codes[each] for each in graph.signatures], dtype=np.int64)
+        known = _KnownGraph(graph.nodes.recoded(codes, len(self._codes)), codes.tolist())
+        self._graphs[graph] = known
         return known
 
     def _check(self, signature: Signature) -> None:
@@ -366,11 +370,10 @@ class DynamicBatcher(nn.Module):
     ) -> tuple[dict[int, tuple[Tensor, ...]], torch.device]:
         """Lay the inputs of all graphs end to end, by signature, where the cells are."""
         found: dict[int, list[tuple[Tensor, ...]]] = {}
-        for graph in graphs:
-            codes = self._known(graph).codes
+        for graph, known in zip(graphs, self._known(graphs), strict=True):
             for local, tensors in graph.inputs.items():
                 if tensors:
-                    found.setdefault(codes[local], []).append(tensors)
+                    found.setdefault(known.codes[local], []).append(tensors)
         device = next((parameter.device for parameter in self.parameters()), None)
         if device is None:  # cells without parameters work where their inputs are
             inputs = (tensor for parts in found.values() for part in parts for tensor in part)

@@ -12,6 +12,7 @@ from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,8 +22,7 @@ from penstock.batching._node_graph import NodeGraph, distinct, ragged
 from penstock.batching._schedule import Order, order_of
 
 
-@dataclass(frozen=True)
-class Operands:
+class Operands(NamedTuple):
     """What all nodes of a batch read from one pool, for some of their arguments."""
 
     slots: tuple[int, ...]
@@ -36,8 +36,7 @@ class Operands:
     """The batches that these rows come from."""
 
 
-@dataclass(frozen=True)
-class BatchPlan:
+class BatchPlan(NamedTuple):
     """One batch: nodes of one type that run in one call."""
 
     kind: int

@@ -9,46 +9,56 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from penstock.batching._costs import Integers
 from penstock.batching._node_graph import NodeGraph
-from penstock.codegen import load_library
-from penstock.errors import BuildError
+from penstock.codegen import load_optional_library
 
-_logger = logging.getLogger(__name__)
-
-_SOURCES = ("schedule.cpp", "layout.cpp")
-_FLAGS = ("-O3",)
+_SOURCES = [Path(__file__).with_name(name) for name in ("schedule.cpp", "layout.cpp")]
 _MAX_NODES = 1 << 30  # node numbers have 32 bits there
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The planner in C++, or None where there is no compiler; which one it is is logged once."""
-    folder = Path(__file__).parent
-    source = "".join((folder / name).read_text(encoding="utf-8") for name in _SOURCES)
-    try:
-        compiled = load_library("batching", source, flags=_FLAGS)
-    except BuildError as error:
-        _logger.info("batches are planned by NumPy, without search: %s", error)
-        return None
     count, pointer = ctypes.c_int64, ctypes.c_void_p
     graph = [count, count, pointer, pointer, pointer]
-    compiled.penstock_batching_order.argtypes = [*graph, count, count, *[pointer] * 4]
-    compiled.penstock_batching_order.restype = count
-    compiled.penstock_batching_layout.argtypes = [*graph, count, *[pointer] * 11]
-    compiled.penstock_batching_layout.restype = count
-    _logger.info("batches are planned by C++")
-    return compiled
+    return load_optional_library(
+        "batching",
+        _SOURCES,
+        flags=("-O3",),
+        functions={
+            "penstock_batching_order": (count, [*graph, count, count, *[pointer] * 4]),
+            "penstock_batching_merge": (None, [count, *[pointer] * 4]),
+            "penstock_batching_layout": (count, [*graph, count, *[pointer] * 11]),
+        },
+        work="batches are planned",
+        otherwise="by NumPy, without search",
+    )
 
 
 def library_for(graph: NodeGraph) -> ctypes.CDLL | None:
     """The planner in C++, or None where NumPy has to do."""
     return library() if graph.num_nodes < _MAX_NODES and len(graph.flat) < _MAX_NODES else None
+
+
+def merged(graphs: Sequence[NodeGraph], num_types: int) -> NodeGraph:
+    """Lay graphs side by side, as `NodeGraph.merged` does."""
+    compiled = library()
+    if compiled is None:
+        return NodeGraph.merged(graphs, num_types)
+    parts = np.array([graph.pointers for graph in graphs], dtype=np.int64)
+    num_nodes, num_arguments = parts[:, :2].sum(axis=0).tolist()
+    types = np.empty(num_nodes, dtype=np.int64)
+    starts = np.empty(num_nodes + 1, dtype=np.int64)
+    flat = np.empty(num_arguments, dtype=np.int64)
+    written = (each.ctypes.data for each in (parts, types, starts, flat))
+    compiled.penstock_batching_merge(len(graphs), *written)
+    return NodeGraph.merged(graphs, num_types, (types, starts, flat))
 
 
 def order_native(
@@ -102,6 +112,5 @@ class NativeLayout:
 
 
 def _pointers(graph: NodeGraph) -> tuple[int, ...]:
-    arrays = (graph.types, graph.starts, graph.flat)
-    assert all(each.flags.c_contiguous and each.dtype == np.int64 for each in arrays)
-    return graph.num_nodes, graph.num_types, *(each.ctypes.data for each in arrays)
+    num_nodes, _, *arrays = graph.pointers
+    return num_nodes, graph.num_types, *arrays

@@ -66,16 +66,21 @@ class NodeGraph:
         return graph
 
     @classmethod
-    def merged(cls, graphs: Sequence[NodeGraph], num_types: int) -> NodeGraph:
-        """Lay graphs side by side; what was computed for each of them is not computed again."""
-        firsts = np.cumsum([0, *(graph.num_nodes for graph in graphs)])
-        counts = np.array([len(graph.flat) for graph in graphs], dtype=np.int64)
-        starts = np.zeros(int(firsts[-1]) + 1, dtype=np.int64)
-        np.cumsum(np.concatenate([graph.num_arguments for graph in graphs]), out=starts[1:])
+    def merged(
+        cls,
+        graphs: Sequence[NodeGraph],
+        num_types: int,
+        arrays: tuple[Integers, Integers, Integers] | None = None,
+    ) -> NodeGraph:
+        """Lay graphs side by side; what was computed for each of them is not computed again.
+
+        Args:
+            graphs: The graphs.
+            num_types: Number of types of all of them.
+            arrays: `types`, `starts` and `flat` of the result, where they are known already.
+        """
         return cls(
-            np.concatenate([graph.types for graph in graphs]),
-            starts,
-            np.concatenate([graph.flat for graph in graphs]) + np.repeat(firsts[:-1], counts),
+            *(arrays or _side_by_side(graphs)),
             num_types,
             lambda: (
                 np.concatenate([graph.ahead for graph in graphs]),
@@ -138,6 +143,14 @@ class NodeGraph:
         return int(self.ahead.max(axis=0, initial=0).sum())
 
     @cached_property
+    def pointers(self) -> tuple[int, int, int, int, int]:
+        """For C++: number of nodes, of arguments, and where types, starts and arguments lie."""
+        arrays = (self.types, self.starts, self.flat)
+        assert all(each.flags.c_contiguous and each.dtype == np.int64 for each in arrays)
+        types, starts, flat = (each.ctypes.data for each in arrays)
+        return self.num_nodes, len(self.flat), types, starts, flat
+
+    @cached_property
     def num_arguments(self) -> Integers:
         """Arguments per node, `[num_nodes]`."""
         return np.diff(self.starts)
@@ -198,6 +211,15 @@ class NodeGraph:
             level = distinct(readers[found][waits[readers[found]] == 0])
             at += 1
         return depth
+
+
+def _side_by_side(graphs: Sequence[NodeGraph]) -> tuple[Integers, Integers, Integers]:
+    firsts = np.cumsum([0, *(graph.num_nodes for graph in graphs)])
+    counts = np.array([len(graph.flat) for graph in graphs], dtype=np.int64)
+    starts = np.zeros(int(firsts[-1]) + 1, dtype=np.int64)
+    np.cumsum(np.concatenate([graph.num_arguments for graph in graphs]), out=starts[1:])
+    flat = np.concatenate([graph.flat for graph in graphs]) + np.repeat(firsts[:-1], counts)
+    return np.concatenate([graph.types for graph in graphs]), starts, flat
 
 
 def ragged(starts: Integers, chosen: Any) -> tuple[Integers, Integers]:

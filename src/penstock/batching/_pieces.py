@@ -7,7 +7,7 @@ budget is for cells. What a cell takes is measured once, on one node and on a fe
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,12 +38,12 @@ class Piece:
         if self.stop - self.start == num_nodes:
             return [operands]
         if operands.start is not None:
-            return [replace(operands, rows=slice(self.start, self.stop))]
+            return [operands._replace(rows=slice(self.start, self.stop))]
         parts = []
         for place, slot in enumerate(operands.slots):
             first = operands.rows.start + place * num_nodes
             rows = slice(first + self.start, first + self.stop)
-            parts.append(replace(operands, slots=(slot,), rows=rows))
+            parts.append(operands._replace(slots=(slot,), rows=rows))
         return parts
 
 

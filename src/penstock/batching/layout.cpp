@@ -5,8 +5,6 @@ namespace {
 
 using Longs = std::vector<int64_t>;
 
-constexpr int64_t kNobody = std::numeric_limits<int64_t>::max();
-
 // Types that are read as the same argument of one type share a pool; pools are numbered in the
 // order of their first types.
 void number_pools(int64_t num_nodes, int64_t num_types, const int64_t* types, const int64_t* starts,
@@ -40,8 +38,28 @@ void number_pools(int64_t num_nodes, int64_t num_types, const int64_t* types, co
 
 }  // namespace
 
-// Lays out a schedule. `first_rows`, unless null, says where each batch begins in its pool. `nodes` comes as the schedule has it and leaves in the order of the rows;
-// `places` gets which of its type each of them is. `index` gets the rows to gather, `plan` for
+// Lays graphs side by side. `parts` has for each the numbers of its nodes and arguments, and where its
+// types, starts and arguments lie.
+extern "C" void penstock_batching_merge(int64_t num_graphs, const int64_t* parts, int64_t* types,
+                                        int64_t* starts, int64_t* arguments) {
+  int64_t num_nodes = 0, num_arguments = 0;
+  for (const int64_t* part = parts; part < parts + 5 * num_graphs; part += 5) {
+    const auto* its_types = reinterpret_cast<const int64_t*>(part[2]);
+    const auto* its_starts = reinterpret_cast<const int64_t*>(part[3]);
+    const auto* its_arguments = reinterpret_cast<const int64_t*>(part[4]);
+    for (int64_t v = 0; v < part[0]; ++v) {
+      types[num_nodes + v] = its_types[v];
+      starts[num_nodes + v] = num_arguments + its_starts[v];
+    }
+    for (int64_t k = 0; k < part[1]; ++k) arguments[num_arguments + k] = num_nodes + its_arguments[k];
+    num_nodes += part[0];
+    num_arguments += part[1];
+  }
+  starts[num_nodes] = num_arguments;
+}
+
+// Lays out a schedule. `first_rows`, unless null, says where each batch begins in its pool. `nodes`
+// comes as the schedule has it and leaves in the order of the rows; `places` gets which of its type each of them is. `index` gets the rows to gather, `plan` for
 // every batch: kind, count, pool, first row, first input or -1, number of operands; and for every
 // operand: pool, first row or -1, where its rows begin and end in `index`, number of slots, these,
 // number of batches it comes from, these. Returns the length of `plan`.
@@ -58,30 +76,38 @@ extern "C" int64_t penstock_batching_layout(int64_t num_nodes, int64_t num_types
   for (int64_t batch = 0; batch < num_batches; ++batch)
     for (int64_t k = begins[batch]; k < begins[batch + 1]; ++k) batch_of[nodes[k]] = batch;
 
-  // From the last batch backwards: who is read together lies together. A node's key is the first
-  // who reads it: that one's batch, the argument it is read as, the reader's place in its batch.
-  Longs key(num_nodes, kNobody);
-  std::vector<std::pair<int64_t, int64_t>> keyed;
-  Longs num_read(num_batches, 0);
+  // From the last batch backwards: who is read together lies together, in the order of the first who
+  // read it: by batch, by the argument it is read as, by the reader's place. Reads go on a stack of
+  // the batch that is read, those of later readers first, so the stack has them in that order.
+  const int64_t num_reads = starts[num_nodes];
+  Longs top(num_batches, -1), below(num_reads), read(num_reads), num_read(num_batches, 0), left;
+  std::vector<char> has_place(num_nodes, 0);
+  int64_t used = 0;
   for (int64_t batch = num_batches - 1; batch >= 0; --batch) {
-    const int64_t first = begins[batch], count = begins[batch + 1] - first;
-    keyed.resize(count);
-    for (int64_t k = 0; k < count; ++k) keyed[k] = {key[nodes[first + k]], nodes[first + k]};
-    std::stable_sort(keyed.begin(), keyed.end(),
-                     [](const auto& a, const auto& b) { return a.first < b.first; });
-    for (int64_t place = 0; place < count; ++place) {
-      const int64_t node = keyed[place].second;
-      nodes[first + place] = node;
-      num_read[batch] += keyed[place].first != kNobody;
-      for (int64_t k = starts[node]; k < starts[node + 1]; ++k) {
-        const int64_t as = (batch * most + (k - starts[node])) * num_nodes + place;
-        key[arguments[k]] = std::min(key[arguments[k]], as);
-      }
+    const int64_t first = begins[batch], last = begins[batch + 1];
+    left.assign(nodes + first, nodes + last);
+    int64_t place = first;
+    for (int64_t k = top[batch]; k >= 0; k = below[k]) {
+      if (has_place[read[k]]) continue;
+      has_place[read[k]] = 1;
+      nodes[place++] = read[k];
     }
+    num_read[batch] = place - first;
+    for (int64_t node : left)
+      if (!has_place[node]) nodes[place++] = node;
+    const int64_t arity = starts[nodes[first] + 1] - starts[nodes[first]];
+    for (int64_t slot = arity - 1; slot >= 0; --slot)
+      for (int64_t k = last - 1; k >= first; --k) {
+        const int64_t node = arguments[starts[nodes[k]] + slot], whose = batch_of[node];
+        read[used] = node;
+        below[used] = top[whose];
+        top[whose] = used++;
+      }
   }
 
   Longs next_place(num_types, 0), place_of(num_nodes);
   for (int64_t v = 0; v < num_nodes; ++v) place_of[v] = next_place[types[v]]++;
+  std::vector<std::pair<int64_t, int64_t>> keyed;
   Longs next_row(num_types, 0), seen(num_batches, -1), sources, scattered;
   int64_t stamp = 0, gathered = 0;
   int64_t* out = plan;
@@ -92,10 +118,14 @@ extern "C" int64_t penstock_batching_layout(int64_t num_nodes, int64_t num_types
   for (int64_t batch = 0; batch < num_batches; ++batch) {
     const int64_t first = begins[batch], last = begins[batch + 1], kind = kinds[batch];
     const int64_t arity = starts[nodes[first] + 1] - starts[nodes[first]];
-    if (arity > 0)  // whom nobody reads comes in the order of what it reads
-      std::stable_sort(nodes + first + num_read[batch], nodes + last, [&](int64_t a, int64_t b) {
-        return row_of[arguments[starts[a]]] < row_of[arguments[starts[b]]];
-      });
+    if (arity > 0) {  // whom nobody reads comes in the order of what it reads
+      keyed.clear();
+      for (int64_t k = first + num_read[batch]; k < last; ++k)
+        keyed.push_back({row_of[arguments[starts[nodes[k]]]], k});
+      std::sort(keyed.begin(), keyed.end());
+      for (auto& [key, k] : keyed) k = nodes[k];
+      for (size_t k = 0; k < keyed.size(); ++k) nodes[last - keyed.size() + k] = keyed[k].second;
+    }
     const int64_t pool = pool_of_kind[kind];
     if (first_rows != nullptr) next_row[pool] = first_rows[batch];
     bool in_order = true;

@@ -161,8 +161,8 @@ std::vector<double> weights_of(const Graph& graph, double exponent) {
 // Which nodes have readers that have not run, to know what a batch would free.
 class Unread {
  public:
-  explicit Unread(const Graph& graph) : graph_(graph), left_(graph.num_nodes) {
-    for (int32_t v = 0; v < graph.num_nodes; ++v)
+  Unread(const Graph& graph, bool is_asked) : graph_(graph), left_(is_asked ? graph.num_nodes : 0) {
+    for (size_t v = 0; v < left_.size(); ++v)
       left_[v] = graph.reader_starts[v + 1] - graph.reader_starts[v];
   }
 
@@ -201,7 +201,7 @@ class Unread {
 // The rule: run a free type if there is one, and of several the one that is waited for most; or,
 // if memory is short, the one that frees most, which costs no batch.
 Sequence by_rule(const Graph& graph, double exponent, bool frees_most = false) {
-  Unread unread(graph);
+  Unread unread(graph, frees_most);
   const bool longest_only = std::isinf(exponent);
   std::vector<double> weights(graph.length.begin(), graph.length.end());
   if (!longest_only) weights = weights_of(graph, exponent);
@@ -421,13 +421,17 @@ Sequence shortened(const Graph& graph, const Graph& backward, Sequence sequence,
 
 int64_t num_by_depth(const Graph& graph) {
   Ints depth(graph.num_nodes, 0);
-  std::unordered_set<int64_t> seen;
+  std::vector<char> seen;
+  int64_t count = 0;
   for (int32_t v = 0; v < graph.num_nodes; ++v) {
     for (int32_t k = graph.starts[v]; k < graph.starts[v + 1]; ++k)
       depth[v] = std::max(depth[v], depth[graph.arguments[k]] + 1);
-    seen.insert(int64_t(depth[v]) * graph.num_types + graph.types[v]);
+    const size_t kind = size_t(depth[v]) * graph.num_types + graph.types[v];
+    if (kind >= seen.size()) seen.resize(2 * kind + 1, 0);
+    count += !seen[kind];
+    seen[kind] = 1;
   }
-  return int64_t(seen.size());
+  return count;
 }
 
 // The best sequence of all methods; without `search`, of the rule alone.
@@ -435,7 +439,7 @@ Sequence best_sequence(const Graph& graph, bool search, bool frees_most, size_t 
   Sequence best;
   bool found = false;
   auto keep = [&](const Sequence& given) {
-    Sequence sequence = without_empty(graph, given);
+    Sequence sequence = given.size() <= bound ? given : without_empty(graph, given);
     if (!found || sequence.size() < best.size()) best.swap(sequence);
     found = true;
     return best.size() <= bound;
@@ -480,8 +484,8 @@ extern "C" int64_t penstock_batching_order(int64_t num_nodes, int64_t num_types,
   graph.arguments.assign(arguments, arguments + starts[num_nodes]);
   graph.finish();
   bounds[0] = graph.lower_bound();
-  bounds[1] = num_by_depth(graph);
   const Sequence sequence = best_sequence(graph, search != 0, frees_most != 0, size_t(bounds[0]));
+  bounds[1] = num_by_depth(graph);
   const Ints batch_of = earliest(graph, sequence);
   std::fill_n(begins, sequence.size() + 1, int64_t(0));
   for (int32_t batch : batch_of) ++begins[batch + 1];

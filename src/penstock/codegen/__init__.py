@@ -4,8 +4,17 @@ Penstock ships no compiled code, so no wheel has to match a release of PyTorch. 
 built at its first use, in under a second, and found in the user's cache from then on.
 """
 
-from penstock.codegen._build import build_library, cache_root, load_library
+from penstock.codegen._build import build_library
+from penstock.codegen._cache import cache_entry
 from penstock.codegen._compiler import find_compiler
+from penstock.codegen._load import load_library, load_optional_library
 from penstock.codegen._modules import load_module
 
-__all__ = ["build_library", "cache_root", "find_compiler", "load_library", "load_module"]
+__all__ = [
+    "build_library",
+    "cache_entry",
+    "find_compiler",
+    "load_library",
+    "load_module",
+    "load_optional_library",
+]

@@ -8,7 +8,8 @@ import tempfile
 import types
 from pathlib import Path
 
-from penstock.codegen._build import CACHE_DIR_VARIABLE, _digest, _library_directory
+from penstock.codegen._build import LIBRARIES
+from penstock.codegen._cache import CACHE_DIR_VARIABLE, digest, private_directory
 from penstock.errors import BuildError
 
 _loaded: dict[Path, types.ModuleType] = {}
@@ -34,7 +35,7 @@ def load_module(name: str, source: str) -> types.ModuleType:
     """
     if not name.isidentifier():
         raise ValueError(f"name is {name!r}, but must be an identifier")
-    path = _library_directory() / f"{name}-{_digest(source)}.py"
+    path = private_directory(LIBRARIES) / f"{name}-{digest(source)}.py"
     if path not in _loaded:
         try:
             _write(path, source)

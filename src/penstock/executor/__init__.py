@@ -1,8 +1,18 @@
 """Plans that run exactly as planned: one arena, planned addresses, planned transfers."""
 
 from penstock.executor._bind import PlannedStep, bind
+from penstock.executor._distributed import average_gradients
 from penstock.executor._fit import fit
 from penstock.executor._operators import executable
 from penstock.executor._report import ExecutionReport
+from penstock.executor._safetensors import save_safetensors
 
-__all__ = ["ExecutionReport", "PlannedStep", "bind", "executable", "fit"]
+__all__ = [
+    "ExecutionReport",
+    "PlannedStep",
+    "average_gradients",
+    "bind",
+    "executable",
+    "fit",
+    "save_safetensors",
+]

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.errors import GraphFileError, PenstockError
+from penstock.errors import PenstockError, PlanError
+from penstock.executor._debug import poison
+from penstock.executor._device import Device, device_of
 from penstock.executor._execution import Execution
-from penstock.executor._operators import executable
+from penstock.executor._initial import Initial, Initializer
+from penstock.executor._memory import Blocks, Layout, layout_of
+from penstock.executor._operators import ALIGNMENT_BYTES, executable
 from penstock.executor._report import ExecutionReport
 from penstock.graph import StepGraph
 from penstock.memory import FileStore
-from penstock.planner import Plan
+from penstock.planner import Plan, check
 
 
 class PlannedStep:
@@ -33,20 +37,26 @@ class PlannedStep:
     """
 
     def __init__(
-        self, plan: Plan, execution: Callable[[Any], Execution], ready: Execution | None
+        self,
+        plan: Plan,
+        make: Callable[[Any], list[Execution]],
+        ready: list[Execution],
+        initial: Initial,
     ) -> None:
         self.plan = plan
-        self._make = execution
-        self._execution: Execution | None = None
+        self._make = make
+        self._initial = initial
+        self._executions: list[Execution] = []
+        self._current: Execution | None = None
         self._closed = False
-        if ready is not None:
+        if ready:
             self._use(ready)
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Take one training step.
 
         Args:
-            batch: A batch of the planned form.
+            batch: A batch of the planned form, or of one of them.
 
         Returns:
             The loss, detached.
@@ -59,30 +69,46 @@ class PlannedStep:
         """
         if self._closed:
             raise PenstockError("this planned step is closed; bind the plan again")
-        if self._execution is None:
+        if not self._executions:
             self._use(self._make(batch))
-        assert self._execution is not None
-        return self._execution.step(batch)
+        execution = self._execution_for(batch)
+        if execution is not self._current:
+            if self._current is not None:
+                self._current.drain()
+            execution.take_turn()
+            self._current = execution
+        return execution.step(batch)
 
     def report(self) -> ExecutionReport:
-        """Return what the steps so far took, next to what was planned.
+        """Return what the steps so far took, next to what was planned; of several plans, those of
+        the one that ran last.
 
         Raises:
             PenstockError: There was no step yet.
         """
-        if self._execution is None:
+        if self._current is None:
             raise PenstockError("there is nothing to report before the first step")
-        return self._execution.report()
+        return self._current.report()
 
     def close(self) -> None:
         """Give model and optimizer memory of their own, and return everything else. Further calls
         do nothing.
+
+        Of a model that was on the meta device everything stays where it is, as there may be no room
+        for it elsewhere, and the memory is kept as long as the model is.
         """
         self._closed = True
-        execution, self._execution = self._execution, None
-        if execution is not None:
-            self._finalizer.detach()
-            execution.close()
+        executions, self._executions = self._executions, []
+        current, self._current = self._current, None
+        if current is None:
+            return
+        self._finalizer.detach()
+        try:
+            current.drain()
+        finally:
+            _stop(executions)
+        current.give_back()
+        current.room.shared.close()
 
     def __enter__(self) -> PlannedStep:
         return self
@@ -90,9 +116,22 @@ class PlannedStep:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _use(self, execution: Execution) -> None:
-        self._execution = execution
-        self._finalizer = weakref.finalize(self, execution.stop)
+    def _execution_for(self, batch: Any) -> Execution:
+        first, *others = dict.fromkeys((self._current or self._executions[0], *self._executions))
+        fitting = (each for each in (first, *others) if others and each.accepts(batch))
+        return next(fitting, first)  # which then says what does not fit
+
+    def _use(self, executions: list[Execution]) -> None:
+        self._executions = executions
+        self._current = executions[0]
+        self._current.take_turn()
+        self._initial.run(self._current.room.put_away)
+        self._finalizer = weakref.finalize(self, _stop, executions)
+
+
+def _stop(executions: list[Execution]) -> None:
+    for execution in executions:
+        execution.stop()
 
 
 def bind(
@@ -102,6 +141,10 @@ def bind(
     *,
     graph: StepGraph | None = None,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    before_step: Callable[[], object] | None = None,
+    accumulate: int | None = None,
+    also: Sequence[tuple[Plan, StepGraph]] = (),
+    initialize: Initializer | None = None,
     store: FileStore | str | os.PathLike[str] | None = None,
     debug: bool = False,
 ) -> PlannedStep:
@@ -126,6 +169,15 @@ def bind(
             captured with the first batch, which also proves that the plan is for this model,
             optimizer and batch.
         loss: `loss(output, batch)`, as given to `penstock.capture`.
+        before_step: As given to `penstock.capture`, for a step without `graph`.
+        accumulate: Likewise.
+        also: Plans for batches of other forms, with their graphs. All plans share one arena, one
+            block of host memory and one extent of the file, as large as the largest wants; each
+            step runs the plan that its batch fits, after parameters and state have moved to where
+            that has them. What lies below the device stays where it is.
+        initialize: First numbers of parameters and buffers on the meta device, which come into
+            being where the plan has them: a function that is called with each module that has such,
+            or safetensors files with the model's names. None: the module's `reset_parameters`.
         store: Directory or `FileStore` of the file tier; needed if the plan uses it.
         debug: Overwrite bytes that are freed, and compare what comes back with what left.
 
@@ -145,24 +197,80 @@ def bind(
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
         raise TypeError(f"optimizer must be a torch.optim.Optimizer; got {kind}")
-    if store is None and plan.peak_file_bytes:
+    if also and graph is None:
+        raise ValueError("also=[...] needs graph=: the graphs of all plans, to tell batches apart")
+    file_bytes = max(each.peak_file_bytes for each, _ in [(plan, graph), *also])
+    if store is None and file_bytes:
         raise ValueError(
-            f"store=None: the plan keeps up to {plan.peak_file_bytes} bytes in a file; pass the "
-            "directory"
+            f"store=None: the plan keeps up to {file_bytes} bytes in a file; pass the directory"
         )
     file_store = None if store is None else FileStore.of(store)
 
-    def execution(found: StepGraph) -> Execution:
-        if found.device != "cpu":
-            raise GraphFileError(
-                f"the graph is of a step on {found.device!r}; bind runs on the CPU"
-            )
-        return Execution(found, plan, model, optimizer, loss=loss, store=file_store, debug=debug)
+    def executions(pairs: Sequence[tuple[Plan, StepGraph]]) -> list[Execution]:
+        return _executions(pairs, model, optimizer, loss, file_store, debug)
 
-    def with_first_batch(batch: Any) -> Execution:
+    def with_first_batch(batch: Any) -> list[Execution]:
         from penstock.graph import capture
 
-        found = capture(model, optimizer, batch, loss=loss)
-        return execution(found if found.digest == plan.graph_digest else executable(found))
+        found = capture(
+            model, optimizer, batch, loss=loss, before_step=before_step, accumulate=accumulate
+        )
+        return executions(
+            [(plan, found if found.digest == plan.graph_digest else executable(found))]
+        )
 
-    return PlannedStep(plan, with_first_batch, None if graph is None else execution(graph))
+    modules = [model, loss] if isinstance(loss, nn.Module) else [model]
+    initial = Initial(modules, initialize)
+    ready = [] if graph is None else executions([(plan, graph), *also])
+    return PlannedStep(plan, with_first_batch, ready, initial)
+
+
+def _executions(
+    pairs: Sequence[tuple[Plan, StepGraph]],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: object,
+    store: FileStore | None,
+    debug: bool,
+) -> list[Execution]:
+    """Bind plans to one memory; nothing of the model has moved yet."""
+    layouts: list[Layout] = []
+    device = Device()
+    for plan, graph in pairs:
+        device = device_of(graph)
+        check(graph, plan)
+        _check_alignment(plan)
+        layouts.append(layout_of(plan.planned_graph(graph), plan, layouts))
+    blocks = Blocks(layouts, store, device)
+    try:
+        found = [
+            Execution(
+                graph,
+                plan,
+                model,
+                optimizer,
+                loss=loss,
+                layout=layout,
+                blocks=blocks,
+                device=device,
+                debug=debug,
+            )
+            for (plan, graph), layout in zip(pairs, layouts, strict=True)
+        ]
+    except BaseException:
+        blocks.close()
+        raise
+    if debug:
+        poison(blocks.arena)
+    return found
+
+
+def _check_alignment(plan: Plan) -> None:
+    for placement in plan.placements:
+        if placement.offset % ALIGNMENT_BYTES and placement.num_bytes:
+            raise PlanError(
+                f"value {placement.value} lies at byte {placement.offset} of the arena; operators "
+                f"run at multiples of {ALIGNMENT_BYTES} only: plan what "
+                "penstock.executor.executable(graph) returns, with penstock.plan",
+                rule="alignment",
+            )

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
 from penstock.errors import PenstockError
+from penstock.executor._memory import Block
 from penstock.executor._operators import Call
 from penstock.executor._places import Stay
 from penstock.executor._room import Room
@@ -18,6 +19,11 @@ from penstock.memory import Tier
 from penstock.planner import Plan, Transfer
 
 _POISON = 0xFF
+
+
+def poison(block: Block) -> None:
+    """Overwrite a whole block."""
+    block.tensor.fill_(_POISON)
 
 
 class Debug:
@@ -35,10 +41,6 @@ class Debug:
         self._room = room
         self._freed = _freed(graph, plan)
         self._checksums: dict[tuple[Tier, int, int], int] = {}  # tier, offset, bytes
-
-    def poison_all(self) -> None:
-        """Overwrite the whole arena."""
-        self._room.arena.tensor.fill_(_POISON)
 
     def at(self, position: int) -> Iterator[Call]:
         """Overwrite what is freed at a boundary."""
@@ -82,7 +84,7 @@ class Debug:
                 self._checksums[(*place, num_bytes)] = self._checksum(*place, num_bytes)
 
     def _checksum(self, tier: Tier, offset: int, num_bytes: int) -> int:
-        return zlib.crc32(self._room.block(tier).bytes_at(offset, num_bytes).numpy().data)
+        return zlib.crc32(self._room.block(tier).bytes_at(offset, num_bytes).cpu().numpy().data)
 
 
 def _freed(graph: StepGraph, plan: Plan) -> dict[int, list[tuple[int, int]]]:

@@ -1,6 +1,6 @@
 """A plan with memory, links and the user's tensors: runs step after step, or undoes one.
 
-Everything that can be refused is refused in `Execution.__init__` before anything has been moved.
+Everything that can be refused is refused in `Execution.__init__`; nothing moves before `take_turn`.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.errors import NonFiniteLossError, PlanError, TornStepError
+from penstock.errors import NonFiniteLossError, TornStepError
 from penstock.executor._debug import Debug
+from penstock.executor._device import Device
 from penstock.executor._interrupts import Interrupts
 from penstock.executor._links import ThreadLink
-from penstock.executor._memory import FileBlock
+from penstock.executor._memory import Blocks, FileBlock, Layout
 from penstock.executor._numbers import Numbers
 from penstock.executor._operators import Call, declared_workspace_bytes, writes_in_place
 from penstock.executor._places import Places
-from penstock.executor._program import program_of
+from penstock.executor._program import Stage, program_of
 from penstock.executor._recovery import Recovery
 from penstock.executor._report import ExecutionReport
 from penstock.executor._room import Room
 from penstock.executor._seam import Seam, given_by_caller
+from penstock.executor._stretches import Stretches
+from penstock.executor._timing import Timing, predicted_phase_seconds
 from penstock.graph import StepGraph
 from penstock.graph._bindings import bind_batch, bind_group_tensors, bind_numbers
-from penstock.memory import FileStore, Ledger, Link, Tier
-from penstock.memory._raw_memory import copy_bytes
-from penstock.planner import Plan, Transfer, check, simulate
+from penstock.memory import Ledger, Link, Tier
+from penstock.planner import Plan, Transfer, simulate
 
 _CHECK_EVERY = 16  # positions between two looks for Ctrl-C
-_ALIGNMENT_BYTES = 64  # what torch gives every tensor; kernels may calculate otherwise elsewhere
 _MAX_TIMES = 1000
 
 
@@ -46,13 +47,14 @@ class Execution:
         model: The model.
         optimizer: Its optimizer.
         loss: The loss, if it is a module with parameters or buffers.
-        store: The file tier.
+        layout: Where the plan's copies lie below the device.
+        blocks: Its memory.
+        device: Where operators run.
         debug: Whether to overwrite what is freed, and to compare what comes back.
 
     Raises:
         PlanError: The plan is wrong, or not for this graph.
         GraphFileError: The graph is not of this model and optimizer.
-        StoreError: The file tier has no room.
     """
 
     def __init__(
@@ -63,21 +65,18 @@ class Execution:
         optimizer: torch.optim.Optimizer,
         *,
         loss: object,
-        store: FileStore | None,
+        layout: Layout,
+        blocks: Blocks,
+        device: Device,
         debug: bool,
     ) -> None:
-        check(graph, plan)
-        graph = plan.planned_graph(graph)
-        _check_alignment(plan)
+        self._captured, graph = graph, plan.planned_graph(graph)
         self._graph, self._plan, self._optimizer = graph, plan, optimizer
+        self._device = device
         self.ledger = Ledger()
         self._places = Places(graph, plan)
-        self.room = Room(graph, plan, self._places, torch.device("cpu"), store)
-        try:
-            self._seam = Seam(graph, plan, self._places, self.room, model, optimizer, loss)
-        except BaseException:
-            self.room.close()
-            raise
+        self.room = Room(graph, self._places, device.device, layout, blocks)
+        self._seam = Seam(graph, plan, self._places, self.room, model, optimizer, loss)
         self._debug = Debug(graph, plan, self.room) if debug else None
         self._links = {
             link: self._link(link) for link in dict.fromkeys(t.link for t in plan.transfers)
@@ -88,22 +87,39 @@ class Execution:
         self._loss = self._loss_tensor()
         self._loss_is_early = self._loss_precedes_commit()
         self._program = program_of(
-            graph, plan, self._places, self.room, self._links, self._numbers, self._extra
+            *(graph, plan, self._places, self.room, self._links, self._numbers, self._extra),
+            device,
         )
+        self._stretches = Stretches(self._program, device) if device.is_behind else None
+        self._timing = Timing(graph, plan, self._program)
         self._inputs = given_by_caller(graph, self._places, self.room)
         self._calls = self._program.first
         self._given: dict[str, torch.Tensor] = {}
         self._times: list[float] = []
         self._num_steps = 0
-        if self._debug is not None:
-            self._debug.poison_all()
+        self._has_turned = False
+
+    def accepts(self, batch: Any) -> bool:
+        """Whether a batch has the form that was captured."""
+        try:
+            bind_batch(self._graph, batch)
+        except ValueError:
+            return False
+        return True
+
+    def take_turn(self) -> None:
+        """Bring the user's tensors to where this plan has them; nothing is under way."""
         self._seam.take_over()
+        self._has_turned = True
 
     def step(self, batch: Any) -> torch.Tensor:
         """Run one step; returns the loss."""
         given = bind_batch(self._graph, batch) | bind_group_tensors(self._graph, self._optimizer)
         numbers = bind_numbers(self._graph, self._optimizer)
         changed = self._seam.take_up_changes(self.drain)
+        if self._has_turned:
+            changed |= self._seam.places_of.keys()
+            self._has_turned = False
         self._given = given
         self._numbers.give(numbers)
         if self._debug is not None:
@@ -117,10 +133,11 @@ class Execution:
             loss = self._loss.clone()
             for link in self._links.values():
                 link.next_step()
+            self._seam.note_versions()
         self._times.append(time.perf_counter() - begin)
         del self._times[:-_MAX_TIMES]
         self._num_steps += 1
-        self._calls = self._program.calls
+        self._calls = self._next_calls()
         self._given = {}
         self.ledger.begin_step()
         self._interrupts.check()
@@ -133,14 +150,9 @@ class Execution:
         for link in self._links.values():
             link.drain()
 
-    def close(self) -> None:
-        """Give the user's tensors memory of their own, and let go of everything else."""
-        try:
-            self.drain()
-        finally:
-            self.stop()
+    def give_back(self) -> None:
+        """Give the user's tensors memory of their own."""
         self._seam.give_back()
-        self.room.close()
 
     def stop(self) -> None:
         """End the threads."""
@@ -149,7 +161,7 @@ class Execution:
 
     def report(self) -> ExecutionReport:
         """Lay what happened next to what was planned."""
-        plan, simulation = self._plan, simulate(self._graph, self._plan)
+        plan, simulation = self._plan, simulate(self._captured, self._plan)
         num_steps = max(1, self._num_steps)
         links = list(self._links)
         times = sorted(self._times[1:] or self._times or [0.0])
@@ -161,6 +173,8 @@ class Execution:
             num_operators=len(plan.order),
             step_seconds=times[len(times) // 2],
             predicted_step_seconds=plan.step_seconds,
+            phase_seconds=dict(self._timing.phase_seconds()),
+            predicted_phase_seconds=dict(predicted_phase_seconds(self._graph, plan, simulation)),
             stall_seconds=self.ledger.stall_seconds / num_steps,
             predicted_stall_seconds=simulation.stall_seconds,
             moved_bytes={link.value: count for link, count in moved.items()},
@@ -180,29 +194,38 @@ class Execution:
             ),
             direct_io=None if file is None else file.file.direct,
             debug=self._debug is not None,
+            num_recorded=0 if self._stretches is None else self._stretches.num_recorded,
+            operator_seconds=self._timing.operator_seconds(),
         )
 
     # Running.
 
     def _run(self) -> None:
-        state = torch.get_rng_state() if self._program.random else None
-        index = -1
+        state = self._device.random_state() if self._program.random else None
+        is_timed = self._timing.wanted and self._calls is self._program.calls
+        index, begin, ends = -1, time.perf_counter_ns(), []
         try:
-            with torch._C._AutoDispatchBelowAutograd(), _mode_of_the_caller():
-                for index, call in enumerate(self._calls):
-                    call()
+            with torch._C._AutoDispatchBelowAutograd(), _mode_of_the_caller(self._device):
+                if is_timed:
+                    self._device.timed(self._calls, ends)
+                else:
+                    for index, call in enumerate(self._calls):
+                        call()
         except BaseException as error:
             if state is not None:
-                torch.set_rng_state(state)
-            self._undo(index, error)
+                self._device.set_random_state(state)
+            self._undo(len(ends) if is_timed else index, error)
             raise
+        if is_timed:
+            self._timing.note(begin, ends)
 
     def _undo(self, index: int, error: BaseException) -> None:
         """Bring everything to where it was before the step, or say what cannot be."""
         for link in self._links.values():
             link.halt()
-        position = self._program.positions[index]
-        outcome = self._recovery.restore(position, self._program.stages[index])
+        self._device.settle()
+        position, stage = self._where(index)
+        outcome = self._recovery.restore(position, stage)
         for link in self._links.values():
             link.reset()
         if not (outcome.updated or outcome.lost):
@@ -217,6 +240,18 @@ class Execution:
             updated=outcome.updated,
             lost=outcome.lost,
         ) from error
+
+    def _next_calls(self) -> list[Call]:
+        """What the steps from the second one on call: in stretches, once they have been timed."""
+        if self._stretches is None or self._debug is not None or self._timing.wanted:
+            return self._program.calls
+        return self._stretches.calls
+
+    def _where(self, index: int) -> tuple[int, Stage]:
+        """The position and stage of one of the calls."""
+        if self._stretches is not None and self._calls is self._stretches.calls:
+            return self._stretches.where(index)
+        return self._program.positions[index], self._program.stages[index]
 
     def _extra(self, position: int, when: str) -> Iterator[Call]:
         """What runs beside operators and transfers."""
@@ -279,6 +314,7 @@ class Execution:
             [self._move(transfer) for transfer in transfers],
             [transfer.num_bytes for transfer in transfers],
             self.ledger,
+            self._device,
         )
 
     def _move(self, transfer: Transfer) -> Callable[[], None]:
@@ -291,15 +327,13 @@ class Execution:
             link.destination, self._places.destination(value, link.destination, start)
         )
         from_block, to_block = self.room.block(link.source), self.room.block(link.destination)
+        here, there = from_block.bytes_at(source, num_bytes), to_block.bytes_at(target, num_bytes)
         if isinstance(to_block, FileBlock):
-            address = from_block.tensor.data_ptr() + source
-            move = _call(to_block.write, target, address, num_bytes)
+            move = self._device.to_file(to_block.write, target, here)
         elif isinstance(from_block, FileBlock):
-            address = to_block.tensor.data_ptr() + target
-            move = _call(from_block.read, source, address, num_bytes)
+            move = self._device.from_file(from_block.read, source, there)
         else:
-            to_address = to_block.tensor.data_ptr() + target
-            move = _call(copy_bytes, to_address, from_block.tensor.data_ptr() + source, num_bytes)
+            move = self._device.mover(link, there, here)
         if self._debug is None:
             return move
         return self._debug.watched(
@@ -310,9 +344,12 @@ class Execution:
 class _mode_of_the_caller:
     """Puts the gradient mode back, and keeps autocast away."""
 
+    def __init__(self, device: Device) -> None:
+        self._type = device.device.type
+
     def __enter__(self) -> None:
         self._enabled = torch.is_grad_enabled()
-        self._autocast = torch.autocast("cpu", enabled=False)
+        self._autocast = torch.autocast(self._type, enabled=False)
         self._autocast.__enter__()
 
     def __exit__(self, *exc_info: Any) -> None:
@@ -320,20 +357,6 @@ class _mode_of_the_caller:
         torch._C._set_grad_enabled(self._enabled)
 
 
-def _call(function: Callable[..., None], *args: int) -> Callable[[], None]:
-    return lambda: function(*args)
-
-
 def _listed(names: tuple[str, ...]) -> str:
     shown = ", ".join(names[:8])
     return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} others"
-
-
-def _check_alignment(plan: Plan) -> None:
-    for placement in plan.placements:
-        if placement.offset % _ALIGNMENT_BYTES and placement.num_bytes:
-            raise PlanError(
-                f"value {placement.value} lies at byte {placement.offset} of the arena; operators "
-                f"run at multiples of {_ALIGNMENT_BYTES} only: plan with penstock.plan",
-                rule="alignment",
-            )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.executor._bind import PlannedStep, bind
+from penstock.executor._initial import Initializer
 from penstock.executor._operators import executable
 from penstock.executor._plan_cache import Planned, plan_entry
 from penstock.graph import StepGraph, capture, measure
@@ -33,6 +35,10 @@ def fit(
     host_memory: int | str | None = None,
     store: FileStore | str | os.PathLike[str] | None = None,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    before_step: Callable[[], object] | None = None,
+    accumulate: int | None = None,
+    also: Sequence[Any] = (),
+    initialize: Initializer | None = None,
     machine: MachineProfile | str | None = None,
     time_limit: float = 60,
     seed: int = 0,
@@ -53,12 +59,17 @@ def fit(
     Args:
         model: The model, with its parameters; they move to where the plan has them.
         optimizer: Its optimizer.
-        batch: A batch; all batches must have its shapes and dtypes.
+        batch: A batch; all batches must have its shapes and dtypes, or those of one in `also`.
         device_memory: Bytes, or a size such as `"8GiB"`, for parameters, optimizer state,
             activations and the operators' workspace.
         host_memory: Bytes of the host tier: RAM beside that budget.
         store: Directory or `FileStore` of the file tier.
         loss: `loss(output, batch)`, as given to `penstock.capture`.
+        before_step: Called between backward and the optimizer's step, as to clip gradients; as of
+            `penstock.capture`.
+        accumulate: A batch is a list of this many micro-batches; as of `penstock.capture`.
+        also: Batches of other shapes; each shape has a plan, and all share the memory.
+        initialize: First numbers of what is on the meta device; as of `bind`.
         machine: What times are based on. None: this machine, whose links are probed and on which
             each distinct operator runs a few times.
         time_limit: Seconds that planning may take.
@@ -76,74 +87,91 @@ def fit(
         PlanError, GraphFileError, StoreError, TypeError, ValueError: As of `penstock.capture`,
             `penstock.plan` and `bind`.
     """
-    begin = time.perf_counter()
-    graph = executable(capture(model, optimizer, batch, loss=loss))
-    _logger.info(
-        "captured %d operators in %s",
-        len(graph.operators),
-        format_seconds(time.perf_counter() - begin),
+    wanted = _Wanted(
+        device_memory=_bytes_or_none(device_memory, "device_memory"),
+        host_memory=_bytes_or_none(host_memory, "host_memory"),
+        store=store,
+        machine=machine,
+        time_limit=time_limit,
+        seed=seed,
     )
-    budgets = [
-        None if size is None else parse_bytes(size, name=name)
-        for name, size in (("device_memory", device_memory), ("host_memory", host_memory))
-    ]
+    how: dict[str, Any] = {"loss": loss, "before_step": before_step, "accumulate": accumulate}
 
-    def make() -> Planned:
-        timed = measure(graph, num_runs=_NUM_RUNS) if machine is None else graph
-        found = plan(
-            timed,
-            device_memory=budgets[0],
-            host_memory=budgets[1],
-            store=store,
-            machine=machine,
-            time_limit=time_limit,
-            seed=seed,
-            progress=progress,
+    def planned_for(each: Any) -> Planned:
+        began = time.perf_counter()
+        graph = executable(capture(model, optimizer, each, **how))
+        elapsed = format_seconds(time.perf_counter() - began)
+        _logger.info("captured %d operators in %s", len(graph.operators), elapsed)
+        planned = (_known_or_made if cache else _made)(graph, wanted, progress)
+        _logger.info(
+            "plan: %s of device memory, %s a step, at least %s",
+            format_bytes(planned.plan.peak_device_bytes),
+            format_seconds(planned.plan.step_seconds),
+            format_seconds(planned.plan.lower_bound_seconds),
         )
-        return Planned(timed, found)
+        return planned
 
-    if not cache:
-        planned = make()
-    else:
-        with plan_entry(_key(graph, budgets, store, machine, time_limit, seed)) as entry:
-            known = entry.load()
-            planned = known or make()
-            if known is None:
-                entry.save(planned)
-    _logger.info(
-        "plan: %s of device memory, %s a step, at least %s",
-        format_bytes(planned.plan.peak_device_bytes),
-        format_seconds(planned.plan.step_seconds),
-        format_seconds(planned.plan.lower_bound_seconds),
-    )
+    first, *others = map(planned_for, (batch, *also))
     return bind(
-        planned.plan,
+        first.plan,
         model,
         optimizer,
-        graph=planned.graph,
+        graph=first.graph,
         loss=loss,
+        also=[(each.plan, each.graph) for each in others],
+        initialize=initialize,
         store=store,
         debug=debug,
     )
 
 
-def _key(
-    graph: StepGraph,
-    budgets: list[int | None],
-    store: FileStore | str | os.PathLike[str] | None,
-    machine: MachineProfile | str | None,
-    time_limit: float,
-    seed: int,
-) -> list[object]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """What `fit` was asked for, as far as a plan depends on it: arguments of `plan`."""
+
+    device_memory: int | None
+    host_memory: int | None
+    store: FileStore | str | os.PathLike[str] | None
+    machine: MachineProfile | str | None
+    time_limit: float
+    seed: int
+
+
+def _bytes_or_none(size: int | str | None, name: str) -> int | None:
+    return None if size is None else parse_bytes(size, name=name)
+
+
+def _known_or_made(
+    graph: StepGraph, wanted: _Wanted, progress: Callable[[Found], None] | None
+) -> Planned:
+    """A plan from the cache, or one that is made now and kept there."""
+    with plan_entry(_key(graph, wanted)) as entry:
+        planned = entry.load()
+        if planned is None:
+            planned = _made(graph, wanted, progress)
+            entry.save(planned)
+    return planned
+
+
+def _made(graph: StepGraph, wanted: _Wanted, progress: Callable[[Found], None] | None) -> Planned:
+    if wanted.machine is None:
+        graph = measure(graph, num_runs=_NUM_RUNS)
+    return Planned(graph, plan(graph, **vars(wanted), progress=progress))
+
+
+def _key(graph: StepGraph, wanted: _Wanted) -> list[object]:
     """What a plan depends on."""
     from penstock import __version__
 
     where: object = None
-    if store is not None:
-        file_store = FileStore.of(store)
+    if wanted.store is not None:
+        file_store = FileStore.of(wanted.store)
         where = [os.path.abspath(file_store.path), file_store.max_bytes]
+    machine = wanted.machine
     profile: object = machine if isinstance(machine, str | None) else machine.to_dict()
     threads = torch.get_num_threads() if machine is None else None
     metadata = {name: repr(value) for name, value in sorted(graph.metadata.items())}
     versions = [__version__, torch.__version__]
-    return [versions, graph.digest, metadata, budgets, where, profile, threads, time_limit, seed]
+    budgets = [wanted.device_memory, wanted.host_memory]
+    limits = [wanted.time_limit, wanted.seed]
+    return [versions, graph.digest, metadata, budgets, where, profile, threads, *limits]

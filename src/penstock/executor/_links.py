@@ -11,8 +11,10 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
+from penstock.executor._device import Device, Mark
 from penstock.memory import Ledger, Link
 
 _logger = logging.getLogger(__name__)
@@ -26,6 +28,7 @@ class ThreadLink:
         moves: A step's transfers in their order; each returns when its bytes have arrived.
         num_bytes: Bytes of each.
         ledger: Where transfers and stalls are written down.
+        device: Where operators run.
 
     Attributes:
         num_moves: Transfers of a step.
@@ -39,18 +42,21 @@ class ThreadLink:
         moves: Sequence[Callable[[], None]],
         num_bytes: Sequence[int],
         ledger: Ledger,
+        device: Device,
     ) -> None:
         self.link = link
+        self._device = device if device.is_behind else None
+        self._marks: deque[tuple[int, Mark]] = deque()  # transfers up to which, not before when
         self.num_moves = len(moves)
         self.base = self.num_moves  # what crosses the seam before the first step has been done
         self.done = self.num_moves
         self._moves = moves
         self._num_bytes = num_bytes
         self._ledger = ledger
-        # (generation, count): permits of before a `reset` are not valid any more.
-        self._permits: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
-        self._generation = 0
         self._released = self.done
+        self._idle = False  # whether the thread sleeps, or is about to: then it has to be woken
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._stopped = False
         self._changed = threading.Condition()
         self._awaited: int | None = None
         self._error: BaseException | None = None
@@ -60,10 +66,13 @@ class ThreadLink:
 
     def release(self, count: int) -> None:
         """Let the first `count` transfers of this step begin."""
+        if self._device is not None:
+            self._marks.append((self.base + count, self._device.mark()))
+        self._released = self.base + count
         if self._thread is None:
             self._start()
-        self._released = self.base + count
-        self._permits.put((self._generation, self._released))
+        elif self._idle:
+            self._wake.put(None)
 
     def wait(self, count: int) -> None:
         """Wait for the first `count` transfers of this step; below 1 they are the last step's.
@@ -98,15 +107,15 @@ class ThreadLink:
         `halt`.
         """
         with self._changed:
-            self._generation += 1
             self._error, self._awaited = None, None
+            self._marks.clear()
             self.done = self._released = self.base
             self._halted = False
 
     def stop(self) -> None:
         """End the thread after the transfer that is under way."""
-        self._halted = True
-        self._permits.put(None)
+        self._halted = self._stopped = True
+        self._wake.put(None)
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
             thread.join()
@@ -129,24 +138,40 @@ class ThreadLink:
             raise self._error
 
     def _run(self) -> None:
-        while (permit := self._permits.get()) is not None:
-            generation, target = permit
-            with self._changed:
-                if self._halted or generation != self._generation:
-                    continue
-                self._busy = True
-            try:
-                self._carry(target)
-            except BaseException as error:
-                _logger.debug("a transfer %s failed: %s", self.link.value, error)
-                self._error = error
-            with self._changed:
-                self._busy = False
-                self._changed.notify_all()
+        while not self._stopped:
+            if self._may_go_on():
+                self._burst()
+                continue
+            # Whoever releases looks at `_idle` after he has written `_released`; here it is the
+            # other way round, so one of the two sees the other.
+            self._idle = True
+            if not self._may_go_on():
+                self._wake.get()
+            self._idle = False
 
-    def _carry(self, target: int) -> None:
-        while self.done < target and not self._halted and self._error is None:
+    def _may_go_on(self) -> bool:
+        return self.done < self._released and not self._halted and self._error is None
+
+    def _burst(self) -> None:
+        """Carry out all that is released."""
+        with self._changed:
+            if not self._may_go_on():  # halted in between
+                return
+            self._busy = True
+        try:
+            self._carry()
+        except BaseException as error:
+            _logger.debug("a transfer %s failed: %s", self.link.value, error)
+            self._error = error
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+
+    def _carry(self) -> None:
+        while self._may_go_on():
             index = self.done % self.num_moves
+            if self._device is not None:
+                self._follow(self._device)
             begin = time.perf_counter_ns()
             self._moves[index]()
             end = time.perf_counter_ns()
@@ -155,3 +180,10 @@ class ThreadLink:
             if self._awaited is not None and self.done >= self._awaited:
                 with self._changed:
                     self._changed.notify_all()
+
+    def _follow(self, device: Device) -> None:
+        """Wait until computing has come to where the next transfer was released."""
+        while self._marks and self._marks[0][0] <= self.done:
+            self._marks.popleft()
+        if self._marks:
+            device.follow(self._marks[0][1])

@@ -7,19 +7,21 @@ decided here, by the packer, from the intervals that the plan gives them.
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 import os
+import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
+from penstock.executor._device import PAGE_BYTES, Device
 from penstock.graph import StepGraph
 from penstock.memory import ExtentFile, FileStore, Tier
 from penstock.planner import Buffer, Copy, Plan, pack
 
-PAGE_BYTES = 4096
-_HUGE_PAGE_BYTES = 2 * 2**20
 _PACK_SECONDS = 1.0
 _HOST_UNIT_BYTES = 512  # direct I/O takes such addresses without a copy
 
@@ -42,6 +44,13 @@ class Block:
     def bytes_at(self, offset: int, num_bytes: int) -> torch.Tensor:
         """The bytes `[offset, offset + num_bytes)`, not a copy."""
         return self.tensor[offset : offset + num_bytes]
+
+    def alone(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """The same bytes as a storage of their own.
+
+        Who saves a tensor saves its storage, so what the caller sees must not show all the rest.
+        """
+        return torch.from_dlpack(self.bytes_at(offset, num_bytes))
 
     def close(self) -> None:
         """Let go of what holds the block; tensors that view it stay valid."""
@@ -76,6 +85,13 @@ class FileBlock(Block):
         """Write memory to the file."""
         self.file.write(self.extent, address, num_bytes, offset)
 
+    def put_away(self, offset: int, num_bytes: int) -> None:
+        """Write pages of the mapping to the file, and take them out of memory."""
+        begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        length = min(offset + num_bytes, self.extent.num_bytes) - begin
+        self._mapping.flush(begin, length)
+        self._mapping.madvise(mmap.MADV_DONTNEED, begin, length)
+
     def read(self, offset: int, address: int, num_bytes: int) -> None:
         """Read from the file into memory."""
         self.file.read(self.extent, address, num_bytes, offset)
@@ -84,36 +100,103 @@ class FileBlock(Block):
         self.file.close()
 
 
-def anonymous(num_bytes: int) -> torch.Tensor:
-    """Return fresh memory that begins at a page, as a tensor of bytes."""
-    memory = mmap.mmap(-1, max(num_bytes, PAGE_BYTES))
-    if num_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
+class Layout(NamedTuple):
+    """Where the copies of a plan lie below the device.
+
+    Attributes:
+        offsets: For each tier and each copy there (index in `plan.copies`) its first byte in the
+            tier's block. Copies of one value that meet where the step begins have one place.
+        num_bytes: For each tier the bytes of the block; 0 if the plan does not use it.
+        homes: For each tier the places that last from step to step, by the storages' names.
+    """
+
+    offsets: dict[Tier, dict[int, int]]
+    num_bytes: dict[Tier, int]
+    homes: dict[Tier, dict[str, int]]
 
 
-def offsets_of_copies(graph: StepGraph, plan: Plan, tier: Tier) -> tuple[dict[int, int], int]:
-    """Give the copies of a tier places in one block.
+def layout_of(graph: StepGraph, plan: Plan, others: Sequence[Layout] = ()) -> Layout:
+    """Give the copies of a plan places in the blocks of host memory and the file.
 
     Args:
         graph: The step.
         plan: The plan.
-        tier: Host or file.
-
-    Returns:
-        For each copy (index in `plan.copies`) its first byte, and the bytes of the block. Copies of
-        one value that meet where the step begins have one place.
+        others: Layouts of plans with which this one takes turns in the same blocks: what lasts from
+            step to step and has a place there already keeps it, so nothing has to move.
     """
-    unit = PAGE_BYTES if tier is Tier.FILE else _HOST_UNIT_BYTES
-    chains = list(_chains(graph, plan, tier))
-    buffers = [_buffer(plan, chain, unit) for chain in chains]
-    packing = pack(buffers, None, _PACK_SECONDS, 0)
-    offsets = {
-        index: offset
-        for chain, offset in zip(chains, packing.offsets, strict=True)
-        for index in chain
-    }
-    return offsets, packing.height
+    made = Layout({}, {Tier.DEVICE: plan.arena_bytes}, {})
+    for tier in (Tier.HOST, Tier.FILE):
+        unit = PAGE_BYTES if tier is Tier.FILE else _HOST_UNIT_BYTES
+        known = {name: offset for other in others for name, offset in other.homes[tier].items()}
+        chains = list(_chains(graph, plan, tier))
+        names = [_name_of_home(graph, plan, chain) for chain in chains]
+        buffers = [
+            dataclasses.replace(_buffer(plan, chain, unit), offset=known.get(name or ""))
+            for chain, name in zip(chains, names, strict=True)
+        ]
+        packing = pack(buffers, None, _PACK_SECONDS, 0)
+        places = list(zip(chains, names, packing.offsets, strict=True))
+        made.offsets[tier] = {index: at for chain, _, at in places for index in chain}
+        made.num_bytes[tier] = packing.height
+        made.homes[tier] = known | {name: at for _, name, at in places if name is not None}
+    return made
+
+
+def _name_of_home(graph: StepGraph, plan: Plan, chain: list[int]) -> str | None:
+    """The name of the storage whose place lasts from step to step; None if this one does not."""
+    copy = plan.copies[chain[0]]
+    storage = graph.storages[graph.storage_of_value[copy.value]]
+    carried = storage.persistent and copy.start == 0 and copy.value == storage.initial
+    return storage.name if carried else None
+
+
+class Blocks:
+    """The memory of one plan, or of several that take turns: as much as the largest wants.
+
+    Args:
+        layouts: Of the plans.
+        store: The file tier; None if no plan has copies there.
+        device: Where operators run.
+
+    Raises:
+        StoreError: The file cannot be had, or has not enough room.
+    """
+
+    def __init__(self, layouts: Sequence[Layout], store: FileStore | None, device: Device) -> None:
+        most = {
+            tier: max(layout.num_bytes[tier] for layout in layouts)
+            for tier in (Tier.DEVICE, Tier.HOST, Tier.FILE)
+        }
+        num_bytes = most[Tier.DEVICE]
+        self.arena = Block(Tier.DEVICE, device.arena(num_bytes), num_bytes)
+        self.below: dict[Tier, Block] = {}
+        if most[Tier.HOST]:
+            host_bytes = most[Tier.HOST]
+            memory = device.host(host_bytes)
+            self.below[Tier.HOST] = Block(Tier.HOST, memory, host_bytes)
+            self._let_go = weakref.finalize(self, device.let_go, memory)
+        if most[Tier.FILE]:
+            assert store is not None
+            self.below[Tier.FILE] = FileBlock(store, most[Tier.FILE])
+
+    def __iter__(self) -> Iterator[Block]:
+        """All blocks, the arena first."""
+        yield self.arena
+        yield from self.below.values()
+
+    def hold(self, address: int) -> bool:
+        """Whether an address lies in one of the blocks."""
+        return any(
+            block.tensor.data_ptr() <= address < block.tensor.data_ptr() + block.tensor.numel()
+            for block in self
+        )
+
+    def close(self) -> None:
+        """Let go of the file; tensors that look at the memory stay valid."""
+        for block in self.below.values():
+            block.close()
+        if Tier.HOST in self.below:
+            self._let_go()
 
 
 def _chains(graph: StepGraph, plan: Plan, tier: Tier) -> Iterator[list[int]]:

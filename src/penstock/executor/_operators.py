@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.errors import PenstockError
+from penstock.executor._device import Device
+from penstock.executor._entry_points import entry_point
+from penstock.executor._numbers import Live, Numbers
 from penstock.graph import Operator, Phase, StepGraph
 from penstock.graph._encoding import (
     CONSTANT,
@@ -29,6 +32,9 @@ from penstock.graph._encoding import (
 )
 
 Call = Callable[[], object]
+
+ALIGNMENT_BYTES = 64  # what torch gives every tensor; kernels may calculate otherwise elsewhere
+_CUDA_ALIGNMENT_BYTES = 512  # likewise, of torch's allocator for GPUs
 
 _COPIES = ("aten.clone.default", "aten._to_copy.default")
 """Operators whose result is their operand, perhaps in another dtype or layout."""
@@ -49,18 +55,6 @@ class Result(NamedTuple):
     tensor: torch.Tensor
 
 
-class Live(NamedTuple):
-    """Numbers among the arguments that are calculated anew in each step.
-
-    Attributes:
-        reads: Places in the step's numbers, and the functions that read a tensor's number.
-        places: Argument lists or dictionaries, places in them, and functions that calculate.
-    """
-
-    reads: list[tuple[int, Call]]
-    places: list[tuple[Any, Any, Call]]
-
-
 @functools.cache
 def writes_in_place(target: str) -> bool:
     """Whether results of an operator need no memory but their place.
@@ -76,8 +70,9 @@ def executable(graph: StepGraph) -> StepGraph:
     """Return a step as this executor runs it best: plan this one.
 
     Operators whose results are copied to their places have workspace for these results, so that a
-    budget holds for all that a step allocates. And no parameter is updated before the loss is
-    known, so that a step whose loss is NaN can be undone.
+    budget holds for all that a step allocates. No parameter is updated before the loss is known, so
+    that a step whose loss is NaN can be undone. And storages take whole multiples of 64 bytes (512
+    on a GPU), so that addresses are such as torch gives, however small the step is.
 
     Example:
         >>> graph = executable(penstock.capture(model, optimizer, batch))  # doctest: +SKIP
@@ -106,7 +101,14 @@ def executable(graph: StepGraph) -> StepGraph:
             )
         )
     metadata = {**graph.metadata, _WORKSPACE_MARK: True}
-    return dataclasses.replace(graph, operators=tuple(operators), metadata=metadata)
+    unit = _CUDA_ALIGNMENT_BYTES if graph.device == "cuda" else ALIGNMENT_BYTES
+    storages = tuple(
+        dataclasses.replace(storage, num_bytes=-(-storage.num_bytes // unit) * unit)
+        for storage in graph.storages
+    )
+    return dataclasses.replace(
+        graph, operators=tuple(operators), storages=storages, metadata=metadata
+    )
 
 
 def workspace_bytes(graph: StepGraph, operator: Operator) -> int:
@@ -136,7 +138,7 @@ def call_of(
     kwargs: dict[str, Any],
     results: list[Result],
     live: Live,
-    numbers: list[Any],
+    numbers: Numbers,
     scalar_slot: int | None,
 ) -> Call | None:
     """Return what runs an operator.
@@ -144,56 +146,36 @@ def call_of(
     Args:
         operator: The operator.
         target: What runs: its target, or what it runs as when it runs again.
-        args: Its arguments, with tensors in their places; `live` writes into them.
+        args: Its arguments, with tensors in their places.
         kwargs: Its keyword arguments, likewise.
         results: The results that it makes in memory of their own.
         live: Numbers that change from step to step.
-        numbers: Where `live` and `SCALAR` leave the numbers that they read.
-        scalar_slot: The place in `numbers`, for `SCALAR`.
+        numbers: The step's numbers, also those that `SCALAR` reads.
+        scalar_slot: Where they have this one, for `SCALAR`.
 
     Returns:
         A call without arguments; None where nothing has to be done.
     """
     if target in OWN_TARGETS and target != FULL:
-        return _own_call(target, args, results, numbers, scalar_slot)
+        return _own_call(target, args, results, numbers.now, scalar_slot)
     if target == FULL:
         function = results[0].tensor.fill_
-    elif not results:
-        function = resolve(target)._op
-    elif target in _COPIES:
+    elif target in _COPIES and results:
         function = results[0].tensor.copy_
         del args[1:]
         kwargs.clear()
     else:
-        variant = _out_variant(target)
-        if variant is not None and len(results) == len(operator.outputs):
-            out_target, names = variant
+        variant = _out_variant(target) if len(results) == len(operator.outputs) else None
+        if results and variant is not None:
+            target, names = variant
             kwargs.update(zip(names, (result.tensor for result in results), strict=True))
-            function = resolve(out_target)._op
-        else:
-            function = _copying(operator, resolve(target)._op, results)
+        with live.filled():
+            function = entry_point(target, args, kwargs)
+        if results and variant is None:
+            function = _copying(operator, function, results)
     if not (live.reads or live.places):
         return functools.partial(function, *args, **kwargs)
-    return _with_live_numbers(function, args, kwargs, live, numbers)
-
-
-def _with_live_numbers(
-    function: Callable[..., Any],
-    args: list[Any],
-    kwargs: dict[str, Any],
-    live: Live,
-    numbers: list[Any],
-) -> Call:
-    reads, places = tuple(live.reads), tuple(live.places)
-
-    def run() -> None:
-        for slot, read in reads:
-            numbers[slot] = read()
-        for arguments, place, number in places:
-            arguments[place] = number()
-        function(*args, **kwargs)
-
-    return run
+    return numbers.call(function, args, kwargs, live)
 
 
 def _copying(
@@ -263,23 +245,24 @@ def _own_call(
     return keep
 
 
-def random_again(call: Call, state: list[torch.Tensor]) -> tuple[Call, Call]:
+def random_again(call: Call, state: list[torch.Tensor], device: Device) -> tuple[Call, Call]:
     """Return an operator that draws random numbers as it runs first, and as it runs again.
 
     Args:
         call: What runs it.
         state: Empty; holds the generator's state of the first run.
+        device: Whose generator.
     """
 
     def first() -> None:
-        state[:] = [torch.get_rng_state()]
+        state[:] = [device.random_state()]
         call()
 
     def again() -> None:
-        now = torch.get_rng_state()
-        torch.set_rng_state(state[0])
+        now = device.random_state()
+        device.set_random_state(state[0])
         call()
-        torch.set_rng_state(now)
+        device.set_random_state(now)
 
     return first, again
 
@@ -301,10 +284,19 @@ def checked(operator: Operator, call: Call, results: list[Result]) -> Call:
     return run
 
 
+def _adds_up_in_place(function: torch._ops.OpOverload) -> bool:
+    """Whether the operator may use the place of a sum for all that is added up, as losses do."""
+    arguments = function._schema.arguments
+    name = function._schema.name
+    return any(each.name == "reduction" for each in arguments) and not name.endswith("_backward")
+
+
 @functools.cache
 def _out_variant(target: str) -> tuple[str, tuple[str, ...]] | None:
     """The operator that does the same into given places, and the names of these arguments."""
     function = resolve(target)
+    if _adds_up_in_place(function):
+        return None
     wanted = [(each.name, str(each.type)) for each in function._schema.arguments]
     packet = function._overloadpacket
     for name in packet.overloads():

@@ -6,17 +6,14 @@ with checksums and are checked again when they are used; a damaged entry is plan
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.codegen import cache_root
+from penstock.codegen import cache_entry
 from penstock.errors import PenstockError
 from penstock.graph import StepGraph
 from penstock.planner import Plan, check
@@ -85,43 +82,8 @@ def plan_entry(key: list[object]) -> Iterator[PlanEntry]:
     Yields:
         The entry; one that keeps nothing where there is no usable cache directory.
     """
-    root = _directory()
-    if root is None:
-        yield PlanEntry(None)
-        return
-    import filelock
-
-    path = root / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
-    lock = filelock.FileLock(path.with_suffix(".lock"), timeout=_LOCK_SECONDS, mode=0o600)
-    try:
-        lock.acquire()
-    except (filelock.Timeout, OSError, NotImplementedError) as error:
-        _logger.warning("plans are not cached: cannot lock %s: %s", path, error)
-        yield PlanEntry(None)
-        return
-    try:
+    with cache_entry("plans", key, wait_seconds=_LOCK_SECONDS) as path:
         yield PlanEntry(path)
-    finally:
-        lock.release()
-
-
-def _directory() -> Path | None:
-    """The cache directory, private to this user, or None where there cannot be one."""
-    directory = cache_root() / "plans"
-    try:
-        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        directory.mkdir(mode=0o700, exist_ok=True)
-        status = directory.stat()
-    except OSError as error:
-        _logger.warning("plans are not cached: %s", error)
-        return None
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        _logger.warning(
-            "plans are not cached: %s must belong to this user and have mode 0700 (chmod 700)",
-            directory,
-        )
-        return None
-    return directory
 
 
 def _remove(directory: Path) -> None:

@@ -17,15 +17,18 @@ from typing import Any
 
 import torch
 
+from penstock.executor._device import Device
 from penstock.executor._links import ThreadLink
-from penstock.executor._numbers import Numbers
-from penstock.executor._operators import Call, Live, Result, call_of, checked, random_again
+from penstock.executor._numbers import Live, Numbers
+from penstock.executor._operators import Call, Result, call_of, checked, random_again
 from penstock.executor._places import Places
 from penstock.executor._room import Room
 from penstock.graph import Kind, Operator, Phase, StepGraph, TensorView
-from penstock.graph._encoding import SCALAR, decode
+from penstock.graph._encoding import GET_RNG_STATE, SCALAR, SET_RNG_STATE, decode
 from penstock.memory import Link, Tier
 from penstock.planner import Plan
+
+_LOOKS = (SCALAR, GET_RNG_STATE, SET_RNG_STATE)  # at results, or at what is no tensor of the step
 
 
 class Stage(enum.IntEnum):
@@ -49,6 +52,8 @@ class Program:
         first: The same for the first step, in which results are compared with their promises.
         positions: For each call the position that it belongs to.
         stages: For each call how far its boundary is.
+        plain: For each call whether it is an operator whose arguments are the same in all steps,
+            and which neither draws random numbers nor looks at results.
         random: Whether operators draw random numbers.
     """
 
@@ -56,14 +61,24 @@ class Program:
     first: list[Call] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     stages: list[Stage] = field(default_factory=list)
+    plain: list[bool] = field(default_factory=list)
     random: bool = False
 
-    def add(self, call: Call, position: int, stage: Stage, *, first: Call | None = None) -> None:
+    def add(
+        self,
+        call: Call,
+        position: int,
+        stage: Stage,
+        *,
+        first: Call | None = None,
+        is_plain: bool = False,
+    ) -> None:
         """Append a call; `first` runs instead of it in the first step."""
         self.calls.append(call)
         self.first.append(first or call)
         self.positions.append(position)
         self.stages.append(stage)
+        self.plain.append(is_plain)
 
 
 Extra = Callable[[int, str], Iterator[Call]]
@@ -78,6 +93,7 @@ def program_of(
     links: Mapping[Link, ThreadLink],
     numbers: Numbers,
     extra: Extra,
+    device: Device,
 ) -> Program:
     """Compile a plan.
 
@@ -89,11 +105,12 @@ def program_of(
         links: What carries out its transfers.
         numbers: Numbers that change from step to step.
         extra: What else is called, and when.
+        device: Where operators run.
 
     Returns:
         The calls of one step.
     """
-    compiler = _Compiler(graph, plan, room, numbers)
+    compiler = _Compiler(graph, plan, room, numbers, device)
     boundaries = _boundaries(plan, links)
     program = compiler.program
     forward: bool | None = None
@@ -146,7 +163,10 @@ def _boundaries(
 class _Compiler:
     """Turns operators at positions into calls."""
 
-    def __init__(self, graph: StepGraph, plan: Plan, room: Room, numbers: Numbers) -> None:
+    def __init__(
+        self, graph: StepGraph, plan: Plan, room: Room, numbers: Numbers, device: Device
+    ) -> None:
+        self._device = device
         self.program = Program(random=any(operator.random for operator in graph.operators))
         self._graph = graph
         self._room = room
@@ -180,14 +200,15 @@ class _Compiler:
         for name, value in kwarguments.items():
             kwargs[name] = self._decode(value, kwargs, name, position, live)
         results = self._results(operator, position) if slot is None else []
-        call = call_of(operator, target, args, kwargs, results, live, self._numbers.now, slot)
+        call = call_of(operator, target, args, kwargs, results, live, self._numbers, slot)
         if call is None:
             return
         if operator.random and (again or self._runs_left[index] > 1):
-            first, second = random_again(call, self._again.setdefault(index, []))
+            first, second = random_again(call, self._again.setdefault(index, []), self._device)
             call = second if again else first
         first = checked(operator, call, results)
-        self.program.add(call, position, Stage.RUNNING, first=first)
+        is_plain = not (live.reads or live.places or operator.random or target in _LOOKS)
+        self.program.add(call, position, Stage.RUNNING, first=first, is_plain=is_plain)
 
     def _results(self, operator: Operator, position: int) -> list[Result]:
         return [
@@ -204,11 +225,11 @@ class _Compiler:
                 items[index] = self._decode(item, items, index, position, live)
             return items
         if isinstance(value, Mapping) and "scalar" in value:
-            number, reads = self._numbers.compiled(
+            source, reads = self._numbers.source(
                 value["scalar"], lambda view: self._room.operand(view, position)
             )
             live.reads.extend(reads)
-            live.places.append((holder, place, number))
+            live.places.append((holder, place, source))
             return None
         return decode(
             value,

@@ -20,6 +20,11 @@ class ExecutionReport:
     """Median time of a step; without the first one, if there are more."""
     predicted_step_seconds: float
     """As the plan's simulation has it."""
+    phase_seconds: dict[str, float]
+    """Of a step: forward, backward and optimizer, with what each waited; measured in the first five
+    steps after the first one, and empty before."""
+    predicted_phase_seconds: dict[str, float]
+    """As the plan's simulation has it."""
     stall_seconds: float
     """Of a step: time for which the computation waited for transfers."""
     predicted_stall_seconds: float
@@ -51,10 +56,20 @@ class ExecutionReport:
     """Whether the file is read and written past the page cache; None without a file."""
     debug: bool
     """Whether freed bytes are overwritten and transfers compared."""
+    num_recorded: int = 0
+    """Operators of a step that a GPU replays from CUDA graphs."""
+    operator_seconds: tuple[float | None, ...] = ()
+    """Of each operator of the planned graph, measured in the same steps; None where nothing runs.
+    `Plan.refine` takes them up."""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain data, for JSON."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        return report_table(self, title="penstock.bind")
+        rows = [
+            (field.name, getattr(self, field.name))
+            for field in dataclasses.fields(self)
+            if field.name != "operator_seconds"
+        ]
+        return report_table(rows, title="penstock.bind")

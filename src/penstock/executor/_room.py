@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from penstock.executor._memory import Block, FileBlock, anonymous, offsets_of_copies
+from penstock.executor._memory import Block, Blocks, FileBlock, Layout
 from penstock.executor._places import Places, Stay
 from penstock.graph import StepGraph, TensorView
 from penstock.graph._encoding import dtype_named
-from penstock.memory import FileStore, Tier
-from penstock.planner import Plan
+from penstock.memory import Tier
 
 
 class Room:
@@ -20,55 +19,42 @@ class Room:
 
     Args:
         graph: The step.
-        plan: A plan for it.
-        places: Its places.
+        places: The places of a plan for it.
         device: Where operators run.
-        store: The file tier; None if the plan has no copies there.
-
-    Raises:
-        StoreError: The file cannot be had, or has not enough room.
+        layout: Where copies lie.
+        blocks: The memory, shared with other plans that take turns with this one.
     """
 
     def __init__(
         self,
         graph: StepGraph,
-        plan: Plan,
         places: Places,
         device: torch.device,
-        store: FileStore | None,
+        layout: Layout,
+        blocks: Blocks,
     ) -> None:
         self._graph = graph
         self._places = places
         self._views: dict[tuple[object, ...], torch.Tensor] = {}
+        self._alone: dict[tuple[Tier, int, int], torch.Tensor] = {}
         self._loose: dict[int, torch.Tensor] = {}
         self.device = device
-        self.arena = Block(Tier.DEVICE, anonymous(plan.arena_bytes), plan.arena_bytes)
-        self._offsets: dict[Tier, dict[int, int]] = {}
-        self._below: dict[Tier, Block] = {}
-        for tier in (Tier.HOST, Tier.FILE):
-            offsets, num_bytes = offsets_of_copies(graph, plan, tier)
-            self._offsets[tier] = offsets
-            if not num_bytes:
-                continue
-            if tier is Tier.HOST:
-                self._below[tier] = Block(tier, anonymous(num_bytes), num_bytes)
-            else:
-                assert store is not None
-                self._below[tier] = FileBlock(store, num_bytes)
+        self.shared = blocks
+        self.arena = blocks.arena
+        self._offsets = layout.offsets
+        self._num_bytes = layout.num_bytes
 
     def block(self, tier: Tier) -> Block:
         """The block of a tier that the plan uses."""
-        return self.arena if tier is Tier.DEVICE else self._below[tier]
+        return self.arena if tier is Tier.DEVICE else self.shared.below[tier]
 
     def blocks(self) -> list[Block]:
         """All blocks, the arena first."""
-        return [self.arena, *self._below.values()]
+        return list(self.shared)
 
     def num_bytes(self, tier: Tier) -> int:
-        """Bytes of a tier's block; 0 if the plan does not use it."""
-        if tier is Tier.DEVICE:
-            return self.arena.num_bytes
-        return self._below[tier].num_bytes if tier in self._below else 0
+        """Bytes of a tier's block that this plan uses."""
+        return self._num_bytes[tier]
 
     def offset(self, tier: Tier, place: int) -> int:
         """The first byte of a place (see `Stay`) in its tier's block."""
@@ -78,9 +64,18 @@ class Room:
         """The bytes of a place."""
         return self.block(stay.tier).bytes_at(self.offset(stay.tier, stay.place), num_bytes)
 
+    def put_away(self, tensor: torch.Tensor) -> None:
+        """Let memory forget what of a tensor the file has; of one that lies there."""
+        for block in self.shared:
+            if isinstance(block, FileBlock):
+                begin = tensor.data_ptr() - block.tensor.data_ptr()
+                if 0 <= begin < block.num_bytes:
+                    block.put_away(begin, tensor.numel() * tensor.element_size())
+
     def view_of(self, stay: Stay, view: TensorView) -> torch.Tensor:
-        """What a view of a value shows, in one of its places."""
-        return self._view(self.block(stay.tier), self.offset(stay.tier, stay.place), view)
+        """What a view of a value shows, in one of its places; its storage is the value's."""
+        offset = self.offset(stay.tier, stay.place)
+        return _viewed(self._alone_at(stay.tier, offset, view.value), 0, view)
 
     def operand(self, view: TensorView, position: int) -> torch.Tensor:
         """What the operator at a position finds where it looks at a value."""
@@ -92,7 +87,20 @@ class Room:
         """Where the operator at a position puts a result."""
         if not self._graph.num_bytes(view.value):
             return self.loose(view)
-        return self._view(self.arena, self._places.result(view.value, position), view)
+        # In a storage of its own: an operator that wants a larger place than planned must fail.
+        offset = self._places.result(view.value, position)
+        key = ("result", offset, *view[1:])
+        if key not in self._views:
+            self._views[key] = _viewed(self._alone_at(Tier.DEVICE, offset, view.value), 0, view)
+        return self._views[key]
+
+    def _alone_at(self, tier: Tier, offset: int, value: int) -> torch.Tensor:
+        """The bytes of a value at an offset, as a storage of their own."""
+        num_bytes = self._graph.num_bytes(value)
+        key = (tier, offset, num_bytes)
+        if key not in self._alone:
+            self._alone[key] = self.block(tier).alone(offset, num_bytes)
+        return self._alone[key]
 
     def loose(self, view: TensorView) -> torch.Tensor:
         """A view of a value of no bytes, in memory of its own."""
@@ -109,20 +117,19 @@ class Room:
         made = torch.empty(0, dtype=dtype)
         return made.set_(base.untyped_storage(), view.offset, view.shape, view.stride)  # pyright: ignore
 
-    def close(self) -> None:
-        """Let go of the file; tensors that look at the memory stay valid."""
-        for block in self._below.values():
-            block.close()
-
     def _view(self, block: Block, offset: int, view: TensorView) -> torch.Tensor:
         key = (block.tier, offset, *view[1:])
         found = self._views.get(key)
         if found is None:
-            dtype = dtype_named(view.dtype)
-            first, rest = divmod(offset, dtype.itemsize)
-            assert not rest, f"a value of {view.dtype} at byte {offset}"
-            found = torch.empty(0, dtype=dtype, device=block.tensor.device)
-            storage = block.tensor.untyped_storage()
-            found.set_(storage, first + view.offset, view.shape, view.stride)  # pyright: ignore
-            self._views[key] = found
+            found = self._views[key] = _viewed(block.tensor, offset, view)
         return found
+
+
+def _viewed(memory: torch.Tensor, offset: int, view: TensorView) -> torch.Tensor:
+    """A view of what begins at a byte of some memory."""
+    dtype = dtype_named(view.dtype)
+    first, rest = divmod(offset, dtype.itemsize)
+    assert not rest, f"a value of {view.dtype} at byte {offset}"
+    found = torch.empty(0, dtype=dtype, device=memory.device)
+    storage = memory.untyped_storage()
+    return found.set_(storage, first + view.offset, view.shape, view.stride)  # pyright: ignore

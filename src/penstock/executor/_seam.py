@@ -8,7 +8,6 @@ follow what he did to it.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from penstock.errors import GraphFileError
+from penstock.executor._moves import Move, move_all
 from penstock.executor._places import Places, Stay
 from penstock.executor._room import Room
 from penstock.graph import Kind, StepGraph, TensorView
@@ -80,25 +80,54 @@ class Seam:
         self._model = model
         self._optimizer = optimizer
         self.places_of: dict[int, list[Stay]] = {
-            index: _complete_first(plan, places.at_the_seam(index))
+            index: _apart(room, _complete_first(plan, places.at_the_seam(index)))
             for index, storage in enumerate(graph.storages)
             if storage.persistent and storage.num_bytes
         }
         self._handles = [*_of_modules(graph, model, loss), *self._of_state(model, optimizer, loss)]
         self._bound: list[_Bound] = []
         self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
+        self._born: set[int] = set()  # storages that have never been anywhere else
 
     def take_over(self) -> None:
-        """Move the user's tensors to their homes; each looks at its home from now on."""
-        of_storage: defaultdict[int, list[_Handle]] = defaultdict(list)
-        for handle in self._handles:
-            of_storage[self._graph.storage_of_value[handle.view.value]].append(handle)
-        self._bound = []
-        for storage, handles in of_storage.items():
-            for handle in handles:
-                self._adopt(handle)
+        """Move the user's tensors to their homes; each looks at its home from now on.
+
+        They may lie anywhere, also in the places that another plan had for them in this memory.
+        """
+        of = self._graph.storage_of_value
+        tensors = [handle.now() for handle in self._handles]
+        moves: dict[int, Move] = {}
+        moved = set()
+        for index, (handle, tensor) in enumerate(zip(self._handles, tensors, strict=True)):
+            if tensor is None or not self._room.shared.hold(tensor.data_ptr()):
+                continue
+            storage = of[handle.view.value]
+            source = self._bytes_around(tensor, handle.view)
+            if source is None:
+                tensors[index] = tensor.detach().clone()
+            elif source.data_ptr() != self._home_bytes(storage, handle.view).data_ptr():
+                moves[storage] = Move(source, self._home_bytes(storage, handle.view))
+                moved.add(index)
+        move_all(list(moves.values()))
+        self._bound = [
+            self._adopted(handle, None if index in moved else tensor)
+            for index, (handle, tensor) in enumerate(zip(self._handles, tensors, strict=True))
+        ]
+        for storage in self.places_of:
             self.spread(storage)
-        self._note_versions()
+        self.note_versions()
+
+    def _bytes_around(self, tensor: torch.Tensor, view: TensorView) -> torch.Tensor | None:
+        """The storage that a tensor is a view of, if it lies there as the graph has it."""
+        if tensor.stride() != view.stride or tensor.shape != view.shape:
+            return None
+        address = tensor.data_ptr() - view.offset * tensor.element_size()
+        num_bytes = self._graph.num_bytes(view.value)
+        for block in self._room.blocks():
+            begin = address - block.tensor.data_ptr()
+            if 0 <= begin <= block.tensor.numel() - num_bytes:
+                return block.bytes_at(begin, num_bytes)
+        return None
 
     def take_up_changes(self, settle: Callable[[], None]) -> set[int]:
         """See what the user did between two steps: tensors changed in place, or replaced.
@@ -115,7 +144,7 @@ class Seam:
                 continue
             if not changed:
                 settle()
-            self._bound[index] = self._adopted(handle)
+            self._bound[index] = self._adopted(handle, handle.now())
             changed.add(self._graph.storage_of_value[handle.view.value])
         for storage, versions in self._versions.items():
             if any(tensor._version != version for tensor, version in versions):
@@ -124,8 +153,6 @@ class Seam:
                 changed.add(storage)
         for storage in changed:
             self.spread(storage)
-        if changed:
-            self._note_versions()
         return changed
 
     def spread(self, storage: int) -> None:
@@ -139,19 +166,27 @@ class Seam:
             self._room.bytes_of(stay, num_bytes).copy_(home)
 
     def give_back(self) -> None:
-        """Give the user's tensors memory of their own again."""
+        """Give the user's tensors memory of their own again, but for those that had none before."""
         fresh: dict[int, torch.UntypedStorage] = {}
         for handle, tensor, address in self._bound:
             if handle.now() is not tensor or tensor.data_ptr() != address:
                 continue
             storage = self._graph.storage_of_value[handle.view.value]
+            if storage in self._born or self._is_state_of_born(handle):
+                continue
             if storage not in fresh:
-                fresh[storage] = self._home_bytes(storage, handle.view).clone().untyped_storage()
+                home = self._home_bytes(storage, handle.view)
+                where = self._room.device if self._graph.storages[storage].num_bytes else "cpu"
+                fresh[storage] = home.to(where, copy=True).untyped_storage()
             view = handle.view
-            own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            own = torch.empty(0, dtype=tensor.dtype, device=fresh[storage].device)
             own.set_(fresh[storage], view.offset, view.shape, view.stride)  # pyright: ignore
             tensor.data = own
         self._bound = []
+
+    def _is_state_of_born(self, handle: _Handle) -> bool:
+        """Whether it is state of the optimizer, of a model that has never been anywhere else."""
+        return bool(self._born) and handle.name.startswith(_STATE)
 
     def settled(self, changed: set[int]) -> Iterator[tuple[Stay, int]]:
         """Places where nothing arrives any more: homes, and all places of what was changed."""
@@ -177,24 +212,34 @@ class Seam:
         stays = self.places_of[self._graph.storage_of_value[view.value]]
         return self._room.view_of(stays[0], view)
 
-    def _adopt(self, handle: _Handle) -> None:
-        self._bound.append(self._adopted(handle))
+    def _adopted(self, handle: _Handle, content: torch.Tensor | None) -> _Bound:
+        """Let a tensor of the user's look at its home.
 
-    def _adopted(self, handle: _Handle) -> _Bound:
+        Args:
+            handle: How he holds it.
+            content: What goes there; None if that is there already, or nothing exists yet.
+        """
         home = self._home(handle.view)
         tensor = handle.now()
         if tensor is None:
             home.fill_(_initial_fill(self._graph, handle.name))
             tensor = home.detach()
             handle.holder()[handle.key] = tensor
-        else:
-            _check(handle.name, handle.view, tensor)
-            if tensor.data_ptr() != home.data_ptr() or not home.numel():
-                home.copy_(tensor.detach())
-                tensor.data = home.detach()
+            self._room.put_away(tensor)
+            return _Bound(handle, tensor, tensor.data_ptr())
+        _check(handle.name, handle.view, tensor)
+        if tensor.is_meta:
+            tensor = _materialized(handle, tensor, home)
+            self._born.add(self._graph.storage_of_value[handle.view.value])
+        elif content is not None and content.data_ptr() != home.data_ptr():
+            home.copy_(content.detach())
+            self._room.put_away(home)
+        if tensor.data_ptr() != home.data_ptr() or not home.numel():
+            tensor.data = home.detach()
         return _Bound(handle, tensor, tensor.data_ptr())
 
-    def _note_versions(self) -> None:
+    def note_versions(self) -> None:
+        """What has been changed up to now was not the user; after a step, which changes much."""
         self._versions = {}
         for handle, tensor, _ in self._bound:
             storage = self._graph.storage_of_value[handle.view.value]
@@ -234,6 +279,21 @@ class Seam:
         # Only now, as everything is right, may dictionaries of state come into being.
         for name, parameter, key, view in found:
             yield _Handle(name, lambda parameter=parameter: optimizer.state[parameter], key, view)
+
+
+def _materialized(handle: _Handle, tensor: torch.Tensor, home: torch.Tensor) -> torch.Tensor:
+    """Let a tensor of the meta device look at its home; it stays the same object.
+
+    Until it has its first numbers it is NaN: whoever forgets them notices.
+    """
+    home.fill_(torch.nan if tensor.is_floating_point() else 0)
+    if isinstance(tensor, nn.Parameter):
+        real: torch.Tensor = nn.Parameter(home.detach(), requires_grad=tensor.requires_grad)
+    else:
+        real = home.detach()
+    vars(real).update(vars(tensor))
+    torch.utils.swap_tensors(tensor, real)
+    return tensor
 
 
 def _initial_fill(graph: StepGraph, name: str) -> float:
@@ -286,6 +346,12 @@ def _complete_first(plan: Plan, stays: list[Stay]) -> list[Stay]:
     )
 
 
+def _apart(room: Room, stays: list[Stay]) -> list[Stay]:
+    """Of stays in one place the first: what ends one step there and begins the next has two."""
+    places = {(stay.tier, room.offset(stay.tier, stay.place)): stay for stay in reversed(stays)}
+    return [stay for stay in stays if stay in places.values()]
+
+
 def _of_modules(graph: StepGraph, model: nn.Module, loss: object) -> list[_Handle]:
     """Handles of parameters and buffers, checked against the graph."""
     handles = []
@@ -329,6 +395,8 @@ def _check_sharing(graph: StepGraph, handles: list[_Handle]) -> None:
         if not tensor.numel():
             continue
         begin = tensor.data_ptr() - view.offset * tensor.element_size()
+        if tensor.is_meta:  # it has no address
+            begin = -tensor.untyped_storage()._cdata
         storage = graph.storage_of_value[view.value]
         if (
             of_storage.setdefault(storage, begin) != begin

@@ -33,6 +33,8 @@ def capture(
     batch: Any,
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    before_step: Callable[[], object] | None = None,
+    accumulate: int | None = None,
 ) -> StepGraph:
     """Write down one training step as a graph: forward, backward and optimizer update.
 
@@ -58,6 +60,12 @@ def capture(
             matter; other values become part of the graph.
         loss: `loss(output, batch)` returns the scalar tensor that is minimised; by default the
             output's `.loss`, or the output itself if that is a scalar.
+        before_step: Called between backward and the optimizer's step, for what changes gradients:
+            `lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`. It has to ask the
+            model for its parameters when it is called.
+        accumulate: The batch is a list of this many micro-batches, each of which runs forward and
+            backward, with its loss divided by their number; one update follows, and the step's
+            loss is the sum. None: the batch is one.
 
     Returns:
         The step as plain data; with what its operators cost in `flops`, `bytes_read` and
@@ -67,8 +75,10 @@ def capture(
         CaptureError: The step depends on the data beyond values of tensors, or does something else
             that a graph cannot hold; the message names the line.
         TypeError: An argument is of the wrong type, or the loss is no scalar tensor.
+        ValueError: The batch has not as many micro-batches as `accumulate` says.
     """
     _check(model, optimizer)
+    _check_accumulation(batch, accumulate)
     modules = {"model": model} | ({"loss": loss} if isinstance(loss, nn.Module) else {})
     root = nn.ModuleDict(modules)
     names = _ModuleNames(root)
@@ -85,9 +95,11 @@ def capture(
         copy = OptimizerCopy(optimizer, stand_ins, recorder, _parameter_names(root), mode)
         with stand_ins.inside(root), names, recorder:
             buffers = dict(root.named_buffers(remove_duplicate=False))
-            result = _gradients(model, fake_batch, loss, recorder)
+            result = _all_gradients(model, fake_batch, loss, recorder, accumulate)
             recorder.phase = Phase.OPTIMIZER
             _mark_gradients(recorder, root)
+            if before_step is not None:
+                _run_before_step(before_step, recorder, root)
             copy.step()
             _write_back_buffers(root, buffers)
         loss_view = recorder.view(result)
@@ -138,11 +150,56 @@ def loss_of(output: Any, batch: Any, loss: Callable[[Any, Any], Any] | None) -> 
     return value
 
 
+def _all_gradients(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[Any, Any], Any] | None,
+    recorder: Recorder,
+    accumulate: int | None,
+) -> torch.Tensor:
+    """Forward and backward of the batch, or of one micro-batch after the other."""
+    if accumulate is None:
+        return _gradients(model, batch, loss, recorder, 1)
+    total = None
+    for part in batch:
+        recorder.phase = Phase.FORWARD
+        value = _gradients(model, part, loss, recorder, accumulate)
+        total = value if total is None else total + value
+    assert total is not None
+    return total
+
+
+def _run_before_step(
+    before_step: Callable[[], object], recorder: Recorder, root: nn.Module
+) -> None:
+    num_drafts = len(recorder.drafts)
+    before_step()
+    gradients = [each.grad for each in root.parameters() if each.grad is not None]
+    blocks = {id(recorder.block(gradient)) for gradient in gradients}
+    touched = {
+        id(recorder.blocks[recorder.block_of_value[value]])
+        for draft in recorder.drafts[num_drafts:]
+        for value in (*draft.reads, *(old for old, _ in draft.mutates))
+    }
+    if not blocks & touched:
+        raise CaptureError(
+            "before_step has not looked at any gradient; it has to ask the model for its "
+            "parameters when it is called (model.parameters()), as these are others during a "
+            "capture"
+        )
+
+
 def _gradients(
-    model: nn.Module, batch: Any, loss: Callable[[Any, Any], Any] | None, recorder: Recorder
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[Any, Any], Any] | None,
+    recorder: Recorder,
+    num_parts: int,
 ) -> torch.Tensor:
     with torch.enable_grad():
         value = loss_of(call_model(model, batch), batch, loss)
+        if num_parts > 1:
+            value = value / num_parts
         if not value.requires_grad:
             raise CaptureError(
                 "the loss depends on no parameter that requires a gradient; is the model frozen, "
@@ -151,6 +208,17 @@ def _gradients(
         recorder.phase = Phase.BACKWARD
         value.backward()
     return value.detach()
+
+
+def _check_accumulation(batch: Any, accumulate: int | None) -> None:
+    if accumulate is None:
+        return
+    found = len(batch) if isinstance(batch, list | tuple) else type(batch).__name__
+    if found != accumulate or accumulate < 1:
+        raise ValueError(
+            f"accumulate={accumulate}: the batch has to be a list of so many micro-batches, at "
+            f"least one, and is {found if isinstance(found, str) else f'one of {found}'}"
+        )
 
 
 def _check(model: object, optimizer: object) -> None:
@@ -162,8 +230,18 @@ def _check(model: object, optimizer: object) -> None:
     if hasattr(model, "_orig_mod"):
         raise CaptureError("model is a compiled module; pass the module that was compiled")
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise CaptureError("model is wrapped for data parallelism; pass model.module")
+        raise CaptureError(
+            "model is wrapped for data parallelism; pass model.module, with "
+            "before_step=lambda: penstock.executor.average_gradients(model.module)"
+        )
     for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh"):
+            raise CaptureError(
+                f"parameter {name!r} is sharded over ranks (DTensor, as FSDP2 makes it), and what "
+                "gathers it runs in hooks that a graph does not hold; for data parallelism pass "
+                "the model itself, and before_step=lambda: "
+                "penstock.executor.average_gradients(model)"
+            )
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise CaptureError(
                 f"parameter {name!r} has hooks on its gradient, which run Python that a graph does "

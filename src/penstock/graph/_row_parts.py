@@ -13,17 +13,14 @@ from typing import Any
 
 from penstock.graph._row_choice import Choice, dies_at, item_bytes
 from penstock.graph._row_forms import (
-    LOSS,
     LOSS_BACKWARD,
-    NO_REDUCTION,
-    SUM,
     ByRows,
     RowForm,
     views_in,
 )
+from penstock.graph._row_reductions import Reduction
 from penstock.graph._step_graph import Kind, Operator, StepGraph, Storage, TensorView
 
-_SUM_REDUCTION, _MEAN_REDUCTION = 2, 1  # torch's numbers
 _MAX_HOISTED = 16  # operators that a group lets pass
 _INTO = {  # what writes its result to a given place, and under which name it takes that
     "aten._softmax.default": ("aten._softmax.out", "out"),
@@ -48,11 +45,16 @@ def taken_by_rows(graph: StepGraph, choice: Choice) -> StepGraph:
         graph: The step.
         choice: What is taken by rows.
     """
-    return _Writer(graph, choice).run()
+    return Writer(graph, choice).run()
 
 
-class _Writer:
-    """Keeps all values and storages that stay; new ones come behind them."""
+class Writer:
+    """Keeps all values and storages that stay; new ones come behind them.
+
+    Args:
+        graph: The step.
+        choice: What is taken by rows.
+    """
 
     def __init__(self, graph: StepGraph, choice: Choice) -> None:
         self.graph = graph
@@ -70,6 +72,7 @@ class _Writer:
             self._make_pieces(storage)
 
     def run(self) -> StepGraph:
+        """Write the graph."""
         group: list[int] = []
         passed = 0
         for index in range(len(self.graph.operators)):
@@ -107,11 +110,13 @@ class _Writer:
 
     # Values.
 
-    def _value(self, storage: int) -> int:
+    def new_value(self, storage: int) -> int:
+        """Add a value to a storage."""
         self.storage_of_value.append(storage)
         return len(self.storage_of_value) - 1
 
-    def _storage(self, name: str, num_bytes: int, kind: Kind = Kind.ACTIVATION) -> int:
+    def new_storage(self, name: str, num_bytes: int, kind: Kind = Kind.ACTIVATION) -> int:
+        """Add a storage of the step's own."""
         self.storages.append(Storage(name=name, num_bytes=num_bytes, kind=kind))
         return len(self.storages) - 1
 
@@ -128,7 +133,7 @@ class _Writer:
             )
             if part:
                 self.storages.append(piece)
-                values.append(self._value(len(self.storages) - 1))
+                values.append(self.new_value(len(self.storages) - 1))
             else:
                 self.storages[index] = piece
                 values.append(value)
@@ -143,12 +148,13 @@ class _Writer:
     def _copy(self, index: int) -> None:
         operator = self.graph.operators[index]
         after = tuple(self.last[earlier] for earlier in operator.after)
-        self._add(
+        self.add(
             operator if after == operator.after else dataclasses.replace(operator, after=after)
         )
         self.last[index] = len(self.operators) - 1
 
-    def _add(self, operator: Operator) -> None:
+    def add(self, operator: Operator) -> None:
+        """Write an operator behind the others."""
         self.operators.append(operator)
 
     def _write_group(self, group: list[int]) -> None:
@@ -158,7 +164,7 @@ class _Writer:
         for index in group:
             self._prepare(group, index)
             if self.forms[index].reduces:
-                columns[index] = _Reduction(self, index)
+                columns[index] = Reduction(self, index)
         for part, rows in enumerate(self._cuts(self.forms[group[0]])):
             for index in group:
                 if index in columns:
@@ -183,10 +189,10 @@ class _Writer:
                 self.storage_of_value[value] = storage
                 self.current[old] = self.current[value] = old
                 continue
-            place = self._value(self.storage_of_value[value])
+            place = self.new_value(self.storage_of_value[value])
             self.current[value] = place
             view = result.view._replace(value=place)
-            self._add(
+            self.add(
                 Operator(
                     name=f"{operator.name}.rows",
                     target="penstock.empty",
@@ -227,7 +233,7 @@ class _Writer:
         by_rows = [each for each in self.forms[index].by_rows() if each.view.value == value]
         return len(views) == len(by_rows) and all(each == rows for each in by_rows)
 
-    def _taken(self, item: Any, part: int, rows: tuple[int, int]) -> Any:
+    def taken(self, item: Any, part: int, rows: tuple[int, int]) -> Any:
         """An argument or result of a part."""
         if not isinstance(item, ByRows):
             return item
@@ -240,12 +246,12 @@ class _Writer:
 
     def _write_part(self, index: int, part: int, rows: tuple[int, int]) -> None:
         operator, form = self.graph.operators[index], self.forms[index]
-        args = tuple(self._taken(item, part, rows) for item in form.args)
-        kwargs = {name: self._taken(item, part, rows) for name, item in form.kwargs.items()}
+        args = tuple(self.taken(item, part, rows) for item in form.args)
+        kwargs = {name: self.taken(item, part, rows) for name, item in form.kwargs.items()}
         (result,) = form.outputs
-        output = self._taken(result, part, rows)
+        output = self.taken(result, part, rows)
         if result.view.value in self.parts_of:
-            self._add(self.part(index, part, args=args, kwargs=kwargs, outputs=(output,)))
+            self.add(self.part(index, part, args=args, kwargs=kwargs, outputs=(output,)))
             return
         if operator.target in _COPIES:
             self._write_into(index, part, "aten.copy_.default", (output, args[0]), {}, output)
@@ -255,9 +261,9 @@ class _Writer:
         else:
             width = output.shape[1]
             num_bytes = output.shape[0] * width * item_bytes(output.dtype)
-            made = self._value(self._storage(f"{operator.name}[{part}]", num_bytes))
+            made = self.new_value(self.new_storage(f"{operator.name}[{part}]", num_bytes))
             piece = TensorView(made, output.dtype, output.shape, (width, 1), 0)
-            self._add(self.part(index, part, args=args, kwargs=kwargs, outputs=(piece,)))
+            self.add(self.part(index, part, args=args, kwargs=kwargs, outputs=(piece,)))
             self._write_into(index, part, "aten.copy_.default", (output, piece), {}, output, ".put")
 
     def _write_into(
@@ -274,7 +280,7 @@ class _Writer:
         (result,) = self.forms[index].outputs
         value, old = result.view.value, place.value
         is_last = part + 1 == self.num_pieces[self.forms[index].num_rows]
-        new = value if is_last else self._value(self.storage_of_value[value])
+        new = value if is_last else self.new_value(self.storage_of_value[value])
         for each in [known for known, now in self.current.items() if now == old]:
             self.current[each] = new
         written = self.part(
@@ -290,7 +296,7 @@ class _Writer:
             written = dataclasses.replace(
                 written, flops=0, bytes_read=moved, bytes_written=moved, workspace_bytes=0
             )
-        self._add(dataclasses.replace(written, target=target))
+        self.add(dataclasses.replace(written, target=target))
 
     def part(
         self,
@@ -333,165 +339,6 @@ class _Writer:
             workspace_bytes=-(-operator.workspace_bytes * (end - begin) // form.num_rows),
             seconds=None if operator.seconds is None else operator.seconds / count,
         )
-
-
-class _Reduction:
-    """A sum over rows or a loss: a number for each row from its parts, then all of them in turn.
-
-    A loss adds the scores of the rows' own classes, all in one call: the order in which a kernel
-    adds stays what it was. With one column, each row's class is the first one.
-    """
-
-    def __init__(self, writer: _Writer, index: int) -> None:
-        self.writer = writer
-        self.index = index
-        self.operator = writer.graph.operators[index]
-        self.form = writer.forms[index]
-        self.columns: list[TensorView] = []
-        if self.picks:
-            self._find_classes()
-
-    @property
-    def picks(self) -> bool:
-        """Whether scores are picked first and added later."""
-        return self.operator.target == LOSS and self.form.args[3] != NO_REDUCTION
-
-    def write_part(self, part: int, rows: tuple[int, int]) -> None:
-        writer, form = self.writer, self.form
-        args = tuple(writer._taken(item, part, rows) for item in form.args)
-        kwargs, target = dict(form.kwargs), self.operator.target
-        outputs: tuple[TensorView | None, ...]
-        if self.picks:
-            scores = args[0]
-            target, kwargs = "aten.gather.default", {"sparse_grad": False}
-            chosen = ByRows(self.chosen).part(*rows)
-            column = self._column(part, (rows[1] - rows[0], 1), scores.dtype)
-            args, outputs = (scores, 1, chosen), (column,)
-        else:
-            output = self.operator.outputs[0]
-            assert output is not None
-            kept = target == SUM and len(args) > 2 and bool(args[2])
-            shape = (rows[1] - rows[0], 1) if kept else (rows[1] - rows[0],)
-            column = self._column(part, shape, output.dtype)
-            outputs = (column,)
-            if target == LOSS:
-                outputs = (column, self.operator.outputs[1] if not part else None)
-        self.columns.append(column)
-        made = writer.part(self.index, part, args=args, kwargs=kwargs, outputs=outputs)
-        writer._add(dataclasses.replace(made, target=target))
-
-    def write_end(self) -> None:
-        """Join the columns; add up what was picked."""
-        output = self.operator.outputs[0]
-        assert output is not None
-        rest = self.columns[0].shape[1:]
-        shape, stride = (self.form.num_rows, *rest), (1,) * (1 + len(rest))
-        if not self.picks:
-            joined = output._replace(shape=shape, stride=stride, offset=0)
-            self._emit("join", "aten.cat.default", (tuple(self.columns), 0), joined)
-            return
-        picked = self._new("picked", "aten.cat.default", (tuple(self.columns), 0), shape)
-        weights, reduction = self.form.args[2:4]
-        total = self.operator.outputs[1]
-        if weights is None:
-            args = (picked, self.marks, None, reduction, self.mark)
-            self._emit("loss", LOSS, args, output, total)
-            return
-        self._add_weighted(picked, weights, reduction == _MEAN_REDUCTION, output, total)
-
-    def _add_weighted(
-        self,
-        picked: TensorView,
-        weights: TensorView,
-        is_mean: bool,
-        output: TensorView,
-        total: TensorView | None,
-    ) -> None:
-        """With weights of classes: the sum of the weighted, over that of the weights."""
-        rows = (self.form.num_rows,)
-        flat = self.chosen._replace(shape=rows, stride=(1,))
-        chosen = self._new("weights", "aten.index_select.default", (weights, 0, flat), rows)
-        column = chosen._replace(shape=(*rows, 1), stride=(1, 1))
-        weighted = self._new("weighted", "aten.mul.Tensor", (picked, column), column.shape)
-        negative = self._new("negative", "aten.neg.default", (column,), column.shape)
-        rest = (self.marks, None, _SUM_REDUCTION, self.mark)
-        if total is None:
-            total = self._view("total", (), output.dtype)
-        self._emit("total", LOSS, (negative, *rest), total, None)
-        if not is_mean:
-            self._emit("loss", LOSS, (weighted, *rest), output, None)
-            return
-        added = self._view("sum", (), output.dtype)
-        self._emit("sum", LOSS, (weighted, *rest), added, None)
-        self._emit("loss", "aten.div.Tensor", (added, total), output)
-
-    def _find_classes(self) -> None:
-        """Which score each row picks, and which rows do not count.
-
-        Marks are 0 where a row counts; a class that does not exist is still refused by the loss.
-        """
-        classes: TensorView = self.form.args[1].view
-        ignored: int = self.form.args[4]
-        width: int = self.form.args[0].view.shape[1]
-        shape = classes.shape
-        nearest = (classes, 0, width - 1)
-        chosen = self._new("chosen", "aten.clamp.default", nearest, shape, "int64")
-        self.chosen = chosen._replace(shape=(*shape, 1), stride=(1, 1))
-        self.marks = self._new("marks", "aten.sub.Tensor", (classes, chosen), shape, "int64")
-        self.mark = ignored - min(max(ignored, 0), width - 1)
-        if not self.mark:
-            self.mark = -(2**62)
-            same = self._new("ignored", "aten.eq.Scalar", (classes, ignored), shape, "bool")
-            args = (self.marks, same, self.mark)
-            self.marks = self._new("marked", "aten.masked_fill.Scalar", args, shape, "int64")
-
-    def _view(self, what: str, shape: tuple[int, ...], dtype: str) -> TensorView:
-        num = 1
-        for extent in shape:
-            num *= extent
-        storage = self.writer._storage(f"{self.operator.name}.{what}", num * item_bytes(dtype))
-        value = self.writer._value(storage)
-        return TensorView(value, dtype, shape, (1,) * len(shape), 0)
-
-    def _column(self, part: int, shape: tuple[int, ...], dtype: str) -> TensorView:
-        return self._view(f"column[{part}]", shape, dtype)
-
-    def _new(
-        self,
-        what: str,
-        target: str,
-        args: tuple[Any, ...],
-        shape: tuple[int, ...],
-        dtype: str | None = None,
-    ) -> TensorView:
-        view = self._view(what, shape, dtype or self.form.args[0].view.dtype)
-        self._emit(what, target, args, view)
-        return view
-
-    def _emit(
-        self, what: str, target: str, args: tuple[Any, ...], *outputs: TensorView | None
-    ) -> None:
-        views = [*views_in(args)]
-        made = [view for view in outputs if view is not None]
-        self.writer._add(
-            Operator(
-                name=f"{self.operator.name}.{what}",
-                target=target,
-                args=args,
-                outputs=outputs,
-                reads=tuple(dict.fromkeys(view.value for view in views)),
-                creates=tuple(view.value for view in made),
-                phase=self.operator.phase,
-                module=self.operator.module,
-                flops=self.form.num_rows if target == LOSS else 0,
-                bytes_read=sum(self._num_bytes(view.value) for view in views),
-                bytes_written=sum(self._num_bytes(view.value) for view in made),
-                recomputable=self.operator.recomputable,
-            )
-        )
-
-    def _num_bytes(self, value: int) -> int:
-        return self.writer.storages[self.writer.storage_of_value[value]].num_bytes
 
 
 def share(count: int, place: int, num_parts: int) -> int:

@@ -15,6 +15,9 @@ UNDECLARED_WRITES: dict[str, tuple[int, ...]] = {
     "aten.cudnn_batch_norm.default": (3, 4),
     "aten.miopen_batch_norm.default": (3, 4),
 }
+COLLECTIVES = ("penstock.average_over_ranks_.default",)
+"""Operators in which all ranks take part: none may leave them out, or run them twice."""
+
 _TRAINING_ARGUMENT = 5  # of the same three
 
 
@@ -65,7 +68,7 @@ def schema_of(func: torch._ops.OpOverload) -> Schema:
         composite=_is_composite(func),
         has_out=any(name.endswith(("out", "grad_input")) for name in overloads),
         returns_first=_returns_first(func, written),
-        side_effect="_assert" in target,
+        side_effect="_assert" in target or target in COLLECTIVES,
     )
 
 

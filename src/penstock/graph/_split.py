@@ -70,9 +70,10 @@ def _can_split(graph: StepGraph, operator: Operator) -> bool:
     if not operator.target.startswith(_LISTS) or _num_parts(operator) < 2:
         return False
     # Two tensors of one storage would be two versions of it, which one operator does not have.
-    tensors = [view for view in operator.args[0] if isinstance(view, TensorView)]
-    storages = {graph.storage_of_value[view.value] for view in tensors}
-    return len(storages) == len(tensors) and not operator.random
+    of = graph.storage_of_value
+    changed = {of[old] for old, _ in operator.mutates}
+    needed = [{of[value] for value in part.needs} & changed for part in _parts(operator)]
+    return sum(map(len, needed)) == len(set().union(*needed)) and not operator.random
 
 
 def _num_parts(operator: Operator) -> int:

@@ -4,9 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.integrations import pyg
+    from penstock.integrations import pyg, transformers
 
-__all__ = ["pyg"]
+__all__ = ["pyg", "transformers"]
 
 
 def __getattr__(name: str) -> Any:

@@ -69,11 +69,12 @@ def plan(
             its host has, else there is no host tier.
         store: Directory or `FileStore` of the file tier. Where the machine's profile was made
             without one, 2 GB/s of writing and 3 GB/s of reading are assumed.
-        machine: A name (`penstock.memory.MACHINES`), a profile, or None for this machine.
+        machine: A name (`penstock.memory.MACHINES`), a profile, or None for this machine. Links
+            of a probed one count as fast as they are while both directions are busy.
         reorder: Whether operators may run in another order than the program's.
         recompute: Whether operators may run again instead of keeping or moving what they made.
-        method: `"auto"`; `"exact"`: the least bytes that move, proved, for inference graphs of
-            about a hundred operators (COSMA); `"genetic"`: SwapAdvisor's algorithm, to compare
+        method: `"auto"`; `"exact"`: the least bytes that move, proved, for steps of about a
+            hundred operators (COSMA); `"genetic"`: SwapAdvisor's algorithm, to compare
             with.
         time_limit: Seconds.
         seed: The same seed gives the same plan, where the time limit does not end the search.
@@ -90,6 +91,7 @@ def plan(
     """
     _check_arguments(graph, method, time_limit)
     profile = known_machine(machine) if isinstance(machine, str) else machine or probe(store)
+    profile = profile.while_both_are_busy()
     budget, links, profile = _tiers(profile, device_memory, host_memory, store)
     request = _Request(
         budget=budget,
@@ -105,6 +107,52 @@ def plan(
     if method != "genetic":
         _require_room_below(found)
     return found
+
+
+def plan_for(
+    graph: StepGraph,
+    budget: Budget,
+    machine: MachineProfile,
+    *,
+    time_limit: float,
+    seed: int,
+    progress: Callable[[Found], None] | None,
+) -> Plan:
+    """Plan with budgets and a profile that another plan has, as its `budget` and `machine`.
+
+    Args:
+        graph: The step.
+        budget: What of each tier there is.
+        machine: A profile with the links to these tiers.
+        time_limit: Seconds.
+        seed: As of `plan`, like the rest.
+        progress: Called with each improvement.
+
+    Raises:
+        InfeasibleError: No plan was found.
+    """
+    request = _Request(
+        budget=budget,
+        links=_links_below(budget),
+        machine=machine,
+        reorder=True,
+        recompute=True,
+        seed=seed,
+        progress=progress,
+    )
+    found = _plan_whole_or_split(graph, request, _plan_auto, "auto", time_limit)
+    _require_room_below(found)
+    return found
+
+
+def _links_below(budget: Budget) -> list[tuple[Link, Link]]:
+    """The links to the tiers below the device, the nearest first."""
+    below = []
+    if budget.host_bytes:
+        below.append((Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE))
+    if budget.file_bytes is not None:
+        below.append((Link.DEVICE_TO_FILE, Link.FILE_TO_DEVICE))
+    return below
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,13 +235,6 @@ def _plan_exact(graph: StepGraph, request: _Request, time_limit: float) -> Plan:
         )
     if request.budget.device_bytes is None:
         raise ValueError("method='exact' needs device_memory=: without a limit nothing moves")
-    for storage in graph.storages:
-        if storage.persistent and storage.num_bytes:
-            raise ValueError(
-                f"method='exact' is for inference, and {storage.name!r} ({storage.kind.value}) "
-                "lives from step to step: what leaves then may come back in the next step, which "
-                "its program does not hold; use method='auto', or give such storages no bytes"
-            )
     return exact(
         graph,
         operator_seconds(graph, request.machine),
@@ -288,11 +329,8 @@ def _tiers(
         host_bytes=host_bytes,
         file_bytes=file_bytes,
     )
-    below = []
-    if host_bytes:
-        below.append((Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE))
+    below = _links_below(budget)
     if store is not None:
-        below.append((Link.DEVICE_TO_FILE, Link.FILE_TO_DEVICE))
         missing = [link.value for link in below[-1] if link not in links]
         if missing:
             raise ValueError(

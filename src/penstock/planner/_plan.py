@@ -34,10 +34,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from penstock.errors import GraphFileError
 from penstock.graph import StepGraph, split
@@ -105,6 +105,20 @@ class Copy(NamedTuple):
     num_bytes: int
     start: int
     end: int
+
+
+class Measured(Protocol):
+    """What of a report on steps `Plan.refine` takes up."""
+
+    @property
+    def operator_seconds(self) -> Sequence[float | None]:
+        """Of each operator of the planned graph; None where nothing runs."""
+        ...
+
+    @property
+    def bytes_per_second(self) -> Mapping[str, float]:
+        """Of each link, by its value; 0 where nothing moved."""
+        ...
 
 
 class Found(NamedTuple):
@@ -222,6 +236,42 @@ class Plan:
                 f"the graph into {len(parts.operators)}: plan again"
             )
         return parts
+
+    def refine(
+        self,
+        report: Measured,
+        graph: StepGraph,
+        *,
+        time_limit: float = 60,
+        progress: Callable[[Found], None] | None = None,
+    ) -> Plan:
+        """Plan again for the same budgets, with the times that running this plan has shown.
+
+        Operators take as long as they did beside the transfers, and links are as fast as they were
+        beside the operators, so the new plan's predictions are nearer to what happens.
+
+        Example:
+            >>> better = plan.refine(step.report(), graph)  # doctest: +SKIP
+            >>> step.close()  # doctest: +SKIP
+            >>> step = penstock.bind(better, model, optimizer, graph=graph)  # doctest: +SKIP
+
+        Args:
+            report: What `PlannedStep.report` returned after at least two steps.
+            graph: The graph that was planned.
+            time_limit: Seconds.
+            progress: Called with each improvement.
+
+        Returns:
+            A plan for the same graph; faster or not, its times are those of this machine.
+
+        Raises:
+            GraphFileError: The plan is for another graph.
+            ValueError: The report has no times of operators, or is of another plan.
+            InfeasibleError: The search found no plan; the old one stays good.
+        """
+        from penstock.planner._refine import refine
+
+        return refine(self, report, graph, time_limit=time_limit, progress=progress)
 
     @property
     def lower_bound_seconds(self) -> float:

@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from penstock.report._comparison import Measured, draw_comparison
 from penstock.report._picture import draw_timeline
 from penstock.report._trace import chrome_trace, write_chrome_trace
 
@@ -14,9 +15,11 @@ if TYPE_CHECKING:
     from penstock.report._plan_trace import plan_trace, write_plan_trace
 
 __all__ = [
+    "Measured",
     "Sweep",
     "SweepPoint",
     "chrome_trace",
+    "draw_comparison",
     "draw_plan",
     "draw_sweep",
     "draw_timeline",

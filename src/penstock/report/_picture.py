@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.memory import Tier, Timeline
+from penstock.report._figures import new_figure, write_figure
 from penstock.report._lanes import Lane, LaneKind, time_bounds, timeline_lanes
 
 if TYPE_CHECKING:
@@ -54,25 +55,10 @@ def draw_timeline(
         ValueError: the suffix of ``path`` names no format that matplotlib writes.
         OSError: the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError as error:
-        raise ImportError(
-            "Drawing a timeline needs matplotlib. Install it with: pip install 'penstock[viz]'"
-        ) from error
-
     lanes = timeline_lanes(timeline)
     lanes_height = _LANE_HEIGHT_INCHES * max(1, len(lanes))
-    figure = Figure(
-        figsize=(
-            _FIGURE_WIDTH_INCHES,
-            _MEMORY_HEIGHT_INCHES + lanes_height + _MARGINS_HEIGHT_INCHES,
-        ),
-        layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12),
-    )
-    FigureCanvasAgg(figure)
+    height = _MEMORY_HEIGHT_INCHES + lanes_height + _MARGINS_HEIGHT_INCHES
+    figure = new_figure("a timeline", (_FIGURE_WIDTH_INCHES, height), pads_inches=(0.12, 0.12))
     memory_axes, lane_axes = figure.subplots(
         2, 1, sharex=True, height_ratios=[_MEMORY_HEIGHT_INCHES, lanes_height]
     )
@@ -82,11 +68,7 @@ def draw_timeline(
     # An empty timeline still gets an axis of positive length.
     lane_axes.set_xlim(0, max((end_ns - origin_ns) / 1e6, 1e-3))
     figure.suptitle(title or _headline(timeline), fontsize=15)
-
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    return path
+    return write_figure(figure, path)
 
 
 def _headline(timeline: Timeline) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from penstock.graph import Kind, StepGraph
 from penstock.planner import Plan, Simulation, simulate
+from penstock.report._figures import new_figure, write_figure
 from penstock.report._lanes import LaneKind, timeline_lanes
 from penstock.report._plan_timeline import plan_timeline
 from penstock.units import format_bytes, format_seconds
@@ -73,26 +74,14 @@ def draw_plan(
         ValueError: The suffix of `path` names no format that matplotlib writes.
         OSError: The file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError as error:
-        raise ImportError(
-            "Drawing a plan needs matplotlib. Install it with: pip install 'penstock[viz]'"
-        ) from error
+    figure = new_figure("a plan", (12.0, 6.4), pads_inches=(0.12, 0.1))
     simulation = simulate(graph, plan)
-    figure = Figure(figsize=(12.0, 6.4), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
-    FigureCanvasAgg(figure)
     memory_axes, lane_axes = figure.subplots(2, 1, sharex=True, height_ratios=[3.4, 1.5])
     _draw_memory(memory_axes, plan, simulation)
     _draw_lanes(lane_axes, graph, plan, simulation)
     lane_axes.set_xlim(0, max(simulation.step_seconds, 1e-9))
     figure.suptitle(title or headline(plan), fontsize=13)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    return path
+    return write_figure(figure, path)
 
 
 def headline(plan: Plan) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.report._figures import new_figure, write_figure
 from penstock.units import format_bytes
 
 _GIB = 1 << 30
@@ -104,16 +105,28 @@ def draw_sweep(sweep: Sweep, path: str | os.PathLike[str]) -> Path:
         ValueError: The suffix of `path` names no format that matplotlib writes.
         OSError: The file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "Drawing a sweep needs matplotlib. Install it with: pip install 'penstock[viz]'"
-        ) from error
-    figure = Figure(figsize=(8.6, 5.0), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure("a sweep", (8.6, 5.0))
     axes = figure.subplots()
+    _draw_curves(axes, sweep)
+    _draw_bound(axes, sweep)
+    if sweep.minimum_bytes is not None:
+        least = sweep.minimum_bytes / _GIB
+        axes.axvspan(0, least, color="#D55E00", alpha=0.12, linewidth=0)
+        axes.text(
+            least / 2, 50, "no plan found", rotation=90, ha="center", va="center", color="#8A3B00"
+        )
+    axes.set_xlim(0, 1.05 * max(point.device_bytes for point in sweep.points) / _GIB)
+    axes.set_ylim(0, 108)
+    axes.set_xlabel("device memory, GiB", fontsize=11)
+    axes.set_ylabel("throughput, % of unlimited memory", fontsize=11)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right", fontsize=10)
+    figure.suptitle(f"{sweep.title} on {sweep.machine}", fontsize=13)
+    return write_figure(figure, path)
+
+
+def _draw_curves(axes: Any, sweep: Sweep) -> None:
     for name in sweep.names:
         points = sweep.curve(name)
         colour, marker = _STYLES.get(name, _STYLES["plans"])
@@ -131,25 +144,6 @@ def draw_sweep(sweep: Sweep, path: str | os.PathLike[str]) -> Path:
             label=_label(name, points),
             zorder=3,
         )
-    _draw_bound(axes, sweep)
-    if sweep.minimum_bytes is not None:
-        least = sweep.minimum_bytes / _GIB
-        axes.axvspan(0, least, color="#D55E00", alpha=0.12, linewidth=0)
-        axes.text(
-            least / 2, 50, "no plan found", rotation=90, ha="center", va="center", color="#8A3B00"
-        )
-    axes.set_xlim(0, 1.05 * max(point.device_bytes for point in sweep.points) / _GIB)
-    axes.set_ylim(0, 108)
-    axes.set_xlabel("device memory, GiB", fontsize=11)
-    axes.set_ylabel("throughput, % of unlimited memory", fontsize=11)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right", fontsize=10)
-    figure.suptitle(f"{sweep.title} on {sweep.machine}", fontsize=13)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    return path
 
 
 def _label(name: str, points: Sequence[SweepPoint]) -> str:

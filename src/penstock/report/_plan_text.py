@@ -56,7 +56,7 @@ def plan_table(graph: StepGraph, plan: Plan) -> str:
         ("step", f"{format_seconds(plan.step_seconds)}  ({share:.1%} of the ideal's speed)"),
         ("ideal", f"{format_seconds(plan.ideal_seconds)}  (unlimited memory, nothing moves)"),
         ("no plan beats", f"{format_seconds(plan.lower_bound_seconds)}  ({plan.bound.binding})"),
-        ("gap", f"{plan.gap:.1%}  (a better plan is faster by at most this)"),
+        ("gap", f"{max(plan.gap, 0.0):.1%}  (a better plan is faster by at most this)"),
         ("device", f"{peak}  of {format_bytes(budget)}" if budget is not None else peak),
     ]
     if plan.split_bytes is not None:

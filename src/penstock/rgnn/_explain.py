@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from penstock.rgnn._graph import Graph
@@ -128,9 +129,20 @@ def explain(
             _planned(plan, kernel, schedule, graph, element_bytes, number >= schedule.num_forward)
             for number, kernel in enumerate(schedule.kernels)
         ),
-        decisions=plan.decisions,
+        decisions=(*plan.decisions, *(_orders(plan, element_bytes) if backend == "cpp" else ())),
         without=tuple(sorted(plan.without)),
     )
+
+
+def _orders(plan: Plan, element_bytes: int) -> Iterator[Decision]:
+    """Where kernels run in another order than they were written in."""
+    ordered = plan.ordered
+    pairs = zip(("forward", "backward"), ordered.scratch, ordered.scratch_before, strict=True)
+    for name, now, before in pairs:
+        if now < before:
+            sizes = (format_bytes(number * element_bytes) for number in (now, before))
+            reason = "{} of scratch memory beside results for {}".format(*sizes)
+            yield Decision("order", True, name, reason, "kernels and their parts")
 
 
 def _planned(

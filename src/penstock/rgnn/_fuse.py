@@ -13,7 +13,14 @@ import dataclasses
 
 from penstock.rgnn._ir import Program
 from penstock.rgnn._rows import DST_PAIR_DST, SRC_PAIR_SRC, Counts, RowMap, Space
-from penstock.rgnn._schedule import Kernel, KernelKind, Schedule, maps_of, source
+from penstock.rgnn._schedule import (
+    Kernel,
+    KernelKind,
+    Schedule,
+    is_typed_product,
+    maps_of,
+    source,
+)
 
 MIN_ROWS_OF_RELATION = 64
 """Pairs for each relation, on average, from which on it pays to go over the relations again and
@@ -60,6 +67,59 @@ def sum_products(program: Program, schedule: Schedule, counts: Counts) -> Schedu
         num_forward,
         schedule.materialised - joined,
     )
+
+
+def add_rows(program: Program, schedule: Schedule) -> Schedule:
+    """Join products with the row of each type that is added to them: a bias.
+
+    Args:
+        program: Laid out.
+        schedule: Its kernels.
+
+    Returns:
+        A schedule in which such pairs are one kernel, which stands where the product stood.
+    """
+    kernels = list(schedule.kernels)
+    num_forward, joined = schedule.num_forward, set()
+    for place, kernel in enumerate(schedule.kernels):
+        product = _product_of_sum(program, schedule, kernel)
+        if product is None:
+            continue
+        maker = _maker(schedule, product)
+        is_of_forward = place < schedule.num_forward
+        if kernels[maker].kind is not KernelKind.GEMM or kernels[maker].values != (product,):
+            continue
+        if (maker < schedule.num_forward) != is_of_forward or _is_read_elsewhere(
+            program, schedule, product, kernel
+        ):
+            continue
+        kernels[maker] = dataclasses.replace(kernels[maker], stages=((product, kernel.values[0]),))
+        kernels[place] = dataclasses.replace(kernel, stages=())
+        num_forward -= is_of_forward
+        joined.add(product)
+    return Schedule(
+        tuple(kernel for kernel in kernels if kernel.stages),
+        num_forward,
+        schedule.materialised - joined,
+    )
+
+
+def _product_of_sum(program: Program, schedule: Schedule, kernel: Kernel) -> int | None:
+    """The product that a kernel adds an argument's row of the same type to, if it does no more."""
+    if kernel.kind is not KernelKind.TRAVERSAL or len(kernel.values) != 1:
+        return None
+    total = program.nodes[kernel.values[0]]
+    if total.op != "add":
+        return None
+    for product, row in (total.operands, total.operands[::-1]):
+        node, added = program.nodes[product], program.nodes[row]
+        if node.op != "matmul" or not is_typed_product(program, node):
+            continue
+        is_of_argument = program.nodes[source(program, row)].op == "input"
+        is_of_type = added.op == "gather" and added.map == program.nodes[node.operands[1]].map
+        if is_of_argument and is_of_type and added.shape == node.shape == total.shape:
+            return product
+    return None
 
 
 def _summed_product(program: Program, kernel: Kernel) -> int | None:

@@ -13,8 +13,9 @@ from collections.abc import Collection, Hashable, Sequence
 from functools import cached_property
 
 from penstock.rgnn._differentiate import differentiate
-from penstock.rgnn._fuse import sum_products
+from penstock.rgnn._fuse import add_rows, sum_products
 from penstock.rgnn._ir import Program
+from penstock.rgnn._order import Ordered, order
 from penstock.rgnn._passes import (
     Decision,
     Rewritten,
@@ -91,8 +92,15 @@ class Plan:
 
     @cached_property
     def summed_schedule(self) -> Schedule:
-        """The same, for a backend that sums products where it makes them."""
-        return sum_products(self.program, self.schedule, self.counts)
+        """The same, for a backend that sums products where it makes them and owns its memory."""
+        return self.ordered.schedule
+
+    @cached_property
+    def ordered(self) -> Ordered:
+        """`summed_schedule`, and what its order saves."""
+        schedule = add_rows(self.program, sum_products(self.program, self.schedule, self.counts))
+        outputs = {source(self.program, output) for output in self.program.outputs}
+        return order(self.program, schedule, self.kept | outputs, self.counts)
 
 
 def make_plan(

@@ -19,7 +19,7 @@ import itertools
 import math
 from collections.abc import Collection
 
-from penstock.rgnn._ir import LEAVES, ROWWISE, Node, Program
+from penstock.rgnn._ir import BINARY, LEAVES, ROWWISE, UNARY, Node, Program
 from penstock.rgnn._rows import RowMap, Space
 
 TYPES = (Space.RELATION, Space.NODE_TYPE, Space.ONE)
@@ -35,7 +35,7 @@ class KernelKind(enum.Enum):
     """How a kernel computes."""
 
     GEMM = "segment GEMM"
-    """One matmul: rows of one space, each times the matrix of its type."""
+    """One matmul: rows of one space, each times the matrix of its type, and maybe plus its row."""
     WEIGHT_GRADIENT = "weight gradient GEMM"
     """One sum of an outer: for each type the product of two tall matrices."""
     SUMMED_GEMM = "summed segment GEMM"
@@ -124,6 +124,18 @@ def is_typed_product(program: Program, node: Node) -> bool:
     if matrix.op != "gather" or matrix.map.into not in TYPES:
         return False
     return matrix.map.into is Space.ONE or node.space not in TYPES
+
+
+def is_elementwise(program: Program, position: int) -> bool:
+    """Whether an element of the result takes one element of each operand."""
+    node = program.nodes[position]
+    if node.op == "matmul":
+        shape = program.nodes[node.operands[1]].shape
+        return shape[-1 if node["transposed"] else -2] == 1
+    if node.op == "outer":
+        left, right = (program.nodes[operand].shape for operand in node.operands)
+        return max(len(left), len(right)) - 1 == node["heads"]
+    return node.op in BINARY or node.op in UNARY or node.op in ("expand", "slice")
 
 
 def fused_outers(program: Program) -> frozenset[int]:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from penstock.codegen import load_library
-from penstock.errors import BuildError, CapacityError, StoreError, StoreReadError
+from penstock.codegen import load_optional_library
+from penstock.errors import CapacityError, StoreError, StoreReadError
 from penstock.unified._host_rows import as_index, checked_index, out_of_range
 from penstock.unified._report import Counters
 from penstock.unified._row_file import PAGE_BYTES, RowLayout
@@ -204,30 +204,25 @@ def _open(path: str, *, direct: bool) -> tuple[int, int]:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    try:
-        compiled = load_library("file_rows", _SOURCE, flags=("-O3", "-pthread"))
-    except BuildError as error:
-        logger.info("rows of files are read by Python threads, not by C++: %s", error)
-        return None
     pointer, count, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    compiled.penstock_row_engine.argtypes = [flag, count, flag]
-    compiled.penstock_row_engine.restype = pointer
-    compiled.penstock_row_engine_free.argtypes = [pointer]
-    compiled.penstock_row_engine_free.restype = None
-    compiled.penstock_row_engine_has_ring.argtypes = [pointer]
-    compiled.penstock_row_engine_has_ring.restype = flag
-    compiled.penstock_row_engine_cache.argtypes = [pointer, count, count]
-    compiled.penstock_row_engine_cache.restype = flag
-    compiled.penstock_row_engine_update.argtypes = [pointer, pointer, count, pointer, count]
-    compiled.penstock_row_engine_update.restype = None
-    compiled.penstock_read_rows.argtypes = [
+    read = [
         *(pointer, flag, count, count, count, count, count),
         *(pointer, flag, count, flag, pointer, count, count, count, pointer),
     ]
-    compiled.penstock_read_rows.restype = None
-    compiled.penstock_write_rows.argtypes = [
-        *(flag, count, count, count, count, count),
-        *(pointer, count, pointer, pointer),
-    ]
-    compiled.penstock_write_rows.restype = None
-    return compiled
+    write = [flag, *[count] * 5, pointer, count, pointer, pointer]
+    return load_optional_library(
+        "file_rows",
+        _SOURCE,
+        flags=("-O3", "-pthread"),
+        functions={
+            "penstock_row_engine": (pointer, [flag, count, flag]),
+            "penstock_row_engine_free": (None, [pointer]),
+            "penstock_row_engine_has_ring": (flag, [pointer]),
+            "penstock_row_engine_cache": (flag, [pointer, count, count]),
+            "penstock_row_engine_update": (None, [pointer, pointer, count, pointer, count]),
+            "penstock_read_rows": (None, read),
+            "penstock_write_rows": (None, write),
+        },
+        work="rows of files are read",
+        otherwise="by Python threads",
+    )

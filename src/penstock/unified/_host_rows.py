@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from penstock.codegen import load_library
-from penstock.errors import BuildError
+from penstock.codegen import load_optional_library
 
-logger = logging.getLogger(__name__)
-
-_SOURCE = Path(__file__).with_name("host_rows.cpp")
+_SOURCES = [Path(__file__).with_name(name) for name in ("threads.cpp", "host_rows.cpp")]
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off")
 _ALONE_BYTES = 64 * 1024  # fewer bytes than this are copied before a second thread is awake
 _STREAM_BYTES = 8 * 2**20  # results larger than this go past the caches
@@ -164,17 +160,17 @@ def out_of_range(index: torch.Tensor, position: int, num_rows: int) -> IndexErro
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    try:
-        library = load_library("host_rows", _SOURCE, flags=_FLAGS)
-    except BuildError as error:
-        logger.info("rows are gathered by torch, not by C++: %s", error)
-        return None
     pointer, count, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     common = [pointer, count, count, count, pointer, flag, count, flag, flag]
-    library.penstock_gather_rows.argtypes = [*common, pointer, flag]
-    library.penstock_put_rows.argtypes = [*common, pointer, count]
-    library.penstock_add_rows.argtypes = [*common, pointer, count, ctypes.c_double, flag]
-    for function in ("gather", "put", "add"):
-        getattr(library, f"penstock_{function}_rows").restype = ctypes.c_int64
-    logger.info("rows are gathered by C++")
-    return library
+    return load_optional_library(
+        "host_rows",
+        _SOURCES,
+        flags=_FLAGS,
+        functions={
+            "penstock_gather_rows": (count, [*common, pointer, flag]),
+            "penstock_put_rows": (count, [*common, pointer, count]),
+            "penstock_add_rows": (count, [*common, pointer, count, ctypes.c_double, flag]),
+        },
+        work="rows are gathered",
+        otherwise="by torch",
+    )

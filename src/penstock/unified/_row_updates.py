@@ -14,19 +14,16 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import logging
 from pathlib import Path
 
 import torch
 
-from penstock.codegen import load_library
-from penstock.errors import BuildError, CapacityError
+from penstock.codegen import load_optional_library
+from penstock.errors import CapacityError
 from penstock.unified._host_rows import checked_index, out_of_range
 from penstock.unified._row_steps import RowStep
 
-logger = logging.getLogger(__name__)
-
-_SOURCE = Path(__file__).with_name("row_updates.cpp")
+_SOURCES = [Path(__file__).with_name(name) for name in ("threads.cpp", "row_updates.cpp")]
 # Without -fno-math-errno a square root is a call, not an instruction.
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno")
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -192,15 +189,19 @@ def _no_memory() -> CapacityError:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    try:
-        library = load_library("row_updates", _SOURCE, flags=_FLAGS)
-    except BuildError as error:
-        logger.info("rows are updated by torch, not by C++: %s", error)
-        return None
-    pointer, count = ctypes.c_void_p, ctypes.c_int64
-    library.penstock_group_rows.argtypes = [pointer, count, count, pointer, pointer, pointer]
-    library.penstock_group_rows.restype = count
-    for name in ("sgd", "adagrad", "adam"):
-        getattr(library, f"penstock_{name}").argtypes = [ctypes.POINTER(_Update), pointer]
-    logger.info("rows are updated by C++")
-    return library
+    pointer, count, update = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(_Update)
+    group = [pointer, count, count, pointer, pointer, pointer]
+    step = (ctypes.c_int32, [update, pointer])
+    return load_optional_library(
+        "row_updates",
+        _SOURCES,
+        flags=_FLAGS,
+        functions={
+            "penstock_group_rows": (count, group),
+            "penstock_sgd": step,
+            "penstock_adagrad": step,
+            "penstock_adam": step,
+        },
+        work="rows are updated",
+        otherwise="by torch",
+    )

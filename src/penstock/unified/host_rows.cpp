@@ -1,10 +1,5 @@
 // Rows of a table in host memory: gathered, put and added.
 //
-// The threads are those of torch. Compiled OpenMP code enters its runtime through GOMP_parallel, and
-// so does this file, by the weak name that the process resolves to whatever runtime torch has
-// loaded. Linking an OpenMP runtime of our own would bring a second pool of threads that spin
-// against the first one. Where there is no such runtime the work is done by the calling thread.
-//
 // All row indices are checked while they are used, never before in a pass of their own: the first
 // position with an index out of range is returned, and no memory outside the table is touched.
 
@@ -18,34 +13,13 @@
 #include <immintrin.h>
 #endif
 
-extern "C" {
-void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
-int omp_get_thread_num() __attribute__((weak));
-int omp_get_num_threads() __attribute__((weak));
-}
-
 namespace {
 
-constexpr int64_t kLine = 64;
 constexpr int64_t kAheadBytes = 32768;  // how far prefetching runs ahead, by bytes of rows
 constexpr int64_t kMaxAhead = 64;       // and by rows
 constexpr int64_t kMaxPrefetch = 1024;  // of one row; the hardware follows what is longer
 constexpr int64_t kBlockBytes = 98304;  // read together, then written together; see gather_streaming
 constexpr int64_t kTogether = 4;        // rows of a block that are fetched line by line in turns
-
-template <class Body>
-void parallel(int num_threads, Body body) {
-  if (num_threads < 2 || GOMP_parallel == nullptr || omp_get_thread_num == nullptr ||
-      omp_get_num_threads == nullptr) {
-    body(0, 1);
-    return;
-  }
-  GOMP_parallel(
-      [](void* data) {
-        (*static_cast<Body*>(data))(omp_get_thread_num(), omp_get_num_threads());
-      },
-      &body, static_cast<unsigned>(num_threads), 0);
-}
 
 // The first position that was out of range, over all threads.
 class FirstBad {

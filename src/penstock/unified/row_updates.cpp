@@ -8,8 +8,6 @@
 // positions, and every operation is rounded where the operators of torch round on processors that
 // have fused multiply-add (std::fma below stands where torch's compiled kernels fuse). A row belongs
 // to one thread, so the number of threads changes nothing.
-//
-// The threads are those of torch; see host_rows.cpp.
 
 #include <algorithm>
 #include <cmath>
@@ -19,33 +17,12 @@
 #include <type_traits>
 #include <vector>
 
-extern "C" {
-void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
-int omp_get_thread_num() __attribute__((weak));
-int omp_get_num_threads() __attribute__((weak));
-}
-
 namespace {
 
-constexpr int64_t kLine = 64;
 constexpr int64_t kNumStates = 3;        // at most
 constexpr int64_t kAheadBytes = 8192;    // how far prefetching runs ahead, by bytes of all tables
 constexpr int64_t kMaxAhead = 16;        // and by rows
 constexpr int64_t kMaxPrefetch = 1024;   // of one row; the hardware follows what is longer
-
-template <class Body>
-void parallel(int num_threads, Body body) {
-  if (num_threads < 2 || GOMP_parallel == nullptr || omp_get_thread_num == nullptr ||
-      omp_get_num_threads == nullptr) {
-    body(0, 1);
-    return;
-  }
-  GOMP_parallel(
-      [](void* data) {
-        (*static_cast<Body*>(data))(omp_get_thread_num(), omp_get_num_threads());
-      },
-      &body, static_cast<unsigned>(num_threads), 0);
-}
 
 // ------------------------------------------------------------------------------- numbers
 

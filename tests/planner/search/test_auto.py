@@ -20,7 +20,15 @@ LINKS = [(Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)]
 
 
 def planned(
-    graph, seconds, device_bytes, *, links=LINKS, rate=256.0, host_bytes=1 << 40, **options
+    graph,
+    seconds,
+    device_bytes,
+    *,
+    links=LINKS,
+    rate=256.0,
+    host_bytes=1 << 40,
+    device="cuda",
+    **options,
 ):
     ideal = sum(seconds)
     profile = machine(out=rate, back=rate)
@@ -31,7 +39,9 @@ def planned(
         graph,
         operator_seconds=seconds,
         budget=Budget(device_bytes=device_bytes, host_bytes=host_bytes, file_bytes=file_bytes),
-        machine=dataclasses.replace(profile, links=both),
+        machine=dataclasses.replace(
+            profile, links=both, device=device, memcpy=LinkProfile(rate, (rate, rate), 1)
+        ),
         links=links,
         bound=Bound(seconds=ideal, binding="compute", seconds_of={"compute": ideal}),
         time_limit=options.pop("time_limit", 0.3),
@@ -54,6 +64,19 @@ def test_the_file_takes_what_the_host_has_no_room_for():
     only_file = planned(graph, seconds, device_bytes, host_bytes=0, **options)
     assert set(only_file.bytes_moved) == set(FILE_LINKS[0])
     assert roomy.step_seconds < plan.step_seconds < only_file.step_seconds
+
+
+def test_where_transfers_take_the_cores_of_operators_less_moves():
+    graph = chain_step(8, weight_bytes=4096, activation_bytes=65536)
+    seconds = [1.0] * len(graph.operators)
+    device_bytes = int(program(graph, seconds).base.max()) // 2
+    options = {"rate": 2.0**17, "time_limit": 2}
+    moved = {}
+    for device in ("cuda", "cpu"):
+        plan = planned(graph, seconds, device_bytes, device=device, **options)
+        check(graph, plan)
+        moved[device] = sum(plan.bytes_moved.values())
+    assert 0 < moved["cpu"] < moved["cuda"]
 
 
 def test_a_host_that_is_too_small_for_everything_is_used_with_care():

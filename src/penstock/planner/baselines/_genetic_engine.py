@@ -22,7 +22,10 @@ from penstock.planner.baselines._genetic_genes import Allocation
 from penstock.planner.baselines._order import OrderedStep, ordered_step
 from penstock.planner.baselines._timing import Speeds
 
-_SOURCES = ("evaluate_step.cpp", "evaluate_walk.cpp", "evaluate_timing.cpp")
+_SOURCES = [
+    Path(__file__).with_name(name)
+    for name in ("evaluate_step.cpp", "evaluate_walk.cpp", "evaluate_timing.cpp")
+]
 # Without fused multiplications results are Python's to the last bit.
 _FLAGS = ("-O3", "-ffp-contract=off")
 _PASSES = 2  # of choosing ends of writes; the plan in the end takes more
@@ -174,23 +177,16 @@ def _pointer(array: np.ndarray) -> ctypes.c_void_p:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    directory = Path(__file__).parent
-    source = "".join((directory / name).read_text(encoding="utf-8") for name in _SOURCES)
-    library = load_library("planner_genetic", source, flags=_FLAGS)
     pointer, double = ctypes.c_void_p, ctypes.c_double
-    library.penstock_genetic_graph.restype = pointer
-    library.penstock_genetic_graph.argtypes = [pointer]
-    library.penstock_genetic_free.restype = None
-    library.penstock_genetic_free.argtypes = [pointer]
-    library.penstock_genetic_demand.restype = None
-    library.penstock_genetic_demand.argtypes = [pointer] * 3
-    library.penstock_genetic_evaluate.restype = double
-    library.penstock_genetic_evaluate.argtypes = [
-        *[pointer] * 4,
-        ctypes.c_int64,
-        double,
-        double,
-        ctypes.c_int32,
-        pointer,
-    ]
-    return library
+    evaluate = [*[pointer] * 4, ctypes.c_int64, double, double, ctypes.c_int32, pointer]
+    return load_library(
+        "planner_genetic",
+        _SOURCES,
+        flags=_FLAGS,
+        functions={
+            "penstock_genetic_graph": (pointer, [pointer]),
+            "penstock_genetic_free": (None, [pointer]),
+            "penstock_genetic_demand": (None, [pointer] * 3),
+            "penstock_genetic_evaluate": (double, evaluate),
+        },
+    )

@@ -6,6 +6,7 @@ For plans of small graphs; the large ones come with addresses of their own.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,6 +18,9 @@ from penstock.planner._plan import Bound, Budget, Copy, Placement, Plan, Transfe
 from penstock.planner._simulate import simulate
 from penstock.planner.packing._pack import pack
 from penstock.planner.packing._types import Buffer
+
+_ALIGNMENT_BYTES = 64  # what torch gives every tensor, and a step that runs as planned asks for
+_SMALL_BYTES = 1024  # graphs of a few bytes exist in tests only; alignment would be most of them
 
 
 class Stay(NamedTuple):
@@ -181,6 +185,21 @@ def _last_read(
     return min(end, rewritten)
 
 
+def with_places(graph: StepGraph) -> StepGraph:
+    """Return the graph with the bytes that places take: up to where the next tensor may begin."""
+    unit = _alignment(graph)
+    storages = (
+        dataclasses.replace(storage, num_bytes=-(-storage.num_bytes // unit) * unit)
+        for storage in graph.storages
+    )
+    return dataclasses.replace(graph, storages=tuple(storages))
+
+
+def _alignment(graph: StepGraph) -> int:
+    largest_bytes = max((storage.num_bytes for storage in graph.storages), default=0)
+    return _ALIGNMENT_BYTES if largest_bytes >= _SMALL_BYTES else 1
+
+
 def first_fit(graph: StepGraph, order: Sequence[int], stays: Sequence[Stay]) -> list[int]:
     """Return an address for each stay; what is handed over keeps its address.
 
@@ -190,7 +209,11 @@ def first_fit(graph: StepGraph, order: Sequence[int], stays: Sequence[Stay]) -> 
         stays: When values are on the device.
     """
     groups = joined_stays(graph, order, stays)
-    sizes = [max(graph.num_bytes(stays[i].value) for i in members) for members in groups]
+    unit = _alignment(graph)
+    sizes = [
+        max(-(-graph.num_bytes(stays[i].value) // unit) * unit for i in members)
+        for members in groups
+    ]
     offsets = [0] * len(stays)
     placed: list[tuple[int, int, list[int]]] = []
     for group in sorted(range(len(groups)), key=lambda g: -sizes[g]):
@@ -262,8 +285,9 @@ def _buffer(graph: StepGraph, num_positions: int, stays: Sequence[Stay]) -> Buff
     gaps = tuple(
         (before + 1, after) for before, after in itertools.pairwise(busy) if after > before + 1
     )
-    size = max(graph.num_bytes(stay.value) for stay in stays)
-    return Buffer(busy[0], busy[-1] + 1, size, gaps=gaps)
+    unit = _alignment(graph)
+    size = max(-(-graph.num_bytes(stay.value) // unit) * unit for stay in stays)
+    return Buffer(busy[0], busy[-1] + 1, size, alignment=unit, gaps=gaps)
 
 
 def meet(a: Stay, b: Stay, num_positions: int) -> bool:

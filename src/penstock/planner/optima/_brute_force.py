@@ -8,40 +8,21 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
-from penstock.memory import Link, MachineProfile
+from penstock.memory import MachineProfile
 from penstock.planner._plan import Budget, Plan, Transfer
 from penstock.planner._simulate import step_seconds_of
 from penstock.planner.optima._assemble import Stay, assemble, packed_offsets
+from penstock.planner.optima._moves import Away, Life, last_read, live_bytes, lives_in, moves
 from penstock.planner.proofs._bounds import lower_bound
 
 _SAME = 1 + 1e-6  # a plan this close to the bound, which is rounded down, is not searched further
-
-
-class _Life(NamedTuple):
-    """A value from where it is made to where it is last used, with the uses in between."""
-
-    value: int
-    uses: tuple[int, ...]  # positions; they count on beyond the end of the step
-    end: int  # boundary at which its place is free, or handed over
-    constant: bool  # no step changes it: uses[-1] is uses[0] of the next step
-
-
-class _Away(NamedTuple):
-    """A life leaves after one of its uses and is away from one boundary to another."""
-
-    life: int
-    use: int  # index in `uses`
-    left: int
-    back: int
-    taker: int | None = None  # what the operator of that use writes in its place
 
 
 @dataclass(frozen=True)
@@ -49,7 +30,7 @@ class _Case:
     """One order, with everything resident."""
 
     order: tuple[int, ...]
-    lives: tuple[_Life, ...]
+    lives: tuple[Life, ...]
     live_bytes: np.ndarray  # at each position
     overwritten: dict[int, dict[int, set[int]]]  # per position and operand: what may take its place
     taken: frozenset[tuple[int, int]]  # positions, and what takes the place of a life that ends
@@ -181,96 +162,73 @@ def fastest_of_order(
     """Return the fastest plan of one order, or `best` if none is faster."""
     if best is not None and sum(operator_seconds[i] for i in order) >= best.step_seconds:
         return best
-    for case in _cases(graph, order):
-        for aways in _choices(graph, case, budget, deadline):
-            stays, transfers = _moves(graph, case, aways)
-            seconds = step_seconds_of(order, transfers, operator_seconds, machine)
-            if best is not None and seconds >= best.step_seconds * (1 - 1e-9):
-                continue
-            offsets = packed_offsets(graph, order, stays, budget.device_bytes)
-            if offsets is not None:
-                best = assemble(
-                    graph,
-                    order,
-                    stays,
-                    transfers,
-                    budget=budget,
-                    machine=machine,
-                    operator_seconds=operator_seconds,
-                    offsets=offsets,
-                    method="brute_force",
-                )
+
+    def is_faster(transfers: Sequence[Transfer]) -> bool:
+        seconds = step_seconds_of(order, transfers, operator_seconds, machine)
+        return best is None or seconds < best.step_seconds * (1 - 1e-9)
+
+    for stays, transfers, offsets in residencies(graph, order, budget, deadline, is_faster):
+        best = assemble(
+            graph,
+            order,
+            stays,
+            transfers,
+            budget=budget,
+            machine=machine,
+            operator_seconds=operator_seconds,
+            offsets=offsets,
+            method="brute_force",
+        )
     return best
+
+
+def residencies(
+    graph: StepGraph,
+    order: tuple[int, ...],
+    budget: Budget,
+    deadline: float,
+    is_wanted: Callable[[Sequence[Transfer]], bool],
+) -> Iterator[tuple[list[Stay], list[Transfer], list[int]]]:
+    """Yield what may be on the device when, with addresses, if its transfers are wanted.
+
+    What could be on the device longer is as fast there, but may be in the way of others: where
+    something finds no address, all that leaves earlier or comes later is tried as well.
+    """
+    for case in _cases(graph, order):
+        for is_idle in (False, True):
+            lacks_address = False
+            for aways in _choices(graph, case, budget, deadline, is_idle=is_idle):
+                stays, transfers = moves(graph, len(order), case.lives, aways)
+                if not is_wanted(transfers):
+                    continue
+                offsets = packed_offsets(graph, order, stays, budget.device_bytes)
+                if offsets is None:
+                    lacks_address = True
+                else:
+                    yield stays, transfers, offsets
+            if not lacks_address:
+                break
 
 
 def _cases(graph: StepGraph, order: tuple[int, ...]) -> Iterator[_Case]:
     """With and without results in the place of operands that nobody uses afterwards."""
-    num_positions = len(order)
-    needs: dict[int, list[int]] = {}
-    births: dict[int, list[int]] = {}
-    handed: dict[int, int] = {}
     overwritten: dict[int, dict[int, set[int]]] = {}
-    seen: set[int] = set()
     for position, index in enumerate(order):
-        operator = graph.operators[index]
-        pairs = () if index in seen and operator.recompute_args is not None else operator.mutates
-        seen.add(index)
-        for value in operator.reads:
-            needs.setdefault(value, []).append(position)
-        for value in operator.creates:
-            births.setdefault(value, []).append(position)
-        for old, new in pairs:
-            handed[old] = position
-            births.setdefault(new, []).append(position)
-        for read, created in operator.may_overwrite:
+        for read, created in graph.operators[index].may_overwrite:
             if graph.num_bytes(created):  # what takes no place takes over none
                 overwritten.setdefault(position, {}).setdefault(read, set()).add(created)
-    lives: list[_Life] = []
-    for value, storage_index in enumerate(graph.storage_of_value):
-        storage = graph.storages[storage_index]
-        if not storage.num_bytes:
-            continue
-        uses = sorted(set(needs.get(value, ())))
-        if storage.persistent and storage.initial == storage.final:
-            if uses:
-                uses.append(uses[0] + num_positions)
-                lives.append(_Life(value, tuple(uses), uses[-1], True))
-        elif not (storage.persistent and value == storage.initial):
-            given = [0] if value == storage.initial and (uses or value in handed) else []
-            for born, gone in itertools.pairwise([*given, *births.get(value, ()), None]):
-                assert born is not None
-                last = num_positions if gone is None else gone
-                mine = [use for use in uses if born < use < last or (born == use and given)]
-                end = max([born, *mine]) + 1
-                if born <= handed.get(value, -1) < last:
-                    end = handed[value]
-                    mine.append(end)
-                elif gone is None and storage.final == value and storage.persistent:
-                    initial = storage.initial
-                    assert initial is not None
-                    mine += [use + num_positions for use in needs.get(initial, ())]
-                    end = handed[initial] + num_positions if initial in handed else mine[-1] + 1
-                    mine += [end] if initial in handed else []
-                elif gone is None and storage.final == value:
-                    mine.append(num_positions - 1)
-                    end = num_positions
-                lives.append(_Life(value, tuple(sorted({born, *mine})), end, False))
-    for chosen, taken in _handed_over(lives, overwritten):
-        live = np.zeros(num_positions, dtype=np.int64)
-        for life in chosen:
-            for position in range(life.uses[0], life.end):
-                live[position % num_positions] += graph.num_bytes(life.value)
+    for chosen, taken in _handed_over(graph, lives_in(graph, order), overwritten):
+        live = live_bytes(graph, len(order), chosen)
         yield _Case(order, tuple(chosen), live, overwritten, taken)
 
 
 def _handed_over(
-    lives: list[_Life], overwritten: dict[int, dict[int, set[int]]]
-) -> Iterator[tuple[list[_Life], frozenset[tuple[int, int]]]]:
+    graph: StepGraph, lives: list[Life], overwritten: dict[int, dict[int, set[int]]]
+) -> Iterator[tuple[list[Life], frozenset[tuple[int, int]]]]:
     options: list[list[int | None]] = []
     for life in lives:
-        last = life.end - 1
-        is_read = life.uses[-1] == last and not life.constant
-        takers = overwritten.get(last, {}).get(life.value, set()) if is_read else set()
+        last = last_read(graph, life)
+        takers = set() if last is None else overwritten.get(last, {}).get(life.value, set())
         options.append([*sorted(takers), None])
     for choice in itertools.product(*options):
         taken = [
@@ -285,28 +243,28 @@ def _handed_over(
 
 
 def _choices(
-    graph: StepGraph, case: _Case, budget: Budget, deadline: float
-) -> Iterator[list[_Away]]:
-    """All that may be away when, such that the rest fits and nothing is away without need."""
+    graph: StepGraph, case: _Case, budget: Budget, deadline: float, *, is_idle: bool
+) -> Iterator[list[Away]]:
+    """All that may be away when, such that the rest fits; without need only if `is_idle`."""
     workspace_bytes = max((operator.workspace_bytes for operator in graph.operators), default=0)
     if budget.device_bytes is None:
         yield []
         return
     capacity = budget.device_bytes - workspace_bytes
     num_positions = len(case.order)
-    crowded = case.live_bytes > capacity
-    gaps: list[list[_Away]] = []
+    crowded = (case.live_bytes > capacity) | is_idle
+    gaps: list[list[Away]] = []
     for index, life in enumerate(case.lives):
         for use, (begin, after) in enumerate(itertools.pairwise(life.uses)):
             inside = [p for p in range(begin + 1, after) if crowded[p % num_positions]]
             options = [
-                _Away(index, use, left, last + 1)
+                Away(index, use, left, last + 1)
                 for left in inside
                 for last in inside
                 if left <= last
             ]
             options += [
-                _Away(index, use, begin, last + 1, taker)
+                Away(index, use, begin, last + 1, taker)
                 for taker in _takers(graph, case, life, use)
                 for last in (begin, *inside)
                 if crowded[begin % num_positions]
@@ -322,11 +280,11 @@ def _choices(
         for position in range(left, back):
             most[row, position % num_positions] += graph.num_bytes(life.value)
 
-    def choose(row: int, live: np.ndarray, aways: list[_Away]) -> Iterator[list[_Away]]:
+    def choose(row: int, live: np.ndarray, aways: list[Away]) -> Iterator[list[Away]]:
         if (live - most[row] > capacity).any() or time.monotonic() > deadline:
             return
         if row == len(gaps):
-            if not _is_away_in_vain(graph, case, aways, live, capacity):
+            if is_idle or not _is_away_in_vain(graph, case, aways, live, capacity):
                 yield aways
             return
         yield from choose(row + 1, live, aways)
@@ -343,7 +301,7 @@ def _choices(
     yield from choose(0, case.live_bytes, [])
 
 
-def _takers(graph: StepGraph, case: _Case, life: _Life, use: int) -> list[int]:
+def _takers(graph: StepGraph, case: _Case, life: Life, use: int) -> list[int]:
     """Return what may be written over a life at one of its uses, if a copy comes back later."""
     position, value = life.uses[use], life.value
     if position >= len(case.order):
@@ -357,7 +315,7 @@ def _takers(graph: StepGraph, case: _Case, life: _Life, use: int) -> list[int]:
 
 
 def _is_away_in_vain(
-    graph: StepGraph, case: _Case, aways: list[_Away], live: np.ndarray, capacity: int
+    graph: StepGraph, case: _Case, aways: list[Away], live: np.ndarray, capacity: int
 ) -> bool:
     """Whether something could be there a boundary longer: that is never slower."""
     num_positions = len(case.order)
@@ -367,51 +325,3 @@ def _is_away_in_vain(
             if live[position % num_positions] + num_bytes <= capacity:
                 return True
     return False
-
-
-def _moves(graph: StepGraph, case: _Case, aways: list[_Away]) -> tuple[list[Stay], list[Transfer]]:
-    num_positions = len(case.order)
-    stays: list[Stay] = []
-    transfers: list[Transfer] = []
-    absent: dict[int, list[_Away]] = {}
-    for away in aways:
-        absent.setdefault(away.life, []).append(away)
-    for index, life in enumerate(case.lives):
-        num_bytes = graph.num_bytes(life.value)
-        storage = graph.storages[graph.storage_of_value[life.value]]
-
-        def named(start: int, value: int, initial: int | None = storage.initial) -> tuple[int, int]:
-            """What the step calls it in which the interval begins, and the boundary there."""
-            if start < num_positions:
-                return value, 0
-            assert initial is not None
-            return initial, num_positions
-
-        begin, written = life.uses[0], life.constant
-        segments: list[tuple[int, int]] = []
-        for away in absent.get(index, ()):
-            needed = life.uses[away.use + 1]
-            left = life.uses[away.use] + 1 if written and away.taker is None else away.left
-            if not written:
-                out = life.uses[0] + 1  # a copy may be made while the value is still there
-                value, shift = named(out, life.value)
-                start, end = out - shift, away.left - shift
-                transfers.append(Transfer(value, Link.DEVICE_TO_HOST, num_bytes, start, end))
-                written = True
-            segments.append((begin, left))
-            value, shift = named(away.back, life.value)
-            start, end = away.back - shift, needed - shift
-            transfers.append(Transfer(value, Link.HOST_TO_DEVICE, num_bytes, start, end))
-            begin = away.back
-        if life.constant and not segments:
-            stays.append(Stay(life.value, 0, num_positions))
-            continue
-        if life.constant:  # the place after the last gap goes on before the first one
-            segments[0] = (begin, segments[0][1] + num_positions)
-        else:
-            segments.append((begin, life.end))
-        for start, end in segments:
-            value, shift = named(start, life.value)
-            stays.append(Stay(value, start - shift, end - shift))
-    transfers.sort(key=lambda transfer: (transfer.end, transfer.start))
-    return stays, transfers

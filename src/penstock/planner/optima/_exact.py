@@ -1,15 +1,14 @@
-"""The least traffic of small inference graphs, proved: order, residency and spills together.
+"""The least traffic of small steps, proved: order, residency and what moves, together.
 
-COSMA's setting (arXiv 2311.18246): a step without parameters in the same memory, costs are bytes
-that leave and come back ("non-compulsory"), whatever their time. Its model with address pairs has
-no useful bound; here residency is solved without addresses, then packed, and a packing that fails
-goes back as a cut.
+COSMA's question (arXiv 2311.18246), asked of training steps too: which bytes have to leave and come
+back, whatever their time. Its model with address pairs has no useful bound; here residency is
+solved without addresses, then packed, and a packing that fails goes back as a cut. A bound that
+knows nothing of orders (`_floor.py`) and programs near good orders meet in the middle; where they
+do not, the whole program is solved.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,24 +19,21 @@ from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
 from penstock.memory import Link, MachineProfile
 from penstock.planner._plan import Budget, Plan, Transfer
-from penstock.planner.optima._assemble import Stay, assemble, packed_offsets
-from penstock.planner.optima._peak import (
-    handovers,
-    min_peak,
-    min_working_set,
-    require_inference,
-    workspace_bytes,
-)
-from penstock.planner.proofs._forced import forced_bytes, relatives
-from penstock.planner.proofs._linear import LinearProgram
+from penstock.planner.optima._assemble import Stay, assemble, packed_offsets, with_places
+from penstock.planner.optima._floor import Floor
+from penstock.planner.optima._moves import last_read, lives_in, moves
+from penstock.planner.optima._peak import handovers, min_peak, min_working_set, workspace_bytes
+from penstock.planner.optima._program import Program, Residency
+from penstock.planner.optima._together import Together, apart, runs_together
+from penstock.planner.proofs._forced import made_anew
 from penstock.planner.proofs._lives import lives_of
 
 _MAX_CUTS = 10
-_MAX_WIDTH = 8  # mean steps at which an operator may run, beyond which a program is wide
-_WIDE_SHARE = 0.5  # of the time for a program that is
 _NEAR_STEPS = 2
+_ORDERED_SHARE = 0.6  # of the time that is left
+_MAX_PAIRS = 1500  # whose order is decided by columns of their own
+_STAGE_SHARE = 0.25  # of the time that is left
 _LESS = (0.97, 0.9, 0.8, 0.7)  # of the capacity, where what needs all of it cannot be packed
-_TOLERANCE = 1e-6
 
 
 def exact(
@@ -50,16 +46,20 @@ def exact(
     reorder: bool = True,
     time_limit: float = 60.0,
 ) -> Plan:
-    """Plan an inference graph with the least bytes that leave and come back.
+    """Plan a small step, of training or inference, with the least bytes that leave and come back.
 
-    A result takes the place of an operand only where both have the same bytes.
+    Steps repeat: what a step leaves is what the next one begins with, wherever it is. Nothing runs
+    twice. There is one tier below. A result takes the place of an operand only where both have the
+    same bytes; places have multiples of 64 bytes, where anything has a kilobyte.
 
     Columns, for operators v, values u and time steps t: a(v, t), v runs at t, between the number of
     its ancestors and that of all but its descendants; r(u, t), u is on the device while t runs;
     b(u, t), u comes back for t; s(u), u is written below. Rows: one operator a step, in order; what
     is read or made at t is there; r(u, t) <= r(u, t - 1) + made at t + b(u, t); b(u, t) <= s(u);
-    what is there fits. Least: the sum of bytes of s and b (COSMA, equations 1 to 12 without 9 to
-    11). At least twice the bytes that any order has to shed at an operator (`forced_bytes`).
+    what is there fits. Of a storage that steps change, the step before t = 0 is the last one, where
+    its first value u0 was the last one, uf: s(u0) is s(uf). Of one that no step changes a copy lies
+    below for ever: s is 0. Something comes back for a use and leaves after one, if at all. Least:
+    the sum of bytes of s and b (COSMA, equations 1 to 12 without 9 to 11).
 
     Example:
         >>> plan = exact(graph, seconds, budget, machine)  # doctest: +SKIP
@@ -67,7 +67,7 @@ def exact(
         (3426564, True)
 
     Args:
-        graph: A step without persistent storages, of about a hundred operators at most.
+        graph: A step of about a hundred operators at most.
         operator_seconds: Time of each operator; says nothing about what is best.
         budget: With the tier below.
         machine: Rates of the links.
@@ -80,150 +80,269 @@ def exact(
 
     Raises:
         InfeasibleError: No plan fits, or none was found in time.
-        ValueError: The graph has persistent storages with bytes, or the budget no device bytes.
+        ValueError: The budget has no device bytes, or an operator makes a persistent storage's
+            content elsewhere instead of changing it.
     """
-    require_inference(graph)
+    require_kept_storages(graph)
     if budget.device_bytes is None:
         raise ValueError("budget.device_bytes is None: an exact plan is for a number of bytes")
     _require_working_set(graph, budget.device_bytes)
     fields = {"budget": budget, "machine": machine, "operator_seconds": operator_seconds}
-    program_order = tuple(range(len(graph.operators)))
-    order = min_peak(graph).order if reorder else program_order
-    stays = _resident(graph, order)
-    offsets = packed_offsets(graph, order, stays, budget.device_bytes, time_limit=10.0)
-    if offsets is not None:
-        plan = assemble(graph, order, stays, (), offsets=offsets, method="exact", **fields)
-        return _with_notes(plan, 0, 0, True)
+    orders = _orders(graph) if reorder else [tuple(range(len(graph.operators)))]
+    for order in orders:
+        stays = _resident(graph, order, unused=links is None)
+        offsets = packed_offsets(graph, order, stays, budget.device_bytes, time_limit=10.0)
+        if offsets is not None:
+            plan = assemble(graph, order, stays, (), offsets=offsets, method="exact", **fields)
+            return _with_notes(plan, 0, 0, True)
     if links is None:
         raise InfeasibleError(
             f"{budget.device_bytes} bytes are too little for the best order that was found, and "
             "there is no tier to which anything could leave: pass host_memory= or store=",
             proved=False,
         )
-    deadline = time.monotonic() + time_limit
-    windows = _windows(graph) if reorder else _near(program_order, 0, None)
-    is_wide = sum(map(len, windows)) > _MAX_WIDTH * len(windows)
-    # Of a wide program only its bound may be had in time; the plan then comes from nearby orders.
-    share = time_limit * _WIDE_SHARE if is_wide else time_limit
-    best = _solved(graph, budget.device_bytes, windows, min(deadline, time.monotonic() + share))
-    proved = best.proved
-    if not proved and reorder:
-        for start in (program_order, order):
-            best = _nearby(graph, budget.device_bytes, windows, start, best, deadline)
-    if best.moves is None and not proved:
-        best = _with_less(graph, budget.device_bytes, windows, best.least, deadline)
-    if best.moves is None:
+    search = _Search(graph, budget.device_bytes, reorder=reorder, time_limit=time_limit)
+    best = search.run(orders)
+    if best.found is None:
         raise InfeasibleError(
             f"no plan for {budget.device_bytes} bytes "
-            + ("exists" if proved else f"was found within {time_limit} seconds"),
-            proved=proved,
+            + ("exists" if best.proved else f"was found within {time_limit} seconds"),
+            proved=best.proved,
         )
-    order, stays, transfers = best.moves
     out, back = links
     transfers = [
         transfer._replace(link=out if transfer.link is Link.DEVICE_TO_HOST else back)
-        for transfer in transfers
+        for transfer in best.found.transfers
     ]
-    plan = assemble(graph, order, stays, transfers, offsets=best.offsets, method="exact", **fields)
-    proved = proved or best.traffic <= best.least
-    return _with_notes(plan, best.traffic, best.traffic if proved else best.least, proved)
+    order, stays, _, offsets = best.found
+    plan = assemble(graph, order, stays, transfers, offsets=offsets, method="exact", **fields)
+    least = best.found.traffic if best.proved else best.least
+    return _with_notes(plan, best.found.traffic, least, best.proved)
 
 
 class _Solved(NamedTuple):
     """What came of an integer program: the best solution that can be packed, if there is one."""
 
-    moves: tuple[tuple[int, ...], list[Stay], list[Transfer]] | None
-    offsets: Sequence[int] | None
-    traffic: int
+    found: _Found | None
     least: int  # bytes that any order with these windows moves
     proved: bool  # that no other moves less, or that there is none
 
 
-def _solved(
-    graph: StepGraph, device_bytes: int, windows: Sequence[range], deadline: float
-) -> _Solved:
-    """Solve for the operators' windows; what cannot be packed is cut off."""
-    model = _Model(graph, device_bytes - workspace_bytes(graph), windows)
-    for cut in range(_MAX_CUTS):
-        if model.solve(max(deadline - time.monotonic(), 0.1)) is None:
-            infeasible = model.program.proved_infeasible and not cut
-            return _Solved(None, None, 0, model.least, infeasible)
-        moves = model.moves()
-        offsets = packed_offsets(graph, moves[0], moves[1], device_bytes, time_limit=10.0)
-        if offsets is not None:
-            traffic = sum(transfer.num_bytes for transfer in moves[2])
-            return _Solved(moves, offsets, traffic, model.least, model.proved)
-        model.forbid()
-    return _Solved(None, None, 0, model.least, False)
+class _Found(NamedTuple):
+    order: tuple[int, ...]
+    stays: list[Stay]
+    transfers: list[Transfer]
+    offsets: Sequence[int]
+
+    @property
+    def traffic(self) -> int:
+        """Bytes that leave and come back."""
+        return sum(transfer.num_bytes for transfer in self.transfers)
 
 
-def _with_less(
-    graph: StepGraph, device_bytes: int, windows: Sequence[range], least: int, deadline: float
-) -> _Solved:
-    """Solve for a smaller capacity, where what needs all of it cannot be packed."""
-    for share in _LESS:
-        capacity = int((device_bytes - workspace_bytes(graph)) * share)
-        model = _Model(graph, capacity, windows)
-        if model.solve(max(deadline - time.monotonic(), 0.1)) is None:
-            break
-        moves = model.moves()
-        offsets = packed_offsets(graph, moves[0], moves[1], device_bytes, time_limit=10.0)
-        if offsets is not None:
-            traffic = sum(transfer.num_bytes for transfer in moves[2])
-            return _Solved(moves, offsets, traffic, least, False)
-    return _Solved(None, None, 0, least, False)
+class _Search:
+    """The least traffic: near good orders first, then ever farther from the best."""
 
+    def __init__(
+        self, graph: StepGraph, device_bytes: int, *, reorder: bool, time_limit: float
+    ) -> None:
+        self.graph, self.device_bytes, self.reorder = graph, device_bytes, reorder
+        self.deadline = time.monotonic() + time_limit
+        self.moved_bytes = [storage.num_bytes for storage in graph.storages]
+        self.places = with_places(graph)
+        self.capacity = device_bytes - workspace_bytes(graph)
+        self.together = runs_together(self.places) if reorder else apart(graph)
+        self.freely = runs_together(self.places, at_ends=False) if reorder else self.together
+        num_steps = len(graph.operators)
+        self.windows = [
+            range(len(earlier), num_steps - len(later))
+            for earlier, later in zip(
+                self.together.ancestors, self.together.descendants, strict=True
+            )
+        ]
 
-def _nearby(
-    graph: StepGraph,
-    device_bytes: int,
-    windows: Sequence[range],
-    order: tuple[int, ...],
-    best: _Solved,
-    deadline: float,
-) -> _Solved:
-    """Let each operator run a few steps earlier or later than in the best order, again and again.
-
-    Each of these programs is small and solved to its end, so this descends to an order that no
-    order near it beats.
-    """
-    local: _Solved | None = None
-    while time.monotonic() < deadline:
-        near = _near(order, _NEAR_STEPS if local else 0, windows)
-        found = _solved(graph, device_bytes, near, deadline)
-        if found.moves is None:
-            if local:
+    def run(self, starts: Sequence[Sequence[int]]) -> _Solved:
+        """Look near each of these orders, then near the best, ever farther."""
+        least = self._floor(self.freely, is_ordered=False).solve(self.left)
+        if least is None:
+            return _Solved(None, 0, True)
+        best = _Solved(None, least, False)
+        if not self.reorder:
+            return self._near(range(len(self.windows)), 0, best, 1.0)
+        for order in starts:
+            best = self._near(order, 0, best, _STAGE_SHARE)
+        for at_ends in (False, True):
+            best = self._ordered(best, at_ends=at_ends)
+        num_steps = _NEAR_STEPS
+        while not best.proved and self.left > 0:
+            before = best.found
+            orders = starts if before is None else [before.order]
+            for order in orders:
+                best = self._near(order, num_steps, best, _STAGE_SHARE)
+            if best.found is before and num_steps >= len(self.windows):
                 break
-            local = found  # its own order does not do; those near it may
-            continue
-        if local and local.moves and found.traffic >= local.traffic:
-            break
-        local, order = found, found.moves[0]
-    if local is None or local.moves is None:
+            if best.found is before:
+                num_steps *= 2
+        return self._with_less(best) if best.found is None and not best.proved else best
+
+    def _ordered(self, best: _Solved, *, at_ends: bool) -> _Solved:
+        """Ask for the least that an order may move, and look what that order does move.
+
+        Where nothing is asked for at the ends of the step more operators stay together.
+        """
+        together = self.together if at_ends else self.freely
+        if best.proved or len(together.free_pairs()) > _MAX_PAIRS:
+            return best
+        floor = self._floor(together, is_ordered=True, at_ends=at_ends)
+        least = floor.solve(_ORDERED_SHARE * self.left)
+        if least is None:
+            return _Solved(None, best.least, True)
+        best = best._replace(least=max(best.least, least))
+        if best.found is not None and best.found.traffic <= best.least:
+            return best._replace(proved=True)
+        order = floor.order()
+        return best if order is None else self._near(order, 0, best, _STAGE_SHARE)
+
+    def _floor(self, together: Together, *, is_ordered: bool, at_ends: bool = False) -> Floor:
+        return Floor(
+            self.places,
+            self.moved_bytes,
+            self.capacity,
+            together,
+            is_ordered=is_ordered,
+            at_ends=at_ends,
+        )
+
+    def _near(self, order: Sequence[int], num_steps: int, best: _Solved, share: float) -> _Solved:
+        """Let operators run a few steps earlier or later than in an order."""
+        if best.proved:
+            return best
+        step_of = {operator: step for step, operator in enumerate(order)}
+        windows = [
+            range(max(step_of[v] - num_steps, w.start), min(step_of[v] + num_steps + 1, w.stop))
+            for v, w in enumerate(self.windows)
+        ]
+        share = 1.0 if windows == self.windows else share
+        return self._solved(windows, best, share * self.left)
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return max(self.deadline - time.monotonic(), 0.0)
+
+    def _program(self, capacity: int, windows: Sequence[range], best: _Solved) -> Program:
+        most = None if best.found is None else best.found.traffic
+        return Program(
+            self.places,
+            self.moved_bytes,
+            capacity,
+            windows,
+            self.together,
+            least=best.least,
+            most=most,
+        )
+
+    def _solved(self, windows: Sequence[range], best: _Solved, time_limit: float) -> _Solved:
+        """Solve for the operators' windows; what cannot be packed is cut off."""
+        deadline = time.monotonic() + time_limit
+        is_all = list(windows) == self.windows
+        program = self._program(self.capacity, windows, best)
+        least = best.least
+        for cut in range(_MAX_CUTS):
+            has_solution = program.solve(max(deadline - time.monotonic(), 0.1))
+            least = max(least, program.least) if is_all else least
+            if not has_solution:
+                proved = is_all and program.program.proved_infeasible
+                if best.found is None:
+                    return _Solved(None, least, proved and not cut)
+                # Nothing moves less, or everything that does cannot be packed and was tried.
+                return _Solved(best.found, least, proved)
+            found = self._packed(program.residency())
+            if found is not None:
+                better = best.found is None or found.traffic < best.found.traffic
+                proved = (is_all and program.proved) or found.traffic <= least
+                return _Solved(found if better else best.found, least, proved)
+            program.forbid()
+        return _Solved(best.found, least, False)
+
+    def _with_less(self, best: _Solved) -> _Solved:
+        """Solve for a smaller capacity, where what needs all of it cannot be packed."""
+        for share in _LESS:
+            program = self._program(int(self.capacity * share), self.windows, best)
+            if not program.solve(max(self.left, 0.1)):
+                break
+            found = self._packed(program.residency())
+            if found is not None:
+                return _Solved(found, best.least, False)
         return best
-    if best.moves is not None and best.traffic <= local.traffic:
-        return best
-    return local._replace(least=best.least, proved=False)
+
+    def pack(self, order: Sequence[int], stays: Sequence[Stay]) -> list[int] | None:
+        """Return an address for each stay, if some were found."""
+        return packed_offsets(self.graph, order, stays, self.device_bytes, time_limit=10.0)
+
+    def _packed(self, residency: Residency) -> _Found | None:
+        order = residency.order
+        stays, transfers = moves(self.graph, len(order), residency.lives, residency.aways)
+        offsets = self.pack(order, stays)
+        return None if offsets is None else _Found(order, stays, transfers, offsets)
 
 
-def _windows(graph: StepGraph) -> list[range]:
-    """The steps at which each operator may run in any order."""
-    ancestors, descendants = relatives(graph)
-    before = [int(np.unpackbits(row).sum()) for row in ancestors]
-    after = [int(np.unpackbits(row).sum()) for row in descendants]
-    return [range(first, len(before) - later) for first, later in zip(before, after, strict=True)]
+def _orders(graph: StepGraph) -> list[tuple[int, ...]]:
+    """Good orders to look near: the program's, one of least peak, and one that is frugal."""
+    together = runs_together(with_places(graph))
+    steps = [tuple(range(len(graph.operators)))]
+    if not any(storage.persistent and storage.num_bytes for storage in graph.storages):
+        steps.append(min_peak(graph).order)
+    orders = [_grouped(together, order) for order in steps]
+    return list(dict.fromkeys([*orders[1:], orders[0], frugal_order(graph, together)]))
 
 
-def _near(order: Sequence[int], num_steps: int, windows: Sequence[range] | None) -> list[range]:
-    """The steps near those of an order, within the windows."""
+def _grouped(together: Together, order: Sequence[int]) -> tuple[int, ...]:
+    """An order in which groups run together, each where the last of it did."""
     step_of = {operator: step for step, operator in enumerate(order)}
-    near = [range(step_of[v] - num_steps, step_of[v] + num_steps + 1) for v in range(len(order))]
-    if windows is None:
-        return near
-    return [
-        range(max(a.start, b.start), min(a.stop, b.stop))
-        for a, b in zip(near, windows, strict=True)
-    ]
+    left = sorted(together.groups, key=lambda group: max(step_of[each] for each in group))
+    found: list[int] = []
+    while left:
+        group = next(g for g in left if together.ancestors[g[0]].issubset(found))
+        left.remove(group)
+        found += group
+    return tuple(found)
+
+
+def frugal_order(graph: StepGraph, together: Together) -> tuple[int, ...]:
+    """An order in which whatever frees the most of what the step makes runs next."""
+    found: list[int] = []
+    left = list(together.groups)
+
+    def growth(group: list[int]) -> int:
+        done = {*found, *group}
+        made = (v for index in group for v in graph.operators[index].creates)
+        needed = {v for index in group for v in graph.operators[index].needs}
+        dead = (
+            v
+            for v in needed
+            if done.issuperset(graph.consumers[v])
+            and not any(v == old for i in group for old, _ in graph.operators[i].mutates)
+            and graph.storages[graph.storage_of_value[v]].final != v
+        )
+        return sum(map(graph.num_bytes, made)) - sum(map(graph.num_bytes, dead))
+
+    while left:
+        ready = [g for g in left if together.ancestors[g[0]].issubset(found)]
+        group = min(ready, key=lambda each: (growth(each), each))
+        left.remove(group)
+        found += group
+    return tuple(found)
+
+
+def require_kept_storages(graph: StepGraph) -> None:
+    """Refuse steps that make a persistent storage without having had it."""
+    for index in made_anew(graph, recompute=False):
+        raise ValueError(
+            f"storage {graph.storages[index].name!r} lives from step to step, and an operator "
+            "makes its content in memory of its own; the exact planner is for storages that are "
+            "changed in place"
+        )
 
 
 def _with_notes(plan: Plan, traffic: int, least: int, proved: bool) -> Plan:
@@ -243,223 +362,25 @@ def _require_working_set(graph: StepGraph, device_bytes: int) -> None:
         )
 
 
-def _resident(graph: StepGraph, order: Sequence[int]) -> list[Stay]:
-    """Everything from where it is made to where it is last used."""
-    position_of = {operator: position for position, operator in enumerate(order)}
-    stays = {}
-    for value, producer in enumerate(graph.producers):
-        stay = _life(graph, value, producer, position_of)
-        if stay is not None:
-            stays[value] = stay
+def _resident(graph: StepGraph, order: Sequence[int], *, unused: bool) -> list[Stay]:
+    """Everything from where it is made to where it is last used; also what nobody uses, if so."""
+    lives = lives_in(graph, order)
     for position, index in enumerate(order):
         reads = graph.operators[index].reads
-        # Whoever writes over a value later needs it as well, though its stay ends there.
-        last_need = {v: max(position_of[c] for c in graph.consumers[v]) for v in reads}
-        dead = [v for v in reads if v in stays and last_need[v] == position]
-        dead = [v for v in dead if graph.storages[graph.storage_of_value[v]].final != v]
-        for read, _ in handovers(graph, index, dead):
-            stays[read] = stays[read]._replace(end=position)
-    return list(stays.values())
-
-
-def _life(
-    graph: StepGraph, value: int, producer: int | None, position_of: dict[int, int]
-) -> Stay | None:
-    storage = graph.storages[graph.storage_of_value[value]]
-    if not storage.num_bytes or (producer is None and not graph.consumers[value]):
-        return None
-    start = 0 if producer is None else position_of[producer]
-    last = max([start, *(position_of[consumer] for consumer in graph.consumers[value])])
-    if storage.final == value:
-        return Stay(value, start, len(position_of))
-    writers = [
-        position_of[consumer]
-        for consumer in graph.consumers[value]
-        if value in (old for old, _ in graph.operators[consumer].mutates)
-    ]
-    return Stay(value, start, last if last in writers else last + 1)
-
-
-class _Model:
-    """The integer program of `exact`."""
-
-    def __init__(self, graph: StepGraph, capacity: int, windows: Sequence[range]) -> None:
-        self.graph = graph
-        self.capacity = max(capacity, 1)
-        self.num_steps = len(graph.operators)
-        self.program = LinearProgram()
-        self.proved = False
-        self.windows = windows
-        shed = max(0, math.ceil(float(forced_bytes(graph).max(initial=0)) - capacity))
-        self.least = 2 * shed
-        self.values = [
-            value
-            for value, producer in enumerate(graph.producers)
-            if graph.num_bytes(value) and (producer is not None or graph.consumers[value])
-        ]
-        self._place_operators()
-        self._place_values(capacity)
-
-    def _place_operators(self) -> None:
-        self.runs = [
-            {step: self.program.column(upper=1.0, integer=True) for step in window}
-            for window in self.windows
-        ]
-        for columns in self.runs:
-            self.program.row([*columns.values()], [1.0] * len(columns), lower=1.0, upper=1.0)
-        for step in range(self.num_steps):
-            columns = [runs[step] for runs in self.runs if step in runs]
-            self.program.row(columns, [1.0] * len(columns), lower=1.0, upper=1.0)
-        for operator, earlier in enumerate(self.graph.predecessors):
-            for before in earlier:
-                for step in self.windows[operator]:  # it has run by `step`: the other one earlier
-                    late = [c for t, c in self.runs[operator].items() if t <= step]
-                    early = [c for t, c in self.runs[before].items() if t < step]
-                    factors = [1.0] * len(early) + [-1.0] * len(late)
-                    self.program.row(early + late, factors, lower=0.0)
-
-    def _place_values(self, capacity: int) -> None:
-        graph, program, unit = self.graph, self.program, float(max(capacity, 1))
-        self.there: dict[int, dict[int, int]] = {}
-        self.back: dict[int, dict[int, int]] = {}
-        traffic: tuple[list[int], list[float]] = ([], [])
-        held: list[tuple[list[int], list[float]]] = [([], []) for _ in range(self.num_steps)]
-        for value in self.values:
-            size = graph.num_bytes(value) / unit
-            window = self._lifetime(value)
-            there = {t: program.column(upper=1.0, integer=True) for t in window}
-            back = {t: program.column(upper=1.0, cost=size) for t in window}
-            written = program.column(upper=1.0, cost=size)
-            traffic[0].extend([*back.values(), written])
-            traffic[1].extend([size] * (len(back) + 1))
-            self.there[value], self.back[value] = there, back
-            made = self._runs_of(graph.producers[value])
-            for step in window:
-                held[step][0].append(there[step])
-                held[step][1].append(size)
-                if step in made:
-                    program.row([there[step], made[step]], [1.0, -1.0], lower=0.0)
-                for consumer in graph.consumers[value]:
-                    if step in self.runs[consumer]:
-                        used = self.runs[consumer][step]
-                        program.row([there[step], used], [1.0, -1.0], lower=0.0)
-                sources = [back[step]]
-                sources += [there[step - 1]] if step - 1 in there else []
-                sources += [made[step]] if step in made else []
-                program.row([there[step], *sources], [1.0, *[-1.0] * len(sources)], upper=0.0)
-                program.row([written, back[step]], [1.0, -1.0], lower=0.0)
-            storage = graph.storages[graph.storage_of_value[value]]
-            if storage.final == value:
-                program.row([there[window[-1]]], [1.0], lower=1.0)
-        self._share(held, unit)
-        for columns, factors in held:
-            program.row(columns, factors, upper=capacity / unit)
-        program.row(*traffic, lower=self.least / unit)
-
-    def _lifetime(self, value: int) -> range:
-        graph = self.graph
-        producer = graph.producers[value]
-        start = 0 if producer is None else self.windows[producer].start
-        ends = [self.windows[consumer].stop for consumer in graph.consumers[value]]
-        if graph.storages[graph.storage_of_value[value]].final == value:
-            ends.append(self.num_steps)
-        ends.append(self.windows[producer].stop if producer is not None else 1)
-        return range(start, max(ends))
-
-    def _runs_of(self, producer: int | None) -> dict[int, int]:
-        if producer is not None:
-            return self.runs[producer]
-        return {0: self.program.column(lower=1.0, upper=1.0)}  # given when the step begins
-
-    def _share(self, held: list[tuple[list[int], list[float]]], unit: float) -> None:
-        """What is written over counts once while its operator runs."""
-        graph = self.graph
-        self.handed: dict[int, list[tuple[int, int]]] = {}
-        for index, operator in enumerate(graph.operators):
-            for old, _ in operator.mutates:
-                for step, column in self.runs[index].items():
-                    held[step][0].append(column)
-                    held[step][1].append(-graph.num_bytes(old) / unit)
-            pairs: dict[tuple[int, int], list[int]] = {}
-            for read, created in operator.may_overwrite:
-                both = graph.num_bytes(read) / unit
-                if graph.num_bytes(created) != graph.num_bytes(read):
-                    continue
-                for step, column in self.runs[index].items():
-                    given_now = step == 0 and graph.producers[read] is None
-                    if not both or (given_now and len(graph.consumers[read]) > 1):
-                        continue
-                    handed = self.program.column(upper=1.0, integer=True)
-                    self.handed.setdefault(read, []).append((step, handed))
-                    self.program.row([handed, column], [1.0, -1.0], upper=0.0)
-                    following = self.there[read].get(step + 1)
-                    if following is not None:  # needed at once: it comes back
-                        back = self.back[read][step + 1]
-                        self.program.row([handed, following, back], [1.0, 1.0, -1.0], upper=1.0)
-                    held[step][0].append(handed)
-                    held[step][1].append(-both)
-                    for value in (read, created):
-                        pairs.setdefault((value, step), []).append(handed)
-            for columns in pairs.values():
-                self.program.row(columns, [1.0] * len(columns), upper=1.0)
-
-    def solve(self, time_limit: float) -> float | None:
-        """Return the least traffic, in parts of the capacity; None if there is no solution yet."""
-        traffic = self.program.solve(time_limit=time_limit)
-        self.proved = traffic is not None
-        if math.isfinite(self.program.bound):  # rounded down for the solver's tolerance
-            least = self.program.bound * self.capacity * (1 - _TOLERANCE)
-            self.least = max(self.least, math.floor(least))
-        if traffic is None and not self.program.has_solution:
-            return None
-        return 0.0 if traffic is None else traffic
-
-    def forbid(self) -> None:
-        """Cut off the solution that was found: it cannot be packed."""
-        columns = [c for there in self.there.values() for c in there.values()]
-        columns += [c for runs in self.runs for c in runs.values()]
-        chosen = [self.program.values[c] > 0.5 for c in columns]
-        factors = [-1.0 if one else 1.0 for one in chosen]
-        self.program.row(columns, factors, lower=1.0 - sum(chosen))
-
-    def moves(self) -> tuple[tuple[int, ...], list[Stay], list[Transfer]]:
-        """Read the order, the stays and the transfers off the solution."""
-        solution, num_steps, graph = self.program.values, self.num_steps, self.graph
-        step_of = {
-            operator: next(t for t, column in runs.items() if solution[column] > 0.5)
-            for operator, runs in enumerate(self.runs)
+        dying = {
+            life.value: number
+            for number, life in enumerate(lives)
+            if life.value in reads and last_read(graph, life) == position
         }
-        order = tuple(sorted(range(num_steps), key=lambda operator: step_of[operator]))
-        stays: list[Stay] = []
-        transfers: list[Transfer] = []
-        for value in self.values:
-            life = _life(graph, value, graph.producers[value], step_of)
-            assert life is not None
-            there = {t for t, column in self.there[value].items() if solution[column] > 0.5}
-            uses = sorted({life.start, *(step_of[c] for c in graph.consumers[value])})
-            if life.end == num_steps and graph.producers[value] is not None:
-                uses.append(num_steps - 1)
-            uses = sorted(set(uses))
-            begin, written = life.start, False
-            taken = {t for t, c in self.handed.get(value, ()) if solution[c] > 0.5}
-            kept = graph.storages[graph.storage_of_value[value]].final == value
-            for use, after in itertools.pairwise(uses):
-                gone = [t for t in range(use + 1, after) if t not in there]
-                if not gone and use not in taken:
-                    continue
-                # A result that takes its place takes it while the operator runs.
-                left, back = use if use in taken else gone[0], max([use, *gone]) + 1
-                if not written:
-                    start = life.start + 1
-                    transfers.append(self._transfer(value, Link.DEVICE_TO_HOST, start, left))
-                    written = True
-                stays.append(Stay(value, begin, left))
-                transfers.append(self._transfer(value, Link.HOST_TO_DEVICE, back, after))
-                begin = back
-            handed = life.end - 1 in taken and life.end - 1 == uses[-1] and not kept
-            stays.append(Stay(value, begin, life.end - 1 if handed else life.end))
-        transfers.sort(key=lambda transfer: (transfer.end, transfer.start))
-        return order, stays, transfers
-
-    def _transfer(self, value: int, link: Link, start: int, end: int) -> Transfer:
-        return Transfer(value, link, self.graph.num_bytes(value), start, end)
+        for read, _ in handovers(graph, index, dying):
+            lives[dying[read]] = lives[dying[read]]._replace(end=position)
+    stays, _ = moves(graph, len(order), lives, ())
+    if unused:
+        placed = {life.value for life in lives}
+        stays += [
+            Stay(storage.initial, 0, len(order))
+            for storage in graph.storages
+            if storage.persistent and storage.num_bytes and storage.initial == storage.final
+            if storage.initial is not None and storage.initial not in placed
+        ]
+    return stays

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from penstock.graph import StepGraph
+from penstock.planner.optima._assemble import with_places
 from penstock.planner.proofs._forced import forced_bytes
 from penstock.planner.proofs._lives import lives_of
 
@@ -41,9 +42,10 @@ def min_working_set(graph: StepGraph) -> int:
         graph: The step.
 
     Returns:
-        Bytes of the largest operator's operands and results, and the largest workspace.
+        Bytes of the largest operator's operands and results, in places as tensors may have them,
+        and the largest workspace.
     """
-    lives = lives_of(graph, range(len(graph.operators)))
+    lives = lives_of(with_places(graph), range(len(graph.operators)))
     return int(lives.used_bytes.max(initial=0)) + workspace_bytes(graph)
 
 
@@ -167,8 +169,8 @@ def require_inference(graph: StepGraph) -> None:
     for storage in graph.storages:
         if storage.persistent and storage.num_bytes:
             raise ValueError(
-                f"storage {storage.name!r} lives from step to step; the exact planner is for "
-                "inference graphs, whose parameters are in a memory of their own: give such "
+                f"storage {storage.name!r} lives from step to step; the least peak is known for "
+                "inference graphs only, whose parameters are in a memory of their own: give such "
                 "storages no bytes"
             )
 

@@ -5,21 +5,18 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import logging
-import threading
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
-from penstock.codegen import load_library
-from penstock.errors import BuildError
+from penstock.codegen import load_optional_library
+from penstock.planner._stoppable import run_stoppable
 from penstock.planner.packing._types import Buffer
 
-_logger = logging.getLogger(__name__)
-
-_SOURCES = ("parts.cpp", "fit.cpp", "search.cpp", "driver.cpp")
-_FLAGS = ("-O3", "-march=native", "-pthread")
+_SOURCES = [
+    Path(__file__).with_name(name) for name in ("parts.cpp", "fit.cpp", "search.cpp", "driver.cpp")
+]
 _NUM_THREADS = 2
 
 
@@ -67,21 +64,15 @@ class _Answer(ctypes.Structure):
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The packer in C++, or None where there is no compiler; which one it is is logged once."""
-    directory = Path(__file__).parent
-    source = "".join((directory / name).read_text(encoding="utf-8") for name in _SOURCES)
-    try:
-        compiled = load_library("pack", source, flags=_FLAGS)
-    except BuildError as error:
-        _logger.info("buffers are packed by Python, without search: %s", error)
-        return None
-    compiled.penstock_pack.argtypes = [
-        ctypes.POINTER(_Request),
-        ctypes.POINTER(_Answer),
-        ctypes.c_void_p,
-    ]
-    compiled.penstock_pack.restype = None
-    _logger.info("buffers are packed by C++")
-    return compiled
+    request, answer = ctypes.POINTER(_Request), ctypes.POINTER(_Answer)
+    return load_optional_library(
+        "pack",
+        _SOURCES,
+        flags=("-O3", "-march=native", "-pthread"),
+        functions={"penstock_pack": (None, [request, answer, ctypes.c_void_p])},
+        work="buffers are packed",
+        otherwise="by Python, without search",
+    )
 
 
 def pack_native(
@@ -114,19 +105,8 @@ def pack_native(
         _NUM_THREADS,
         stop.ctypes.data,
     )
-    # In a thread of its own, because Python handles signals only between bytecodes of the main one.
-    thread = threading.Thread(
-        target=compiled.penstock_pack,
-        args=(ctypes.byref(request), ctypes.byref(answer), offsets.ctypes.data),
-        name="penstock-pack",
-    )
-    thread.start()
-    try:
-        thread.join()
-    except BaseException:
-        stop[0] = 1
-        thread.join()
-        raise
+    arguments = (ctypes.byref(request), ctypes.byref(answer), offsets.ctypes.data)
+    run_stoppable([functools.partial(compiled.penstock_pack, *arguments)], stop, name="pack")
     return Found(
         offsets=tuple(offsets.tolist()),
         height=answer.height,

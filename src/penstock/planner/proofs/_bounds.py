@@ -10,9 +10,10 @@ it (or is made again), before it is next used.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -23,15 +24,17 @@ from penstock.planner._plan import Bound, Budget
 from penstock.planner._rates import Rates
 from penstock.planner.proofs._chain import chain_bound
 from penstock.planner.proofs._forced import MAX_OPERATORS, forced_bounds, forced_of
-from penstock.planner.proofs._linear import LinearProgram
-from penstock.planner.proofs._lives import Lives, lives_of
+from penstock.planner.proofs._lives import FixedOrder, Lives, lives_of
 from penstock.planner.proofs._remaking import remaking_bound
+from penstock.planner.proofs._residency import residency_bound
 from penstock.planner.proofs._windows import NUM_CUTS, window_bound
 
 _log = logging.getLogger(__name__)
 
 # Solvers stop within a tolerance of the optimum; bounds stay below it.
 _SAFETY = 1 - 1e-6
+
+_Solver = Callable[..., float | None]  # of time_limit=, in seconds
 
 
 def lower_bound(
@@ -65,7 +68,7 @@ def lower_bound(
       fits into M; what leaves comes back; what leaves for the first time and changes in the step
       goes out. T is at least the time to compute, with what is made again, and the time of the
       bytes on each direction. Every plan of this order is a solution with shares 0 and 1, so the
-      optimum with shares in between is not above it.
+      optimum with shares in between is not above it (see `residency_bound`).
     - `windows`: for a frozen order; bytes that leave before a position and return after it need
       time before and after it (see `window_bound`).
 
@@ -105,42 +108,37 @@ def lower_bound(
     rates = _rates(budget, machine)
     if rates.inward <= 0 or rates.outward <= 0:
         return _bound(parts)
-    solvers: dict[str, Callable[[float], float | None]] = {}
-    seconds = np.asarray(operator_seconds, dtype=np.float64)
+    solvers: dict[str, _Solver] = {}
     if len(graph.operators) <= MAX_OPERATORS:
         forced = forced_of(graph, operator_seconds, recompute=recompute)
         free = forced_bounds(forced, operator_seconds, capacity, rates)
         parts |= {name: bound * _SAFETY for name, bound in free.items()}
+        step = (graph, forced, operator_seconds, capacity, rates)
         if recompute:
-            solvers["remaking"] = lambda time_limit: remaking_bound(
-                graph, forced, operator_seconds, capacity, rates, time_limit=time_limit
-            )
+            solvers["remaking"] = functools.partial(remaking_bound, *step)
         if frozen is None:
-            solvers["chain"] = lambda time_limit: chain_bound(
-                graph,
-                forced,
-                operator_seconds,
-                capacity,
-                rates,
-                recompute=recompute,
-                time_limit=time_limit,
-            )
+            solvers["chain"] = functools.partial(chain_bound, *step, recompute=recompute)
     if frozen is not None:
-        fixed = graph, lives, seconds[frozen], capacity, rates, seconds if recompute else None
-        solvers["windows"] = lambda time_limit: window_bound(*fixed, time_limit=time_limit)
-        solvers["residency_lp"] = lambda time_limit: residency_bound(*fixed, time_limit=time_limit)
-        solvers["windows, finer"] = lambda time_limit: window_bound(
-            *fixed, time_limit=time_limit, num_cuts=2 * NUM_CUTS
-        )
+        seconds = np.asarray(operator_seconds, dtype=np.float64)
+        again = seconds if recompute else None
+        fixed = FixedOrder(graph, lives, seconds[frozen], capacity, rates, again)
+        solvers["windows"] = functools.partial(window_bound, fixed)
+        solvers["residency_lp"] = functools.partial(residency_bound, fixed)
+        solvers["windows, finer"] = functools.partial(window_bound, fixed, num_cuts=2 * NUM_CUTS)
+    _solve(solvers, deadline, parts)
+    return _bound(parts)
+
+
+def _solve(solvers: Mapping[str, _Solver], deadline: float, parts: dict[str, float]) -> None:
+    """Add what solvers find until the deadline; each may take half of what is left."""
     for done, (name, solve) in enumerate(solvers.items()):
         left = (deadline - time.monotonic()) / (1 if done + 1 == len(solvers) else 2)
-        bound = solve(left) if left > 0 else None
+        bound = solve(time_limit=left) if left > 0 else None
         if bound is None:
             _log.info("the lower bound %r is left out: it takes longer than allowed", name)
         else:
             name = name.partition(",")[0]  # other numbers of slots give different bounds
             parts[name] = max(bound * _SAFETY, parts.get(name, 0.0))
-    return _bound(parts)
 
 
 def _bound(parts: dict[str, float]) -> Bound:
@@ -182,112 +180,6 @@ def _require_room(
         minimum_device_bytes=int(needed[position]) + workspace_bytes,
         operator=operator.name,
     )
-
-
-def residency_bound(
-    graph: StepGraph,
-    lives: Lives,
-    seconds: np.ndarray,
-    capacity: int,
-    rates: Rates,
-    again: np.ndarray | None,
-    *,
-    time_limit: float,
-) -> float | None:
-    """Solve the linear program of what is where in a fixed order.
-
-    Columns: for each gap the share x that leaves and comes back, and z that is made again; for each
-    life that has to be written the share y; for each operator how often r it runs again; for each
-    position the bytes that are missing; T. Rows: missing bytes change by s(x + z) where a gap
-    begins and ends, and are at least what is too much; y >= x; r >= the sum of z over the gaps of
-    a value, since what is made again for one gap is not there in the next one that it leaves in;
-    T >= C + sum of c r, T >= sum of s x / in, T >= sum of s y / out.
-
-    Args:
-        graph: The step.
-        lives: Lives and gaps of the order.
-        seconds: Time of the operator at each position.
-        capacity: Bytes of the arena.
-        rates: Of the links.
-        again: Time of each operator (by index) if it may run again; None if none may.
-        time_limit: Seconds.
-
-    Returns:
-        The bound in seconds; None if it takes too long.
-    """
-    num_positions, unit = len(seconds), float(max(capacity, 1))
-    program = LinearProgram()
-    total = program.column(cost=1.0)
-    excess = lives.live_bytes - capacity
-    if excess.max(initial=0) <= 0:
-        return float(seconds.sum())
-    missing = _missing_columns(program, excess, unit)
-    change: list[tuple[list[int], list[float]]] = [([], []) for _ in range(num_positions)]
-    moved_in: tuple[list[int], list[float]] = ([], [])
-    across: tuple[list[int], list[float]] = ([], [])  # missing at position 0
-    written: dict[int, int] = {}
-    runs: dict[int, int] = {}
-    remade: dict[int, list[int]] = {}
-    for gap in range(len(lives.gap_life)):
-        life = int(lives.gap_life[gap])
-        size = float(lives.num_bytes[life]) / unit
-        shares = [program.column(upper=1.0)]
-        moved_in[0].append(shares[0])
-        moved_in[1].append(size)
-        if not lives.clean[life]:
-            if life not in written:
-                written[life] = program.column(upper=1.0)
-            program.row([written[life], shares[0]], [1.0, -1.0], lower=0.0)
-        made_by = int(lives.made_by[life])
-        if again is not None and made_by >= 0 and graph.operators[made_by].recomputable:
-            shares.append(program.column(upper=1.0))
-            program.row(shares, [1.0, 1.0], upper=1.0)
-            remade.setdefault(life, []).append(shares[1])
-        begin, end = int(lives.gap_begin[gap]) + 1, int(lives.gap_end[gap])
-        for position, sign in ((begin, 1.0), (end, -1.0)):
-            columns, factors = change[position % num_positions]
-            columns += shares
-            factors += [sign * size] * len(shares)
-        if begin == 0 or begin <= num_positions < end:
-            across[0].extend(shares)
-            across[1].extend([size] * len(shares))
-    for life, columns in remade.items():
-        made_by = int(lives.made_by[life])
-        if made_by not in runs:
-            runs[made_by] = program.column()
-        program.row([runs[made_by], *columns], [1.0, *[-1.0] * len(columns)], lower=0.0)
-    _missing_rows(program, missing, change, across)
-    compute = float(seconds.sum())
-    scale = max(compute, 1e-30)  # times in units of the time to compute
-    inward, outward = unit / rates.inward / scale, unit / rates.outward / scale
-    program.row([total, *moved_in[0]], [1.0, *(-inward * size for size in moved_in[1])], lower=0.0)
-    sizes = [float(lives.num_bytes[life]) / unit for life in written]
-    program.row([total, *written.values()], [1.0, *(-outward * size for size in sizes)], lower=0.0)
-    cost = [] if again is None else [-float(again[operator]) / scale for operator in runs]
-    program.row([total, *runs.values()], [1.0, *cost], lower=compute / scale)
-    bound = program.solve(time_limit=time_limit)
-    return None if bound is None else bound * scale
-
-
-def _missing_columns(program: LinearProgram, excess: np.ndarray, unit: float) -> list[int]:
-    return [program.column(lower=max(float(bytes_) / unit, 0.0)) for bytes_ in excess]
-
-
-def _missing_rows(
-    program: LinearProgram,
-    missing: list[int],
-    change: list[tuple[list[int], list[float]]],
-    across: tuple[list[int], list[float]],
-) -> None:
-    """Missing bytes at a position are those at the one before and what changes between."""
-    program.row([missing[0], *across[0]], [1.0, *(-f for f in across[1])], lower=0.0, upper=0.0)
-    for position, (columns, factors) in list(enumerate(change))[1:]:
-        program.row(
-            [missing[position], missing[position - 1], *columns],
-            [1.0, -1.0, *(-factor for factor in factors)],
-            lower=0.0,
-            upper=0.0,
-        )
 
 
 def working_set_bytes(graph: StepGraph) -> int:

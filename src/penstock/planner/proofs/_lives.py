@@ -8,12 +8,14 @@ the end of the step, so that a life of what the next step begins with is one int
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from penstock.graph import StepGraph
+from penstock.planner._rates import Rates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,37 @@ class Lives:
         return np.cumsum(change[:-1])
 
 
+@dataclass(frozen=True)
+class FixedOrder:
+    """A step whose operators first run in a given order, in an arena with links.
+
+    Attributes:
+        graph: The step.
+        lives: Lives and gaps of the order.
+        seconds: Time of the operator at each position.
+        capacity: Bytes of the arena.
+        rates: Of the links.
+        again: Time of each operator (by index) if it may run again; None if none may.
+    """
+
+    graph: StepGraph
+    lives: Lives
+    seconds: np.ndarray
+    capacity: int
+    rates: Rates
+    again: np.ndarray | None
+
+    @property
+    def compute_seconds(self) -> float:
+        """Time of all operators, each once."""
+        return float(self.seconds.sum())
+
+    @property
+    def excess(self) -> np.ndarray:
+        """Per position: bytes that have to be missing from what would be there; may be negative."""
+        return self.lives.live_bytes - self.capacity
+
+
 def lives_of(graph: StepGraph, order: Sequence[int], *, again: bool = False) -> Lives:
     """Find the lives of all values.
 
@@ -64,54 +97,24 @@ def lives_of(graph: StepGraph, order: Sequence[int], *, again: bool = False) -> 
     """
     num_positions = len(order)
     position_of = {operator: position for position, operator in enumerate(order)}
-    handed = {old: index for index, o in enumerate(graph.operators) for old, _ in o.mutates}
+    handed = {old for operator in graph.operators for old, _ in operator.mutates}
     lives: list[tuple[int, int, int, int, bool]] = []
     gaps: list[tuple[int, int, int]] = []
     live = np.zeros(num_positions + 1, dtype=np.int64)
-    for value, storage_index in enumerate(graph.storage_of_value):
-        storage = graph.storages[storage_index]
-        if not storage.num_bytes:
+    for value, storage in enumerate(graph.storage_of_value):
+        num_bytes = graph.storages[storage].num_bytes
+        life = _life(graph, value, position_of, handed, again=again) if num_bytes else None
+        if life is None:
             continue
-        uses = sorted(position_of[consumer] for consumer in graph.consumers[value])
-        producer = graph.producers[value]
-        constant = storage.persistent and storage.initial == storage.final
-        if constant:
-            if not uses:
-                continue  # it may stay below the device for ever
-            uses.append(uses[0] + num_positions)
-            born, made_by, end = uses[0], -1, uses[-1]
-        else:
-            if storage.persistent and value == storage.initial:
-                continue  # counted as the value `final` of the step before
-            born = 0 if producer is None else position_of[producer]
-            made_by = -1 if producer is None else producer
-            if producer is None and not uses:
-                continue  # given, and nobody looks at it
-            over = handed.get(value)
-            if storage.final == value:
-                if storage.persistent and storage.initial is not None:
-                    uses += [
-                        position_of[consumer] + num_positions
-                        for consumer in graph.consumers[storage.initial]
-                    ]
-                    over = handed.get(storage.initial)
-                else:
-                    # There when the step ends; what comes in at last is there a position before.
-                    uses.append(num_positions if again else num_positions - 1)
-            uses = sorted({born, *uses})
-            # What is handed over counts as the new value at the operator that does it.
-            end = uses[-1] if over is not None else uses[-1] + 1
-            if not storage.persistent:
-                end = min(end, num_positions)
-        for begin, after in itertools.pairwise(uses):
+        for begin, after in itertools.pairwise(life.uses):
             if after - begin >= 2:
                 gaps.append((len(lives), begin, after))
-        lives.append((value, storage.num_bytes, born, made_by, constant))
-        _add(live, born, end, storage.num_bytes)
+        lives.append((value, num_bytes, life.uses[0], life.made_by, life.clean))
+        _add(live, life.uses[0], life.end, num_bytes)
     used = _used_bytes(graph, order)
     value, num_bytes, born, made_by, clean = (
         (np.array(c) for c in zip(*lives, strict=True))
-        if (lives)
+        if lives
         else (np.zeros(0, dtype=np.int64) for _ in range(5))
     )
     columns = np.array(gaps, dtype=np.int64).reshape(-1, 3)
@@ -128,6 +131,52 @@ def lives_of(graph: StepGraph, order: Sequence[int], *, again: bool = False) -> 
         live_bytes=np.cumsum(live[:-1]) - saved,
         used_bytes=used - saved,
     )
+
+
+class _Life(NamedTuple):
+    """Positions of a value's uses, the first and the others, and where it may go after the last."""
+
+    uses: list[int]
+    end: int
+    made_by: int = -1
+    clean: bool = False
+
+
+def _life(
+    graph: StepGraph,
+    value: int,
+    position_of: Mapping[int, int],
+    handed: Collection[int],
+    *,
+    again: bool,
+) -> _Life | None:
+    """The life of a value; None if it has none, or that of another name."""
+    storage = graph.storages[graph.storage_of_value[value]]
+    producer, num_positions = graph.producers[value], len(position_of)
+    uses = sorted(position_of[consumer] for consumer in graph.consumers[value])
+    if storage.persistent and storage.initial == storage.final:  # no step changes it
+        if not uses:
+            return None  # it may stay below the device for ever
+        end = uses[0] + num_positions
+        return _Life([*uses, end], end, clean=True)
+    if storage.persistent and value == storage.initial:
+        return None  # counted as the value `final` of the step before
+    if producer is None and not uses:
+        return None  # given, and nobody looks at it
+    last = value  # by what name it is last used
+    if storage.final == value:
+        if storage.persistent and storage.initial is not None:
+            last = storage.initial
+            uses += [position_of[consumer] + num_positions for consumer in graph.consumers[last]]
+        else:
+            # There when the step ends; what comes in at last is there a position before.
+            uses.append(num_positions if again else num_positions - 1)
+    uses = sorted({0 if producer is None else position_of[producer], *uses})
+    # What is handed over counts as the new value at the operator that does it.
+    end = uses[-1] if last in handed else uses[-1] + 1
+    if not storage.persistent:
+        end = min(end, num_positions)
+    return _Life(uses, end, -1 if producer is None else producer)
 
 
 def _add(live: np.ndarray, start: int, end: int, num_bytes: int) -> None:

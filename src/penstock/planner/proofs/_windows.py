@@ -10,26 +10,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.graph import StepGraph
-from penstock.planner._rates import Rates
 from penstock.planner.proofs._forced import remake_costs
-from penstock.planner.proofs._lives import Lives
+from penstock.planner.proofs._lives import FixedOrder, Lives
 from penstock.planner.proofs._slots import NEVER, Absence, Slots, Spell, slots_bound
 
 NUM_CUTS = 48
 
 
-def window_bound(
-    graph: StepGraph,
-    lives: Lives,
-    seconds: np.ndarray,
-    capacity: int,
-    rates: Rates,
-    again: np.ndarray | None,
-    *,
-    time_limit: float,
-    num_cuts: int = NUM_CUTS,
-) -> float | None:
+def window_bound(order: FixedOrder, *, time_limit: float, num_cuts: int = NUM_CUTS) -> float | None:
     """Solve the linear program of what moves when in a fixed order (see `slots_bound`).
 
     It holds since every plan of the order, averaged over its steps, is a solution. A value is
@@ -38,31 +26,24 @@ def window_bound(
     to go out, for the copy may serve all.
 
     Args:
-        graph: The step.
-        lives: Lives and gaps of the order.
-        seconds: Time of the operator at each position.
-        capacity: Bytes of the arena.
-        rates: Of the links.
-        again: Time of each operator (by index) if it may run again; None if none may.
+        order: The step.
         time_limit: Seconds.
         num_cuts: Into how many slots the step is cut, at most.
 
     Returns:
         The bound in seconds; None if it takes too long.
     """
-    compute = float(seconds.sum())
-    excess = lives.live_bytes - capacity
-    if excess.max(initial=0) <= 0:
-        return compute
-    cuts = _cuts(seconds, excess, num_cuts)
-    begins = np.concatenate([[0.0], np.cumsum(seconds)])
+    if order.excess.max(initial=0) <= 0:
+        return order.compute_seconds
+    cuts = _cuts(order.seconds, order.excess, num_cuts)
+    begins = np.concatenate([[0.0], np.cumsum(order.seconds)])
     work = [float(begins[cut] - begins[cuts[slot - 1]]) for slot, cut in enumerate(cuts)]
-    work[0] += compute
+    work[0] += order.compute_seconds
     return slots_bound(
-        Slots([float(excess[cut]) for cut in cuts], work, compute),
-        _absences(graph, lives, cuts, len(seconds), again),
-        rates,
-        float(max(capacity, 1)),
+        Slots([float(order.excess[cut]) for cut in cuts], work, order.compute_seconds),
+        _absences(order, cuts),
+        order.rates,
+        float(max(order.capacity, 1)),
         time_limit=time_limit,
     )
 
@@ -84,22 +65,16 @@ def _cuts(seconds: np.ndarray, excess: np.ndarray, num_cuts: int) -> list[int]:
     ]
 
 
-def _absences(
-    graph: StepGraph,
-    lives: Lives,
-    cuts: list[int],
-    num_positions: int,
-    again: np.ndarray | None,
-) -> dict[Absence, int]:
+def _absences(order: FixedOrder, cuts: list[int]) -> dict[Absence, int]:
     """Put gaps together; returns the bytes of each absence."""
-    num_slots = len(cuts)
+    lives, num_slots, num_positions = order.lives, len(cuts), len(order.seconds)
     unrolled = np.array([cut + step * num_positions for step in range(3) for cut in cuts])
     first = np.searchsorted(unrolled, lives.gap_begin, side="right")
     last = np.searchsorted(unrolled, lives.gap_end, side="left") - 1
     born = np.searchsorted(unrolled, lives.born, side="right")
     writes = _writing_gaps(lives, last - first)
     absences: dict[Absence, int] = {}
-    costs = {} if again is None else remake_costs(graph, again)
+    costs = {} if order.again is None else remake_costs(order.graph, order.again)
     for gap in np.flatnonzero(first <= last):
         life = int(lives.gap_life[gap])
         since = int(born[life]) if gap in writes else None

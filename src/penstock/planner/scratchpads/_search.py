@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
-from penstock.codegen import load_library
-from penstock.errors import BuildError
+from penstock.codegen import load_optional_library
+from penstock.planner._stoppable import run_stoppable
 from penstock.planner.scratchpads._types import ScratchpadGraph
 
-_logger = logging.getLogger(__name__)
-
 _SOURCE = Path(__file__).with_name("search.cpp")
-_FLAGS = ("-O3", "-march=native", "-pthread")
 _NUM_PROPOSALS = 150_000
 # One searcher accepts much at first, the other little: which is better depends on the program.
 _TEMPERATURES = (0.02, 0.004)
@@ -50,15 +45,15 @@ class _Request(ctypes.Structure):
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The search in C++, or None where there is no compiler; which one it is is logged once."""
-    try:
-        compiled = load_library("scratchpad", _SOURCE, flags=_FLAGS)
-    except BuildError as error:
-        _logger.info("orders over scratchpads are not searched, the first one stays: %s", error)
-        return None
-    compiled.penstock_scratchpad_order.argtypes = [ctypes.POINTER(_Request), ctypes.c_void_p]
-    compiled.penstock_scratchpad_order.restype = ctypes.c_int64
-    _logger.info("orders over scratchpads are searched by C++")
-    return compiled
+    arguments = [ctypes.POINTER(_Request), ctypes.c_void_p]
+    return load_optional_library(
+        "scratchpad",
+        _SOURCE,
+        flags=("-O3", "-march=native", "-pthread"),
+        functions={"penstock_scratchpad_order": (ctypes.c_int64, arguments)},
+        work="orders over scratchpads are searched",
+        otherwise="not at all, the first one stays",
+    )
 
 
 def neighbours(graph: ScratchpadGraph) -> tuple[list[list[int]], list[list[int]]]:
@@ -125,20 +120,8 @@ def search_orders(
             ctypes.byref(request), orders[index].ctypes.data
         )
 
-    threads = [
-        threading.Thread(target=search, args=(index,), name=f"penstock-scratchpad-{index}")
-        for index in range(len(_TEMPERATURES))
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            thread.join()
-    except BaseException:
-        stop[0] = 1
-        for thread in threads:
-            thread.join()
-        raise
+    searches = [functools.partial(search, index) for index in range(len(_TEMPERATURES))]
+    run_stoppable(searches, stop, name="scratchpad")
     found = sorted((cost, tuple(order.tolist())) for cost, order in zip(costs, orders, strict=True))
     return list(dict.fromkeys([*(order for cost, order in found if cost >= 0), first]))
 

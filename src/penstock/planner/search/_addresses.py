@@ -11,6 +11,7 @@ much time on the links as these would like, then with a part of that, down to th
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 
@@ -19,14 +20,16 @@ import numpy as np
 from penstock.errors import InfeasibleError
 from penstock.planner.packing._pack import pack
 from penstock.planner.packing._types import Buffer
-from penstock.planner.search._engine import NUM_TASTES, STAY, Rates, Replay
+from penstock.planner.search._engine import NUM_WAYS, STAY, Rates, Replay, bytes_there
 from penstock.planner.search._residency import Below, Residency, ResidencySearch
 from penstock.planner.search._stays import Stay, chains_of, moves_of, stays_of
 
 # How much less is there where somebody found no room, as a share of the arena; twice as much each
 # time that this was not enough.
-_STEP = 0.004
-_NUM_TRIES = 60
+_STEP = 0.001
+_FEW_TRIES, _NUM_TRIES = 6, 60
+# So long a wait for an address, as a share of the step, is worth a try with less there.
+_LONG_WAIT = 0.001
 # How much of the time on the links the packer gives room of its own.
 _SLACKS = (1.0, 0.35, 0.0)
 _AS_GOOD = 1.001
@@ -55,8 +58,9 @@ def stacked(
     best: Addressed | None = None
     if below is None:
         return None
-    for taste in range(NUM_TASTES):
-        found = _stacked(residency, capacity, below, taste, worth, deadline)
+    # One way may find room at once where another gives up much to find it.
+    for num_tries, way in itertools.product((_FEW_TRIES, _NUM_TRIES), range(NUM_WAYS)):
+        found = _stacked(residency, capacity, below, way, num_tries, worth, deadline)
         if found is not None:
             best, worth = found, found[0].seconds
         if worth <= residency.seconds * _AS_GOOD or time.monotonic() > deadline:
@@ -65,7 +69,13 @@ def stacked(
 
 
 def _stacked(
-    residency: Residency, capacity: int, below: Below, taste: int, worth: float, deadline: float
+    residency: Residency,
+    capacity: int,
+    below: Below,
+    way: int,
+    num_tries: int,
+    worth: float,
+    deadline: float,
 ) -> Addressed | None:
     # Stays are stacked from both ends: the upper one has to be aligned as well.
     capacity -= capacity % residency.sequence.problem.alignment
@@ -73,28 +83,37 @@ def _stacked(
     shares = residency.shares.copy()
     failures = np.zeros(len(shares), np.int64)
     choice: Residency | None = residency
-    for _ in range(_NUM_TRIES):
+    best: Addressed | None = None
+    for _ in range(num_tries):
         is_late = time.monotonic() > deadline and worth < np.inf
         if choice is None or choice.seconds >= worth or is_late:
-            return None
+            break
         chains = _chains(choice, _shrunk(choice, 0.0))
         stays = _with_offsets(choice, chains, [0] * len(chains))
-        lacking, missing = choice.sequence.stack(
-            stays, capacity, step_seconds=choice.seconds, taste=taste
+        missing = choice.sequence.stack(
+            stays, capacity, step_seconds=choice.replay.step_seconds, way=way
         )
-        if lacking < 0:
+        if not missing.any():
             replay = choice.sequence.replay(choice.evicted, stays, below.rates, tier=choice.tier)
-            if replay.overflow > 0 or replay.step_seconds >= worth:
-                return None
-            return dataclasses.replace(choice, replay=replay), stays["offset"].tolist()
-        less = max(_STEP, missing / capacity / 4)
+            if replay.overflow > 0:
+                break
+            if replay.step_seconds + choice.toll < worth:
+                best = dataclasses.replace(choice, replay=replay), stays["offset"].tolist()
+                worth = best[0].seconds
+            # Where one waits for an address, a little less there may be faster.
+            waits = np.diff(replay.starts - choice.replay.starts, prepend=0.0)
+            missing = (waits > _LONG_WAIT * choice.seconds).astype(np.int64)
+        lacking = np.flatnonzero(missing)
+        if not len(lacking):
+            break
+        less = np.maximum(_STEP, missing[lacking] / capacity / 4)
         if time.monotonic() > deadline:  # now anything will do
             less *= 8
-        there = min(shares[lacking], _bytes_at(stays, lacking, len(shares)) / capacity)
+        there = np.minimum(shares[lacking], bytes_there(stays, len(shares))[lacking] / capacity)
         shares[lacking] = there - less * 2.0 ** failures[lacking]
         failures[lacking] += 1
         choice = search.at(np.maximum(shares, 0.0))
-    return None
+    return best
 
 
 def packed(
@@ -136,7 +155,9 @@ def packed(
         offsets = list(packing.offsets)
         stays = _with_offsets(residency, core, offsets)
         replay = residency.sequence.replay(residency.evicted, stays, rates, tier=residency.tier)
-        if replay.overflow <= 0 and (best is None or replay.step_seconds < best[0].seconds):
+        if replay.overflow <= 0 and (
+            best is None or replay.step_seconds < best[0].replay.step_seconds
+        ):
             best = dataclasses.replace(residency, replay=replay), offsets
             if best[0].seconds <= residency.seconds * _AS_GOOD:
                 break
@@ -204,13 +225,6 @@ def _with_offsets(
     stays["from"] = _seconds(residency, first)
     stays["until"] = np.where(stays["leaves"] == -2, np.inf, _seconds(residency, last))
     return stays
-
-
-def _bytes_at(stays: np.ndarray, position: int, num_positions: int) -> int:
-    """Bytes of the stays that are there at a position."""
-    this_step = (stays["start"] <= position) & (position < stays["end"])
-    last_step = position + num_positions < stays["end"]
-    return int(stays["bytes"][this_step | last_step].sum())
 
 
 def _seconds(residency: Residency, boundaries: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,6 +30,11 @@ from penstock.planner.search._residency import Below, Residency, ResidencySearch
 from penstock.units import format_bytes
 
 _SEARCH_SHARE = 0.65  # of the time; the rest is for addresses
+# What addresses take, some ten times over all stays, on a machine that others use as well.
+_ADDRESS_SECONDS_PER_OPERATOR = 1.5e-3
+# What a byte that moves costs computing on two cores, in copies of it by one thread: that copy, and
+# the core that waits for the one which copies. Measured on Llama, 512 wide, at 1/4 of its memory.
+_TOLL_OF_COPIES, _TOLL_OF_FILES = 2.0, 1.0
 _SECONDS_AFTER_CTRL_C = 5.0  # for addresses, where the search was stopped by hand
 # Shares of the arena for which the residency is chosen, when it gets addresses.
 _TARGETS = (0.99, 0.97, 0.95, 0.92, 0.85, 0.7, 0.4, 0.0)
@@ -71,87 +77,140 @@ def plan_auto(
     Raises:
         InfeasibleError: The device's budget is too small.
     """
-    begin = time.monotonic()
-    deadline = begin + time_limit
+    began = time.monotonic()
+    task = _Task(
+        graph=graph,
+        operator_seconds=operator_seconds,
+        budget=budget,
+        machine=machine,
+        links=links,
+        bound=bound,
+        reorder=reorder,
+        recompute=recompute,
+        deadline=began + time_limit,
+        seed=seed,
+    )
 
     def report(seconds: float) -> None:
         if progress is not None:
-            progress(Found(time.monotonic() - begin, seconds, bound.seconds))
+            progress(Found(time.monotonic() - began, seconds, bound.seconds))
 
+    found: Plan | None = None
     failure: InfeasibleError | None = None
-    found = None
     try:
-        found = _searched(
-            graph,
-            operator_seconds=operator_seconds,
-            budget=budget,
-            machine=machine,
-            links=links,
-            bound=bound,
-            reorder=reorder,
-            recompute=recompute,
-            deadline=deadline,
-            seed=seed,
-            report=report,
-        )
+        found = _searched(task, report)
     except InfeasibleError as error:
         failure = error
-    below = [(Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)]
-    is_small = len(graph.operators) <= MAX_OPERATORS and budget.device_bytes is not None
-    if is_small and list(links) == below and (failure is None or not failure.proved):
-        best = finish(
-            graph,
-            found,
-            operator_seconds=operator_seconds,
-            budget=budget,
-            machine=machine,
-            reorder=reorder,
-            recompute=recompute,
-            deadline=min(deadline, time.monotonic() + MAX_SECONDS),
-        )
-        room = (
-            budget.host_bytes is None or best is None or best.peak_host_bytes <= budget.host_bytes
-        )
-        if best is not None and best is not found and room:
-            report(best.step_seconds)
-            found = dataclasses.replace(best, bound=bound, method="auto", seed=seed)
+    better = _finished(task, found) if failure is None or not failure.proved else None
+    if better is not None:
+        report(better.step_seconds)
+        found = better
     if found is None:
         assert failure is not None
         raise failure
-    notes = {**found.notes, "search_seconds": round(time.monotonic() - begin, 3)}
+    notes = {**found.notes, "search_seconds": round(time.monotonic() - began, 3)}
     return dataclasses.replace(found, notes=notes)
 
 
-def _searched(
-    graph: StepGraph,
-    *,
-    operator_seconds: Sequence[float],
-    budget: Budget,
-    machine: MachineProfile,
-    links: Sequence[tuple[Link, Link]],
-    bound: Bound,
-    reorder: bool,
-    recompute: bool,
-    deadline: float,
-    seed: int,
-    report: Callable[[float], None],
-) -> Plan:
-    """The search for plans of any size."""
-    begin = time.monotonic()
-    workspace = max((operator.workspace_bytes for operator in graph.operators), default=0)
-    capacity = _arena_capacity(graph, operator_seconds, budget, workspace)
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    """What is to be planned: the arguments of `plan_auto`."""
 
-    below = _below(graph, budget, machine, links)
+    graph: StepGraph
+    operator_seconds: Sequence[float]
+    budget: Budget
+    machine: MachineProfile
+    links: Sequence[tuple[Link, Link]]
+    bound: Bound
+    reorder: bool
+    recompute: bool
+    deadline: float
+    seed: int
+
+    @functools.cached_property
+    def workspace(self) -> int:
+        """Bytes that operators may take beside the arena."""
+        return max((operator.workspace_bytes for operator in self.graph.operators), default=0)
+
+    @functools.cached_property
+    def capacity(self) -> int:
+        """Bytes of the arena."""
+        if self.budget.device_bytes is not None:
+            return max(0, self.budget.device_bytes - self.workspace)
+        # Room for the packer: addresses rarely need more than this beyond the live bytes.
+        return int(self.program().base.max(initial=0) * 1.02) + 1
+
+    @functools.cached_property
+    def below(self) -> Below | None:
+        """The tiers below the device; None if nothing may leave."""
+        if not self.links:
+            return None
+        rates = tuple(
+            Rates(
+                self.machine.links[out].bytes_per_second, self.machine.links[back].bytes_per_second
+            )
+            for out, back in self.links
+        )
+        is_host = self.links[0][0].destination == Tier.HOST
+        first_bytes = self.budget.host_bytes if is_host else self.budget.file_bytes
+        if first_bytes is not None and first_bytes >= sum(
+            storage.num_bytes for storage in self.graph.storages
+        ):
+            first_bytes = None  # it holds everything
+        return Below(rates, first_bytes, self._tolls())
+
+    def _tolls(self) -> tuple[float, ...]:
+        """Where the device is RAM, transfers take cores and bandwidth from the operators."""
+        if self.machine.device != "cpu":
+            return (0.0, 0.0)
+        of_copy = 1 / self.machine.memcpy.bytes_per_second * min(1.0, 2 / self.machine.num_cores)
+        return tuple(
+            of_copy * (_TOLL_OF_COPIES if out.destination == Tier.HOST else _TOLL_OF_FILES)
+            for out, _ in self.links
+        )
+
+    def program(self) -> OperatorSequence:
+        """The operators in the program's own order."""
+        problem = Problem(self.graph, self.operator_seconds)
+        return OperatorSequence(problem, np.arange(len(self.graph.operators)))
+
+
+def _finished(task: _Task, found: Plan | None) -> Plan | None:
+    """A better plan than the one that was found, for small graphs; None if there is none."""
+    budget = task.budget
+    is_small = len(task.graph.operators) <= MAX_OPERATORS and budget.device_bytes is not None
+    if not is_small or list(task.links) != [(Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)]:
+        return None
+    best = finish(
+        task.graph,
+        found,
+        operator_seconds=task.operator_seconds,
+        budget=budget,
+        machine=task.machine,
+        reorder=task.reorder,
+        recompute=task.recompute,
+        deadline=min(task.deadline, time.monotonic() + MAX_SECONDS),
+    )
+    if best is None or best is found:
+        return None
+    if budget.host_bytes is not None and best.peak_host_bytes > budget.host_bytes:
+        return None
+    return dataclasses.replace(best, bound=task.bound, method="auto", seed=task.seed)
+
+
+def _searched(task: _Task, report: Callable[[float], None]) -> Plan:
+    """The search for plans of any size."""
+    began, deadline = time.monotonic(), task.deadline
     search = AutoSearch(
-        graph,
-        np.asarray(operator_seconds, np.float64),
-        capacity=capacity,
-        below=below,
-        reorder=reorder,
-        recompute=recompute,
-        deadline=begin + (deadline - begin) * _SEARCH_SHARE,
-        seed=seed,
-        on_better=lambda candidate: report(candidate.seconds),
+        task.graph,
+        np.asarray(task.operator_seconds, np.float64),
+        capacity=task.capacity,
+        below=task.below,
+        reorder=task.reorder,
+        recompute=task.recompute,
+        deadline=_search_deadline(task, began),
+        seed=task.seed,
+        on_better=lambda candidate: report(candidate.residency.replay.step_seconds),
     )
     try:
         best = search.run()
@@ -161,63 +220,48 @@ def _searched(
         best = search.best
         deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_CTRL_C)
     if best is None:
-        tier = links[0][0].destination if links else Tier.HOST
-        raise _infeasible(graph, operator_seconds, capacity, workspace, below, tier)
+        raise _infeasible(task)
     addressed = functools.partial(
-        _best_with_addresses, capacity=capacity, below=below, workspace=workspace, seed=seed
+        _best_with_addresses,
+        capacity=task.capacity,
+        below=task.below,
+        workspace=task.workspace,
+        seed=task.seed,
     )
     try:
         residency, offsets = addressed(search.finalists(), deadline=deadline)
     except KeyboardInterrupt:  # the best alone, without taking time
         residency, offsets = addressed(search.finalists()[:1], deadline=time.monotonic())
-    movement = emit(residency, offsets, links)
+    return _plan(task, residency, offsets)
+
+
+def _search_deadline(task: _Task, began: float) -> float:
+    """When the search has to end, so that there is time for addresses."""
+    left = task.deadline - began
+    for_addresses = len(task.graph.operators) * _ADDRESS_SECONDS_PER_OPERATOR
+    return began + min(left * _SEARCH_SHARE, max(left - for_addresses, left / 2))
+
+
+def _plan(task: _Task, residency: Residency, offsets: Sequence[int]) -> Plan:
+    movement = emit(residency, offsets, task.links)
     plan = Plan(
-        graph_digest=graph.digest,
+        graph_digest=task.graph.digest,
         order=tuple(residency.sequence.order.tolist()),
         placements=movement.placements,
         transfers=movement.transfers,
         copies=movement.copies,
-        budget=budget,
-        machine=machine,
-        operator_seconds=tuple(map(float, operator_seconds)),
+        budget=task.budget,
+        machine=task.machine,
+        operator_seconds=tuple(map(float, task.operator_seconds)),
         step_seconds=0.0,
-        ideal_seconds=float(sum(operator_seconds)),
-        bound=bound,
-        workspace_bytes=workspace,
+        ideal_seconds=float(sum(task.operator_seconds)),
+        bound=task.bound,
+        workspace_bytes=task.workspace,
         method="auto",
-        seed=seed,
-        notes={
-            "replayed_seconds": residency.seconds,
-        },
+        seed=task.seed,
+        notes={"replayed_seconds": residency.replay.step_seconds},
     )
-    return dataclasses.replace(plan, step_seconds=simulate(graph, plan).step_seconds)
-
-
-def _arena_capacity(
-    graph: StepGraph, operator_seconds: Sequence[float], budget: Budget, workspace: int
-) -> int:
-    if budget.device_bytes is not None:
-        return max(0, budget.device_bytes - workspace)
-    problem = Problem(graph, operator_seconds)
-    program = OperatorSequence(problem, np.arange(len(graph.operators)))
-    # Room for the packer: addresses rarely need more than this beyond the live bytes.
-    return int(program.base.max(initial=0) * 1.02) + 1
-
-
-def _below(
-    graph: StepGraph, budget: Budget, machine: MachineProfile, links: Sequence[tuple[Link, Link]]
-) -> Below | None:
-    if not links:
-        return None
-    rates = tuple(
-        Rates(machine.links[out].bytes_per_second, machine.links[back].bytes_per_second)
-        for out, back in links
-    )
-    is_host = links[0][0].destination == Tier.HOST
-    first_bytes = budget.host_bytes if is_host else budget.file_bytes
-    if first_bytes is not None and first_bytes >= sum(s.num_bytes for s in graph.storages):
-        first_bytes = None  # it holds everything
-    return Below(rates, first_bytes)
+    return dataclasses.replace(plan, step_seconds=simulate(task.graph, plan).step_seconds)
 
 
 def _best_with_addresses(
@@ -328,24 +372,18 @@ def _ever_smaller(residency: Residency, capacity: int, below: Below | None) -> I
     yield from filter(None, [ResidencySearch(sequence, least, below, horizon=0).at(shares * 0)])
 
 
-def _infeasible(
-    graph: StepGraph,
-    operator_seconds: Sequence[float],
-    capacity: int,
-    workspace: int,
-    below: Below | None,
-    tier: Tier,
-) -> InfeasibleError:
-    problem = Problem(graph, operator_seconds)
-    sequence = OperatorSequence(problem, np.arange(len(graph.operators)))
+def _infeasible(task: _Task) -> InfeasibleError:
+    """What would do, where the search found nothing."""
+    sequence, below, capacity, workspace = task.program(), task.below, task.capacity, task.workspace
     if below is not None and below.first_bytes is not None:
         anything_goes = dataclasses.replace(below, first_bytes=None)
         residency = ResidencySearch(sequence, capacity, anything_goes).quick()
         if residency is not None:
+            tier = task.links[0][0].destination
             return _too_little_below(residency, below.first_bytes, workspace, tier)
     needed = sequence.base if below is None else sequence.working_set
     position = int(np.argmax(needed))
-    name = graph.operators[int(sequence.order[position])].name
+    name = task.graph.operators[int(sequence.order[position])].name
     arena = int(needed[position])
     minimum = _with_room_for_addresses(sequence, arena, below) + workspace
     reason = (

@@ -48,7 +48,9 @@ HORIZON = 4096
 
 # `out_end` of what has not left by the end of the replay: it leaves as late as it may.
 NEVER = np.iinfo(np.int32).max
-NUM_TASTES = 3
+NUM_WAYS = 4
+# This part of the arena is large, where large and small stays lie apart.
+_LARGE = 8
 # A stay as `struct Stay` of rooms.cpp has it.
 STAY = np.dtype(
     [
@@ -89,6 +91,14 @@ class Replay(NamedTuple):
     out_end: np.ndarray
     in_start: np.ndarray
     starts: np.ndarray
+
+
+def bytes_there(stays: np.ndarray, num_positions: int) -> np.ndarray:
+    """Bytes of the stays (`STAY`) at each position; what is there over the end counts in both."""
+    change = np.zeros(2 * num_positions + 1, np.int64)
+    np.add.at(change, stays["start"], stays["bytes"])
+    np.add.at(change, stays["end"], -stays["bytes"])
+    return np.cumsum(change)[:-1].reshape(2, num_positions).sum(0)
 
 
 class Taste(NamedTuple):
@@ -340,38 +350,34 @@ class OperatorSequence:
         return self._replay(library.sequence_replay, (room,), evicted, rates, tier, horizon)
 
     def stack(
-        self, stays: np.ndarray, capacity: int, *, step_seconds: float, taste: int
-    ) -> tuple[int, int]:
+        self, stays: np.ndarray, capacity: int, *, step_seconds: float, way: int
+    ) -> np.ndarray:
         """Give stays offsets at which they wait little for each other.
 
         Args:
             stays: `STAY`s; gets the offsets.
             capacity: Bytes of the arena.
             step_seconds: Time of a step, as far as it is known.
-            taste: Who is preferred among equals, below `NUM_TASTES`.
+            way: Which place is preferred among equals, below `NUM_WAYS`.
 
         Returns:
-            The position at which one found no room, and how many bytes the largest piece lacks; -1
-            and 0 if all have an offset.
+            For each position how many bytes its largest piece lacks for one that found no room;
+            nowhere any if all have an offset.
         """
-        n = len(self.order)
-        live = np.zeros(2 * n + 1, np.int64)
-        np.add.at(live, stays["start"], stays["bytes"])
-        np.add.at(live, stays["end"], -stays["bytes"])
-        live = np.cumsum(live[:-1])
-        fullest = int(np.argmax(live[:n] + live[n:]))
-        missing = ctypes.c_int64()
-        lacking = _library().stack(
+        num_positions = len(self.order)
+        missing = np.zeros(num_positions, np.int64)
+        _library().stack(
             _pointer(stays),
             len(stays),
-            n,
+            num_positions,
             capacity,
-            fullest,
+            capacity // _LARGE,
+            int(bytes_there(stays, num_positions).argmax()),
             step_seconds,
-            taste,
-            ctypes.byref(missing),
+            way,
+            _pointer(missing),
         )
-        return lacking, missing.value if lacking >= 0 else 0
+        return missing
 
     def _replay(
         self,
@@ -468,12 +474,9 @@ def _pointer(array: np.ndarray) -> ctypes.c_void_p:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    directory = Path(__file__).parent
-    source = "".join((directory / name).read_text(encoding="utf-8") for name in _SOURCES)
-    library = load_library("planner_engine", source, flags=("-O3",))
     pointer, i32, i64, double = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
     replay_tail = [*[pointer] * 4, i32, *[pointer] * 4]
-    signatures = {
+    functions = {
         "problem_new": (pointer, [i32, i32, *[pointer] * 9]),
         "problem_free": (None, [pointer]),
         "problem_greedy_order": (
@@ -491,10 +494,8 @@ def _library() -> ctypes.CDLL:
             [pointer, i64, *replay_tail],
         ),
         "sequence_replay_at": (i64, [pointer, pointer, i32, *replay_tail]),
-        "stack": (i32, [pointer, i32, i32, i64, i32, double, i32, pointer]),
+        "stack": (i32, [pointer, i32, i32, i64, i64, i32, double, i32, pointer]),
         "sequence_place_below": (None, [pointer, pointer, i64, pointer]),
     }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
+    sources = [Path(__file__).with_name(name) for name in _SOURCES]
+    return load_library("planner_engine", sources, flags=("-O3",), functions=functions)

@@ -29,10 +29,12 @@ class Below:
     Attributes:
         rates: Of the links to the first tier, and of those to the second one, if there is one.
         first_bytes: Bytes of the first tier; None: as many as needed.
+        tolls: For each tier the seconds of computing that a byte on its way costs.
     """
 
     rates: tuple[Rates, ...]
     first_bytes: int | None = None
+    tolls: tuple[float, ...] = (0.0, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +47,7 @@ class Residency:
         replay: What the step then takes, and when things move.
         shares: By position the share of the capacity for which the choice was made.
         tier: For each gap to which tier its object goes; None: all to the first.
+        toll: Seconds that its transfers cost computing, beyond what waits for them.
     """
 
     sequence: OperatorSequence
@@ -52,11 +55,12 @@ class Residency:
     replay: Replay
     shares: np.ndarray
     tier: np.ndarray | None = None
+    toll: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """Time of a step."""
-        return self.replay.step_seconds
+        """Time of a step, with the toll."""
+        return self.replay.step_seconds + self.toll
 
 
 class ResidencySearch:
@@ -105,7 +109,16 @@ class ResidencySearch:
         )
         if replay.overflow > 0:
             return None
-        return Residency(sequence, evicted, replay, shares, tier)
+        return Residency(sequence, evicted, replay, shares, tier, self._toll(evicted, tier))
+
+    def _toll(self, evicted: np.ndarray, tier: np.ndarray | None) -> float:
+        if self.below is None or not any(self.below.tolls):
+            return 0.0
+        sequence = self.sequence
+        moves = (sequence.gap_start >= 0).astype(np.int64) + sequence.dirty(evicted)
+        moved = np.where(evicted != 0, moves * sequence.gap_bytes, 0)
+        tolls = np.asarray(self.below.tolls)
+        return float(moved @ tolls[np.zeros(len(moved), np.int64) if tier is None else tier])
 
     def _chosen(
         self, target: np.ndarray, below: Below

@@ -91,9 +91,11 @@ i64 sequence_replay_at(const void* sequence, const void* stays, i32 num_stays,
   return timing.overflow;
 }
 
-i32 stack(void* stays, i32 num_stays, i32 num_positions, i64 capacity, i32 fullest, double step_seconds,
-          i32 taste, i64* missing) {
-  return Stacking(static_cast<Stay*>(stays), num_stays, num_positions, capacity, fullest, step_seconds, taste).run(*missing);
+i32 stack(void* stays, i32 num_stays, i32 num_positions, i64 capacity, i64 large_bytes,
+          i32 fullest, double step_seconds, i32 way, i64* missing) {
+  Stacking stacking(static_cast<Stay*>(stays), num_stays, num_positions, capacity, large_bytes, fullest,
+                    step_seconds, way);
+  return stacking.run(missing);
 }
 
 void sequence_place_below(const void* sequence, const std::uint8_t* evicted, i64 host_bytes, std::uint8_t* tier) {

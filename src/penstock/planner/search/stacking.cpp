@@ -7,48 +7,102 @@ namespace {
 //
 // Whoever is there at the fullest position lies on a stack, in the order in which they come: what a
 // step keeps until its turn is freed in the opposite order, so the room above the stack is one piece.
-// All others come in the order of their first use, each where it waits the least.
+// All others come in the order of their first use, each where it waits the least. Where an arena has
+// room for few large ones, they come first instead, and small ones find room in between.
 class Stacking {
  public:
-  Stacking(Stay* stays, i32 num_stays, i32 num_positions, i64 capacity, i32 fullest, double step_seconds, i32 taste)
-      : stays_(stays), num_stays_(num_stays), n_(num_positions), capacity_(capacity), fullest_(fullest),
-        step_(step_seconds), taste_(taste) {}
+  // Among places where it waits as little: the lowest, the highest, in the smallest piece; or the
+  // highest for large ones and the lowest for small ones.
+  enum Way : i32 { LOW, HIGH, TIGHT, BY_SIZE };
+  static constexpr i32 NUM_MOMENTS = 512;
 
-  // Returns the position at which somebody found no room, and how many bytes the largest piece lacks;
-  // -1: all have an address.
-  i32 run(i64& missing) {
+  Stacking(Stay* stays, i32 num_stays, i32 num_positions, i64 capacity, i64 large_bytes, i32 fullest,
+           double step_seconds, i32 way)
+      : stays_(stays), num_stays_(num_stays), n_(num_positions), capacity_(capacity), large_bytes_(large_bytes),
+        fullest_(fullest), step_(step_seconds), way_(way), emptiest_(when_emptiest()), there_(NUM_MOMENTS),
+        seen_(num_stays, 0) {}
+
+  // Returns how many found no room, with for each position the bytes that its largest piece lacks for
+  // one of them. Those are left out, so the others may meet less than they would.
+  i32 run(i64* missing) {
     std::vector<i32> order(num_stays_);
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(), [&](i32 a, i32 b) { return key(a) < key(b); });
     i64 top = 0;
+    i32 num_lacking = 0;
     for (i32 stay : order) {
       Stay& it = stays_[stay];
-      if (rank(stay) < 3) {
+      i32 position = it.start % n_;
+      i64 lacks = 0;
+      if (way_ != BY_SIZE && rank(stay) < 3) {
+        lacks = std::max<i64>(top + it.bytes - capacity_, 0);
         it.offset = top;
-        top += it.bytes;
-        missing = top - capacity_;
-        if (missing > 0) return it.start;
+        if (!lacks) top += it.bytes;
       } else if (!place(stay)) {
-        return lacking(stay, missing);
+        std::tie(position, lacks) = lacking(stay);
       }
-      placed_.push_back(stay);
+      if (lacks) {
+        missing[position] = std::max(missing[position], lacks);
+        ++num_lacking;
+      } else {
+        put(stay);
+      }
     }
-    return -1;
+    return num_lacking;
   }
 
  private:
-  // Always there; there when a step begins; there when most is there; the rest.
+  // Always there; there when a step begins; there when most is there; the rest. By size, steps begin
+  // when the least is there.
   int rank(i32 stay) const {
     const Stay& it = stays_[stay];
     if (it.arrives == -2) return 0;
+    if (way_ == BY_SIZE) return since_emptiest(it) + it.until - it.from > step_ ? 1 : 3;
     if (it.end > n_) return 1;
     return it.start <= fullest_ && fullest_ < it.end ? 2 : 3;
   }
-  std::tuple<int, i32, i32> key(i32 stay) const { return {rank(stay), stays_[stay].start, -stays_[stay].end}; }
-
+  // By size: the tiny ones, then the large ones, then the others by what power of two they have. So
+  // ones of like sizes share few places, which nobody smaller has cut in two.
+  int size(i32 stay) const {
+    if (way_ != BY_SIZE) return 0;
+    const i64 bytes = stays_[stay].bytes;
+    if (bytes < large_bytes_ / 64) return -2;
+    return bytes < large_bytes_ ? std::ilogb(static_cast<double>(large_bytes_) / bytes) : -1;
+  }
+  // By size, in the order in which they begin to come: then equal ones need no more places than there
+  // are of them at a time.
+  std::tuple<int, int, double, i32, i32> key(i32 stay) const {
+    const Stay& it = stays_[stay];
+    return {size(stay), rank(stay), way_ == BY_SIZE ? since_emptiest(it) : 0, it.start, -it.end};
+  }
+  double since_emptiest(const Stay& it) const {
+    const double since = std::fmod(it.from - emptiest_, step_);
+    return since < 0 ? since + step_ : since;
+  }
+  // When the fewest bytes of large stays are there, in seconds since a step began.
+  double when_emptiest() const {
+    std::vector<std::pair<double, i64>> changes{{0, 0}};
+    for (i32 stay = 0; stay < num_stays_; ++stay) {
+      const Stay& it = stays_[stay];
+      if (it.arrives == -2 || it.bytes < large_bytes_ || it.until - it.from >= step_) continue;
+      const double from = it.from - std::floor(it.from / step_) * step_, until = from + it.until - it.from;
+      changes.push_back({from, it.bytes});
+      changes.push_back({until < step_ ? until : until - step_, -it.bytes});
+      if (until >= step_) changes.push_back({0, it.bytes});
+    }
+    std::sort(changes.begin(), changes.end());
+    i64 there = 0, least = std::numeric_limits<i64>::max();
+    double when = 0;
+    for (std::size_t k = 0; k < changes.size(); ++k) {
+      there += changes[k].second;
+      const bool is_last = k + 1 == changes.size() || changes[k + 1].first > changes[k].first;
+      if (is_last && there < least) least = there, when = changes[k].first;
+    }
+    return when;
+  }
   // The first position of a stay at which those who are there by then leave no piece that is large
-  // enough.
-  i32 lacking(i32 stay, i64& missing) const {
+  // enough, and what the largest lacks.
+  std::pair<i32, i64> lacking(i32 stay) const {
     const Stay& it = stays_[stay];
     std::vector<std::pair<i32, i32>> others;  // since when, and who
     for (i32 other : placed_)
@@ -74,19 +128,59 @@ class Stacking {
       }
       i64 largest = 0;
       for (auto [from, to] : pieces) largest = std::max(largest, to - from);
-      missing = it.bytes - largest;
-      if (missing > 0) return since % n_;
+      if (largest < it.bytes) return {since % n_, it.bytes - largest};
     }
-    missing = 1;
-    return it.start;
+    return {it.start % n_, 1};
+  }
+
+  void put(i32 stay) {
+    const Stay& it = stays_[stay];
+    placed_.push_back(stay);
+    if (it.arrives == -2) {
+      if (always_.empty() || always_.back().second != it.offset) always_.push_back({it.offset, it.offset});
+      always_.back().second += it.bytes;
+    } else if (is_long(it)) {
+      long_.push_back(stay);
+    } else {
+      for_each_moment(it, [&](i32 moment) { there_[moment].push_back(stay); });
+    }
+  }
+
+  // Who is there, on the way in or on the way out while a stay is, and more; but not always.
+  const std::vector<i32>& around(i32 stay) {
+    if (stays_[stay].arrives == -2 || is_long(stays_[stay])) {
+      met_.clear();
+      for (i32 other : placed_)
+        if (stays_[other].arrives != -2) met_.push_back(other);
+      return met_;
+    }
+    met_ = long_;
+    ++round_;
+    for_each_moment(stays_[stay], [&](i32 moment) {
+      for (i32 other : there_[moment])
+        if (seen_[other] != round_) seen_[other] = round_, met_.push_back(other);
+    });
+    return met_;
+  }
+
+  bool is_long(const Stay& it) const { return !(it.until - it.from < step_ * (1 - 1.0 / NUM_MOMENTS)); }
+
+  // The parts of a step that a stay touches, from when it begins to come until it is gone.
+  template <class Visit>
+  void for_each_moment(const Stay& it, Visit visit) const {
+    const double part = step_ / NUM_MOMENTS;
+    const i64 first = static_cast<i64>(std::floor(it.from / part));
+    const i64 last = static_cast<i64>(std::floor(it.until / part));
+    for (i64 moment = first; moment <= last; ++moment)
+      visit(static_cast<i32>((moment % NUM_MOMENTS + NUM_MOMENTS) % NUM_MOMENTS));
   }
 
   bool place(i32 stay) {
     Stay& it = stays_[stay];
     struct Other { i64 low, high; double wait; };
     std::vector<Other> others;
-    std::vector<std::pair<i64, i64>> blocked;
-    for (i32 other : placed_) {
+    std::vector<std::pair<i64, i64>> blocked = always_;
+    for (i32 other : around(stay)) {
       const Stay& that = stays_[other];
       bool meets = false;
       double wait = 0;
@@ -96,24 +190,30 @@ class Stacking {
         else if (end <= it.start) wait = std::max(wait, that.until + around * step_ - it.from);
         else wait = std::max(wait, it.until - that.from - around * step_);
       }
-      if (meets || that.arrives == -2) blocked.push_back({that.offset, that.offset + that.bytes});
+      if (meets) blocked.push_back({that.offset, that.offset + that.bytes});
       else if (wait > 0) others.push_back({that.offset, that.offset + that.bytes, wait});
     }
     blocked.push_back({capacity_, capacity_});
     std::sort(blocked.begin(), blocked.end());
+    // The longest wait first: the first one that is met says how long the wait is.
+    std::sort(others.begin(), others.end(), [](const Other& a, const Other& b) { return a.wait > b.wait; });
     double least = std::numeric_limits<double>::infinity();
     i64 best = -1, low = 0;
     for (auto [from, to] : blocked) {
       if (from - low >= it.bytes) {
         auto look = [&](i64 at) {
           if (at < low || at + it.bytes > from) return;
-          double wait = 0;
+          const bool is_low = way_ == LOW || (way_ == BY_SIZE && it.bytes < large_bytes_);
+          const double tie = is_low ? static_cast<double>(at)
+                           : way_ == TIGHT ? static_cast<double>(from - low)
+                                           : static_cast<double>(capacity_ - at);
+          double cost = 1e-9 * step_ * tie / static_cast<double>(capacity_);
+          if (cost >= least) return;
           for (const Other& other : others)
-            if (other.low < at + it.bytes && at < other.high) wait = std::max(wait, other.wait);
-          const double tie = taste_ == 0 ? static_cast<double>(at)
-                           : taste_ == 1 ? static_cast<double>(capacity_ - at)
-                                         : static_cast<double>(from - low);
-          const double cost = wait + 1e-9 * step_ * tie / static_cast<double>(capacity_);
+            if (other.low < at + it.bytes && at < other.high) {
+              cost += other.wait;
+              break;
+            }
           if (cost < least) least = cost, best = at;
         };
         look(low);
@@ -128,11 +228,18 @@ class Stacking {
 
   Stay* stays_;
   i32 num_stays_, n_;
-  i64 capacity_;
+  i64 capacity_, large_bytes_;
   i32 fullest_;
   double step_;
-  i32 taste_;
+  i32 way_;
+  double emptiest_;
   std::vector<i32> placed_;
+  // Those that have a place, by the parts of the step; those for all of it; where others always are.
+  std::vector<std::vector<i32>> there_;
+  std::vector<i32> long_;
+  std::vector<std::pair<i64, i64>> always_;
+  std::vector<i32> seen_, met_;
+  i32 round_ = 0;
 };
 
 }  // namespace

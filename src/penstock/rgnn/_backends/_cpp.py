@@ -20,14 +20,14 @@ from penstock.rgnn import _interpreter
 from penstock.rgnn._backends import _torch
 from penstock.rgnn._backends._cpp_graph import GraphArrays, arrays_of
 from penstock.rgnn._backends._cpp_memory import Lifetime, lodge, pack
-from penstock.rgnn._backends._cpp_rowwise import is_expression
 from penstock.rgnn._backends._cpp_source import Direction, write_source
 from penstock.rgnn._backends._cpp_summed import packed_elements
 from penstock.rgnn._graph import Graph
 from penstock.rgnn._ir import LEAVES, Program
+from penstock.rgnn._order import lifetimes, written_over
 from penstock.rgnn._plan import Plan
 from penstock.rgnn._rows import RowMap, Space
-from penstock.rgnn._schedule import READS, TYPES, Kernel, KernelKind, source
+from penstock.rgnn._schedule import READS, TYPES, KernelKind, source
 
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 """The dtypes that are computed in C++; others are left to torch."""
@@ -108,7 +108,7 @@ class _Binding:
     shapes: dict[int, tuple[int, ...]]
     """Of the values that the call returns."""
     same_place: dict[int, int]
-    """Values that are written over another one: over which."""
+    """Values that lie where another one does: which."""
     lodged: dict[int, tuple[int, int]]
     """Of the other values, those that lie in the memory of one of these: of which, and where."""
     offsets: dict[int, int]
@@ -132,11 +132,11 @@ class _Runner:
             if field.kind in _KINDS_OF_CALL
         ]
         self._frame = ctypes.c_int64 * len(direction.fields)
-        kernels = [kernel.values for kernel in direction.kernels]
         materialised = plan.summed_schedule.materialised
-        self._written = [v for values in kernels for v in values if v in materialised]
-        self._lives = _lifetimes(plan.program, kernels)
-        self._in_place = _written_over(plan.program, direction.kernels, self._lives)
+        values = [value for kernel in direction.kernels for value in kernel.values]
+        self._written = [value for value in values if value in materialised]
+        self._lives = lifetimes(plan.program, direction.kernels)
+        self._in_place = written_over(plan.program, direction.kernels, self._lives)
         self._bindings: weakref.WeakKeyDictionary[GraphArrays, _Binding] = (
             weakref.WeakKeyDictionary()
         )
@@ -175,7 +175,9 @@ class _Runner:
             else:
                 name = _name_of_room(value) if kind in _ROOMS else value
                 name = binding.same_place.get(name, name)
-                if name in binding.lodged:
+                if name in rows:
+                    numbers[place] = rows[name].data_ptr()
+                elif name in binding.lodged:
                     host, begin = binding.lodged[name]
                     numbers[place] = rows[host].data_ptr() + begin
                 else:
@@ -195,10 +197,16 @@ class _Runner:
             num_bytes = math.prod(shapes[value]) * width
             first, last = self._lives[value]
             operand = self._in_place.get(value)
-            if operand is None or not seen.isdisjoint((value, operand)):
+            if operand is None or operand in seen:
                 lives[value] = Lifetime(value, first, last, num_bytes)
+                continue
+            place = same_place.get(operand, operand)
+            if value in seen:  # whose memory is taken from the start
+                same_place |= {at: value for at, of in same_place.items() if of == place}
+                same_place[place] = value
+                lives[value] = dataclasses.replace(lives.pop(place), value=value)
             else:
-                place = same_place[value] = same_place.get(operand, operand)
+                same_place[value] = place
                 lives[place] = dataclasses.replace(lives[place], last=last)
         numbers = tuple(
             0 if field.kind in _KINDS_OF_CALL else arrays.number(field, self._dtype)
@@ -234,52 +242,6 @@ def _entered(graph: Graph, space: Space, argument: torch.Tensor) -> torch.Tensor
         for axis, (length, stride) in enumerate(zip(rows.shape[1:], rows.stride()[1:], strict=True))
     )
     return rows if is_dense else rows.contiguous()
-
-
-def _lifetimes(program: Program, kernels: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
-    """For each value, the kernel that computes it and the last that reads it."""
-    lives: dict[int, tuple[int, int]] = {}
-
-    def read(position: int, kernel: int) -> None:
-        for operand in program.nodes[position].operands:
-            value = source(program, operand)
-            if value in lives:
-                lives[value] = (lives[value][0], kernel)
-            elif program.nodes[value].op == "outer":
-                read(value, kernel)
-
-    for kernel, values in enumerate(kernels):
-        for value in values:
-            lives[value] = (kernel, kernel)
-            read(value, kernel)
-    return lives
-
-
-def _written_over(
-    program: Program, kernels: Sequence[Kernel], lives: Mapping[int, tuple[int, int]]
-) -> dict[int, int]:
-    """Values that can be written over one that they are computed from, and which that is.
-
-    Its row is read by the same row's value alone, element by element, and by nothing later.
-    """
-    found = {}
-    for number, kernel in enumerate(kernels):
-        if kernel.kind is not KernelKind.TRAVERSAL or kernel.grouped_by is not None:
-            continue
-        readers: dict[int, list[int]] = {}
-        for value in kernel.values:
-            for operand in program.nodes[value].operands:
-                readers.setdefault(source(program, operand), []).append(value)
-        for read, by in readers.items():
-            if len(by) != 1 or read not in lives or lives[read][1] != number:
-                continue
-            (value,) = by
-            node = program.nodes[value]
-            is_own_row = read in node.operands and program.nodes[read].space is node.space
-            is_alike = program.nodes[read].shape == node.shape and is_expression(program, value)
-            if is_own_row and is_alike and lives[read][0] != number and value not in found:
-                found[value] = read
-    return found
 
 
 def _name_of_room(value: int) -> int:

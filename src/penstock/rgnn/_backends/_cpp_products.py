@@ -15,8 +15,8 @@ from penstock.rgnn._schedule import Kernel
 def write_gemm(program: Program, kernel: Kernel, head: str, fields: Fields) -> str:
     """The source of a segment GEMM; `head` is its function's name and parameters."""
     lines = Lines()
-    (value,) = kernel.values
-    node = program.nodes[value]
+    product, value = kernel.values[0], kernel.values[-1]
+    node = program.nodes[product]
     vector, matrix = node.operands
     vector_shape, matrix_shape = (program.nodes[operand].shape for operand in node.operands)
     row_map = program.nodes[matrix].map
@@ -30,15 +30,22 @@ def write_gemm(program: Program, kernel: Kernel, head: str, fields: Fields) -> s
             heads = batch[: len(matrix_shape) - 2]
             from_matrix = offset(matrix_shape, (*stretched(matrix_shape[:-2], heads), "0", "0"))
             into = offset(node.shape, (*batch, "0"))
+            begins = "false"
+            begin = "nullptr"
+            if value != product:
+                begins, (row,) = "true", set(program.nodes[value].operands) - {product}
+                begin = f"{read_location(program, fields, row, 'type')} + {into}"
             lines.add(
-                f"segment_product<T, {contraction}, {columns}, {is_transposed}>({arguments},",
+                f"segment_product<T, {contraction}, {columns}, {is_transposed}, {begins}>(",
+                f"    {arguments},",
                 f"    [&](int64_t row) {{ return {read_location(program, fields, vector, 'row')} + "
                 f"{from_vector}; }},",
                 f"    [&](int64_t row) {{ return {fields.value(value)} + row * "
                 f"{math.prod(node.shape)} + {into}; }},",
                 f"    [&](int64_t type) {{ return "
                 f"{read_location(program, fields, matrix, 'type')} + "
-                f"{from_matrix}; }});",
+                f"{from_matrix}; }},",
+                f"    [&](int64_t type) -> const T* {{ (void)type; return {begin}; }});",
             )
     return str(lines)
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from penstock.rgnn._backends._cpp_fields import Fields
 from penstock.rgnn._ir import BINARY, UNARY, Node, Program, Shape
 from penstock.rgnn._rows import RowMap, Space
-from penstock.rgnn._schedule import maps_of, source
+from penstock.rgnn._schedule import is_elementwise, maps_of, source
 
 Subscript = tuple[str, ...]
 """One expression for each axis of a row."""
@@ -201,23 +201,11 @@ class Scope:
         return f"({left} * {right})"
 
 
-def is_expression(program: Program, position: int) -> bool:
-    """Whether an element of the result takes one element of each operand."""
-    node = program.nodes[position]
-    if node.op == "matmul":
-        shape = program.nodes[node.operands[1]].shape
-        return shape[-1 if node["transposed"] else -2] == 1
-    if node.op == "outer":
-        left, right = (program.nodes[operand].shape for operand in node.operands)
-        return max(len(left), len(right)) - 1 == node["heads"]
-    return node.op in BINARY or node.op in UNARY or node.op in ("expand", "slice")
-
-
 def write_row(scope: Scope, position: int, name: str) -> None:
     """Statements that fill the array `name` with the row of a value."""
     lines, node = scope.lines, scope.program.nodes[position]
     shape = node.shape
-    if is_expression(scope.program, position):
+    if is_elementwise(scope.program, position):
         with lines.loops(shape) as at:
             lines.add(f"{name}[{offset(shape, at)}] = {scope.expression(position, at)};")
     elif node.op == "dot":

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from penstock.rgnn import _rows
 from penstock.rgnn._backends import _cpp_graph
 from penstock.rgnn._backends._cpp_fields import Fields
-from penstock.rgnn._backends._cpp_rowwise import Lines, Scope, is_expression, offset
+from penstock.rgnn._backends._cpp_rowwise import Lines, Scope, offset
 from penstock.rgnn._ir import Program
 from penstock.rgnn._rows import RowMap, Space
-from penstock.rgnn._schedule import READS, TYPES, Kernel, Schedule, source
+from penstock.rgnn._schedule import READS, TYPES, Kernel, Schedule, is_elementwise, source
 
 SORTED = frozenset({_rows.EDGE_TYPE, _rows.EDGE_DST_PAIR, _rows.SRC_PAIR_TYPE, _rows.DST_PAIR_TYPE})
 """Maps along which the rows are in ascending order already, in every graph."""
@@ -378,7 +378,7 @@ class Traversal:
             or value in self.schedule.materialised
             or value in self._kept()
             or self._size(value) == 1
-            or not is_expression(self.program, value)
+            or not is_elementwise(self.program, value)
         )
 
     def _kept(self) -> frozenset[int]:

@@ -163,10 +163,12 @@ inline void pack(const T* matrix, T* packed) {
   }
 }
 
-// Each task is a type and a range of rows. Weights are (K, N), or (N, K) if transposed.
-template <class T, int K, int N, bool kTransposed, class Index, class In, class Out, class Weight>
+// Each task is a type and a range of rows. Weights are (K, N), or (N, K) if transposed. kBegins: each
+// row of `out` is the product and the row `begin` of its type.
+template <class T, int K, int N, bool kTransposed, bool kBegins, class Index, class In, class Out,
+          class Weight, class Begin>
 void segment_product(int64_t num_threads, const Index* tasks, int64_t num_tasks, const Index* order,
-                     const In& in, const Out& out, const Weight& weight) {
+                     const In& in, const Out& out, const Weight& weight, const Begin& begin_of) {
   constexpr int kStride = round_up(N, kLanes<T>);
   constexpr bool kPacks = kTransposed || kStride != N;
   Tasks queue(num_tasks);
@@ -186,8 +188,9 @@ void segment_product(int64_t num_threads, const Index* tasks, int64_t num_tasks,
           const int64_t at = row + r < end ? row + r : end - 1;
           from[r] = in(order == nullptr ? at : order[at]);
           to[r] = row + r < end ? out(order == nullptr ? at : order[at]) : spare;
+          if constexpr (kBegins) memcpy(to[r], begin_of(tasks[3 * task]), N * sizeof(T));
         }
-        product_rows<T, K, N, false>(from, to, matrix);
+        product_rows<T, K, N, kBegins>(from, to, matrix);
       }
     }
   });

@@ -3,7 +3,7 @@
 A layer has no kernels of its own: what it computes is a compiled function, public here as well.
 """
 
-from penstock.rgnn.layers._hgt import HGTConv, hgt
+from penstock.rgnn.layers._hgt import HGTConv, hgt, hgt_of_features
 from penstock.rgnn.layers._rgat import RGATConv, rgat
 from penstock.rgnn.layers._rgcn import RGCNConv, rgcn, rgcn_of_embeddings, rgcn_of_messages
 
@@ -12,6 +12,7 @@ __all__ = [
     "RGATConv",
     "RGCNConv",
     "hgt",
+    "hgt_of_features",
     "rgat",
     "rgcn",
     "rgcn_of_embeddings",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+import weakref
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from penstock.rgnn._formats import check_ends
 from penstock.rgnn._functions import dot, edge_softmax
 from penstock.rgnn._graph import Graph
 from penstock.rgnn._graph_tensors import GraphTensors, graph_of, remembered
+from penstock.rgnn._rows import SRC_PAIR_SRC, SRC_PAIR_TYPE
 from penstock.rgnn.layers._graph_argument import glorot_
 
 EdgeType = tuple[str, str, str]
@@ -29,8 +32,24 @@ def hgt(g: Any, k: Any, q: Any, v: Any, k_rel: Any, v_rel: Any, p_rel: Any, head
     return g.sum_to_dst(edge_softmax(s) * (e.src(values) @ v_rel[e.type])).merge_heads()
 
 
+@compile
+def hgt_of_features(
+    g: Any, x: Any, q: Any, key: Any, k_bias: Any, value: Any, v_bias: Any, p_rel: Any, heads: int
+) -> Any:
+    """The layer where a relation's matrices make keys and values of features, without a step."""
+    e, n = g.edges, g.nodes
+    keys = (e.src(x) @ key[e.type] + k_bias[e.type]).heads(heads)
+    values = (e.src(x) @ value[e.type] + v_bias[e.type]).heads(heads)
+    s = dot(keys, e.dst(n(q).heads(heads))) * p_rel[e.type]
+    return g.sum_to_dst(edge_softmax(s) * values).merge_heads()
+
+
 class HGTConv(nn.Module):
     """PyG's `HGTConv`, compiled to the graph at hand; its state dict can be loaded.
+
+    A key is made by two linear maps, one of the node's type and one of the relation, and so is a
+    value. Where that takes fewer multiplications, the two matrices are multiplied with each other
+    first; then no keys and values of nodes are ever in memory.
 
     Example:
         >>> layer = HGTConv(16, 32, (["a", "b"], [("a", "to", "b")]), heads=4)
@@ -111,12 +130,12 @@ class HGTConv(nn.Module):
         graph = self._graph(edge_index_dict, sizes)
         if not self.edge_types:
             return {}
-        projected = _joined([self.kqv_lin(name, x_dict[name]) for name in self.node_types])
-        k, q, v = projected.unflatten(1, (3, -1)).unbind(1)  # whose backward is a single stack
         p_rel = torch.cat([self.p_rel[_key("__".join(t))] for t in self.edge_types])
         scale = p_rel / math.sqrt(self.out_channels // self.heads)
-        weights = (self.k_rel.by_relation(), self.v_rel.by_relation(), scale)
-        attended = hgt(graph, k, q, v, *weights, self.heads)
+        if self._multiplies_weights_first(graph, sizes):
+            attended = self._attended_features(graph, x_dict, scale)
+        else:
+            attended = self._attended_projections(graph, x_dict, scale)
         is_target = {target for _, _, target in self.edge_types}
         results = {}
         for name, h in zip(self.node_types, attended.split(list(sizes.values())), strict=True):
@@ -124,13 +143,63 @@ class HGTConv(nn.Module):
                 results[name] = self._combined(name, h, x_dict[name])
         return results
 
+    def _multiplies_weights_first(self, graph: Graph, sizes: dict[str, int]) -> bool:
+        """Whether that takes fewer multiplications than projecting the nodes, and is the same."""
+        if len(set(self.in_channels.values())) > 1:
+            return False  # features of different lengths have no common rows
+        if torch.compiler.is_dynamo_compiling():
+            return False  # one code serves graphs of all counts
+        num_pairs = graph.counts.num_src_pairs
+        length = self.in_channels[self.node_types[0]]
+        width = self.out_channels // self.heads
+        weights_first = (len(self.edge_types) * width + num_pairs) * length * self.out_channels
+        nodes_first = (graph.num_nodes * length + num_pairs * width) * self.out_channels
+        if weights_first >= nodes_first:
+            return False
+        sources = tuple(self.node_types.index(source) for source, _, _ in self.edge_types)
+        return _are_of_types(graph, tuple(sizes.values()), sources)
+
+    def _attended_features(
+        self, graph: Graph, x_dict: Mapping[str, torch.Tensor], scale: torch.Tensor
+    ) -> torch.Tensor:
+        names, linears = self.node_types, list(self.kqv_lin.lins.values())
+        weight, bias = (
+            torch.stack([getattr(linear, name).unflatten(0, (3, -1)) for linear in linears])
+            for name in ("weight", "bias")
+        )
+        q = [
+            functional.linear(x_dict[name], matrix, row)
+            for name, matrix, row in zip(names, weight[:, 1], bias[:, 1], strict=True)
+        ]
+        sources = [names.index(source) for source, _, _ in self.edge_types]
+        of_source = torch.tensor(sources, device=scale.device)
+        weights = []
+        for place, then in ((0, self.k_rel), (2, self.v_rel)):
+            by_head = torch.cat([weight[:, place], bias[:, place].unsqueeze(2)], dim=2)
+            by_head = by_head[of_source].unflatten(1, (self.heads, -1))
+            first = torch.einsum("rhwi,rhwv->rihv", by_head, then.by_relation()).flatten(2)
+            weights += [first[:, :-1], first[:, -1]]
+        x = _joined([x_dict[name] for name in names])
+        return hgt_of_features(graph, x, _joined(q), *weights, scale, self.heads)
+
+    def _attended_projections(
+        self, graph: Graph, x_dict: Mapping[str, torch.Tensor], scale: torch.Tensor
+    ) -> torch.Tensor:
+        projected = _joined([self.kqv_lin(name, x_dict[name]) for name in self.node_types])
+        k, q, v = projected.unflatten(1, (3, -1)).unbind(1)  # whose backward is a single stack
+        weights = (self.k_rel.by_relation(), self.v_rel.by_relation(), scale)
+        return hgt(graph, k, q, v, *weights, self.heads)
+
     def _combined(self, name: str, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """The node type's own output projection, and its gated skip connection where sizes fit."""
         out = self.out_lin(name, functional.gelu(h))
         if out.shape[-1] != x.shape[-1]:
             return out
         gate = self.skip[_key(name)].sigmoid()
-        return gate * out + (1 - gate) * x
+        dtypes = (out.dtype, x.dtype, gate.dtype)  # under autocast they differ
+        dtype = functools.reduce(torch.promote_types, dtypes)
+        mix = torch.lerp if torch.compiler.is_dynamo_compiling() else _Lerp.apply
+        return mix(x.to(dtype), out.to(dtype), gate.to(dtype))
 
     def _graph(
         self, edges: Mapping[EdgeType, torch.Tensor] | Graph, sizes: dict[str, int]
@@ -175,6 +244,44 @@ class HGTConv(nn.Module):
     def extra_repr(self) -> str:
         """What `print(layer)` shows."""
         return f"{self.in_channels}, {self.out_channels}, heads={self.heads}"
+
+
+_known: weakref.WeakKeyDictionary[Graph, dict[Hashable, bool]] = weakref.WeakKeyDictionary()
+
+
+def _are_of_types(graph: Graph, sizes: tuple[int, ...], sources: tuple[int, ...]) -> bool:
+    """Whether the edges of each relation begin in the node type that it should begin in.
+
+    Args:
+        graph: Its nodes are of one type after another.
+        sizes: Nodes of each type.
+        sources: The type for each relation.
+    """
+    known = _known.setdefault(graph, {})
+    if (sizes, sources) not in known:
+        end = torch.tensor(sizes).cumsum(0)
+        first, last = ((end - torch.tensor(sizes))[[*sources]], end[[*sources]])
+        source, relation = (graph.index(m).cpu().long() for m in (SRC_PAIR_SRC, SRC_PAIR_TYPE))
+        is_inside = (first[relation] <= source) & (source < last[relation])
+        known[sizes, sources] = bool(is_inside.all())
+    return known[sizes, sources]
+
+
+class _Lerp(torch.autograd.Function):
+    """`torch.lerp(x, out, gate)` with one gate for all, and half of the backward's memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, out, gate)
+        return torch.lerp(x, out, gate)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (gradient,) = gradients
+        x, out, gate = ctx.saved_tensors
+        room = out - x
+        of_gate = room.mul_(gradient).sum().reshape_as(gate)
+        return gradient * (1 - gate), torch.mul(gradient, gate, out=room), of_gate
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,117 @@
+"""The user's cache directory: where it lies, whether it is safe, and whose turn it is to use it.
+
+Libraries, measured profiles and plans are kept in it between processes. Whoever can write there
+can run code as the user who loads from it. It must therefore belong to the user and be writable by
+nobody else; anything else is refused, never repaired.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import filelock
+
+from penstock.errors import BuildError
+
+_logger = logging.getLogger(__name__)
+
+CACHE_DIR_VARIABLE = "PENSTOCK_CACHE_DIR"
+
+
+@contextmanager
+def cache_entry(folder: str, key: list[object], *, wait_seconds: float) -> Iterator[Path | None]:
+    """Lock a key's place in the cache: processes that want the same come one after the other.
+
+    Example:
+        >>> with cache_entry("plans", ["step", 8], wait_seconds=60) as path:  # doctest: +SKIP
+        ...     path
+        PosixPath('/home/me/.cache/penstock/plans/9a3f...')
+
+    Args:
+        folder: The directory's name below the cache's root, which also names in the log what is
+            kept there.
+        key: What the entry depends on, as plain data.
+        wait_seconds: How long to wait for another process that has the entry.
+
+    Yields:
+        The path of a file or directory that the caller may make or find there. None, and one
+        warning in the log, where there is no usable cache directory or no lock to be had: whatever
+        is cached can be done without.
+    """
+    path = lock = None
+    try:
+        path = private_directory(folder) / digest(json.dumps(key))
+        lock = filelock.FileLock(path.with_suffix(".lock"), timeout=wait_seconds, mode=0o600)
+        lock.acquire()
+    except (BuildError, OSError, NotImplementedError) as error:  # no file system has to have locks
+        _logger.warning("%s are not cached: %s", folder, error)
+        path = None
+    try:
+        yield path
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def private_directory(folder: str) -> Path:
+    """Return a folder of the cache; create it, or refuse it if others can write to it.
+
+    Raises:
+        BuildError: It is not safe, or cannot be used; the message says what would do.
+    """
+    directory = _root() / folder
+    try:
+        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        for checked in (directory.parent, directory):
+            _check_safe(checked)
+    except OSError as error:
+        raise BuildError(
+            f"the cache directory {directory} cannot be used: {error}; set {CACHE_DIR_VARIABLE} to "
+            "a directory that you can write to"
+        ) from error
+    return directory
+
+
+def digest(*parts: str) -> str:
+    """Hash texts so that moving a byte from one to the next changes the result."""
+    hashed = hashlib.sha256()
+    for part in parts:
+        encoded = part.encode("utf-8")
+        hashed.update(len(encoded).to_bytes(8, "little"))
+        hashed.update(encoded)
+    return hashed.hexdigest()[:32]
+
+
+def _root() -> Path:
+    chosen = os.environ.get(CACHE_DIR_VARIABLE)
+    if not chosen:
+        import platformdirs
+
+        chosen = platformdirs.user_cache_dir("penstock", appauthor=False)
+    # Links are resolved first, so that what is checked is what is used.
+    return Path(os.path.realpath(Path(chosen).expanduser()))
+
+
+def _check_safe(directory: Path) -> None:
+    """Raise `BuildError` unless `directory` is a directory that only this user can write to."""
+    status = os.lstat(directory)  # of a link itself: one could be swapped after the check
+    if not stat.S_ISDIR(status.st_mode):
+        problem = "it is not a directory"
+    elif status.st_uid != os.geteuid():
+        problem = f"it belongs to user {status.st_uid}, not to you ({os.geteuid()})"
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = f"others can write to it (mode {stat.S_IMODE(status.st_mode):04o})"
+    else:
+        return
+    raise BuildError(
+        f"the cache directory {directory} is not safe to load from: {problem}; delete it or "
+        f"`chmod 700` it, or set {CACHE_DIR_VARIABLE} to a directory of your own"
+    )

@@ -1,0 +1,168 @@
+"""The processes of the arms, which take turns."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.demo._config import ARMS, PLANNED, ArmResult, DemoConfig, DemoError
+
+
+def plan_arms(
+    config: DemoConfig, plans: str, store: str | os.PathLike[str], plan_seconds: int
+) -> None:
+    """Make the plans of the planned arms, in a process of their own."""
+    command = [sys.executable, *_script(config), "--plans", plans, "--store", os.fspath(store)]
+    command += ["--plan-seconds", str(plan_seconds)]
+    done = subprocess.run(command, capture_output=True, text=True, env=_environment())
+    if done.returncode:
+        raise DemoError(f"planning failed; its last words:\n{done.stderr[-2000:]}")
+
+
+def take_turns(
+    arms: Sequence[Arm], num_steps: int, deadline: float, tell: Callable[[str, int], None]
+) -> None:
+    """Let every arm take a step in every round, the first round unmeasured."""
+    tell("processes load torch and the model", 0)
+    for arm in arms:
+        arm.wait_until_loaded()
+    longest_seconds = 0.0
+    for round_index in range(1 + num_steps):
+        start = time.monotonic()
+        # Two measured rounds are the fewest that make a median of anything.
+        if round_index > 2 and start + longest_seconds > deadline:
+            return
+        first = round_index % len(arms)
+        for arm in (*arms[first:], *arms[:first]):
+            event = arm.take_step()
+            tell(
+                f"{ARMS[arm.name]:<13}  step {round_index + 1} of {1 + num_steps}  "
+                f"{event['seconds']:5.1f} s  loss {event['loss']:.3f}",
+                1,
+            )
+        longest_seconds = max(longest_seconds, time.monotonic() - start)
+
+
+def commands_of(
+    config: DemoConfig,
+    out: Path,
+    plans: str,
+    *,
+    store: str | os.PathLike[str],
+    policy: str,
+    min_bytes: str,
+) -> dict[str, list[str]]:
+    """The command line of every arm, in the order in which they run."""
+    script = _script(config)
+    run = ["-m", "penstock", "run", "--store", os.fspath(store), "--policy", policy]
+    run += ["--min-bytes", min_bytes, "--report", str(out / "report.json")]
+    run += ["--trace", str(out / "timeline.trace.json"), "--picture", str(out / "timeline.png")]
+    arms = {"stock": script, "checkpoint": [*script, "--checkpoint"], "penstock": [*run, *script]}
+    planned = [*script, "--plans", plans, "--store", os.fspath(store), "--planned"]
+    arms |= {name: [*planned, str(divisor)] for name, divisor in PLANNED.items()}
+    return {name: [sys.executable, *arguments] for name, arguments in arms.items()}
+
+
+def _script(config: DemoConfig) -> list[str]:
+    """The training script, for an interpreter."""
+    script = ["-m", "penstock.demo"]
+    for name, value in dataclasses.asdict(config).items():
+        script += [option(name), str(value)]
+    return script
+
+
+def option(field_name: str) -> str:
+    """What the command line calls a field."""
+    return "--" + field_name.replace("_", "-")
+
+
+def _environment() -> dict[str, str]:
+    """Nothing is downloaded, and no library should try."""
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+class Arm:
+    """The process of one arm, which takes a step whenever it is told to."""
+
+    def __init__(self, name: str, command: list[str]) -> None:
+        self.name = name
+        self._losses: list[float] = []
+        self._seconds: list[float] = []
+        # Closed by __exit__, like the process that writes to it.
+        self._complaints = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            text=True,
+            env=_environment(),
+        )
+
+    def __enter__(self) -> Arm:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        for stream in (self._process.stdin, self._process.stdout, self._complaints):
+            assert stream is not None
+            # The process may be gone, with a line for it still in our buffer.
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+        self._process.wait()
+
+    def wait_until_loaded(self) -> None:
+        """Return when the model is there and nothing has been trained yet."""
+        self._next_event()
+
+    def take_step(self) -> dict[str, Any]:
+        """Train one step; return its ``seconds`` and ``loss``."""
+        assert self._process.stdin is not None
+        # A process that has died is reported by the read that follows, with its last words.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        event = self._next_event()
+        self._losses.append(event["loss"])
+        self._seconds.append(event["seconds"])
+        return event
+
+    def finish(self) -> ArmResult:
+        """Let the process end, and return what it reported."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        event = self._next_event()
+        if self._process.wait() != 0:
+            raise self._error()
+        return ArmResult(
+            arm=self.name,
+            peak_bytes=event["peak_bytes"],
+            step_seconds=tuple(self._seconds[1:]),
+            losses=tuple(self._losses),
+            weights_sha256=event["weights_sha256"],
+        )
+
+    def _next_event(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        self._process.wait()
+        raise self._error()
+
+    def _error(self) -> DemoError:
+        self._complaints.seek(0)
+        last_lines = "".join(self._complaints.readlines()[-20:])
+        return DemoError(
+            f"the arm {ARMS[self.name]!r} ended with exit status {self._process.returncode}; "
+            f"its last words:\n{last_lines}"
+        )

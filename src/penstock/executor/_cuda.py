@@ -1,0 +1,215 @@
+"""Planned steps on a GPU: copy streams, page-locked memory, and operators recorded as graphs.
+
+The program runs ahead of the GPU. What the CPU has waited for is there for every operator that is
+launched afterwards; the other way round, a transfer must not begin before the GPU has reached the
+boundary that releases it. So the program leaves an event at each such boundary, and the link's
+thread waits for it. Transfers between device and host run on a stream for each direction.
+
+Stretches of operators without numbers that change, random draws or looks at results are recorded as
+CUDA graphs: their addresses are the plan's, so they can be replayed for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from penstock.errors import PenstockError
+from penstock.executor._device import Device, Mark, anonymous
+from penstock.memory import Link
+
+_logger = logging.getLogger(__name__)
+
+_LINKS = (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)
+_BUFFER_BYTES = 16 * 2**20  # a whole number of what direct I/O takes
+_PORTABLE = 1  # cudaHostRegisterPortable
+
+
+class CudaDevice(Device):
+    """The current CUDA device, and the stream that is current where the step is called."""
+
+    is_behind = True
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._streams = {link: torch.cuda.Stream(self.device) for link in _LINKS}
+        self._buffers: dict[Link, _Buffers] = {}
+        self._recording = torch.cuda.Stream(self.device)
+        self._pool: Any = None
+
+    def arena(self, num_bytes: int) -> torch.Tensor:
+        """One allocation, which nothing else shares."""
+        return torch.empty(max(num_bytes, 1), dtype=torch.uint8, device=self.device)[:num_bytes]
+
+    def host(self, num_bytes: int) -> torch.Tensor:
+        """Page-locked memory: copies need no detour, and run beside the computation."""
+        memory = anonymous(num_bytes)
+        if num_bytes:
+            runtime: Any = torch.cuda.cudart()
+            address = memory.data_ptr()
+            code = int(runtime.cudaHostRegister(address, num_bytes, _PORTABLE))
+            if code:
+                raise PenstockError(
+                    f"cudaHostRegister refused {num_bytes} bytes of host memory (CUDA error "
+                    f"{code}): plan with less host_memory=, or raise the limit (ulimit -l)"
+                )
+        return memory
+
+    def let_go(self, memory: torch.Tensor) -> None:
+        """Unlock the pages of `host`; the memory stays."""
+        if memory.numel():
+            runtime: Any = torch.cuda.cudart()
+            runtime.cudaHostUnregister(memory.data_ptr())
+
+    def mark(self) -> Mark:
+        """An event on the computing stream."""
+        return torch.cuda.current_stream(self.device).record_event()
+
+    def follow(self, mark: Mark) -> None:
+        """Wait for the event."""
+        mark.synchronize()
+
+    def settle(self) -> None:
+        """Wait for the computing stream."""
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def mover(self, link: Link, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+        """A copy on the link's stream."""
+        stream = self._streams[link]
+
+        def move() -> None:
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+                arrived = stream.record_event()
+            arrived.synchronize()
+
+        return move
+
+    def to_file(
+        self, write: Callable[[int, int, int], None], offset: int, source: torch.Tensor
+    ) -> Callable[[], None]:
+        """Through two page-locked buffers: one is filled while the other is written."""
+        if source.device.type == "cpu":
+            return super().to_file(write, offset, source)
+        buffers = self._buffers_of(Link.DEVICE_TO_FILE)
+        parts = source.split(_BUFFER_BYTES)
+
+        def move() -> None:
+            arrived = [buffers.fill(0, parts[0])]
+            for number, part in enumerate(parts):
+                if number + 1 < len(parts):
+                    arrived.append(buffers.fill(number + 1, parts[number + 1]))
+                arrived[number].synchronize()
+                address = buffers.at(number).data_ptr()
+                write(offset + number * _BUFFER_BYTES, address, part.numel())
+
+        return move
+
+    def from_file(
+        self, read: Callable[[int, int, int], None], offset: int, target: torch.Tensor
+    ) -> Callable[[], None]:
+        """Through two page-locked buffers: one is read into while the other is emptied."""
+        if target.device.type == "cpu":
+            return super().from_file(read, offset, target)
+        buffers = self._buffers_of(Link.FILE_TO_DEVICE)
+        parts = target.split(_BUFFER_BYTES)
+
+        def move() -> None:
+            left: list[Mark] = []
+            for number, part in enumerate(parts):
+                if number >= 2:
+                    left[number - 2].synchronize()
+                address = buffers.at(number).data_ptr()
+                read(offset + number * _BUFFER_BYTES, address, part.numel())
+                left.append(buffers.empty(number, part))
+            left[-1].synchronize()
+
+        return move
+
+    def _buffers_of(self, link: Link) -> _Buffers:
+        if link not in self._buffers:
+            self._buffers[link] = _Buffers(self.device)
+        return self._buffers[link]
+
+    def random_state(self) -> torch.Tensor:
+        """Of the device's generator."""
+        return torch.cuda.get_rng_state(self.device)
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Of the device's generator."""
+        torch.cuda.set_rng_state(state, self.device)
+
+    def timed(self, calls: Sequence[Callable[[], object]], ends_ns: list[int]) -> None:
+        """Make calls with an event behind each; what was launched for one counts as its time."""
+        begin_ns = time.perf_counter_ns()
+        first = _now()
+        ends = []
+        try:
+            for call in calls:
+                call()
+                ends.append(_now())
+        finally:
+            self.settle()
+            ends_ns += (begin_ns + round(first.elapsed_time(end) * 1e6) for end in ends)
+
+    def recorded(self, calls: Sequence[Callable[[], object]]) -> Callable[[], object] | None:
+        """Record operators as a CUDA graph, and replay it once."""
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        computing = torch.cuda.current_stream(self.device)
+        recording = self._recording
+        recording.wait_stream(computing)
+        try:
+            with torch.cuda.stream(recording):
+                # Links' threads go on copying: only what this thread does must be recordable.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    for call in calls:
+                        call()
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            _logger.warning("operators run one by one, as CUDA cannot record them: %s", error)
+            return None
+        computing.wait_stream(recording)
+        graph.replay()
+        return graph.replay
+
+
+def _now() -> torch.cuda.Event:
+    """An event with the time on the computing stream."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class _Buffers:
+    """Two page-locked buffers between the device and a file, and the stream of their copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._memory = [
+            torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+        ]
+
+    def at(self, number: int) -> torch.Tensor:
+        """The buffer of a part."""
+        return self._memory[number % 2]
+
+    def fill(self, number: int, part: torch.Tensor) -> Mark:
+        """Copy a part from the device; returns when it will have arrived."""
+        return self._copy(self.at(number)[: part.numel()], part)
+
+    def empty(self, number: int, part: torch.Tensor) -> Mark:
+        """Copy a part to the device; returns when it will have left."""
+        return self._copy(part, self.at(number)[: part.numel()])
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            return self._stream.record_event()

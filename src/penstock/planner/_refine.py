@@ -1,0 +1,70 @@
+"""Measured times fed back: the same step and budgets, planned with what running it has shown."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+
+from penstock.errors import GraphFileError
+from penstock.graph import StepGraph
+from penstock.memory import Link, LinkProfile, MachineProfile
+from penstock.planner._api import plan_for
+from penstock.planner._plan import Found, Measured, Plan
+
+
+def refine(
+    plan: Plan,
+    report: Measured,
+    graph: StepGraph,
+    *,
+    time_limit: float,
+    progress: Callable[[Found], None] | None,
+) -> Plan:
+    """Plan again; see `Plan.refine`."""
+    if graph.digest != plan.graph_digest:
+        raise GraphFileError(
+            f"this plan is for the graph {plan.graph_digest[:12]} and not for {graph.digest[:12]}"
+        )
+    parts = plan.planned_graph(graph)
+    seconds = report.operator_seconds
+    if len(seconds) != len(parts.operators) or not any(seconds):
+        raise ValueError(
+            f"report: it has the times of {len(seconds)} operators and the plan is for "
+            f"{len(parts.operators)}; pass the report of a step that this plan has run at least "
+            "twice"
+        )
+    found = plan_for(
+        _timed(graph, parts, seconds),
+        plan.budget,
+        _with_links(plan.machine, report),
+        time_limit=time_limit,
+        seed=plan.seed,
+        progress=progress,
+    )
+    return dataclasses.replace(found, graph_digest=graph.digest)
+
+
+def _timed(graph: StepGraph, parts: StepGraph, seconds: Sequence[float | None]) -> StepGraph:
+    """The graph with measured times; an operator that was taken apart takes what its parts did."""
+    names = {operator.name: index for index, operator in enumerate(graph.operators)}
+    total = [0.0] * len(graph.operators)
+    for operator, measured in zip(parts.operators, seconds, strict=True):
+        name = operator.name
+        while name not in names and name:
+            name = re.sub(r"(\[[^\[]*|\.[^.]*|.)$", "", name)  # the last suffix of a part
+        if name:
+            total[names[name]] += measured or 0.0
+    operators = tuple(
+        dataclasses.replace(operator, seconds=measured)
+        for operator, measured in zip(graph.operators, total, strict=True)
+    )
+    return dataclasses.replace(graph, operators=operators)
+
+
+def _with_links(machine: MachineProfile, report: Measured) -> MachineProfile:
+    links = dict(machine.links)
+    for name, rate in report.bytes_per_second.items():
+        if rate:
+            links[Link(name)] = LinkProfile(rate, (rate, rate), 1)
+    return dataclasses.replace(machine, links=links)

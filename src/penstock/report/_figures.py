@@ -1,0 +1,50 @@
+"""Figures without a window: made where matplotlib is installed, and written as one file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_DOTS_PER_INCH = 120
+
+
+def new_figure(
+    subject: str,
+    size_inches: tuple[float, float],
+    *,
+    pads_inches: tuple[float, float] | None = None,
+) -> Figure:
+    """Make an empty figure.
+
+    Args:
+        subject: What is drawn, for the message where matplotlib is missing.
+        size_inches: Width and height.
+        pads_inches: Room around axes, beside and above; None: matplotlib's own.
+
+    Raises:
+        ImportError: matplotlib is missing; the extra `viz` brings it.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+    except ImportError as error:
+        raise ImportError(
+            f"Drawing {subject} needs matplotlib. Install it with: pip install 'penstock[viz]'"
+        ) from error
+    w_pad, h_pad = pads_inches or (None, None)
+    figure = Figure(figsize=size_inches, layout=ConstrainedLayoutEngine(w_pad=w_pad, h_pad=h_pad))
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def write_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
+    """Write a figure, and make the directories that are missing; the suffix decides the format."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=_DOTS_PER_INCH)
+    return path

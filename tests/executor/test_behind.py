@@ -1,0 +1,164 @@
+"""Steps on a device that computes behind the program, as a GPU does; here on a thread, later."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from _planned import bound, eagerly, everything, graph_of, trainee
+from _steps import differences
+from _zoo import CASES
+from penstock.errors import GraphFileError
+from penstock.executor import _bind, _execution, bind
+from penstock.executor._device import Device
+from penstock.executor._links import ThreadLink
+from penstock.executor._program import Program, Stage
+from penstock.executor._stretches import Stretches
+from penstock.planner import plan
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class LateDevice(Device):
+    """Runs what it is given on a thread of its own, with rests."""
+
+    is_behind = True
+
+    def __init__(self) -> None:
+        self.given: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self.num_recorded = 0
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def mark(self) -> threading.Event:
+        event = threading.Event()
+        self.given.put(event.set)
+        return event
+
+    def follow(self, mark: threading.Event) -> None:
+        assert mark.wait(60)
+
+    def settle(self) -> None:
+        self.follow(self.mark())
+
+    def timed(self, calls: Sequence[Callable[[], object]], ends_ns: list[int]) -> None:
+        for call in calls:
+            call()
+            self.settle()
+            ends_ns.append(time.perf_counter_ns())
+
+    def recorded(self, calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+        self.num_recorded += len(calls)
+
+        def replay() -> None:
+            for call in calls:
+                call()
+
+        replay()
+        return replay
+
+    def _run(self) -> None:
+        mode = torch._C._AutoDispatchBelowAutograd
+        with mode(), torch.autocast("cpu", enabled=False):
+            for number, call in enumerate(iter(self.given.get, None)):
+                if number % 7 == 0:
+                    time.sleep(1e-4)
+                call()
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
+    """Steps that are bound run on a late device."""
+    device = LateDevice()
+    add, run = Program.add, _execution.Execution._run
+
+    def add_late(self: Program, call: Any, *args: Any, first: Any = None, **options: Any) -> None:
+        wrapped = [_late(device, each, options) for each in (call, first or call)]
+        add(self, wrapped[0], *args, first=wrapped[1], **options)
+
+    def run_and_settle(self: _execution.Execution) -> None:
+        run(self)
+        device.settle()  # versions count when an operator is launched; here when it runs
+
+    monkeypatch.setattr(_bind, "device_of", lambda graph: device)
+    monkeypatch.setattr(Program, "add", add_late)
+    monkeypatch.setattr(_execution.Execution, "_run", run_and_settle)
+    yield device
+    device.given.put(None)
+    device.thread.join()
+
+
+def _late(device: LateDevice, call: Any, options: Any) -> Callable[[], object]:
+    function = call.func if isinstance(call, functools.partial) else None
+    if isinstance(getattr(function, "__self__", None), ThreadLink):
+        return call
+    if options.get("is_plain") or function is torch._C._set_grad_enabled:
+        return lambda: device.given.put(call)
+
+    def run() -> None:  # it may look at results
+        device.settle()
+        call()
+
+    return run
+
+
+@pytest.mark.parametrize("tier", ["host", "file"])
+@pytest.mark.parametrize("case", ["gpt2", "resnet", "lstm"])
+def test_the_bits_are_those_of_eager_training(case, tier, store, late):
+    num_steps = 9  # more than are timed
+    expected = eagerly(case, "adamw", num_steps)
+    model, stepper = trainee(CASES[case], "adamw")
+    with bound(case, "adamw", model, stepper, share=1 / 4, tier=tier, store=store) as step:
+        torch.manual_seed(1)
+        losses = [step(CASES[case].batch) for _ in range(num_steps)]
+        report = step.report()
+    assert differences(expected, everything(model, stepper, losses), "") == []
+    assert sum(report.moved_bytes.values()) > 0
+    assert report.num_recorded == late.num_recorded
+    assert (
+        report.num_recorded > 0 or case == "lstm"
+    )  # its few operators have transfers between them
+
+
+def test_what_cannot_be_recorded_runs_one_by_one_and_says_where_it_fails(late):
+    ran: list[int] = []
+
+    def fail() -> None:
+        raise ValueError("no luck")
+
+    program = Program()
+    calls = [lambda n=n: ran.append(n) for n in range(5)]
+    for position, call in enumerate([*calls, fail, *calls]):
+        program.calls.append(call)
+        program.positions.append(position)
+        program.stages.append(Stage.RUNNING)
+        program.plain.append(position != 1)
+    device = Device()  # which records nothing
+    stretches = Stretches(program, device)
+    assert len(stretches.calls) == 3  # two that are too few, and the rest
+    for _ in range(2):
+        ran.clear()
+        *before, last = stretches.calls
+        for call in before:
+            call()
+        with pytest.raises(ValueError, match="no luck"):
+            last()
+        assert ran == [0, 1, 2, 3, 4]
+        assert stretches.where(len(before)) == (5, Stage.RUNNING)
+    assert stretches.num_recorded == 0
+
+
+def test_a_step_of_a_device_that_is_not_here_is_refused(tmp_path):
+    model, stepper = trainee(CASES["resnet"], "sgd")
+    graph = dataclasses.replace(graph_of("resnet", "sgd"), device="xpu")
+    found = plan(graph, machine="h200", time_limit=0.1)
+    with pytest.raises(GraphFileError, match="'xpu', and there is no such device here"):
+        bind(found, model, stepper, graph=graph)

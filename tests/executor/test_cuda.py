@@ -1,0 +1,115 @@
+"""Planned steps on a GPU: eager's bits, the plan's memory, recorded operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from _planned import everything, plan_within, trainee
+from _steps import differences
+from _zoo import CASES
+from penstock.errors import NonFiniteLossError
+from penstock.executor import PlannedStep, bind, executable
+from penstock.graph import StepGraph, capture
+from penstock.planner import Plan, plan
+
+pytestmark = pytest.mark.gpu
+
+NUM_STEPS = 9  # more than are timed
+
+
+def there(value: Any) -> Any:
+    """Tensors on the GPU."""
+    if isinstance(value, torch.Tensor):
+        return value.cuda()
+    if isinstance(value, dict):
+        return {name: there(each) for name, each in value.items()}
+    return tuple(map(there, value)) if isinstance(value, tuple) else value
+
+
+def trainee_there(case: str, optimizer: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, stepper = trainee(CASES[case], optimizer)
+    model.cuda()
+    return model, type(stepper)(model.parameters(), **stepper.defaults)
+
+
+def graph_there(case: str, optimizer: str) -> StepGraph:
+    model, stepper = trainee_there(case, optimizer)
+    batch = there(CASES[case].batch)
+    return executable(capture(model, stepper, batch, loss=CASES[case].loss))
+
+
+def eager_step(case: str, model: nn.Module, stepper: torch.optim.Optimizer) -> torch.Tensor:
+    batch = there(CASES[case].batch)
+    stepper.zero_grad()
+    output = model(**batch) if isinstance(batch, dict) else model(batch)
+    loss_of = CASES[case].loss
+    loss = output.loss if loss_of is None else loss_of(output, batch)
+    loss.backward()
+    stepper.step()
+    return loss.detach()
+
+
+def bound_there(
+    found: Plan, graph: StepGraph, case: str, optimizer: str, store: Any, **options: Any
+) -> tuple[PlannedStep, nn.Module, torch.optim.Optimizer]:
+    model, stepper = trainee_there(case, optimizer)
+    loss = CASES[case].loss
+    step = bind(found, model, stepper, graph=graph, loss=loss, store=store, **options)
+    return step, model, stepper
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("tier", ["host", "file"])
+@pytest.mark.parametrize("case", ["gpt2", "resnet", "mixture"])
+def test_the_bits_are_those_of_eager_training(case, tier, debug, store):
+    graph = graph_there(case, "adamw")
+    full = plan(graph, machine="h200", time_limit=1)
+    found = plan_within(graph, full.peak_device_bytes // 4, tier, machine="h200")
+    model, stepper = trainee_there(case, "adamw")
+    torch.manual_seed(1)
+    losses = [eager_step(case, model, stepper) for _ in range(NUM_STEPS)]
+    expected = everything(model, stepper, losses)
+    where = store if tier == "file" else None
+    step, model, stepper = bound_there(found, graph, case, "adamw", where, debug=debug)
+    with step:
+        torch.manual_seed(1)
+        losses = [step(there(CASES[case].batch)) for _ in range(NUM_STEPS)]
+        report = step.report()
+    assert differences(expected, everything(model, stepper, losses), "") == []
+    assert sum(report.moved_bytes.values()) > 0
+    assert (report.num_recorded > 0) == (not debug)
+
+
+def test_memory_is_the_plan():
+    graph = graph_there("gpt2", "sgd")
+    found = plan(graph, machine="h200", time_limit=1)
+    model, stepper = trainee_there("gpt2", "sgd")
+    batch = there(CASES["gpt2"].batch)
+    step = bind(found, model, stepper, graph=graph, loss=CASES["gpt2"].loss)
+    with step:
+        for _ in range(NUM_STEPS):
+            step(batch)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step(batch)
+        report = step.report()
+        grown = torch.cuda.max_memory_allocated() - before
+    assert report.arena_bytes == found.arena_bytes
+    assert grown <= report.workspace_bytes + (1 << 20)
+
+
+def test_a_loss_that_is_no_number_leaves_everything_as_it_was():
+    graph = graph_there("resnet", "sgd")
+    found = plan(graph, machine="h200", time_limit=1)
+    step, model, stepper = bound_there(found, graph, "resnet", "sgd", None)
+    batch = there(CASES["resnet"].batch)
+    with step:
+        losses = [step(batch) for _ in range(NUM_STEPS)]
+        before = everything(model, stepper, losses)
+        with pytest.raises(NonFiniteLossError):
+            step(batch * torch.nan)
+        assert differences(before, everything(model, stepper, losses), "") == []

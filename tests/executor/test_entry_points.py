@@ -1,0 +1,79 @@
+"""Quick functions run the very operators of the plan."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from _planned import CASES, bound, trainee
+from penstock.executor import _operators
+from penstock.executor._entry_points import entry_point
+from penstock.graph._encoding import resolve
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Ran(TorchDispatchMode):
+    """Notes what runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func, len(args), sorted(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def what_runs(case, store):
+    model, stepper = trainee(CASES[case], "adamw")
+    with bound(case, "adamw", model, stepper, share=1 / 3, tier="host", store=store) as step:
+        step(CASES[case].batch)
+        with Ran() as ran:
+            step(CASES[case].batch)
+    return ran.calls
+
+
+@pytest.mark.parametrize("case", ["gpt2", "resnet", "lstm"])
+def test_the_same_operators_run_as_by_their_names(case, store, monkeypatch):
+    quick = what_runs(case, store)
+    monkeypatch.setattr(_operators, "entry_point", lambda target, *_: resolve(target)._op)
+    by_name = what_runs(case, store)
+    assert [func for func, *_ in quick] == [func for func, *_ in by_name]
+    assert len(quick) > 50
+
+
+def quickest(target, *args, **kwargs):
+    return entry_point(target, list(args), kwargs), kwargs
+
+
+def test_most_operators_have_a_function_of_torch():
+    x, out = torch.ones(2, 2), torch.zeros(2, 2)
+    function, kwargs = quickest("aten.mul.out", x, x, out=out)
+    assert function is torch._C._VariableFunctions.mul
+    function, _ = quickest("aten.lerp_.Scalar", x, x, 0.5)
+    assert function is torch._C.TensorBase.lerp_
+    assert out.count_nonzero() == 0, "nothing has run"
+    values, indices = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
+    function, kwargs = quickest("aten.max.dim_max", x, 1, max=values, max_values=indices)
+    assert kwargs == {"out": (values, indices)}
+    function(x, 1, **kwargs)
+    assert values.tolist() == [1, 1]
+
+
+def test_a_function_that_would_run_another_operator_is_not_taken():
+    x = torch.ones(2, 2)
+    for target, args in (
+        ("aten.div.Scalar", (x, 2.0)),  # torch.div makes a tensor of the number: div.Tensor
+        ("aten._to_copy.default", (x,)),
+        ("penstock.nothing", ()),
+    ):
+        if target.startswith("aten"):
+            function, _ = quickest(target, *args)
+            assert function is resolve(target)._op or function.__name__ == "_to_copy"
+
+
+def test_defaults_that_are_not_the_schemas_are_noticed():
+    x = torch.ones(2, 2)
+    function, _ = quickest("aten.sum.dim_IntList", x, [0], True)
+    assert function is torch._C._VariableFunctions.sum
+    assert function(x, [0], True).shape == (1, 2)

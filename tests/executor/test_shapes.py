@@ -1,0 +1,174 @@
+"""Batches of several shapes: a plan for each, one memory for all, one state."""
+
+import pytest
+import torch
+
+import penstock
+from _planned import (
+    CASES,
+    MACHINE,
+    differences,
+    eager_step,
+    everything,
+    plan_within,
+    trainee,
+)
+from penstock.errors import StoreReadError
+from penstock.executor import bind, executable
+from penstock.graph import capture
+from penstock.memory import Tier, _extent_file
+from penstock.planner import plan
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CASE, OPTIMIZER = "mixture", "adamw"
+TURNS = [0, 1, 1, 0, 2, 0, 2, 1, 2]
+
+
+def batches_of(case):
+    return [case.batch, case.batch[:6], case.batch[:3]]
+
+
+def planned_shapes(model, stepper, tier, shares):
+    case = CASES[CASE]
+    pairs = []
+    for batch, share in zip(batches_of(case), shares, strict=True):
+        graph = executable(capture(model, stepper, batch))
+        found = plan(graph, machine=MACHINE, time_limit=0.2)
+        if share < 1:
+            found = plan_within(graph, int(found.peak_device_bytes * share), tier)
+        pairs.append((found, graph))
+    return pairs
+
+
+def bound_shapes(model, stepper, tier, shares, store):
+    (first, graph), *others = planned_shapes(model, stepper, tier, shares)
+    return bind(first, model, stepper, graph=graph, also=others, store=store, debug=True)
+
+
+def eagerly():
+    case = CASES[CASE]
+    model, stepper = trainee(case, OPTIMIZER)
+    losses = [
+        eager_step(model, stepper, case._replace(batch=batches_of(case)[turn])) for turn in TURNS
+    ]
+    return everything(model, stepper, losses)
+
+
+@pytest.mark.parametrize("tier", ["host", "file"])
+@pytest.mark.parametrize("shares", [(1, 1, 1), (0.5, 0.5, 0.5), (1, 0.5, 0.7)])
+def test_plans_that_take_turns_train_as_eager_does(tier, shares, store):
+    case = CASES[CASE]
+    model, stepper = trainee(case, OPTIMIZER)
+    with bound_shapes(model, stepper, tier, shares, store) as step:
+        losses = [step(batches_of(case)[turn]) for turn in TURNS]
+        found = everything(model, stepper, losses)
+    assert differences(eagerly(), found, "") == []
+    assert differences(found, everything(model, stepper, losses), "closed") == []
+
+
+def test_one_memory_as_large_as_the_largest_wants(store):
+    model, stepper = trainee(CASES[CASE], OPTIMIZER)
+    pairs = planned_shapes(model, stepper, "host", (1, 0.5, 0.5))
+    (first, graph), *others = pairs
+    with bind(first, model, stepper, graph=graph, also=others) as step:
+        arenas = {execution.room.arena.tensor.data_ptr() for execution in step._executions}
+        assert len(arenas) == 1
+        arena = step._executions[0].room.arena
+        assert arena.num_bytes == max(each.arena_bytes for each, _ in pairs)
+
+
+def test_what_lies_below_the_device_stays_where_it_is(store):
+    case = CASES[CASE]
+    model, stepper = trainee(case, OPTIMIZER)
+    with bound_shapes(model, stepper, "host", (0.5, 0.5, 0.5), store) as step:
+
+        def addresses():
+            block = step._executions[0].room.block(Tier.HOST)
+            begin, end = block.tensor.data_ptr(), block.tensor.data_ptr() + block.num_bytes
+            tensors = dict(model.named_parameters())
+            for index, state in enumerate(stepper.state.values()):
+                tensors |= {f"{index}.{key}": value for key, value in state.items()}
+            found = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+            return {name: at for name, at in found.items() if begin <= at < end}
+
+        step(batches_of(case)[0])
+        there = addresses()
+        step(batches_of(case)[1])
+        shared = there.keys() & addresses().keys()
+        assert len(shared) >= 4
+        assert all(addresses()[name] == there[name] for name in shared)
+
+
+def test_a_shape_that_no_plan_is_for_is_refused(store):
+    case = CASES[CASE]
+    model, stepper = trainee(case, OPTIMIZER)
+    with bound_shapes(model, stepper, "host", (1, 1, 1), store) as step:
+        step(case.batch[:6])
+        before = everything(model, stepper, [])
+        with pytest.raises(ValueError, match="was captured as"):
+            step(case.batch[:5])
+        assert differences(before, everything(model, stepper, []), "") == []
+
+
+def test_a_step_that_fails_after_a_turn_is_undone(store, monkeypatch):
+    case = CASES[CASE]
+    model, stepper = trainee(case, OPTIMIZER)
+    with bound_shapes(model, stepper, "file", (0.5, 0.5, 0.5), store) as step:
+        losses = [step(batches_of(case)[turn]) for turn in TURNS[:3]]
+
+        def fails(fd, buffers, offset):
+            raise OSError(5, "no")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_extent_file, "_preadv", fails)
+            with pytest.raises(StoreReadError):
+                step(batches_of(case)[TURNS[3]])
+        losses += [step(batches_of(case)[turn]) for turn in TURNS[3:]]
+        assert differences(eagerly(), everything(model, stepper, losses), "") == []
+
+
+def test_fit_plans_for_each_shape(store):
+    case = CASES[CASE]
+    model, stepper = trainee(case, OPTIMIZER)
+    first, *others = batches_of(case)
+    step = penstock.fit(
+        *(model, stepper, first),
+        also=others,
+        device_memory="64KiB",
+        store=store,
+        machine=MACHINE,
+        time_limit=0.3,
+        cache=False,
+    )
+    with step:
+        losses = [step(batches_of(case)[turn]) for turn in TURNS]
+        assert differences(eagerly(), everything(model, stepper, losses), "") == []
+
+
+def test_several_plans_need_their_graphs(store):
+    model, stepper = trainee(CASES[CASE], OPTIMIZER)
+    (first, _), *others = planned_shapes(model, stepper, "host", (1, 1, 1))
+    with pytest.raises(ValueError, match="graph="):
+        bind(first, model, stepper, also=others)
+
+
+def test_a_step_of_the_smallest_tensors(store):
+    """All storages are below a kilobyte, and operators still find them at multiples of 64."""
+    ends = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4)))
+        stepper = torch.optim.AdamW(model.parameters(), lr=0.1)
+        batch = torch.ones(2, 3)
+        case = CASES[CASE]._replace(batch=batch, loss=lambda output, batch: output.square().sum())
+        if planned:
+            graph = executable(capture(model, stepper, batch, loss=case.loss))
+            full = plan(graph, machine=MACHINE, time_limit=0.2)
+            found = plan_within(graph, full.peak_device_bytes // 2, "host")
+            assert found.transfers
+            with bind(found, model, stepper, graph=graph, loss=case.loss, debug=True) as step:
+                losses = [step(batch) for _ in range(3)]
+        else:
+            losses = [eager_step(model, stepper, case) for _ in range(3)]
+        ends.append(everything(model, stepper, losses))
+    assert differences(*ends, "") == []

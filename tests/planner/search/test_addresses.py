@@ -1,0 +1,91 @@
+"""Stays get addresses at which nobody meets, also where little room is left in between."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphs import chain_step
+from penstock.planner.search._engine import NUM_WAYS, STAY, OperatorSequence, Problem
+
+BY_SIZE = NUM_WAYS - 1
+ALWAYS_THERE, FROM_AND_TO_NOWHERE = -2, -1
+
+
+def sequence_of_about(num_positions):
+    graph = chain_step(-(-num_positions // 4), weight_bytes=64, activation_bytes=64)
+    num_operators = len(graph.operators)
+    return OperatorSequence(Problem(graph, [1.0] * num_operators), np.arange(num_operators))
+
+
+SEQUENCE = sequence_of_about(40)
+NUM_POSITIONS = len(SEQUENCE.order)
+
+
+def stays_from(rows):
+    """Stays of (bytes, start, end), an operator a second; nobody comes early or leaves late."""
+    stays = np.zeros(len(rows), STAY)
+    stays["bytes"], stays["start"], stays["end"] = np.array(rows).T
+    stays["from"], stays["until"] = stays["start"], stays["end"]
+    stays["arrives"] = stays["leaves"] = FROM_AND_TO_NOWHERE
+    return stays
+
+
+def meetings(stays):
+    """Pairs that are at one address at one position."""
+    found = []
+    for i, one in enumerate(stays):
+        for other in stays[i + 1 :]:
+            shares_bytes = (
+                one["offset"] < other["offset"] + other["bytes"]
+                and other["offset"] < one["offset"] + one["bytes"]
+            )
+            for shift in (-NUM_POSITIONS, 0, NUM_POSITIONS):
+                start, end = other["start"] + shift, other["end"] + shift
+                if shares_bytes and start < one["end"] and one["start"] < end:
+                    found.append((one, other))
+    return found
+
+
+@st.composite
+def some_stays(draw):
+    rows = []
+    for _ in range(draw(st.integers(1, 40))):
+        start = draw(st.integers(0, NUM_POSITIONS - 1))
+        length = draw(st.integers(1, NUM_POSITIONS - 1))
+        rows.append(
+            (draw(st.sampled_from([16, 64, 192, 1024, 4096, 16384])), start, start + length)
+        )
+    return stays_from(rows)
+
+
+@pytest.mark.parametrize("way", range(NUM_WAYS))
+@given(stays=some_stays(), capacity=st.sampled_from([4096, 8192, 32768, 131072]))
+def test_nobody_meets_anybody_or_somebody_is_missed(way, stays, capacity):
+    missing = SEQUENCE.stack(stays, capacity, step_seconds=float(NUM_POSITIONS), way=way)
+    assert len(missing) == NUM_POSITIONS
+    if missing.any():
+        assert 0 < missing.max() <= stays["bytes"].max()
+    else:
+        assert not meetings(stays)
+        assert (stays["offset"] >= 0).all()
+        assert (stays["offset"] + stays["bytes"] <= capacity).all()
+
+
+def test_small_stays_do_not_cut_the_places_of_large_ones():
+    # Three large ones at a time, and small ones that outlive them: 64 bytes more than the large.
+    large = [(4096, k, k + 3) for k in range(1, 30)]
+    small = [(16, k, k + 4) for k in range(1, 29)]
+    capacity = 3 * 4096 + 64
+    stays = stays_from(large + small)
+    for way in range(BY_SIZE):
+        assert SEQUENCE.stack(stays, capacity, step_seconds=1e3, way=way).any()
+    assert not SEQUENCE.stack(stays, capacity, step_seconds=1e3, way=BY_SIZE).any()
+    assert not meetings(stays)
+
+
+def test_every_position_without_room_is_told_at_once():
+    stays = stays_from([(4096, 0, 3), (4096, 1, 3), (4096, 20, 22), (2048, 21, 22)])
+    missing = SEQUENCE.stack(stays, 4096, step_seconds=1e3, way=0)
+    assert np.flatnonzero(missing).tolist() == [1, 21]
+    assert missing[[1, 21]].tolist() == [4096, 2048]

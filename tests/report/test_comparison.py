@@ -1,0 +1,49 @@
+"""Throughput against memory as it was measured: what the picture shows."""
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from penstock.report import Measured, _comparison, draw_comparison
+
+POINTS = [
+    Measured("stock", 4 << 30, 1000.0),
+    Measured("checkpointing", 2 << 30, 800.0),
+    Measured("1/2", 2 << 30, 990.0, curve=True),
+    Measured("1/8", 1 << 29, 900.0, curve=True),
+]
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    made = []
+    real = _comparison.new_figure
+    monkeypatch.setattr(
+        _comparison, "new_figure", lambda *args: made.append(real(*args)) or made[-1]
+    )
+    return made
+
+
+def test_ways_are_points_and_plans_a_curve(figures, tmp_path):
+    path = draw_comparison(
+        POINTS, tmp_path / "new" / "memory.png", title="a model", curve="planned", unit="tokens/s"
+    )
+    assert path.read_bytes().startswith(b"\x89PNG")
+    (figure,) = figures
+    (axes,) = figure.axes
+    lines = {
+        line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines
+    }
+    assert lines == {
+        "planned": ([0.5, 2.0], [900.0, 990.0]),
+        "stock": ([4.0], [1000.0]),
+        "checkpointing": ([2.0], [800.0]),
+    }
+    assert [text.get_text() for text in axes.texts] == ["1/8", "1/2"]
+    assert axes.get_xlim()[0] == axes.get_ylim()[0] == 0
+    assert axes.get_ylabel() == "tokens/s"
+
+
+def test_without_plans_there_is_no_curve(figures, tmp_path):
+    draw_comparison(POINTS[:2], tmp_path / "a.svg", title="t", curve="planned", unit="x")
+    assert len(figures[0].axes[0].lines) == 2
