@@ -11,9 +11,10 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -26,11 +27,13 @@ from penstock.rgnn._backends._cpp_graph import arrays_of
 from penstock.rgnn.layers import _hgt, _rgat, _rgcn
 
 MODELS = ("RGCN", "RGAT", "HGT")
-_PROGRAMS: dict[str, tuple[ModuleType, str]] = {
-    "RGCN": (_rgcn, "rgcn"),
-    "RGAT": (_rgat, "rgat"),
-    "HGT": (_hgt, "hgt"),
+_PROGRAMS: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
+    "RGCN": (_rgcn, ("rgcn",)),
+    "RGAT": (_rgat, ("rgat",)),
+    "HGT": (_hgt, ("hgt", "hgt_of_features")),
 }
+"""The functions in the modules of our layers, one of which a layer calls; the first one is what the
+edgewise arms take the place of."""
 EDGEWISE = "segment-mm"
 EDGEWISE_CSR = "segment-mm, CSR sums"
 PYG, PYG_FAST, PYG_LIB = "PyG", "PyG FastRGCNConv", "PyG with pyg-lib"
@@ -121,8 +124,8 @@ class Layer:
                 num_nodes=graph.num_nodes,
                 num_relations=graph.num_relations,
             )
-        edges = SortedEdges.of(graph, csr=csr)
-        return self.arm(_rgnn_edgewise.PROGRAMS[self.model](edges), self.graph)
+        program = _rgnn_edgewise.PROGRAMS[self.model](SortedEdges.of(graph, csr=csr))
+        return self.arm({_PROGRAMS[self.model][1][0]: program}, self.graph)
 
     def pyg(self, name: str) -> Arm:
         """A layer of PyG: stock, `FastRGCNConv`, with pyg-lib's products, or compiled."""
@@ -171,11 +174,14 @@ class Layer:
 
         return Arm(forward, self.inputs, list(module.parameters()))
 
-    def arm(self, program: Callable[..., Any], graph: Graph) -> Arm:
-        """Our module on a graph, with another program inside it."""
+    def arm(self, programs: Mapping[str, Callable[..., Any]], graph: Graph) -> Arm:
+        """Our module on a graph, with other programs inside it, by the names that they have there.
+
+        HGT's has features in place of projected nodes only if both of its programs are given.
+        """
 
         def forward() -> tuple[torch.Tensor, ...]:
-            with _in_place_of(self.model, program):
+            with _in_place_of(self.model, programs):
                 return self._results(self.module(self.x, graph))
 
         return Arm(forward, self.inputs, list(self.module.parameters()))
@@ -226,11 +232,12 @@ class OurProgram:
     """
 
     def __init__(self, layer: Layer, backend: str, without: Collection[str] = ()) -> None:
-        module, name = _PROGRAMS[layer.model]
+        module, names = _PROGRAMS[layer.model]
         self._layer = layer
-        self.compiled: CompiledFunction = rgnn.compile(
-            getattr(module, name).__wrapped__, backend=backend, without=without
-        )
+        self.compiled: dict[str, CompiledFunction] = {
+            name: rgnn.compile(getattr(module, name).__wrapped__, backend=backend, without=without)
+            for name in names
+        }
 
     def arm(self, graph: Graph | None = None) -> Arm:
         """The layer with this program, on its graph or on another one like it."""
@@ -242,14 +249,19 @@ class OurProgram:
         """The plan on the layer's graph, with a backward or without."""
         found: list[Explanation] = []
 
-        def record(graph: Graph, *args: Any) -> torch.Tensor:
+        def record(compiled: CompiledFunction, graph: Graph, *args: Any) -> torch.Tensor:
             if not training:
                 args = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
-            found.append(self.compiled.explain(graph, *args))
-            return self.compiled(graph, *args)
+            found.append(compiled.explain(graph, *args))
+            return compiled(graph, *args)
 
-        self._layer.arm(record, self._layer.graph).forward()
+        self.forward(record)
         return found[0]
+
+    def forward(self, call: Callable[..., torch.Tensor]) -> None:
+        """The layer's forward with `call(compiled, graph, *arguments)` for `compiled(...)`."""
+        calls = {name: functools.partial(call, found) for name, found in self.compiled.items()}
+        self._layer.arm(calls, self._layer.graph).forward()
 
 
 def maker(layer: Layer, name: str) -> Callable[[], Arm]:
@@ -273,12 +285,17 @@ def baselines(model: str, device: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def _in_place_of(model: str, program: Callable[..., Any]) -> Iterator[None]:
-    """Let the layers of a model run another program."""
-    module, name = _PROGRAMS[model]
-    usual = getattr(module, name)
-    setattr(module, name, program)
-    try:
+def _in_place_of(model: str, programs: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Let the layers of a model run other programs."""
+    module, names = _PROGRAMS[model]
+    with contextlib.ExitStack() as stack:
+        for name, program in programs.items():
+            stack.enter_context(mock.patch.object(module, name, program))
+        if len(programs) < len(names):
+            patch = mock.patch.object(_hgt.HGTConv, "_multiplies_weights_first", _never)
+            stack.enter_context(patch)
         yield
-    finally:
-        setattr(module, name, usual)
+
+
+def _never(module: torch.nn.Module, graph: Graph, sizes: dict[str, int]) -> bool:
+    return False

@@ -14,7 +14,7 @@ import re
 import resource
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,19 @@ class Case:
         backends: Ours to measure.
         ablate: Those of them that are measured with each rewrite off, too.
         others: The arms that are not ours.
+        modes: Of `MODES`.
     """
 
     def __init__(
-        self, layer: Layer, device: str, backends: list[str], ablate: list[str], others: list[str]
+        self,
+        layer: Layer,
+        device: str,
+        backends: list[str],
+        ablate: list[str],
+        others: list[str],
+        modes: Sequence[str] = MODES,
     ) -> None:
-        self.layer, self.device = layer, device
+        self.layer, self.device, self.modes = layer, device, modes
         self.makers: dict[str, Callable[[], Arm]] = {name: maker(layer, name) for name in others}
         self.programs = {backend: OurProgram(layer, backend) for backend in backends}
         self._unchanged: dict[str, dict[str, list[str]]] = {}
@@ -71,12 +78,12 @@ class Case:
         expected = self._expected()
         steps = {name: self._try(name, make, expected) for name, make in self.makers.items()}
         del expected
-        for mode in MODES:
+        for mode in self.modes:
             of_mode = {name: found[mode] for name, found in steps.items() if mode in found}
             for name, seconds in measure(of_mode, budget_seconds).items():
                 say("measured", arm=name, mode=mode, seconds=seconds)
         for backend, program in self.programs.items():
-            for mode in MODES:
+            for mode in self.modes:
                 plan = program.explain(training=mode == TRAINING)
                 facts = plan_facts(plan)
                 if backend in self._unchanged:
@@ -116,7 +123,7 @@ class Case:
         both follow from the edges into them.
         """
         arm = self.layer.edgewise(csr=False, among=self._checked)
-        return {mode: self._checked_step(arm, mode).answers() for mode in MODES}
+        return {mode: self._checked_step(arm, mode).answers() for mode in self.modes}
 
     def _checked_step(self, arm: Arm, mode: str) -> Step:
         among = None if self._checked is None else self.layer.rows_of_results(self._checked)
@@ -127,7 +134,7 @@ class Case:
     ) -> dict[str, Step]:
         """Run an arm once in each mode: its steps by mode, until it runs out of memory."""
         arm, steps = None, {}
-        for mode in MODES:
+        for mode in self.modes:
             say("trying", arm=name, mode=mode)
             start = time.perf_counter()
             try:
@@ -237,6 +244,7 @@ def main() -> None:
     parser.add_argument("--backends", nargs="*", default=[])
     parser.add_argument("--ablate", nargs="*", default=[])
     parser.add_argument("--others", nargs="*", default=[])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.filterwarnings("ignore", "Sparse CSR tensor support")  # PyTorch says it of each use
@@ -245,7 +253,8 @@ def main() -> None:
     layer = Layer(options.model, graph, options.width)
     if options.memory_bytes and options.device == "cpu":
         limit_memory(options.memory_bytes)
-    case = Case(layer, options.device, options.backends, options.ablate, options.others)
+    arms = (options.backends, options.ablate, options.others)
+    case = Case(layer, options.device, *arms, options.modes)
     case.run(options.budget_seconds)
 
 

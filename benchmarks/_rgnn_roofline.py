@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from _rgnn_arms import Layer, OurProgram
-from penstock.rgnn import Graph
+from penstock.rgnn import CompiledFunction, Graph
 from penstock.rgnn._backends import choose
 from penstock.rgnn._compile import _bucket
 from penstock.rgnn._differentiate import Differentiated
@@ -72,7 +72,7 @@ def kernel_facts(
         backend: The backend that runs single kernels.
         roofline: Of the device.
     """
-    graph, arguments, plan = _training_plan(layer, program)
+    graph, arguments, plan = _training_plan(program)
     planned = program.explain(training=True).kernels
     memory: dict[int, torch.Tensor] = {}
     execute, found = choose(backend), []
@@ -103,14 +103,11 @@ def kernel_facts(
     return found
 
 
-def _training_plan(
-    layer: Layer, program: OurProgram
-) -> tuple[Graph, dict[str, torch.Tensor], Plan]:
+def _training_plan(program: OurProgram) -> tuple[Graph, dict[str, torch.Tensor], Plan]:
     """The plan of a training step, and its arguments, gradients of the outputs among them."""
-    compiled = program.compiled
     found: list[tuple[Graph, dict[str, torch.Tensor], Plan]] = []
 
-    def record(graph: Graph, *args: Any) -> torch.Tensor:
+    def record(compiled: CompiledFunction, graph: Graph, *args: Any) -> torch.Tensor:
         tensors, traced = compiled._traced(graph, args, {})
         wrt = tuple(name for name in tensors if tensors[name].requires_grad)
         result = compiled(graph, *args)
@@ -119,7 +116,7 @@ def _training_plan(
         found.append((graph, tensors | seeds, plan))
         return result
 
-    layer.arm(record, layer.graph).forward()
+    program.forward(record)
     return found[0]
 
 

@@ -300,7 +300,9 @@ def _command(arguments: Sequence[str]) -> str:
     if script is not None and script.is_relative_to(REPOSITORY):
         arguments = [str(script.relative_to(REPOSITORY)), *arguments[1:]]
     text = shlex.join(["python3", *arguments]).replace(f"{REPOSITORY}{os.sep}", "")
-    return re.sub(r" --out[ =]('[^']*'|\S+)", "", text)  # where the rows went changes no row
+    text = re.sub(r" --out[ =]('[^']*'|\S+)", "", text)  # where the rows went changes no row
+    # A directory of this machine is none of the next one: the option says what to put there.
+    return re.sub(r" --([a-z-]+)[ =]('/[^']*'|/\S+)", lambda m: f" --{m[1]} {m[1].upper()}", text)
 
 
 def _slug(text: str) -> str:

@@ -9,9 +9,9 @@ Part `batches` makes batches of real sizes: the largest batch of a fixed count, 
 a cap. Part `schedules` counts batches of operators on ED-Batch's published graphs. Part `trees`
 times TreeLSTM steps. Part `bytes` holds predicted peaks against measured ones, part `training`
 what capped training comes to against that with a fixed count. With a GPU, part `frontier` finds the
-largest count that does not run out of memory. On a CPU all times but those of training are seconds
-of the processor: a shared machine does not count. The data are those of the examples, and of
-`batching/typed_graphs/`.
+largest count that does not run out of memory. On a CPU the times of `batches` and `schedules` are
+seconds of the processor: a shared machine does not count; `trees` wants a quiet one. The data are
+those of the examples, and of `batching/typed_graphs/`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
     python benchmarks/cosma.py                           # four minutes
     python benchmarks/cosma.py --networks resnet-50 s3d
+    python benchmarks/cosma.py --part steps              # training steps, ten minutes
     python benchmarks/cosma.py --part table              # what the rows say
 
 Setting (arXiv 2311.18246, V-A): batch 1, 8-bit activations, images of 224 x 224, videos of 16
@@ -12,6 +13,11 @@ operands. What counts are the non-compulsory bytes: those that leave and come ba
 Arms: `TFLite arena, Belady` (`_cosma_baseline.py`) in the network's own order; `exact`; `auto`,
 that is `penstock.planner.plan(recompute=False)`, where operators take no time worth mentioning.
 Plans pass `check`. The limit of a row is the least traffic that `exact` proves, or its bound.
+
+Training steps (`_cosma_steps.py`), which the paper does not have: parameters, gradients and the
+optimizer's state are in the memory, too, and steps repeat. Budgets: the least with which every
+operator can run, a half and three quarters of the peak of the program's own order, or the mean of
+both where even three quarters are too little.
 
 What to expect, before measuring. The paper says 84 % less than the arena with Belady at M_R, on
 average; nothing at all at M_P; optima within seconds for most networks. Where M_R = M_P nothing has
@@ -30,6 +36,7 @@ from typing import Any
 from _cosma_baseline import belady_traffic
 from _cosma_graph import inference_graph
 from _cosma_models import NETWORKS
+from _cosma_steps import STEPS
 from _rows import (
     BenchmarkRow,
     Limit,
@@ -43,6 +50,7 @@ from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
 from penstock.memory import machine
 from penstock.planner import Budget, check, exact, min_peak, min_working_set, plan
+from penstock.planner.baselines._order import peak_of_program_order
 
 TOPIC = "cosma"
 BASELINE, EXACT, AUTO = "TFLite arena, Belady", "exact", "auto"
@@ -66,7 +74,10 @@ def traffic_of(arm: str, graph: StepGraph, num_bytes: int, options: Any) -> dict
     if arm == EXACT:
         budget = Budget(device_bytes=num_bytes, host_bytes=HOST_BYTES)
         seconds = [_INSTANT] * len(graph.operators)
-        found = exact(graph, seconds, budget, machine(MACHINE), time_limit=options.time_limit)
+        try:
+            found = exact(graph, seconds, budget, machine(MACHINE), time_limit=options.time_limit)
+        except InfeasibleError as error:
+            return {"traffic": None, "least": 0, "proved": error.proved, "reason": str(error)}
         check(graph, found)
         notes = found.notes
         return {
@@ -91,6 +102,29 @@ def traffic_of(arm: str, graph: StepGraph, num_bytes: int, options: Any) -> dict
     return {"traffic": sum(found.bytes_moved.values())}
 
 
+def step_budgets(graph: StepGraph) -> dict[str, int]:
+    """Bytes by name, for a training step: shares of its peak that operators can run with."""
+    least, peak = min_working_set(graph), peak_of_program_order(graph, in_place=True)
+    shares = {"1/2": peak // 2, "3/4": peak * 3 // 4}
+    shares = {name: count for name, count in shares.items() if count > least}
+    return {"least": least, **(shares or {"mean": (least + peak) // 2})}
+
+
+def measure_step(name: str, options: argparse.Namespace, where: Any) -> None:
+    """All budgets of a training step, proved and searched."""
+    graph = STEPS[name]()
+    for budget, num_bytes in step_budgets(graph).items():
+        least = 0
+        for arm in (EXACT, AUTO):
+            start = time.perf_counter()
+            found = traffic_of(arm, graph, num_bytes, options)
+            seconds = time.perf_counter() - start
+            least = found["least"] if arm == EXACT else least
+            _write_row(
+                name, name, budget, arm, graph, num_bytes, found, least, seconds, options, where
+            )
+
+
 def measure(name: str, options: argparse.Namespace, where: Any) -> None:
     """All budgets and arms of a network."""
     graph = inference_graph(NETWORKS[name])
@@ -101,33 +135,54 @@ def measure(name: str, options: argparse.Namespace, where: Any) -> None:
             found = traffic_of(arm, graph, num_bytes, options)
             seconds = time.perf_counter() - start
             least = found["least"] if arm == EXACT else least
-            traffic = found["traffic"]
-            row = BenchmarkRow.of(
-                [seconds],
-                topic=TOPIC,
-                case=f"{NETWORKS[name].title}; {budget}",
-                arm=arm,
-                moved_bytes={} if traffic is None else {"device<->host": traffic},
-                # Nothing can be held against nothing: a byte stands for no traffic.
-                limit=Limit(name="the least traffic", value=max(least or 0, 1), unit="B"),
-                measured=float(max(traffic or 0, 1)),
-                extra={
-                    "network": name,
-                    "budget": budget,
-                    "device_bytes": num_bytes,
-                    "num_operators": len(graph.operators),
-                    **found,
-                },
-                **where,
+            title = NETWORKS[name].title
+            _write_row(
+                name, title, budget, arm, graph, num_bytes, found, least, seconds, options, where
             )
-            print(f"{row}, {traffic} bytes", file=sys.stderr, flush=True)
-            write_rows([row], options.out)
+
+
+def _write_row(
+    name: str,
+    title: str,
+    budget: str,
+    arm: str,
+    graph: StepGraph,
+    num_bytes: int,
+    found: dict[str, Any],
+    least: int | None,
+    seconds: float,
+    options: argparse.Namespace,
+    where: Any,
+) -> None:
+    traffic = found["traffic"]
+    row = BenchmarkRow.of(
+        [seconds],
+        topic=TOPIC,
+        case=f"{title}; {budget}",
+        arm=arm,
+        moved_bytes={} if traffic is None else {"device<->host": traffic},
+        # Nothing can be held against nothing: a byte stands for no traffic.
+        limit=Limit(name="the least traffic", value=max(least or 0, 1), unit="B"),
+        measured=float(max(traffic or 0, 1)),
+        extra={
+            "network": name,
+            "budget": budget,
+            "device_bytes": num_bytes,
+            "num_operators": len(graph.operators),
+            **found,
+        },
+        **where,
+    )
+    print(f"{row}, {traffic} bytes", file=sys.stderr, flush=True)
+    write_rows([row], options.out)
 
 
 def table(rows: list[BenchmarkRow]) -> list[str]:
     """The rows as lines, and what the bars say."""
     found: dict[tuple[str, str], dict[str, BenchmarkRow]] = {}
     for row in rows:
+        if row.extra["network"] in STEPS:
+            continue
         found.setdefault((row.extra["network"], row.extra["budget"]), {})[row.arm] = row
     lines = [
         "| network | operators | budget | bytes | TFLite, Belady | exact | proved in | auto |",
@@ -160,10 +215,33 @@ def table(rows: list[BenchmarkRow]) -> list[str]:
     return lines
 
 
+def steps_table(rows: list[BenchmarkRow]) -> list[str]:
+    """The rows of training steps as lines."""
+    found: dict[tuple[str, str], dict[str, BenchmarkRow]] = {}
+    for row in rows:
+        if row.extra["network"] in STEPS:
+            found.setdefault((row.extra["network"], row.extra["budget"]), {})[row.arm] = row
+    lines = [
+        "| step | operators | budget | bytes | exact | bound | proved in | auto |",
+        "|---|--:|---|--:|--:|--:|--:|--:|",
+    ]
+    for (name, budget), arms in found.items():
+        extra, auto = arms[EXACT].extra, arms[AUTO].extra["traffic"]
+        traffic = "none" if extra["traffic"] is None else f"{extra['traffic']:,}"
+        proof = f"{arms[EXACT].median_seconds:.1f} s" if extra["proved"] else "no"
+        lines.append(
+            f"| {name} | {extra['num_operators']} | {budget} | {extra['device_bytes']:,} "
+            f"| {traffic} | {extra['least']:,} | {proof} "
+            f"| {'none' if auto is None else f'{auto:,}'} |"
+        )
+    return lines
+
+
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--part", nargs="+", choices=("cases", "table"), default=["cases"])
+    parser.add_argument("--part", nargs="+", choices=("cases", "steps", "table"), default=["cases"])
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
+    parser.add_argument("--steps", nargs="+", choices=list(STEPS), default=list(STEPS))
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of `exact`")
     parser.add_argument("--auto-time-limit", type=float, default=10.0, help="seconds of `auto`")
     options = parser.parse_args()
@@ -171,9 +249,12 @@ def main() -> None:
     if "cases" in options.part:
         for name in options.networks:
             measure(name, options, where)
+    if "steps" in options.part:
+        for name in options.steps:
+            measure_step(name, options, where)
     if "table" in options.part:
-        path = results_file(where["device_name"], TOPIC, options.out)
-        print("\n".join(table(read_rows(path))))
+        rows = read_rows(results_file(where["device_name"], TOPIC, options.out))
+        print("\n".join([*table(rows), "", *steps_table(rows)]))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ import _rgnn_figure
 import _rgnn_graphs
 from _rgnn_arms import MODELS, PYG_COMPILED, backends, baselines, ours
 from _rgnn_rows import KILLED, TOO_LONG, TOPIC, Record
+from _rgnn_steps import MODES
 from _rows import REPOSITORY, BenchmarkRow, Limit, argument_parser, environment, write_rows
 from penstock.units import parse_bytes
 
@@ -104,7 +105,7 @@ def run_case(
         *("--model", model, "--graph", graph, "--device", options.device),
         *("--width", str(options.width), "--threads", str(options.threads)),
         *("--memory-bytes", str(parse_bytes(options.memory, name="--memory"))),
-        *("--budget-seconds", str(options.budget_seconds)),
+        *("--budget-seconds", str(options.budget_seconds), "--modes", *options.modes),
     ]
     lost: list[dict[str, Any]] = []
     while True:
@@ -183,6 +184,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--graphs", nargs="+", choices=_rgnn_graphs.GRAPHS)
     parser.add_argument("--arms", nargs="+", metavar="ARM", help="of those that are not ours")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--quick", action="store_true", help="small graphs, no ablation")
     parser.add_argument("--every-backend", action="store_true", help="ablate them all")
     parser.add_argument("--width", type=int, default=64, help="features of a node")

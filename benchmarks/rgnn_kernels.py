@@ -29,7 +29,7 @@ TOPIC = "rgnn_kernels"
 DIM = 64
 NUM_RELATIONS = 4
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-HEADS = {"rgcn": (1,), "rgat": (1, 4), "hgt": (1, 4)}
+HEADS = {"rgcn": (1,), "rgat": (1, 4), "hgt": (1, 4), "hgt_of_features": (1, 4)}
 
 
 def graph_of_all_sizes() -> rgnn.Graph:
@@ -58,6 +58,10 @@ def program_of(layer: str, heads: int, graph: rgnn.Graph, dtype: torch.dtype) ->
     if layer == "rgat":
         projections = made(DIM, heads), made(DIM, heads), made(DIM)
         return _rgat.rgat, x, weight, None, *projections, None, heads, True, 0.2, "destination"
+    if layer == "hgt_of_features":
+        weights = (weight, made(NUM_RELATIONS, DIM)) * 2
+        queries, factors = made(graph.num_nodes, DIM), made(NUM_RELATIONS, heads)
+        return _hgt.hgt_of_features, x, queries, *weights, factors, heads
     width = DIM // heads
     of_relations = made(NUM_RELATIONS, heads, width, width)
     keys = (x, made(graph.num_nodes, DIM), made(graph.num_nodes, DIM))

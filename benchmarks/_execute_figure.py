@@ -1,0 +1,75 @@
+"""Throughput against memory of steps that ran as planned, from the rows of `execute.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from _rows import REPOSITORY, BenchmarkRow, read_rows, results_file
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FIGURE = REPOSITORY / "docs" / "figures" / "execute-memory.svg"
+_CURVES = {"host": ("#0072B2", "o", "host below"), "file": ("#D55E00", "^", "file below")}
+_COLUMNS = 3
+
+
+def draw(device_name: str, directory: Path, target: Path = FIGURE) -> None:
+    """A panel per model: share of eager's throughput, by share of the memory that all needs."""
+    import matplotlib.pyplot as plt
+
+    path = results_file(device_name, "execute", directory)
+    rows = [row for row in (read_rows(path) if path.exists() else []) if "model" in row.extra]
+    models = list(dict.fromkeys(row.extra["model"] for row in rows))
+    if not models:
+        print(f"{path} has no rows of models; no figure")
+        return
+    with plt.rc_context({"svg.hashsalt": "execute", "svg.fonttype": "none", "font.size": 8}):
+        height = -(-len(models) // _COLUMNS)
+        figure, panels = plt.subplots(
+            height, _COLUMNS, figsize=(8.4, 0.5 + 2.3 * height), sharey=True, squeeze=False
+        )
+        for panel, model in zip(panels.flat, models, strict=False):
+            _draw_panel(panel, [row for row in rows if row.extra["model"] == model])
+            panel.set_title(model, fontsize=8)
+        for panel in list(panels.flat)[len(models) :]:
+            panel.set_visible(False)
+        for row_of_panels in panels:
+            row_of_panels[0].set_ylabel("throughput, % of eager")
+        figure.tight_layout(rect=(0, 0.35 / figure.get_figheight(), 1, 1))
+        handles, labels = panels[0, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, frameon=False, ncols=len(labels), loc="lower center")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target, metadata={"Date": None})
+        plt.close(figure)
+    print(f"{target.name} drawn from {len(rows)} rows")
+
+
+def _draw_panel(panel: Axes, rows: list[BenchmarkRow]) -> None:
+    full = next((row for row in rows if row.arm == "full"), None)
+    panel.axhline(100, color="black", linewidth=0.8, label="eager")
+    for tier, (colour, marker, label) in _CURVES.items():
+        found = [row for row in rows if row.arm.endswith(tier)] + ([full] if full else [])
+        points = sorted((row.peak_bytes["device"] / 2**20, _throughput(row)) for row in found)
+        if len(points) > 1:
+            panel.plot(*zip(*points, strict=True), marker=marker, color=colour, label=label, ms=4)
+    limits = sorted(
+        (row.peak_bytes["device"] / 2**20, 100 * row.extra["eager_seconds_by_disk_alone"])
+        for row in rows
+        if (row.extra["eager_seconds_by_disk_alone"] or 2.0) < 1.5
+    )
+    if limits:
+        memory, speed = zip(*limits, strict=True)
+        panel.plot(memory, speed, "_", color="grey", ms=12, label="the disk alone")
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
+    panel.set_xlabel("device memory, MiB")
+    panel.set_ylim(0, None)
+    panel.grid(alpha=0.3)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _throughput(row: BenchmarkRow) -> float:
+    ratios = sorted(row.extra["times_eager"])
+    return 100 / ratios[len(ratios) // 2]
