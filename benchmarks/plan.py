@@ -63,13 +63,13 @@ PARTS = ("cases", "figure", "models", "points", "speed", "table")
 
 def captured(name: str, directory: Path) -> StepGraph:
     """A model's step; kept in a directory, because capturing takes a while."""
-    from penstock.graph import capture
+    from penstock.graph import capture, with_workspace
 
     path = directory / f"{name}-{_capture_digest()}.json.gz"
     if path.exists():
         return StepGraph.load(path)
     model, optimizer, batch = CASES[name].build()
-    graph = capture(model, optimizer, batch)
+    graph = with_workspace(capture(model, optimizer, batch), "cuda")
     directory.mkdir(parents=True, exist_ok=True)
     graph.save(path)
     return graph

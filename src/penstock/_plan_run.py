@@ -99,9 +99,14 @@ def run(options: PlanOptions) -> None:
     """
     from rich.console import Console
 
+    from penstock.graph import with_workspace
+    from penstock.memory import machine
+
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
     with err.status(f"Capturing a training step of {options.source}"):
         graph = load_graph(options.source, options.model)
+        if options.machine is not None:
+            graph = with_workspace(graph, machine(options.machine).device)
     if options.save_graph is not None:
         graph.save(options.save_graph)
     with err.status("Costs of its operators"):

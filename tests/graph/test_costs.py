@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from _zoo import CASES
-from penstock.graph import capture, measure, operator_seconds
+from penstock.graph import capture, measure, operator_seconds, with_workspace
 from penstock.memory import machine
 
 
@@ -146,3 +146,20 @@ def test_measured_workspace_is_seen():
     measured = measure(dataclasses.replace(graph, operators=others), num_runs=1, workspace=True)
     (again,) = operators(measured, "aten.convolution.default")
     assert 0 < again.workspace_bytes <= convolution.workspace_bytes
+
+
+def test_convolutions_of_gpus_are_declared_to_need_less():
+    model = nn.Conv2d(64, 64, 3, padding=1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with torch.device("meta"):
+        images = torch.empty(64, 64, 128, 128)
+    graph = capture(model, optimizer, images, loss=lambda output, batch: output.square().mean())
+    there = with_workspace(graph, "cuda")
+    largest = [max(o.workspace_bytes for o in each.operators) for each in (graph, there)]
+    assert largest[0] > 2 * images.numel() * 4
+    assert largest[1] == 256 * 2**20
+    assert with_workspace(graph, "cpu") is graph
+    for ours, theirs in zip(graph.operators, there.operators, strict=True):
+        assert dataclasses.replace(theirs, workspace_bytes=ours.workspace_bytes) == ours
+        if "convolution" not in ours.target:
+            assert theirs.workspace_bytes <= ours.workspace_bytes

@@ -120,6 +120,7 @@ class Execution:
         if self._has_turned:
             changed |= self._seam.places_of.keys()
             self._has_turned = False
+        changed |= self._seam.give(given, self.drain)
         self._given = given
         self._numbers.give(numbers)
         if self._debug is not None:

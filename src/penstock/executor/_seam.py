@@ -8,7 +8,7 @@ follow what he did to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +84,12 @@ class Seam:
             for index, storage in enumerate(graph.storages)
             if storage.persistent and storage.num_bytes
         }
+        self._lasting_inputs = {
+            name: storage
+            for name, view in graph.tensors.items()
+            if (storage := graph.storage_of_value[view.value]) in self.places_of
+            and graph.storages[storage].kind is Kind.INPUT
+        }
         self._handles = [*_of_modules(graph, model, loss), *self._of_state(model, optimizer, loss)]
         self._bound: list[_Bound] = []
         self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
@@ -154,6 +160,26 @@ class Seam:
         for storage in changed:
             self.spread(storage)
         return changed
+
+    def give(self, inputs: Mapping[str, torch.Tensor], settle: Callable[[], None]) -> set[int]:
+        """Bring inputs that may lie below the device, parts of a batch, to all their places.
+
+        Args:
+            inputs: By their names in the graph, those of `given_by_caller` among them.
+            settle: Waits for transfers that are under way; called where these inputs may be among
+                them.
+
+        Returns:
+            The storages that have been written.
+        """
+        if self._lasting_inputs:
+            settle()
+        for name, storage in self._lasting_inputs.items():
+            for stay in self.places_of[storage]:
+                place = self._room.view_of(stay, self._graph.tensors[name])
+                place.copy_(inputs[name])
+                self._room.put_away(place)
+        return set(self._lasting_inputs.values())
 
     def spread(self, storage: int) -> None:
         """Bring what is in a storage's home to its other places."""
@@ -322,7 +348,8 @@ def given_by_caller(
         if storage.persistent or storage.kind is Kind.SCALAR:
             continue
         if not storage.num_bytes:
-            found.append((name, view, room.loose(view)))
+            if graph.consumers[view.value]:  # none of an input whose parts have storages
+                found.append((name, view, room.loose(view)))
             continue
         for stay in places.stays[view.value]:
             if stay.tier is Tier.DEVICE and stay.start == 0 and stay.transfer is None:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from penstock.graph._measure import measure
     from penstock.graph._run import run
     from penstock.graph._split import split
+    from penstock.graph._workspace import with_workspace
 
 __all__ = [
     "Kind",
@@ -24,6 +25,7 @@ __all__ = [
     "operator_seconds",
     "run",
     "split",
+    "with_workspace",
 ]
 
 _HOME_OF_NAME = {
@@ -32,6 +34,7 @@ _HOME_OF_NAME = {
     "operator_seconds": "_costs",
     "run": "_run",
     "split": "_split",
+    "with_workspace": "_workspace",
 }
 
 

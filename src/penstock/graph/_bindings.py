@@ -14,6 +14,7 @@ from torch import nn
 
 from penstock.errors import GraphFileError
 from penstock.graph._encoding import dtype_name, dtype_named
+from penstock.graph._input_pieces import part_of_input
 from penstock.graph._scalars import evaluate
 from penstock.graph._stand_ins import tensors_in
 from penstock.graph._step_graph import StepGraph, TensorView
@@ -70,11 +71,20 @@ def bind_batch(graph: StepGraph, batch: Any) -> dict[str, torch.Tensor]:
                 f"{view.dtype} of shape {view.shape}; pad to that shape, or capture this one"
             )
         if tensor.stride() != view.stride or tensor.storage_offset() != view.offset:
-            laid_out = torch.empty_strided(
-                view.shape, view.stride, dtype=tensor.dtype, device=tensor.device
-            )
-            found[name] = laid_out.copy_(tensor)
+            found[name] = _laid_out(tensor, view)
+    for name in graph.tensors:
+        if part := part_of_input(name):
+            whole, begin, end = part
+            found[name] = found[whole].as_strided((end - begin,), (1,), begin)
     return found
+
+
+def _laid_out(tensor: torch.Tensor, view: TensorView) -> torch.Tensor:
+    """Copy a tensor to where a view has its elements in a storage."""
+    steps = zip(view.shape, view.stride, strict=True)
+    num_elements = view.offset + sum((size - 1) * stride for size, stride in steps) + 1
+    memory = torch.empty(num_elements, dtype=tensor.dtype, device=tensor.device)
+    return memory.as_strided(view.shape, view.stride, view.offset).copy_(tensor)
 
 
 def bind_state(

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from penstock.graph._workspace import workspace_bytes
+
 
 class Facts(NamedTuple):
     """Counts of one operator; workspace is what it needs beyond operands and results."""
@@ -68,17 +70,6 @@ _OPERATIONS_PER_ELEMENT = {  # where the formula has more than one, division and
 }
 _LOOKUPS = {"embedding", "index", "index_select", "gather", "take_along_dim"}
 _OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "_foreach_copy_"}
-_WORKSPACE_HALVES = {  # halves of the bytes of operands, and of results
-    "convolution": (2, 2),
-    "convolution_backward": (4, 4),
-    "mkldnn_rnn_layer": (2, 2),
-    "mkldnn_rnn_layer_backward": (2, 2),
-    "native_batch_norm_backward": (1, 1),
-    "upsample_bilinear2d": (2, 2),
-    "upsample_bilinear2d_backward": (2, 2),
-    "mse_loss": (1, 0),
-}
-_MAX_ATTENTION_BYTES = 16 * 2**20  # blocks of scores, one set for each thread
 _FLOAT = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
 
@@ -99,7 +90,7 @@ def facts_of(
         written: Those of the arguments that it writes.
 
     Returns:
-        The counts; the workspace as `workspace_of` declares it.
+        The counts; the workspace as `workspace_bytes` declares it.
     """
     name = func._opname
     if name in _NOTHING:
@@ -116,8 +107,12 @@ def facts_of(
         _flops(func, name, args, kwargs, result, inputs, made + written),
         max(0, read),
         sum(map(touched_bytes, made)) + sum(map(touched_bytes, written)),
-        workspace_bytes(name, max(0, read), sum(map(touched_bytes, made))),
+        workspace_bytes(name, max(0, read), sum(map(touched_bytes, made)), _device(outputs)),
     )
+
+
+def _device(tensors: list[torch.Tensor]) -> str:
+    return tensors[0].device.type if tensors else "cpu"
 
 
 def touched_bytes(tensor: torch.Tensor) -> int:
@@ -172,24 +167,6 @@ def _rnn_flops(args: tuple[Any, ...], *, backward: bool) -> int:
     rows = math.prod(args[0].shape[:-1])
     forward = 2 * rows * sum(weight.numel() for weight in args[1:3])
     return 2 * forward if backward else forward
-
-
-def workspace_bytes(name: str, bytes_read: int, bytes_made: int) -> int:
-    """Return what an operator is declared to need beyond its operands and results.
-
-    Args:
-        name: The operator, as `"convolution"`.
-        bytes_read: Bytes of its operands.
-        bytes_made: Bytes of its results.
-
-    Returns:
-        Bytes. The factors are bounds of what was seen in the allocations of CPU kernels of common
-        sizes, which reorder operands into blocks; `measure` finds a graph's own.
-    """
-    if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
-        return min(bytes_read + bytes_made, _MAX_ATTENTION_BYTES)
-    read_halves, made_halves = _WORKSPACE_HALVES.get(name, (0, 0))
-    return (read_halves * bytes_read + made_halves * bytes_made) // 2
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ It reads nothing but the graph's data, so it also proves that the data is comple
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from penstock.graph._encoding import (
     make,
     resolve,
 )
+from penstock.graph._input_pieces import part_of_input
 from penstock.graph._scalars import evaluate
 from penstock.graph._step_graph import Kind, Operator, Phase, StepGraph, TensorView
 
@@ -88,7 +89,7 @@ class _Run:
         self._graph = graph
         self._numbers: dict[int, float] = dict(numbers)
         self._memory: dict[int, torch.UntypedStorage] = {}
-        for name, tensor in tensors.items():
+        for name, tensor in _one_for_each_storage(graph, tensors):
             storage = graph.storage_of_value[graph.tensors[name].value]
             self._memory[storage] = tensor.untyped_storage()
         devices = {each.device for name, each in tensors.items() if name.startswith("model.")}
@@ -160,6 +161,30 @@ class _Run:
     def _read(self, view: TensorView) -> float | int:
         number = self._numbers.get(view.value)
         return self._tensor(view).item() if number is None else number
+
+
+def _one_for_each_storage(
+    graph: StepGraph, tensors: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor for each storage, which lies there as the graph has it."""
+    found: dict[int, list[str]] = {}
+    for name in tensors:
+        found.setdefault(graph.storage_of_value[graph.tensors[name].value], []).append(name)
+    for storage, names in found.items():
+        memories = {tensors[name].untyped_storage()._cdata for name in names}
+        if len(memories) == 1 and not part_of_input(names[0]):
+            yield names[0], tensors[names[0]]
+            continue
+        # Parts of a tensor, or views of one storage that are given apart this time.
+        memory = torch.empty(
+            graph.storages[storage].num_bytes, dtype=torch.uint8, device=tensors[names[0]].device
+        )
+        for name in names:
+            view = graph.tensors[name]
+            place = torch.empty(0, dtype=tensors[name].dtype, device=memory.device)
+            place.set_(memory.untyped_storage(), view.offset, view.shape, view.stride)  # pyright: ignore
+            place.copy_(tensors[name])
+        yield names[0], memory
 
 
 def _last_uses(graph: StepGraph) -> dict[int, list[int]]:

@@ -2,7 +2,8 @@
 
 A fused optimizer updates all parameters in one operator, which needs every parameter, gradient and
 state at once; an operator for each parameter does the same arithmetic, bit for bit. Softmaxes,
-cross-entropy and their gradients need a row at once, not all rows.
+cross-entropy and their gradients need a row at once, not all rows. Inputs of which operators only
+look at parts become these parts.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from penstock.graph._input_pieces import inputs_in_pieces
 from penstock.graph._row_choice import choose_rows, working_set_bytes
 from penstock.graph._row_forms import views_in
 from penstock.graph._row_parts import share, taken_by_rows
@@ -28,7 +30,9 @@ def split(graph: StepGraph, max_bytes: int) -> StepGraph:
     Operators that work on lists of tensors (fused and `foreach` optimizers) become one operator
     for each tensor. Operators that work row by row (softmax, cross-entropy, what stands between
     them, and their gradients) become one for some rows each, and what only they look at becomes a
-    storage for each piece of rows. Nothing is taken apart below what another operator needs anyway.
+    storage for each piece of rows. No operator is taken apart below what another one needs anyway.
+    Inputs whose parts operators look at one by one (time steps, micro-batches) become those parts,
+    unless they are far smaller than `max_bytes`.
 
     Args:
         graph: The step.
@@ -41,6 +45,7 @@ def split(graph: StepGraph, max_bytes: int) -> StepGraph:
     known = graph.derived
     if max_bytes not in known:
         parts = _lists_apart(graph, max_bytes)
+        parts = inputs_in_pieces(parts, max_bytes)
         choice = choose_rows(parts, max_bytes)
         known[max_bytes] = taken_by_rows(parts, choice) if choice.forms else parts
     return known[max_bytes]

@@ -97,7 +97,8 @@ class Storage:
         initial: The value that it holds when the step begins; None if the step makes it.
         final: The value that has to be there when the step ends: of persistent storages the next
             step's `initial`, of results (the loss) what the caller reads. None if nothing of it
-            outlives the step.
+            outlives the step. Inputs that end with what they begin with may lie anywhere between
+            steps, like parameters; the others are on the device when a step begins.
     """
 
     name: str
@@ -108,8 +109,9 @@ class Storage:
 
     @property
     def persistent(self) -> bool:
-        """Whether the next step begins with what this step leaves."""
-        return self.kind.persistent
+        """Whether the next step begins with what this step leaves, wherever that lies."""
+        is_lasting_input = self.kind is Kind.INPUT and self.initial is not None
+        return self.kind.persistent or (is_lasting_input and self.initial == self.final)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
