@@ -41,7 +41,7 @@ class Workers:
         self.queue.append(record)
         if self._stop[0]:
             stop = [False]
-            self._threads = [
+            threads = [
                 threading.Thread(
                     target=self._loop,
                     args=(stop,),
@@ -50,9 +50,10 @@ class Workers:
                 )
                 for index in range(self._num_threads)
             ]
-            for thread in self._threads:
+            for thread in threads:
                 thread.start()
-            self._stop = stop  # last: an interrupt before it leaves nobody waiting in vain
+            # Last: after an interrupt before it those that have started end, and others come.
+            self._threads, self._stop = threads, stop
         self._changed.notify_all()
 
     def stop(self) -> list[threading.Thread]:
@@ -64,7 +65,7 @@ class Workers:
 
     def _loop(self, stop: list[bool]) -> None:
         with self._changed:
-            while not stop[0]:
+            while self._stop is stop and not stop[0]:
                 if self.queue:
                     self._carry(self.queue.popleft())
                 else:
@@ -83,6 +84,7 @@ class Reaper:
         self._lock = lock
         self._bury = bury
         self._stop: list[bool] = [True]
+        self._thread: threading.Thread | None = None
         self._queue: queue.SimpleQueue[HandleWatch | None] = queue.SimpleQueue()  # None: look up
 
     @property
@@ -102,13 +104,15 @@ class Reaper:
     def start(self) -> None:
         """Start the thread, if there is none; each has a queue of its own."""
         if self._stop[0]:
-            self._stop, self._queue = [False], queue.SimpleQueue()
-            threading.Thread(
+            self._stop, self._queue, self._thread = [False], queue.SimpleQueue(), None
+        if self._thread is None or not self._thread.is_alive():  # an interrupt came before it ran
+            self._thread = threading.Thread(
                 target=self._loop,
                 args=(self._stop, self._queue),
                 name="penstock-reaper",
                 daemon=True,
-            ).start()
+            )
+            self._thread.start()
 
     def stop(self) -> None:
         """Let the thread end; no handle may be alive."""

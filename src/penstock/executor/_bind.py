@@ -125,7 +125,9 @@ class PlannedStep:
         self._executions = executions
         self._current = executions[0]
         self._current.take_turn()
-        self._initial.run(self._current.room.put_away)
+        if self._initial.needed:
+            self._initial.run(self._current.room.put_away)
+            self._current.take_up_initial()
         self._finalizer = weakref.finalize(self, _stop, executions)
 
 

@@ -112,6 +112,10 @@ class Execution:
         self._seam.take_over()
         self._has_turned = True
 
+    def take_up_initial(self) -> None:
+        """Bring first numbers, which only the homes have, to all other places."""
+        self._seam.spread_all()
+
     def step(self, batch: Any) -> torch.Tensor:
         """Run one step; returns the loss."""
         given = bind_batch(self._graph, batch) | bind_group_tensors(self._graph, self._optimizer)

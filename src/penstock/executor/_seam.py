@@ -119,6 +119,10 @@ class Seam:
             self._adopted(handle, None if index in moved else tensor)
             for index, (handle, tensor) in enumerate(zip(self._handles, tensors, strict=True))
         ]
+        self.spread_all()
+
+    def spread_all(self) -> None:
+        """Bring what is in the homes to all other places; nothing is under way."""
         for storage in self.places_of:
             self.spread(storage)
         self.note_versions()
@@ -256,6 +260,7 @@ class Seam:
         _check(handle.name, handle.view, tensor)
         if tensor.is_meta:
             tensor = _materialized(handle, tensor, home)
+            self._room.put_away(home)
             self._born.add(self._graph.storage_of_value[handle.view.value])
         elif content is not None and content.data_ptr() != home.data_ptr():
             home.copy_(content.detach())

@@ -1,0 +1,86 @@
+"""The engine's threads when an exception out of nowhere comes while they are started."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from penstock.activations._workers import Reaper, Workers
+
+NAME = "penstock-test"
+
+
+class Interrupted(BaseException):
+    """Stands for KeyboardInterrupt, which would also stop pytest."""
+
+
+@pytest.fixture
+def changed() -> threading.Condition:
+    return threading.Condition(threading.Lock())
+
+
+def workers(changed: threading.Condition) -> tuple[Workers, list[object]]:
+    carried: list[object] = []
+    made = Workers(changed, carried.append, lambda: None, name="test", num_threads=3)
+    return made, carried
+
+
+def threads() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name.startswith(NAME)]
+
+
+def interrupted_after(num_started: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the next start of a thread but so many raise, once."""
+    start: Callable[[threading.Thread], None] = threading.Thread.start
+    left = [num_started]
+
+    def start_or_raise(thread: threading.Thread) -> None:
+        if not left[0]:
+            monkeypatch.setattr(threading.Thread, "start", start)
+            raise Interrupted
+        left[0] -= 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_raise)
+
+
+@pytest.mark.parametrize("num_started", [0, 1, 2])
+def test_threads_of_an_interrupted_start_end_and_others_come(num_started, changed, monkeypatch):
+    made, carried = workers(changed)
+    interrupted_after(num_started, monkeypatch)
+    with pytest.raises(Interrupted), changed:
+        made.put("first")  # pyright: ignore[reportArgumentType]
+    for thread in threads():
+        thread.join(10)
+    assert threads() == []
+    with changed:
+        made.put("second")  # pyright: ignore[reportArgumentType]
+    with changed:
+        assert changed.wait_for(lambda: len(carried) == 2, 0) or len(threads()) == 3
+        ended = made.stop()
+    for thread in ended:
+        thread.join(10)
+    assert threads() == []
+
+
+def test_stopping_after_an_interrupted_start_waits_for_nobody(changed, monkeypatch):
+    made, _ = workers(changed)
+    interrupted_after(1, monkeypatch)
+    with pytest.raises(Interrupted), changed:
+        made.put("first")  # pyright: ignore[reportArgumentType]
+    with changed:
+        ended = made.stop()
+    for thread in ended:
+        thread.join(10)
+
+
+def test_a_reaper_that_was_interrupted_starts_again(changed, monkeypatch):
+    buried = threading.Event()
+    reaper = Reaper(threading.Lock(), buried.set)
+    interrupted_after(0, monkeypatch)
+    with pytest.raises(Interrupted):
+        reaper.start()
+    reaper.start()
+    reaper.on_death(object())  # pyright: ignore[reportArgumentType]
+    assert buried.wait(10)
+    reaper.stop()
