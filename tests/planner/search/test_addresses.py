@@ -6,9 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphs import chain_step
-from penstock.planner.search._engine import NUM_WAYS, STAY, OperatorSequence, Problem
+from penstock.planner.search._engine import (
+    NUM_WAYS,
+    STAY,
+    OperatorSequence,
+    Problem,
+    _alignment,
+)
 
-BY_SIZE = NUM_WAYS - 1
+BY_SIZE, FULLEST = 3, (4, 5)
 ALWAYS_THERE, FROM_AND_TO_NOWHERE = -2, -1
 
 
@@ -82,6 +88,25 @@ def test_small_stays_do_not_cut_the_places_of_large_ones():
         assert SEQUENCE.stack(stays, capacity, step_seconds=1e3, way=way).any()
     assert not SEQUENCE.stack(stays, capacity, step_seconds=1e3, way=BY_SIZE).any()
     assert not meetings(stays)
+
+
+def test_the_fullest_position_is_laid_out_before_anybody_is_in_the_way():
+    # Three fill the arena from 9 to 13; who is there before and after is of other sizes.
+    full = [(4096, 9, 13), (4096, 9, 14), (4096, 7, 13)]
+    stays = stays_from([*full, (3584, 7, 8), (5120, 13, 15), (3072, 6, 9)])
+    for way in range(NUM_WAYS):
+        missing = SEQUENCE.stack(stays, 3 * 4096, step_seconds=1e3, way=way)
+        assert missing.any() == (way not in FULLEST)
+        assert way not in FULLEST or not meetings(stays)
+
+
+def test_addresses_are_as_even_as_sizes():
+    """Steps that run have sizes of whole vectors, however small they are."""
+    assert _alignment(np.array([64, 192, 0])) == 64
+    assert _alignment(np.array([512, 1024])) == 512
+    assert _alignment(np.array([8, 1000])) == 8
+    assert _alignment(np.array([7, 2048])) == 64
+    assert _alignment(np.array([7, 2**20])) == 512
 
 
 def test_every_position_without_room_is_told_at_once():

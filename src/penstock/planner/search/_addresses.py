@@ -11,7 +11,6 @@ much time on the links as these would like, then with a part of that, down to th
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 
@@ -55,16 +54,20 @@ def stacked(
     Returns:
         The fastest that was found; None if it has no addresses, or is not worth it.
     """
-    best: Addressed | None = None
     if below is None:
         return None
-    # One way may find room at once where another gives up much to find it.
-    for num_tries, way in itertools.product((_FEW_TRIES, _NUM_TRIES), range(NUM_WAYS)):
-        found = _stacked(residency, capacity, below, way, num_tries, worth, deadline)
-        if found is not None:
-            best, worth = found, found[0].seconds
-        if worth <= residency.seconds * _AS_GOOD or time.monotonic() > deadline:
-            break
+    best: Addressed | None = None
+    seconds_of = dict.fromkeys(range(NUM_WAYS), np.inf)
+    for num_tries in (_FEW_TRIES, _NUM_TRIES):
+        # One way may find room at once where another gives up much to find it: with many tries
+        # first those that did well with few; where none found any, those for tight arenas.
+        for way in sorted(seconds_of, key=lambda way: (seconds_of[way], -way)):
+            found = _stacked(residency, capacity, below, way, num_tries, worth, deadline)
+            if found is not None:
+                best, worth = found, found[0].seconds
+                seconds_of[way] = worth
+            if worth <= residency.seconds * _AS_GOOD or time.monotonic() > deadline:
+                return best
     return best
 
 

@@ -273,13 +273,12 @@ def _best_with_addresses(
     deadline: float,
     seed: int,
 ) -> Addressed:
-    """The finalist that is the fastest once it has addresses."""
+    """The finalist that is the fastest once it has addresses; each has its share of the time."""
     best: Addressed | None = None
     failure: InfeasibleError | None = None
-    for candidate in finalists:
-        if best is not None and (
-            candidate.seconds >= best[0].seconds or time.monotonic() > deadline
-        ):
+    for index, candidate in enumerate(finalists):
+        now = time.monotonic()
+        if best is not None and (candidate.seconds >= best[0].seconds or now > deadline):
             continue
         try:
             found = _with_addresses(
@@ -287,7 +286,7 @@ def _best_with_addresses(
                 capacity,
                 below,
                 workspace=workspace,
-                deadline=deadline,
+                deadline=now + max(0.0, deadline - now) / (len(finalists) - index),
                 seed=seed,
             )
         except InfeasibleError as error:

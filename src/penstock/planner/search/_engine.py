@@ -48,7 +48,7 @@ HORIZON = 4096
 
 # `out_end` of what has not left by the end of the replay: it leaves as late as it may.
 NEVER = np.iinfo(np.int32).max
-NUM_WAYS = 4
+NUM_WAYS = 6
 # This part of the arena is large, where large and small stays lie apart.
 _LARGE = 8
 # A stay as `struct Stay` of rooms.cpp has it.
@@ -133,7 +133,7 @@ class Problem:
         self.graph = graph
         self.operator_seconds = np.asarray(operator_seconds, dtype=np.float64)
         actual_bytes = np.array([s.num_bytes for s in graph.storages], dtype=np.int64)
-        self.alignment = _alignment(int(actual_bytes.max(initial=0)))
+        self.alignment = _alignment(actual_bytes)
         self.object_bytes = -(-actual_bytes // self.alignment) * self.alignment
         self.object_flags = np.array(
             [_flags(graph, i) for i in range(len(graph.storages))], np.uint8
@@ -425,11 +425,17 @@ def recomputed(order: np.ndarray, num_operators: int) -> np.ndarray:
     return again
 
 
-def _alignment(largest_bytes: int) -> int:
-    """Graphs of a few bytes exist in tests of planners only; alignment would be most of them."""
+def _alignment(actual_bytes: np.ndarray) -> int:
+    """What offsets are multiples of; where all sizes are multiples of more, that costs nothing.
+
+    Graphs of a few bytes exist in tests of planners only; alignment would be most of them.
+    """
+    largest_bytes = int(actual_bytes.max(initial=0))
     if largest_bytes >= _SMALL_GRAPH_BYTES:
         return ALIGNMENT_BYTES
-    return _LEAST_ALIGNMENT_BYTES if largest_bytes >= 2**10 else 1
+    given = int(np.gcd.reduce(actual_bytes, initial=ALIGNMENT_BYTES))
+    least = _LEAST_ALIGNMENT_BYTES if largest_bytes >= 2**10 else 1
+    return max(least, given & -given)
 
 
 def _flags(graph: StepGraph, index: int) -> int:

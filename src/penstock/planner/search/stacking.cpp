@@ -8,12 +8,14 @@ namespace {
 // Whoever is there at the fullest position lies on a stack, in the order in which they come: what a
 // step keeps until its turn is freed in the opposite order, so the room above the stack is one piece.
 // All others come in the order of their first use, each where it waits the least. Where an arena has
-// room for few large ones, they come first instead, and small ones find room in between.
+// room for few large ones, they come first instead, and small ones find room in between; or those come
+// first that are there at the fullest positions, so that these are laid out before anybody is in the way.
 class Stacking {
  public:
   // Among places where it waits as little: the lowest, the highest, in the smallest piece; or the
-  // highest for large ones and the lowest for small ones.
-  enum Way : i32 { LOW, HIGH, TIGHT, BY_SIZE };
+  // highest for large ones and the lowest for small ones. With the fullest positions first: in the
+  // smallest piece, or by size.
+  enum Way : i32 { LOW, HIGH, TIGHT, BY_SIZE, FULLEST_TIGHT, FULLEST_BY_SIZE };
   static constexpr i32 NUM_MOMENTS = 512;
 
   Stacking(Stay* stays, i32 num_stays, i32 num_positions, i64 capacity, i64 large_bytes, i32 fullest,
@@ -25,6 +27,7 @@ class Stacking {
   // Returns how many found no room, with for each position the bytes that its largest piece lacks for
   // one of them. Those are left out, so the others may meet less than they would.
   i32 run(i64* missing) {
+    if (way_ >= FULLEST_TIGHT) note_fullness();
     std::vector<i32> order(num_stays_);
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(), [&](i32 a, i32 b) { return key(a) < key(b); });
@@ -34,7 +37,7 @@ class Stacking {
       Stay& it = stays_[stay];
       i32 position = it.start % n_;
       i64 lacks = 0;
-      if (way_ != BY_SIZE && rank(stay) < 3) {
+      if (way_ < BY_SIZE && rank(stay) < 3) {
         lacks = std::max<i64>(top + it.bytes - capacity_, 0);
         it.offset = top;
         if (!lacks) top += it.bytes;
@@ -73,7 +76,33 @@ class Stacking {
   // are of them at a time.
   std::tuple<int, int, double, i32, i32> key(i32 stay) const {
     const Stay& it = stays_[stay];
+    if (way_ >= FULLEST_TIGHT) return {it.bytes < large_bytes_ / 64 ? -1 : 0, 0, -fullness_[stay], 0, it.start};
     return {size(stay), rank(stay), way_ == BY_SIZE ? since_emptiest(it) : 0, it.start, -it.end};
+  }
+  // For each stay the share of the arena that is taken at the fullest of its positions, in steps, so that
+  // positions that are nearly as full count as equal; of equal ones the larger stay comes first.
+  void note_fullness() {
+    constexpr double steps = 16;
+    std::vector<std::vector<i64>> most(1, std::vector<i64>(n_, 0));  // in 2^k positions from each on
+    for (i32 stay = 0; stay < num_stays_; ++stay)
+      for (i32 p = stays_[stay].start; p < stays_[stay].end; ++p) most[0][p % n_] += stays_[stay].bytes;
+    for (i32 half = 1; 2 * half <= n_; half *= 2) {
+      std::vector<i64> next(n_, 0);
+      for (i32 p = 0; p + 2 * half <= n_; ++p) next[p] = std::max(most.back()[p], most.back()[p + half]);
+      most.push_back(std::move(next));
+    }
+    auto between = [&](i32 from, i32 to) {
+      if (from >= to) return i64{0};
+      const i32 k = std::ilogb(to - from);
+      return std::max(most[k][from], most[k][to - (1 << k)]);
+    };
+    fullness_.resize(num_stays_);
+    for (i32 stay = 0; stay < num_stays_; ++stay) {
+      const Stay& it = stays_[stay];
+      const i32 start = it.start % n_, end = start + std::min(it.end - it.start, n_);
+      const auto bytes = static_cast<double>(std::max(between(start, std::min(end, n_)), between(0, end - n_)));
+      fullness_[stay] = std::floor(steps * bytes / capacity_) / steps + 1e-3 * it.bytes / capacity_;
+    }
   }
   double since_emptiest(const Stay& it) const {
     const double since = std::fmod(it.from - emptiest_, step_);
@@ -203,10 +232,10 @@ class Stacking {
       if (from - low >= it.bytes) {
         auto look = [&](i64 at) {
           if (at < low || at + it.bytes > from) return;
-          const bool is_low = way_ == LOW || (way_ == BY_SIZE && it.bytes < large_bytes_);
-          const double tie = is_low ? static_cast<double>(at)
-                           : way_ == TIGHT ? static_cast<double>(from - low)
-                                           : static_cast<double>(capacity_ - at);
+          const bool by_size = way_ == BY_SIZE || way_ == FULLEST_BY_SIZE;
+          const bool tight = way_ == TIGHT || way_ == FULLEST_TIGHT;
+          const bool low_first = way_ == LOW || (by_size && it.bytes < large_bytes_);
+          const double tie = static_cast<double>(low_first ? at : tight ? from - low : capacity_ - at);
           double cost = 1e-9 * step_ * tie / static_cast<double>(capacity_);
           if (cost >= least) return;
           for (const Other& other : others)
@@ -233,6 +262,7 @@ class Stacking {
   double step_;
   i32 way_;
   double emptiest_;
+  std::vector<double> fullness_;
   std::vector<i32> placed_;
   // Those that have a place, by the parts of the step; those for all of it; where others always are.
   std::vector<std::vector<i32>> there_;
