@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from _execute_peers import ordinary_step
 from _models import MODELS as TRANSFORMERS
 from _models import batch_of, build
 from _plan_convolutions import wide_resnet
@@ -179,17 +180,8 @@ def train(
     model, optimizer, batch = trainee(model_name, device)
     step: Callable[[Any], torch.Tensor]
     with contextlib.ExitStack() as stack:
-        if arm == "eager":
-
-            def eager(batch: Any) -> torch.Tensor:
-                optimizer.zero_grad()
-                output = model(**batch)
-                loss = output if isinstance(output, torch.Tensor) else output.loss
-                loss.backward()
-                optimizer.step()
-                return loss.detach()
-
-            step, planned = eager, None
+        if arm not in ARMS:
+            step, planned = ordinary_step(arm, model, optimizer), None
         else:
             found = Plan.load(directory / f"{file_name(arm)}.json")
             graph = StepGraph.load(directory / "graph.json.gz")

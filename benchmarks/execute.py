@@ -2,7 +2,8 @@
 
 Each measurement is a process of its own, and each planned one runs between two eager ones, so that
 what else the machine does hits both. Plans are made first, from measured operators and links;
-`--prepare` makes them and measures nothing. `--part operators` times steps of the smallest tensors
+`--prepare` makes them and measures nothing. `--peers` adds what others do for memory and speed
+(`_execute_peers.py`), where they run. `--part operators` times steps of the smallest tensors
 instead: what an operator costs beside its arithmetic. `--part figure` draws the rows.
 """
 
@@ -23,6 +24,7 @@ import _execute_figure
 import _execute_operators
 from _execute_arms import ARMS, MODELS, SHAPES, file_name, prepare
 from _execute_disk import disk_alone_seconds
+from _execute_peers import EAGER, PEERS, why_not
 from _rows import BenchmarkRow, Limit, argument_parser, environment, write_rows
 from penstock.planner import Plan
 
@@ -37,10 +39,10 @@ def run_child(model: str, arm: str, plans: Path, arguments: argparse.Namespace) 
 
 
 def row_of(
-    model: str, device: str, arm: str, runs: list[tuple[Run, Run, Run]], disk_seconds: float
+    model: str, device: str, arm: str, runs: list[tuple[Run, Run, Run]], disk_seconds: float = 0.0
 ) -> BenchmarkRow:
-    """A row of (eager, planned, eager) runs, with what the disk alone needs."""
-    bar = ARMS[arm][-1]
+    """A row of (eager, planned, eager) runs, with what the disk alone needs; or of a peer's."""
+    bar = ARMS[arm][-1] if arm in ARMS else None
     seconds = [value for _, planned, _ in runs for value in planned["seconds"]]
     ratios = [
         statistics.median(planned["seconds"])
@@ -48,21 +50,23 @@ def row_of(
         for before, planned, after in runs
     ]
     eager, planned, _ = runs[0]
-    report = planned["report"]
+    report = planned.get("report")
     eager_seconds = statistics.median(eager["seconds"])
     return BenchmarkRow.of(
         seconds,
         topic="execute",
         case=SHAPES[device].case(model),
         arm=arm,
-        limit=Limit(name=f"{bar} x eager", value=bar, unit="1"),
-        measured=statistics.median(ratios),
-        moved_bytes=report["moved_bytes"],
+        limit=Limit(name=f"{bar} x eager", value=bar, unit="1") if bar else None,
+        measured=statistics.median(ratios) if bar else None,
+        moved_bytes=report["moved_bytes"] if report else {},
         peak_bytes={
             "device": report["arena_bytes"] + report["workspace_bytes"],
             "host": report["host_bytes"],
             "file": report["file_bytes"],
-        },
+        }
+        if report
+        else {},
         extra={
             "model": model,
             "times_eager": ratios,
@@ -89,7 +93,7 @@ def row_of(
 def measure_model(model: str, arguments: argparse.Namespace) -> None:
     """Run the arms of one model, each between two eager runs, and write a row of each."""
     plans = arguments.plans / model
-    if arguments.prepare or not (plans / "full.json").exists():
+    if arguments.prepare or (arguments.arms and not (plans / "full.json").exists()):
         prepare(model, arguments.device, plans, arguments.store, arguments.time_limit)
     if arguments.prepare:
         return
@@ -97,19 +101,31 @@ def measure_model(model: str, arguments: argparse.Namespace) -> None:
     def child(arm: str) -> Run:
         return run_child(model, arm, plans, arguments)
 
-    runs: dict[str, list[tuple[Run, Run, Run]]] = {arm: [] for arm in arguments.arms}
-    before = child("eager")
+    arms = [*arguments.arms, *(_peers_of(model, arguments.device) if arguments.peers else ())]
+    runs: dict[str, list[tuple[Run, Run, Run]]] = {arm: [] for arm in arms}
+    before = child(EAGER)
     for _ in range(arguments.rounds):
-        for arm in arguments.arms:
-            planned, after = child(arm), child("eager")
+        for arm in arms:
+            planned, after = child(arm), child(EAGER)
             runs[arm].append((before, planned, after))
             before = after
-            plan = Plan.load(plans / f"{file_name(arm)}.json")
-            disk_seconds = disk_alone_seconds(plan, arguments.store)
+            disk_seconds = 0.0
+            if arm in ARMS:
+                plan = Plan.load(plans / f"{file_name(arm)}.json")
+                disk_seconds = disk_alone_seconds(plan, arguments.store)
             row = row_of(model, arguments.device, arm, runs[arm], disk_seconds)
             ratios = [f"{ratio:.3f}" for ratio in row.extra["times_eager"]]
             print(model, arm, "times eager:", *ratios, file=sys.stderr)
             write_rows([row], arguments.out)
+
+
+def _peers_of(model: str, device: str) -> list[str]:
+    """Those that run; says of the others why they do not."""
+    reasons = {arm: why_not(arm, model, device) for arm in PEERS}
+    for arm, reason in reasons.items():
+        if reason is not None:
+            print(f"{model} {arm}: {reason}", file=sys.stderr)
+    return [arm for arm, reason in reasons.items() if reason is None]
 
 
 def main() -> None:
@@ -119,6 +135,7 @@ def main() -> None:
     parser.add_argument("--store", help="directory of the file tier (default: a temporary one)")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--arms", nargs="*", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--peers", action="store_true", help="compare with others, too")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--time-limit", type=float, default=15.0, help="of each plan, seconds")
