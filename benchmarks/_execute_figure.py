@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from _execute_arms import ARMS, MODELS
 from _rows import REPOSITORY, BenchmarkRow, read_rows, results_file
 
 if TYPE_CHECKING:
@@ -20,8 +21,12 @@ def draw(device_name: str, directory: Path, target: Path = FIGURE) -> None:
     import matplotlib.pyplot as plt
 
     path = results_file(device_name, "execute", directory)
-    rows = [row for row in (read_rows(path) if path.exists() else []) if "model" in row.extra]
-    models = list(dict.fromkeys(row.extra["model"] for row in rows))
+    rows = [
+        row
+        for row in (read_rows(path) if path.exists() else [])
+        if row.arm in ARMS and "model" in row.extra
+    ]
+    models = [model for model in MODELS if any(row.extra["model"] == model for row in rows)]
     if not models:
         print(f"{path} has no rows of models; no figure")
         return
@@ -35,11 +40,18 @@ def draw(device_name: str, directory: Path, target: Path = FIGURE) -> None:
             panel.set_title(model, fontsize=8)
         for panel in list(panels.flat)[len(models) :]:
             panel.set_visible(False)
+        panels[0, 0].set_ylim(0, 1.05 * max(map(_throughput, rows)))  # all panels share it
         for row_of_panels in panels:
             row_of_panels[0].set_ylabel("throughput, % of eager")
         figure.tight_layout(rect=(0, 0.35 / figure.get_figheight(), 1, 1))
-        handles, labels = panels[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, frameon=False, ncols=len(labels), loc="lower center")
+        entries = {
+            label: handle
+            for panel in panels.flat
+            for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(
+            entries.values(), entries.keys(), frameon=False, ncols=len(entries), loc="lower center"
+        )
         target.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(target, metadata={"Date": None})
         plt.close(figure)
@@ -65,7 +77,6 @@ def _draw_panel(panel: Axes, rows: list[BenchmarkRow]) -> None:
     panel.set_xscale("log", base=2)
     panel.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
     panel.set_xlabel("device memory, MiB")
-    panel.set_ylim(0, None)
     panel.grid(alpha=0.3)
     panel.spines[["top", "right"]].set_visible(False)
 

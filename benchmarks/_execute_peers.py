@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,9 @@ CHECKPOINTING = "checkpointing"
 COMPILED = "torch.compile"
 BUDGET = "torch's memory budget, 1/4"  # of what the forward pass keeps
 TRL = "TRL's offload"
-PEERS = (CHECKPOINTING, COMPILED, BUDGET, TRL)
+DEEPSPEED = "DeepSpeed ZeRO-Offload"  # gradients and the optimizer's state in host memory
+PEERS = (CHECKPOINTING, COMPILED, BUDGET, TRL, DEEPSPEED)
+_PACKAGES = {TRL: "trl", DEEPSPEED: "deepspeed"}
 
 
 def why_not(arm: str, model: str, device: str) -> str | None:
@@ -26,8 +29,9 @@ def why_not(arm: str, model: str, device: str) -> str | None:
         return "it has no layers that say how to be checkpointed"
     if arm == TRL and device != "cuda":
         return "TRL offloads from GPUs only"
-    if arm == TRL and importlib.util.find_spec("trl") is None:
-        return "TRL is not installed"
+    package = _PACKAGES.get(arm)
+    if package is not None and importlib.util.find_spec(package) is None:
+        return f"{package} is not installed"
     return None
 
 
@@ -41,6 +45,8 @@ def ordinary_step(
         model: The model; changed as the arm has it.
         optimizer: Its optimizer.
     """
+    if arm == DEEPSPEED:
+        return _deepspeed_step(model, optimizer)
     forward: Callable[..., Any] = model
     around: Callable[[], Any] = contextlib.nullcontext
     if arm == CHECKPOINTING:
@@ -64,6 +70,36 @@ def ordinary_step(
             loss = output if isinstance(output, torch.Tensor) else output.loss
         loss.backward()
         optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def _deepspeed_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Callable[[Any], torch.Tensor]:
+    """ZeRO's second stage with its own AdamW on the CPU; one process."""
+    import deepspeed  # type: ignore[import]
+
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update(alone | {"MASTER_PORT": "29517"})
+    (group,) = optimizer.param_groups
+    options = {"lr": group["lr"], "betas": group["betas"], "weight_decay": group["weight_decay"]}
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        config={
+            "train_micro_batch_size_per_gpu": 1,  # only says how losses are averaged
+            "optimizer": {"type": "AdamW", "params": options},
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        },
+    )
+
+    def step(batch: Any) -> torch.Tensor:
+        output = engine(**batch)
+        loss = output if isinstance(output, torch.Tensor) else output.loss
+        engine.backward(loss)
+        engine.step()
         return loss.detach()
 
     return step
