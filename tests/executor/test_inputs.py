@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from torch import nn
 
+from _sequence import Recurrent
 from penstock.executor import bind, executable
 from penstock.graph import Kind, capture
 from penstock.memory import Tier
@@ -13,23 +13,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TIMES, ROWS, WIDTH = 12, 8, 32
 
 
-class Recurrent(nn.Module):
-    """Looks at one time step of its input after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, sequence, target):
-        state = torch.zeros(ROWS, WIDTH)
-        for step in sequence.unbind(0):
-            state = torch.tanh(self.linear(state + step))
-        return (state - target).square().mean()
-
-
 def trainee():
     torch.manual_seed(0)
-    model = Recurrent()
+    model = Recurrent(WIDTH)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 

@@ -4,24 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from _sequence import Recurrent
 from penstock.graph import StepGraph, capture, run, split
 from penstock.graph._input_pieces import part_of_input
 
 TIMES, ROWS, WIDTH = 6, 4, 32
-
-
-class Recurrent(nn.Module):
-    """Looks at one time step of its input after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, sequence, target):
-        state = torch.zeros(ROWS, WIDTH)
-        for step in sequence.unbind(0):
-            state = torch.tanh(self.linear(state + step))
-        return (state - target).square().mean()
 
 
 class Windows(nn.Module):
@@ -58,7 +45,7 @@ def parts_looked_at(look, example, max_bytes=1):
 
 
 def test_time_steps_become_parts():
-    model, optimizer = trainee(Recurrent)
+    model, optimizer = trainee(lambda: Recurrent(WIDTH))
     graph = capture(model, optimizer, batch(0))
     parts = split(graph, 4096)
     length = ROWS * WIDTH
@@ -72,7 +59,7 @@ def test_time_steps_become_parts():
 def test_the_parts_give_the_same_bits():
     losses = []
     for max_bytes in (2**40, 1):
-        model, optimizer = trainee(Recurrent)
+        model, optimizer = trainee(lambda: Recurrent(WIDTH))
         graph = split(capture(model, optimizer, batch(0)), max_bytes)
         assert bool(parts_of(graph)) == (max_bytes == 1)
         losses.append([run(graph, model, optimizer, batch(seed)) for seed in range(3)])
@@ -105,14 +92,14 @@ def test_other_inputs_stay_whole(look):
 
 
 def test_two_tensors_of_one_storage_stay_whole():
-    model, optimizer = trainee(Recurrent)
+    model, optimizer = trainee(lambda: Recurrent(WIDTH))
     memory = torch.randn(TIMES + 1, ROWS, WIDTH)
     graph = capture(model, optimizer, (memory[:TIMES], memory[TIMES]))
     assert parts_of(split(graph, 1)) == []
 
 
 def test_small_inputs_stay_whole():
-    model, optimizer = trainee(Recurrent)
+    model, optimizer = trainee(lambda: Recurrent(WIDTH))
     graph = capture(model, optimizer, batch(0))
     num_bytes = 4 * TIMES * ROWS * WIDTH
     assert parts_of(split(graph, 16 * num_bytes - 1))
@@ -126,7 +113,7 @@ def test_a_batch_that_lies_otherwise_than_the_captured_one():
     for example, given in ((captured, plain), (plain, captured)):
         losses = []
         for is_eager in (True, False):
-            model, optimizer = trainee(Recurrent)
+            model, optimizer = trainee(lambda: Recurrent(WIDTH))
             graph = capture(model, optimizer, example)
             loss = model(*given).detach() if is_eager else run(graph, model, optimizer, given)
             losses.append(loss)

@@ -181,7 +181,7 @@ class Seam:
         for name, storage in self._lasting_inputs.items():
             for stay in self.places_of[storage]:
                 place = self._room.view_of(stay, self._graph.tensors[name])
-                place.copy_(inputs[name])
+                place.copy_(inputs[name].detach())
                 self._room.put_away(place)
         return set(self._lasting_inputs.values())
 

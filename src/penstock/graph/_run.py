@@ -172,18 +172,18 @@ def _one_for_each_storage(
         found.setdefault(graph.storage_of_value[graph.tensors[name].value], []).append(name)
     for storage, names in found.items():
         memories = {tensors[name].untyped_storage()._cdata for name in names}
-        if len(memories) == 1 and not part_of_input(names[0]):
+        num_bytes = graph.storages[storage].num_bytes
+        if not num_bytes or (len(memories) == 1 and not part_of_input(names[0])):
             yield names[0], tensors[names[0]]
             continue
         # Parts of a tensor, or views of one storage that are given apart this time.
-        memory = torch.empty(
-            graph.storages[storage].num_bytes, dtype=torch.uint8, device=tensors[names[0]].device
-        )
+        device = tensors[names[0]].device
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         for name in names:
             view = graph.tensors[name]
-            place = torch.empty(0, dtype=tensors[name].dtype, device=memory.device)
+            place = torch.empty(0, dtype=tensors[name].dtype, device=device)
             place.set_(memory.untyped_storage(), view.offset, view.shape, view.stride)  # pyright: ignore
-            place.copy_(tensors[name])
+            place.copy_(tensors[name].detach())
         yield names[0], memory
 
 
