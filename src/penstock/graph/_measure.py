@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from penstock.graph._encoding import OWN_TARGETS, decode, dtype_named, flat_results, resolve
+from penstock.graph._schemas import COLLECTIVES
 from penstock.graph._step_graph import Operator, Phase, StepGraph, TensorView
 
 _SCALAR_BYTES = 64  # a number that is wrapped in a tensor is no workspace
@@ -42,13 +43,13 @@ def measure(
             `workspace_bytes` to that. On the CPU it sees what kernels get from torch's allocator.
 
     Returns:
-        The same graph with `seconds`.
+        The same graph with `seconds`; collectives have none, as other ranks need not measure now.
     """
     where = torch.device(graph.device if device is None else device)
     known: dict[Any, tuple[float, int]] = {}
     operators = []
     for operator in graph.operators:
-        if operator.target in OWN_TARGETS:
+        if operator.target in OWN_TARGETS or operator.target in COLLECTIVES:
             operators.append(operator)
             continue
         key = _likeness(operator)

@@ -15,7 +15,13 @@ UNDECLARED_WRITES: dict[str, tuple[int, ...]] = {
     "aten.cudnn_batch_norm.default": (3, 4),
     "aten.miopen_batch_norm.default": (3, 4),
 }
-COLLECTIVES = ("penstock.average_over_ranks_.default",)
+COLLECTIVES = (
+    "penstock.average_over_ranks_.default",
+    "penstock.sum_over_ranks_.default",
+    "penstock.max_over_ranks_.default",
+    "penstock.all_gather_shards_.default",
+    "penstock.reduce_scatter_mean_.default",
+)
 """Operators in which all ranks take part: none may leave them out, or run them twice."""
 
 _TRAINING_ARGUMENT = 5  # of the same three
