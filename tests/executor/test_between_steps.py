@@ -117,16 +117,17 @@ def test_a_run_goes_on_from_a_checkpoint(share, tier, store, tmp_path):
         assert [step(case.batch).item() for _ in range(3)] == losses[2:]
 
 
-def test_eager_steps_between_planned_ones(store):
+@pytest.mark.parametrize("optimizer", [OPTIMIZER, "fused adamw"])
+def test_eager_steps_between_planned_ones(optimizer, store):
     case = CASES[CASE]
     ends = []
     for planned in (False, True):
-        model, stepper = trainee(case, OPTIMIZER)
+        model, stepper = trainee(case, optimizer)
         losses = []
         step = None
         if planned:
             step = bound(
-                CASE, OPTIMIZER, model, stepper, share=1 / 3, tier="host", store=store, debug=True
+                CASE, optimizer, model, stepper, share=1 / 3, tier="host", store=store, debug=True
             )
         for number in range(4):
             if step is None or number % 2:

@@ -1,30 +1,25 @@
 """Two processes over gloo: each runs its own plan, and gradients are averaged within it."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
 
+from _ranks import needs_gloo, outputs_of_ranks
 from penstock.executor import average_gradients
 
 CHILD = """
-import json, os, sys
+import json, sys
 import torch
 from torch import distributed, nn
-import penstock
-from penstock.errors import CaptureError
 from penstock.executor import average_gradients, bind, executable
 from penstock.graph import capture
 from penstock.planner import plan
 
-rank, arm, store = int(sys.argv[1]), sys.argv[2], sys.argv[4]
+rank, port, arm, store = int(sys.argv[1]), *sys.argv[2:]
 distributed.init_process_group(
-    "gloo", init_method=f"tcp://127.0.0.1:{sys.argv[3]}", rank=rank, world_size=2
+    "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
 )
 torch.set_num_threads(1)
 loss_of = lambda output, batch: (output - batch).square().mean()
@@ -50,7 +45,7 @@ if arm == "planned":
     assert found.transfers
     with bind(found, model, optimizer, graph=graph, loss=loss_of, store=store, debug=True) as step:
         losses = [step(batch).item() for batch in batches]
-elif arm == "ddp":
+else:
     wrapped = nn.parallel.DistributedDataParallel(model)
     losses = []
     for batch in batches:
@@ -60,57 +55,23 @@ elif arm == "ddp":
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         losses.append(loss.item())
-else:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    try:
-        capture(model, torch.optim.AdamW(model.parameters()), batches[0], loss=loss_of)
-    except CaptureError as error:
-        losses = str(error)
-weights = [p.detach().flatten().tolist() for p in model.parameters()] if arm != "fsdp" else []
+weights = [p.detach().flatten().tolist() for p in model.parameters()]
 print(json.dumps({"losses": losses, "weights": weights}))
 distributed.destroy_process_group()
 """
 
 
 def two_ranks(arm, store):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(CHILD), str(rank), arm, str(port), str(store)],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [child.communicate(timeout=120)[0] for child in children]
-    assert [child.returncode for child in children] == [0, 0]
+    outputs = outputs_of_ranks(["-c", textwrap.dedent(CHILD)], arm, store)
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
-@pytest.mark.skipif(
-    not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
-    reason="torch came without gloo",
-)
+@needs_gloo
 def test_two_ranks_with_different_plans_train_as_ddp_does(store):
     planned = two_ranks("planned", store)
     assert planned == two_ranks("ddp", store)
     assert planned[0]["losses"] != planned[1]["losses"]
     assert planned[0]["weights"] == planned[1]["weights"]
-
-
-@pytest.mark.skipif(
-    not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
-    reason="torch came without gloo",
-)
-def test_sharded_parameters_are_refused_by_name(store):
-    for result in two_ranks("fsdp", store):
-        assert "'0.weight' is sharded" in result["losses"]
 
 
 def test_without_ranks_there_is_nothing_to_average():

@@ -189,6 +189,7 @@ def bind(
     Raises:
         PlanError: The plan is wrong, or for another graph (rule `"graph"`).
         GraphFileError: The graph is not of this model and optimizer; nothing has moved.
+        CaptureError: The model is sharded (FSDP2) in a way that a graph does not hold.
         StoreError: The store cannot be used, or has not enough room.
         TypeError, ValueError: An argument is not what it must be.
     """

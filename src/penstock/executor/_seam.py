@@ -8,6 +8,7 @@ follow what he did to it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
@@ -15,11 +16,13 @@ import torch
 from torch import nn
 
 from penstock.errors import GraphFileError
+from penstock.executor._eager_steps import EagerSteps
 from penstock.executor._moves import Move, move_all
 from penstock.executor._places import Places, Stay
 from penstock.executor._room import Room
 from penstock.graph import Kind, StepGraph, TensorView
 from penstock.graph._encoding import dtype_name
+from penstock.graph._shards import Shard, ShardedModel, local_of, sharded_like
 from penstock.memory import Tier
 from penstock.planner import Plan
 
@@ -28,16 +31,43 @@ _PREFERENCE = (Tier.DEVICE, Tier.HOST, Tier.FILE)
 
 
 class _Handle(NamedTuple):
-    """How the user holds a tensor: `holder()[key]`; loading a state makes new dictionaries."""
+    """How the user holds a tensor: `holder()[key]`; loading a state makes new dictionaries.
+
+    Attributes:
+        name: What it is called in the graph.
+        holder: Returns the dictionary.
+        key: Its key there.
+        view: How the graph sees it.
+        shard: What FSDP2 has of it, if it is a parameter of which ranks have parts.
+        owner: The parameter whose state it is; None if it is none.
+    """
 
     name: str
     holder: Callable[[], MutableMapping[str, Any]]
     key: str
     view: TensorView
+    shard: Shard | None = None
+    owner: torch.Tensor | None = None
 
     def now(self) -> torch.Tensor | None:
-        """The tensor that the user holds."""
+        """The tensor that the user holds; of what ranks share this rank's part."""
+        return local_of(self.held())
+
+    def held(self) -> torch.Tensor | None:
+        """What the user holds, as he has it."""
         return self.holder().get(self.key)
+
+    def make(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give the user a tensor where he has none; return what he holds then."""
+        self.holder()[self.key] = sharded_like(tensor, self.owner)
+        return local_of(self.held())
+
+    def flat(self) -> tuple[torch.Tensor, TensorView] | None:
+        """The flat shard, with its padding, of which a parameter is a view; None if it has none."""
+        if self.shard is None:
+            return None
+        flat = self.shard.flat
+        return flat, self.view._replace(shape=tuple(flat.shape), stride=(1,))
 
 
 class _Bound(NamedTuple):
@@ -61,6 +91,7 @@ class Seam:
         loss: The loss, if it is a module.
 
     Raises:
+        CaptureError: The model is sharded in a way that a graph does not hold.
         GraphFileError: The graph is of another model or optimizer; nothing has been touched.
         ValueError: State is missing of which the graph does not say how it begins.
     """
@@ -90,9 +121,12 @@ class Seam:
             if (storage := graph.storage_of_value[view.value]) in self.places_of
             and graph.storages[storage].kind is Kind.INPUT
         }
-        self._handles = [*_of_modules(graph, model, loss), *self._of_state(model, optimizer, loss)]
+        self._sharded = ShardedModel(model, loss)
+        self._handles = _of_modules(graph, model, loss, self._sharded)
+        self._handles = [*self._handles, *self._of_state(optimizer)]
         self._bound: list[_Bound] = []
         self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
+        self._eager_steps = EagerSteps(optimizer)
         self._born: set[int] = set()  # storages that have never been anywhere else
 
     def take_over(self) -> None:
@@ -149,6 +183,7 @@ class Seam:
             The storages that he has replaced, or changed where they lie in several places.
         """
         changed: set[int] = set()
+        self._sharded.reshard()
         for index, (handle, tensor, address) in enumerate(self._bound):
             if handle.now() is tensor and tensor.data_ptr() == address:
                 continue
@@ -156,8 +191,9 @@ class Seam:
                 settle()
             self._bound[index] = self._adopted(handle, handle.now())
             changed.add(self._graph.storage_of_value[handle.view.value])
+        stepped = self._eager_steps.any()
         for storage, versions in self._versions.items():
-            if any(tensor._version != version for tensor, version in versions):
+            if stepped or any(tensor._version != version for tensor, version in versions):
                 if not changed:
                     settle()
                 changed.add(storage)
@@ -209,10 +245,11 @@ class Seam:
                 where = self._room.device if self._graph.storages[storage].num_bytes else "cpu"
                 fresh[storage] = home.to(where, copy=True).untyped_storage()
             view = handle.view
-            own = torch.empty(0, dtype=tensor.dtype, device=fresh[storage].device)
-            own.set_(fresh[storage], view.offset, view.shape, view.stride)  # pyright: ignore
-            tensor.data = own
+            tensor.data = _seen_in(fresh[storage], view, tensor)
+            if flat := handle.flat():
+                flat[0].data = _seen_in(fresh[storage], flat[1], tensor)
         self._bound = []
+        self._eager_steps.stop()
 
     def _is_state_of_born(self, handle: _Handle) -> bool:
         """Whether it is state of the optimizer, of a model that has never been anywhere else."""
@@ -253,8 +290,7 @@ class Seam:
         tensor = handle.now()
         if tensor is None:
             home.fill_(_initial_fill(self._graph, handle.name))
-            tensor = home.detach()
-            handle.holder()[handle.key] = tensor
+            tensor = handle.make(home.detach())
             self._room.put_away(tensor)
             return _Bound(handle, tensor, tensor.data_ptr())
         _check(handle.name, handle.view, tensor)
@@ -267,6 +303,8 @@ class Seam:
             self._room.put_away(home)
         if tensor.data_ptr() != home.data_ptr() or not home.numel():
             tensor.data = home.detach()
+        if flat := handle.flat():
+            flat[0].data = self._home(flat[1])
         return _Bound(handle, tensor, tensor.data_ptr())
 
     def note_versions(self) -> None:
@@ -275,14 +313,16 @@ class Seam:
         for handle, tensor, _ in self._bound:
             storage = self._graph.storage_of_value[handle.view.value]
             if len(self.places_of.get(storage, [])) > 1:
-                self._versions.setdefault(storage, []).append((tensor, tensor._version))
+                seen = self._versions.setdefault(storage, [])
+                seen.append((tensor, tensor._version))
+                whole = handle.held()  # torch counts apart what is done to a DTensor
+                if whole is not None and whole is not tensor:
+                    seen.append((whole, whole._version))
 
-    def _of_state(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: object
-    ) -> Iterator[_Handle]:
+    def _of_state(self, optimizer: torch.optim.Optimizer) -> Iterator[_Handle]:
         """Handles of the optimizer's state; what is missing has to be known to begin somehow."""
         parameters: dict[str, torch.Tensor] = {}
-        for handle in _of_modules(self._graph, model, loss):
+        for handle in self._handles:
             name = handle.name.removeprefix("model.")
             parameters.setdefault(name, handle.holder()[handle.key])
         found = []
@@ -305,11 +345,13 @@ class Seam:
             if key not in state:
                 _initial_fill(self._graph, name)
             else:
-                _check(name, view, state[key])
+                _check(name, view, local_of(state[key]))
             found.append((name, parameter, key, view))
         # Only now, as everything is right, may dictionaries of state come into being.
         for name, parameter, key, view in found:
-            yield _Handle(name, lambda parameter=parameter: optimizer.state[parameter], key, view)
+            # Loading a state also makes a new `optimizer.state`.
+            state = lambda parameter=parameter: optimizer.state[parameter]  # noqa: E731
+            yield _Handle(name, state, key, view, owner=parameter)
 
 
 def _materialized(handle: _Handle, tensor: torch.Tensor, home: torch.Tensor) -> torch.Tensor:
@@ -384,7 +426,22 @@ def _apart(room: Room, stays: list[Stay]) -> list[Stay]:
     return [stay for stay in stays if stay in places.values()]
 
 
-def _of_modules(graph: StepGraph, model: nn.Module, loss: object) -> list[_Handle]:
+def _holder(
+    holder: MutableMapping[str, Any], key: str, shard: Shard | None
+) -> MutableMapping[str, Any]:
+    """Who holds a parameter: the module, or FSDP2 while the module may hold a gathered one."""
+    return holder if shard is None else {key: shard.parameter}
+
+
+def _seen_in(storage: torch.UntypedStorage, view: TensorView, like: torch.Tensor) -> torch.Tensor:
+    """What a view shows in a storage."""
+    seen = torch.empty(0, dtype=like.dtype, device=storage.device)
+    return seen.set_(storage, view.offset, view.shape, view.stride)  # pyright: ignore
+
+
+def _of_modules(
+    graph: StepGraph, model: nn.Module, loss: object, sharded: ShardedModel
+) -> list[_Handle]:
     """Handles of parameters and buffers, checked against the graph."""
     handles = []
     for prefix, root in (("model", model), ("loss", loss)):
@@ -393,18 +450,24 @@ def _of_modules(graph: StepGraph, model: nn.Module, loss: object) -> list[_Handl
         for path, module in root.named_modules(prefix=prefix, remove_duplicate=False):
             for holder in (module._parameters, module._buffers):
                 for key, tensor in holder.items():
-                    if tensor is not None:
-                        handles.append((f"{path}.{key}", lambda holder=holder: holder, key))
-    found = {name for name, _, _ in handles}
+                    if tensor is None:
+                        continue
+                    shard = sharded.at(module, key) if holder is module._parameters else None
+                    whose = functools.partial(_holder, holder, key, shard)
+                    handles.append((f"{path}.{key}", whose, key, shard))
+    found = {name for name, *_ in handles}
     wanted = {name for name in graph.tensors if name.startswith(("model.", "loss."))}
     for name in sorted(wanted ^ found):
         whose = "the graph" if name in wanted else "the model"
         raise GraphFileError(
             f"only {whose} has a tensor {name!r}: this graph is of another model; capture this one"
         )
-    made = [_Handle(name, holder, key, graph.tensors[name]) for name, holder, key in handles]
+    made = [
+        _Handle(name, holder, key, graph.tensors[name], shard)
+        for name, holder, key, shard in handles
+    ]
     for handle in made:
-        _check(handle.name, handle.view, handle.holder()[handle.key])
+        _check(handle.name, handle.view, local_of(handle.holder()[handle.key]))
     _check_sharing(graph, made)
     return made
 
@@ -422,8 +485,8 @@ def _check_sharing(graph: StepGraph, handles: list[_Handle]) -> None:
     """Tensors share memory in the model where they share it in the graph."""
     of_storage: dict[int, int] = {}
     of_address: dict[int, int] = {}
-    for name, holder, key, view in handles:
-        tensor = holder()[key]
+    for handle in handles:
+        name, view, tensor = handle.name, handle.view, local_of(handle.holder()[handle.key])
         if not tensor.numel():
             continue
         begin = tensor.data_ptr() - view.offset * tensor.element_size()

@@ -16,6 +16,7 @@ from penstock.errors import GraphFileError
 from penstock.graph._encoding import dtype_name, dtype_named
 from penstock.graph._input_pieces import part_of_input
 from penstock.graph._scalars import evaluate
+from penstock.graph._shards import local_of, sharded_like
 from penstock.graph._stand_ins import tensors_in
 from penstock.graph._step_graph import StepGraph, TensorView
 
@@ -35,10 +36,12 @@ def named_tensors(model: nn.Module, loss: object = None) -> Iterator[tuple[str, 
 def bind_model(graph: StepGraph, model: nn.Module, loss: object = None) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers that a graph begins with, by their names.
 
+    Of what ranks share it is this rank's part.
+
     Raises:
         GraphFileError: The graph is of another model; the message names the first difference.
     """
-    found = dict(named_tensors(model, loss))
+    found = {name: local_of(tensor) for name, tensor in named_tensors(model, loss)}
     wanted = {name for name in graph.tensors if name.startswith(("model.", "loss."))}
     for name in sorted(wanted ^ found.keys()):
         whose = "the graph" if name in wanted else "the model"
@@ -107,8 +110,9 @@ def bind_state(
                 raise GraphFileError(f"the graph has {name!r}, and the model no {owner!r}")
             state = optimizer.state[parameters[owner]]
             if key not in state:
-                state[key] = _initial_state(graph, name, view, parameters[owner])
-            found[name] = state[key]
+                made = _initial_state(graph, name, view, parameters[owner])
+                state[key] = sharded_like(made, parameters[owner])
+            found[name] = local_of(state[key])
     _check_all(graph, found)
     return found
 

@@ -21,8 +21,10 @@ from torch.nn.modules import module as torch_modules
 
 from penstock.errors import CaptureError
 from penstock.graph._finish import finish
+from penstock.graph._gathering import Gathering
 from penstock.graph._optimizer import OptimizerCopy
 from penstock.graph._recorder import Recorder
+from penstock.graph._shards import ShardedModel
 from penstock.graph._stand_ins import StandIns, tensors_in
 from penstock.graph._step_graph import Kind, Phase, StepGraph, TensorView
 
@@ -52,7 +54,8 @@ def capture(
 
     Args:
         model: An ordinary module, in training mode if the step is to train. Parameters on the meta
-            device are taken to be on the CPU.
+            device are taken to be on the CPU. Of a module that `fully_shard` was called with the
+            graph is that of this rank.
         optimizer: A stock optimizer of its parameters. State that it does not have yet is taken as
             it is from the second step on.
         batch: What the model is called with: a mapping as `model(**batch)`, a tuple as
@@ -81,10 +84,12 @@ def capture(
     _check_accumulation(batch, accumulate)
     modules = {"model": model} | ({"loss": loss} if isinstance(loss, nn.Module) else {})
     root = nn.ModuleDict(modules)
+    sharded = ShardedModel(model, loss)
     names = _ModuleNames(root)
     recorder = Recorder(names.current)
     mode = FakeTensorMode()
-    stand_ins = StandIns(mode, torch.device("cpu"))
+    stand_ins = StandIns(mode, torch.device("cpu"), sharded.locals_of(optimizer))
+    gathering = Gathering(sharded, stand_ins, recorder)
     device = _device_type(root)
     tensors: dict[str, TensorView] = {}
     with _no_collection(), _unrandom(recorder), _eagers_branches(recorder), mode:
@@ -95,12 +100,15 @@ def capture(
         copy = OptimizerCopy(optimizer, stand_ins, recorder, _parameter_names(root), mode)
         with stand_ins.inside(root), names, recorder:
             buffers = dict(root.named_buffers(remove_duplicate=False))
-            result = _all_gradients(model, fake_batch, loss, recorder, accumulate)
+            with gathering.active():
+                result = _all_gradients(model, fake_batch, loss, recorder, gathering, accumulate)
             recorder.phase = Phase.OPTIMIZER
             _mark_gradients(recorder, root)
             if before_step is not None:
-                _run_before_step(before_step, recorder, root)
+                with gathering.norms_over_ranks():
+                    _run_before_step(before_step, recorder, root)
             copy.step()
+            gathering.check(copy.state)
             _write_back_buffers(root, buffers)
         loss_view = recorder.view(result)
         tensors |= copy.tensors
@@ -155,15 +163,16 @@ def _all_gradients(
     batch: Any,
     loss: Callable[[Any, Any], Any] | None,
     recorder: Recorder,
+    gathering: Gathering,
     accumulate: int | None,
 ) -> torch.Tensor:
     """Forward and backward of the batch, or of one micro-batch after the other."""
     if accumulate is None:
-        return _gradients(model, batch, loss, recorder, 1)
+        return _gradients(model, batch, loss, recorder, gathering, 1)
     total = None
     for part in batch:
         recorder.phase = Phase.FORWARD
-        value = _gradients(model, part, loss, recorder, accumulate)
+        value = _gradients(model, part, loss, recorder, gathering, accumulate)
         total = value if total is None else total + value
     assert total is not None
     return total
@@ -194,6 +203,7 @@ def _gradients(
     batch: Any,
     loss: Callable[[Any, Any], Any] | None,
     recorder: Recorder,
+    gathering: Gathering,
     num_parts: int,
 ) -> torch.Tensor:
     with torch.enable_grad():
@@ -207,6 +217,7 @@ def _gradients(
             )
         recorder.phase = Phase.BACKWARD
         value.backward()
+        gathering.after_backward()
     return value.detach()
 
 
@@ -235,13 +246,6 @@ def _check(model: object, optimizer: object) -> None:
             "before_step=lambda: penstock.executor.average_gradients(model.module)"
         )
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "device_mesh"):
-            raise CaptureError(
-                f"parameter {name!r} is sharded over ranks (DTensor, as FSDP2 makes it), and what "
-                "gathers it runs in hooks that a graph does not hold; for data parallelism pass "
-                "the model itself, and before_step=lambda: "
-                "penstock.executor.average_gradients(model)"
-            )
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise CaptureError(
                 f"parameter {name!r} has hooks on its gradient, which run Python that a graph does "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -67,6 +67,13 @@ class OptimizerCopy:
         self._copy.state = defaultdict(dict)
         for parameter, state in optimizer.state.items():
             self._copy.state[stand_ins.of(parameter, "parameter")] = dict(state)
+
+    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the stand-ins of the state, by their names in the graph."""
+        for parameter, state in self._copy.state.items():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    yield f"optimizer.state.{self._name_of[id(parameter)]}.{key}", value
 
     def step(self) -> None:
         """Write one step down; the gradients are in `.grad` of the stand-ins."""

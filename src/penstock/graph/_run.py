@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PenstockError
+from penstock.graph import _collectives  # noqa: F401 (operators of graphs)
 from penstock.graph._bindings import (
     bind_batch,
     bind_group_tensors,
@@ -34,6 +35,7 @@ from penstock.graph._encoding import (
 )
 from penstock.graph._input_pieces import part_of_input
 from penstock.graph._scalars import evaluate
+from penstock.graph._shards import ShardedModel
 from penstock.graph._step_graph import Kind, Operator, Phase, StepGraph, TensorView
 
 
@@ -73,6 +75,7 @@ def run(
         GraphFileError: The graph is of another model or optimizer.
         ValueError: The batch has another form.
     """
+    ShardedModel(model, loss)  # so that it holds its shards
     tensors = bind_model(graph, model, loss) | bind_batch(graph, batch)
     tensors |= bind_state(graph, model, optimizer, loss) | bind_group_tensors(graph, optimizer)
     step = _Run(graph, tensors, bind_numbers(graph, optimizer))

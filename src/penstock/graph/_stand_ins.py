@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,11 +26,18 @@ class StandIns:
     Args:
         mode: The fake tensor mode that they belong to.
         device: Where tensors of the meta device are taken to be.
+        local: This rank's parts of the tensors that ranks share, by the identities of these.
     """
 
-    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
+    def __init__(
+        self,
+        mode: FakeTensorMode,
+        device: torch.device,
+        local: Mapping[int, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
         self._mode = mode
         self._device = device
+        self._local = local
         self._of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id: (real one, stand-in)
         self._base_of_storage: dict[int, torch.Tensor] = {}
 
@@ -40,7 +48,8 @@ class StandIns:
         """Return the fake tensor that stands for a real one.
 
         Args:
-            real: A dense tensor, also a fake one or one on the meta device.
+            real: A dense tensor, also a fake one or one on the meta device, or one of which this
+                rank's part is known.
             name: What it is called in messages.
 
         Returns:
@@ -50,18 +59,19 @@ class StandIns:
             CaptureError: It is sparse, complex, or of a class that computes otherwise.
         """
         if id(real) not in self._of:
-            if type(real) not in _KINDS_OF_TENSORS and not isinstance(real, nn.Parameter):
+            local = self._local.get(id(real), real)
+            if type(local) not in _KINDS_OF_TENSORS and not isinstance(local, nn.Parameter):
                 raise CaptureError(
                     f"{name} is a {type(real).__name__}, whose operators a capture does not see; "
                     "pass ordinary tensors (of a sharded model: each rank its local ones)"
                 )
-            if real.layout is not torch.strided or real.is_complex() or real.is_nested:
+            if local.layout is not torch.strided or local.is_complex() or local.is_nested:
                 raise CaptureError(
-                    f"{name} has layout {real.layout} and {real.dtype}; a step graph knows dense "
+                    f"{name} has layout {local.layout} and {local.dtype}; a step graph knows dense "
                     "tensors of real numbers"
                 )
             with self._mode, torch.no_grad():
-                fake = self._make(real)
+                fake = self._make(local)
                 if isinstance(real, nn.Parameter):
                     fake = nn.Parameter(fake, requires_grad=real.requires_grad)
             if real.requires_grad and not fake.requires_grad:

@@ -1,0 +1,585 @@
+"""One process of `test_sharded`: trains models that FSDP2 shards, eagerly and as planned.
+
+Arguments: rank, port, directory of the results, store, names of cases. Writes a JSON file of what
+each case has found: names of what differs from eager training, or what the case returns. A case
+that fails leaves its traceback there.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+import penstock
+from penstock.codegen import _cache
+from penstock.errors import CaptureError
+from penstock.executor import PlannedStep, average_gradients, bind, executable
+from penstock.graph import StepGraph, capture, run
+from penstock.planner import plan
+
+NUM_RANKS, NUM_STEPS, NUM_WORDS = 2, 5, 11
+MACHINE = "h200"
+Build = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
+
+
+class Block(nn.Module):
+    """Attention and feed-forward; no size is a multiple of the number of ranks."""
+
+    def __init__(self, width: int, hidden: int = 21, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = nn.Linear(width, 3 * width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.recompute:
+            return checkpoint(self._forward, x, use_reentrant=False)
+        return self._forward(x)
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.attention(self.norm(x)).chunk(3, -1)
+        x = x + nn.functional.scaled_dot_product_attention(query, key, value)
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Transformer(nn.Module):
+    """Words in, words out; `scale` has one row, so that the last rank has nothing of it."""
+
+    def __init__(
+        self, *, num_blocks: int = 2, width: int = 9, tied: bool = False, **options: Any
+    ) -> None:
+        super().__init__()
+        self.words = nn.Embedding(NUM_WORDS, width)
+        self.blocks = nn.ModuleList(Block(width, **options) for _ in range(num_blocks))
+        self.scale = nn.Parameter(torch.ones(1))
+        self.dropout = nn.Dropout(0.1)
+        self.head = nn.Linear(width, NUM_WORDS, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.words(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.dropout(x)) * self.scale
+
+
+def loss_of(output: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1).float(), words.roll(1, 1).flatten())
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    """Its plans keep more in several places, of which all have to follow what the user does."""
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def sharded(
+    optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
+    *,
+    change: Callable[[Transformer], object] = lambda model: None,
+    of_root: dict[str, Any] | None = None,
+    shared: bool = False,
+    model_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> Build:
+    """What makes a sharded model and its optimizer, the same every time."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Transformer(**(model_options or {}))
+        change(model)
+        mesh = init_device_mesh("cpu", (NUM_RANKS,))
+        if shared:
+            fully_shard(list(model.blocks), mesh=mesh, **options)
+        else:
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh, **options)
+        fully_shard(model, mesh=mesh, **(options if of_root is None else of_root))
+        return model, optimizer(model.parameters())
+
+    return build
+
+
+def batches() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(distributed.get_rank())
+    return torch.randint(0, NUM_WORDS, (NUM_STEPS, 4, 7), generator=generator)
+
+
+def clip(model: nn.Module, norm_type: float = 2.0) -> Callable[[], object]:
+    return lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type)
+
+
+def eager_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: torch.Tensor,
+    before_step: Callable[[], object] | None = None,
+) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = loss_of(model(batch), batch)
+    loss.backward()
+    if before_step is not None:
+        before_step()
+    optimizer.step()
+    return loss.detach()
+
+
+def planned(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    store: Path | None = None,
+    *,
+    share: float = 1.0,
+    tier: str = "host",
+    with_first_batch: bool = False,
+    **options: Any,
+) -> PlannedStep:
+    """Bind a plan for a share of the memory that the step would like to have."""
+    graph = executable(capture(model, optimizer, batches()[0], loss=loss_of, **options))
+    seed = distributed.get_rank()  # ranks have plans of their own
+    found = plan(graph, machine=MACHINE, time_limit=0.2, seed=seed)
+    if share < 1:
+        below: dict[str, Any] = {"store": store} if tier == "file" else {"host_memory": "1GiB"}
+        device_bytes = int(found.peak_device_bytes * share)
+        below |= {"machine": MACHINE, "time_limit": 0.2, "seed": seed}
+        found = plan(graph, device_memory=device_bytes, **below)
+        assert found.transfers
+    how: dict[str, Any] = options if with_first_batch else {"graph": graph}
+    if tier == "file":
+        how = how | {"store": store}
+    return bind(found, model, optimizer, loss=loss_of, debug=True, **how)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    if hasattr(tensor, "full_tensor"):
+        return tensor.full_tensor()
+    return torch.as_tensor(tensor).clone()
+
+
+def everything(
+    model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """All that training changes, gathered and copied."""
+    found = {f"loss.{number}": loss for number, loss in enumerate(losses)}
+    found |= {name: whole(tensor) for name, tensor in model.state_dict().items()}
+    for number, state in optimizer.state_dict()["state"].items():
+        found |= {f"state.{number}.{key}": whole(value) for key, value in state.items()}
+    found["random"] = torch.get_rng_state()
+    return found
+
+
+def differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
+    assert left.keys() == right.keys(), left.keys() ^ right.keys()
+    return [name for name, tensor in left.items() if not torch.equal(tensor, right[name])]
+
+
+Between = Callable[[nn.Module, Any, int, dict[str, Any]], object]
+
+
+def unlike_eager(
+    build: Build,
+    store: Path,
+    *,
+    between: Between = lambda *_: None,
+    before_step: Callable[[nn.Module], Callable[[], object]] | None = None,
+    **options: Any,
+) -> list[str]:
+    """Names of what differs between eager and planned training, with the same deeds in between."""
+    ends = []
+    for is_planned in (False, True):
+        model, optimizer = build()
+        before = None if before_step is None else before_step(model)
+        step = None
+        if is_planned:
+            step = planned(model, optimizer, store, before_step=before, **options)
+        torch.manual_seed(1)
+        losses, kept = [], {}
+        for number, batch in enumerate(batches()):
+            between(model, optimizer, number, kept)
+            if step is None:
+                losses.append(eager_step(model, optimizer, batch, before))
+            else:
+                losses.append(step(batch))
+        found = everything(model, optimizer, losses)
+        if step is not None:
+            step.close()
+        losses = [eager_step(model, optimizer, batch, before) for batch in batches()[:2]]
+        after = everything(model, optimizer, losses)
+        kept = {name: each for name, each in kept.items() if isinstance(each, torch.Tensor)}
+        ends.append(found | {f"closed.{name}": each for name, each in after.items()} | kept)
+    return differing(*ends)
+
+
+def evaluate(model: nn.Module, optimizer: Any, number: int, kept: dict[str, Any]) -> None:
+    """Leaves the root's parameters whole, as FSDP2 does."""
+    model.eval()
+    with torch.no_grad():
+        kept[f"evaluated.{number}"] = loss_of(model(batches()[0]), batches()[0])
+    model.train()
+
+
+def save(model: nn.Module, optimizer: Any, number: int, kept: dict[str, Any]) -> None:
+    state = {name: whole(tensor) for name, tensor in model.state_dict().items()}
+    kept |= {f"saved.{number}.{name}": tensor for name, tensor in state.items()}
+
+
+def change_in_place(model: nn.Module, optimizer: Any, number: int, kept: dict[str, Any]) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+        for state in optimizer.state.values() if number else ():
+            state["exp_avg"].add_(0.25)
+            state["exp_avg_sq"].to_local().add_(0.25)
+
+
+def back_to_the_first(model: nn.Module, optimizer: Any, number: int, kept: dict[str, Any]) -> None:
+    if number == 1:
+        kept["model"] = copy.deepcopy(model.state_dict())
+        kept["optimizer"] = copy.deepcopy(optimizer.state_dict())
+    if number == 3:
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+
+
+def assign_the_first(model: nn.Module, optimizer: Any, number: int, kept: dict[str, Any]) -> None:
+    """New DTensors take the place of the old ones; of an optimizer without state."""
+    if number == 1:
+        kept["model"] = copy.deepcopy(model.state_dict())
+    if number == 3:
+        model.load_state_dict(kept["model"], assign=True)
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+
+
+def step_eagerly(model: nn.Module, optimizer: Any, number: int, kept: dict[str, Any]) -> None:
+    if number in (1, 3):
+        kept[f"eager.{number}"] = eager_step(model, optimizer, batches()[number])
+
+
+def half_frozen(model: Transformer) -> None:
+    for block in model.blocks:
+        block.up.requires_grad_(False)  # pyright: ignore
+
+
+def accumulated(store: Path) -> list[str]:
+    """Micro-batches, each reduced by itself as FSDP2 does by default."""
+    ends = []
+    for is_planned in (False, True):
+        model, optimizer = sharded()()
+        parts = [*batches()[:2]]
+        losses = []
+        if is_planned:
+            how: dict[str, Any] = {"accumulate": 2, "before_step": clip(model)}
+            graph = executable(capture(model, optimizer, parts, loss=loss_of, **how))
+            found = plan(graph, machine=MACHINE, time_limit=0.2)
+            with bind(found, model, optimizer, graph=graph, loss=loss_of, debug=True) as step:
+                torch.manual_seed(1)
+                losses = [step(parts) for _ in range(3)]
+        else:
+            torch.manual_seed(1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                total = torch.zeros(())
+                for part in parts:
+                    loss = loss_of(model(part), part) / 2
+                    loss.backward()
+                    total = total + loss.detach()
+                clip(model)()
+                optimizer.step()
+                losses.append(total)
+        ends.append(everything(model, optimizer, losses))
+    return differing(*ends)
+
+
+def run_by_operators(store: Path) -> list[str]:
+    """The graph after a way through JSON, without a plan."""
+    ends = []
+    for is_captured in (False, True):
+        model, optimizer = sharded()()
+        if is_captured:
+            plain = capture(model, optimizer, batches()[0], loss=loss_of).to_dict()
+            graph = StepGraph.from_dict(json.loads(json.dumps(plain)))
+        torch.manual_seed(1)
+        losses = [
+            run(graph, model, optimizer, batch, loss=loss_of)
+            if is_captured
+            else eager_step(model, optimizer, batch)
+            for batch in batches()
+        ]
+        ends.append(everything(model, optimizer, losses))
+    return differing(*ends)
+
+
+def fitted(store: Path) -> list[str]:
+    """Measured, planned, kept and found again, by both ranks at once."""
+    model, optimizer = sharded()()
+    losses = []
+    for _ in range(2):
+        with penstock.fit(
+            model, optimizer, batches()[0], loss=loss_of, device_memory="1MiB", time_limit=0.2
+        ) as step:
+            losses.append(step(batches()[0]).item())
+    return [] if losses[1] < losses[0] else [str(losses)]
+
+
+def two_shapes(store: Path) -> list[str]:
+    """Plans for batches of two shapes take turns in one memory."""
+    ends = []
+    for is_planned in (False, True):
+        model, optimizer = sharded()()
+        step = None
+        if is_planned:
+            graphs = [
+                executable(capture(model, optimizer, batches()[0][:rows], loss=loss_of))
+                for rows in (4, 3)
+            ]
+            (first, one), *also = [
+                (plan(graph, machine=MACHINE, time_limit=0.2), graph) for graph in graphs
+            ]
+            also = [(each, graph) for each, graph in also]
+            step = bind(first, model, optimizer, graph=one, also=also, loss=loss_of, debug=True)
+        torch.manual_seed(1)
+        losses = []
+        for rows, batch in zip((4, 3, 3, 4, 3), batches(), strict=True):
+            if step is None:
+                losses.append(eager_step(model, optimizer, batch[:rows]))
+            else:
+                losses.append(step(batch[:rows]))
+        ends.append(everything(model, optimizer, losses))
+        if step is not None:
+            step.close()
+    return differing(*ends)
+
+
+def gathered_bytes(store: Path) -> dict[str, Any]:
+    """What plans need for two depths, with and without whole parameters being given up."""
+    found: dict[str, Any] = {}
+    for name, reshards in (("kept", False), ("freed", True)):
+        for depth in (2, 6):
+            options = {"num_blocks": depth, "width": 33, "hidden": 127}
+            model, optimizer = sharded(
+                momentum, reshard_after_forward=reshards, model_options=options
+            )()
+            graph = executable(capture(model, optimizer, batches()[0][:1], loss=loss_of))
+            full = plan(graph, machine=MACHINE, time_limit=0.2)
+            found[f"{name} {depth}"] = full.peak_device_bytes
+    found["block"] = sum(each.numel() * 4 for each in Block(33, 127).parameters())
+    return found
+
+
+# What is refused.
+
+
+def refusal(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except CaptureError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def refused(build: Build, **options: Any) -> Callable[[Path], str]:
+    def case(store: Path) -> str:
+        model, optimizer = build()
+        arguments = {"loss": loss_of} | {
+            key: value(model) if key == "before_step" else value for key, value in options.items()
+        }
+        return refusal(lambda: capture(model, optimizer, batches()[0], **arguments))
+
+    return case
+
+
+def on_mesh(shape: tuple[int, ...], *, width: int = 9, **options: Any) -> Build:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        names = ("replicate", "shard")[-len(shape) :]
+        model = Transformer(width=width)
+        fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names), **options)
+        return model, adamw(model.parameters())
+
+    return build
+
+
+def tensor_parallel() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Transformer()
+    mesh = init_device_mesh("cpu", (NUM_RANKS,))
+    model.head.weight = nn.Parameter(distribute_tensor(model.head.weight, mesh, [Replicate()]))
+    return model, adamw(model.parameters())
+
+
+def on_meta() -> tuple[nn.Module, torch.optim.Optimizer]:
+    with torch.device("meta"):
+        return on_mesh((NUM_RANKS,))()
+
+
+def unsynchronised() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, optimizer = sharded()()
+    model.set_requires_gradient_sync(False)  # pyright: ignore
+    return model, optimizer
+
+
+def decayed(model: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def loss(output: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        return loss_of(output, words) + model.blocks[0].up.weight.square().sum()  # pyright: ignore
+
+    return loss
+
+
+def with_decay(store: Path) -> str:
+    model, optimizer = sharded()()
+    loss = decayed(model)
+    return refusal(lambda: capture(model, optimizer, batches()[0], loss=loss))
+
+
+def recovered(store: Path) -> list[str]:
+    """After a capture that has failed in the middle of a forward pass FSDP2 works as before."""
+    model, optimizer = sharded()()
+    inner: Any = model.get_submodule("blocks.1.up")
+    hook = inner.register_forward_pre_hook(lambda module, args: args[0].sum().item())
+    message = refusal(lambda: capture(model, optimizer, batches()[0], loss=loss_of))
+    hook.remove()
+    ends = []
+    for each in ((model, optimizer), sharded()()):
+        torch.manual_seed(1)
+        ends.append(everything(*each, [eager_step(*each, batch) for batch in batches()[:2]]))
+    return differing(*ends) + ([] if "item()" in message else [message])
+
+
+class Normalized(torch.optim.SGD):
+    """Steps of one length, whatever the gradient's is."""
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore
+        for parameter in self.param_groups[0]["params"]:
+            with torch.no_grad():
+                parameter.sub_(parameter.grad / parameter.grad.norm())
+
+
+def local_norms(model: nn.Module) -> Callable[[], object]:
+    def shrink() -> None:
+        first, *others = model.parameters()
+        assert first.grad is not None
+        first.grad = first.grad / first.grad.norm()  # another tensor from then on
+        for parameter in others:
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+
+    return shrink
+
+
+def unlike(build: Build, **options: Any) -> Callable[[Path], list[str]]:
+    return lambda store: unlike_eager(build, store, **options)
+
+
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+TIGHT_HOST = {"share": 0.6, "tier": "host"}
+TIGHT_FILE = {"share": 0.6, "tier": "file"}
+CASES: dict[str, Callable[[Path], Any]] = {
+    # Names of what differs from eager training.
+    "adamw, all memory": unlike(sharded()),
+    "adamw, host": unlike(sharded(), **TIGHT_HOST),
+    "adamw, file": unlike(sharded(), **TIGHT_FILE),
+    "momentum, all memory": unlike(sharded(momentum)),
+    "momentum, host": unlike(sharded(momentum), **TIGHT_HOST),
+    "momentum, file": unlike(sharded(momentum), **TIGHT_FILE),
+    "clipped": unlike(sharded(), before_step=clip, **TIGHT_HOST),
+    "clipped to the largest": unlike(
+        sharded(change=lambda model: model.scale.requires_grad_(False)),
+        before_step=lambda model: clip(model, float("inf")),
+    ),
+    "accumulated": accumulated,
+    "kept whole": unlike(sharded(reshard_after_forward=False)),
+    "root given up": unlike(sharded(of_root={"reshard_after_forward": True})),
+    "several modules in one": unlike(sharded(shared=True)),
+    "tied": unlike(sharded(model_options={"tied": True})),
+    "frozen": unlike(sharded(change=half_frozen)),
+    "checkpoints": unlike(sharded(model_options={"recompute": True})),
+    "bfloat16": unlike(sharded(mp_policy=HALF)),
+    "evaluated": unlike(sharded(), between=evaluate, **TIGHT_FILE),
+    "saved": unlike(sharded(), between=save, **TIGHT_FILE),
+    "changed in place": unlike(sharded(fused), between=change_in_place, **TIGHT_HOST),
+    "loaded": unlike(sharded(fused), between=back_to_the_first, **TIGHT_HOST),
+    "assigned": unlike(
+        sharded(lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
+        between=assign_the_first,
+        **TIGHT_HOST,
+    ),
+    "eager steps": unlike(sharded(), between=step_eagerly, **TIGHT_HOST),
+    "eager fused steps": unlike(sharded(fused), between=step_eagerly, **TIGHT_HOST),
+    "operator by operator": run_by_operators,
+    "fitted": fitted,
+    "captured when bound": unlike(sharded(), with_first_batch=True),
+    "two shapes": two_shapes,
+    "after a refusal": recovered,
+    # Numbers.
+    "gathered bytes": gathered_bytes,
+    # Messages.
+    "refused: HSDP": refused(on_mesh((1, NUM_RANKS))),
+    "refused: columns": refused(
+        on_mesh(
+            (NUM_RANKS,),
+            width=8,
+            shard_placement_fn=lambda each: Shard(1) if each.shape[1:] == (8,) else None,
+        )
+    ),
+    "refused: offloaded": refused(
+        on_mesh((NUM_RANKS,), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    ),
+    "refused: float16": refused(
+        on_mesh((NUM_RANKS,), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+    ),
+    "refused: tensor parallel": refused(tensor_parallel),
+    "refused: meta": refused(on_meta),
+    "refused: unsynchronised": refused(unsynchronised),
+    "refused: outside": with_decay,
+    "refused: own norm": refused(sharded(), before_step=local_norms),
+    "refused: averaged": refused(
+        sharded(), before_step=lambda model: lambda: average_gradients(model)
+    ),
+    "refused: optimizer": refused(sharded(Normalized)),
+}
+
+
+def main() -> None:
+    rank, port, output, store, *wanted = sys.argv[1:]
+    torch.set_num_threads(1)
+    _cache.private_directory = lambda folder: Path(output)  # plans of other runs stay out
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=int(rank),
+        world_size=NUM_RANKS,
+        timeout=timedelta(seconds=60),
+    )
+    results: dict[str, Any] = {}
+    for name in wanted:
+        try:
+            results[name] = CASES[name](Path(store))
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
+    Path(output, f"rank{rank}.json").write_text(json.dumps(results))
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

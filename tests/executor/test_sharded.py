@@ -1,0 +1,75 @@
+"""FSDP2 over gloo, two processes: planned steps of sharded models train as FSDP2 itself does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from _ranks import NUM_RANKS, needs_gloo, outputs_of_ranks
+
+pytest.importorskip("torch.distributed.fsdp", reason="this torch was built without distributed")
+
+WORKER = Path(__file__).with_name("sharded_worker.py")
+TRAINED = {
+    "adamw": ["adamw, all memory", "adamw, host", "adamw, file"],
+    "momentum": ["momentum, all memory", "momentum, host", "momentum, file"],
+    "clipping and accumulation": ["clipped", "clipped to the largest", "accumulated"],
+    "ways to run": ["two shapes", "captured when bound", "operator by operator", "fitted"],
+    "ways to give up": ["kept whole", "root given up", "several modules in one", "checkpoints"],
+    "kinds of parameters": ["tied", "frozen", "bfloat16"],
+    "between steps": ["evaluated", "saved", "changed in place", "loaded"],
+    "instead of steps": ["assigned", "eager steps", "eager fused steps"],
+}
+MESSAGES = {
+    "refused: HSDP": ("'words.weight'", "Replicate(), Shard(dim=0)", "mesh of one dimension"),
+    "refused: columns": ("'words.weight'", "Shard(dim=1)", "by rows"),
+    "refused: offloaded": ("'words.weight'", "CPUOffloadPolicy", "host_memory= or store="),
+    "refused: float16": ("'words.weight'", "float16", "torch.bfloat16"),
+    "refused: tensor parallel": ("'head.weight'", "(Replicate(),)", "use fully_shard"),
+    "refused: meta": ("'words.weight'", "meta device", "to_empty"),
+    "refused: unsynchronised": ("'words.weight'", "set_requires_gradient_sync", "accumulate="),
+    "refused: outside": ("'blocks.0.up.weight'", "outside of the forward pass"),
+    "refused: own norm": ("'scale.grad'", "linalg_vector_norm", "clip_grad_norm_"),
+    "refused: averaged": ("'scale.grad'", "average_over_ranks_", "averaged the gradients already"),
+    "refused: optimizer": ("'scale.grad'", "linalg_vector_norm", "element by element"),
+}
+
+
+def found_by_ranks(names: list[str], output: Path, store: Path) -> list[dict[str, Any]]:
+    """What each rank has found, by case."""
+    outputs_of_ranks([str(WORKER)], output, store, *names)
+    found = [json.loads((output / f"rank{rank}.json").read_text()) for rank in range(NUM_RANKS)]
+    errors = [case["error"] for each in found for case in each.values() if "error" in case]
+    assert not errors, errors[0]
+    return found
+
+
+@needs_gloo
+@pytest.mark.parametrize("names", TRAINED.values(), ids=TRAINED.keys())
+def test_ranks_train_as_fsdp_does(names, tmp_path, store):
+    assert found_by_ranks(names, tmp_path, store) == [{name: [] for name in names}] * NUM_RANKS
+
+
+@needs_gloo
+def test_what_a_graph_does_not_hold_is_refused_by_name(tmp_path, store):
+    names = [*MESSAGES, "after a refusal"]
+    for found in found_by_ranks(names, tmp_path, store):
+        assert found.pop("after a refusal") == []
+        for name, parts in MESSAGES.items():
+            assert all(part in found[name] for part in parts), found[name]
+
+
+@needs_gloo
+def test_whole_parameters_are_freed_as_soon_as_nobody_reads_them(tmp_path, store):
+    """A block more needs its shards, their momentum and gradients, and no whole parameters."""
+    for found in found_by_ranks(["gathered bytes"], tmp_path, store):
+        num_bytes = found["gathered bytes"]
+        freed, kept = (
+            (num_bytes[f"{name} 6"] - num_bytes[f"{name} 2"]) / 4 / num_bytes["block"]
+            for name in ("freed", "kept")
+        )
+        assert freed < 1.75  # three halves, padding, and the activations that backward needs
+        assert kept > freed + 0.75
