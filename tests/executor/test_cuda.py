@@ -102,6 +102,32 @@ def test_memory_is_the_plan():
     assert grown <= report.workspace_bytes + (1 << 20)
 
 
+def test_reserved_memory_is_arena_and_workspace():
+    """Of torch's allocator: one segment each, one for small tensors, and cuBLAS' own."""
+    graph = graph_there("gpt2", "sgd")
+    found = plan(graph, machine="h200", time_limit=1)
+    step, *_ = bound_there(found, graph, "gpt2", "sgd", None)
+    batch = there(CASES["gpt2"].batch)
+    with step:
+        step(batch)
+        first = step.report().held_bytes
+        reserved = torch.cuda.memory_reserved()
+        for _ in range(NUM_STEPS):
+            step(batch)
+        report = step.report()
+        assert report.held_bytes == first, "nothing is taken after the first step"
+        assert torch.cuda.memory_reserved() == reserved
+    segments = sum(_segment(each) for each in (report.arena_bytes, report.workspace_bytes))
+    assert first == segments + (2 << 20)
+
+
+def _segment(num_bytes: int) -> int:
+    """What torch's allocator takes for a tensor."""
+    if num_bytes <= 1 << 20:
+        return 0  # from the segment for small ones
+    return 20 << 20 if num_bytes < 10 << 20 else -(-num_bytes // (2 << 20)) * (2 << 20)
+
+
 def test_a_loss_that_is_no_number_leaves_everything_as_it_was():
     graph = graph_there("resnet", "sgd")
     found = plan(graph, machine="h200", time_limit=1)

@@ -60,6 +60,26 @@ def test_most_operators_have_a_function_of_torch():
     assert values.tolist() == [1, 1]
 
 
+@pytest.mark.parametrize(
+    ("target", "kwargs"),
+    [
+        ("aten.add_.Tensor", {"alpha": 0.25}),
+        ("aten.addcmul_.default", {"value": 0.5}),
+        ("aten.sum.default", {"dtype": torch.float64}),
+    ],
+)
+def test_arguments_with_names_are_kept(target, kwargs):
+    x = torch.full((2, 2), 3.0)
+    operands = {"aten.addcmul_.default": [x, x, x], "aten.sum.default": [x]}.get(target, [x, x])
+    expected = resolve(target)(*map(torch.clone, operands), **kwargs)
+    function, kept = quickest(target, *operands, **kwargs)
+    assert function is not resolve(target)._op
+    assert kept == kwargs
+    result = function(*map(torch.clone, operands), **kept)
+    assert result.dtype == expected.dtype
+    assert torch.equal(result, expected)
+
+
 def test_a_function_that_would_run_another_operator_is_not_taken():
     x = torch.ones(2, 2)
     for target, args in (

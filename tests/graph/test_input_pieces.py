@@ -91,11 +91,11 @@ def test_other_inputs_stay_whole(look):
     assert parts_looked_at(look, torch.ones(4, 32)) == []
 
 
-def test_two_tensors_of_one_storage_stay_whole():
+def test_two_tensors_of_one_storage_are_two_inputs():
     model, optimizer = trainee(lambda: Recurrent(WIDTH))
     memory = torch.randn(TIMES + 1, ROWS, WIDTH)
-    graph = capture(model, optimizer, (memory[:TIMES], memory[TIMES]))
-    assert parts_of(split(graph, 1)) == []
+    together = capture(model, optimizer, (memory[:TIMES], memory[TIMES]))
+    assert together == capture(model, optimizer, batch(0))
 
 
 def test_small_inputs_stay_whole():

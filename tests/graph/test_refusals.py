@@ -3,8 +3,10 @@
 import math
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -83,6 +85,124 @@ def test_random_numbers_of_python_are_refused_and_not_used_up():
     with pytest.raises(CaptureError, match="random module"):
         capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
     assert random.getstate() == before
+
+
+def draws_with_numpy(weight, x):
+    return weight.sum() * float(numpy.random.rand())  # noqa: NPY002
+
+
+def seeds(weight, x):
+    torch.manual_seed(3)
+    return (weight * torch.rand(4)).sum()
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [(draws_with_numpy, "NumPy's global generator"), (seeds, "torch's generator")],
+)
+def test_other_random_numbers_are_refused_and_not_used_up(forward, message):
+    model = Step(forward)
+    before = numpy.random.get_state()[1].copy(), torch.get_rng_state()  # noqa: NPY002
+    with pytest.raises(CaptureError, match=message):
+        capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
+    assert (numpy.random.get_state()[1] == before[0]).all()  # noqa: NPY002
+    assert torch.equal(torch.get_rng_state(), before[1])
+
+
+class Remembers(nn.Module):
+    """Keeps what should be a buffer as a plain attribute."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.alias = self.weight.detach()
+        self.center, self.count, self.seen = torch.zeros(4), 0, {}
+        self.how = how
+
+    def forward(self, x):
+        self.how(self, x)
+        return (self.weight * x - self.center).square().sum()
+
+
+def assigns_a_tensor(model, x):
+    model.center = model.center * 0.9 + x.detach()
+
+
+def changes_a_tensor(model, x):
+    model.center.mul_(0.9)
+
+
+def counts(model, x):
+    model.count += 1
+
+
+def looks_past_the_model(model, x):
+    x.add(model.alias)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (assigns_a_tensor, "changes the attribute 'center' of 'model'"),
+        (changes_a_tensor, "is changed in place that was there before the step"),
+        (counts, "changes the attribute 'count' of 'model'"),
+        (looks_past_the_model, "past the model"),
+    ],
+)
+def test_state_that_is_no_buffer_is_refused(how, message):
+    model = Remembers(how)
+    with pytest.raises(CaptureError, match=message):
+        capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
+    assert (model.center.tolist(), model.count) == ([0] * 4, 0)
+
+
+def test_containers_of_the_model_are_as_before():
+    model = Remembers(lambda model, x: model.seen.update(x=x))
+    capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
+    assert model.seen == {}
+
+
+def looks_at_the_data(weight, x):
+    return weight.sum() * float(x.numpy().sum())  # refused
+
+
+def fits_badly(weight, x):
+    return (weight @ x[:3]).sum()  # refused
+
+
+@pytest.mark.parametrize("forward", [looks_at_the_data, fits_badly])
+def test_torchs_own_errors_name_the_line(forward):
+    model = Step(forward)
+    with pytest.raises(CaptureError, match=rf"in {forward.__name__}: return .* torch cannot run"):
+        capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
+
+
+def in_place(module):
+    module.compile()
+    return module
+
+
+@pytest.mark.parametrize("how", [torch.compile, torch.jit.script, in_place])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_parts_are_refused(how):
+    model = nn.Sequential(nn.Linear(4, 4), how(nn.Linear(4, 1)))
+    with pytest.raises(CaptureError, match="1 is compiled"):
+        capture(
+            model,
+            torch.optim.SGD(model.parameters()),
+            torch.ones(4),
+            loss=lambda output, batch: output.sum(),
+        )
+
+
+def test_captures_in_threads_take_turns():
+    def one(number):
+        model = Step(total)
+        return capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
+
+    with ThreadPoolExecutor(4) as threads:
+        graphs = list(threads.map(one, range(8)))
+    assert all(graph == graphs[0] for graph in graphs)
 
 
 def total(weight, x):

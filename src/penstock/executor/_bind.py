@@ -16,7 +16,11 @@ from penstock.executor._device import Device, device_of
 from penstock.executor._execution import Execution
 from penstock.executor._initial import Initial, Initializer
 from penstock.executor._memory import Blocks, Layout, layout_of
-from penstock.executor._operators import ALIGNMENT_BYTES, executable
+from penstock.executor._operators import (
+    ALIGNMENT_BYTES,
+    declared_workspace_bytes,
+    executable,
+)
 from penstock.executor._report import ExecutionReport
 from penstock.graph import StepGraph
 from penstock.memory import FileStore
@@ -158,7 +162,7 @@ def bind(
 
     Example:
         >>> graph = executable(penstock.capture(model, optimizer, batch))  # doctest: +SKIP
-        >>> plan = penstock.plan(graph, device_memory="1/4", store="/mnt/nvme")  # doctest: +SKIP
+        >>> plan = penstock.plan(graph, device_memory="4GiB", store="/mnt/nvme")  # doctest: +SKIP
         >>> with penstock.bind(plan, model, optimizer, store="/mnt/nvme") as step:  # doctest: +SKIP
         ...     for batch in batches:
         ...         loss = step(batch)
@@ -246,6 +250,9 @@ def _executions(
         layouts.append(layout_of(plan.planned_graph(graph), plan, layouts))
     blocks = Blocks(layouts, store, device)
     try:
+        device.take_workspace(
+            max(declared_workspace_bytes(plan.planned_graph(graph)) for plan, graph in pairs)
+        )
         found = [
             Execution(
                 graph,

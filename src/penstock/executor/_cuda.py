@@ -1,19 +1,25 @@
-"""Planned steps on a GPU: copy streams, page-locked memory, and operators recorded as graphs.
+"""Planned steps on a GPU: streams, a fixed pool, page-locked memory, recorded operators.
 
-The program runs ahead of the GPU. What the CPU has waited for is there for every operator that is
-launched afterwards; the other way round, a transfer must not begin before the GPU has reached the
-boundary that releases it. So the program leaves an event at each such boundary, and the link's
-thread waits for it. Transfers between device and host run on a stream for each direction.
+The program runs ahead of the GPU, on a stream of its own. What the CPU has waited for is there for
+every operator that is launched afterwards; the other way round, a transfer must not begin before
+the GPU has reached the boundary that releases it. So the program leaves an event at each such
+boundary, and the link's thread waits for it. Transfers between device and host run on a stream for
+each direction.
 
 Stretches of operators without numbers that change, random draws or looks at results are recorded as
 CUDA graphs: their addresses are the plan's, so they can be replayed for ever.
+
+Arena and workspace are a pool of torch's allocator that nothing else draws from. Its workspace is
+taken once and given out again and again, to operators that run by themselves and to recorded ones.
+Free blocks belong to the stream that they were taken on, so all of them run on the same one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +33,11 @@ _logger = logging.getLogger(__name__)
 _LINKS = (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)
 _BUFFER_BYTES = 16 * 2**20  # a whole number of what direct I/O takes
 _PORTABLE = 1  # cudaHostRegisterPortable
+_SMALL_BYTES = 2**20  # below it torch's allocator takes segments of twice as much, and divides them
 
 
 class CudaDevice(Device):
-    """The current CUDA device, and the stream that is current where the step is called."""
+    """The current CUDA device."""
 
     is_behind = True
 
@@ -38,12 +45,52 @@ class CudaDevice(Device):
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._streams = {link: torch.cuda.Stream(self.device) for link in _LINKS}
         self._buffers: dict[Link, _Buffers] = {}
-        self._recording = torch.cuda.Stream(self.device)
-        self._pool: Any = None
+        self._stream = torch.cuda.Stream(self.device)
+        self._pool = torch.cuda.MemPool()
+        self._drawing = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """On the stream and in the pool of this step; the caller's stream waits before and after.
+
+        Results are there for what the caller launches on its stream afterwards.
+        """
+        caller = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(caller)
+        try:
+            with torch.cuda.stream(self._stream), self._drawing:
+                self._draw()
+                yield
+        finally:
+            caller.wait_stream(self._stream)
+
+    def _draw(self) -> None:
+        """Take memory from the pool, until `_drawing` is closed."""
+        self._drawing.enter_context(torch.cuda.use_mem_pool(self._pool, self.device))
 
     def arena(self, num_bytes: int) -> torch.Tensor:
         """One allocation, which nothing else shares."""
-        return torch.empty(max(num_bytes, 1), dtype=torch.uint8, device=self.device)[:num_bytes]
+        with self.computing():
+            return torch.empty(max(num_bytes, 1), dtype=torch.uint8, device=self.device)[:num_bytes]
+
+    def take_workspace(self, num_bytes: int) -> None:
+        """Let the pool hold as much; what the libraries keep for ever is not taken from it."""
+        with torch.cuda.stream(self._stream):
+            square = torch.ones(8, 8, device=self.device)
+            torch.mm(square, square)  # cuBLAS asks for its own workspace once a stream
+            del square
+        with self.computing():
+            for size in (num_bytes, _SMALL_BYTES):  # small tensors come from segments of their own
+                torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def held_bytes(self) -> int:
+        """What the pool has of the GPU's memory, in the allocator's segments."""
+        return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(self._pool.id))
+
+    def let_go_of_unused(self) -> None:
+        """Return what lies in torch's allocator, such as where parameters were before."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
 
     def host(self, num_bytes: int) -> torch.Tensor:
         """Page-locked memory: copies need no detour, and run beside the computation."""
@@ -136,12 +183,14 @@ class CudaDevice(Device):
         return self._buffers[link]
 
     def random_state(self) -> torch.Tensor:
-        """Of the device's generator."""
-        return torch.cuda.get_rng_state(self.device)
+        """Of the device's generator, followed by that of the CPU's."""
+        return torch.cat([torch.cuda.get_rng_state(self.device), torch.get_rng_state()])
 
     def set_random_state(self, state: torch.Tensor) -> None:
-        """Of the device's generator."""
-        torch.cuda.set_rng_state(state, self.device)
+        """Of both."""
+        of_device = state.numel() - torch.get_rng_state().numel()
+        torch.cuda.set_rng_state(state[:of_device], self.device)
+        torch.set_rng_state(state[of_device:])
 
     def timed(self, calls: Sequence[Callable[[], object]], ends_ns: list[int]) -> None:
         """Make calls with an event behind each; what was launched for one counts as its time."""
@@ -158,27 +207,42 @@ class CudaDevice(Device):
 
     def recorded(self, calls: Sequence[Callable[[], object]]) -> Callable[[], object] | None:
         """Record operators as a CUDA graph, and replay it once."""
-        graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        computing = torch.cuda.current_stream(self.device)
-        recording = self._recording
-        recording.wait_stream(computing)
+        recording = _Recording(self._pool)
+        self._drawing.close()  # the graph draws from the pool itself
         try:
-            with torch.cuda.stream(recording):
-                # Links' threads go on copying: only what this thread does must be recordable.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    for call in calls:
-                        call()
-                finally:
-                    graph.capture_end()
+            recording.record(calls)
         except RuntimeError as error:
             _logger.warning("operators run one by one, as CUDA cannot record them: %s", error)
             return None
-        computing.wait_stream(recording)
-        graph.replay()
-        return graph.replay
+        finally:
+            self._draw()
+        recording()
+        return recording
+
+
+class _Recording:
+    """A CUDA graph, and the pool that its operators' workspace comes from.
+
+    A pool must outlive the graphs that draw from it, and attributes die in the order in which they
+    were set.
+    """
+
+    def __init__(self, pool: torch.cuda.MemPool) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = pool
+
+    def record(self, calls: Sequence[Callable[[], object]]) -> None:
+        # Links' threads go on copying: only what this thread does must be recordable.
+        pool: Any = self._pool.id
+        self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            for call in calls:
+                call()
+        finally:
+            self._graph.capture_end()
+
+    def __call__(self) -> None:
+        self._graph.replay()
 
 
 def _now() -> torch.cuda.Event:

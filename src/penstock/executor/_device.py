@@ -7,6 +7,7 @@ for there is in `_cuda.py`.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import time
 from collections.abc import Callable, Sequence
@@ -40,6 +41,20 @@ class Device:
     def host(self, num_bytes: int) -> torch.Tensor:
         """Memory for copies beside the device."""
         return anonymous(num_bytes)
+
+    def take_workspace(self, num_bytes: int) -> None:
+        """Have memory ready that operators take beside the arena, where it is taken beforehand."""
+
+    def held_bytes(self) -> int | None:
+        """What arena and workspace take of the device's memory; None where nobody keeps count."""
+        return None
+
+    def let_go_of_unused(self) -> None:
+        """Return memory that nothing uses any more, where an allocator keeps it."""
+
+    def computing(self) -> contextlib.AbstractContextManager[object]:
+        """Where a step's calls are made."""
+        return contextlib.nullcontext()
 
     def let_go(self, memory: torch.Tensor) -> None:
         """Give up what `host` has done beyond taking memory, which stays valid."""

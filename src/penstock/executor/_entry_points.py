@@ -49,7 +49,7 @@ def entry_point(target: str, args: list[Any], kwargs: dict[str, Any]) -> Functio
     wanted = _about_to_run(registered)
     if wanted is None:
         return registered.function
-    for candidate in _candidates(target, args, kwargs):
+    for candidate in _candidates(target, args, dict(kwargs)):
         found = _about_to_run(candidate)
         if found is not None and _same(found, wanted):
             kwargs.clear()

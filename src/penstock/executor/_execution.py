@@ -6,6 +6,7 @@ Everything that can be refused is refused in `Execution.__init__`; nothing moves
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,22 +14,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.errors import NonFiniteLossError, TornStepError
+from penstock.errors import NonFiniteLossError, PenstockError, TornStepError
 from penstock.executor._debug import Debug
 from penstock.executor._device import Device
 from penstock.executor._interrupts import Interrupts
 from penstock.executor._links import ThreadLink
 from penstock.executor._memory import Blocks, FileBlock, Layout
 from penstock.executor._numbers import Numbers
-from penstock.executor._operators import Call, declared_workspace_bytes, writes_in_place
+from penstock.executor._operators import Call, copies_results, declared_workspace_bytes
 from penstock.executor._places import Places
 from penstock.executor._program import Stage, program_of
 from penstock.executor._recovery import Recovery
 from penstock.executor._report import ExecutionReport
 from penstock.executor._room import Room
-from penstock.executor._seam import Seam, given_by_caller
+from penstock.executor._seam import Seam, copy_elements, given_by_caller
 from penstock.executor._stretches import Stretches
 from penstock.executor._timing import Timing, predicted_phase_seconds
+from penstock.executor._unchanged import Unchanged
 from penstock.graph import StepGraph
 from penstock.graph._bindings import bind_batch, bind_group_tensors, bind_numbers
 from penstock.memory import Ledger, Link, Tier
@@ -77,6 +79,8 @@ class Execution:
         self._places = Places(graph, plan)
         self.room = Room(graph, self._places, device.device, layout, blocks)
         self._seam = Seam(graph, plan, self._places, self.room, model, optimizer, loss)
+        roots = {"model": model} | ({"loss": loss} if isinstance(loss, nn.Module) else {})
+        self._unchanged = Unchanged(graph, roots, optimizer)
         self._debug = Debug(graph, plan, self.room) if debug else None
         self._links = {
             link: self._link(link) for link in dict.fromkeys(t.link for t in plan.transfers)
@@ -98,6 +102,7 @@ class Execution:
         self._times: list[float] = []
         self._num_steps = 0
         self._has_turned = False
+        self._process = os.getpid()
 
     def accepts(self, batch: Any) -> bool:
         """Whether a batch has the form that was captured."""
@@ -110,6 +115,7 @@ class Execution:
     def take_turn(self) -> None:
         """Bring the user's tensors to where this plan has them; nothing is under way."""
         self._seam.take_over()
+        self._device.let_go_of_unused()
         self._has_turned = True
 
     def take_up_initial(self) -> None:
@@ -118,6 +124,13 @@ class Execution:
 
     def step(self, batch: Any) -> torch.Tensor:
         """Run one step; returns the loss."""
+        if os.getpid() != self._process:
+            raise PenstockError(
+                "this step was bound in another process, of which this one is a fork: its threads "
+                "and its file are not here; bind the plan in this process"
+            )
+        self._seam.reshard()
+        self._unchanged.check()
         given = bind_batch(self._graph, batch) | bind_group_tensors(self._graph, self._optimizer)
         numbers = bind_numbers(self._graph, self._optimizer)
         changed = self._seam.take_up_changes(self.drain)
@@ -131,7 +144,8 @@ class Execution:
             self._debug.begin_step(self._seam.settled(changed))
         begin = time.perf_counter()
         with self._interrupts:
-            self._run()
+            with self._device.computing():
+                self._run()
             if self._debug is not None:
                 self.drain()  # what is compared later must not be what the user has changed since
             assert self._loss is not None
@@ -142,6 +156,8 @@ class Execution:
         self._times.append(time.perf_counter() - begin)
         del self._times[:-_MAX_TIMES]
         self._num_steps += 1
+        # What schedulers of the learning rate look at.
+        self._optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         self._calls = self._next_calls()
         self._given = {}
         self.ledger.begin_step()
@@ -190,13 +206,12 @@ class Execution:
             },
             arena_bytes=self.room.num_bytes(Tier.DEVICE),
             workspace_bytes=declared_workspace_bytes(self._graph),
+            held_bytes=self._device.held_bytes(),
             host_bytes=self.room.num_bytes(Tier.HOST),
             predicted_host_bytes=plan.peak_host_bytes,
             file_bytes=self.room.num_bytes(Tier.FILE),
             predicted_file_bytes=plan.peak_file_bytes,
-            num_copied_results=sum(
-                bool(o.creates) and not writes_in_place(o.target) for o in operators
-            ),
+            num_copied_results=sum(map(copies_results, operators)),
             direct_io=None if file is None else file.file.direct,
             debug=self._debug is not None,
             num_recorded=0 if self._stretches is None else self._stretches.num_recorded,
@@ -277,7 +292,7 @@ class Execution:
 
     def _place_inputs(self) -> None:
         for name, _, place in self._inputs:
-            place.copy_(self._given[name].detach())
+            copy_elements(self._given[name], place)
 
     # The loss.
 

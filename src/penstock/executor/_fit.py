@@ -16,6 +16,7 @@ from penstock.executor._bind import PlannedStep, bind
 from penstock.executor._initial import Initializer
 from penstock.executor._operators import executable
 from penstock.executor._plan_cache import Planned, plan_entry
+from penstock.executor._seam import initial_fill
 from penstock.graph import StepGraph, capture, measure
 from penstock.memory import FileStore, MachineProfile
 from penstock.planner import Found, plan
@@ -100,6 +101,8 @@ def fit(
     def planned_for(each: Any) -> Planned:
         began = time.perf_counter()
         graph = executable(capture(model, optimizer, each, **how))
+        for name in graph.metadata["initial_state"]:
+            initial_fill(graph, name)  # before the time that planning takes
         elapsed = format_seconds(time.perf_counter() - began)
         _logger.info("captured %d operators in %s", len(graph.operators), elapsed)
         planned = (_known_or_made if cache else _made)(graph, wanted, progress)

@@ -12,7 +12,7 @@ import mmap
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -130,10 +130,7 @@ def layout_of(graph: StepGraph, plan: Plan, others: Sequence[Layout] = ()) -> La
         known = {name: offset for other in others for name, offset in other.homes[tier].items()}
         chains = list(_chains(graph, plan, tier))
         names = [_name_of_home(graph, plan, chain) for chain in chains]
-        buffers = [
-            dataclasses.replace(_buffer(plan, chain, unit), offset=known.get(name or ""))
-            for chain, name in zip(chains, names, strict=True)
-        ]
+        buffers = _where_they_were([_buffer(plan, chain, unit) for chain in chains], names, known)
         packing = pack(buffers, None, _PACK_SECONDS, 0)
         places = list(zip(chains, names, packing.offsets, strict=True))
         made.offsets[tier] = {index: at for chain, _, at in places for index in chain}
@@ -146,8 +143,26 @@ def _name_of_home(graph: StepGraph, plan: Plan, chain: list[int]) -> str | None:
     """The name of the storage whose place lasts from step to step; None if this one does not."""
     copy = plan.copies[chain[0]]
     storage = graph.storages[graph.storage_of_value[copy.value]]
-    carried = storage.persistent and copy.start == 0 and copy.value == storage.initial
-    return storage.name if carried else None
+    begins = copy.start == 0 and copy.value == storage.initial
+    goes_on = copy.end > len(plan.order) and copy.value == storage.final
+    return storage.name if storage.persistent and (begins or goes_on) else None
+
+
+def _where_they_were(
+    buffers: list[Buffer], names: list[str | None], known: Mapping[str, int]
+) -> list[Buffer]:
+    """Give homes the places that they have in other plans, where these do not overlap."""
+    taken: list[tuple[int, int]] = []
+    found = []
+    for buffer, name in zip(buffers, names, strict=True):
+        begin = known.get(name) if name is not None else None
+        end = (begin or 0) + buffer.size
+        if begin is None or any(begin < high and low < end for low, high in taken):
+            found.append(buffer)
+            continue
+        taken.append((begin, end))
+        found.append(dataclasses.replace(buffer, offset=begin))
+    return found
 
 
 class Blocks:

@@ -28,7 +28,9 @@ from penstock.graph._encoding import (
     SCALAR,
     SET_RNG_STATE,
     flat_results,
+    random_state,
     resolve,
+    set_random_state,
 )
 
 Call = Callable[[], object]
@@ -38,6 +40,22 @@ _CUDA_ALIGNMENT_BYTES = 512  # likewise, of torch's allocator for GPUs
 
 _COPIES = ("aten.clone.default", "aten._to_copy.default")
 """Operators whose result is their operand, perhaps in another dtype or layout."""
+
+
+_MISLED_BY_LAYOUTS = (
+    "aten.log_sigmoid_forward.default",
+    "aten.native_batch_norm.default",
+    "aten._native_batch_norm_legit.default",
+    "aten._batch_norm_with_update.default",
+    "aten.max_unpool2d.default",
+    "aten.max_unpool3d.default",
+)
+"""Operators whose `out=` variants are wrong, or lay the result out anew, where the operand is not
+dense in one of torch's memory formats; `tests/executor/test_op_db.py` finds them."""
+
+
+_MISLED = _MISLED_BY_LAYOUTS[-2:]
+"""Those of them that are so for all operands."""
 
 
 _WORKSPACE_MARK = "workspace_holds_results"  # in the metadata of graphs that `executable` made
@@ -64,6 +82,44 @@ def writes_in_place(target: str) -> bool:
         (True, False)
     """
     return target in OWN_TARGETS or target in _COPIES or _out_variant(target) is not None
+
+
+def copies_results(operator: Operator) -> bool:
+    """Whether an operator's results are made elsewhere and copied to their places."""
+    return bool(operator.creates) and not (
+        writes_in_place(operator.target) and not _is_misled(operator)
+    )
+
+
+def _is_misled(operator: Operator) -> bool:
+    if operator.target not in _MISLED_BY_LAYOUTS:
+        return False
+    view = operator.args[0]
+    is_dense = (view.shape, view.stride) in _dense_layouts(view.shape)
+    return not is_dense or operator.target in _MISLED
+
+
+def _dense_layouts(shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """A shape with its strides in each memory format."""
+    formats = [torch.contiguous_format]
+    if len(shape) in (4, 5):
+        formats.append(torch.channels_last if len(shape) == 4 else torch.channels_last_3d)
+    made = (torch.empty(shape, device="meta").to(memory_format=each) for each in formats)
+    return [(shape, tensor.stride()) for tensor in made]
+
+
+@functools.cache
+def looks_at_storages(target: str) -> bool:
+    """Whether an operator may look at the storages of its operands past the views of them.
+
+    Example:
+        >>> looks_at_storages("aten.as_strided_copy.default"), looks_at_storages("aten.add.Tensor")
+        (True, False)
+    """
+    if target in OWN_TARGETS:
+        return False
+    names = [each.name for each in resolve(target)._schema.arguments]
+    return "storage_offset" in names or not target.startswith("aten.")
 
 
 def executable(graph: StepGraph) -> StepGraph:
@@ -128,7 +184,7 @@ def declared_workspace_bytes(graph: StepGraph) -> int:
 def _has_places_for_all(operator: Operator) -> bool:
     created = [view for view in operator.outputs if view is not None]
     complete = len(created) == len(operator.outputs)
-    return writes_in_place(operator.target) and (complete or operator.target in OWN_TARGETS)
+    return not copies_results(operator) and (complete or operator.target in OWN_TARGETS)
 
 
 def call_of(
@@ -165,7 +221,8 @@ def call_of(
         del args[1:]
         kwargs.clear()
     else:
-        variant = _out_variant(target) if len(results) == len(operator.outputs) else None
+        complete = len(results) == len(operator.outputs) and not _is_misled(operator)
+        variant = _out_variant(target) if complete else None
         if results and variant is not None:
             target, names = variant
             kwargs.update(zip(names, (result.tensor for result in results), strict=True))
@@ -210,9 +267,9 @@ def _broken_promise(operator: Operator, index: int, made: torch.Tensor) -> Penst
     view = operator.outputs[index]
     assert view is not None
     return PenstockError(
-        f"{operator.target} ({operator.name}) gave {made.dtype} of shape {tuple(made.shape)}, and "
-        f"its fake kernel had promised {view.dtype} of {view.shape}: this operator cannot be "
-        "planned with this torch"
+        f"{operator.target} ({operator.name}) gave {made.dtype} of shape {tuple(made.shape)} and "
+        f"strides {made.stride()}, and its fake kernel had promised {view.dtype} of {view.shape} "
+        f"and {view.stride}: this operator cannot be planned with this torch"
     )
 
 
@@ -233,9 +290,9 @@ def _own_call(
         return functools.partial(place.copy_, constant)
     if target == GET_RNG_STATE:
         place = results[0].tensor
-        return lambda: place.copy_(torch.get_rng_state())
+        return lambda: place.copy_(random_state(*args))
     if target == SET_RNG_STATE:
-        return functools.partial(torch.set_rng_state, args[0])
+        return functools.partial(set_random_state, *args)
     assert target == SCALAR and scalar_slot is not None
     tensor, slot = args[0], scalar_slot
 

@@ -62,9 +62,10 @@ class Places:
         self.stays[value].append(Stay(start, end, tier, place, transfer, 0))
         storage = self._graph.storages[self._graph.storage_of_value[value]]
         n = self._num_positions
-        # What ends at N is still there when the next step begins: it may leave just then, or the
-        # first operator may write over it.
-        if end >= n and storage.persistent and storage.initial is not None:
+        # The last value that ends at N is still there when the next step begins: it may leave just
+        # then, or the first operator may write over it.
+        if end >= n and storage.persistent and value == storage.final:
+            assert storage.initial is not None
             stay = Stay(start - n, end - n, tier, place, transfer, 1)
             self.stays[storage.initial].append(stay)
 

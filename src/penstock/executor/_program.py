@@ -20,7 +20,14 @@ import torch
 from penstock.executor._device import Device
 from penstock.executor._links import ThreadLink
 from penstock.executor._numbers import Live, Numbers
-from penstock.executor._operators import Call, Result, call_of, checked, random_again
+from penstock.executor._operators import (
+    Call,
+    Result,
+    call_of,
+    checked,
+    looks_at_storages,
+    random_again,
+)
 from penstock.executor._places import Places
 from penstock.executor._room import Room
 from penstock.graph import Kind, Operator, Phase, StepGraph, TensorView
@@ -175,6 +182,7 @@ class _Compiler:
         for index in plan.order:
             self._runs_left[index] += 1
         self._seen: set[int] = set()
+        self._operand = room.operand
         self._again: dict[int, list[torch.Tensor]] = {}  # states of the random generator
         for storage in graph.storages:
             if storage.kind is Kind.SCALAR and storage.initial is not None:
@@ -192,6 +200,8 @@ class _Compiler:
         slot = None
         if target == SCALAR:
             slot = self._numbers.slot(operator.creates[0])
+        own = looks_at_storages(target)
+        self._operand = self._room.operand_alone if own else self._room.operand
         live = Live([], [])
         args: list[Any] = [None] * len(arguments)
         for place, value in enumerate(arguments):
@@ -234,6 +244,6 @@ class _Compiler:
         return decode(
             value,
             self._room.device,
-            lambda view: self._room.operand(view, position),
+            lambda view: self._operand(view, position),
             lambda expression: None,
         )

@@ -118,7 +118,7 @@ class Recovery:
             self._room.bytes_of(home, content.numel()).copy_(content)
         for storage in self._seam.places_of:
             self._seam.spread(storage)
-        updated += self._updated_loose(position, started)
+        updated += self._updated_loose(position)
         return Outcome(tuple(updated), tuple(lost))
 
     # Where things are.
@@ -220,11 +220,14 @@ class Recovery:
             self._loose_copies.append((position, copy, original))
         self._changes.setdefault(position, []).append((copy, original))
 
-    def _updated_loose(self, position: int, started: bool) -> list[str]:
-        """Numbers without bytes that had changed after the commit, and stay so."""
+    def _updated_loose(self, position: int) -> list[str]:
+        """Numbers without bytes that had changed after the commit, and stay so.
+
+        An operator that failed has not changed such a number.
+        """
         names = []
         for storage, positions in self._loose_changes.items():
-            done = [at for at in positions if at < position or (at == position and started)]
+            done = [at for at in positions if at < position]
             if done and max(done) >= self.commit:
                 names += self._seam.names_of(storage)
         return names

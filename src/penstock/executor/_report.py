@@ -42,6 +42,9 @@ class ExecutionReport:
     workspace_bytes: int
     """Device memory that operators may take beyond that: what kernels are declared to need, and
     results on their way to their places."""
+    held_bytes: int | None
+    """What both take of a GPU, in segments of torch's allocator (`torch.cuda.memory_reserved`): of
+    whole 2 MiB, at least 20 below 10 MiB, and one for small tensors. None on CPUs."""
     host_bytes: int
     """Host memory of copies."""
     predicted_host_bytes: int

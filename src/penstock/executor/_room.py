@@ -83,6 +83,13 @@ class Room:
             return self.loose(view)
         return self._view(self.arena, self._places.operand(view.value, position), view)
 
+    def operand_alone(self, view: TensorView, position: int) -> torch.Tensor:
+        """The same as a view of a storage of its own, without all the rest of the arena."""
+        if not self._graph.num_bytes(view.value):
+            return self.loose(view)
+        offset = self._places.operand(view.value, position)
+        return _viewed(self._alone_at(Tier.DEVICE, offset, view.value), 0, view)
+
     def result(self, view: TensorView, position: int) -> torch.Tensor:
         """Where the operator at a position puts a result."""
         if not self._graph.num_bytes(view.value):
@@ -123,6 +130,14 @@ class Room:
         if found is None:
             found = self._views[key] = _viewed(block.tensor, offset, view)
         return found
+
+
+def once(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a tensor that has each byte once, also of one that `expand` has made."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and not stride:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _viewed(memory: torch.Tensor, offset: int, view: TensorView) -> torch.Tensor:

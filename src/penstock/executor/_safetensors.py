@@ -66,7 +66,8 @@ class SafetensorsFile:
             StoreReadError: The file ends early, or cannot be read.
         """
         _, _, begin, end = self._entries[name]
-        place = tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous()
+        is_there = tensor.device.type == "cpu" and tensor.is_contiguous()
+        place = tensor if is_there else torch.empty(tensor.shape, dtype=tensor.dtype)
         with open(self.path, "rb", buffering=0) as file:
             file.seek(self._begin + begin)
             for piece in _pieces(place.data_ptr(), end - begin):
@@ -91,7 +92,7 @@ def save_safetensors(tensors: Mapping[str, torch.Tensor], path: str | os.PathLik
     metadata maps the other names to the one that is there, as safetensors' own `save_model` does.
 
     Args:
-        tensors: By name, as `state_dict()` returns them; on the CPU.
+        tensors: By name, as `state_dict()` returns them, on any device.
         path: The file; it is there when it is complete, and not before.
 
     Raises:
@@ -128,7 +129,7 @@ def save_safetensors(tensors: Mapping[str, torch.Tensor], path: str | os.PathLik
             for piece in (len(text).to_bytes(8, "little"), text):
                 _write(file, memoryview(piece))
             for tensor in written.values():
-                whole = tensor.detach().contiguous()
+                whole = tensor.detach().cpu().contiguous()
                 for piece in _pieces(whole.data_ptr(), whole.numel() * whole.element_size()):
                     _write(file, piece)
         os.replace(unfinished, path)

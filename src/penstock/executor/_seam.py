@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from penstock.errors import GraphFileError
+from penstock.errors import GraphFileError, PenstockError
 from penstock.executor._eager_steps import EagerSteps
 from penstock.executor._moves import Move, move_all
 from penstock.executor._places import Places, Stay
-from penstock.executor._room import Room
+from penstock.executor._room import Room, once
 from penstock.graph import Kind, StepGraph, TensorView
-from penstock.graph._encoding import dtype_name
+from penstock.graph._encoding import dtype_name, dtype_named
 from penstock.graph._shards import Shard, ShardedModel, local_of, sharded_like
 from penstock.memory import Tier
 from penstock.planner import Plan
@@ -183,12 +183,13 @@ class Seam:
             The storages that he has replaced, or changed where they lie in several places.
         """
         changed: set[int] = set()
-        self._sharded.reshard()
+        self.reshard()
         for index, (handle, tensor, address) in enumerate(self._bound):
             if handle.now() is tensor and tensor.data_ptr() == address:
                 continue
             if not changed:
                 settle()
+            self._check_home(handle)
             self._bound[index] = self._adopted(handle, handle.now())
             changed.add(self._graph.storage_of_value[handle.view.value])
         stepped = self._eager_steps.any()
@@ -200,6 +201,10 @@ class Seam:
         for storage in changed:
             self.spread(storage)
         return changed
+
+    def reshard(self) -> None:
+        """Let a sharded model hold its shards, as between steps; of others nothing happens."""
+        self._sharded.reshard()
 
     def give(self, inputs: Mapping[str, torch.Tensor], settle: Callable[[], None]) -> set[int]:
         """Bring inputs that may lie below the device, parts of a batch, to all their places.
@@ -217,7 +222,7 @@ class Seam:
         for name, storage in self._lasting_inputs.items():
             for stay in self.places_of[storage]:
                 place = self._room.view_of(stay, self._graph.tensors[name])
-                place.copy_(inputs[name].detach())
+                copy_elements(inputs[name], place)
                 self._room.put_away(place)
         return set(self._lasting_inputs.values())
 
@@ -289,7 +294,7 @@ class Seam:
         home = self._home(handle.view)
         tensor = handle.now()
         if tensor is None:
-            home.fill_(_initial_fill(self._graph, handle.name))
+            once(home).fill_(initial_fill(self._graph, handle.name))
             tensor = handle.make(home.detach())
             self._room.put_away(tensor)
             return _Bound(handle, tensor, tensor.data_ptr())
@@ -299,13 +304,27 @@ class Seam:
             self._room.put_away(home)
             self._born.add(self._graph.storage_of_value[handle.view.value])
         elif content is not None and content.data_ptr() != home.data_ptr():
-            home.copy_(content.detach())
+            copy_elements(content, home)
             self._room.put_away(home)
         if tensor.data_ptr() != home.data_ptr() or not home.numel():
             tensor.data = home.detach()
         if flat := handle.flat():
             flat[0].data = self._home(flat[1])
         return _Bound(handle, tensor, tensor.data_ptr())
+
+    def _check_home(self, handle: _Handle) -> None:
+        """Refuse what has moved the memory away under all that look at it."""
+        view = handle.view
+        if not self._graph.num_bytes(view.value) or 0 in view.shape:
+            return
+        home = self._home_bytes(self._graph.storage_of_value[view.value], view)
+        offset = view.offset * dtype_named(view.dtype).itemsize
+        if self._home(view).data_ptr() != home.data_ptr() + offset:
+            raise PenstockError(
+                f"the memory of {handle.name} has been moved (share_memory(), or a queue to "
+                "another process), which a plan's addresses do not survive: pass copies to other "
+                "processes (tensor.clone()), and bind the plan again"
+            )
 
     def note_versions(self) -> None:
         """What has been changed up to now was not the user; after a step, which changes much."""
@@ -343,7 +362,7 @@ class Seam:
             parameter = parameters[owner]
             state = optimizer.state.get(parameter, {})
             if key not in state:
-                _initial_fill(self._graph, name)
+                initial_fill(self._graph, name)
             else:
                 _check(name, view, local_of(state[key]))
             found.append((name, parameter, key, view))
@@ -354,12 +373,18 @@ class Seam:
             yield _Handle(name, state, key, view, owner=parameter)
 
 
+def copy_elements(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a tensor to a place of its shape, whose elements may be one (`expand`)."""
+    place = once(target)
+    place.copy_(source.detach().as_strided(place.shape, source.stride()))
+
+
 def _materialized(handle: _Handle, tensor: torch.Tensor, home: torch.Tensor) -> torch.Tensor:
     """Let a tensor of the meta device look at its home; it stays the same object.
 
     Until it has its first numbers it is NaN: whoever forgets them notices.
     """
-    home.fill_(torch.nan if tensor.is_floating_point() else 0)
+    once(home).fill_(torch.nan if tensor.is_floating_point() else 0)
     if isinstance(tensor, nn.Parameter):
         real: torch.Tensor = nn.Parameter(home.detach(), requires_grad=tensor.requires_grad)
     else:
@@ -369,7 +394,7 @@ def _materialized(handle: _Handle, tensor: torch.Tensor, home: torch.Tensor) -> 
     return tensor
 
 
-def _initial_fill(graph: StepGraph, name: str) -> float:
+def initial_fill(graph: StepGraph, name: str) -> float:
     """The number that state begins with that does not exist yet."""
     fill = graph.metadata.get("initial_state", {}).get(name)
     if fill is None:

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from penstock.errors import GraphFileError
+from penstock.graph._batches import constants_in, tensors_in
 from penstock.graph._encoding import dtype_name, dtype_named
 from penstock.graph._input_pieces import part_of_input
 from penstock.graph._scalars import evaluate
 from penstock.graph._shards import local_of, sharded_like
-from penstock.graph._stand_ins import tensors_in
 from penstock.graph._step_graph import StepGraph, TensorView
 
 _STATE, _GROUPS, _BATCH = "optimizer.state.", "optimizer.param_groups.", "batch"
@@ -57,7 +57,8 @@ def bind_batch(graph: StepGraph, batch: Any) -> dict[str, torch.Tensor]:
     """Return the tensors of a batch by their names in a graph.
 
     Raises:
-        ValueError: The batch has other tensors, shapes or dtypes than the captured one.
+        ValueError: The batch has other tensors, shapes, dtypes or constants than the captured one.
+        TypeError: It has something else.
     """
     found = dict(tensors_in(batch, _BATCH))
     wanted = {name for name in graph.tensors if name.split(".")[0] == _BATCH}
@@ -66,6 +67,7 @@ def bind_batch(graph: StepGraph, batch: Any) -> dict[str, torch.Tensor]:
             f"the batch has the tensors {sorted(found)} and the captured one had {sorted(wanted)}; "
             "pass a batch of the same form, or capture one of this form"
         )
+    _check_constants(graph, batch)
     for name, tensor in found.items():
         view = graph.tensors[name]
         if (dtype_name(tensor.dtype), tuple(tensor.shape)) != (view.dtype, view.shape):
@@ -80,6 +82,20 @@ def bind_batch(graph: StepGraph, batch: Any) -> dict[str, torch.Tensor]:
             whole, begin, end = part
             found[name] = found[whole].as_strided((end - begin,), (1,), begin)
     return found
+
+
+def _check_constants(graph: StepGraph, batch: Any) -> None:
+    captured = graph.metadata.get("batch_constants")
+    if captured is None:  # of a graph that does not say
+        return
+    found = constants_in(batch, _BATCH)
+    for name in sorted(captured.keys() | found.keys()):
+        now, then = found.get(name, "not there"), captured.get(name, "not there")
+        if now != then:
+            raise ValueError(
+                f"{name} is {now} and was {then} when the step was captured, of which it is a "
+                "part: pass it as a tensor if the model can take one, or capture a step for it"
+            )
 
 
 def _laid_out(tensor: torch.Tensor, view: TensorView) -> torch.Tensor:

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -19,14 +20,17 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as torch_modules
 
-from penstock.errors import CaptureError
+from penstock.errors import CaptureError, PenstockError
+from penstock.graph._batches import constants_in, tensors_in
 from penstock.graph._finish import finish
 from penstock.graph._gathering import Gathering
+from penstock.graph._modes import autocast_of, evaluation_modules, frozen_parameters
 from penstock.graph._optimizer import OptimizerCopy
 from penstock.graph._recorder import Recorder
 from penstock.graph._shards import ShardedModel
-from penstock.graph._stand_ins import StandIns, tensors_in
+from penstock.graph._stand_ins import StandIns
 from penstock.graph._step_graph import Kind, Phase, StepGraph, TensorView
+from penstock.graph._user_line import is_raised_by_torch, line_of
 
 
 def capture(
@@ -54,8 +58,8 @@ def capture(
 
     Args:
         model: An ordinary module, in training mode if the step is to train. Parameters on the meta
-            device are taken to be on the CPU. Of a module that `fully_shard` was called with the
-            graph is that of this rank.
+            device are taken to be where the others are; if all are there, where the batch is. Of a
+            module that `fully_shard` was called with the graph is that of this rank.
         optimizer: A stock optimizer of its parameters. State that it does not have yet is taken as
             it is from the second step on.
         batch: What the model is called with: a mapping as `model(**batch)`, a tuple as
@@ -86,20 +90,26 @@ def capture(
     root = nn.ModuleDict(modules)
     sharded = ShardedModel(model, loss)
     names = _ModuleNames(root)
-    recorder = Recorder(names.current)
+    local = sharded.locals_of(optimizer)
+    tensors_of_root = (*root.parameters(), *root.buffers())
+    recorder = Recorder(names.current, [local.get(id(each), each) for each in tensors_of_root])
     mode = FakeTensorMode()
-    stand_ins = StandIns(mode, torch.device("cpu"), sharded.locals_of(optimizer))
+    device = _device_type(root, batch)
+    stand_ins = StandIns(mode, torch.device(device), local)
     gathering = Gathering(sharded, stand_ins, recorder)
-    device = _device_type(root)
     tensors: dict[str, TensorView] = {}
-    with _no_collection(), _unrandom(recorder), _eagers_branches(recorder), mode:
+    around = (_capturing, _no_collection(), _understood(), _unrandom(recorder))
+    with contextlib.ExitStack() as stack:
+        for each in (*around, _eagers_branches(recorder), mode):
+            stack.enter_context(each)
         tensors |= _adopt_model(root, recorder, stand_ins)
-        fake_batch = stand_ins.in_tree(batch, "batch")
+        fake_batch = stand_ins.in_batch(batch, "batch")
         for name, tensor in tensors_in(fake_batch, "batch"):
             tensors[name] = recorder.adopt(tensor, name, Kind.INPUT)
         copy = OptimizerCopy(optimizer, stand_ins, recorder, _parameter_names(root), mode)
         with stand_ins.inside(root), names, recorder:
             buffers = dict(root.named_buffers(remove_duplicate=False))
+            places = _places(root)
             with gathering.active():
                 result = _all_gradients(model, fake_batch, loss, recorder, gathering, accumulate)
             recorder.phase = Phase.OPTIMIZER
@@ -110,6 +120,8 @@ def capture(
             copy.step()
             gathering.check(copy.state)
             _write_back_buffers(root, buffers)
+            _write_back_data(places)
+            _refuse_lost_changes(stand_ins.changed_attributes(), names, recorder)
         loss_view = recorder.view(result)
         tensors |= copy.tensors
         graph = finish(
@@ -123,6 +135,10 @@ def capture(
                 "torch": torch.__version__,
                 "hyper_parameters": copy.constants,
                 "initial_state": copy.initial_state,
+                "batch_constants": constants_in(batch, "batch"),
+                "evaluation": evaluation_modules(modules),
+                "frozen": frozen_parameters(modules),
+                "autocast": autocast_of(device),
             },
         )
     return graph
@@ -238,8 +254,12 @@ def _check(model: object, optimizer: object) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
         raise TypeError(f"optimizer has to be a torch.optim.Optimizer, and is a {kind}")
-    if hasattr(model, "_orig_mod"):
-        raise CaptureError("model is a compiled module; pass the module that was compiled")
+    for name, module in model.named_modules():
+        if _is_compiled(module):
+            raise CaptureError(
+                f"{name or 'model'} is compiled (torch.compile, torch.jit), and what it runs is "
+                "not seen; pass the module as it was before"
+            )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise CaptureError(
             "model is wrapped for data parallelism; pass model.module, with "
@@ -253,11 +273,28 @@ def _check(model: object, optimizer: object) -> None:
             )
 
 
-def _device_type(root: nn.Module) -> str:
+def _is_compiled(module: nn.Module) -> bool:
+    return (
+        isinstance(module, torch.jit.ScriptModule)
+        or hasattr(module, "_orig_mod")
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+    )
+
+
+def _device_type(root: nn.Module, batch: Any) -> str:
+    """Where the step runs: where parameters are, or else where the batch is."""
     types = {each.device.type for each in root.parameters()} - {"meta"}
     if len(types) > 1:
         raise CaptureError(
             f"the parameters are on {', '.join(sorted(types))}; a step graph is of one device"
+        )
+    types = types or {each.device.type for _, each in tensors_in(batch, "batch")} - {"meta"}
+    if len(types) > 1:
+        raise CaptureError(
+            "the parameters are on the meta device, and the batch's tensors on "
+            f"{', '.join(sorted(types))}, so the device of the step is not known; move the batch "
+            "to one"
         )
     return types.pop() if types else "cpu"
 
@@ -307,6 +344,33 @@ def _write_back_buffers(root: nn.Module, before: Mapping[str, torch.Tensor]) -> 
             old.copy_(tensor)
 
 
+def _places(root: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each parameter and buffer with a tensor that goes on looking at where it lies now."""
+    with torch.no_grad():
+        return [(each, each.detach()) for each in (*root.parameters(), *root.buffers())]
+
+
+def _write_back_data(places: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Bring what was assigned to a tensor's `.data` to where the tensor lies."""
+    for tensor, place in places:
+        if tensor.untyped_storage()._cdata != place.untyped_storage()._cdata:
+            with torch.no_grad():
+                place.copy_(tensor)
+
+
+def _refuse_lost_changes(
+    changes: Iterator[tuple[nn.Module, str, Any, Any]], names: _ModuleNames, recorder: Recorder
+) -> None:
+    for module, key, before, now in changes:
+        is_number = isinstance(before, bool | int | float) and isinstance(now, bool | int | float)
+        if (is_number and before != now) or recorder.has_lifted(before):
+            raise CaptureError(
+                f"the step reads and changes the attribute {key!r} of {names.name_of(module)}, "
+                "which planned steps would not: keep it in a buffer (register_buffer); if only the "
+                "first call does so, call the model once before"
+            )
+
+
 class _ModuleNames(contextlib.AbstractContextManager):
     """Knows which module is running, by hooks on all modules."""
 
@@ -317,6 +381,9 @@ class _ModuleNames(contextlib.AbstractContextManager):
 
     def current(self) -> str:
         return self._stack[-1]
+
+    def name_of(self, module: nn.Module) -> str:
+        return repr(self._names[id(module)] or "model")
 
     def __enter__(self) -> None:
         def enter(module: nn.Module, args: Any) -> None:
@@ -333,6 +400,26 @@ class _ModuleNames(contextlib.AbstractContextManager):
     def __exit__(self, *exc_info: object) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+_capturing = threading.RLock()
+"""Held while a step is captured: parts of torch are other ones then, for all threads."""
+
+
+@contextlib.contextmanager
+def _understood() -> Iterator[None]:
+    """Say of errors that torch raises where the program was."""
+    try:
+        yield
+    except (PenstockError, TypeError, ValueError):
+        raise
+    except Exception as error:
+        if not (is_raised_by_torch(error) or "supported for tensor subclasses" in str(error)):
+            raise
+        raise CaptureError(
+            f"{line_of(error)}: torch cannot run this on tensors without data, as a capture does "
+            f"({type(error).__name__}: {error})"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -368,16 +455,49 @@ def _eagers_branches(recorder: Recorder) -> Iterator[None]:
 @contextlib.contextmanager
 def _unrandom(recorder: Recorder) -> Iterator[None]:
     """Trace reads and writes of the random state, and refuse draws that torch does not see."""
-    before = random.getstate()
-    get, put = recorder.get_rng_state, recorder.set_rng_state
-    with (
-        mock.patch.multiple(torch, get_rng_state=get, set_rng_state=put),
-        mock.patch.multiple(torch.random, get_rng_state=get, set_rng_state=put),
-    ):
-        yield
-    if random.getstate() != before:
-        random.setstate(before)
-        raise CaptureError(
-            "the model draws random numbers from Python's random module, which a graph does not "
-            "hold; draw them with torch, or outside of the step"
+    before = _states()
+    here = {"get_rng_state": recorder.get_rng_state, "set_rng_state": recorder.set_rng_state}
+    there = {
+        "get_rng_state": recorder.get_cuda_rng_state,
+        "set_rng_state": recorder.set_cuda_rng_state,
+    }
+    try:
+        with (
+            mock.patch.multiple(torch, **here),
+            mock.patch.multiple(torch.random, **here),
+            mock.patch.multiple(torch.cuda, **there),
+        ):
+            yield
+    except BaseException:
+        for _, put_back in before.values():
+            put_back()
+        raise
+    after = _states()
+    for source, (state, put_back) in before.items():
+        if after[source][0] != state:
+            put_back()
+            raise CaptureError(
+                f"the model draws from or seeds {source}, which a graph does not hold; draw "
+                "numbers with torch and its default generator, or outside of the step"
+            )
+
+
+def _states() -> dict[str, tuple[object, Callable[[], object]]]:
+    """The states of generators that a capture does not draw from, and what puts each back."""
+    python = random.getstate()
+    state = torch.get_rng_state()
+    found: dict[str, tuple[object, Callable[[], object]]] = {
+        "Python's random module": (python, lambda: random.setstate(python)),
+        "torch's generator (torch.manual_seed)": (
+            state.numpy().tobytes(),
+            lambda: torch.set_rng_state(state),
+        ),
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numbers = numpy.random.get_state()
+        found["NumPy's global generator (numpy.random)"] = (
+            [each.tobytes() if hasattr(each, "tobytes") else each for each in numbers],
+            lambda: numpy.random.set_state(numbers),
         )
+    return found

@@ -25,7 +25,9 @@ EMPTY = "penstock.empty"
 FULL = "penstock.full"
 """Target that makes a tensor with one number everywhere: `args = (number,)`."""
 GET_RNG_STATE = "penstock.get_rng_state"
+"""Target that returns a generator's state: `args = ()` of the CPU's, `("cuda",)` of a GPU's."""
 SET_RNG_STATE = "penstock.set_rng_state"
+"""Target that sets it: `args = (state,)` or `(state, "cuda")`."""
 OWN_TARGETS = (CONSTANT, SCALAR, EMPTY, FULL, GET_RNG_STATE, SET_RNG_STATE)
 
 
@@ -128,6 +130,19 @@ def make(target: str, args: list[Any], view: TensorView, device: torch.device) -
     elif target == CONSTANT and made.numel():
         made.copy_(torch.frombuffer(args[0], dtype=dtype).view(made.shape))
     return made
+
+
+def random_state(generator: str = "cpu") -> torch.Tensor:
+    """Run `GET_RNG_STATE`: the state of the CPU's generator, or of the current GPU's (`"cuda"`)."""
+    return torch.cuda.get_rng_state() if generator == "cuda" else torch.get_rng_state()
+
+
+def set_random_state(state: torch.Tensor, generator: str = "cpu") -> None:
+    """Run `SET_RNG_STATE`."""
+    if generator == "cuda":
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)
 
 
 def flat_results(result: Any) -> list[Any]:

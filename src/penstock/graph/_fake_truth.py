@@ -10,30 +10,125 @@ import functools
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch.utils._mode_utils import no_dispatch
 
 aten = torch.ops.aten
+_CONTIGUOUS = (
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_batch_norm_with_update",
+    "normal",
+)
+"""Operators whose results are contiguous where their first operand has no memory format."""
+_ELEMENTWISE = (
+    *("log_sigmoid_forward", "log_sigmoid_backward", "softplus_backward", "elu_backward"),
+    *("gelu_backward", "silu_backward", "mish_backward", "sigmoid_backward", "tanh_backward"),
+    *("leaky_relu_backward", "threshold_backward", "hardtanh_backward", "hardswish_backward"),
+    *("hardsigmoid_backward", "hardshrink_backward", "softshrink_backward", "logit_backward"),
+    *("mse_loss_backward", "huber_loss_backward", "smooth_l1_loss_backward"),
+)
+"""Operators that work element by element without being marked so."""
 _NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm")
 
 
-def corrected(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> Any:
+def corrected(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Any:
     """Return what a real kernel would have returned, as fake tensors.
 
     Args:
         func: The operator that ran on fake tensors.
         args: Its arguments.
+        kwargs: Its keyword arguments.
         result: What it returned.
 
     Returns:
         The result, with workspaces of their real size.
     """
     if func._opname in _NORMS and args[0].device.type == "cpu":
-        return _with_statistics(args, result)
+        result = _with_statistics(args, result)
+    if func._opname in _CONTIGUOUS and isinstance(args[0], torch.Tensor):
+        if args[0].device.type == "cpu" and not _is_dense(args[0]):
+            first = result[0] if isinstance(result, tuple) else result
+            first = first.contiguous()
+            return (first, *result[1:]) if isinstance(result, tuple) else first
+        return result
+    if func._opname in ("max_unpool2d", "max_unpool3d"):
+        return result.contiguous(memory_format=suggest_memory_format(args[0]))
     if func is aten.mkldnn_rnn_layer.default:
         shapes = tuple(tuple(tensor.shape) for tensor in args[:7])
         num_bytes = _rnn_workspace_bytes(shapes, args[0].dtype, tuple(args[9:]))
         return (*result[:3], torch.empty(num_bytes, dtype=torch.uint8))
+    if func.namespace == "aten" and not func._schema.is_mutable:
+        return _with_true_layouts(func, args, kwargs, result)
     return result
+
+
+def _with_true_layouts(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Any:
+    """Where operands do not lie one row after the other, ask the operator itself, on small ones.
+
+    Fake kernels that are made of others choose otherwise which operand the result lies like, and
+    a sum over it then adds in another order.
+    """
+    results = result if isinstance(result, tuple) else (result,)
+    if not isinstance(results[0], torch.Tensor) or results[0].device.type != "cpu":
+        return result
+    shape = results[0].shape
+    full = [each for each in args if isinstance(each, torch.Tensor) and each.shape == shape]
+    is_elementwise = torch.Tag.pointwise in func.tags or func._opname in _ELEMENTWISE
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    is_plain = is_elementwise and not is_random
+    is_plain = is_plain and not any(isinstance(each, torch.Tensor) for each in kwargs.values())
+    if all(each.is_contiguous() for each in full) or not is_plain:
+        return result
+    with no_dispatch(), torch._C._AutoDispatchBelowAutograd():
+        small = [_small(each) if isinstance(each, torch.Tensor) else each for each in args]
+        try:
+            found = func(*small, **kwargs)
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return result  # its result is as the fake kernel has it
+        found = found if isinstance(found, tuple) else (found,)
+        strides = [
+            _dense_strides(tuple(each.shape), true.stride())
+            for each, true in zip(results, found, strict=True)
+        ]
+    made = tuple(
+        each
+        if each.shape != full[0].shape or each.stride() == true
+        else torch.empty_strided(each.shape, true, dtype=each.dtype, device=each.device)
+        for each, true in zip(results, strides, strict=True)
+    )
+    return made if isinstance(result, tuple) else made[0]
+
+
+def _small(tensor: torch.Tensor) -> torch.Tensor:
+    """A real tensor of at most two elements a dimension, with its dimensions in the same order."""
+    shape = tuple(min(size, 2) for size in tensor.shape)
+    made = torch.zeros(shape, dtype=tensor.dtype)
+    return made.as_strided(shape, _dense_strides(shape, tensor.stride()))
+
+
+def _dense_strides(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a dense tensor whose dimensions lie in the order of other strides."""
+    strides, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (like[dim], -dim)):
+        if like[dim]:
+            strides[dim] = step
+            step *= shape[dim]
+    return tuple(strides)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie in one of torch's memory formats."""
+    return any(
+        tensor.is_contiguous(memory_format=each)
+        for each in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+        if each is torch.contiguous_format
+        or tensor.dim() == (4 if each is torch.channels_last else 5)
+    )
 
 
 def _with_statistics(args: tuple[Any, ...], result: Any) -> Any:

@@ -7,6 +7,7 @@ a hundred different ones, not ten thousand. Operands hold numbers between 0 and 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +18,8 @@ import torch
 from penstock.graph._encoding import OWN_TARGETS, decode, dtype_named, flat_results, resolve
 from penstock.graph._schemas import COLLECTIVES
 from penstock.graph._step_graph import Operator, Phase, StepGraph, TensorView
+
+_logger = logging.getLogger(__name__)
 
 _SCALAR_BYTES = 64  # a number that is wrapped in a tensor is no workspace
 
@@ -55,7 +58,7 @@ def measure(
         key = _likeness(operator)
         if key not in known:
             with torch.random.fork_rng([where] if where.type == "cuda" else []):
-                known[key] = _measure(graph, operator, where, num_runs, workspace)
+                known[key] = _measure_somehow(graph, operator, where, num_runs, workspace)
         seconds, workspace_bytes = known[key]
         operators.append(
             dataclasses.replace(
@@ -86,14 +89,34 @@ def _likeness(operator: Operator) -> Any:
     return operator.target, operator.phase is Phase.FORWARD, plain(operator.args), kwargs
 
 
-def _measure(
+def _measure_somehow(
     graph: StepGraph, operator: Operator, device: torch.device, num_runs: int, workspace: bool
+) -> tuple[float, int]:
+    """Measure an operator, some of which refuse made-up operands; those count as copies of them."""
+    for integer in (0, 1):  # indices from zero; pivots from one
+        try:
+            return _measure(graph, operator, device, num_runs, workspace, integer)
+        except (RuntimeError, IndexError) as error:
+            refusal = error
+    _logger.info("%s counts as a copy of its operands: %s", operator.target, refusal)
+    num_bytes = operator.bytes_read + operator.bytes_written
+    operands = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    return statistics.median(_seconds(operands.clone, device) for _ in range(num_runs)), 0
+
+
+def _measure(
+    graph: StepGraph,
+    operator: Operator,
+    device: torch.device,
+    num_runs: int,
+    workspace: bool,
+    integer: int,
 ) -> tuple[float, int]:
     memory: dict[int, torch.Tensor] = {}
 
     def tensor(view: TensorView) -> torch.Tensor:
         if view.value not in memory:
-            memory[view.value] = _filled(graph, view, device)
+            memory[view.value] = _filled(graph, view, device, integer)
         base = memory[view.value].untyped_storage()
         made = torch.empty(0, dtype=dtype_named(view.dtype), device=device)
         return made.set_(base, view.offset, view.shape, view.stride)  # pyright: ignore
@@ -112,14 +135,14 @@ def _measure(
     return statistics.median(seconds), allocated
 
 
-def _filled(graph: StepGraph, view: TensorView, device: torch.device) -> torch.Tensor:
+def _filled(graph: StepGraph, view: TensorView, device: torch.device, integer: int) -> torch.Tensor:
     dtype = dtype_named(view.dtype)
     extents = zip(view.shape, view.stride, strict=True)
     needed = view.offset + 1 + sum((extent - 1) * stride for extent, stride in extents)
     num_elements = max(needed, graph.num_bytes(view.value) // dtype.itemsize)
     if dtype.is_floating_point:
         return torch.rand(num_elements, device=device).to(dtype)
-    return torch.zeros(num_elements, dtype=dtype, device=device)
+    return torch.full((num_elements,), integer, dtype=dtype, device=device)
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:

@@ -123,7 +123,7 @@ class OptimizerCopy:
                     with self._mode:
                         _adopt_state(scratch, self._stand_ins.of(tensor, "state"), "state")
         for parameter, state in list(self._copy.state.items()):
-            self._copy.state[parameter] = self._stand_ins.in_tree(state, "optimizer.state")
+            self._copy.state[parameter] = self._stand_ins.in_state(state, "optimizer.state")
         with self._recorder.paused(), scratch:
             type(self._copy).step(self._copy)
         return scratch

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,10 +99,18 @@ class Recorder(TorchDispatchMode):
 
     Args:
         module_name: Returns the qualified name of the module that is running.
+        replaced: Real tensors that have stand-ins; who uses one itself has got past these.
     """
 
-    def __init__(self, module_name: Callable[[], str] = lambda: "") -> None:
+    def __init__(
+        self,
+        module_name: Callable[[], str] = lambda: "",
+        replaced: Iterable[torch.Tensor] = (),
+    ) -> None:
         super().__init__()
+        self._replaced = {each.untyped_storage()._cdata for each in replaced}
+        self._lifted: dict[int, torch.Tensor] = {}  # real tensors from outside of the step, by id
+        self._outside: set[int] = set()  # blocks that are copies of them
         self.blocks: list[Block] = []
         self.block_of_value: list[int] = []
         self.drafts: list[Draft] = []
@@ -211,7 +220,7 @@ class Recorder(TorchDispatchMode):
         schema = schema_of(func)
         if schema.composite:
             with self:
-                result = func.decompose(*args, **kwargs)
+                result = _decomposed(func, args, kwargs)
             if result is not NotImplemented:
                 return result
         if schema.target.startswith(_REFUSED):
@@ -219,7 +228,9 @@ class Recorder(TorchDispatchMode):
                 f"{user_line()}: {schema.target} changes what memory a tensor has, which a step "
                 "graph cannot say; make a new tensor instead"
             )
-        args = tuple(map(self._lifted, args))
+        is_literal = func._opname.startswith("lift")
+        args = tuple(self._lift(value, is_literal) for value in args)
+        kwargs = {name: self._lift(value, is_literal) for name, value in kwargs.items()}
         if schema.returns_first and self.phase is Phase.OPTIMIZER and args[0].dim():
             result = args[0]  # an update in place: there is nothing to find out about the result
         else:
@@ -227,15 +238,33 @@ class Recorder(TorchDispatchMode):
         self._write_down(func, schema, args, kwargs, result)
         return result
 
-    def _lifted(self, value: Any) -> Any:
+    def has_lifted(self, tensor: object) -> bool:
+        """Whether a real tensor from outside of the step has been used in it."""
+        return id(tensor) in self._lifted
+
+    def _lift(self, value: Any, is_literal: bool) -> Any:
         """Turn a real tensor among the arguments into a constant of the graph."""
         if type(value) is torch.Tensor or isinstance(value, torch.nn.Parameter):
             if isinstance(value, FakeTensor) or hasattr(value, "_wrapped_number"):
                 return value
-            return self._constant(value)
+            if not is_literal:
+                self._note_outside(value)
+            lifted = self._constant(value)
+            if not is_literal:
+                self._outside.add(self._block_of_handle[lifted.untyped_storage()._cdata])
+            return lifted
         if type(value) in (list, tuple):
-            return type(value)(map(self._lifted, value))
+            return type(value)(self._lift(each, is_literal) for each in value)
         return value
+
+    def _note_outside(self, tensor: torch.Tensor) -> None:
+        """Take note of a tensor that was there before the step, and is not the model's."""
+        if tensor.untyped_storage()._cdata in self._replaced:
+            raise CaptureError(
+                f"{user_line()}: a tensor of shape {tuple(tensor.shape)} is used that looks at a "
+                "parameter or buffer past the model; use the model's own attribute"
+            )
+        self._lifted[id(tensor)] = tensor
 
     def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
         num_bytes = tensor.numel() * tensor.element_size()
@@ -271,7 +300,7 @@ class Recorder(TorchDispatchMode):
                     "be captured; use dense tensors of real numbers (for embeddings sparse=False)"
                 )
         new = any(tensor is not None and not self.knows(tensor) for tensor in outputs)
-        if not (new or written or schema.side_effect):
+        if schema.changes_view or not (new or written or schema.side_effect):
             return  # a view, or a question about a tensor
         if func._opname in _FACTORIES and isinstance(result, torch.Tensor):
             self._make_filled(func, args, kwargs, result)
@@ -291,7 +320,8 @@ class Recorder(TorchDispatchMode):
         self._add_outputs(draft, outputs)
         in_place = schema.pointwise or _row_by_row(func, args)
         if in_place and schema.has_out and isinstance(result, torch.Tensor):
-            self._add_overwrites(draft, result, args)
+            operands = [*_results_of(args), *_results_of(tuple(kwargs.values()))]
+            self._add_overwrites(draft, result, operands)
         self._append(draft)
 
     def _make_filled(
@@ -349,6 +379,12 @@ class Recorder(TorchDispatchMode):
 
     def _mutate(self, draft: Draft, tensor: torch.Tensor) -> None:
         block = self.block(tensor)
+        if self._block_of_handle[tensor.untyped_storage()._cdata] in self._outside:
+            raise CaptureError(
+                f"{user_line()}: a tensor of shape {tuple(tensor.shape)} is changed in place that "
+                "was there before the step and is neither a parameter nor a buffer, so that it "
+                "would change in this step only: register it with register_buffer()"
+            )
         if any(pair[1] == block.current for pair in draft.mutates):
             return  # two views of one storage
         new = len(self.block_of_value)
@@ -365,21 +401,26 @@ class Recorder(TorchDispatchMode):
                 draft.creates.append(self.blocks[block].current)
         draft.outputs = tuple(None if tensor is None else self.view(tensor) for tensor in outputs)
 
-    def _add_overwrites(self, draft: Draft, result: torch.Tensor, args: tuple[Any, ...]) -> None:
-        """Find operands in whose place the result may be written, element over element."""
+    def _add_overwrites(
+        self, draft: Draft, result: torch.Tensor, operands: list[torch.Tensor | None]
+    ) -> None:
+        """Find operands in whose place the result may be written, element over element.
+
+        Not where an operand is also looked at in another way: `x + x.T` must find x whole.
+        """
         if not draft.creates or draft.mutates:
             return
+        place = self.view(result)
+        views: defaultdict[int, set[TensorView]] = defaultdict(set)
+        for tensor in operands:
+            if tensor is not None and self.knows(tensor):
+                view = self.view(tensor)
+                views[view.value].add(view)
         num_bytes = result.untyped_storage().nbytes()
-        for tensor in args:
-            if (
-                isinstance(tensor, torch.Tensor)
-                and tensor.dtype == result.dtype
-                and tensor.shape == result.shape
-                and tensor.stride() == result.stride()
-                and tensor.storage_offset() == 0
-                and tensor.untyped_storage().nbytes() == num_bytes > 0
-            ):
-                draft.overwrites.append((self.block(tensor).current, draft.creates[0]))
+        for value, (view, *others) in views.items():
+            whole = self.blocks[self.block_of_value[value]].num_bytes == num_bytes > 0
+            if whole and not others and view == place._replace(value=value):
+                draft.overwrites.append((value, draft.creates[0]))
 
     def _encode(self, value: Any, reads: dict[int, None]) -> Any:
         if value is None or type(value) in (bool, int, str):
@@ -481,9 +522,25 @@ class Recorder(TorchDispatchMode):
 
     def get_rng_state(self) -> torch.Tensor:
         """Stand in for `torch.get_rng_state` during the capture."""
+        return self._rng_state(5056)
+
+    def get_cuda_rng_state(self, device: object = "cuda") -> torch.Tensor:
+        """Stand in for `torch.cuda.get_rng_state` during the capture."""
+        return self._rng_state(16, "cuda")
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Stand in for `torch.set_rng_state` during the capture."""
+        self._set_rng_state(state)
+
+    def set_cuda_rng_state(self, state: torch.Tensor, device: object = "cuda") -> None:
+        """Stand in for `torch.cuda.set_rng_state` during the capture."""
+        self._set_rng_state(state, "cuda")
+
+    def _rng_state(self, num_bytes: int, *generator: str) -> torch.Tensor:
         draft = self._new_draft(GET_RNG_STATE, "get_rng_state")
+        draft.args = generator
         with self.paused():
-            state = torch.empty(5056, dtype=torch.uint8)
+            state = torch.empty(num_bytes, dtype=torch.uint8)
         index = self._add_block(draft.name, 0, Kind.SCALAR, state.untyped_storage())
         draft.creates = [self.blocks[index].current]
         draft.outputs = (self.view(state),)
@@ -491,15 +548,14 @@ class Recorder(TorchDispatchMode):
         self._append(draft)
         return state
 
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        """Stand in for `torch.set_rng_state` during the capture."""
+    def _set_rng_state(self, state: torch.Tensor, *generator: str) -> None:
         if not self.knows(state):
             raise CaptureError(
                 f"{user_line()}: the random state is set to one that was not taken in this step"
             )
         draft = self._new_draft(SET_RNG_STATE, "set_rng_state")
         view = self.view(state)
-        draft.args, draft.reads = (view,), [view.value]
+        draft.args, draft.reads = (view, *generator), [view.value]
         draft.random = draft.side_effect = True
         self._append(draft)
 
@@ -515,10 +571,22 @@ def _row_by_row(func: Any, args: tuple[Any, ...]) -> bool:
     return dim % max(args[0].dim(), 1) == max(args[0].dim(), 1) - 1
 
 
+def _decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return func.decompose(*args, **kwargs)
+    except RuntimeError as error:
+        if "data is not allocated yet" not in str(error):
+            raise
+        raise CaptureError(
+            f"{user_line()}: the course of {func} depends on the data; a captured step has one "
+            "course of events: pass numbers instead of tensors, or do this outside of the step"
+        ) from error
+
+
 def _run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         result = func(*map(_hint, args), **{name: _hint(value) for name, value in kwargs.items()})
-        return corrected(func, args, result)
+        return corrected(func, args, kwargs, result)
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise CaptureError(
             f"{user_line()}: the shape or value of the result of {error.func} depends on the data; "

@@ -31,7 +31,9 @@ from penstock.graph._encoding import (
     dtype_named,
     flat_results,
     make,
+    random_state,
     resolve,
+    set_random_state,
 )
 from penstock.graph._input_pieces import part_of_input
 from penstock.graph._scalars import evaluate
@@ -126,10 +128,10 @@ class _Run:
 
     def _call(self, operator: Operator, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if operator.target == SET_RNG_STATE:
-            torch.set_rng_state(args[0])
+            set_random_state(*args)
             return []
         if operator.target == GET_RNG_STATE:
-            return torch.get_rng_state()
+            return random_state(*args)
         if operator.target in (EMPTY, FULL, CONSTANT):
             view = operator.outputs[0]
             assert view is not None

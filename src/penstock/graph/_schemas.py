@@ -15,6 +15,8 @@ UNDECLARED_WRITES: dict[str, tuple[int, ...]] = {
     "aten.cudnn_batch_norm.default": (3, 4),
     "aten.miopen_batch_norm.default": (3, 4),
 }
+_KNOWN = ("aten", "penstock", "prims", "mkldnn", "quantized", "torchvision")
+"""Namespaces whose operators are tagged if they draw random numbers; others often are not."""
 COLLECTIVES = (
     "penstock.average_over_ranks_.default",
     "penstock.sum_over_ranks_.default",
@@ -34,12 +36,13 @@ class Schema(NamedTuple):
         target: Its name, as `"aten.addmm.default"`.
         written: Positions of the arguments that it writes.
         written_names: Names of the keyword arguments that it writes.
-        random: Whether it draws random numbers.
+        random: Whether it draws random numbers, or may do so without saying it.
         pointwise: Whether each element of the result depends on the same element of operands.
         composite: Whether it is made of other operators, which are captured instead.
         has_out: Whether a variant writes its result to a given place.
         returns_first: Whether it writes its first argument, a tensor, and returns just that.
         side_effect: Whether it matters although nobody reads a result.
+        changes_view: Whether it changes how its first argument looks at its storage, and no byte.
     """
 
     target: str
@@ -51,6 +54,7 @@ class Schema(NamedTuple):
     has_out: bool
     returns_first: bool
     side_effect: bool
+    changes_view: bool
 
 
 @functools.cache
@@ -69,12 +73,13 @@ def schema_of(func: torch._ops.OpOverload) -> Schema:
         target=target,
         written=tuple(written),
         written_names=tuple(names),
-        random=torch.Tag.nondeterministic_seeded in func.tags,
+        random=torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in _KNOWN,
         pointwise=torch.Tag.pointwise in func.tags,
         composite=_is_composite(func),
         has_out=any(name.endswith(("out", "grad_input")) for name in overloads),
         returns_first=_returns_first(func, written),
         side_effect="_assert" in target or target in COLLECTIVES,
+        changes_view=torch.Tag.inplace_view in func.tags,
     )
 
 

@@ -7,6 +7,7 @@ do. What they replace is put back afterwards.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from penstock.errors import CaptureError
+from penstock.graph._batches import replaced
 
 _KINDS_OF_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
 
@@ -40,6 +42,7 @@ class StandIns:
         self._local = local
         self._of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id: (real one, stand-in)
         self._base_of_storage: dict[int, torch.Tensor] = {}
+        self._inside: list[tuple[nn.Module, dict[str, Any]]] = []
 
     def __contains__(self, real: object) -> bool:
         return id(real) in self._of
@@ -60,16 +63,7 @@ class StandIns:
         """
         if id(real) not in self._of:
             local = self._local.get(id(real), real)
-            if type(local) not in _KINDS_OF_TENSORS and not isinstance(local, nn.Parameter):
-                raise CaptureError(
-                    f"{name} is a {type(real).__name__}, whose operators a capture does not see; "
-                    "pass ordinary tensors (of a sharded model: each rank its local ones)"
-                )
-            if local.layout is not torch.strided or local.is_complex() or local.is_nested:
-                raise CaptureError(
-                    f"{name} has layout {local.layout} and {local.dtype}; a step graph knows dense "
-                    "tensors of real numbers"
-                )
+            _refuse_unknown(local, name)
             with self._mode, torch.no_grad():
                 fake = self._make(local)
                 if isinstance(real, nn.Parameter):
@@ -96,18 +90,27 @@ class StandIns:
             base = base.view(real.dtype)
         return base.as_strided(real.shape, real.stride(), real.storage_offset()).detach()
 
-    def in_tree(self, value: Any, name: str) -> Any:
-        """Replace the tensors in dictionaries, lists and tuples; everything else stays."""
-        if isinstance(value, torch.Tensor):
-            return self.of(value, name)
-        if isinstance(value, Mapping):
-            return {key: self.in_tree(item, f"{name}.{key}") for key, item in value.items()}
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self.in_tree(item, f"{name}.{i}") for i, item in enumerate(value)))
-        if isinstance(value, (list, tuple)):
-            items = (self.in_tree(item, f"{name}.{i}") for i, item in enumerate(value))
-            return type(value)(items)
-        return value
+    def in_batch(self, value: Any, name: str) -> Any:
+        """Replace the tensors of a batch, each by one in memory of its own.
+
+        Tensors that share memory today, such as inputs that are their own labels, may be others
+        tomorrow.
+        """
+        return replaced(value, name, self._apart)
+
+    def _apart(self, real: torch.Tensor, name: str) -> torch.Tensor:
+        _refuse_unknown(real, name)
+        device = self._device if real.is_meta else real.device
+        with self._mode, torch.no_grad():
+            fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
+        return fake.requires_grad_(real.requires_grad)
+
+    def in_state(self, state: Mapping[str, Any], name: str) -> dict[str, Any]:
+        """Replace the tensors of an optimizer's state; everything else stays."""
+        return {
+            key: self.of(item, name) if isinstance(item, torch.Tensor) else item
+            for key, item in state.items()
+        }
 
     @contextlib.contextmanager
     def inside(self, module: nn.Module) -> Iterator[None]:
@@ -117,11 +120,19 @@ class StandIns:
             (each, dict(each.__dict__), dict(each._parameters), dict(each._buffers))
             for each in modules
         ]
+        held = [
+            (value, copy.copy(value))
+            for each in modules
+            for value in each.__dict__.values()
+            if type(value) in (list, dict)
+        ]
         try:
             for each in modules:
                 self._replace_in(each)
+            self._inside = [(each, dict(each.__dict__)) for each in modules]
             yield
         finally:
+            self._inside = []
             for each, attributes, parameters, buffers in saved:
                 each.__dict__.clear()
                 each.__dict__.update(attributes)
@@ -129,6 +140,16 @@ class StandIns:
                 each._parameters.update(parameters)
                 each._buffers.clear()
                 each._buffers.update(buffers)
+            for value, content in held:
+                value.clear()
+                value.update(content) if isinstance(value, dict) else value.extend(content)
+
+    def changed_attributes(self) -> Iterator[tuple[nn.Module, str, Any, Any]]:
+        """Yield modules' attributes that have been assigned anew: module, name, before, now."""
+        for module, before in self._inside:
+            for key, now in module.__dict__.items():
+                if key in before and before[key] is not now:
+                    yield module, key, before[key], now
 
     def _replace_in(self, module: nn.Module) -> None:
         for tensors in (module._parameters, module._buffers):
@@ -144,13 +165,14 @@ class StandIns:
                 module.__dict__[name] = type(value)(items)
 
 
-def tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in dictionaries, lists and tuples, with their paths."""
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from tensors_in(item, f"{name}.{key}")
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from tensors_in(item, f"{name}.{index}")
+def _refuse_unknown(real: torch.Tensor, name: str) -> None:
+    if type(real) not in _KINDS_OF_TENSORS and not isinstance(real, nn.Parameter):
+        raise CaptureError(
+            f"{name} is a {type(real).__name__}, whose operators a capture does not see; "
+            "pass ordinary tensors (of a sharded model: each rank its local ones)"
+        )
+    if real.layout is not torch.strided or real.is_complex() or real.is_nested:
+        raise CaptureError(
+            f"{name} has layout {real.layout} and {real.dtype}; a step graph knows dense "
+            "tensors of real numbers"
+        )

@@ -1,0 +1,185 @@
+"""Every operator that PyTorch lists trains as planned as it does eagerly, bit for bit.
+
+`op_db` is PyTorch's own table of operators with sample inputs. Each sample is the forward pass of a
+model whose parameters are its inputs, as they are and lying transposed in memory; freed bytes are
+poisoned. What a graph cannot hold has to be refused as such.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from _planned import MACHINE
+from _steps import same_bits
+from penstock.errors import CaptureError
+from penstock.executor import bind, executable
+from penstock.graph import capture
+from penstock.planner import plan
+
+pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torch.testing._internal import common_methods_invocations
+    from torch.testing._internal.common_methods_invocations import op_db
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_SAMPLES = 2  # of each operator and layout
+NUM_STEPS = 2
+SEED = 0
+NUM_PARTS = 8
+LEAST_COMPARED = 55  # operators of a part
+
+OTHER_BITS = {
+    "masked.prod": "autograd takes another formula where it cannot look for zeros",
+    "prod": "as masked.prod",
+    "cumprod": "as masked.prod",
+    "masked.cumprod": "as masked.prod",
+}
+"""Operators that are equal to 1e-5 only, and why."""
+
+REFUSED_BY_TORCH = {
+    "nn.functional.multilabel_margin_loss": "its decomposition wants no targets without dimensions",
+}
+"""Operators some of whose samples no fake kernel takes."""
+
+
+class Sample(nn.Module):
+    """A sample of an operator as a model: differentiable inputs are parameters.
+
+    Args:
+        op: The operator.
+        sample: Its inputs.
+        transposed: Whether parameters lie in memory with their last two dimensions swapped.
+    """
+
+    def __init__(self, op: Any, sample: Any, *, transposed: bool) -> None:
+        super().__init__()
+        self.op = op
+        self.transposed = transposed
+        leaves, self.form = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+        self.leaves: list[Any] = []
+        for number, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                self.leaves.append(leaf)
+                continue
+            self.leaves.append(name := f"tensor_{number}")
+            content = leaf.detach().clone()
+            if leaf.requires_grad and leaf.is_floating_point():
+                swap = transposed and content.dim() > 1
+                content = content.transpose(-1, -2).contiguous() if swap else content
+                self.register_parameter(name, nn.Parameter(content))
+            else:
+                self.register_buffer(name, content)
+
+    def forward(self, scale: torch.Tensor) -> torch.Tensor:
+        leaves = [self.leaf(each, scale) for each in self.leaves]
+        first, args, kwargs = pytree.tree_unflatten(leaves, self.form)
+        total = scale.sum() * 0
+        for result in pytree.tree_leaves(self.op(first, *args, **kwargs)):
+            if isinstance(result, torch.Tensor) and result.dtype != torch.bool:
+                total = total + result.sum().to(total.dtype)
+        return total
+
+    def leaf(self, leaf: Any, scale: torch.Tensor) -> Any:
+        if not (isinstance(leaf, str) and leaf.startswith("tensor_")):
+            return leaf
+        tensor = getattr(self, leaf)
+        if not isinstance(tensor, nn.Parameter):
+            return tensor
+        swap = self.transposed and tensor.dim() > 1
+        return (tensor.transpose(-1, -2) if swap else tensor) * scale
+
+
+@pytest.fixture(autouse=True)
+def _unseeded(monkeypatch):
+    """Samples of random operators seed the generator in the middle of the step; not here."""
+    monkeypatch.setattr(
+        common_methods_invocations, "wrapper_set_seed", lambda op, *args, **kw: op(*args, **kw)
+    )
+
+
+def trainee(op: Any, sample: Any, transposed: bool) -> tuple[Sample, torch.optim.Optimizer]:
+    model = Sample(op, sample, transposed=transposed)
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def eagerly(op: Any, sample: Any, transposed: bool) -> tuple[list[torch.Tensor], Sample] | None:
+    """Losses and the model; None if this cannot be trained."""
+    try:
+        model, optimizer = trainee(op, sample, transposed)
+    except (RuntimeError, ValueError):  # sparse tensors, no parameters
+        return None
+    torch.manual_seed(1)
+    losses = []
+    try:
+        for _ in range(NUM_STEPS):
+            optimizer.zero_grad()
+            loss = model(torch.ones(1))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError):
+        return None
+    return (losses, model) if all(map(torch.isfinite, losses)) else None
+
+
+def unlike_eager(op: Any, sample: Any, transposed: bool, found: Counter[str]) -> list[str]:
+    """What differs; counts what has been compared or refused."""
+    expected = eagerly(op, sample, transposed)
+    if expected is None:
+        return []
+    losses, eager = expected
+    model, optimizer = trainee(op, sample, transposed)
+    try:
+        graph = executable(capture(model, optimizer, torch.ones(1)))
+    except CaptureError:
+        found["refused"] += 1
+        return []
+    with bind(
+        plan(graph, machine=MACHINE, time_limit=0.02), model, optimizer, graph=graph, debug=True
+    ) as step:
+        torch.manual_seed(1)
+        planned = [step(torch.ones(1)) for _ in range(NUM_STEPS)]
+    found[op.name] += 1
+    alike = (lambda a, b: torch.allclose(a, b, rtol=1e-5)) if op.name in OTHER_BITS else same_bits
+    pairs = [("loss", *pair) for pair in zip(losses, planned, strict=True)]
+    state = model.state_dict()
+    pairs += [(name, tensor, state[name]) for name, tensor in eager.state_dict().items()]
+    return [name for name, one, other in pairs if not alike(one, other)]
+
+
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+@pytest.mark.filterwarnings("ignore")
+def test_operators_train_as_they_do_eagerly(part):
+    wrong: list[str] = []
+    found: Counter[str] = Counter()
+    for op in op_db[part::NUM_PARTS]:
+        if torch.float32 not in op.dtypes or not op.supports_autograd:
+            continue
+        torch.manual_seed(SEED)
+        random.seed(SEED)
+        try:
+            samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=True))
+        except RuntimeError:
+            continue  # for other devices
+        for number, sample in enumerate(samples[:: max(1, len(samples) // NUM_SAMPLES)]):
+            for transposed in (False, True):
+                name = f"{op.formatted_name} {number}{' transposed' if transposed else ''}"
+                try:
+                    differing = unlike_eager(op, sample, transposed, found)
+                except Exception as error:
+                    if op.name not in REFUSED_BY_TORCH:
+                        wrong.append(f"{name}: {type(error).__name__}: {error}")
+                    continue
+                wrong += [f"{name}: {differing}"] if differing else []
+    assert not wrong, "\n".join(wrong)
+    assert len(found) - ("refused" in found) >= LEAST_COMPARED
