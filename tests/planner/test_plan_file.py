@@ -145,3 +145,10 @@ def test_another_graph_is_refused():
     with pytest.raises(GraphFileError, match="not for"):
         Plan.from_dict(PLAIN[Plan], graph=other)
     assert Plan.from_dict(PLAIN[Plan], graph=small_graph()) == ORIGINAL[Plan]
+
+
+def test_a_plan_is_printed_as_a_table():
+    plan = small_plan()
+    text = str(plan)
+    assert "penstock.plan" in text and "lower bound" in text and "device->host" in text
+    assert len(text.splitlines()) < 20 < len(repr(plan)) / 100

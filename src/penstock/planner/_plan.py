@@ -43,6 +43,7 @@ from penstock.errors import GraphFileError
 from penstock.graph import StepGraph, split
 from penstock.graph._step_graph import DAMAGES, checksum
 from penstock.memory import Link, MachineProfile, Tier
+from penstock.tables import report_table
 
 FORMAT = "penstock-plan"
 VERSION = 1
@@ -207,6 +208,23 @@ class Plan:
     seed: int
     notes: Mapping[str, Any] = field(default_factory=dict)
     split_bytes: int | None = None
+
+    def __str__(self) -> str:
+        """A table of what the plan takes and gives; `repr` has all of it."""
+        rows = {
+            "step_seconds": self.step_seconds,
+            "ideal_seconds": self.ideal_seconds,
+            "lower_bound_seconds": self.lower_bound_seconds,
+            "gap": f"{self.gap:.1%}",
+            "peak_device_bytes": self.peak_device_bytes,
+            "peak_host_bytes": self.peak_host_bytes,
+            "peak_file_bytes": self.peak_file_bytes,
+            "bytes_moved": {link.value: count for link, count in self.bytes_moved.items()},
+            "num_operators": len(self.order),
+            "num_operators_that_run_again": len(self.recomputed),
+            "method": self.method,
+        }
+        return report_table(rows.items(), title="penstock.plan")
 
     def planned_graph(self, graph: StepGraph) -> StepGraph:
         """Return the graph whose operators and values the plan speaks of.
