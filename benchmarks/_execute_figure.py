@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,5 +83,4 @@ def _draw_panel(panel: Axes, rows: list[BenchmarkRow]) -> None:
 
 
 def _throughput(row: BenchmarkRow) -> float:
-    ratios = sorted(row.extra["times_eager"])
-    return 100 / ratios[len(ratios) // 2]
+    return 100 / statistics.median(row.extra["times_eager"])
