@@ -96,6 +96,8 @@ def _measure_somehow(
     for integer in (0, 1):  # indices from zero; pivots from one
         try:
             return _measure(graph, operator, device, num_runs, workspace, integer)
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, IndexError) as error:
             refusal = error
     _logger.info("%s counts as a copy of its operands: %s", operator.target, refusal)
