@@ -265,7 +265,9 @@ def test_a_file_size_limit_of_the_process(file: ExtentFile):
 def test_the_reserve_stays_free(store: Path):
     status = os.statvfs(store)
     free = status.f_bavail * status.f_frsize
-    with pytest.raises(StoreFullError, match="free space there or pass another directory"):
+    with pytest.raises(
+        StoreFullError, match="free space there, pass another directory, or set FileStore"
+    ):
         ExtentFile(store, reserve_bytes=free + 2**40)
     # A step of growth would reach into the reserve, what is needed would not.
     with contextlib.closing(ExtentFile(store, reserve_bytes=free - 48 * MIB)) as file:

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -289,3 +290,40 @@ def test_a_profile_prints_as_a_table():
 
 def test_median_and_quartiles():
     assert LinkProfile.of([4.0, 1.0, 3.0, 2.0, 5.0]) == LinkProfile(3.0, (2.0, 4.0), 5)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_what_a_busy_minute_measured_is_measured_again_once_it_is_quieter(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    load = [4.0]
+    monkeypatch.setattr(_probe, "_load", lambda: load[0])
+    calls = count_measurements(monkeypatch)
+    busy = penstock.probe()
+    assert busy.was_busy and busy.load == 4.0
+    assert "busy" in caplog.text and "busy when measured" in str(busy)
+    load[0] = 3.0  # not much quieter
+    assert penstock.probe().load == 4.0
+    assert len(calls) == 1
+    load[0] = 0.1
+    quiet = penstock.probe()
+    assert quiet.load == 0.1 and len(calls) == 2
+    load[0] = 0.01  # a quiet one is kept
+    assert penstock.probe().load == 0.1 or quiet.was_busy
+    assert MachineProfile.from_dict(quiet.to_dict()) == quiet
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_rates_that_varied_are_measured_again_after_a_while(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_probe, "_load", lambda: 0.0)
+    varied = LinkProfile(1e9, (5e8, 2e9), 9)
+    assert varied.spread == pytest.approx(1.5)
+    monkeypatch.setattr(_probe, "_measure_memcpy", lambda: varied)
+    calls = count_measurements(monkeypatch)
+    assert penstock.probe().was_busy
+    penstock.probe()
+    assert len(calls) == 1  # not at every call: some disks always vary
+    now = time.time()
+    monkeypatch.setattr(_probe.time, "time", lambda: now + 601.0)
+    penstock.probe()
+    assert len(calls) == 2

@@ -10,6 +10,7 @@ from penstock.memory._extent_file import Extent, ExtentFile, StoredSpan
 from penstock.memory._extents import ExtentAllocator
 from penstock.memory._ledger import Ledger, Span, Timeline
 from penstock.memory._ram import available_ram, installed_ram
+from penstock.memory._signals import deferred_signals, interruptible, uninterrupted
 from penstock.memory._staging import StagingBuffer, StagingPool
 from penstock.memory._store import FileStore
 from penstock.memory._throttle import Throttle
@@ -41,9 +42,12 @@ __all__ = [
     "TierProfile",
     "Timeline",
     "available_ram",
+    "deferred_signals",
     "installed_ram",
+    "interruptible",
     "machine",
     "probe",
+    "uninterrupted",
 ]
 
 _HOME_OF_NAME = {

@@ -137,6 +137,8 @@ class ExtentFile:
 
     def _set_up(self, opened: OpenFile, reserve_bytes: int | str | None) -> None:
         if reserve_bytes is None:
+            reserve_bytes = self.file_store.reserve_bytes
+        if reserve_bytes is None:
             reserve_bytes = reserved_bytes(total_bytes(self._fd))
         self._space = FileSpace(
             self._fd,

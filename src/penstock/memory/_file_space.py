@@ -147,8 +147,8 @@ class FileSpace:
             raise StoreFullError(
                 f"store {self._path!r} has no room for {format_bytes(num_bytes)} more: "
                 f"{format_bytes(available)} are free on its file system, of which "
-                f"{format_bytes(self._reserve_bytes)} stay in reserve; free space there or pass "
-                "another directory",
+                f"{format_bytes(self._reserve_bytes)} stay in reserve; free space there, "
+                "pass another directory, or set FileStore(reserve_bytes=)",
                 path=self._path,
                 offset=self._file_bytes,
                 errno=errno.ENOSPC,

@@ -16,6 +16,7 @@ from penstock.memory._mailbox import Mailbox
 from penstock.memory._tiers import Link, Tier
 
 _MAX_EVENTS_PER_STEP = 100_000
+_PATIENCE = 64  # events that wait for a reader
 _BANDWIDTH_WINDOW = 128  # transfers of a link that its bandwidth is taken from
 _NS_PER_SECOND = 1e9
 
@@ -102,7 +103,7 @@ class Ledger:
     """
 
     def __init__(self, *, max_events_per_step: int = _MAX_EVENTS_PER_STEP) -> None:
-        self._mailbox: Mailbox[_Event] = Mailbox(self._apply)
+        self._mailbox: Mailbox[_Event] = Mailbox(self._apply, patience=_PATIENCE)
         self._max_events_per_step = max_events_per_step
         self._resident_bytes: dict[str, int] = dict.fromkeys(_TIERS, 0)
         self._peak_bytes: dict[str, int] = dict.fromkeys(_TIERS, 0)
@@ -174,10 +175,7 @@ class Ledger:
         does no harm.
         """
         now = time.perf_counter_ns()
-        with self._mailbox:
-            if self._num_events:
-                self._last = self._recorded(now)
-            self._start_recording(now)
+        self._mailbox.read(lambda: self._begin_step(now))
 
     def resident(self, tier: Tier) -> int:
         """Return the bytes that a tier holds now.
@@ -188,8 +186,7 @@ class Ledger:
         Returns:
             Bytes.
         """
-        with self._mailbox:
-            return self._resident_bytes[tier]
+        return self._mailbox.read(lambda: self._resident_bytes[tier])
 
     def peak(self, tier: Tier) -> int:
         """Return the most bytes that a tier held since the last `reset_peaks`.
@@ -200,13 +197,11 @@ class Ledger:
         Returns:
             Bytes.
         """
-        with self._mailbox:
-            return self._peak_bytes[tier]
+        return self._mailbox.read(lambda: self._peak_bytes[tier])
 
     def reset_peaks(self) -> None:
         """Let the peaks start again from what is resident now."""
-        with self._mailbox:
-            self._peak_bytes.update(self._resident_bytes)
+        self._mailbox.read(lambda: self._peak_bytes.update(self._resident_bytes))
 
     def moved(self, link: Link) -> int:
         """Return the bytes that moved along a link since the beginning.
@@ -217,14 +212,12 @@ class Ledger:
         Returns:
             Bytes.
         """
-        with self._mailbox:
-            return self._moved_bytes[link]
+        return self._mailbox.read(lambda: self._moved_bytes[link])
 
     @property
     def stall_seconds(self) -> float:
         """Seconds that the computation waited since the beginning."""
-        with self._mailbox:
-            return self._stall_ns / _NS_PER_SECOND
+        return self._mailbox.read(lambda: self._stall_ns / _NS_PER_SECOND)
 
     def bandwidth(self, link: Link) -> float | None:
         """Return the rate of a link while it was in use, over its recent transfers.
@@ -237,8 +230,7 @@ class Ledger:
             intervals, so that parallel transfers count their time once and idle time does not
             count. None before the first transfer that took measurable time.
         """
-        with self._mailbox:
-            transfers = list(self._recent[link])
+        transfers = self._mailbox.read(lambda: list(self._recent[link]))
         busy_ns = _union_ns((start, end) for start, end, _ in transfers)
         if busy_ns == 0:
             return None
@@ -259,10 +251,15 @@ class Ledger:
         if which not in ("last", "current"):
             raise ValueError(f'which must be "last" or "current"; got {which!r}')
         now = time.perf_counter_ns()
-        with self._mailbox:
-            if which == "current":
-                return self._recorded(now)
-            return self._last or Timeline(now, now, {tier: [] for tier in Tier}, [])
+        if which == "current":
+            return self._mailbox.read(lambda: self._recorded(now))
+        last = self._mailbox.read(lambda: self._last)
+        return last or Timeline(now, now, {tier: [] for tier in Tier}, [])
+
+    def _begin_step(self, now: int) -> None:
+        if self._num_events:
+            self._last = self._recorded(now)
+        self._start_recording(now)
 
     def _apply(self, event: _Event) -> None:
         kind, key, name, start_ns, end_ns, num_bytes = event

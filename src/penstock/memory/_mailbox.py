@@ -2,78 +2,107 @@
 
 An offloaded tensor frees its bytes when it dies, and Python may let it die anywhere: in the middle
 of `allocate` on the same thread, or while another thread holds a lock that this one is after. A
-destructor that waits for a lock can therefore deadlock. Here it leaves its request in a queue;
-whoever holds the lock applies it, and nobody ever waits inside a destructor.
+destructor that waits for a lock can therefore deadlock. Here it leaves its request in a queue; the
+thread that holds the lock applies it, and nothing ever waits inside a destructor.
 """
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from penstock.memory._signals import uninterrupted
 
 _Message = TypeVar("_Message")
+_Result = TypeVar("_Result")
 
 
 class Mailbox(Generic[_Message]):
     """State guarded by one lock, with messages that change it and never wait.
 
-    `put` is for destructors and hot paths; `with mailbox:` is for everyone who reads the state or
-    changes it at once, and sees every message that was put before.
+    `put` is for destructors and hot paths; `read` and `with mailbox:` see every message that was
+    put before. In a forked child the lock is free.
 
     Example:
         >>> total = []
         >>> mailbox = Mailbox(total.append)
         >>> mailbox.put(1)
-        >>> with mailbox:
-        ...     total
+        >>> mailbox.read(lambda: total)
         [1]
 
     Args:
         apply: Changes the state by one message. Runs under the lock, one message at a time, on any
             thread; it must not raise.
+        patience: How many messages may wait for the next reader before one that is put applies
+            them all.
     """
 
-    __slots__ = ("_apply", "_lock", "_messages")
+    __slots__ = ("__weakref__", "_apply", "_lock", "_messages", "_patience")
 
-    def __init__(self, apply: Callable[[_Message], object]) -> None:
+    def __init__(self, apply: Callable[[_Message], object], *, patience: int = 1) -> None:
         self._apply = apply
+        self._patience = patience
         self._lock = threading.Lock()
         self._messages: deque[_Message] = deque()
+        _mailboxes.add(self)
 
     def put(self, message: _Message) -> None:
-        """Apply a message, now or as soon as the thread that holds the lock lets go of it.
+        """Apply a message: now, when the lock is free, or when somebody reads.
 
         Args:
             message: What `apply` is called with.
         """
-        messages, lock, apply = self._messages, self._lock, self._apply
-        messages.append(message)
-        # Whoever holds the lock looks again after letting go, so a message left here is not lost.
-        while messages and lock.acquire(False):
-            try:
-                while messages:
-                    apply(messages.popleft())
-            finally:
-                lock.release()
+        self._messages.append(message)
+        if len(self._messages) >= self._patience:
+            self._apply_unless_locked()
+
+    @uninterrupted
+    def read(self, read: Callable[[], _Result]) -> _Result:
+        """Return what `read` returns, called with the lock held."""
+        with self._lock:  # a lock of C's: between taking it and the block nothing can come
+            self._apply_all()
+            return read()
 
     def __enter__(self) -> None:
         self._lock.acquire()
         try:
-            while self._messages:
-                self._apply(self._messages.popleft())
-        except BaseException:  # an interrupt from the keyboard must not leave the lock held
+            self._apply_all()
+        except BaseException:
             self._lock.release()
             raise
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
-        # For messages that came meanwhile; the one that is put last finds the lock free, or is seen
-        # by whoever holds it.
+        self._apply_unless_locked()  # what came meanwhile
+
+    @uninterrupted
+    def _apply_unless_locked(self) -> None:
+        # The thread that holds the lock looks again after letting go: no message is forgotten.
         while self._messages and self._lock.acquire(False):
             try:
-                while self._messages:
-                    self._apply(self._messages.popleft())
+                self._apply_all()
             finally:
                 self._lock.release()
+
+    def _apply_all(self) -> None:
+        while self._messages:
+            self._apply(self._messages.popleft())
+
+    def renew(self) -> None:
+        """In a forked child: a thread that is not there may hold the lock."""
+        self._lock = threading.Lock()
+
+
+_mailboxes: weakref.WeakSet[Mailbox[Any]] = weakref.WeakSet()
+
+
+def _renew_all() -> None:
+    for mailbox in list(_mailboxes):
+        mailbox.renew()
+
+
+os.register_at_fork(after_in_child=_renew_all)

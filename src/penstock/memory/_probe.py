@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import mmap
 import os
 import platform
@@ -20,14 +21,22 @@ from typing import NamedTuple
 from penstock.errors import StoreUnavailableError
 from penstock.memory._extent_file import Extent, ExtentFile, reserved_bytes
 from penstock.memory._extents import ALIGNMENT_BYTES
-from penstock.memory._profile import ComputeProfile, LinkProfile, MachineProfile, TierProfile
+from penstock.memory._profile import (
+    MAX_LOAD,
+    ComputeProfile,
+    LinkProfile,
+    MachineProfile,
+    TierProfile,
+)
 from penstock.memory._profile_cache import profile_entry
 from penstock.memory._ram import installed_ram
 from penstock.memory._raw_memory import address_of, copy_bytes
 from penstock.memory._store import FileStore
 from penstock.memory._tiers import Link, Tier
 
-_SCHEMA = 3  # of the cached files: raise it when what is measured changes
+_log = logging.getLogger(__name__)
+
+_SCHEMA = 4  # of the cached files: raise it when what is measured changes
 _MIN_RUNS, _MAX_RUNS = 3, 9
 _LINK_SECONDS = 1.0  # aim for one link, once it has its least number of runs
 _RUN_SECONDS = 0.1
@@ -40,6 +49,8 @@ _NUM_LAUNCHES = 200
 _REQUEST_BYTES = 8 * 2**20
 _MAX_REQUESTS_PER_RUN = 32
 _NUM_THREADS = 4
+_QUIETER = 0.5  # of the load of a busy minute: then it is worth measuring again
+_SPREAD_SECONDS = 600.0  # rates that vary are measured again after so long
 
 
 class _Device(NamedTuple):
@@ -61,7 +72,9 @@ def probe(
     Args:
         store: Directory of the file tier, or a `FileStore` with limits; None: no file tier.
         refresh: Measure again also where a cached profile exists. Profiles are cached per machine,
-            device, store and limits, in the user's cache directory.
+            device, store and limits, in the user's cache directory. What was measured on a busy
+            machine (`MachineProfile.was_busy`) is measured again without being asked for, once the
+            load is half of what it was, or after ten minutes where only the rates varied.
 
     Returns:
         The profile; capacities are those of now, also where the links' rates are cached.
@@ -74,10 +87,43 @@ def probe(
     device = _device()
     with profile_entry(_key(device, file_store)) as entry:
         profile = None if refresh else entry.load()
+        if profile is not None and _is_worth_another(profile):
+            _log.info(
+                "the machine was busy when it was measured (%s): measuring again", profile.load
+            )
+            profile = None
         if profile is None:
-            profile = _measure(device, file_store)
+            load = _load()
+            measured = _measure(device, file_store)
+            profile = dataclasses.replace(measured, load=load, measured_at=time.time())
             entry.save(profile)
+            if profile.was_busy:
+                _log.warning(
+                    "the machine was busy while it was measured (%s processes for each core, rates "
+                    "vary by %.0f %%): plans reckon with what was left of it; it is measured again "
+                    "once it is quieter",
+                    "unknown" if load is None else f"{load:.1f}",
+                    100 * profile.spread,
+                )
     return dataclasses.replace(profile, tiers=_tiers(device, file_store))
+
+
+def _is_worth_another(profile: MachineProfile) -> bool:
+    """Whether a kept profile is of a busy machine that may be quiet by now."""
+    if not profile.was_busy:
+        return False
+    load = _load()
+    if load is not None and profile.load is not None and profile.load > MAX_LOAD:
+        return load <= profile.load * _QUIETER
+    return time.time() - profile.measured_at > _SPREAD_SECONDS
+
+
+def _load() -> float | None:
+    """Processes that run or wait for each core, on the average of the last minute."""
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except OSError:  # not told
+        return None
 
 
 def _key(device: _Device, store: FileStore | None) -> list[object]:

@@ -11,6 +11,10 @@ from penstock.memory._tiers import Link, Tier
 from penstock.tables import report_table
 from penstock.units import format_bandwidth, format_bytes
 
+# Beyond these a profile is of a busy machine: processes for each core, of which one is this one at
+# most; and the distance between the quartiles of a link's runs, as a share of their median.
+MAX_LOAD, MAX_SPREAD = 0.75, 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class TierProfile:
@@ -54,6 +58,12 @@ class LinkProfile:
         """
         first, median, third = statistics.quantiles(rates, n=4, method="inclusive")
         return cls(median, (first, third), len(rates))
+
+    @property
+    def spread(self) -> float:
+        """How far the quartiles are apart, as a share of the median."""
+        first, third = self.quartiles
+        return (third - first) / self.bytes_per_second if self.bytes_per_second > 0 else 0.0
 
     def __str__(self) -> str:
         first, third = self.quartiles
@@ -116,6 +126,9 @@ class MachineProfile:
         both_ways: How fast links to and from the file are while both are busy, with a request at a
             time each, as planned steps use them. Many disks share their rate between reading and
             writing.
+        load: Processes of all kinds that were running or waiting for each core, on the average of
+            the minute before it was measured; None where that is not known.
+        measured_at: Seconds since the epoch; 0 where that is not known.
     """
 
     name: str
@@ -129,6 +142,19 @@ class MachineProfile:
     direct_io: bool | None = None
     compute: ComputeProfile | None = None
     both_ways: dict[Link, LinkProfile] = field(default_factory=dict)
+    load: float | None = None
+    measured_at: float = 0.0
+
+    @property
+    def spread(self) -> float:
+        """The widest spread of a link, as a share of its median."""
+        links = [*self.links.values(), *self.both_ways.values(), self.memcpy]
+        return max(link.spread for link in links)
+
+    @property
+    def was_busy(self) -> bool:
+        """Whether others took so much of the machine that its rates say little."""
+        return (self.load or 0.0) > MAX_LOAD or self.spread > MAX_SPREAD
 
     def while_both_are_busy(self) -> MachineProfile:
         """Return the profile with the rates that links have while both directions are busy."""
@@ -155,6 +181,8 @@ class MachineProfile:
             "store": self.store,
             "direct_io": self.direct_io,
             "compute": None if self.compute is None else _compute_to_dict(self.compute),
+            "load": self.load,
+            "measured_at": self.measured_at,
         }
 
     @classmethod
@@ -186,6 +214,8 @@ class MachineProfile:
                 store=data["store"],
                 direct_io=data["direct_io"],
                 compute=_compute_from_dict(data.get("compute")),
+                load=None if data.get("load") is None else float(data["load"]),
+                measured_at=float(data.get("measured_at", 0.0)),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
@@ -216,6 +246,16 @@ class MachineProfile:
             ]
             rows.append(("memory", format_bandwidth(self.compute.memory_bytes_per_second)))
             rows.append(("launch", f"{self.compute.launch_seconds * 1e6:.1f} us"))
+        if self.load is not None:
+            rows.append(("load when measured", f"{self.load:.2f} processes for each core"))
+        if self.was_busy:
+            rows.append(
+                (
+                    "busy when measured",
+                    f"rates are too low or vary (widest spread {self.spread:.0%}); measured again "
+                    "once the machine is quieter, or by probe(refresh=True)",
+                )
+            )
         return report_table(rows, title="penstock.probe")
 
 

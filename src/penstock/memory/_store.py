@@ -14,7 +14,7 @@ import warnings
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.errors import StoreUnavailableError, StoreWarning
+from penstock.errors import StoreUnavailableError, StoreWarning, stacklevel_of_user
 from penstock.memory._extents import ALIGNMENT_BYTES
 from penstock.units import parse_bandwidth, parse_bytes
 
@@ -40,13 +40,15 @@ class FileStore:
         107374182400
 
     Args:
-        path: An existing, writable directory, best on a local NVMe disk.
+        path: An existing, writable directory, best on a local NVMe disk; `~` is the user's home.
         max_bytes: The most bytes to use there, as an int or text such as `"100GiB"`; None: what is
             free.
         write_bytes_per_second: Write no faster than this; None: as fast as the device goes.
         read_bytes_per_second: Read no faster than this; None: as fast as the device goes.
         gpu_direct: Move bytes between GPU memory and the file past host memory (GPUDirect Storage,
             with kvikio). For transfers of a GPU only; the rates do not hold for them.
+        reserve_bytes: Bytes of the file system that are left free for everything else, as an int or
+            text; None: 1 % of the file system, at least 64 MiB.
 
     Raises:
         TypeError, ValueError: A limit is not a size or a bandwidth, or `max_bytes` is below 4096.
@@ -57,6 +59,7 @@ class FileStore:
     write_bytes_per_second: float | None
     read_bytes_per_second: float | None
     gpu_direct: bool
+    reserve_bytes: int | None
 
     def __init__(
         self,
@@ -66,6 +69,7 @@ class FileStore:
         read_bytes_per_second: float | str | None = None,
         *,
         gpu_direct: bool = False,
+        reserve_bytes: int | str | None = None,
     ) -> None:
         if max_bytes is not None:
             max_bytes = parse_bytes(max_bytes, name="max_bytes")
@@ -85,6 +89,9 @@ class FileStore:
         object.__setattr__(self, "write_bytes_per_second", write_bytes_per_second)
         object.__setattr__(self, "read_bytes_per_second", read_bytes_per_second)
         object.__setattr__(self, "gpu_direct", gpu_direct)
+        if reserve_bytes is not None:
+            reserve_bytes = parse_bytes(reserve_bytes, name="reserve_bytes")
+        object.__setattr__(self, "reserve_bytes", reserve_bytes)
 
     @classmethod
     def of(cls, store: FileStore | str | os.PathLike[str]) -> FileStore:
@@ -175,7 +182,7 @@ def warn_if_ram(path: str, filesystem: str | None) -> None:
             f"store {path!r} is on {filesystem}: the slow tier is RAM, so offloading to it saves "
             "no memory; pass a directory on a disk",
             StoreWarning,
-            stacklevel=4,  # the caller of ExtentFile
+            stacklevel=stacklevel_of_user(),
         )
 
 
@@ -257,4 +264,4 @@ def _path_text(path: str | os.PathLike[str]) -> str:
             f"store must be the path of a directory or a FileStore; got {path!r} of type "
             f"{type(path).__name__}"
         )
-    return text
+    return os.path.expanduser(text)
