@@ -125,6 +125,14 @@ def test_a_profile_without_compute_is_refused():
         operator_seconds(graph_of(nn.Linear(2, 2), torch.zeros(2, 2)), profile)
 
 
+def test_a_profile_without_compute_will_do_where_everything_was_measured():
+    graph = graph_of(nn.Linear(2, 2), torch.zeros(2, 2))
+    operators = tuple(dataclasses.replace(o, seconds=2.0) for o in graph.operators)
+    profile = dataclasses.replace(machine("h200"), compute=None)
+    seconds = operator_seconds(dataclasses.replace(graph, operators=operators), profile)
+    assert seconds == (2.0,) * len(operators)
+
+
 def test_every_operator_is_measured():
     case = CASES["unet"]
     model = case.make()

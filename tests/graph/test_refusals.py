@@ -58,6 +58,14 @@ def uses_a_generator(weight, x):
     return (weight * torch.rand(4, generator=torch.default_generator)).sum()  # refused
 
 
+def draws_with_numpy(weight, x):
+    return weight.sum() * float(numpy.random.rand())  # noqa: NPY002  # refused
+
+
+def draws_with_python(weight, x):
+    return weight.sum() * random.gauss(0.0, 1.0)  # refused
+
+
 BIG = torch.ones(20_000, 4)
 
 
@@ -66,6 +74,7 @@ BIG = torch.ones(20_000, 4)
     [
         *(branches, takes_an_item, selects_by_mask, finds_nonzeros),
         *(uses_a_big_constant, changes_storage, uses_a_generator),
+        *(draws_with_python, draws_with_numpy),
     ],
 )
 def test_the_line_is_named(forward):
@@ -85,10 +94,6 @@ def test_random_numbers_of_python_are_refused_and_not_used_up():
     with pytest.raises(CaptureError, match="random module"):
         capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
     assert random.getstate() == before
-
-
-def draws_with_numpy(weight, x):
-    return weight.sum() * float(numpy.random.rand())  # noqa: NPY002
 
 
 def seeds(weight, x):
@@ -125,7 +130,7 @@ class Remembers(nn.Module):
 
 
 def assigns_a_tensor(model, x):
-    model.center = model.center * 0.9 + x.detach()
+    model.center = model.center * 0.9 + x.detach()  # refused
 
 
 def changes_a_tensor(model, x):
@@ -133,7 +138,7 @@ def changes_a_tensor(model, x):
 
 
 def counts(model, x):
-    model.count += 1
+    model.count += 1  # refused
 
 
 def looks_past_the_model(model, x):
@@ -154,6 +159,34 @@ def test_state_that_is_no_buffer_is_refused(how, message):
     with pytest.raises(CaptureError, match=message):
         capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
     assert (model.center.tolist(), model.count) == ([0] * 4, 0)
+
+
+@pytest.mark.parametrize("how", [assigns_a_tensor, counts])
+def test_the_line_that_changes_an_attribute_is_named(how):
+    model = Remembers(how)
+    lines = Path(__file__).read_text().splitlines()
+    number = lines.index(f"def {how.__name__}(model, x):") + 2
+    with pytest.raises(CaptureError, match=re.escape(f"{__file__}:{number}, in {how.__name__}")):
+        capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
+
+
+def test_an_optimizer_that_is_refused_is_refused_at_the_users_line():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(CaptureError, match=re.escape(f"{__file__}:")):
+        capture(model, optimizer, torch.ones(4), loss=lambda output, batch: output.sum())
+
+
+def test_experts_that_torch_cannot_capture_name_the_way_out():
+    """As Mixtral's do in float32: torch refuses the product on tensors without data."""
+
+    def forward(weight, x):
+        offsets = torch.tensor([4, 8], dtype=torch.int32)
+        return torch._grouped_mm(weight.expand(8, 4), x.expand(2, 4, 4), offs=offsets).sum()
+
+    model = Step(forward)
+    with pytest.raises(CaptureError, match='experts_implementation="batched_mm"'):
+        capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
 
 
 def test_containers_of_the_model_are_as_before():
@@ -242,6 +275,58 @@ def test_optimizers_whose_steps_differ_are_refused(make, message):
     model = Step(total)
     with pytest.raises(CaptureError, match=message):
         capture(model, make(model.parameters()), torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("make", "way"),
+    [
+        (torch.optim.Adafactor, "Adafactor cannot be captured.*use one whose steps are alike"),
+        (torch.optim.ASGD, "ASGD cannot be captured.*penstock.offload"),
+        (torch.optim.RAdam, "RAdam cannot be captured.*penstock.offload"),
+        (
+            lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.1)),
+            r"AdamW cannot be captured.*\[0\]\['lr'\] is a tensor: make it a Python number",
+        ),
+    ],
+)
+def test_optimizers_are_refused_by_name_with_the_way_out(make, way):
+    model = Step(total)
+    with pytest.raises(CaptureError, match=way):
+        capture(model, make(model.parameters()), torch.ones(4))
+
+
+def test_a_scaler_of_gradients_is_refused_by_name():
+    model = Step(total)
+    optimizer = torch.optim.SGD(model.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    model.weight.grad = torch.ones(4)
+    with pytest.raises(CaptureError, match=r"GradScaler .* train in bfloat16"):
+        capture(model, optimizer, torch.ones(4), before_step=lambda: scaler.unscale_(optimizer))
+
+
+def test_ctc_is_refused_by_name():
+    class Ctc(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 6)
+
+        def forward(self, x, targets, lengths, target_lengths):
+            scores = self.layer(x).log_softmax(-1)
+            return nn.functional.ctc_loss(scores, targets, lengths, target_lengths)
+
+    model = Ctc()
+    lengths = torch.tensor([10, 9, 8]), torch.tensor([4, 3, 2])
+    batch = (torch.randn(10, 3, 8), torch.randint(1, 6, (3, 4)), *lengths)
+    with pytest.raises(CaptureError, match=r"ctc_loss.*under penstock.offload"):
+        capture(model, torch.optim.SGD(model.parameters()), batch)
+
+
+def test_complex_parameters_are_refused_with_the_way_out():
+    model = Step(total)
+    model.weight = nn.Parameter(torch.ones(4, dtype=torch.cfloat))
+    with pytest.raises(CaptureError, match="view_as_real"):
+        capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
 
 
 def test_hooks_on_gradients_are_refused():

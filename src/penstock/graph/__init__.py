@@ -3,6 +3,11 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from penstock.graph._alignment import (
+    TENSOR_ALIGNMENT_BYTES,
+    alignment_bytes,
+    least_alignment_bytes,
+)
 from penstock.graph._step_graph import Kind, Operator, Phase, StepGraph, Storage, TensorView
 
 if TYPE_CHECKING:
@@ -14,13 +19,16 @@ if TYPE_CHECKING:
     from penstock.graph._workspace import with_workspace
 
 __all__ = [
+    "TENSOR_ALIGNMENT_BYTES",
     "Kind",
     "Operator",
     "Phase",
     "StepGraph",
     "Storage",
     "TensorView",
+    "alignment_bytes",
     "capture",
+    "least_alignment_bytes",
     "measure",
     "operator_seconds",
     "run",

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
 
 _CONSTANTS = (type(None), bool, numbers.Number, str, bytes, enum.Enum, torch.dtype, torch.device)
 
@@ -42,6 +44,15 @@ def constants_in(batch: Any, name: str) -> dict[str, str]:
         for path, leaf in _leaves(batch, name)
         if not isinstance(leaf, torch.Tensor)
     }
+
+
+def is_full_mask(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a batch looks like a mask of tokens that masks none of them."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.dim() != 2 or not tensor.numel():
+        return False
+    is_mask = tensor.dtype in (torch.bool, torch.int64, torch.int32) and tensor.numel() <= 2**20
+    with no_dispatch():
+        return is_mask and bool((tensor == 1).all())
 
 
 def replaced(batch: Any, name: str, replace: Callable[[torch.Tensor, str], torch.Tensor]) -> Any:

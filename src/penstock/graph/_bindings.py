@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from penstock.errors import GraphFileError
-from penstock.graph._batches import constants_in, tensors_in
+from penstock.graph._batches import constants_in, is_full_mask, tensors_in
 from penstock.graph._encoding import dtype_name, dtype_named
 from penstock.graph._input_pieces import part_of_input
-from penstock.graph._scalars import evaluate
+from penstock.graph._scalars import evaluate, views_of
 from penstock.graph._shards import local_of, sharded_like
 from penstock.graph._step_graph import StepGraph, TensorView
 
@@ -74,6 +74,12 @@ def bind_batch(graph: StepGraph, batch: Any) -> dict[str, torch.Tensor]:
             raise ValueError(
                 f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} and was captured as "
                 f"{view.dtype} of shape {view.shape}; pad to that shape, or capture this one"
+            )
+        if name in graph.metadata.get("full_masks", ()) and not is_full_mask(tensor):
+            raise ValueError(
+                f"{name} masks tokens, and that of the captured batch masked none: Transformers "
+                "runs other kernels then, with other roundings in half precision; plan for such a "
+                "batch too (also=[batch]), or pass one that masks some as the first of its shape"
             )
         if tensor.stride() != view.stride or tensor.storage_offset() != view.offset:
             found[name] = _laid_out(tensor, view)
@@ -170,8 +176,11 @@ def check_guards(graph: StepGraph, read: Callable[[TensorView], float]) -> None:
     """Raise if a comparison that the optimizer made has another outcome now."""
     for expression, outcome in graph.guards:
         if bool(evaluate(expression, read)) != outcome:
+            names = {view: name for name, view in graph.tensors.items()}
+            found = {names.get(view, "a number"): read(view) for view in views_of(expression)}
+            now = ", ".join(f"{name} is {number!r}" for name, number in found.items())
             raise GraphFileError(
-                "a hyper-parameter has passed a value at which the optimizer takes another branch "
+                f"{now} and has passed a value at which the optimizer takes another branch "
                 f"({expression[0]} with {expression[-1]}): capture again"
             )
 

@@ -7,8 +7,8 @@ run is recorded (`_recorder`), then put in order (`_finish`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
-import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -21,16 +21,22 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as torch_modules
 
 from penstock.errors import CaptureError, PenstockError
-from penstock.graph._batches import constants_in, tensors_in
+from penstock.graph._batches import constants_in, is_full_mask, tensors_in
 from penstock.graph._finish import finish
 from penstock.graph._gathering import Gathering
+from penstock.graph._generators import no_other_draws, traced_random_state
 from penstock.graph._modes import autocast_of, evaluation_modules, frozen_parameters
+from penstock.graph._noted_lines import NotedLines
 from penstock.graph._optimizer import OptimizerCopy
+from penstock.graph._recapture import Captured
 from penstock.graph._recorder import Recorder
 from penstock.graph._shards import ShardedModel
 from penstock.graph._stand_ins import StandIns
-from penstock.graph._step_graph import Kind, Phase, StepGraph, TensorView
+from penstock.graph._step_graph import Kind, StepGraph, TensorView
+from penstock.graph._step_program import StepProgram, check_accumulation
 from penstock.graph._user_line import is_raised_by_torch, line_of
+
+_Places = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def capture(
@@ -85,167 +91,152 @@ def capture(
         ValueError: The batch has not as many micro-batches as `accumulate` says.
     """
     _check(model, optimizer)
-    _check_accumulation(batch, accumulate)
-    modules = {"model": model} | ({"loss": loss} if isinstance(loss, nn.Module) else {})
+    check_accumulation(batch, accumulate)
+    program = StepProgram(model, batch, loss, before_step, accumulate)
+    modules = program.roots()
     root = nn.ModuleDict(modules)
     sharded = ShardedModel(model, loss)
     names = _ModuleNames(root)
     local = sharded.locals_of(optimizer)
-    tensors_of_root = (*root.parameters(), *root.buffers())
-    recorder = Recorder(names.current, [local.get(id(each), each) for each in tensors_of_root])
     mode = FakeTensorMode()
     device = _device_type(root, batch)
     stand_ins = StandIns(mode, torch.device(device), local)
-    gathering = Gathering(sharded, stand_ins, recorder)
-    tensors: dict[str, TensorView] = {}
-    around = (_capturing, _no_collection(), _understood(), _unrandom(recorder))
+    tried = _Trial(program, root, names, sharded, stand_ins)
+    noted = NotedLines()
     with contextlib.ExitStack() as stack:
-        for each in (*around, _eagers_branches(recorder), mode):
+        watched = no_other_draws(noted), noted.noting()
+        for each in (_capturing, _no_collection(), _understood(), *watched, mode):
             stack.enter_context(each)
-        tensors |= _adopt_model(root, recorder, stand_ins)
-        fake_batch = stand_ins.in_batch(batch, "batch")
-        for name, tensor in tensors_in(fake_batch, "batch"):
-            tensors[name] = recorder.adopt(tensor, name, Kind.INPUT)
+        recorder, tensors = tried.begin()
         copy = OptimizerCopy(optimizer, stand_ins, recorder, _parameter_names(root), mode)
-        with stand_ins.inside(root), names, recorder:
+        with stand_ins.inside(root):
             buffers = dict(root.named_buffers(remove_duplicate=False))
             places = _places(root)
-            with gathering.active():
-                result = _all_gradients(model, fake_batch, loss, recorder, gathering, accumulate)
-            recorder.phase = Phase.OPTIMIZER
-            _mark_gradients(recorder, root)
-            if before_step is not None:
-                with gathering.norms_over_ranks():
-                    _run_before_step(before_step, recorder, root)
-            copy.step()
-            gathering.check(copy.state)
-            _write_back_buffers(root, buffers)
-            _write_back_data(places)
-            _refuse_lost_changes(stand_ins.changed_attributes(), names, recorder)
-        loss_view = recorder.view(result)
+            with tried.recorded(recorder):
+                result, gathering = tried.run(recorder)
+                captured = Captured(recorder, program, is_sharded=bool(sharded.groups))
+                with _of_optimizer(optimizer):
+                    copy.step()
+                gathering.check(copy.state)
+                _write_back_buffers(root, buffers)
+                _write_back_data(places)
+                _refuse_lost_changes(stand_ins.changed_attributes(), names, recorder, noted)
+            loss_view = recorder.view(result)
+            tried.again(recorder, captured, places)
         tensors |= copy.tensors
-        graph = finish(
-            recorder,
-            tensors,
-            loss_view,
-            device,
-            {
-                "model": type(model).__qualname__,
-                "optimizer": type(optimizer).__qualname__,
-                "torch": torch.__version__,
-                "hyper_parameters": copy.constants,
-                "initial_state": copy.initial_state,
-                "batch_constants": constants_in(batch, "batch"),
-                "evaluation": evaluation_modules(modules),
-                "frozen": frozen_parameters(modules),
-                "autocast": autocast_of(device),
-            },
-        )
-    return graph
+        metadata = {
+            "model": type(model).__qualname__,
+            "optimizer": type(optimizer).__qualname__,
+            "torch": torch.__version__,
+            "hyper_parameters": copy.constants,
+            "initial_state": copy.initial_state,
+            "batch_constants": constants_in(batch, "batch"),
+            "evaluation": evaluation_modules(modules),
+            "frozen": frozen_parameters(modules),
+            "autocast": autocast_of(device),
+            "full_masks": sorted(recorder.full_masks),
+        }
+        graph = finish(recorder, tensors, loss_view, device, metadata)
+    return dataclasses.replace(graph, captured=captured)
 
 
-def call_model(model: nn.Module, batch: Any) -> Any:
-    """Call a model with a batch, as `capture` does."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, tuple):
-        return model(*batch)
-    return model(batch)
+def verify(captured: Captured, program: StepProgram, device: str) -> None:
+    """Call a program once more on stand-ins, and compare what runs with what was captured.
 
-
-def loss_of(output: Any, batch: Any, loss: Callable[[Any, Any], Any] | None) -> torch.Tensor:
-    """Return the scalar tensor that a step minimises.
+    Args:
+        captured: Of a graph that was captured in this process; of an unsharded model.
+        program: The user's program, as it was given to `capture`, with any batch of the same form;
+            without `before_step` only what comes before that is compared.
+        device: Type of the device that the graph is for.
 
     Raises:
-        TypeError: There is none.
+        CaptureError: The program does something else now; the message says at which line, and what.
     """
-    if loss is not None:
-        value = loss(output, batch)
-    elif isinstance(output, Mapping) and "loss" in output:
-        value = output["loss"]
-    else:
-        value = getattr(output, "loss", output)
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        raise TypeError(
-            f"the loss has to be a tensor with one element, and is {shape}; pass "
-            "loss=lambda output, batch: ..., or a model whose output has .loss"
-        )
-    return value
+    if not captured.has_before_step or program.before_step is None:
+        program = program._replace(before_step=None)
+    root = nn.ModuleDict(program.roots())
+    names = _ModuleNames(root)
+    mode = FakeTensorMode()
+    stand_ins = StandIns(mode, torch.device(device), below=device != "cpu")
+    tried = _Trial(program, root, names, ShardedModel(program.model, program.loss), stand_ins)
+    to_gradients = captured.has_before_step and program.before_step is None
+    with _capturing, _no_collection(), _understood(), mode:
+        recorder, _ = tried.begin()
+        with stand_ins.inside(root):
+            comparison = captured.compare(recorder, to_gradients=to_gradients)
+            with tried.recorded(recorder):
+                tried.run(recorder)
+            comparison.end()
 
 
-def _all_gradients(
-    model: nn.Module,
-    batch: Any,
-    loss: Callable[[Any, Any], Any] | None,
-    recorder: Recorder,
-    gathering: Gathering,
-    accumulate: int | None,
-) -> torch.Tensor:
-    """Forward and backward of the batch, or of one micro-batch after the other."""
-    if accumulate is None:
-        return _gradients(model, batch, loss, recorder, gathering, 1)
-    total = None
-    for part in batch:
-        recorder.phase = Phase.FORWARD
-        value = _gradients(model, part, loss, recorder, gathering, accumulate)
-        total = value if total is None else total + value
-    assert total is not None
-    return total
+class _Trial:
+    """Calls of a program on stand-ins, each under a recorder of its own.
 
+    Args:
+        program: The program.
+        root: Its modules.
+        names: What knows which of them is running.
+        sharded: Shards of the model.
+        stand_ins: What stands for its tensors.
+    """
 
-def _run_before_step(
-    before_step: Callable[[], object], recorder: Recorder, root: nn.Module
-) -> None:
-    num_drafts = len(recorder.drafts)
-    before_step()
-    gradients = [each.grad for each in root.parameters() if each.grad is not None]
-    blocks = {id(recorder.block(gradient)) for gradient in gradients}
-    touched = {
-        id(recorder.blocks[recorder.block_of_value[value]])
-        for draft in recorder.drafts[num_drafts:]
-        for value in (*draft.reads, *(old for old, _ in draft.mutates))
-    }
-    if not blocks & touched:
-        raise CaptureError(
-            "before_step has not looked at any gradient; it has to ask the model for its "
-            "parameters when it is called (model.parameters()), as these are others during a "
-            "capture"
-        )
+    def __init__(
+        self,
+        program: StepProgram,
+        root: nn.Module,
+        names: _ModuleNames,
+        sharded: ShardedModel,
+        stand_ins: StandIns,
+    ) -> None:
+        self._program, self._root, self._names = program, root, names
+        self._sharded, self._stand_ins = sharded, stand_ins
+        held = (*root.parameters(), *root.buffers())
+        self._replaced = [stand_ins.local.get(id(each), each) for each in held]
 
+    def begin(self) -> tuple[Recorder, dict[str, TensorView]]:
+        """Make a recorder that knows what a step begins with; return it with these tensors."""
+        recorder = Recorder(self._names.current, self._replaced)
+        tensors = _adopt_model(self._root, recorder, self._stand_ins)
+        batch = self._stand_ins.in_batch(self._program.batch, "batch")
+        real = dict(tensors_in(self._program.batch, "batch"))
+        for name, tensor in tensors_in(batch, "batch"):
+            tensors[name] = recorder.adopt(tensor, name, Kind.INPUT)
+            if is_full_mask(real[name]):
+                recorder.note_mask(tensor, real[name], name)
+        self._fake = self._program._replace(batch=batch)
+        return recorder, tensors
 
-def _gradients(
-    model: nn.Module,
-    batch: Any,
-    loss: Callable[[Any, Any], Any] | None,
-    recorder: Recorder,
-    gathering: Gathering,
-    num_parts: int,
-) -> torch.Tensor:
-    with torch.enable_grad():
-        value = loss_of(call_model(model, batch), batch, loss)
-        if num_parts > 1:
-            value = value / num_parts
-        if not value.requires_grad:
-            raise CaptureError(
-                "the loss depends on no parameter that requires a gradient; is the model frozen, "
-                "or the loss detached?"
-            )
-        recorder.phase = Phase.BACKWARD
-        value.backward()
-        gathering.after_backward()
-    return value.detach()
+    @contextlib.contextmanager
+    def recorded(self, recorder: Recorder) -> Iterator[None]:
+        """Let a recorder write down what runs in the block."""
+        with (
+            traced_random_state(recorder),
+            _eagers_branches(recorder),
+            self._names,
+            recorder,
+        ):
+            yield
 
+    def run(self, recorder: Recorder) -> tuple[torch.Tensor, Gathering]:
+        """Call the program; return its loss, and what has gathered parameters."""
+        gathering = Gathering(self._sharded, self._stand_ins, recorder)
+        return self._fake.run(recorder, self._root, gathering), gathering
 
-def _check_accumulation(batch: Any, accumulate: int | None) -> None:
-    if accumulate is None:
-        return
-    found = len(batch) if isinstance(batch, list | tuple) else type(batch).__name__
-    if found != accumulate or accumulate < 1:
-        raise ValueError(
-            f"accumulate={accumulate}: the batch has to be a list of so many micro-batches, at "
-            f"least one, and is {found if isinstance(found, str) else f'one of {found}'}"
-        )
+    def again(self, first: Recorder, captured: Captured, places: _Places) -> None:
+        """Call the program a second time, with its Python as the first call has left it.
+
+        Raises:
+            CaptureError: It does something else.
+        """
+        self._stand_ins.put_tensors_back(first.is_known)
+        for tensor, place in places:
+            if tensor.untyped_storage()._cdata != place.untyped_storage()._cdata:
+                tensor.data = place
+        recorder, _ = self.begin()
+        comparison = captured.compare(recorder)
+        with self.recorded(recorder):
+            self.run(recorder)
+        comparison.end()
 
 
 def _check(model: object, optimizer: object) -> None:
@@ -320,15 +311,6 @@ def _adopt_model(root: nn.Module, recorder: Recorder, stand_ins: StandIns) -> di
     return tensors
 
 
-def _mark_gradients(recorder: Recorder, root: nn.Module) -> None:
-    for parameter in root.parameters():
-        if parameter.grad is not None:
-            block = recorder.block(parameter.grad)
-            if block.kind is Kind.ACTIVATION:
-                block.kind = Kind.GRADIENT
-                block.name = f"{block.name}.grad"
-
-
 def _write_back_buffers(root: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
     """Bring a buffer that the model replaced by another tensor to where the buffer lies."""
     for name, tensor in root.named_buffers(remove_duplicate=False):
@@ -344,13 +326,13 @@ def _write_back_buffers(root: nn.Module, before: Mapping[str, torch.Tensor]) -> 
             old.copy_(tensor)
 
 
-def _places(root: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _places(root: nn.Module) -> _Places:
     """Each parameter and buffer with a tensor that goes on looking at where it lies now."""
     with torch.no_grad():
         return [(each, each.detach()) for each in (*root.parameters(), *root.buffers())]
 
 
-def _write_back_data(places: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _write_back_data(places: _Places) -> None:
     """Bring what was assigned to a tensor's `.data` to where the tensor lies."""
     for tensor, place in places:
         if tensor.untyped_storage()._cdata != place.untyped_storage()._cdata:
@@ -359,13 +341,18 @@ def _write_back_data(places: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _refuse_lost_changes(
-    changes: Iterator[tuple[nn.Module, str, Any, Any]], names: _ModuleNames, recorder: Recorder
+    changes: Iterator[tuple[nn.Module, str, Any, Any]],
+    names: _ModuleNames,
+    recorder: Recorder,
+    noted: NotedLines,
 ) -> None:
     for module, key, before, now in changes:
         is_number = isinstance(before, bool | int | float) and isinstance(now, bool | int | float)
         if (is_number and before != now) or recorder.has_lifted(before):
+            where = noted.assignments.get((id(module), key))
             raise CaptureError(
-                f"the step reads and changes the attribute {key!r} of {names.name_of(module)}, "
+                (f"{where}: " if where else "")
+                + f"the step reads and changes the attribute {key!r} of {names.name_of(module)}, "
                 "which planned steps would not: keep it in a buffer (register_buffer); if only the "
                 "first call does so, call the model once before"
             )
@@ -386,11 +373,15 @@ class _ModuleNames(contextlib.AbstractContextManager):
         return repr(self._names[id(module)] or "model")
 
     def __enter__(self) -> None:
+        thread = threading.get_ident()
+
         def enter(module: nn.Module, args: Any) -> None:
-            self._stack.append(self._names.get(id(module), self._stack[-1]))
+            if threading.get_ident() == thread:
+                self._stack.append(self._names.get(id(module), self._stack[-1]))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self._stack.pop()
+            if threading.get_ident() == thread:
+                self._stack.pop()
 
         self._hooks = [
             torch_modules.register_module_forward_pre_hook(enter),
@@ -418,8 +409,41 @@ def _understood() -> Iterator[None]:
             raise
         raise CaptureError(
             f"{line_of(error)}: torch cannot run this on tensors without data, as a capture does "
-            f"({type(error).__name__}: {error})"
+            f"({type(error).__name__}: {error}){_way_out(error)}"
         ) from error
+
+
+def _way_out(error: Exception) -> str:
+    """Name what models offer instead, where that is known."""
+    if "grouped_mm" in str(error) or "Expected inputs of BF16 type" in str(error):
+        return (
+            '; models of Transformers with experts take experts_implementation="batched_mm", whose '
+            "products torch can run"
+        )
+    return ""
+
+
+@contextlib.contextmanager
+def _of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Say of errors in the optimizer's step which optimizer it is, and what else there is."""
+    try:
+        yield
+    except CaptureError as error:
+        kind = type(optimizer).__name__
+        tensors = [
+            f"optimizer.param_groups[{number}][{key!r}]"
+            for number, group in enumerate(optimizer.param_groups)
+            for key, value in group.items()
+            if isinstance(value, torch.Tensor)
+        ]
+        if tensors:
+            way = f"{', '.join(tensors)} is a tensor: make it a Python number (schedules change it)"
+        else:
+            way = (
+                "use one whose steps are alike (SGD, Adam, AdamW, Adagrad, RMSprop, NAdam, Adamax, "
+                "Adadelta, Rprop, Muon), or this one without a plan under penstock.offload"
+            )
+        raise CaptureError(f"the optimizer {kind} cannot be captured: {error}; {way}") from error
 
 
 @contextlib.contextmanager
@@ -438,7 +462,9 @@ def _no_collection() -> Iterator[None]:
 def _eagers_branches(recorder: Recorder) -> Iterator[None]:
     """Let Transformers look at values that are known, and so branch as it does in eager mode.
 
-    It asks whether a tensor is fake before it looks, and takes another path with other kernels.
+    It asks whether a tensor is fake before it looks, and takes another path with other kernels. In
+    half precision that gives other bits, so there it may also look at a batch's masks if they mask
+    nothing; the step is then for such batches.
     """
     library = sys.modules.get("transformers.utils.import_utils")
     if not hasattr(library, "is_fake_tensor"):
@@ -446,58 +472,10 @@ def _eagers_branches(recorder: Recorder) -> Iterator[None]:
         return
 
     def is_fake_tensor(tensor: object) -> bool:
-        return isinstance(tensor, FakeTensor) and not recorder.is_known(tensor)
+        known = isinstance(tensor, FakeTensor) and (
+            recorder.is_known(tensor) or recorder.follows_full_mask(tensor)
+        )
+        return isinstance(tensor, FakeTensor) and not known
 
     with mock.patch.object(library, "is_fake_tensor", is_fake_tensor):
         yield
-
-
-@contextlib.contextmanager
-def _unrandom(recorder: Recorder) -> Iterator[None]:
-    """Trace reads and writes of the random state, and refuse draws that torch does not see."""
-    before = _states()
-    here = {"get_rng_state": recorder.get_rng_state, "set_rng_state": recorder.set_rng_state}
-    there = {
-        "get_rng_state": recorder.get_cuda_rng_state,
-        "set_rng_state": recorder.set_cuda_rng_state,
-    }
-    try:
-        with (
-            mock.patch.multiple(torch, **here),
-            mock.patch.multiple(torch.random, **here),
-            mock.patch.multiple(torch.cuda, **there),
-        ):
-            yield
-    except BaseException:
-        for _, put_back in before.values():
-            put_back()
-        raise
-    after = _states()
-    for source, (state, put_back) in before.items():
-        if after[source][0] != state:
-            put_back()
-            raise CaptureError(
-                f"the model draws from or seeds {source}, which a graph does not hold; draw "
-                "numbers with torch and its default generator, or outside of the step"
-            )
-
-
-def _states() -> dict[str, tuple[object, Callable[[], object]]]:
-    """The states of generators that a capture does not draw from, and what puts each back."""
-    python = random.getstate()
-    state = torch.get_rng_state()
-    found: dict[str, tuple[object, Callable[[], object]]] = {
-        "Python's random module": (python, lambda: random.setstate(python)),
-        "torch's generator (torch.manual_seed)": (
-            state.numpy().tobytes(),
-            lambda: torch.set_rng_state(state),
-        ),
-    }
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numbers = numpy.random.get_state()
-        found["NumPy's global generator (numpy.random)"] = (
-            [each.tobytes() if hasattr(each, "tobytes") else each for each in numbers],
-            lambda: numpy.random.set_state(numbers),
-        )
-    return found

@@ -27,31 +27,34 @@ def operator_seconds(graph: StepGraph, machine_profile: MachineProfile | str) ->
 
     Args:
         graph: The step; operators with measured `seconds` keep them.
-        machine_profile: A profile with `compute`, or the name of a built-in machine.
+        machine_profile: A profile, with `compute` unless every operator was measured or is free; or
+            the name of a built-in machine.
 
     Returns:
         Seconds, in the order of `graph.operators`.
 
     Raises:
-        ValueError: The profile does not say how fast the machine computes.
+        ValueError: An operator was not measured, and the profile does not say how fast the machine
+            computes.
     """
     profile = machine(machine_profile) if isinstance(machine_profile, str) else machine_profile
-    compute = profile.compute
-    if compute is None:
+    return tuple(_seconds(operator, profile) for operator in graph.operators)
+
+
+def _seconds(operator: Operator, profile: MachineProfile) -> float:
+    """Return the measured time, or that of a roofline."""
+    if operator.seconds is not None:
+        return operator.seconds
+    if operator.target in _FREE:
+        return 0.0
+    if profile.compute is None:
         raise ValueError(
-            f"the profile of {profile.name!r} does not say how fast it computes; measure it anew "
-            "with penstock.probe(refresh=True), or use a built-in machine"
+            f"operator {operator.name!r} was not measured and the profile of {profile.name!r} does "
+            "not say how fast it computes; measure it anew with penstock.probe(refresh=True), or "
+            "use a built-in machine"
         )
-    return tuple(
-        operator.seconds
-        if operator.seconds is not None
-        else 0.0
-        if operator.target in _FREE
-        else compute.seconds(
-            operator.flops, operator.bytes_read + operator.bytes_written, _dtype(operator)
-        )
-        for operator in graph.operators
-    )
+    num_bytes = operator.bytes_read + operator.bytes_written
+    return profile.compute.seconds(operator.flops, num_bytes, _dtype(operator))
 
 
 def _dtype(operator: Operator) -> str:

@@ -44,8 +44,9 @@ def corrected(
         result: What it returned.
 
     Returns:
-        The result, with workspaces of their real size.
+        The result, with workspaces of their real size, and no tensor twice in it.
     """
+    result = _apart(result)
     if func._opname in _NORMS and args[0].device.type == "cpu":
         result = _with_statistics(args, result)
     if func._opname in _CONTIGUOUS and isinstance(args[0], torch.Tensor):
@@ -137,6 +138,26 @@ def _with_statistics(args: tuple[Any, ...], result: Any) -> Any:
     if weight is None or weight.dtype == args[0].dtype:
         return result
     return (result[0], *(statistic.to(weight.dtype) for statistic in result[1:]))
+
+
+def _apart(result: Any) -> Any:
+    """Let each result be a tensor of its own.
+
+    A recurrent layer's gradient names one tensor for both of its biases, until torch's cache of
+    fake results makes two of it; two captures have to be alike.
+    """
+    if not isinstance(result, tuple | list):
+        return result
+    tensors = [each for each in result if isinstance(each, torch.Tensor)]
+    if len({id(each) for each in tensors}) == len(tensors):
+        return result
+    seen: set[int] = set()
+    apart = []
+    for each in result:
+        is_again = isinstance(each, torch.Tensor) and id(each) in seen
+        seen.add(id(each))
+        apart.append(torch.empty_like(each) if is_again else each)
+    return type(result)(apart)
 
 
 @functools.cache

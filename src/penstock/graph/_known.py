@@ -32,6 +32,7 @@ class KnownValues:
 
     def __init__(self) -> None:
         self._memory: dict[int, torch.UntypedStorage] = {}
+        self._sources: dict[int, frozenset[str]] = {}
 
     def knows(self, view: TensorView) -> bool:
         """Whether the value is known."""
@@ -42,6 +43,18 @@ class KnownValues:
         memory = self._memory[view.value]
         tensor = torch.empty(0, dtype=dtype_named(view.dtype))
         return tensor.set_(memory, view.offset, view.shape, view.stride)  # pyright: ignore
+
+    def set(self, value: int, tensor: torch.Tensor) -> None:
+        """Let a value be known; the tensor is contiguous and keeps its numbers."""
+        self._memory[value] = tensor.untyped_storage()
+
+    def note_source(self, values: list[int], name: str) -> None:
+        """Note that values are copies of a tensor from outside of the step, by its name."""
+        self._sources.update(dict.fromkeys(values, frozenset([name])))
+
+    def sources(self, view: TensorView) -> frozenset[str]:
+        """Return the names of such tensors that a known value comes from."""
+        return self._sources.get(view.value, frozenset())
 
     def follow(
         self,
@@ -69,6 +82,10 @@ class KnownValues:
             return
         if sum(num_bytes for _, num_bytes in creates) > _MAX_BYTES:
             return
+        sources = frozenset[str]().union(*(self._sources.get(each, ()) for each in needed))
+        if sources:
+            made = [value for value, _ in creates] + [new for _, new in mutates]
+            self._sources.update(dict.fromkeys(made, sources))
         with no_dispatch(), torch.no_grad():
             for old, new in mutates:  # a known value stays what it is: write into a copy
                 self._memory[new] = self._memory[old].clone()

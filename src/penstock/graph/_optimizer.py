@@ -16,6 +16,7 @@ from penstock.graph._encoding import CONSTANT, FULL, SCALAR, dtype_named
 from penstock.graph._recorder import Draft, Recorder
 from penstock.graph._stand_ins import StandIns
 from penstock.graph._step_graph import Kind, Phase, TensorView
+from penstock.graph._user_line import user_line
 
 _SCHEDULED = ("lr", "momentum", "weight_decay", "betas")  # what schedulers change
 
@@ -229,8 +230,8 @@ def _refuse(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise CaptureError(
-            f"{kind} calls the model several times a step through a closure, which is not one "
-            "course of events; use an optimizer whose step() needs no closure"
+            f"{user_line()}: {kind} calls the model several times a step through a closure, which "
+            "is not one course of events; use an optimizer whose step() needs no closure"
         )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise CaptureError(

@@ -71,6 +71,7 @@ class Block:
     initial: int | None
     current: int
     handle: torch.UntypedStorage | None  # kept, so that no other storage gets its identity
+    is_half: bool = False
 
 
 @dataclass(slots=True)
@@ -111,6 +112,11 @@ class Recorder(TorchDispatchMode):
         self._replaced = {each.untyped_storage()._cdata for each in replaced}
         self._lifted: dict[int, torch.Tensor] = {}  # real tensors from outside of the step, by id
         self._outside: set[int] = set()  # blocks that are copies of them
+        self.outside: dict[str, torch.Tensor] = {}  # the same tensors by the names of these copies
+        self.looked_at: dict[int, tuple[torch.Tensor, torch.Tensor, str]] = {}
+        self._masks: set[str] = set()  # of the batch, that mask nothing
+        self.full_masks: set[str] = set()  # those of them that the program has looked at
+        self.watch: Callable[[Draft], None] | None = None  # is shown what is written down
         self.blocks: list[Block] = []
         self.block_of_value: list[int] = []
         self.drafts: list[Draft] = []
@@ -148,7 +154,8 @@ class Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage._cdata not in self._block_of_handle:
             num_bytes = storage.nbytes() if on_device else 0
-            self._add_block(name, num_bytes, kind, storage, initial=True)
+            index = self._add_block(name, num_bytes, kind, storage, initial=True)
+            self.blocks[index].is_half = tensor.dtype in (torch.bfloat16, torch.float16)
         return self.view(tensor)
 
     def adopt_number(self, name: str, hint: float) -> torch.SymFloat:
@@ -159,7 +166,13 @@ class Recorder(TorchDispatchMode):
 
     def view(self, tensor: torch.Tensor) -> TensorView:
         """Return how a tensor looks at the current value of its storage."""
-        block = self._block_of_handle[tensor.untyped_storage()._cdata]
+        block = self._block_of_handle.get(tensor.untyped_storage()._cdata)
+        if block is None:
+            raise CaptureError(
+                f"{user_line()}: a tensor of shape {tuple(tensor.shape)} is used that an earlier "
+                "call of the program has made and kept; keep it in a buffer (register_buffer). If "
+                "only the first call makes it, call the model once before"
+            )
         return TensorView(
             self.blocks[block].current,
             dtype_name(tensor.dtype),
@@ -174,7 +187,35 @@ class Recorder(TorchDispatchMode):
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Whether no data can change the tensor's elements, and they are known."""
-        return self.knows(tensor) and self._known.knows(self.view(tensor))
+        known = self.knows(tensor) and self._known.knows(self.view(tensor))
+        return known and not self._masks_of(tensor)
+
+    def note_mask(self, tensor: torch.Tensor, real: torch.Tensor, name: str) -> None:
+        """Take note of a mask in the batch that masks nothing."""
+        (value,) = {self.view(tensor).value}
+        with no_dispatch():
+            self._known.set(value, real.detach().cpu().contiguous())
+        self._known.note_source([value], name)
+        self._masks.add(name)
+
+    def follows_full_mask(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor comes from such a mask alone, and its bits may depend on the branch that
+        a program takes for it: kernels of half precision round in other places.
+
+        The step is then one for such masks.
+        """
+        if not (self.knows(tensor) and self._known.knows(self.view(tensor))):
+            return False
+        masks = self._masks_of(tensor)
+        halves = any(
+            block.kind is Kind.PARAMETER and block.is_half for block in self.blocks
+        ) or torch.is_autocast_enabled(tensor.device.type)
+        if masks and halves:
+            self.full_masks |= masks
+        return bool(masks) and halves
+
+    def _masks_of(self, tensor: torch.Tensor) -> frozenset[str]:
+        return self._known.sources(self.view(tensor)) & self._masks
 
     def block(self, tensor: torch.Tensor) -> Block:
         """Return the block of a tensor's storage."""
@@ -249,10 +290,7 @@ class Recorder(TorchDispatchMode):
                 return value
             if not is_literal:
                 self._note_outside(value)
-            lifted = self._constant(value)
-            if not is_literal:
-                self._outside.add(self._block_of_handle[lifted.untyped_storage()._cdata])
-            return lifted
+            return self._constant(value, is_outside=not is_literal)
         if type(value) in (list, tuple):
             return type(value)(self._lift(each, is_literal) for each in value)
         return value
@@ -266,7 +304,7 @@ class Recorder(TorchDispatchMode):
             )
         self._lifted[id(tensor)] = tensor
 
-    def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _constant(self, tensor: torch.Tensor, *, is_outside: bool) -> torch.Tensor:
         num_bytes = tensor.numel() * tensor.element_size()
         if tensor.is_meta or num_bytes > _MAX_CONSTANT_BYTES:
             raise CaptureError(
@@ -280,6 +318,10 @@ class Recorder(TorchDispatchMode):
             draft.args = (encode_bytes(copy),)
         fake = torch.ops.aten.lift_fresh.default(copy)
         self._add_outputs(draft, [fake])
+        if is_outside:
+            self._outside.add(self._block_of_handle[fake.untyped_storage()._cdata])
+            self.outside[draft.name] = tensor
+            self._known.note_source(draft.creates, draft.name)
         self._append(draft)
         return fake
 
@@ -297,7 +339,8 @@ class Recorder(TorchDispatchMode):
             if tensor is not None and (tensor.layout is not torch.strided or tensor.is_complex()):
                 raise CaptureError(
                     f"{user_line()}: a tensor of layout {tensor.layout} and {tensor.dtype} cannot "
-                    "be captured; use dense tensors of real numbers (for embeddings sparse=False)"
+                    "be captured; use dense tensors of real numbers (for embeddings sparse=False, "
+                    "for complex ones torch.view_as_real), or train under penstock.offload"
                 )
         new = any(tensor is not None and not self.knows(tensor) for tensor in outputs)
         if schema.changes_view or not (new or written or schema.side_effect):
@@ -347,6 +390,8 @@ class Recorder(TorchDispatchMode):
 
     def _append(self, draft: Draft) -> None:
         self.drafts.append(draft)
+        if self.watch is not None:
+            self.watch(draft)
         if self.phase is Phase.FORWARD and not (draft.random or draft.target == SCALAR):
             creates = [
                 (value, self.blocks[self.block_of_value[value]].num_bytes)
@@ -457,6 +502,7 @@ class Recorder(TorchDispatchMode):
     def _number_of(self, tensor: torch.Tensor, func: Any) -> Any:
         """Answer `tensor.item()`: possible for the optimizer's own counters only."""
         if not isinstance(tensor, FakeTensor):
+            self._look_at(tensor)
             with no_dispatch():
                 return func(tensor)
         known = self.knows(tensor)
@@ -471,7 +517,11 @@ class Recorder(TorchDispatchMode):
             draft.outputs = (TensorView(value, view.dtype, (), (), 0),)
             self._append(draft)
             return traced_float(draft.outputs[0], 2.0, self)
-        if self.is_known(tensor):
+        masks = self._masks_of(tensor) if known else frozenset()
+        is_decided = masks <= self.full_masks and tensor.dtype is torch.bool
+        if known and self._known.knows(self.view(tensor)) and (not masks or is_decided):
+            for name in self._known.sources(self.view(tensor)) - masks:
+                self._look_at(self.outside[name])
             with no_dispatch():
                 return func(self._known.tensor(self.view(tensor)))
         if tensor.constant is not None:
@@ -482,6 +532,12 @@ class Recorder(TorchDispatchMode):
             "bool(), float(), tolist() or an if on a tensor); a captured step has one course of "
             "events: keep the number a tensor, as with torch.where, or move this out of the step"
         )
+
+    def _look_at(self, tensor: torch.Tensor) -> None:
+        """Note that the course of the step depends on a real tensor's numbers."""
+        with no_dispatch():
+            content = tensor.detach().clone()
+        self.looked_at.setdefault(id(tensor), (tensor, content, user_line()))
 
     def decide(self, node: ScalarNode) -> bool:
         """Take a branch on a hyper-parameter, and note that it has to stay the same."""
@@ -590,13 +646,19 @@ def _run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise CaptureError(
             f"{user_line()}: the shape or value of the result of {error.func} depends on the data; "
-            "a captured step has static shapes: pad to a fixed size, or mask with torch.where"
+            f"a captured step has static shapes: {_way_around(func)}"
         ) from error
     except UnsupportedOperatorException as error:
         raise CaptureError(
             f"{user_line()}: operator {error.func} has no fake kernel, so that its result's shape "
             "is unknown; register one with torch.library.register_fake"
         ) from error
+
+
+def _way_around(func: Any) -> str:
+    if "ctc_loss" in func._opname:
+        return "CTC sizes its tables by the lengths; train such a model under penstock.offload"
+    return "pad to a fixed size, or mask with torch.where"
 
 
 def _hint(value: Any) -> Any:

@@ -77,6 +77,8 @@ def run(
         GraphFileError: The graph is of another model or optimizer.
         ValueError: The batch has another form.
     """
+    if graph.captured is not None:
+        graph.captured.check_outside()
     ShardedModel(model, loss)  # so that it holds its shards
     tensors = bind_model(graph, model, loss) | bind_batch(graph, batch)
     tensors |= bind_state(graph, model, optimizer, loss) | bind_group_tensors(graph, optimizer)
@@ -135,6 +137,9 @@ class _Run:
         if operator.target in (EMPTY, FULL, CONSTANT):
             view = operator.outputs[0]
             assert view is not None
+            captured = self._graph.captured
+            if captured is not None and operator.name in captured.outside:
+                return captured.outside[operator.name].detach().clone()
             return make(operator.target, args, view, self._device)
         return resolve(operator.target)(*args, **kwargs)
 

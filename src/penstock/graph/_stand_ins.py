@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ class StandIns:
         mode: The fake tensor mode that they belong to.
         device: Where tensors of the meta device are taken to be.
         local: This rank's parts of the tensors that ranks share, by the identities of these.
+        below: Whether tensors on the CPU, but for single numbers, are taken to be on the device, as
+            where a plan keeps them below it.
     """
 
     def __init__(
@@ -36,13 +38,19 @@ class StandIns:
         mode: FakeTensorMode,
         device: torch.device,
         local: Mapping[int, torch.Tensor] = MappingProxyType({}),
+        *,
+        below: bool = False,
     ) -> None:
         self._mode = mode
         self._device = device
-        self._local = local
+        self.local = local
+        self._below = below
         self._of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id: (real one, stand-in)
+        self._made: set[int] = set()
         self._base_of_storage: dict[int, torch.Tensor] = {}
         self._inside: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._registered: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
+        self._held: list[tuple[Any, Any]] = []  # the modules' containers, as they were
 
     def __contains__(self, real: object) -> bool:
         return id(real) in self._of
@@ -61,8 +69,10 @@ class StandIns:
         Raises:
             CaptureError: It is sparse, complex, or of a class that computes otherwise.
         """
+        if id(real) in self._made:  # it stands for one already
+            return real
         if id(real) not in self._of:
-            local = self._local.get(id(real), real)
+            local = self.local.get(id(real), real)
             _refuse_unknown(local, name)
             with self._mode, torch.no_grad():
                 fake = self._make(local)
@@ -71,10 +81,12 @@ class StandIns:
             if real.requires_grad and not fake.requires_grad:
                 fake.requires_grad_()
             self._of[id(real)] = (real, fake)
+            self._made.add(id(fake))
         return self._of[id(real)][1]
 
     def _make(self, real: torch.Tensor) -> torch.Tensor:
-        device = self._device if real.is_meta else real.device
+        is_below = self._below and real.dim() > 0 and real.device.type == "cpu"
+        device = self._device if real.is_meta or is_below else real.device
         storage = real.untyped_storage()
         base = self._base_of_storage.get(storage._cdata)
         if base is None:
@@ -116,33 +128,18 @@ class StandIns:
     def inside(self, module: nn.Module) -> Iterator[None]:
         """Put the stand-ins into a model, and put everything back as it was."""
         modules = list(module.modules())
-        saved = [
-            (each, dict(each.__dict__), dict(each._parameters), dict(each._buffers))
-            for each in modules
-        ]
-        held = [
-            (value, copy.copy(value))
-            for each in modules
-            for value in each.__dict__.values()
-            if type(value) in (list, dict)
-        ]
-        try:
-            for each in modules:
-                self._replace_in(each)
-            self._inside = [(each, dict(each.__dict__)) for each in modules]
-            yield
-        finally:
-            self._inside = []
-            for each, attributes, parameters, buffers in saved:
-                each.__dict__.clear()
-                each.__dict__.update(attributes)
-                each._parameters.clear()
-                each._parameters.update(parameters)
-                each._buffers.clear()
-                each._buffers.update(buffers)
-            for value, content in held:
-                value.clear()
-                value.update(content) if isinstance(value, dict) else value.extend(content)
+        with kept_as_it_is(module) as held:
+            try:
+                for each in modules:
+                    self._replace_in(each)
+                self._inside = [(each, dict(each.__dict__)) for each in modules]
+                self._registered = [
+                    (each, dict(each._parameters), dict(each._buffers)) for each in modules
+                ]
+                self._held = held
+                yield
+            finally:
+                self._inside, self._registered, self._held = [], [], []
 
     def changed_attributes(self) -> Iterator[tuple[nn.Module, str, Any, Any]]:
         """Yield modules' attributes that have been assigned anew: module, name, before, now."""
@@ -150,6 +147,36 @@ class StandIns:
             for key, now in module.__dict__.items():
                 if key in before and before[key] is not now:
                     yield module, key, before[key], now
+
+    def put_tensors_back(self, is_known: Callable[[torch.Tensor], bool]) -> None:
+        """Let the modules hold their stand-ins again, without gradients.
+
+        What else a call has left in attributes stays, also tensors: a program that reads them when
+        it is called again is one whose steps differ. Only where all of these are known (positions
+        that the first call has made) attributes are as before.
+
+        Args:
+            is_known: Whether no data can change a fake tensor's numbers.
+        """
+        for module, parameters, buffers in self._registered:
+            for now, before in zip(_tensors_of(module), (parameters, buffers), strict=True):
+                now.clear()
+                now.update(before)
+            for parameter in parameters.values():
+                if parameter is not None:
+                    parameter.grad = None
+        for module, before in self._inside:
+            for key, value in list(module.__dict__.items()):
+                if before.get(key) is not value and _all_known(value, is_known):
+                    if key in before:
+                        module.__dict__[key] = before[key]
+                    else:
+                        del module.__dict__[key]
+        own = {id(each) for module, *_ in self._registered for each in _tensors_of(module)}
+        for value, content in self._held:
+            if id(value) not in own and _all_known(value, is_known):
+                value.clear()
+                value.update(content) if isinstance(value, dict) else value.extend(content)
 
     def _replace_in(self, module: nn.Module) -> None:
         for tensors in (module._parameters, module._buffers):
@@ -165,6 +192,82 @@ class StandIns:
                 module.__dict__[name] = type(value)(items)
 
 
+@contextlib.contextmanager
+def kept_as_it_is(
+    module: nn.Module, *, only_tensors: bool = False
+) -> Iterator[list[tuple[Any, Any]]]:
+    """Put modules' attributes, tensors and containers back afterwards.
+
+    Args:
+        module: The root of the modules.
+        only_tensors: Whether numbers and containers of numbers stay as they are then.
+
+    Yields:
+        The containers among the attributes, with what is in them.
+    """
+    modules = list(module.modules())
+    saved = [
+        (each, dict(each.__dict__), dict(each._parameters), dict(each._buffers)) for each in modules
+    ]
+    held = [
+        (value, copy.copy(value))
+        for each in modules
+        for value in each.__dict__.values()
+        if type(value) in (list, dict)
+    ]
+    try:
+        yield held
+    finally:
+        for each, attributes, parameters, buffers in saved:
+            now = each.__dict__
+            stay = _plain_items(now) if only_tensors else {}
+            now.clear()
+            now.update(attributes)
+            now.update(stay)
+            for tensors, before in zip(_tensors_of(each), (parameters, buffers), strict=True):
+                tensors.clear()
+                tensors.update(before)
+        for value, content in held:
+            if not (only_tensors and _is_plain(value)):
+                value.clear()
+                value.update(content) if isinstance(value, dict) else value.extend(content)
+
+
+def _plain_items(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return attributes without tensors and without what modules consist of."""
+    return {key: value for key, value in attributes.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    return next(_tensors_in(value), None) is None
+
+
+def _tensors_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return module._parameters, module._buffers
+
+
+def _all_known(value: Any, is_known: Callable[[torch.Tensor], bool]) -> bool:
+    """Whether an attribute holds fake tensors, and all of them are known."""
+    fakes = [each for each in _tensors_in(value) if isinstance(each, FakeTensor)]
+    return bool(fakes) and all(map(is_known, fakes))
+
+
+def _tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an attribute, and of the containers and objects that it holds."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if not depth or isinstance(value, nn.Module | type | FunctionType):
+        return
+    items = value if isinstance(value, list | tuple | set) else ()
+    if isinstance(value, Mapping):
+        items = value.values()
+    elif not items:
+        items = getattr(value, "__dict__", {}).values()
+    for each in list(items):
+        yield from _tensors_in(each, depth - 1)
+
+
 def _refuse_unknown(real: torch.Tensor, name: str) -> None:
     if type(real) not in _KINDS_OF_TENSORS and not isinstance(real, nn.Parameter):
         raise CaptureError(
@@ -174,5 +277,6 @@ def _refuse_unknown(real: torch.Tensor, name: str) -> None:
     if real.layout is not torch.strided or real.is_complex() or real.is_nested:
         raise CaptureError(
             f"{name} has layout {real.layout} and {real.dtype}; a step graph knows dense "
-            "tensors of real numbers"
+            "tensors of real numbers: keep complex ones as real pairs (torch.view_as_real), or "
+            "train under penstock.offload"
         )

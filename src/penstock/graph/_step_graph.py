@@ -208,6 +208,7 @@ class StepGraph:
         guards: Comparisons of those numbers that the program made, and their outcomes: with
             numbers that compare otherwise it would be another graph.
         metadata: Where it comes from (model, optimizer, versions): strings and numbers.
+        captured: What only the process that has captured the step knows of it; not saved.
 
     Raises:
         ValueError: The parts do not fit together; the message says which.
@@ -221,6 +222,7 @@ class StepGraph:
     tensors: Mapping[str, TensorView] = field(default_factory=dict)
     guards: tuple[tuple[Any, bool], ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    captured: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -301,7 +303,7 @@ class StepGraph:
                 f"this is no step graph: its 'format' is not {FORMAT!r}; pass what "
                 "StepGraph.to_dict() returned or StepGraph.save() wrote"
             )
-        if data.get("version") != VERSION:
+        if type(data.get("version")) is not int or data["version"] != VERSION:
             raise GraphFileError(
                 f"this step graph has version {data.get('version')!r} of the format and this "
                 f"Penstock reads version {VERSION}: capture the model again"
@@ -323,10 +325,12 @@ class StepGraph:
                 f"this step graph is damaged ({type(error).__name__}: {error}): capture the model "
                 "again"
             ) from error
-        if sums != (data.get("digest"), data.get("checksum", sums[1])):
+        if sums != (data.get("digest"), data.get("checksum")):
+            missing = [name for name in ("digest", "checksum") if name not in data]
             raise GraphFileError(
-                "this step graph is damaged: its content does not match its digest or checksum; "
-                "capture the model again"
+                "this step graph is damaged: its content does not match its digest or checksum"
+                + "".join(f"; its {name} is missing" for name in missing)
+                + "; capture the model again"
             )
         return graph
 

@@ -1,0 +1,50 @@
+"""Multiples of bytes at which storages lie on a device: one rule for planners and for what runs."""
+
+from __future__ import annotations
+
+import collections
+import math
+
+from penstock.graph._step_graph import StepGraph
+
+# At such addresses torch gives tensors, by device; kernels may calculate otherwise elsewhere.
+TENSOR_ALIGNMENT_BYTES = collections.defaultdict(lambda: 512, cpu=64)
+# Direct file I/O takes such addresses without a copy.
+_FILE_ALIGNMENT_BYTES = 512
+# From this largest storage on, file I/O is worth more than the bytes between small storages.
+_LARGE_BYTES = 2**16
+# Graphs with nothing larger exist in tests of planners only; alignment would be most of them.
+_SMALL_BYTES = 2**10
+
+
+def alignment_bytes(graph: StepGraph) -> int:
+    """Return what the addresses of a step's storages are multiples of.
+
+    Example:
+        >>> alignment_bytes(StepGraph(storages=(), storage_of_value=(), operators=()))
+        512
+
+    Args:
+        graph: The step; where all of its storages are multiples of more, up to 512 bytes, that
+            costs nothing and is taken.
+    """
+    sizes = [storage.num_bytes for storage in graph.storages]
+    largest = max(sizes, default=0)
+    if largest >= _LARGE_BYTES:
+        return _FILE_ALIGNMENT_BYTES
+    common = math.gcd(_FILE_ALIGNMENT_BYTES, *sizes)
+    return max(common, least_alignment_bytes(graph))
+
+
+def least_alignment_bytes(graph: StepGraph) -> int:
+    """Return the alignment without which tensors would lie where torch never lays one.
+
+    Example:
+        >>> least_alignment_bytes(StepGraph(storages=(), storage_of_value=(), operators=()))
+        1
+
+    Args:
+        graph: The step; one whose storages are all below a kilobyte needs none.
+    """
+    largest = max((storage.num_bytes for storage in graph.storages), default=0)
+    return TENSOR_ALIGNMENT_BYTES[graph.device] if largest >= _SMALL_BYTES else 1

@@ -1,0 +1,167 @@
+"""A program that does something else when it is called again is refused, by what has changed."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import CaptureError, GraphFileError
+from penstock.graph import capture, run
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+NUMBERS = {"scale": 1.0}
+OWN_RANDOM, OWN_NUMPY = random.Random(3), np.random.default_rng(0)
+
+
+class Step(nn.Module):
+    """A layer, and what makes the loss of its output."""
+
+    def __init__(self, loss_of):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.history = []
+        self.weights = iter(itertools.count(1))
+        self._loss_of = loss_of
+
+    def forward(self, x):
+        return self._loss_of(self, self.layer(x).square().mean())
+
+
+def grows(model, value):
+    model.history.append(1)
+    return value * len(model.history)
+
+
+def shrinks(model, value):
+    NUMBERS["scale"] *= 0.5
+    return value * NUMBERS["scale"]
+
+
+def keeps_a_tensor(model, value):
+    last, model.history[:] = model.history[-1:], [value.detach()]
+    return value + sum(last)
+
+
+PROGRAMS = {
+    "a list that grows": (grows, "argument 1 of aten.mul.Tensor .* is 2 and was 1"),
+    "a number in a dictionary": (shrinks, "is 0.25 and was 0.5"),
+    "an iterator": (lambda model, value: value * next(model.weights), "is 2 and was 1"),
+    "a tensor from a list": (
+        lambda model, value: value * torch.tensor([next(model.weights), 1.0]).sum(),
+        "a tensor that is made from Python numbers has other numbers",
+    ),
+    "another operator": (
+        lambda model, value: value.sin() if next(model.weights) % 2 else value.cos(),
+        "aten.cos.default .* runs where aten.sin.default",
+    ),
+    "an operator more": (
+        lambda model, value: value if next(model.weights) % 2 else value.exp(),
+        "aten.exp.default",
+    ),
+    "a tensor of the last call": (keeps_a_tensor, "runs where|earlier call"),
+    "Python's generator of its own": (
+        lambda model, value: value * OWN_RANDOM.random(),
+        r"a generator of its own \(random.Random\)",
+    ),
+    "NumPy's generator of its own": (
+        lambda model, value: value * float(OWN_NUMPY.random()),
+        r"a generator of its own \(numpy.Generator\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_changes_from_call_to_call_is_refused(name):
+    loss_of, message = PROGRAMS[name]
+    NUMBERS["scale"] = 1.0
+    model = Step(loss_of)
+    states = OWN_RANDOM.getstate(), OWN_NUMPY.bit_generator.state
+    with pytest.raises(CaptureError, match=message):
+        capture(model, torch.optim.SGD(model.parameters()), X)
+    assert (OWN_RANDOM.getstate(), OWN_NUMPY.bit_generator.state) == states
+
+
+def test_the_line_is_named():
+    model = Step(grows)
+    with pytest.raises(CaptureError, match="in grows: return value"):
+        capture(model, torch.optim.SGD(model.parameters()), X)
+
+
+def test_a_hook_that_counts_is_refused():
+    model, calls = Step(lambda model, value: value), []
+
+    def scale(module, args, output):
+        calls.append(1)
+        return output * len(calls)
+
+    model.layer.register_forward_hook(scale)
+    with pytest.raises(CaptureError, match="in scale"):
+        capture(model, torch.optim.SGD(model.parameters()), X)
+
+
+def test_what_runs_before_the_update_is_called_again_too():
+    model, factors = Step(lambda model, value: value), iter([0.5, 0.25, 0.125])
+
+    def scale():
+        factor = next(factors)
+        for parameter in model.parameters():
+            parameter.grad.mul_(factor)
+
+    with pytest.raises(CaptureError, match=r"is 0.25 and was 0.5"):
+        capture(model, torch.optim.SGD(model.parameters()), X, before_step=scale)
+
+
+def test_positions_that_the_first_call_makes_are_no_matter():
+    def with_positions(model, value):
+        if not model.history:
+            model.history.append(torch.arange(3.0))
+        return value + model.history[0].sum()
+
+    model = Step(with_positions)
+    capture(model, torch.optim.SGD(model.parameters()), X)
+    assert not model.history
+
+
+def test_counting_that_changes_nothing_is_no_matter():
+    calls = []
+    model = Step(lambda model, value: calls.append(1) or value)
+    capture(model, torch.optim.SGD(model.parameters()), X)
+
+
+def outside_step(loss_of):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, capture(model, optimizer, X, loss=loss_of)
+
+
+def test_tensors_from_outside_are_read_anew():
+    weights = torch.ones(8)
+    loss_of = lambda output, batch: (output * weights).sum()  # noqa: E731
+    model, optimizer, graph = outside_step(loss_of)
+    first = run(graph, model, optimizer, X)
+    weights.numpy()[:] = 0  # torch does not count this
+    assert first != 0
+    assert run(graph, model, optimizer, X) == 0
+
+
+def test_a_branch_on_a_tensor_from_outside_is_watched():
+    switch = torch.ones(())
+    loss_of = lambda output, batch: output.sum() if switch > 0 else -output.sum()  # noqa: E731
+    model, optimizer, graph = outside_step(loss_of)
+    run(graph, model, optimizer, X)
+    switch.data.neg_()
+    with pytest.raises(GraphFileError, match="has looked at the numbers of a tensor"):
+        run(graph, model, optimizer, X)
+
+
+def test_a_tensor_from_outside_of_another_shape():
+    weights = torch.ones(8)
+    loss_of = lambda output, batch: (output * weights).sum()  # noqa: E731
+    model, optimizer, graph = outside_step(loss_of)
+    weights.data = torch.ones(1)
+    with pytest.raises(GraphFileError, match=r"shape \(1,\) and was torch.float32 of shape \(8,\)"):
+        run(graph, model, optimizer, X)
