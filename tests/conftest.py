@@ -11,9 +11,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+
+if TYPE_CHECKING:
+    from simulated_cuda import SimulatedCuda
 
 try:
     from hypothesis import HealthCheck, settings
@@ -117,6 +121,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
+@pytest.fixture
+def simulated_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator["SimulatedCuda"]:
+    """A CUDA device on which nothing runs before it is waited for; see `simulated_cuda.py`."""
+    from simulated_cuda import SimulatedCuda
+
+    cuda = SimulatedCuda().install(monkeypatch)
+    yield cuda
+    cuda.close()
+
+
 def _unnamed_files() -> set[str]:
     """Open files on disk that no directory lists: the kernel keeps them for a store still open."""
     found = set()
@@ -158,6 +172,51 @@ def _nothing_left_behind() -> Iterator[None]:
         if time.monotonic() > deadline:
             pytest.fail(f"left behind by this test: {', '.join(left)}")
         time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def _every_plan_has_two_judges() -> None:
+    """Let a replay of bytes judge every plan that `plan` makes and that `check` replays.
+
+    What `check` finds wrong the other judge has to find wrong as well, and the other way round.
+    """
+    api = sys.modules.get("penstock.planner._api")
+    if api is None or hasattr(api, "judged_twice"):
+        return
+    sys.path.insert(0, str(REPOSITORY / "tests" / "planner"))
+    from byte_replay import judge
+    from penstock.errors import PlanError
+    from penstock.planner._replay import Replay
+
+    make, replay = api._plan_whole_or_split, Replay.run
+
+    def plan_and_judge(graph, *args, **kwargs):
+        plan = make(graph, *args, **kwargs)
+        if wrong := judge(graph, plan):
+            pytest.fail(f"a plan that was made is wrong: {wrong}")
+        return plan
+
+    def replay_and_judge(self: Replay) -> None:
+        wrong = judge(self.graph, self.plan, is_planned_graph=True)
+        error = None
+        try:
+            replay(self)
+        except PlanError as found:
+            error = found
+        if (error is None) != (wrong is None):
+            pytest.fail(f"two judges of a plan disagree: check {error}, bytes {wrong}")
+        if error is not None:
+            raise error
+
+    api._plan_whole_or_split, Replay.run = plan_and_judge, replay_and_judge
+    api.judged_twice = True
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu`, leave out files that do not name the mark: importing all takes minutes."""
+    if config.option.markexpr.strip() != "gpu" or collection_path.suffix != ".py":
+        return None
+    return True if "mark.gpu" not in collection_path.read_text() else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -136,4 +136,5 @@ def _run_or_exit(options: PlanOptions) -> None:
         typer.echo(f"penstock plan: {error}", err=True)
         raise typer.Exit(2) from error
     except KeyboardInterrupt as error:
+        typer.echo("penstock plan: interrupted before there was a plan; nothing is saved", err=True)
         raise typer.Exit(130) from error

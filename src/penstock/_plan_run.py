@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock._plan_models import ModelOptions, load_graph
 from penstock.errors import InfeasibleError
 from penstock.memory import Link, Tier
-from penstock.units import format_bytes, format_seconds, parse_bytes
+from penstock.units import format_bytes, format_seconds, parse_bytes, parse_share
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -133,10 +131,9 @@ def parse_device_memory(text: str | None, peak_bytes: int) -> int | None:
     """
     if text is None:
         return None
-    if re.fullmatch(r"\d+/[1-9]\d*", text):
-        return int(peak_bytes * Fraction(text))
-    if re.fullmatch(r"\d+(\.\d+)?%", text):
-        return int(peak_bytes * float(text[:-1]) / 100)
+    share = parse_share(text)
+    if share is not None:
+        return int(peak_bytes * share)
     return parse_bytes(text, name="--device-memory")
 
 

@@ -1,5 +1,6 @@
 """Small step graphs, and random plans for them, that the tests of planners share."""
 
+import dataclasses
 import random
 
 from hypothesis import strategies as st
@@ -111,6 +112,15 @@ def chain_step(num_layers=3, *, weight_bytes=4, activation_bytes=6, in_place=Tru
         )
         gradient = earlier
     return build.graph(loss)
+
+
+def in_units(graph: StepGraph, unit: int) -> StepGraph:
+    """The graph with storages of multiples of so many bytes, as planners place them anyway."""
+    storages = (
+        dataclasses.replace(storage, num_bytes=-(-storage.num_bytes // unit) * unit)
+        for storage in graph.storages
+    )
+    return dataclasses.replace(graph, storages=tuple(storages))
 
 
 @st.composite

@@ -11,6 +11,7 @@ from penstock.errors import GraphFileError, InfeasibleError, PlanError
 from penstock.graph import capture
 from penstock.memory import Link
 from penstock.planner import Plan, check, plan, simulate
+from penstock.planner.baselines._order import peak_of_program_order
 
 MIB = 2**20
 
@@ -94,13 +95,39 @@ def test_too_little_room_below_is_said():
         ({"method": "magic"}, ValueError, "method='magic'"),
         ({"time_limit": 0}, ValueError, "time_limit=0"),
         ({"time_limit": float("nan")}, ValueError, "time_limit"),
+        ({"time_limit": True}, ValueError, "time_limit=True"),
+        ({"seed": -1}, ValueError, "seed=-1"),
+        ({"seed": 1.5}, ValueError, "seed=1.5"),
+        ({"seed": "a"}, ValueError, "seed='a'"),
+        ({"seed": None}, ValueError, "seed=None"),
+        ({"seed": True}, ValueError, "seed=True"),
+        ({"machine": 5}, TypeError, "machine=5"),
         ({"device_memory": "much"}, ValueError, "device_memory"),
+        ({"device_memory": "1/0"}, ValueError, "device_memory"),
+        ({"device_memory": "0/5"}, ValueError, "device_memory"),
         ({"host_memory": -1}, ValueError, "host_memory"),
     ],
 )
 def test_wrong_arguments_are_named(options, error, message):
     with pytest.raises(error, match=message):
         plan(timed_chain(2), **{"machine": "h200", **options})
+
+
+@pytest.mark.parametrize("share", ["3/4", "75%"])
+def test_a_share_of_the_programs_peak_is_a_budget(share):
+    graph = timed_chain()
+    found = plan(graph, device_memory=share, machine="v100-16gb-pcie3", time_limit=1)
+    check(graph, found)
+    budget = peak_of_program_order(graph) * 3 // 4
+    assert found.budget.device_bytes == budget
+    assert found.peak_device_bytes <= budget
+
+
+def test_no_gap_is_negative():
+    graph = timed_chain(2)
+    found = plan(graph, machine="h200", time_limit=1)
+    nearly = dataclasses.replace(found, step_seconds=found.bound.seconds * (1 - 1e-15))
+    assert nearly.gap == 0.0
 
 
 def test_something_else_than_a_graph_is_refused():

@@ -1,15 +1,24 @@
 """The checker accepts every right plan and names the rule that a wrong one breaks."""
 
 import dataclasses
+import random
 
 import pytest
 from hypothesis import given, settings
 
-from graphs import GraphBuilder, chain_step, machine, planned_steps
+from graphs import (
+    GraphBuilder,
+    chain_step,
+    machine,
+    planned_steps,
+    random_graph,
+    random_plan,
+)
 from penstock.errors import PlanError
 from penstock.graph import Kind, Operator, StepGraph, Storage
 from penstock.memory import Link, Tier
-from penstock.planner import Bound, Budget, Copy, Plan, Transfer, check
+from penstock.planner import Bound, Budget, Copy, Plan, Transfer, check, simulate
+from penstock.planner import plan as make_plan
 from penstock.planner.optima._assemble import Stay, assemble
 
 GRAPH = chain_step()
@@ -238,6 +247,125 @@ FAULTS = {
 }
 
 
+def stated() -> tuple[StepGraph, Plan]:
+    """A plan of the planner, whose statements all follow from its graph and machine."""
+    graph = chain_step(2, weight_bytes=2**21, activation_bytes=2**22)
+    operators = tuple(
+        dataclasses.replace(o, flops=10**8 * (2 + i % 3)) for i, o in enumerate(graph.operators)
+    )
+    graph = dataclasses.replace(graph, operators=operators)
+    options = {"host_memory": "1GiB", "machine": "v100-16gb-pcie3", "time_limit": 1}
+    roomy = make_plan(graph, **options)
+    return graph, make_plan(graph, device_memory=roomy.peak_device_bytes * 3 // 4, **options)
+
+
+def with_bound(plan, **fields):
+    return dataclasses.replace(plan, bound=dataclasses.replace(plan.bound, **fields))
+
+
+def retimed(graph, plan, times):
+    plan = dataclasses.replace(plan, operator_seconds=tuple(times), ideal_seconds=sum(times))
+    parts = {"compute": sum(times)}
+    plan = with_bound(plan, seconds=sum(times), binding="compute", seconds_of=parts)
+    return dataclasses.replace(plan, step_seconds=simulate(graph, plan).step_seconds)
+
+
+def only(plan, seconds, name):
+    return with_bound(plan, seconds=seconds, binding=name, seconds_of={name: seconds})
+
+
+def raised_part(plan, name):
+    parts = {**plan.bound.seconds_of, name: plan.step_seconds}
+    return with_bound(plan, seconds=plan.step_seconds, binding=name, seconds_of=parts)
+
+
+FALSE_STATEMENTS = {
+    "a bound of the step's time": ("lower_bound", lambda g, p: only(p, p.step_seconds, "cut")),
+    "a part of another name": ("lower_bound", lambda g, p: only(p, p.step_seconds, "divine")),
+    "compute that is all of the step": ("lower_bound", lambda g, p: raised_part(p, "compute")),
+    "a higher cut": ("lower_bound", lambda g, p: raised_part(p, "cut")),
+    "a higher persistent": ("lower_bound", lambda g, p: raised_part(p, "persistent")),
+    "no bound": ("lower_bound", lambda g, p: only(p, 0.0, "compute")),
+    "binding of another name": ("lower_bound", lambda g, p: with_bound(p, binding="magic")),
+    "binding that is not the largest": (
+        "lower_bound",
+        lambda g, p: with_bound(
+            p, binding=min(p.bound.seconds_of, key=lambda name: p.bound.seconds_of[name])
+        ),
+    ),
+    "operators that take a tenth": (
+        "times",
+        lambda g, p: retimed(g, p, [seconds / 10 for seconds in p.operator_seconds]),
+    ),
+    "times from nowhere": ("times", lambda g, p: dataclasses.replace(p, times="magic")),
+    "no budget": (
+        "lower_bound",
+        lambda g, p: dataclasses.replace(
+            p, budget=dataclasses.replace(p.budget, device_bytes=None)
+        ),
+    ),
+    "proved": (
+        "notes",
+        lambda g, p: dataclasses.replace(p, method="exact", notes={"proved": True}),
+    ),
+    "proved by another method": (
+        "notes",
+        lambda g, p: dataclasses.replace(p, notes={**p.notes, "proved": True}),
+    ),
+    "proved and more than the least": (
+        "notes",
+        lambda g, p: dataclasses.replace(
+            p,
+            method="exact",
+            notes={
+                "proved": True,
+                "non_compulsory_bytes": sum(p.bytes_moved.values()),
+                "lower_bound_bytes": 1,
+            },
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("statement", FALSE_STATEMENTS)
+def test_a_false_statement_is_found(statement):
+    graph, plan = stated()
+    assert plan.transfers
+    rule, change = FALSE_STATEMENTS[statement]
+    assert rule_of(change(graph, plan), graph) == rule
+
+
+def test_what_is_not_computed_again_is_named():
+    graph, plan = stated()
+    assert set(check(graph, plan)) == {
+        f"bound.{name}" for name in plan.bound.seconds_of if name in ("chain", "remaking")
+    }
+    assert check(graph, plan, bounds=True) == ()
+    higher = raised_part(plan, "chain")
+    assert "bound.chain" in check(graph, higher)
+    with pytest.raises(PlanError, match="'chain' is stated"):
+        check(graph, higher, bounds=True)
+    given = dataclasses.replace(plan, times="given")
+    assert "operator_seconds" in check(graph, given)
+
+
+def test_a_bound_for_frozen_decisions_is_for_plans_that_keep_them():
+    rng = random.Random(0)
+    seen = set()
+    while len(seen) < 4:
+        graph = random_graph(rng, 6)
+        plan = random_plan(graph, rng)
+        first_runs = list(dict.fromkeys(plan.order))
+        kept = {"reorder": first_runs == sorted(first_runs), "recompute": not plan.recomputed}
+        for decision, is_kept in kept.items():
+            seen.add((decision, is_kept))
+            frozen = with_bound(plan, **{decision: False})
+            if is_kept:
+                check(graph, frozen)
+            else:
+                assert rule_of(frozen, graph) == "lower_bound"
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_named(fault):
     rule, plan = FAULTS[fault]
@@ -260,6 +388,34 @@ def test_a_value_that_stays_over_the_end_keeps_its_address():
     )
     check(graph, plan)
     assert rule_of(moved(plan, 0, 2, 8), graph) == "steady_state"
+
+
+@pytest.mark.parametrize("offset", [0, 2, 4, 7])
+@pytest.mark.parametrize("kind", [Kind.PARAMETER, Kind.BUFFER, Kind.INPUT])
+def test_what_no_step_changes_and_stays_for_ever_overlaps_nothing(kind, offset):
+    weights = [
+        Storage(name=name, num_bytes=num_bytes, kind=kind, initial=value, final=value)
+        for value, (name, num_bytes) in enumerate([("first", 8), ("second", 4), ("third", 4)])
+    ]
+    operators = [Operator(name=f"op{i}", target="aten.op", reads=(i,)) for i in range(3)]
+    graph = StepGraph(
+        storages=tuple(weights), storage_of_value=(0, 1, 2), operators=tuple(operators)
+    )
+    plan = assemble(
+        graph,
+        range(3),
+        [Stay(value, 0, 3) for value in range(3)],
+        (),
+        offsets=[0, 8, 12],
+        budget=Budget(),
+        machine=machine(),
+        operator_seconds=[1.0] * 3,
+    )
+    check(graph, plan)
+    for value in (1, 2):
+        assert rule_of(moved(plan, value, 0, offset), graph) == "overlap"
+    both = moved(moved(plan, 1, 0, 0), 2, 0, offset)
+    assert rule_of(both, graph) == "overlap"
 
 
 def test_a_result_does_not_lie_over_the_rest_of_what_another_takes_over():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs import chain_step, machine
+from graphs import chain_step, in_units, machine
 from penstock.errors import GraphFileError
 from penstock.graph import StepGraph
 from penstock.planner import Budget, Plan
@@ -18,7 +18,7 @@ UNIT = 256
 
 
 def small_graph() -> StepGraph:
-    return chain_step(3, weight_bytes=UNIT, activation_bytes=2 * UNIT)
+    return in_units(chain_step(3, weight_bytes=UNIT, activation_bytes=2 * UNIT), UNIT)
 
 
 def small_plan() -> Plan:
@@ -98,8 +98,20 @@ def test_any_other_content_of_a_field_is_refused(kind, name, data):
 @pytest.mark.parametrize(("kind", "name"), FIELDS)
 def test_a_missing_field_is_refused(kind, name):
     plain = {key: value for key, value in PLAIN[kind].items() if key != name}
-    # What a file of before checksums has is complete.
-    assert (read(kind, plain) is not None) == (name == "checksum")
+    assert read(kind, plain) is None
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("version", [True, 1.0, 2.0, "1", None])
+def test_a_version_that_is_no_whole_number_is_refused(kind, version):
+    plain = PLAIN[kind] | {"version": type(version)(PLAIN[kind]["version"]) if version else None}
+    assert read(kind, plain) is None
+
+
+def test_a_plan_with_its_order_reversed_and_no_checksum_is_refused():
+    plain = {key: value for key, value in PLAIN[Plan].items() if key != "checksum"}
+    with pytest.raises(GraphFileError, match="checksum, which is missing"):
+        Plan.from_dict(plain | {"order": plain["order"][::-1]})
 
 
 @pytest.mark.parametrize("kind", PLAIN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -23,12 +24,13 @@ from penstock.memory import (
 )
 from penstock.memory import machine as known_machine
 from penstock.planner._plan import Bound, Budget, Found, Plan
+from penstock.planner._references import ReferenceTask, fastest_with_references
 from penstock.planner.baselines._genetic import plan_genetic
 from penstock.planner.baselines._order import peak_of_program_order
 from penstock.planner.optima._exact import exact
 from penstock.planner.proofs._bounds import lower_bound
 from penstock.planner.search._auto_plan import plan_auto
-from penstock.units import parse_bytes
+from penstock.units import parse_bytes, parse_share
 
 _logger = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ METHODS = ("auto", "exact", "genetic")
 MAX_EXACT_OPERATORS = 200
 # One data-centre NVMe drive, where a profile was made without a store: bytes per second.
 _ASSUMED_FILE_WRITE, _ASSUMED_FILE_READ = 2e9, 3e9
+_REFERENCE_SHARE = 0.05  # of the time limit, at least, for plans without a search
 _BOUND_SHARE, _MAX_BOUND_SECONDS = 0.2, 15.0  # of the time limit
 _LEAST_SHARE = 0.3  # of the time limit, for a graph after another one was too large
 
@@ -64,7 +67,8 @@ def plan(
     Args:
         graph: The step, from `penstock.capture` or a file.
         device_memory: Bytes, or a size such as `"8GiB"`, for the arena and the operators'
-            workspace; it may be more than the device has. None: as much as needed.
+            workspace; it may be more than the device has. Or a share, as `"1/8"` or `"25%"`, of
+            what the program itself needs at its peak. None: as much as needed.
         host_memory: Of the host tier. None: on a machine with a GPU and without `store=` all that
             its host has, else there is no host tier.
         store: Directory or `FileStore` of the file tier. Where the machine's profile was made
@@ -85,11 +89,20 @@ def plan(
         the budget at once it is for parts of them: its `split_bytes` and `planned_graph` say so.
 
     Raises:
-        InfeasibleError: No plan fits the budgets; `minimum_device_bytes` would do, and `operator`
-            is what needs them.
+        InfeasibleError: No plan fits the budgets, or none was found. With `proved` no plan fits
+            less than `minimum_device_bytes`, in any order, because of `operator`;
+            `sufficient_device_bytes` would do.
         ValueError, TypeError: An argument is not what it must be.
     """
-    _check_arguments(graph, method, time_limit)
+    _check_arguments(graph, method, time_limit, seed)
+    if machine is not None and not isinstance(machine, MachineProfile | str):
+        raise TypeError(
+            f"machine={machine!r}: must be a name of penstock.memory.MACHINES, a MachineProfile "
+            "(as of penstock.probe()), or None for this machine"
+        )
+    share = parse_share(device_memory)
+    if share is not None:
+        device_memory = int(peak_of_program_order(graph) * share)
     profile = known_machine(machine) if isinstance(machine, str) else machine or probe(store)
     profile = profile.while_both_are_busy()
     budget, links, profile = _tiers(profile, device_memory, host_memory, store)
@@ -106,7 +119,7 @@ def plan(
     found = _plan_whole_or_split(graph, request, planners[method], method, time_limit)
     if method != "genetic":
         _require_room_below(found)
-    return found
+    return dataclasses.replace(found, times="graph")
 
 
 def plan_for(
@@ -247,25 +260,39 @@ def _plan_exact(graph: StepGraph, request: _Request, time_limit: float) -> Plan:
 
 
 def _plan_auto(graph: StepGraph, request: _Request, time_limit: float) -> Plan:
+    deadline = time.monotonic() + time_limit
     seconds = operator_seconds(graph, request.machine)
-    search_seconds = time_limit * (1 - _BOUND_SHARE)
+    search_seconds = time_limit * (1 - _BOUND_SHARE - _REFERENCE_SHARE)
     try:
         bound = _bound(graph, seconds, request, time_limit)
     except KeyboardInterrupt:  # then the first plan that is found
         bound, search_seconds = _compute_bound(seconds), 0.0
-    return plan_auto(
-        graph,
-        operator_seconds=seconds,
-        budget=request.budget,
-        machine=request.machine,
-        links=request.links,
-        bound=bound,
-        reorder=request.reorder,
-        recompute=request.recompute,
-        time_limit=search_seconds,
-        seed=request.seed,
-        progress=request.progress,
-    )
+    found = failure = None
+    try:
+        found = plan_auto(
+            graph,
+            operator_seconds=seconds,
+            budget=request.budget,
+            machine=request.machine,
+            links=request.links,
+            bound=bound,
+            reorder=request.reorder,
+            recompute=request.recompute,
+            time_limit=search_seconds,
+            seed=request.seed,
+            progress=request.progress,
+        )
+    except InfeasibleError as error:
+        if error.proved:
+            raise
+        failure = error
+    with contextlib.suppress(KeyboardInterrupt):
+        task = ReferenceTask(graph, seconds, request.budget, request.machine, request.seed)
+        found = fastest_with_references(task, found, bound, deadline=deadline)
+    if found is None:
+        assert failure is not None
+        raise failure
+    return found
 
 
 def _bound(
@@ -290,15 +317,18 @@ def _compute_bound(seconds: tuple[float, ...]) -> Bound:
     return Bound(seconds=total, binding="compute", seconds_of={"compute": total})
 
 
-def _check_arguments(graph: StepGraph, method: str, time_limit: float) -> None:
+def _check_arguments(graph: StepGraph, method: str, time_limit: float, seed: int) -> None:
     if not isinstance(graph, StepGraph):
         raise TypeError(
             f"graph must be a StepGraph, from penstock.capture or StepGraph.load; got {graph!r}"
         )
     if method not in METHODS:
         raise ValueError(f"method={method!r}: must be one of {', '.join(map(repr, METHODS))}")
-    if not (isinstance(time_limit, int | float) and 0 < time_limit < math.inf):
+    is_number = isinstance(time_limit, int | float) and not isinstance(time_limit, bool)
+    if not (is_number and 0 < time_limit < math.inf):
         raise ValueError(f"time_limit={time_limit!r}: must be a number of seconds above 0")
+    if isinstance(seed, bool) or not hasattr(seed, "__index__") or seed < 0:
+        raise ValueError(f"seed={seed!r}: must be a whole number, 0 or above")
 
 
 def _tiers(

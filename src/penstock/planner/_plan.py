@@ -46,7 +46,7 @@ from penstock.memory import Link, MachineProfile, Tier
 from penstock.tables import report_table
 
 FORMAT = "penstock-plan"
-VERSION = 1
+VERSION = 2
 _HEADER = ("format", "version", "checksum")
 
 
@@ -146,11 +146,15 @@ class Bound:
         seconds_of: Each bound by name: `"compute"`, `"cut"`, `"persistent"`, `"chain"`,
             `"remaking"`, `"residency_lp"`, `"windows"`; those that do not hold for what was left
             free are missing.
+        reorder: Whether it holds for other orders than the program's.
+        recompute: Whether it holds for plans in which operators run again.
     """
 
     seconds: float
     binding: str
     seconds_of: Mapping[str, float]
+    reorder: bool = True
+    recompute: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +194,9 @@ class Plan:
         notes: What else the planner has to say, as the time that it took.
         split_bytes: Operators and values are those of `penstock.graph.split(graph, split_bytes)`;
             None: of the graph itself. `planned_graph` gives the one that counts.
+        times: Where `operator_seconds` come from: `"graph"` (its measured times, else a roofline of
+            the machine, so that `check` can compare them) or `"given"` (a report on steps that
+            ran, or the caller).
     """
 
     graph_digest: str
@@ -208,6 +215,7 @@ class Plan:
     seed: int
     notes: Mapping[str, Any] = field(default_factory=dict)
     split_bytes: int | None = None
+    times: str = "given"
 
     def __str__(self) -> str:
         """A table of what the plan takes and gives; `repr` has all of it."""
@@ -299,7 +307,10 @@ class Plan:
     @property
     def gap(self) -> float:
         """By how much a better plan could at most be faster: step / lower bound - 1."""
-        return self.step_seconds / self.bound.seconds - 1 if self.bound.seconds else 0.0
+        if not self.bound.seconds:
+            return 0.0
+        # Both are sums of the same numbers, added up in another order.
+        return max(0.0, self.step_seconds / self.bound.seconds - 1)
 
     @property
     def arena_bytes(self) -> int:
@@ -398,7 +409,12 @@ class Plan:
             "ideal_seconds": self.ideal_seconds,
             "lower_bound_seconds": self.lower_bound_seconds,
             "gap": self.gap,
-            "bound": {"binding": self.bound.binding, "seconds_of": dict(self.bound.seconds_of)},
+            "bound": {
+                "binding": self.bound.binding,
+                "seconds_of": dict(self.bound.seconds_of),
+                "reorder": self.bound.reorder,
+                "recompute": self.bound.recompute,
+            },
             "peak_device_bytes": self.peak_device_bytes,
             "workspace_bytes": self.workspace_bytes,
             "peak_host_bytes": self.peak_host_bytes,
@@ -408,6 +424,7 @@ class Plan:
             "seed": self.seed,
             "notes": dict(self.notes),
             "split_bytes": self.split_bytes,
+            "times": self.times,
         }
 
     @classmethod
@@ -427,7 +444,7 @@ class Plan:
                 f"this is no plan: its 'format' is not {FORMAT!r}; pass what Plan.to_dict() "
                 "returned or Plan.save() wrote"
             )
-        if data.get("version") != VERSION:
+        if type(data.get("version")) is not int or data["version"] != VERSION:
             raise GraphFileError(
                 f"this plan has version {data.get('version')!r} of the format and this Penstock "
                 f"reads version {VERSION}: plan again"
@@ -439,9 +456,11 @@ class Plan:
             raise GraphFileError(
                 f"this plan is damaged ({type(error).__name__}: {error}): plan again"
             ) from error
-        if found != data.get("checksum", found):
+        if found != data.get("checksum"):
             raise GraphFileError(
-                "this plan is damaged: its content does not match its checksum; plan again"
+                "this plan is damaged: its content does not match its checksum"
+                + ("" if "checksum" in data else ", which is missing")
+                + "; plan again"
             )
         if graph is not None and graph.digest != plan.graph_digest:
             raise GraphFileError(_for_another(plan.graph_digest, graph.digest))
@@ -494,12 +513,15 @@ def _plan(cls: type[Plan], data: Mapping[str, Any]) -> Plan:
             seconds=float(data["lower_bound_seconds"]),
             binding=str(bound["binding"]),
             seconds_of={str(name): float(value) for name, value in bound["seconds_of"].items()},
+            reorder=_truth(bound["reorder"]),
+            recompute=_truth(bound["recompute"]),
         ),
         workspace_bytes=int(data["workspace_bytes"]),
         method=str(data["method"]),
         seed=int(data["seed"]),
         notes=dict(data["notes"]),
         split_bytes=_optional(data["split_bytes"]),
+        times=str(data["times"]),
     )
     if plan.peak_device_bytes != data["peak_device_bytes"]:
         raise ValueError("its placements do not give the peak that it states")
@@ -509,6 +531,12 @@ def _plan(cls: type[Plan], data: Mapping[str, Any]) -> Plan:
 def _integer(value: Any) -> int:
     if type(value) is not int:
         raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
+def _truth(value: Any) -> bool:
+    if type(value) is not bool:
+        raise TypeError(f"{value!r} is neither true nor false")
     return value
 
 

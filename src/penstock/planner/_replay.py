@@ -1,8 +1,9 @@
 """The memory of a plan, replayed boundary by boundary over three steps, for `check`.
 
 What is tracked is content: which version of which storage lies, complete, at which place. The
-first step only sets the scene: what it carries over its end is believed. In the two steps after it
-nothing is believed, and the second of them begins with what the first one really left.
+first step only sets the scene: what it carries over its end is believed to be there, though never
+two versions at one address. In the two steps after it nothing is believed, and the second of them
+begins with what the first one really left.
 
 A version is named by its value and its step; the value `initial` of a persistent storage is the
 value `final` of the step before, under which it is filed.
@@ -290,17 +291,18 @@ class Replay:
         version = self._version(placement.value, self.step)
         place = _Place(Tier.DEVICE, version)
         start, end = placement.offset, placement.offset + placement.num_bytes
-        if self.strict:
-            if place in self.blocks:
+        if place in self.blocks:
+            if self.strict:
                 self._fail("placed_twice", f"value {placement.value} is on the device already")
-            self._check_overlap(placement.value, start, end)
-        elif place in self.blocks:
             self._release(place)
+        # In every step: what the first one places may stay for ever and be placed by no other.
+        self._check_overlap(placement.value, start, end)
         last = self.step * self.num_positions + placement.end
         self.blocks[place] = _Block(start, end, last, complete=complete, writer=writer)
         bisect.insort(self.addresses, (start, end, version))
 
     def _check_overlap(self, value: int, start: int, end: int) -> None:
+        """Compare with both neighbours: no block enters `addresses` unless it overlaps no other."""
         slot = bisect.bisect_left(self.addresses, (start,))
         for other_start, other_end, version in self.addresses[max(slot - 1, 0) : slot + 1]:
             if start < other_end and other_start < end:

@@ -18,13 +18,12 @@ from penstock.planner.baselines._genetic_genes import (
     random_classes,
 )
 from penstock.planner.baselines._order import (
-    ALIGNMENT_BYTES,
     ordered_step,
     peak_of_program_order,
 )
 from penstock.planner.baselines._timing import Speeds
 
-UNIT = ALIGNMENT_BYTES
+UNIT = 256
 
 
 def plan(graph, *, device_bytes, seed=0, time_limit=60.0, **options):
@@ -151,7 +150,7 @@ def test_demand_is_what_lives_at_once(graph):
 @given(seed=st.integers(0, 1000))
 def test_allocations_fit_and_hold_every_operator(seed):
     rng = random.Random(seed)
-    graph = graphs.random_graph(rng, 9)
+    graph = graphs.in_units(graphs.random_graph(rng, 9), UNIT)
     step = ordered_step(graph)
     engine = evaluator(graph, share=1.5)
     sizes = engine.sizes

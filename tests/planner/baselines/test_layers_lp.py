@@ -11,10 +11,10 @@ from penstock.planner.baselines._layers_lp import (
     plan_layers_lp,
     solve_fractions,
 )
-from penstock.planner.baselines._order import ALIGNMENT_BYTES, peak_of_program_order
+from penstock.planner.baselines._order import peak_of_program_order
 from penstock.planner.baselines._recompute import Recomputation
 
-UNIT = ALIGNMENT_BYTES
+UNIT = 256
 
 
 def layered_step(num_layers=4, *, inner=3, recomputable=True):

@@ -11,7 +11,6 @@ from penstock.planner import Budget, check
 from penstock.planner.baselines import _on_demand
 from penstock.planner.baselines._on_demand import plan_on_demand
 from penstock.planner.baselines._order import (
-    ALIGNMENT_BYTES,
     NEVER,
     ordered_step,
     peak_of_program_order,
@@ -19,7 +18,7 @@ from penstock.planner.baselines._order import (
 from penstock.planner.baselines._timing import Move, replay
 
 ARMS = ["lru", "lru-prefetch", "belady"]
-UNIT = ALIGNMENT_BYTES
+UNIT = 256
 
 
 def plan(graph, arm, *, device_bytes=None, seconds=None, rates=(1.0, 1.0), **options):
@@ -34,7 +33,8 @@ def plan(graph, arm, *, device_bytes=None, seconds=None, rates=(1.0, 1.0), **opt
 
 
 def chain(num_layers=4):
-    return graphs.chain_step(num_layers, weight_bytes=UNIT, activation_bytes=2 * UNIT)
+    graph = graphs.chain_step(num_layers, weight_bytes=UNIT, activation_bytes=2 * UNIT)
+    return graphs.in_units(graph, UNIT)
 
 
 @given(graph=graphs.step_graphs(max_operators=9), share=st.sampled_from([0.4, 0.6, 0.8, 1.0]))

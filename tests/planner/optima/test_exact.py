@@ -17,7 +17,7 @@ from penstock.graph import Kind, StepGraph
 from penstock.planner import Budget, check
 from penstock.planner.optima import _exact
 from penstock.planner.optima._assemble import first_fit
-from penstock.planner.optima._brute_force import _cases, _topological, residencies
+from penstock.planner.optima._brute_force import Limit, _cases, _topological, residencies
 from penstock.planner.optima._exact import exact
 from penstock.planner.optima._floor import Floor
 from penstock.planner.optima._peak import min_peak, min_working_set, workspace_bytes
@@ -69,7 +69,7 @@ def least_traffic(graph: StepGraph, device_bytes: int) -> int | None:
         return least is None or moved_bytes(transfers) < least
 
     for order in _topological(graph):
-        for _, transfers, _ in residencies(graph, order, budget, math.inf, moves_less):
+        for _, transfers, _ in residencies(graph, order, budget, Limit(), moves_less):
             least = moved_bytes(transfers)
     return least
 

@@ -12,7 +12,7 @@ from graphs import GraphBuilder, chain_step, machine, occupied_bytes, random_gra
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.planner import Budget, brute_force, lower_bound
-from penstock.planner.proofs._bounds import working_set_bytes
+from penstock.planner.proofs._bounds import working_set
 from penstock.planner.proofs._linear import LinearProgram
 from penstock.planner.proofs._lives import lives_of
 
@@ -60,7 +60,7 @@ def test_the_fastest_plan_is_not_faster(rng, reorder, recompute, share):
         graph = random_graph(rng, rng.randint(2, 5), persistent=rng.random() < 0.6)
     seconds = [rng.choice([0.0, 0.1, 1.0, 3.0]) for _ in graph.operators]
     lives = lives_of(graph, range(len(seconds)))
-    most, least = int(lives.live_bytes.max()), working_set_bytes(graph)
+    most, least = int(lives.live_bytes.max()), working_set(graph).num_bytes
     budget = Budget(device_bytes=least + round(share**2 * max(0, most - least)), host_bytes=HOST)
     out, back = rng.choice([(1.0, 1.0), (0.5, 1.0), (2.0, 3.0), (0.05, 0.05)])
     profile = machine(out=out, back=back)

@@ -25,6 +25,7 @@ from penstock.planner import (
     scratchpad,
 )
 from penstock.planner.scratchpads import _search as search_module
+from penstock.planner.scratchpads._greedy import spill_greedily
 from penstock.planner.scratchpads._residency import (
     ResidencyProgram,
     bound_for_all_orders,
@@ -323,3 +324,44 @@ def test_the_page_of_packing_runs():
         exec(block, said)
     assert said["packing"].optimal
     assert said["plan"].spill_cost == 16
+
+
+def wide_program(num_rows: int, num_columns: int) -> ScratchpadGraph:
+    """A product in tiles: each tile of the result reads one of each factor."""
+    buffers = [ScratchpadBuffer("A", 1, 1) for _ in range(num_rows + num_columns)]
+    operators = [ScratchpadOperator(f"load {b}", (b,)) for b in range(len(buffers))]
+    edges = []
+    for row, column in itertools.product(range(num_rows), range(num_columns)):
+        result, other = len(buffers), num_rows + column
+        buffers.append(ScratchpadBuffer("B", 1, 2))
+        edges += [(row, len(operators)), (other, len(operators))]
+        operators.append(ScratchpadOperator(f"tile {row} {column}", (row, other, result)))
+    return ScratchpadGraph(tuple(operators), tuple(buffers), tuple(edges))
+
+
+def test_greedy_residencies_fit_and_cost_no_less_than_exact_ones():
+    for seed in range(30):
+        graph = random_graph(seed, 9)
+        order = graph.topological_order()
+        gaps = gaps_of(graph, order)
+        spilled = spill_greedily(graph, POOLS, order, gaps)
+        cost = sum(graph.buffers[gaps[index].buffer].spill_cost for index in spilled)
+        solution = ResidencyProgram(graph, POOLS, order).solve(10.0)
+        assert solution is not None
+        least = sum(graph.buffers[gaps[index].buffer].spill_cost for index in solution[0])
+        assert least <= cost <= 3 * least
+
+
+@pytest.mark.parametrize("reorder", [True, False])
+def test_a_program_that_the_solver_does_not_finish_gets_a_greedy_plan(reorder, monkeypatch):
+    monkeypatch.setattr(ResidencyProgram, "solve", lambda self, time_limit: None)
+    graph = wide_program(12, 40)
+    plan = scratchpad(graph, POOLS, reorder=reorder, time_limit=1)
+    check_scratchpad(graph, POOLS, plan)
+    assert plan.spill_cost > 0 and not plan.optimal_for_order
+
+
+def test_without_time_there_is_a_plan_too():
+    graph = wide_program(12, 40)
+    plan = scratchpad(graph, POOLS, time_limit=0)
+    check_scratchpad(graph, POOLS, plan)

@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphs import chain_step
+from penstock.graph import Kind, StepGraph, Storage, alignment_bytes
 from penstock.planner.search._engine import (
     NUM_WAYS,
     STAY,
     OperatorSequence,
     Problem,
-    _alignment,
 )
 
 BY_SIZE, FULLEST = 3, (4, 5)
@@ -102,11 +102,25 @@ def test_the_fullest_position_is_laid_out_before_anybody_is_in_the_way():
 
 def test_addresses_are_as_even_as_sizes():
     """Steps that run have sizes of whole vectors, however small they are."""
-    assert _alignment(np.array([64, 192, 0])) == 64
-    assert _alignment(np.array([512, 1024])) == 512
-    assert _alignment(np.array([8, 1000])) == 8
-    assert _alignment(np.array([7, 2048])) == 64
-    assert _alignment(np.array([7, 2**20])) == 512
+
+    def alignment(*sizes, device="cpu"):
+        storages = [
+            Storage(name=f"s{i}", num_bytes=size, kind=Kind.PARAMETER, initial=i, final=i)
+            for i, size in enumerate(sizes)
+        ]
+        values = tuple(range(len(sizes)))
+        return alignment_bytes(
+            StepGraph(
+                storages=tuple(storages), storage_of_value=values, operators=(), device=device
+            )
+        )
+
+    assert alignment(64, 192, 0) == 64
+    assert alignment(512, 1024) == 512
+    assert alignment(8, 1000) == 8
+    assert alignment(7, 2048) == 64
+    assert alignment(7, 2048, device="cuda") == 512
+    assert alignment(7, 2**20) == 512
 
 
 def test_every_position_without_room_is_told_at_once():

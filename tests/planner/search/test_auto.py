@@ -1,6 +1,7 @@
 """Every plan of the planner passes the checker, within its budget, on graphs of all sorts."""
 
 import dataclasses
+import random
 import time
 
 import numpy as np
@@ -8,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs import chain_step, machine, step_graphs
+from graphs import GraphBuilder, chain_step, machine, random_graph, step_graphs
 from penstock.errors import InfeasibleError
+from penstock.graph import Kind
 from penstock.memory import Link, LinkProfile
-from penstock.planner import Bound, Budget, check
+from penstock.planner import Bound, Budget, check, min_working_set
+from penstock.planner.proofs._lives import operator_bytes
 from penstock.planner.search._auto_plan import plan_auto
 from penstock.planner.search._engine import OperatorSequence, Problem
 
@@ -123,8 +126,9 @@ def test_plans_pass_the_checker(data):
     except InfeasibleError as error:
         failure = error
     if failure is not None:  # addresses may need more than the bytes alone
-        assert failure.minimum_device_bytes is not None
-        assert failure.minimum_device_bytes > device_bytes and not failure.proved
+        assert failure.minimum_device_bytes is not None and not failure.proved
+        assert failure.sufficient_device_bytes is not None
+        assert failure.minimum_device_bytes <= device_bytes < failure.sufficient_device_bytes
         return
     check(graph, plan)
     assert plan.peak_device_bytes <= device_bytes
@@ -143,6 +147,14 @@ def test_with_room_for_everything_nothing_moves():
     assert plan.step_seconds == pytest.approx(len(seconds))
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_without_a_limit_nothing_moves_even_when_there_is_no_time(seed):
+    graph = random_graph(random.Random(seed), 20)
+    plan = planned(graph, [1.0] * len(graph.operators), None, time_limit=1e-9)
+    check(graph, plan)
+    assert not plan.transfers and not plan.recomputed
+
+
 def test_no_tier_below_means_recomputation_or_nothing():
     graph = chain_step(12, weight_bytes=256, activation_bytes=65536)
     seconds = [1.0] * len(graph.operators)
@@ -157,14 +169,34 @@ def test_no_tier_below_means_recomputation_or_nothing():
 def test_too_small_a_budget_names_the_operator_and_what_it_needs():
     graph = chain_step(4, weight_bytes=4096, activation_bytes=8192)
     seconds = [1.0] * len(graph.operators)
-    sequence = program(graph, seconds)
-    least = int(sequence.working_set.max())
+    least = min_working_set(graph)
     with pytest.raises(InfeasibleError) as raised:
         planned(graph, seconds, least - 1)
     assert raised.value.minimum_device_bytes == least
-    worst = int(sequence.working_set.argmax())
-    assert raised.value.operator == graph.operators[worst].name
+    worst = graph.operators[int(operator_bytes(graph).argmax())]
+    assert raised.value.operator == worst.name
     assert raised.value.proved
+    enough = raised.value.sufficient_device_bytes
+    assert enough is not None and enough >= least
+    check(graph, planned(graph, seconds, enough))
+
+
+def test_a_budget_that_ends_between_two_multiples_of_the_alignment_is_used_whole():
+    """The step of an optimizer on one small and two large tensors needs all that there is."""
+    build = GraphBuilder()
+    large = [build.storage(2**16, Kind.PARAMETER) for _ in range(2)]
+    small = build.storage(4, Kind.PARAMETER)
+    for weight in large:
+        build.run(reads=(small,), mutates=((weight, build.version(weight)),))
+    graph = build.graph()
+    seconds = [1.0] * len(graph.operators)
+    for device_bytes in (2**16 + 4, 2**16 + 5, 2**16 + 511):
+        plan = planned(graph, seconds, device_bytes)
+        check(graph, plan)
+        assert plan.peak_device_bytes <= device_bytes
+    with pytest.raises(InfeasibleError) as raised:
+        planned(graph, seconds, 2**16 + 3)
+    assert raised.value.proved and raised.value.minimum_device_bytes == 2**16 + 4
 
 
 def test_the_same_seed_gives_the_same_plan():

@@ -11,7 +11,7 @@ from penstock.graph import StepGraph
 from penstock.memory import Link, MachineProfile, Tier
 from penstock.planner._plan import Bound, Budget, Copy, Found, Placement, Plan, Transfer
 from penstock.planner._simulate import simulate
-from penstock.planner.baselines._order import ALIGNMENT_BYTES, OrderedStep
+from penstock.planner.baselines._order import OrderedStep
 from penstock.planner.baselines._timing import Arrangement, Speeds, sources_of_loads
 from penstock.planner.baselines._walk import Residency
 from penstock.planner.packing._pack import pack
@@ -75,13 +75,13 @@ def address_rooms(
         Offsets of `residency.rooms`, `residency.always` and `residency.resident`, one after the
         other, and by how many bytes they exceed the capacity: at most 0 if they fit.
     """
-    num_positions = step.num_positions
+    num_positions, unit = step.num_positions, step.alignment
     buffers = []
     for room, start, end in zip(residency.rooms, arrangement.starts, arrangement.ends, strict=True):
-        buffers.append(_buffer(start, end, room.num_bytes, num_positions))
+        buffers.append(_buffer(start, end, room.num_bytes, num_positions, unit))
     lasting = [room.num_bytes for room in residency.always]
     lasting += [step.num_bytes[value] for value in residency.resident]
-    buffers += [Buffer(0, num_positions, size, alignment=ALIGNMENT_BYTES) for size in lasting]
+    buffers += [Buffer(0, num_positions, size, alignment=unit) for size in lasting]
     try:
         packing = pack(buffers, capacity=capacity, time_limit=PACK_SECONDS, seed=seed)
     except InfeasibleError as error:
@@ -90,16 +90,16 @@ def address_rooms(
     return list(packing.offsets), 0 if capacity is None else packing.height - capacity
 
 
-def _buffer(start: int, end: int, num_bytes: int, num_positions: int) -> Buffer:
+def _buffer(start: int, end: int, num_bytes: int, num_positions: int, unit: int) -> Buffer:
     """The part of a step in which a room is taken; one over the step's end has a gap within."""
     shift = start // num_positions * num_positions
     start, end = start - shift, end - shift
     if end - start >= num_positions:
-        return Buffer(0, num_positions, num_bytes, alignment=ALIGNMENT_BYTES)
+        return Buffer(0, num_positions, num_bytes, alignment=unit)
     if end <= num_positions:
-        return Buffer(start, end, num_bytes, alignment=ALIGNMENT_BYTES)
+        return Buffer(start, end, num_bytes, alignment=unit)
     gap = (end - num_positions, start)
-    return Buffer(0, num_positions, num_bytes, alignment=ALIGNMENT_BYTES, gaps=(gap,))
+    return Buffer(0, num_positions, num_bytes, alignment=unit, gaps=(gap,))
 
 
 def assemble(

@@ -33,6 +33,7 @@ from penstock.planner.baselines._timing import Arrangement, Speeds, arrange, roo
 from penstock.planner.baselines._walk import Policy, Pools, Residency, walk
 
 OnDemand = Literal["lru", "lru-prefetch", "belady"]
+ON_DEMAND: tuple[OnDemand, ...] = ("belady", "lru-prefetch", "lru")
 
 _ATTEMPTS = 7  # to make a residency that has addresses within the budget
 _MORE = 0.002  # of the capacity that is given up beyond what the last packing lacked
@@ -123,6 +124,27 @@ def plan_on_demand(
         seed=seed,
         notes={"planning_seconds": time.monotonic() - began, **(notes or {})},
     )
+
+
+def seconds_by_bytes(
+    graph: StepGraph,
+    *,
+    operator_seconds: Sequence[float],
+    budget: Budget,
+    machine: MachineProfile,
+    arm: OnDemand,
+) -> float:
+    """Return the time of an arm's step if all that fits in bytes had addresses; see its plan.
+
+    Raises:
+        InfeasibleError: An operator does not fit.
+    """
+    step, below = ordered_step(graph, None), Below.of(machine, budget)
+    speeds = speeds_of(below, machine, operator_seconds)
+    idle = () if below is not None else step.idle
+    room = device_capacity(step, budget) - sum(step.num_bytes[value] for value in idle)
+    candidates = None if below is not None else ()
+    return _decide(step, speeds, room, arm=arm, candidates=candidates, idle=idle)[1].step_seconds
 
 
 def _decide(

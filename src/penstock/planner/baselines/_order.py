@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.graph import StepGraph
+from penstock.graph import StepGraph, alignment_bytes
 
 NEVER = 1 << 60  # the next use of what nobody uses again
-ALIGNMENT_BYTES = 256  # of addresses: what matrix products and copies like best
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +47,7 @@ class OrderedStep:
         inputs: Values that the caller puts in place when the step begins.
         idle: Values of persistent storages that no operator uses.
         num_bytes: Room that every value takes, in multiples of the alignment.
+        alignment: Bytes of which addresses are multiples.
     """
 
     graph: StepGraph
@@ -59,6 +59,7 @@ class OrderedStep:
     inputs: tuple[int, ...]
     idle: tuple[int, ...]
     num_bytes: tuple[int, ...]
+    alignment: int
 
     @property
     def num_positions(self) -> int:
@@ -83,9 +84,9 @@ def ordered_step(
             (`Operator.may_overwrite`).
     """
     order = tuple(range(len(graph.operators)) if order is None else order)
+    unit = alignment_bytes(graph)
     num_bytes = tuple(
-        -(-graph.storages[storage].num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        for storage in graph.storage_of_value
+        -(-graph.storages[storage].num_bytes // unit) * unit for storage in graph.storage_of_value
     )
     persistent = [storage for storage in graph.storages if storage.persistent]
     renamed = {
@@ -117,6 +118,7 @@ def ordered_step(
             if s.initial is not None and s.num_bytes and s.initial not in next_initial
         ),
         num_bytes=num_bytes,
+        alignment=unit,
     )
 
 

@@ -12,15 +12,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.errors import InfeasibleError
-from penstock.graph import StepGraph
+from penstock.graph import StepGraph, alignment_bytes
 from penstock.memory import MachineProfile, Tier
 from penstock.planner._plan import Bound, Budget, Copy, Placement, Plan, Transfer
 from penstock.planner._simulate import simulate
 from penstock.planner.packing._pack import pack
 from penstock.planner.packing._types import Buffer
-
-_ALIGNMENT_BYTES = 64  # what torch gives every tensor, and a step that runs as planned asks for
-_SMALL_BYTES = 1024  # graphs of a few bytes exist in tests only; alignment would be most of them
 
 
 class Stay(NamedTuple):
@@ -187,17 +184,12 @@ def _last_read(
 
 def with_places(graph: StepGraph) -> StepGraph:
     """Return the graph with the bytes that places take: up to where the next tensor may begin."""
-    unit = _alignment(graph)
+    unit = alignment_bytes(graph)
     storages = (
         dataclasses.replace(storage, num_bytes=-(-storage.num_bytes // unit) * unit)
         for storage in graph.storages
     )
     return dataclasses.replace(graph, storages=tuple(storages))
-
-
-def _alignment(graph: StepGraph) -> int:
-    largest_bytes = max((storage.num_bytes for storage in graph.storages), default=0)
-    return _ALIGNMENT_BYTES if largest_bytes >= _SMALL_BYTES else 1
 
 
 def first_fit(graph: StepGraph, order: Sequence[int], stays: Sequence[Stay]) -> list[int]:
@@ -209,7 +201,7 @@ def first_fit(graph: StepGraph, order: Sequence[int], stays: Sequence[Stay]) -> 
         stays: When values are on the device.
     """
     groups = joined_stays(graph, order, stays)
-    unit = _alignment(graph)
+    unit = alignment_bytes(graph)
     sizes = [
         max(-(-graph.num_bytes(stays[i].value) // unit) * unit for i in members)
         for members in groups
@@ -285,7 +277,7 @@ def _buffer(graph: StepGraph, num_positions: int, stays: Sequence[Stay]) -> Buff
     gaps = tuple(
         (before + 1, after) for before, after in itertools.pairwise(busy) if after > before + 1
     )
-    unit = _alignment(graph)
+    unit = alignment_bytes(graph)
     size = max(-(-graph.num_bytes(stay.value) // unit) * unit for stay in stays)
     return Buffer(busy[0], busy[-1] + 1, size, alignment=unit, gaps=gaps)
 

@@ -7,6 +7,7 @@ can be packed wins. It grows so fast with the graph that nine operators are abou
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,27 @@ from penstock.planner.optima._moves import Away, Life, last_read, live_bytes, li
 from penstock.planner.proofs._bounds import lower_bound
 
 _SAME = 1 + 1e-6  # a plan this close to the bound, which is rounded down, is not searched further
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The end of a search.
+
+    Attributes:
+        deadline: Time by `time.monotonic`.
+        processor_seconds: Time by `time.thread_time`, which other processes do not shorten.
+        least_processor_seconds: Likewise; the deadline counts from then on only.
+    """
+
+    deadline: float = math.inf
+    processor_seconds: float = math.inf
+    least_processor_seconds: float = 0.0
+
+    def is_over(self) -> bool:
+        """Whether the search has to end."""
+        used = time.thread_time()
+        is_late = time.monotonic() > self.deadline and used >= self.least_processor_seconds
+        return is_late or used > self.processor_seconds
 
 
 @dataclass(frozen=True)
@@ -73,20 +95,20 @@ def brute_force(
     Raises:
         InfeasibleError: No plan was found; `proved` says whether all were tried.
     """
-    deadline = time.monotonic() + time_limit
+    limit = Limit(time.monotonic() + time_limit)
     bound = lower_bound(
         graph, operator_seconds, budget, machine, reorder=reorder, recompute=recompute
     )
     best: Plan | None = None
     complete = True
-    for order in _orders(graph, reorder=reorder, max_again=max_again if recompute else 0):
+    for order in orders_of(graph, reorder=reorder, max_again=max_again if recompute else 0):
         if best is not None and best.step_seconds <= bound.seconds * _SAME:
             break
-        if time.monotonic() > deadline:
+        if limit.is_over():
             complete = False
             break
-        best = fastest_of_order(graph, order, operator_seconds, budget, machine, best, deadline)
-    complete = complete and time.monotonic() <= deadline
+        best = fastest_of_order(graph, order, operator_seconds, budget, machine, best, limit)
+    complete = complete and not limit.is_over()
     if best is None:
         raise InfeasibleError(
             f"no plan for {budget.device_bytes} bytes was found among "
@@ -97,8 +119,8 @@ def brute_force(
     return Plan(**{**fields, "bound": bound, "notes": {"complete": complete}})
 
 
-def _orders(graph: StepGraph, *, reorder: bool, max_again: int) -> Iterator[tuple[int, ...]]:
-    """All topological orders, then all with one more run, and so on."""
+def orders_of(graph: StepGraph, *, reorder: bool, max_again: int) -> Iterator[tuple[int, ...]]:
+    """Yield all topological orders, then all with one more run, and so on."""
     for num_again in range(max_again + 1):
         orders = _topological(graph) if reorder else iter([tuple(range(len(graph.operators)))])
         for order in orders:
@@ -157,9 +179,11 @@ def fastest_of_order(
     budget: Budget,
     machine: MachineProfile,
     best: Plan | None,
-    deadline: float,
+    limit: Limit,
+    *,
+    is_first_enough: bool = False,
 ) -> Plan | None:
-    """Return the fastest plan of one order, or `best` if none is faster."""
+    """Return the fastest plan of one order, or the first, or `best` if none is faster."""
     if best is not None and sum(operator_seconds[i] for i in order) >= best.step_seconds:
         return best
 
@@ -167,7 +191,7 @@ def fastest_of_order(
         seconds = step_seconds_of(order, transfers, operator_seconds, machine)
         return best is None or seconds < best.step_seconds * (1 - 1e-9)
 
-    for stays, transfers, offsets in residencies(graph, order, budget, deadline, is_faster):
+    for stays, transfers, offsets in residencies(graph, order, budget, limit, is_faster):
         best = assemble(
             graph,
             order,
@@ -179,6 +203,8 @@ def fastest_of_order(
             offsets=offsets,
             method="brute_force",
         )
+        if is_first_enough:
+            break
     return best
 
 
@@ -186,7 +212,7 @@ def residencies(
     graph: StepGraph,
     order: tuple[int, ...],
     budget: Budget,
-    deadline: float,
+    limit: Limit,
     is_wanted: Callable[[Sequence[Transfer]], bool],
 ) -> Iterator[tuple[list[Stay], list[Transfer], list[int]]]:
     """Yield what may be on the device when, with addresses, if its transfers are wanted.
@@ -197,7 +223,7 @@ def residencies(
     for case in _cases(graph, order):
         for is_idle in (False, True):
             lacks_address = False
-            for aways in _choices(graph, case, budget, deadline, is_idle=is_idle):
+            for aways in _choices(graph, case, budget, limit, is_idle=is_idle):
                 stays, transfers = moves(graph, len(order), case.lives, aways)
                 if not is_wanted(transfers):
                     continue
@@ -243,7 +269,7 @@ def _handed_over(
 
 
 def _choices(
-    graph: StepGraph, case: _Case, budget: Budget, deadline: float, *, is_idle: bool
+    graph: StepGraph, case: _Case, budget: Budget, limit: Limit, *, is_idle: bool
 ) -> Iterator[list[Away]]:
     """All that may be away when, such that the rest fits; without need only if `is_idle`."""
     workspace_bytes = max((operator.workspace_bytes for operator in graph.operators), default=0)
@@ -281,7 +307,7 @@ def _choices(
             most[row, position % num_positions] += graph.num_bytes(life.value)
 
     def choose(row: int, live: np.ndarray, aways: list[Away]) -> Iterator[list[Away]]:
-        if (live - most[row] > capacity).any() or time.monotonic() > deadline:
+        if (live - most[row] > capacity).any() or limit.is_over():
             return
         if row == len(gaps):
             if is_idle or not _is_away_in_vain(graph, case, aways, live, capacity):

@@ -106,8 +106,8 @@ def exact(
     if best.found is None:
         raise InfeasibleError(
             f"no plan for {budget.device_bytes} bytes "
-            + ("exists" if best.proved else f"was found within {time_limit} seconds"),
-            proved=best.proved,
+            + ("runs nothing twice" if best.proved else f"was found within {time_limit} seconds"),
+            minimum_device_bytes=min_working_set(graph),
         )
     out, back = links
     transfers = [
@@ -359,6 +359,7 @@ def _require_working_set(graph: StepGraph, device_bytes: int) -> None:
             f"bytes; the budget is {device_bytes}",
             minimum_device_bytes=min_working_set(graph),
             operator=graph.operators[int(np.argmax(used))].name,
+            proved=True,
         )
 
 

@@ -113,4 +113,9 @@ def _infeasible(
             f"capacity={capacity}: best fit found no packing, and without a C++ compiler there is "
             f"no search; install one, or raise the capacity: {known}"
         )
-    return InfeasibleError(message, minimum_device_bytes=found.height, proved=found.impossible)
+    return InfeasibleError(
+        message,
+        minimum_device_bytes=found.height,
+        sufficient_device_bytes=found.height,
+        proved=found.impossible,
+    )

@@ -14,6 +14,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,8 +24,8 @@ from penstock.memory import MachineProfile, Tier
 from penstock.planner._plan import Bound, Budget
 from penstock.planner._rates import Rates
 from penstock.planner.proofs._chain import chain_bound
-from penstock.planner.proofs._forced import MAX_OPERATORS, forced_bounds, forced_of
-from penstock.planner.proofs._lives import FixedOrder, Lives, lives_of
+from penstock.planner.proofs._forced import MAX_OPERATORS, Forced, forced_bounds, forced_of
+from penstock.planner.proofs._lives import FixedOrder, Lives, lives_of, operator_bytes
 from penstock.planner.proofs._remaking import remaking_bound
 from penstock.planner.proofs._residency import residency_bound
 from penstock.planner.proofs._windows import NUM_CUTS, window_bound
@@ -101,18 +102,17 @@ def lower_bound(
     frozen = None if reorder else list(range(len(graph.operators)) if order is None else order)
     capacity = _arena_bytes(graph, budget)
     if capacity is None or not graph.operators:
-        return _bound(parts)
+        return _bound(parts, reorder, recompute)
     program_order = range(len(graph.operators))
     lives = lives_of(graph, program_order if frozen is None else frozen, again=recompute)
     _require_room(graph, frozen, lives, capacity)
     rates = _rates(budget, machine)
     if rates.inward <= 0 or rates.outward <= 0:
-        return _bound(parts)
+        return _bound(parts, reorder, recompute)
     solvers: dict[str, _Solver] = {}
     if len(graph.operators) <= MAX_OPERATORS:
         forced = forced_of(graph, operator_seconds, recompute=recompute)
-        free = forced_bounds(forced, operator_seconds, capacity, rates)
-        parts |= {name: bound * _SAFETY for name, bound in free.items()}
+        parts |= _of_any_order(forced, operator_seconds, capacity, rates)
         step = (graph, forced, operator_seconds, capacity, rates)
         if recompute:
             solvers["remaking"] = functools.partial(remaking_bound, *step)
@@ -126,7 +126,40 @@ def lower_bound(
         solvers["residency_lp"] = functools.partial(residency_bound, fixed)
         solvers["windows, finer"] = functools.partial(window_bound, fixed, num_cuts=2 * NUM_CUTS)
     _solve(solvers, deadline, parts)
-    return _bound(parts)
+    return _bound(parts, reorder, recompute)
+
+
+def quick_parts(
+    graph: StepGraph,
+    operator_seconds: Sequence[float],
+    budget: Budget,
+    machine: MachineProfile,
+    *,
+    recompute: bool,
+) -> dict[str, float]:
+    """Return the parts of `lower_bound` that take no solver: `compute`, `cut`, `persistent`.
+
+    Args:
+        graph: The step.
+        operator_seconds: Time of each operator.
+        budget: As of `lower_bound`.
+        machine: Rates of the links.
+        recompute: Whether operators may run again.
+    """
+    parts = {"compute": float(sum(operator_seconds))}
+    capacity, rates = _arena_bytes(graph, budget), _rates(budget, machine)
+    has_links = rates.inward > 0 and rates.outward > 0
+    if capacity is None or not has_links or not 0 < len(graph.operators) <= MAX_OPERATORS:
+        return parts
+    forced = forced_of(graph, operator_seconds, recompute=recompute)
+    return parts | _of_any_order(forced, operator_seconds, capacity, rates)
+
+
+def _of_any_order(
+    forced: Forced, operator_seconds: Sequence[float], capacity: int, rates: Rates
+) -> dict[str, float]:
+    bounds = forced_bounds(forced, operator_seconds, capacity, rates)
+    return {name: seconds * _SAFETY for name, seconds in bounds.items()}
 
 
 def _solve(solvers: Mapping[str, _Solver], deadline: float, parts: dict[str, float]) -> None:
@@ -141,9 +174,15 @@ def _solve(solvers: Mapping[str, _Solver], deadline: float, parts: dict[str, flo
             parts[name] = max(bound * _SAFETY, parts.get(name, 0.0))
 
 
-def _bound(parts: dict[str, float]) -> Bound:
+def _bound(parts: dict[str, float], reorder: bool, recompute: bool) -> Bound:
     binding = max(parts, key=lambda name: parts[name])
-    return Bound(seconds=parts[binding], binding=binding, seconds_of=parts)
+    return Bound(
+        seconds=parts[binding],
+        binding=binding,
+        seconds_of=parts,
+        reorder=reorder,
+        recompute=recompute,
+    )
 
 
 def _arena_bytes(graph: StepGraph, budget: Budget) -> int | None:
@@ -179,11 +218,27 @@ def _require_room(
         f"budget leaves {capacity} beside {workspace_bytes} of workspace",
         minimum_device_bytes=int(needed[position]) + workspace_bytes,
         operator=operator.name,
+        proved=True,
     )
 
 
-def working_set_bytes(graph: StepGraph) -> int:
-    """Return the least bytes with which every operator alone can run, workspace included."""
-    lives = lives_of(graph, range(len(graph.operators)))
-    workspace_bytes = max((o.workspace_bytes for o in graph.operators), default=0)
-    return int(lives.used_bytes.max(initial=0)) + workspace_bytes
+class WorkingSet(NamedTuple):
+    """What some operator alone needs, whatever the order: no plan takes less.
+
+    Attributes:
+        num_bytes: Of the device, workspace included; bytes as they are, without alignment.
+        operator: Name of the operator that needs the most.
+    """
+
+    num_bytes: int
+    operator: str
+
+
+def working_set(graph: StepGraph) -> WorkingSet:
+    """Return the least bytes with which every operator alone can run."""
+    if not graph.operators:
+        return WorkingSet(0, "")
+    needed = operator_bytes(graph)
+    worst = int(needed.argmax())
+    workspace_bytes = max(operator.workspace_bytes for operator in graph.operators)
+    return WorkingSet(int(needed[worst]) + workspace_bytes, graph.operators[worst].name)

@@ -111,7 +111,6 @@ def lives_of(graph: StepGraph, order: Sequence[int], *, again: bool = False) -> 
                 gaps.append((len(lives), begin, after))
         lives.append((value, num_bytes, life.uses[0], life.made_by, life.clean))
         _add(live, life.uses[0], life.end, num_bytes)
-    used = _used_bytes(graph, order)
     value, num_bytes, born, made_by, clean = (
         (np.array(c) for c in zip(*lives, strict=True))
         if lives
@@ -129,7 +128,7 @@ def lives_of(graph: StepGraph, order: Sequence[int], *, again: bool = False) -> 
         gap_begin=columns[:, 1],
         gap_end=columns[:, 2],
         live_bytes=np.cumsum(live[:-1]) - saved,
-        used_bytes=used - saved,
+        used_bytes=operator_bytes(graph)[list(order)],
     )
 
 
@@ -194,12 +193,16 @@ def _add(live: np.ndarray, start: int, end: int, num_bytes: int) -> None:
         live[end - num_positions] -= num_bytes
 
 
-def _used_bytes(graph: StepGraph, order: Sequence[int]) -> np.ndarray:
-    used = np.zeros(len(order), dtype=np.int64)
-    for position, index in enumerate(order):
-        operator = graph.operators[index]
-        used[position] = sum(map(graph.num_bytes, {*operator.reads, *operator.makes}))
-    return used
+def operator_bytes(graph: StepGraph) -> np.ndarray:
+    """Return the least bytes that are on the device while each operator runs, in any plan.
+
+    Its operands and its results, as many of these in the place of operands as it allows.
+    """
+    used = [
+        sum(map(graph.num_bytes, {*operator.reads, *operator.makes})) - saved_bytes(graph, index)
+        for index, operator in enumerate(graph.operators)
+    ]
+    return np.array(used, dtype=np.int64)
 
 
 def saved_bytes(graph: StepGraph, index: int) -> int:

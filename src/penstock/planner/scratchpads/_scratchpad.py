@@ -13,13 +13,25 @@ from collections.abc import Mapping, Sequence
 from penstock.errors import InfeasibleError
 from penstock.planner.packing._pack import pack
 from penstock.planner.packing._types import Buffer
-from penstock.planner.scratchpads._residency import Gap, ResidencyProgram, bound_for_all_orders
+from penstock.planner.scratchpads._greedy import spill_greedily
+from penstock.planner.scratchpads._residency import (
+    Gap,
+    ResidencyProgram,
+    bound_for_all_orders,
+    gaps_of,
+)
 from penstock.planner.scratchpads._search import search_orders
-from penstock.planner.scratchpads._types import Residency, ScratchpadGraph, ScratchpadPlan
+from penstock.planner.scratchpads._types import (
+    Residency,
+    ScratchpadGraph,
+    ScratchpadOperator,
+    ScratchpadPlan,
+)
 
 _SEARCH_SHARE = 0.6  # of the time limit; the rest is for residency and addresses
 _MOST_CUTS = 200
 _PACK_SECONDS = 2.0
+_LESS_ROOM = 0.95  # of a pool in which greedy residencies had no addresses
 
 
 def scratchpad(
@@ -69,14 +81,18 @@ def scratchpad(
     lower_bound = bound_for_all_orders(graph, pools)
     orders = [graph.topological_order()]
     if reorder:
+        # The last one is that of the operators' numbers, which is known to be good for many.
         orders = search_orders(graph, pools, time_limit=_SEARCH_SHARE * time_limit, seed=seed)
     best: ScratchpadPlan | None = None
-    for order in orders:
+    for done, order in enumerate(orders):
         left = time_limit - (time.perf_counter() - start)
         if best is not None and (left <= 0 or best.spill_cost == lower_bound):
             break
         most = None if best is None else best.spill_cost
-        planned = _plan_order(graph, pools, order, most=most, time_limit=left)
+        share = max(0.0, left) / (len(orders) - done)
+        planned = _plan_order(graph, pools, order, most=most, time_limit=share)
+        if planned is None and most is None:
+            planned = _plan_greedily(graph, pools, order)
         if planned is None:
             continue
         residencies, spill_cost, num_spills, order_bound = planned
@@ -92,8 +108,9 @@ def scratchpad(
         )
     if best is None:
         raise InfeasibleError(
-            f"no addresses were found within time_limit={time_limit} s, which does not mean that "
-            "there are none; allow more time, or larger pools",
+            f"for none of {len(orders)} orders a residency with addresses was found within "
+            f"time_limit={time_limit} s, neither exactly nor greedily, which does not mean that "
+            "there is none; allow more time, or larger pools",
             proved=False,
         )
     return best
@@ -114,6 +131,7 @@ def _check_pools(graph: ScratchpadGraph, pools: Mapping[str, int]) -> None:
                     f"capacity is {pools[pool]}",
                     minimum_device_bytes=size,
                     operator=operator.name,
+                    proved=True,
                 )
 
 
@@ -148,6 +166,37 @@ def _plan_order(
             return None
         program.cut(cut)
     return None
+
+
+def _plan_greedily(
+    graph: ScratchpadGraph, pools: Mapping[str, int], order: Sequence[int]
+) -> tuple[list[Residency], int, int, int] | None:
+    """The same without the solver: for pools that get smaller until there are addresses as well."""
+    gaps = gaps_of(graph, order)
+    least = {
+        pool: max(_used(graph, operator, pool) for operator in graph.operators) for pool in pools
+    }
+    room = dict(pools)
+    while True:
+        spilled = sorted(spill_greedily(graph, room, order, gaps))
+        residencies = _residencies(graph, order, [gaps[index] for index in spilled])
+        too_high = _place(graph, pools, residencies)
+        if not too_high:
+            cost = sum(graph.buffers[gaps[index].buffer].spill_cost for index in spilled)
+            return residencies, cost, len(spilled), 0
+        lacking = {graph.buffers[stay.buffer].pool for stay in too_high}
+        smaller = {
+            pool: max(least[pool], int(size * _LESS_ROOM)) if pool in lacking else size
+            for pool, size in room.items()
+        }
+        if smaller == room:
+            return None
+        room = smaller
+
+
+def _used(graph: ScratchpadGraph, operator: ScratchpadOperator, pool: str) -> int:
+    buffers = (graph.buffers[b] for b in operator.buffers)
+    return sum(buffer.size for buffer in buffers if buffer.pool == pool)
 
 
 def _residencies(

@@ -139,7 +139,7 @@ def packed(
         seed: For the packer.
 
     Raises:
-        InfeasibleError: No packing fits the capacity; `minimum_device_bytes` is the lowest found.
+        InfeasibleError: No packing fits the capacity; `sufficient_device_bytes` is the lowest.
     """
     core = _chains(residency, _shrunk(residency, 0.0))
     rates = below.rates if below is not None else (Rates(1.0, 1.0),)
@@ -152,7 +152,7 @@ def packed(
         try:
             packing = pack(list(_buffers(residency, chains)), capacity, pack_seconds, seed)
         except InfeasibleError as error:
-            if failure is None or _minimum(error) < _minimum(failure):
+            if failure is None or _enough(error) < _enough(failure):
                 failure = error
             continue
         offsets = list(packing.offsets)
@@ -170,9 +170,9 @@ def packed(
     return best
 
 
-def _minimum(error: InfeasibleError) -> int:
-    assert error.minimum_device_bytes is not None
-    return error.minimum_device_bytes
+def _enough(error: InfeasibleError) -> int:
+    assert error.sufficient_device_bytes is not None
+    return error.sufficient_device_bytes
 
 
 def _chains(residency: Residency, replay: Replay) -> list[list[Stay]]:
@@ -192,17 +192,19 @@ def _shrunk(residency: Residency, slack: float) -> Replay:
 
 
 def _buffers(residency: Residency, chains: Sequence[Sequence[Stay]]) -> Iterator[Buffer]:
-    """What the packer gets; an interval over the end of the step is one with a gap."""
+    """What the packer gets; an interval over the end of the step is one with a gap.
+
+    Bytes are the real ones: the arena may end before a multiple of the alignment.
+    """
     num_positions = len(residency.sequence.order)
+    problem = residency.sequence.problem
     for chain in chains:
-        start, end = chain[0].start, chain[-1].end
-        num_bytes = int(residency.sequence.problem.object_bytes[chain[0].item])
-        if end > num_positions and end - num_positions < start:
-            yield Buffer(0, num_positions, num_bytes, gaps=((end - num_positions, start),))
-        elif end > num_positions:
-            yield Buffer(0, num_positions, num_bytes)
-        else:
-            yield Buffer(start, end, num_bytes)
+        start, end, gaps = chain[0].start, chain[-1].end, ()
+        num_bytes = max(int(problem.actual_bytes[stay.item]) for stay in chain)
+        if end > num_positions:
+            gaps = ((end - num_positions, start),) if end - num_positions < start else ()
+            start, end = 0, num_positions
+        yield Buffer(start, end, num_bytes, alignment=problem.alignment, gaps=gaps)
 
 
 def _with_offsets(

@@ -8,6 +8,7 @@ by piece: profile of the residency, groups of recomputed values, stretches of th
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,14 +16,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.graph import StepGraph
+from penstock.planner.search._drop_moves import DropMoves
 from penstock.planner.search._drops import Drops
 from penstock.planner.search._engine import OperatorSequence, Problem, Taste
+from penstock.planner.search._orders import eager_updates, gathered_gradients
 from penstock.planner.search._recompute import Recomputation
 from penstock.planner.search._residency import Below, Residency, ResidencySearch
 
 _FRACTIONS = (0.25, 0.5, 0.75)
 _NUM_FINALISTS = 3
 _MAX_CANDIDATES = 32
+_NUM_CROSSED = 3  # families of drops that are tried with all orders
+_MAX_FAILURES = 120  # changes of what is dropped, one after the other
+_FREE_SHARE = 0.85  # of the time; the rest is for the same with decisions frozen
+# Frozen candidates of longer sequences that are slower by more than this are not refined.
+_FEW_OPERATORS, _HOPELESS = 500, 1.3
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +66,7 @@ class AutoSearch:
         deadline: Time by `time.monotonic` at which to stop.
         seed: Of the random stretches.
         on_better: Called with each improvement.
+        alignment: Bytes of which addresses are multiples; None: what suits the graph.
     """
 
     def __init__(
@@ -72,8 +81,9 @@ class AutoSearch:
         deadline: float,
         seed: int,
         on_better: Callable[[Candidate], None],
+        alignment: int | None = None,
     ) -> None:
-        self.problem = Problem(graph, operator_seconds)
+        self.problem = Problem(graph, operator_seconds, alignment=alignment)
         self.capacity = capacity
         self.below = below
         self.reorder = reorder
@@ -82,6 +92,9 @@ class AutoSearch:
         self.random = np.random.default_rng(seed)
         self.best: Candidate | None = None
         self._candidates: dict[bytes, Candidate] = {}  # by the sequence of operators
+        self._kept: list[Candidate] = []  # finalists of the searches that are over
+        self._quick: dict[tuple[bytes, frozenset[int]], Residency | None] = {}
+        self._seed = seed
         self._on_better = on_better
         self._recomputation = Recomputation(graph)
         one_way = 1e9
@@ -94,41 +107,87 @@ class AutoSearch:
     def run(self) -> Candidate | None:
         """Search until the deadline or until nothing helps.
 
+        The same search with the order or the operators' single runs frozen has its share of the
+        time, and its finalists are finalists: freedom makes no plan slower.
+
         Returns:
             The best candidate; None if none fits.
         """
+        end, freedom = self.deadline, (self.reorder, self.recompute)
+        frozen = frozen_decisions(*freedom)
+        if frozen:
+            now = time.monotonic()
+            self.deadline = now + max(0.0, end - now) * _FREE_SHARE
+        self._search(worth=np.inf)
+        for done, (self.reorder, self.recompute) in enumerate(frozen):
+            if self._reached(float(self.problem.operator_seconds.sum())):
+                break
+            now = time.monotonic()
+            self.deadline = now + max(0.0, end - now) / (len(frozen) - done)
+            self._search_anew()
+        self.deadline, (self.reorder, self.recompute) = end, freedom
+        return self.best
+
+    def _search_anew(self) -> None:
+        """Search as if nothing had been found; what was found before stays if it is better."""
+        before, self._kept = self.best, [*self._kept, *self._finalists()]
+        report, self._on_better = self._on_better, lambda _: None
+        self.best, self._candidates = None, {}
+        self.random = np.random.default_rng(self._seed)
+        is_long = len(self._program) > _FEW_OPERATORS and before is not None
+        self._search(worth=before.seconds * _HOPELESS if is_long and before else np.inf)
+        self._on_better = report
+        if before is not None and (self.best is None or before.seconds <= self.best.seconds):
+            self.best = before
+        elif self.best is not None:
+            report(self.best)
+
+    def _search(self, *, worth: float) -> None:
+        """Search with what is free; nothing is refined unless it is found below `worth` seconds."""
         ideal = float(self.problem.operator_seconds.sum())
         orders = [self._program]
         self._try(self._program, frozenset())
         if self._reached(ideal):
-            return self.best
+            return
         if self.reorder:
-            for taste in self._tastes():
+            graph = self.problem.graph
+            suggested = [
+                functools.partial(find, graph) for find in (eager_updates, gathered_gradients)
+            ]
+            for find in (*suggested, *map(self._greedy, self._tastes())):
                 if self._late():
                     break
-                order = self.problem.greedy_order(self._program, taste)
+                order = find()
                 if not any(np.array_equal(order, other) for other in orders):
                     orders.append(order)
                     self._try(order, frozenset())
         if self.recompute:
             self._try_drops(orders)
+        if self.best is None or self.best.seconds > worth:
+            return
         self._refine_finalists()
-        while self.best is not None and not self._late() and not self._reached(ideal):
+        while not self._late() and not self._reached(ideal):
             before = self.best.seconds
-            self._refine_residency()
             if self.recompute:
                 self._refine_groups()
+                self._refine_drops()
+            self._refine_residency()
             if self.reorder:
                 self._refine_stretches()
             if self.best.seconds >= before * (1 - 1e-4):
                 break
-        return self.best
 
     def finalists(self) -> list[Candidate]:
-        """The best candidate, the best without recomputation, the program's order, the next best.
+        """The finalists of all searches, the fastest first.
 
         One whose addresses do not fit may end behind one that is a little slower.
         """
+        found = [*self._finalists(), *self._kept]
+        unique = {(c.seconds, c.residency.sequence.order.tobytes()): c for c in found}
+        return sorted(unique.values(), key=lambda candidate: candidate.seconds)
+
+    def _finalists(self) -> list[Candidate]:
+        """The best candidate, the best without second runs, the program's order, the next best."""
         ranked = sorted(self._candidates.values(), key=lambda candidate: candidate.seconds)
         chosen = ranked[:1]
         chosen += [c for c in ranked if not c.dropped][:1]
@@ -137,8 +196,12 @@ class AutoSearch:
         return list(dict.fromkeys(chosen))
 
     def _refine_finalists(self) -> None:
-        """Give each of the finalists its share of half the time that is left."""
-        finalists = self.finalists()
+        """Give each of the finalists that may win its share of half the time that is left."""
+        assert self.best is not None
+        finalists = self._finalists()
+        if len(self._program) > _FEW_OPERATORS:
+            most = self.best.seconds * _HOPELESS
+            finalists = [candidate for candidate in finalists if candidate.seconds <= most]
         share = max(0.0, self.deadline - time.monotonic()) / 2 / max(1, len(finalists))
         for candidate in finalists:
             self._refine(candidate, min(self.deadline, time.monotonic() + share))
@@ -166,6 +229,9 @@ class AutoSearch:
             Taste(0, 0, 1, late * 1000, capacity),
         ]
 
+    def _greedy(self, taste: Taste) -> Callable[[], np.ndarray]:
+        return lambda: self.problem.greedy_order(self._program, taste)
+
     def _sequence(self, order: np.ndarray, dropped: frozenset[int]) -> OperatorSequence | None:
         if not dropped:
             return OperatorSequence(self.problem, order)
@@ -179,7 +245,11 @@ class AutoSearch:
             return None
         if self.best is not None and sequence.compute_seconds >= self.best.seconds:
             return None
-        residency = ResidencySearch(sequence, self.capacity, self.below).quick()
+        key = sequence.order.tobytes(), dropped
+        if key not in self._quick:
+            search = ResidencySearch(sequence, self.capacity, self.below)
+            self._quick[key] = search.quick()
+        residency = self._quick[key]
         if residency is None:
             return None
         candidate = Candidate(order, dropped, residency)
@@ -205,7 +275,9 @@ class AutoSearch:
         """Families of drops, whole and for the first part of the forward pass only."""
         order = self.best.order if self.best else orders[-1]
         # Where nothing fits without recomputation, any order may be the one.
-        candidates = [order] if self.best else orders
+        candidates = [order, self._program] if self.best else orders
+        if np.array_equal(order, self._program):
+            candidates = candidates[:1] if self.best else orders
         families = [*self._drops.by_price(), *self._drops.by_segment()]
         for base in candidates:
             for _, dropped in families:
@@ -214,6 +286,7 @@ class AutoSearch:
                 self._try(base, dropped)
         if self.best is None:
             return
+        self._cross(orders)
         base_families = [dropped for _, dropped in families]
         made_at = self._drops.made_at
         last = max(made_at.values(), default=0)
@@ -224,6 +297,15 @@ class AutoSearch:
                 early = frozenset(i for i in dropped if made_at[i] <= last * fraction)
                 if early and early != dropped:
                     self._try(self.best.order, early)
+
+    def _cross(self, orders: list[np.ndarray]) -> None:
+        """Try the best families with all orders: another may be best with them than without."""
+        ranked = sorted(self._candidates.values(), key=lambda candidate: candidate.seconds)
+        for dropped in list(dict.fromkeys(c.dropped for c in ranked if c.dropped))[:_NUM_CROSSED]:
+            for order in orders:
+                if self._late():
+                    return
+                self._try(order, dropped)
 
     def _refine_residency(self) -> None:
         assert self.best is not None
@@ -241,14 +323,27 @@ class AutoSearch:
         )
 
     def _refine_groups(self) -> None:
-        """Drop, or keep, all that one kind of operator makes; then halves of the forward pass."""
+        """Drop, or keep, all that one kind of operator makes, or all of one role."""
         assert self.best is not None
-        for _, members in self._drops.groups():
+        for members in self._drops.groups():
             for changed in (self.best.dropped | members, self.best.dropped - members):
                 if self._late():
                     return
                 if changed != self.best.dropped:
                     self._try_like_best(self.best.order, changed)
+
+    def _refine_drops(self) -> None:
+        """Drop, or keep, some of the values of a stretch of the forward pass."""
+        assert self.best is not None
+        moves = DropMoves(self._drops, self.random)
+        failures = 0
+        while len(moves) and failures < _MAX_FAILURES and not self._late():
+            changed = moves.propose(self.best.dropped)
+            if changed == self.best.dropped:
+                failures += 1
+                continue
+            improved = self._try_like_best(self.best.order, changed, also_quick=False)
+            failures = 0 if improved else failures + 1
 
     def _refine_stretches(self) -> None:
         """Order a stretch anew, with a random taste."""
@@ -271,7 +366,9 @@ class AutoSearch:
             improved = self._try_like_best(order, self.best.dropped)
             failures = 0 if improved else failures + 1
 
-    def _try_like_best(self, order: np.ndarray, dropped: frozenset[int]) -> bool:
+    def _try_like_best(
+        self, order: np.ndarray, dropped: frozenset[int], *, also_quick: bool = True
+    ) -> bool:
         """Time a neighbour of the best with the best's own profile, stretched to its length."""
         best = self.best
         assert best is not None
@@ -282,8 +379,18 @@ class AutoSearch:
         shares = best.residency.shares
         at = np.linspace(0, len(shares) - 1, len(sequence.order)).round().astype(int)
         found = search.at(shares[at])
-        if found is None or found.seconds >= best.seconds:
+        if also_quick and (found is None or found.seconds >= best.seconds):
             found = min(
                 filter(None, (found, search.quick())), key=lambda r: r.seconds, default=None
             )
         return found is not None and self._note(Candidate(order, dropped, found))
+
+
+def frozen_decisions(reorder: bool, recompute: bool) -> list[tuple[bool, bool]]:
+    """Return the (reorder, recompute) that allow less than the given ones."""
+    return [
+        (order, again)
+        for order in (False, True)[: 1 + reorder]
+        for again in (False, True)[: 1 + recompute]
+        if (order, again) != (reorder, recompute)
+    ]

@@ -17,15 +17,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import InfeasibleError
-from penstock.graph import StepGraph
+from penstock.graph import StepGraph, alignment_bytes, least_alignment_bytes
 from penstock.memory import Link, MachineProfile, Tier
 from penstock.planner._plan import Bound, Budget, Found, Plan
 from penstock.planner._simulate import simulate
+from penstock.planner.optima._brute_force import Limit
+from penstock.planner.proofs._bounds import WorkingSet, working_set
 from penstock.planner.search._addresses import FEW_POSITIONS, Addressed, packed, stacked
-from penstock.planner.search._auto import AutoSearch, Candidate
+from penstock.planner.search._auto import AutoSearch, Candidate, frozen_decisions
 from penstock.planner.search._emit import emit
 from penstock.planner.search._engine import OperatorSequence, Problem, Rates
-from penstock.planner.search._finish import MAX_OPERATORS, MAX_SECONDS, finish
+from penstock.planner.search._finish import MAX_OPERATORS, MAX_SECONDS, any_plan, finish
 from penstock.planner.search._residency import Below, Residency, ResidencySearch
 from penstock.units import format_bytes
 
@@ -38,6 +40,8 @@ _TOLL_OF_COPIES, _TOLL_OF_FILES = 2.0, 1.0
 _SECONDS_AFTER_CTRL_C = 5.0  # for addresses, where the search was stopped by hand
 # Shares of the arena for which the residency is chosen, when it gets addresses.
 _TARGETS = (0.99, 0.97, 0.95, 0.92, 0.85, 0.7, 0.4, 0.0)
+_FINALIST_SHARE = 0.3  # of the time for addresses that is left, for the fastest of those left
+_STACKING_SHARE = 0.6  # of a finalist's time, as long as it has no addresses
 _WORTH_IT = 0.998  # of the best time: nothing below it is looked for
 
 
@@ -89,24 +93,24 @@ def plan_auto(
         recompute=recompute,
         deadline=began + time_limit,
         seed=seed,
+        alignment=alignment_bytes(graph),
     )
 
     def report(seconds: float) -> None:
         if progress is not None:
             progress(Found(time.monotonic() - began, seconds, bound.seconds))
 
-    found: Plan | None = None
-    failure: InfeasibleError | None = None
-    try:
-        found = _searched(task, report)
-    except InfeasibleError as error:
-        failure = error
-    better = _finished(task, found) if failure is None or not failure.proved else None
+    least = working_set(graph)
+    if budget.device_bytes is not None and budget.device_bytes < least.num_bytes:
+        raise _infeasible(task, least)
+    found, failure = _searched_on_grids(task, report)
+    better = _finished(task, found)
     if better is not None:
         report(better.step_seconds)
         found = better
     if found is None:
         assert failure is not None
+        failure.minimum_device_bytes = least.num_bytes
         raise failure
     notes = {**found.notes, "search_seconds": round(time.monotonic() - began, 3)}
     return dataclasses.replace(found, notes=notes)
@@ -126,6 +130,8 @@ class _Task:
     recompute: bool
     deadline: float
     seed: int
+    alignment: int
+    overhang: int = 0  # bytes that the search has beyond the arena: its objects take multiples
 
     @functools.cached_property
     def workspace(self) -> int:
@@ -142,8 +148,8 @@ class _Task:
 
     @functools.cached_property
     def below(self) -> Below | None:
-        """The tiers below the device; None if nothing may leave."""
-        if not self.links:
+        """The tiers below the device; None if nothing may leave, or has to."""
+        if not self.links or self.budget.device_bytes is None:
             return None
         rates = tuple(
             Rates(
@@ -157,22 +163,50 @@ class _Task:
             storage.num_bytes for storage in self.graph.storages
         ):
             first_bytes = None  # it holds everything
-        return Below(rates, first_bytes, self._tolls())
-
-    def _tolls(self) -> tuple[float, ...]:
-        """Where the device is RAM, transfers take cores and bandwidth from the operators."""
-        if self.machine.device != "cpu":
-            return (0.0, 0.0)
-        of_copy = 1 / self.machine.memcpy.bytes_per_second * min(1.0, 2 / self.machine.num_cores)
-        return tuple(
-            of_copy * (_TOLL_OF_COPIES if out.destination == Tier.HOST else _TOLL_OF_FILES)
-            for out, _ in self.links
-        )
+        tolls = tuple(toll_of_byte(out, self.machine) for out, _ in self.links)
+        return Below(rates, first_bytes, tolls)
 
     def program(self) -> OperatorSequence:
         """The operators in the program's own order."""
-        problem = Problem(self.graph, self.operator_seconds)
+        problem = Problem(self.graph, self.operator_seconds, alignment=self.alignment)
         return OperatorSequence(problem, np.arange(len(self.graph.operators)))
+
+
+def toll_of_byte(link: Link, machine: MachineProfile) -> float:
+    """Seconds of computing that a byte on a link costs: where the device is RAM, the copy's cores.
+
+    The same holds for the way out and the way back.
+    """
+    if machine.device != "cpu":
+        return 0.0
+    of_copy = 1 / machine.memcpy.bytes_per_second * min(1.0, 2 / machine.num_cores)
+    to_file = Tier.FILE in (link.source, link.destination)
+    return of_copy * (_TOLL_OF_FILES if to_file else _TOLL_OF_COPIES)
+
+
+def _searched_on_grids(
+    task: _Task, report: Callable[[float], None]
+) -> tuple[Plan | None, InfeasibleError | None]:
+    """The plan of the search, with addresses on a finer grid where the first one has no room."""
+    failure: InfeasibleError | None = None
+    for grid in _grids(task):
+        try:
+            return _searched(grid, report), None
+        except InfeasibleError as error:
+            failure = failure or error
+    return None, failure
+
+
+def _grids(task: _Task) -> Iterator[_Task]:
+    """Alignments to try, and whether the last object may end between two multiples."""
+    yield task
+    least = least_alignment_bytes(task.graph)
+    for alignment in dict.fromkeys((task.alignment, least)):
+        if alignment < task.alignment:
+            yield dataclasses.replace(task, alignment=alignment)
+        overhang = -task.capacity % alignment
+        if overhang and task.budget.device_bytes is not None:
+            yield dataclasses.replace(task, alignment=alignment, overhang=overhang)
 
 
 def _finished(task: _Task, found: Plan | None) -> Plan | None:
@@ -181,16 +215,20 @@ def _finished(task: _Task, found: Plan | None) -> Plan | None:
     is_small = len(task.graph.operators) <= MAX_OPERATORS and budget.device_bytes is not None
     if not is_small or list(task.links) != [(Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)]:
         return None
-    best = finish(
-        task.graph,
-        found,
-        operator_seconds=task.operator_seconds,
-        budget=budget,
-        machine=task.machine,
-        reorder=task.reorder,
-        recompute=task.recompute,
-        deadline=min(task.deadline, time.monotonic() + MAX_SECONDS),
-    )
+    options = {"operator_seconds": task.operator_seconds, "budget": budget, "machine": task.machine}
+    freedom = task.reorder, task.recompute
+    best = found
+    if best is None:
+        best = any_plan(
+            task.graph, **options, reorder=freedom[0], recompute=freedom[1], deadline=task.deadline
+        )
+    # A descent with decisions frozen may come further than one without: it goes first.
+    for reorder, recompute in (*frozen_decisions(*freedom), freedom):
+        # A busy machine finishes the same plans: that is why the time is the processor's.
+        limit = Limit(task.deadline, time.thread_time() + MAX_SECONDS)
+        best = finish(
+            task.graph, best, **options, reorder=reorder, recompute=recompute, limit=limit
+        )
     if best is None or best is found:
         return None
     if budget.host_bytes is not None and best.peak_host_bytes > budget.host_bytes:
@@ -204,13 +242,14 @@ def _searched(task: _Task, report: Callable[[float], None]) -> Plan:
     search = AutoSearch(
         task.graph,
         np.asarray(task.operator_seconds, np.float64),
-        capacity=task.capacity,
+        capacity=task.capacity + task.overhang,
         below=task.below,
         reorder=task.reorder,
         recompute=task.recompute,
         deadline=_search_deadline(task, began),
         seed=task.seed,
         on_better=lambda candidate: report(candidate.residency.replay.step_seconds),
+        alignment=task.alignment,
     )
     try:
         best = search.run()
@@ -280,17 +319,18 @@ def _best_with_addresses(
         now = time.monotonic()
         if best is not None and (candidate.seconds >= best[0].seconds or now > deadline):
             continue
+        share = max(_FINALIST_SHARE, 1 / (len(finalists) - index))
         try:
             found = _with_addresses(
                 candidate.residency,
                 capacity,
                 below,
                 workspace=workspace,
-                deadline=now + max(0.0, deadline - now) / (len(finalists) - index),
+                deadline=now + max(0.0, deadline - now) * share,
                 seed=seed,
             )
         except InfeasibleError as error:
-            if failure is None or _minimum(error) < _minimum(failure):
+            if failure is None or _enough(error) < _enough(failure):
                 failure = error
             continue
         if best is None or found[0].seconds < best[0].seconds:
@@ -312,11 +352,15 @@ def _with_addresses(
 ) -> Addressed:
     """Addresses for a choice, or for one that leaves more room where these cost less time."""
     best: Addressed | None = None
+    # Where the engine's ways find nothing, the packer needs its part of the time.
+    now = time.monotonic()
+    halfway = now + max(0.0, deadline - now) * _STACKING_SHARE
     for choice in _ever_smaller(residency, capacity, below):
-        if time.monotonic() > deadline:
+        until = halfway if best is None else deadline
+        if time.monotonic() > until:
             break
         worth = best[0].seconds * _WORTH_IT if best is not None else np.inf
-        best = stacked(choice, capacity, below, worth=worth, deadline=deadline) or best
+        best = stacked(choice, capacity, below, worth=worth, deadline=until) or best
     pack_seconds = min(max(0.5, (deadline - time.monotonic()) / 16), 2.0)
     if best is not None:
         if len(residency.sequence.order) > FEW_POSITIONS:
@@ -328,28 +372,35 @@ def _with_addresses(
             return min(best, other, key=lambda found: found[0].seconds)
         return best
     failure: InfeasibleError | None = None
-    for choice in _ever_smaller(residency, capacity, below):
+    choices = list(_ever_smaller(residency, capacity, below))
+    while choices:
+        # Late, the choice that leaves the most room first: it is the most likely to fit.
+        is_late = time.monotonic() > deadline
         try:
             return packed(
-                choice, capacity, below, pack_seconds=pack_seconds, deadline=deadline, seed=seed
+                choices.pop(-1 if is_late else 0),
+                capacity,
+                below,
+                pack_seconds=pack_seconds,
+                deadline=deadline,
+                seed=seed,
             )
         except InfeasibleError as error:
-            if failure is None or _minimum(error) < _minimum(failure):
+            if failure is None or _enough(error) < _enough(failure):
                 failure = error
     assert failure is not None
-    minimum = _minimum(failure) + workspace
+    enough = _enough(failure) + workspace
     raise InfeasibleError(
         f"device_memory={capacity + workspace} bytes: what the operators need fits, but no "
-        f"addresses were found that do; {minimum} bytes suffice for a plan that was found: raise "
+        f"addresses were found that do; {enough} bytes suffice for a plan that was found: raise "
         "device_memory= or time_limit=",
-        minimum_device_bytes=minimum,
-        proved=False,
+        sufficient_device_bytes=enough,
     )
 
 
-def _minimum(error: InfeasibleError) -> int:
-    assert error.minimum_device_bytes is not None
-    return error.minimum_device_bytes
+def _enough(error: InfeasibleError) -> int:
+    assert error.sufficient_device_bytes is not None
+    return error.sufficient_device_bytes
 
 
 def _ever_smaller(residency: Residency, capacity: int, below: Below | None) -> Iterator[Residency]:
@@ -371,8 +422,8 @@ def _ever_smaller(residency: Residency, capacity: int, below: Below | None) -> I
     yield from filter(None, [ResidencySearch(sequence, least, below, horizon=0).at(shares * 0)])
 
 
-def _infeasible(task: _Task) -> InfeasibleError:
-    """What would do, where the search found nothing."""
+def _infeasible(task: _Task, least: WorkingSet | None = None) -> InfeasibleError:
+    """What would do, where the search found nothing, or where no plan fits (`least` is above)."""
     sequence, below, capacity, workspace = task.program(), task.below, task.capacity, task.workspace
     if below is not None and below.first_bytes is not None:
         anything_goes = dataclasses.replace(below, first_bytes=None)
@@ -384,18 +435,27 @@ def _infeasible(task: _Task) -> InfeasibleError:
     position = int(np.argmax(needed))
     name = task.graph.operators[int(sequence.order[position])].name
     arena = int(needed[position])
-    minimum = _with_room_for_addresses(sequence, arena, below) + workspace
+    enough = _with_room_for_addresses(sequence, arena, below) + workspace
     reason = (
         "there is no tier to which anything could leave: pass store= (or host_memory=), or raise it"
         if below is None
         else "nothing but its own operands and results is there then: raise it, or split it"
     )
+    given = f"device_memory={format_bytes(task.budget.device_bytes or 0)} is too little: operator "
+    if least is not None:
+        return InfeasibleError(
+            f"{given}{least.operator!r} alone needs {format_bytes(least.num_bytes)} with its "
+            f"workspace, and a plan was found for {format_bytes(enough)}; {reason}",
+            minimum_device_bytes=least.num_bytes,
+            operator=least.operator,
+            proved=True,
+            sufficient_device_bytes=enough,
+        )
     return InfeasibleError(
-        f"device_memory={format_bytes(capacity + workspace)} is too little: operator {name!r} "
-        f"needs {format_bytes(minimum)} with its workspace; {reason}",
-        minimum_device_bytes=minimum,
+        f"{given}{name!r} needs {format_bytes(enough)} with its workspace where the program runs "
+        f"it, and no other order was found that needs less; {reason}",
         operator=name,
-        proved=arena > capacity and below is not None,
+        sufficient_device_bytes=enough,
     )
 
 
@@ -414,7 +474,6 @@ def _too_little_below(
     return InfeasibleError(
         f"{name}={given} bytes: what has to leave the device needs {low} bytes there; raise it, or "
         "device_memory=",
-        minimum_device_bytes=int(sequence.base[position] * 1.02) + 1 + workspace,
         operator=sequence.problem.graph.operators[int(sequence.order[position])].name,
         proved=False,
     )
@@ -428,5 +487,5 @@ def _with_room_for_addresses(sequence: OperatorSequence, arena: int, below: Belo
     try:
         _with_addresses(residency, arena, below, workspace=0, deadline=time.monotonic(), seed=0)
     except InfeasibleError as error:
-        return _minimum(error)
+        return _enough(error)
     return arena

@@ -14,6 +14,7 @@ import numpy as np
 
 from penstock.graph import Phase, StepGraph
 from penstock.planner.search._recompute import Recomputation
+from penstock.planner.search._roles import roles_of
 
 _PRICES = (0.03, 0.1, 0.3, 1.0)
 _NUM_SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
@@ -46,6 +47,8 @@ class Drops:
         self.made_at: dict[int, int] = {}
         self.price: dict[int, float] = {}
         self.group: dict[int, str] = {}
+        self.role: dict[int, int] = {}
+        roles = roles_of(graph)
         for item, chain in recomputation.chain_of.items():
             first = graph.operators[chain[0]]
             if first.phase is not Phase.FORWARD:
@@ -55,6 +58,7 @@ class Drops:
             self.made_at[item] = chain[0]
             self.price[item] = seconds / (num_bytes / bytes_per_second)
             self.group[item] = first.target
+            self.role[item] = roles[item]
 
     def by_price(self) -> Iterator[tuple[str, frozenset[int]]]:
         """Everything that costs less to make again than a share of moving it."""
@@ -82,17 +86,18 @@ class Drops:
                 seen.add(dropped)
                 yield f"segments={count}", dropped
 
-    def groups(self) -> Iterator[tuple[str, frozenset[int]]]:
-        """The droppable storages by what makes them; those that matter first."""
-        members: dict[str, set[int]] = {}
-        for item, name in self.group.items():
-            members.setdefault(name, set()).add(item)
-        weight = {
-            name: sum(self.graph.storages[item].num_bytes for item in items)
-            for name, items in members.items()
-        }
-        for name in sorted(members, key=lambda name: -weight[name]):
-            yield name, frozenset(members[name])
+    def groups(self) -> Iterator[frozenset[int]]:
+        """The droppable storages by what makes them, then by role; those that matter first."""
+        for key_of in (self.group, self.role):
+            members: dict[str | int, set[int]] = {}
+            for item, key in key_of.items():
+                members.setdefault(key, set()).add(item)
+            weight = {
+                key: sum(self.graph.storages[item].num_bytes for item in items)
+                for key, items in members.items()
+            }
+            for key in sorted(members, key=lambda key: -weight[key]):
+                yield frozenset(members[key])
 
     def _forward_intervals(self) -> Iterator[tuple[int, int, int]]:
         """Storages with the time from when they are made to their last use in the forward pass."""

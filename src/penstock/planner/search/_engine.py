@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.codegen import load_library
-from penstock.graph import Kind, StepGraph
+from penstock.graph import Kind, StepGraph, alignment_bytes
 
 _SOURCES = (
     "sequence.cpp",
@@ -35,11 +35,6 @@ _SOURCES = (
 READ, WRITE, CREATE = 0, 1, 2
 _PERSISTENT, _INPUT, _KEPT, _PINNED = 1, 2, 4, 8
 
-# What direct file I/O takes without a copy, and more than kernels ask for; objects take multiples.
-ALIGNMENT_BYTES = 512
-# Of graphs whose storages are all smaller than `_SMALL_GRAPH_BYTES`: what torch's allocator gives.
-_LEAST_ALIGNMENT_BYTES = 64
-_SMALL_GRAPH_BYTES = 2**16
 # Smaller objects leave only where larger ones are not enough: a transfer has a fixed cost.
 MIN_EVICTED_BYTES = 64 * 1024
 # How far ahead, in positions, values are fetched.
@@ -127,14 +122,21 @@ class Problem:
     Args:
         graph: The graph.
         operator_seconds: Time of each operator.
+        alignment: Bytes of which offsets are multiples; None: `alignment_bytes` of the graph.
     """
 
-    def __init__(self, graph: StepGraph, operator_seconds: SequenceOf[float] | np.ndarray) -> None:
+    def __init__(
+        self,
+        graph: StepGraph,
+        operator_seconds: SequenceOf[float] | np.ndarray,
+        *,
+        alignment: int | None = None,
+    ) -> None:
         self.graph = graph
         self.operator_seconds = np.asarray(operator_seconds, dtype=np.float64)
-        actual_bytes = np.array([s.num_bytes for s in graph.storages], dtype=np.int64)
-        self.alignment = _alignment(actual_bytes)
-        self.object_bytes = -(-actual_bytes // self.alignment) * self.alignment
+        self.actual_bytes = np.array([s.num_bytes for s in graph.storages], dtype=np.int64)
+        self.alignment = alignment_bytes(graph) if alignment is None else alignment
+        self.object_bytes = -(-self.actual_bytes // self.alignment) * self.alignment
         self.object_flags = np.array(
             [_flags(graph, i) for i in range(len(graph.storages))], np.uint8
         )
@@ -282,6 +284,10 @@ class OperatorSequence:
                 item, kind = objects[access], kinds[access]
                 if not (again[position] and kind != READ and flags[item] & _PERSISTENT):
                     uses[item].append((position, kind))
+        last = len(self.order) - 1
+        for item, own in uses.items():  # the caller reads them when the step ends
+            if flags[item] & _KEPT and not flags[item] & _PERSISTENT and own[-1][0] < last:
+                own.append((last, READ))
         return uses
 
     @property
@@ -423,19 +429,6 @@ def recomputed(order: np.ndarray, num_operators: int) -> np.ndarray:
     again = np.ones(len(order), np.uint8)
     again[np.unique(order, return_index=True)[1]] = 0
     return again
-
-
-def _alignment(actual_bytes: np.ndarray) -> int:
-    """What offsets are multiples of; where all sizes are multiples of more, that costs nothing.
-
-    Graphs of a few bytes exist in tests of planners only; alignment would be most of them.
-    """
-    largest_bytes = int(actual_bytes.max(initial=0))
-    if largest_bytes >= _SMALL_GRAPH_BYTES:
-        return ALIGNMENT_BYTES
-    given = int(np.gcd.reduce(actual_bytes, initial=ALIGNMENT_BYTES))
-    least = _LEAST_ALIGNMENT_BYTES if largest_bytes >= 2**10 else 1
-    return max(least, given & -given)
 
 
 def _flags(graph: StepGraph, index: int) -> int:

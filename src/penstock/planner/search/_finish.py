@@ -14,10 +14,44 @@ from collections.abc import Iterator, Sequence
 from penstock.graph import StepGraph
 from penstock.memory import MachineProfile
 from penstock.planner._plan import Budget, Plan
-from penstock.planner.optima._brute_force import fastest_of_order, with_more_runs
+from penstock.planner.optima._brute_force import Limit, fastest_of_order, orders_of, with_more_runs
 
 MAX_OPERATORS = 12
-MAX_SECONDS = 2.0
+MAX_SECONDS = 2.0  # of the processor
+
+
+def any_plan(
+    graph: StepGraph,
+    *,
+    operator_seconds: Sequence[float],
+    budget: Budget,
+    machine: MachineProfile,
+    reorder: bool,
+    recompute: bool,
+    deadline: float,
+) -> Plan | None:
+    """Find a plan of a small graph, whatever its time, among all orders.
+
+    Args:
+        graph: The step, of at most `MAX_OPERATORS` operators.
+        operator_seconds: Time of each operator.
+        budget: Of the device and the host.
+        machine: Rates of the links.
+        reorder: Whether the order may change.
+        recompute: Whether operators may run again; at most two do.
+        deadline: Time by `time.monotonic` at which to stop, once the processor had two seconds.
+
+    Returns:
+        The first plan found; None if there was none.
+    """
+    limit = Limit(deadline, least_processor_seconds=time.thread_time() + MAX_SECONDS)
+    for order in orders_of(graph, reorder=reorder, max_again=2 if recompute else 0):
+        found = fastest_of_order(
+            graph, order, operator_seconds, budget, machine, None, limit, is_first_enough=True
+        )
+        if found is not None or limit.is_over():
+            return found
+    return None
 
 
 def finish(
@@ -29,13 +63,13 @@ def finish(
     machine: MachineProfile,
     reorder: bool,
     recompute: bool,
-    deadline: float,
+    limit: Limit,
 ) -> Plan | None:
     """Improve a plan of a small graph.
 
     Example:
         >>> finish(graph, plan, operator_seconds=seconds, budget=budget, machine=machine,
-        ...        reorder=True, recompute=True, deadline=deadline)  # doctest: +SKIP
+        ...        reorder=True, recompute=True, limit=Limit(deadline))  # doctest: +SKIP
 
     Args:
         graph: The step, of at most `MAX_OPERATORS` operators.
@@ -45,7 +79,7 @@ def finish(
         machine: Rates of the links.
         reorder: Whether the order may change.
         recompute: Whether operators may run again.
-        deadline: Time by `time.monotonic` at which to stop.
+        limit: When to stop.
 
     Returns:
         The best plan found; None if there was none and none was found.
@@ -61,10 +95,10 @@ def finish(
                 if order in tried:
                     continue
                 tried.add(order)
-                if time.monotonic() > deadline:
+                if limit.is_over():
                     return best
                 best = fastest_of_order(
-                    graph, order, operator_seconds, budget, machine, best, deadline
+                    graph, order, operator_seconds, budget, machine, best, limit
                 )
         starts = [] if best is None or best is before else [best.order]
     return best

@@ -29,6 +29,15 @@ class Recomputation:
     def __init__(self, graph: StepGraph) -> None:
         self.graph = graph
         self._storage_of = graph.storage_of_value
+        # By operator; read many times.
+        self.needs = [operator.needs for operator in graph.operators]
+        self.makes = [operator.makes for operator in graph.operators]
+        self.made_in = [{self._storage_of[value] for value in makes} for makes in self.makes]
+        self.touched = [
+            {self._storage_of[value] for value in (*needs, *makes)}
+            for needs, makes in zip(self.needs, self.makes, strict=True)
+        ]
+        self.is_forward = [operator.phase is Phase.FORWARD for operator in graph.operators]
         writers: dict[int, list[int]] = {}
         for index, operator in enumerate(graph.operators):
             for value in operator.makes:
@@ -83,32 +92,34 @@ class _Expansion:
 
     def run(self) -> list[int] | None:
         graph, storage_of = self.graph, self.graph.storage_of_value
+        needs_of, makes_of = self.recomputation.needs, self.recomputation.makes
+        made_in, content, gone = self.recomputation.made_in, self.content, self.gone
         for item, storage in enumerate(graph.storages):
             if storage.initial is not None:
-                self.content[item] = storage.initial
+                content[item] = storage.initial
         drop_after = self._drop_points()
         for position, index in enumerate(self.order):
-            operator = graph.operators[index]
-            for value in operator.needs:
-                if not self._provide(value, depth=0):
+            for value in needs_of[index]:
+                item = storage_of[value]
+                is_there = content.get(item) == value and item not in gone
+                if not is_there and not self._provide(value, depth=0):
                     return None
             self.expanded.append(index)
-            for value in operator.makes:
-                self.content[storage_of[value]] = value
-                self.gone.discard(storage_of[value])
-            self.gone.update(drop_after.get(position, ()))
+            for value in makes_of[index]:
+                content[storage_of[value]] = value
+            if gone:
+                gone -= made_in[index]
+            if position in drop_after:
+                gone.update(drop_after[position])
         return self.expanded
 
     def _drop_points(self) -> dict[int, list[int]]:
         """After which positions each dropped storage is given up."""
         uses: dict[int, list[int]] = {item: [] for item in self.dropped}
-        storage_of = self.graph.storage_of_value
+        touched, dropped = self.recomputation.touched, frozenset(self.dropped)
         for position, index in enumerate(self.order):
-            operator = self.graph.operators[index]
-            for value in (*operator.needs, *operator.makes):
-                item = storage_of[value]
-                if item in uses and (not uses[item] or uses[item][-1] != position):
-                    uses[item].append(position)
+            for item in touched[index] & dropped:
+                uses[item].append(position)
         points: dict[int, list[int]] = {}
         for item, at in uses.items():
             if not at:
@@ -121,7 +132,7 @@ class _Expansion:
         return points
 
     def _is_forward(self, position: int) -> bool:
-        return self.graph.operators[self.order[position]].phase is Phase.FORWARD
+        return self.recomputation.is_forward[self.order[position]]
 
     def _provide(self, value: int, depth: int) -> bool:
         """Make sure that an object holds a value, by running what makes it again if need be."""

@@ -114,6 +114,13 @@ struct Sequence {
         use_kinds[object].push_back(kind);
       }
     }
+    // The caller reads what is kept when the step ends: until then it may be elsewhere.
+    for (i32 object = 0; object < p.num_objects; ++object) {
+      const bool kept = (p.flags[object] & kKept) && !(p.flags[object] & kPersistent);
+      if (!kept || uses[object].empty() || uses[object].back() >= n - 1) continue;
+      uses[object].push_back(n - 1);
+      use_kinds[object].push_back(kRead);
+    }
     std::vector<i64> change(2 * n + 2, 0);
     first_gap.push_back(0);
     for (i32 object = 0; object < p.num_objects; ++object) {
@@ -184,7 +191,6 @@ struct Sequence {
       // A value that is made anew while it is there already has its room.
       const auto use = std::lower_bound(uses[to].begin(), uses[to].end(), position);
       if (use_kinds[to][use - uses[to].begin()] != kCreate) continue;
-      if (std::find(dead.begin(), dead.end(), to) != dead.end()) continue;
       handed[position] = problem.bytes[from];
       handed_from[position] = from;
       handed_to[position] = to;

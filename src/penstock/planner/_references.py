@@ -1,0 +1,115 @@
+"""Plans without a search as finalists: paging on demand, by Belady, LRU and LRU with prefetch.
+
+They take the program's own order and compute nothing twice, so they are allowed whatever is frozen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.errors import InfeasibleError
+from penstock.graph import StepGraph
+from penstock.memory import MachineProfile
+from penstock.planner._plan import Bound, Budget, Plan
+from penstock.planner.baselines._on_demand import (
+    ON_DEMAND,
+    OnDemand,
+    plan_on_demand,
+    seconds_by_bytes,
+)
+from penstock.planner.search._auto_plan import toll_of_byte
+
+_logger = logging.getLogger(__name__)
+
+# A plan on demand that takes this many times as long in bytes alone gets no addresses; of short
+# steps all do.
+_HOPELESS, _FEW_OPERATORS = 1.25, 500
+# Addresses take so many times as long as the residency alone, about.
+_ADDRESSES_TIMES = 20
+
+
+@dataclass(frozen=True)
+class ReferenceTask:
+    """The arguments of `plan_auto` that paging on demand has as well."""
+
+    graph: StepGraph
+    operator_seconds: Sequence[float]
+    budget: Budget
+    machine: MachineProfile
+    seed: int
+
+
+def fastest_with_references(
+    task: ReferenceTask, found: Plan | None, bound: Bound, *, deadline: float
+) -> Plan | None:
+    """Return a plan, or one on demand for the same budget and machine that is faster.
+
+    Example:
+        >>> fastest_with_references(  # doctest: +SKIP
+        ...     task, plan, bound, deadline=time.monotonic() + 9
+        ... )
+
+    Args:
+        task: The step and what it is planned for.
+        found: The plan that a search found; None if it found none.
+        bound: For the plan that is returned, if it is another one.
+        deadline: Time by `time.monotonic` after which nothing more is tried.
+
+    Returns:
+        `found`, or what is faster; `notes["finalist"]` then says which. None if there is none.
+    """
+    best = found
+    for arm in ON_DEMAND:
+        if time.monotonic() > deadline:
+            break
+        try:
+            other = _plan_if_worth_it(task, arm, best, deadline)
+        except InfeasibleError:
+            continue
+        if other is None or (best is not None and _total_seconds(other) >= _total_seconds(best)):
+            continue
+        _logger.info("paging on demand (%s) is faster than what the search found", arm)
+        best = other
+    if best is None or best is found:
+        return found
+    notes = {**(found.notes if found is not None else {}), "finalist": best.method}
+    return dataclasses.replace(best, bound=bound, method="auto", notes=notes)
+
+
+def _plan_if_worth_it(
+    task: ReferenceTask, arm: OnDemand, best: Plan | None, deadline: float
+) -> Plan | None:
+    """An arm's plan; None if it cannot be the fastest, or would come too late."""
+    if best is not None and len(task.graph.operators) > _FEW_OPERATORS:
+        began = time.monotonic()
+        seconds = seconds_by_bytes(
+            task.graph,
+            operator_seconds=task.operator_seconds,
+            budget=task.budget,
+            machine=task.machine,
+            arm=arm,
+        )
+        now = time.monotonic()
+        is_late = now + (now - began) * _ADDRESSES_TIMES > deadline
+        if is_late or seconds > best.step_seconds * _HOPELESS:
+            return None
+    return plan_on_demand(
+        task.graph,
+        operator_seconds=task.operator_seconds,
+        budget=task.budget,
+        machine=task.machine,
+        arm=arm,
+        seed=task.seed,
+    )
+
+
+def _total_seconds(plan: Plan) -> float:
+    """Time of a step with what its copies cost computing, which is what the search minimises."""
+    moved = plan.bytes_moved.items()
+    return plan.step_seconds + sum(
+        num_bytes * toll_of_byte(link, plan.machine) for link, num_bytes in moved
+    )

@@ -1,0 +1,89 @@
+"""Orders that a training step suggests: when gradients of weights are made, and weights updated.
+
+Both take the program's own order for everything else. A greedy order weighs operators that are
+ready, one by one; these move what belongs to one weight together, over any distance.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.graph import Phase, StepGraph
+
+
+def eager_updates(graph: StepGraph) -> np.ndarray:
+    """Return the program's order, but with each update as soon as what it reads is there.
+
+    What an optimizer keeps of a parameter then comes and goes while others are computed.
+    """
+    is_update = [operator.phase is Phase.OPTIMIZER for operator in graph.operators]
+    groups = [index if update else None for index, update in enumerate(is_update)]
+    return _in_groups(graph, groups)
+
+
+def gathered_gradients(graph: StepGraph) -> np.ndarray:
+    """Return the program's order, but with all that only one update needs right before it.
+
+    Where a weight is used many times, as in recurrent networks, its gradient is a sum. Its parts
+    are put off until all that they are made of is there, so that the sum, and the weight's state,
+    are on the device once and not once for each use.
+    """
+    groups: list[int | None] = [None] * len(graph.operators)
+    followers = _followers(graph)
+    for index in reversed(range(len(groups))):
+        operator = graph.operators[index]
+        readers = {reader for value in operator.makes for reader in graph.consumers[value]}
+        if not followers[index]:
+            groups[index] = index if operator.phase is Phase.OPTIMIZER else None
+        elif readers:
+            # An update follows whatever reads the old weight; that alone makes it no part of it.
+            first = groups[min(readers)]
+            if all(groups[other] == first for other in followers[index]):
+                groups[index] = first
+    return _in_groups(graph, groups)
+
+
+def _followers(graph: StepGraph) -> list[list[int]]:
+    followers: list[list[int]] = [[] for _ in graph.operators]
+    for index, before in enumerate(graph.predecessors):
+        for other in set(before):
+            followers[other].append(index)
+    return followers
+
+
+def _in_groups(graph: StepGraph, groups: Sequence[int | None]) -> np.ndarray:
+    """Run each group in one piece, as soon as it can; it has no followers but its own operators."""
+    followers = _followers(graph)
+    members: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        if group is not None:
+            members.setdefault(group, []).append(index)
+    waiting = [
+        sum(group is None or groups[other] != group for other in set(graph.predecessors[index]))
+        for index, group in enumerate(groups)
+    ]
+    # Of a group how many operators another one still has to run for.
+    missing = {group: sum(waiting[index] for index in own) for group, own in members.items()}
+    ready = [(False, group) for group, count in missing.items() if not count]
+    ready += [(True, i) for i, group in enumerate(groups) if group is None and not waiting[i]]
+    heapq.heapify(ready)
+    order: list[int] = []
+    while ready:
+        is_single, index = heapq.heappop(ready)
+        ran = [index] if is_single else members[index]
+        order += ran
+        for done in ran:
+            for other in followers[done]:
+                group = groups[other]
+                if group is None:
+                    waiting[other] -= 1
+                    if not waiting[other]:
+                        heapq.heappush(ready, (True, other))
+                elif is_single or group != index:
+                    missing[group] -= 1
+                    if not missing[group]:
+                        heapq.heappush(ready, (False, group))
+    return np.array(order, np.int32)

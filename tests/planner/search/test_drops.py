@@ -1,0 +1,115 @@
+"""What is dropped: repeated layers share roles, changes stay within what can be made again."""
+
+import dataclasses
+
+import numpy as np
+from hypothesis import given
+
+from graphs import GraphBuilder, chain_step, step_graphs
+from penstock.graph import Kind, Phase
+from penstock.planner.search._drop_moves import DropMoves
+from penstock.planner.search._drops import Drops
+from penstock.planner.search._orders import eager_updates, gathered_gradients
+from penstock.planner.search._recompute import Recomputation
+from penstock.planner.search._roles import roles_of
+
+
+def drops_of(graph):
+    seconds = np.ones(len(graph.operators))
+    return Drops(graph, Recomputation(graph), seconds, 1.0)
+
+
+def test_equal_layers_share_their_roles():
+    few, many = (chain_step(num_layers) for num_layers in (12, 24))
+    num_roles = [len(set(roles_of(graph))) for graph in (few, many)]
+    assert num_roles[0] == num_roles[1] < len(few.storages)
+    by_role = {}
+    for item, role in enumerate(roles_of(many)):
+        by_role.setdefault(role, []).append(many.storages[item].num_bytes)
+    assert all(len(set(sizes)) == 1 for sizes in by_role.values())
+    assert max(map(len, by_role.values())) >= 12
+
+
+def test_a_change_touches_only_what_can_be_made_again_and_changes_something():
+    graph = chain_step(12)
+    drops = drops_of(graph)
+    moves = DropMoves(drops, np.random.default_rng(0))
+    dropped, seen = frozenset(), set()
+    for _ in range(200):
+        changed = moves.propose(dropped)
+        assert changed <= set(drops.made_at)
+        assert changed != dropped
+        seen.add(len(changed ^ dropped))
+        dropped = changed
+    assert 1 in seen and max(seen) > 3  # single values, and stretches
+
+
+def last_updates_step(num_layers):
+    """A chain whose updates all come at the end, as an optimizer's do."""
+    graph = chain_step(num_layers, weight_bytes=400, activation_bytes=100)
+    rank = [operator.phase is Phase.OPTIMIZER for operator in graph.operators]
+    order = sorted(range(len(rank)), key=lambda index: rank[index])
+    return dataclasses.replace(graph, operators=tuple(graph.operators[i] for i in order))
+
+
+def recurrent_step(num_uses):
+    """A weight that is used many times: its gradient is a sum of as many parts."""
+    build = GraphBuilder()
+    weight = build.storage(100, Kind.PARAMETER)
+    states = [build.storage(1, Kind.INPUT, given=True)]
+    for _ in range(num_uses):
+        states.append(build.storage(1))
+        build.run(reads=(states[-2], weight), creates=(states[-1],))
+    back, total = build.storage(1, Kind.GRADIENT), None
+    build.run(reads=(states[-1],), creates=(back,), phase=Phase.BACKWARD)
+    for state in reversed(states[:-1]):
+        part, earlier = build.storage(100, Kind.GRADIENT), build.storage(1, Kind.GRADIENT)
+        build.run(reads=(back, state), creates=(part,), phase=Phase.BACKWARD)
+        build.run(reads=(back, weight), creates=(earlier,), phase=Phase.BACKWARD)
+        if total is not None:
+            added = build.storage(100, Kind.GRADIENT)
+            build.run(reads=(total, part), creates=(added,), phase=Phase.BACKWARD)
+            part = added
+        total, back = part, earlier
+    assert total is not None
+    new = build.version(weight)
+    build.run(reads=(total,), mutates=((weight, new),), phase=Phase.OPTIMIZER, recomputable=False)
+    return build.graph()
+
+
+def assert_is_an_order(graph, order):
+    assert sorted(order) == list(range(len(graph.operators)))
+    at = {index: position for position, index in enumerate(order)}
+    for index, before in enumerate(graph.predecessors):
+        assert all(at[other] < at[index] for other in before)
+    return at
+
+
+def test_updates_run_as_soon_as_their_gradients_are_there():
+    graph = last_updates_step(8)
+    at = assert_is_an_order(graph, eager_updates(graph).tolist())
+    for index, before in enumerate(graph.predecessors):
+        if graph.operators[index].phase is Phase.OPTIMIZER:
+            assert at[index] == max(at[other] for other in before) + 1
+
+
+def test_the_parts_of_a_gradient_are_made_one_after_the_other():
+    graph = recurrent_step(6)
+    order = gathered_gradients(graph).tolist()
+    at = assert_is_an_order(graph, order)
+    of_weight = [i for i, operator in enumerate(graph.operators) if _adds(graph, i)]
+    assert sorted(at[index] for index in of_weight) == list(
+        range(len(order) - len(of_weight), len(order))
+    )
+
+
+def _adds(graph, index):
+    """Whether an operator makes a part of the gradient, a sum of parts, or the update."""
+    storages = [graph.storages[graph.storage_of_value[v]] for v in graph.operators[index].makes]
+    return any(storage.num_bytes == 100 for storage in storages)
+
+
+@given(graph=step_graphs(max_operators=12))
+def test_suggested_orders_are_valid(graph):
+    for suggest in (eager_updates, gathered_gradients):
+        assert_is_an_order(graph, suggest(graph).tolist())
