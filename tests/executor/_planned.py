@@ -65,7 +65,7 @@ def plan_within(graph: StepGraph, device_bytes: int, tier: str, **options: Any) 
     try:
         return plan(graph, device_memory=device_bytes, **given)
     except InfeasibleError as error:
-        return plan(graph, device_memory=error.minimum_device_bytes or 0, **given)
+        return plan(graph, device_memory=error.sufficient_device_bytes or 0, **given)
 
 
 def bound(
@@ -78,6 +78,7 @@ def bound(
     tier: str,
     store: Path,
     debug: bool = False,
+    shadow: int | None = None,
 ) -> PlannedStep:
     """Bind a plan of a case of the zoo."""
     return bind(
@@ -88,6 +89,7 @@ def bound(
         loss=CASES[case].loss,
         store=store if tier == "file" else None,
         debug=debug,
+        shadow=shadow,
     )
 
 

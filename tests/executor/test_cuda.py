@@ -89,7 +89,7 @@ def test_memory_is_the_plan():
     found = plan(graph, machine="h200", time_limit=1)
     model, stepper = trainee_there("gpt2", "sgd")
     batch = there(CASES["gpt2"].batch)
-    step = bind(found, model, stepper, graph=graph, loss=CASES["gpt2"].loss)
+    step = bind(found, model, stepper, graph=graph, loss=CASES["gpt2"].loss, shadow=0)
     with step:
         for _ in range(NUM_STEPS):
             step(batch)
@@ -106,7 +106,7 @@ def test_reserved_memory_is_arena_and_workspace():
     """Of torch's allocator: one segment each, one for small tensors, and cuBLAS' own."""
     graph = graph_there("gpt2", "sgd")
     found = plan(graph, machine="h200", time_limit=1)
-    step, *_ = bound_there(found, graph, "gpt2", "sgd", None)
+    step, *_ = bound_there(found, graph, "gpt2", "sgd", None, shadow=0)
     batch = there(CASES["gpt2"].batch)
     with step:
         step(batch)

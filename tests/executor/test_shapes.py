@@ -1,5 +1,7 @@
 """Batches of several shapes: a plan for each, one memory for all, one state."""
 
+import copy
+
 import pytest
 import torch
 
@@ -172,3 +174,68 @@ def test_a_step_of_the_smallest_tensors(store):
             losses = [eager_step(model, stepper, case) for _ in range(3)]
         ends.append(everything(model, stepper, losses))
     assert differences(*ends, "") == []
+
+
+def test_forms_that_come_later_are_added_and_memory_is_lent_in_between():
+    case = CASES[CASE]
+    expected = eagerly()
+    model, stepper = trainee(case, OPTIMIZER)
+    batches = batches_of(case)
+    step = penstock.fit(
+        model,
+        stepper,
+        batches[0],
+        device_memory="1GiB",
+        machine=MACHINE,
+        time_limit=0.2,
+        cache=False,
+        debug=True,
+    )
+    known, losses = {0}, []
+    for number, turn in enumerate(TURNS):
+        if turn not in known:
+            step.add(batches[turn])
+            known.add(turn)
+        if number == 5:
+            step.release()
+            for parameter in model.parameters():  # nothing is left of the arena
+                assert parameter.untyped_storage().nbytes() <= parameter.nbytes + 63
+        losses.append(step(batches[turn]))
+    reports = step.reports()
+    assert sum(report.num_steps for report in reports) == len(TURNS)
+    step.close()
+    assert sorted(each.num_steps for each in step.reports()) == sorted(
+        each.num_steps for each in reports
+    )
+    assert step.report() in step.reports()
+    assert differences(everything(model, stepper, losses), expected, "") == []
+    with pytest.raises(penstock.errors.PenstockError, match="open step"):
+        step.add(batches[0])
+
+
+def test_another_number_of_micro_batches_has_a_plan_of_its_own():
+    batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    models = [torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))]
+    models.append(copy.deepcopy(models[0]))
+    steppers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in models]
+    with penstock.fit(
+        models[1],
+        steppers[1],
+        [batch] * 3,
+        also=[[batch] * 2],
+        accumulate=3,
+        loss=lambda output, _: output.square().mean(),
+        device_memory="1GiB",
+        machine=MACHINE,
+        time_limit=0.2,
+        cache=False,
+    ) as step:
+        for update in ([batch, batch * 2, batch * 3], [batch * 2, batch], [batch] * 3):
+            steppers[0].zero_grad()
+            for part in update:
+                (models[0](part).square().mean() / len(update)).backward()
+            steppers[0].step()
+            step(update)
+        for planned, eager in zip(models[1].parameters(), models[0].parameters(), strict=True):
+            assert torch.equal(planned, eager)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,9 +23,14 @@ from penstock.executor._operators import (
     executable,
 )
 from penstock.executor._report import ExecutionReport
+from penstock.executor._shadow import Shadow
 from penstock.graph import StepGraph
+from penstock.graph._step_program import StepProgram
 from penstock.memory import FileStore
 from penstock.planner import Plan, check
+
+_Extend = Callable[[Sequence[tuple[Plan, StepGraph]], Any], list[tuple[Plan, StepGraph]]]
+"""Makes plans that share their memory with one for a further batch."""
 
 
 class PlannedStep:
@@ -46,13 +52,19 @@ class PlannedStep:
         make: Callable[[Any], list[Execution]],
         ready: list[Execution],
         initial: Initial,
+        shadow: Shadow,
     ) -> None:
         self.plan = plan
+        self._shadow = shadow
+        self._lock = threading.RLock()  # threads take turns, step by step
         self._make = make
         self._initial = initial
         self._executions: list[Execution] = []
         self._current: Execution | None = None
         self._closed = False
+        self._ended: list[ExecutionReport] = []  # of plans whose memory has been given back
+        self._pairs: list[tuple[Plan, StepGraph]] = []
+        self._extended: _Extend | None = None
         if ready:
             self._use(ready)
 
@@ -68,31 +80,83 @@ class PlannedStep:
         Raises:
             ValueError: The batch has another form; nothing has moved.
             NonFiniteLossError: The loss is infinite or NaN; nothing has been updated.
+            CaptureError: The program does something else now than when it was captured; nothing has
+                moved.
+            UnlikeEagerError: Likewise, as its loss shows; nothing has been updated.
             TornStepError: Something failed in the middle of the update; the error says what is
                 lost. Whatever else is raised leaves model and optimizer as before the step.
         """
-        if self._closed:
-            raise PenstockError("this planned step is closed; bind the plan again")
-        if not self._executions:
-            self._use(self._make(batch))
-        execution = self._execution_for(batch)
-        if execution is not self._current:
-            if self._current is not None:
-                self._current.drain()
-            execution.take_turn()
-            self._current = execution
-        return execution.step(batch)
+        with self._lock:
+            if self._closed:
+                raise PenstockError("this planned step is closed; bind the plan again")
+            if not self._executions:
+                self._use(self._make(batch))
+            execution = self._execution_for(batch)
+            with execution.interrupts:
+                if execution is not self._current:
+                    if self._current is not None:
+                        self._current.drain()
+                    execution.take_turn()
+                    self._current = execution
+                loss = execution.step(batch, self._shadow)
+            execution.interrupts.check()
+        return loss
 
     def report(self) -> ExecutionReport:
         """Return what the steps so far took, next to what was planned; of several plans, those of
-        the one that ran last.
+        the one that ran last. After `close` what it was then.
 
         Raises:
             PenstockError: There was no step yet.
         """
+        if self._current is None and self._ended:
+            return self._ended[-1]
         if self._current is None:
             raise PenstockError("there is nothing to report before the first step")
-        return self._current.report()
+        return self._current.report(self._shadow)
+
+    def reports(self) -> tuple[ExecutionReport, ...]:
+        """Return the reports of all plans that steps have run by; also after `close`.
+
+        A plan whose memory was given back in between, by `release` or `add`, has one for each time.
+        """
+        running = [each.report(self._shadow) for each in self._executions if each.num_steps]
+        return (*self._ended, *running)
+
+    def add(self, batch: Any) -> None:
+        """Plan for batches of one more form; of a step that `fit` has made.
+
+        Example:
+            >>> step = penstock.fit(model, optimizer, short, device_memory="4GiB")  # doctest: +SKIP
+            >>> step.add(long)  # doctest: +SKIP
+
+        Args:
+            batch: A batch of that form; of accumulated micro-batches there may be another number.
+
+        Raises:
+            PenstockError: The step is closed, or not made by `fit`.
+            InfeasibleError, CaptureError, ValueError: As of `penstock.fit`; the step is as before.
+        """
+        if self._extended is None or self._closed:
+            raise PenstockError("only an open step that penstock.fit has made takes further forms")
+        self.release()
+        self._pairs[:] = self._extended(self._pairs, batch)
+
+    def release(self) -> None:
+        """Give model and optimizer memory of their own until the next step, which takes all again.
+
+        For ordinary steps in between that need the memory. Not for a model from the meta device.
+
+        Raises:
+            PenstockError: The model was on the meta device; it may not fit anywhere else.
+        """
+        if self._initial.needed:
+            raise PenstockError(
+                "the model was on the meta device and lies where its plan has it: a planned step "
+                "of it cannot give its memory back; pass all batches to penstock.fit(also=[...])"
+            )
+        with self._lock:
+            self._leave()
 
     def close(self) -> None:
         """Give model and optimizer memory of their own, and return everything else. Further calls
@@ -101,7 +165,15 @@ class PlannedStep:
         Of a model that was on the meta device everything stays where it is, as there may be no room
         for it elsewhere, and the memory is kept as long as the model is.
         """
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
         self._closed = True
+        self._leave()
+
+    def _leave(self) -> None:
+        """Bring what is the user's to memory of its own, and end everything else."""
         executions, self._executions = self._executions, []
         current, self._current = self._current, None
         if current is None:
@@ -111,6 +183,10 @@ class PlannedStep:
             current.drain()
         finally:
             _stop(executions)
+        ran = sorted((each for each in executions if each.num_steps), key=lambda e: e is current)
+        self._ended += [
+            each.report(self._shadow) for each in ran
+        ]  # the one that ran last is the last
         current.give_back()
         current.room.shared.close()
 
@@ -122,8 +198,9 @@ class PlannedStep:
 
     def _execution_for(self, batch: Any) -> Execution:
         first, *others = dict.fromkeys((self._current or self._executions[0], *self._executions))
-        fitting = (each for each in (first, *others) if others and each.accepts(batch))
-        return next(fitting, first)  # which then says what does not fit
+        fitting = [each for each in (first, *others) if others and each.accepts(batch)]
+        # Of those for any mask and those for full ones the latter, which branch as eager steps do.
+        return max(fitting, key=lambda each: each.num_full_masks, default=first)
 
     def _use(self, executions: list[Execution]) -> None:
         self._executions = executions
@@ -153,6 +230,7 @@ def bind(
     initialize: Initializer | None = None,
     store: FileStore | str | os.PathLike[str] | None = None,
     debug: bool = False,
+    shadow: int | None = None,
 ) -> PlannedStep:
     """Make a training step that runs exactly as planned.
 
@@ -175,8 +253,8 @@ def bind(
             captured with the first batch, which also proves that the plan is for this model,
             optimizer and batch.
         loss: `loss(output, batch)`, as given to `penstock.capture`.
-        before_step: As given to `penstock.capture`, for a step without `graph`.
-        accumulate: Likewise.
+        before_step: As given to `penstock.capture`; for a step without `graph`, and for `shadow`.
+        accumulate: As given to `penstock.capture`, for a step without `graph`.
         also: Plans for batches of other forms, with their graphs. All plans share one arena, one
             block of host memory and one extent of the file, as large as the largest wants; each
             step runs the plan that its batch fits, after parameters and state have moved to where
@@ -186,6 +264,10 @@ def bind(
             or safetensors files with the model's names. None: the module's `reset_parameters`.
         store: Directory or `FileStore` of the file tier; needed if the plan uses it.
         debug: Overwrite bytes that are freed, and compare what comes back with what left.
+        shadow: Compare the loss of every so many-th step with that of the program itself, called
+            eagerly on the same numbers before it, and what the program does then with what was
+            captured. None: the first two steps, and then at distances that double; the eager call
+            only if the budget has room for it (the report says so). 0: never.
 
     Returns:
         The step: `loss = step(batch)`.
@@ -226,10 +308,17 @@ def bind(
             [(plan, found if found.digest == plan.graph_digest else executable(found))]
         )
 
+    def again(_: Any) -> list[Execution]:
+        return executions(pairs)
+
     modules = [model, loss] if isinstance(loss, nn.Module) else [model]
     initial = Initial(modules, initialize)
-    ready = [] if graph is None else executions([(plan, graph), *also])
-    return PlannedStep(plan, with_first_batch, ready, initial)
+    pairs = [] if graph is None else [(plan, graph), *also]
+    ready = executions(pairs) if pairs else []
+    checks = Shadow(StepProgram(model, None, loss, before_step), shadow)
+    step = PlannedStep(plan, again if pairs else with_first_batch, ready, initial, checks)
+    step._pairs = pairs
+    return step
 
 
 def _executions(

@@ -211,6 +211,8 @@ class CudaDevice(Device):
         self._drawing.close()  # the graph draws from the pool itself
         try:
             recording.record(calls)
+        except torch.OutOfMemoryError:
+            raise  # which running one by one does not help
         except RuntimeError as error:
             _logger.warning("operators run one by one, as CUDA cannot record them: %s", error)
             return None

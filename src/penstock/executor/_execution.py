@@ -5,6 +5,7 @@ Everything that can be refused is refused in `Execution.__init__`; nothing moves
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.errors import NonFiniteLossError, PenstockError, TornStepError
+from penstock.errors import NonFiniteLossError, PenstockError, TornStepError, UnlikeEagerError
 from penstock.executor._debug import Debug
 from penstock.executor._device import Device
 from penstock.executor._interrupts import Interrupts
@@ -28,6 +29,7 @@ from penstock.executor._recovery import Recovery
 from penstock.executor._report import ExecutionReport
 from penstock.executor._room import Room
 from penstock.executor._seam import Seam, copy_elements, given_by_caller
+from penstock.executor._shadow import Shadow, alike
 from penstock.executor._stretches import Stretches
 from penstock.executor._timing import Timing, predicted_phase_seconds
 from penstock.executor._unchanged import Unchanged
@@ -53,6 +55,11 @@ class Execution:
         blocks: Its memory.
         device: Where operators run.
         debug: Whether to overwrite what is freed, and to compare what comes back.
+
+    Attributes:
+        ledger: What has moved.
+        room: The plan's memory.
+        interrupts: Held back by the caller around a step, which looks at them.
 
     Raises:
         PlanError: The plan is wrong, or not for this graph.
@@ -86,10 +93,10 @@ class Execution:
             link: self._link(link) for link in dict.fromkeys(t.link for t in plan.transfers)
         }
         self._numbers = Numbers()
-        self._interrupts = Interrupts()
+        self.interrupts = Interrupts()
         self._recovery = Recovery(graph, plan, self._places, self.room, self._seam, self._links)
         self._loss = self._loss_tensor()
-        self._loss_is_early = self._loss_precedes_commit()
+        self._early_loss = self._find_early_loss()
         self._program = program_of(
             *(graph, plan, self._places, self.room, self._links, self._numbers, self._extra),
             device,
@@ -100,9 +107,16 @@ class Execution:
         self._calls = self._program.first
         self._given: dict[str, torch.Tensor] = {}
         self._times: list[float] = []
+        self._seconds = 0.0  # of all steps
+        self._expected: torch.Tensor | None = None  # the loss of the program itself
         self._num_steps = 0
-        self._has_turned = False
+        self._has_turned = self._has_run = False
         self._process = os.getpid()
+
+    @property
+    def num_full_masks(self) -> int:
+        """Tensors of the batch that have to be masks of which nothing is masked."""
+        return len(self._graph.metadata.get("full_masks", ()))
 
     def accepts(self, batch: Any) -> bool:
         """Whether a batch has the form that was captured."""
@@ -115,15 +129,22 @@ class Execution:
     def take_turn(self) -> None:
         """Bring the user's tensors to where this plan has them; nothing is under way."""
         self._seam.take_over()
-        self._device.let_go_of_unused()
+        if not self._has_run:  # later nothing comes from anywhere else: no allocator is emptied
+            self._device.let_go_of_unused()
+            self._has_run = True
         self._has_turned = True
 
     def take_up_initial(self) -> None:
         """Bring first numbers, which only the homes have, to all other places."""
         self._seam.spread_all()
 
-    def step(self, batch: Any) -> torch.Tensor:
-        """Run one step; returns the loss."""
+    def step(self, batch: Any, shadow: Shadow) -> torch.Tensor:
+        """Run one step; returns the loss.
+
+        Args:
+            batch: Its batch.
+            shadow: What compares some of the steps with the program itself.
+        """
         if os.getpid() != self._process:
             raise PenstockError(
                 "this step was bound in another process, of which this one is a fork: its threads "
@@ -140,19 +161,20 @@ class Execution:
         changed |= self._seam.give(given, self.drain)
         self._given = given
         self._numbers.give(numbers)
+        self._expected = shadow.begin(
+            self._captured, self._plan, self._device, batch, self._seconds, self.drain
+        )
         if self._debug is not None:
             self._debug.begin_step(self._seam.settled(changed))
         begin = time.perf_counter()
-        with self._interrupts:
-            with self._device.computing():
-                self._run()
-            if self._debug is not None:
-                self.drain()  # what is compared later must not be what the user has changed since
-            assert self._loss is not None
-            loss = self._loss.clone()
-            for link in self._links.values():
-                link.next_step()
-            self._seam.note_versions()
+        try:
+            loss = self._take_step()
+        except UnlikeEagerError:
+            if self._is_repeatable(shadow, batch):
+                raise
+            return self.step(batch, shadow)
+        self._seconds += time.perf_counter() - begin
+        shadow.end(compared=self._expected is not None)
         self._times.append(time.perf_counter() - begin)
         del self._times[:-_MAX_TIMES]
         self._num_steps += 1
@@ -161,10 +183,37 @@ class Execution:
         self._calls = self._next_calls()
         self._given = {}
         self.ledger.begin_step()
-        self._interrupts.check()
-        if not self._loss_is_early:
-            self._check_loss("everything has been updated with it; load the last checkpoint")
+        if self._early_loss is None:
+            self._check_loss(
+                self._loss, "everything has been updated with it", "load the last checkpoint"
+            )
         return loss
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were finished."""
+        return self._num_steps
+
+    def _take_step(self) -> torch.Tensor:
+        with self._device.computing():
+            self._run()
+        if self._debug is not None:
+            self.drain()  # what is compared later must not be what the user has changed since
+        assert self._loss is not None
+        loss = self._loss.clone()
+        for link in self._links.values():
+            link.next_step()
+        self._seam.note_versions()
+        return loss
+
+    def _is_repeatable(self, shadow: Shadow, batch: Any) -> bool:
+        """Whether the program has the same loss when it is called eagerly once more."""
+        expected, self._expected = self._expected, None
+        again = shadow.repeat(self._captured, self._device, batch)
+        if again is None or expected is None or not alike(again, expected):
+            shadow.give_up("two eager calls of the same step had losses of other bits")
+            return False
+        return True
 
     def drain(self) -> None:
         """Wait until nothing moves."""
@@ -180,7 +229,7 @@ class Execution:
         for link in self._links.values():
             link.stop()
 
-    def report(self) -> ExecutionReport:
+    def report(self, shadow: Shadow) -> ExecutionReport:
         """Lay what happened next to what was planned."""
         plan, simulation = self._plan, simulate(self._captured, self._plan)
         num_steps = max(1, self._num_steps)
@@ -208,12 +257,17 @@ class Execution:
             workspace_bytes=declared_workspace_bytes(self._graph),
             held_bytes=self._device.held_bytes(),
             host_bytes=self.room.num_bytes(Tier.HOST),
+            undo_bytes=self._recovery.num_bytes,
             predicted_host_bytes=plan.peak_host_bytes,
             file_bytes=self.room.num_bytes(Tier.FILE),
             predicted_file_bytes=plan.peak_file_bytes,
             num_copied_results=sum(map(copies_results, operators)),
             direct_io=None if file is None else file.file.direct,
             debug=self._debug is not None,
+            num_shadow_steps=shadow.num_steps,
+            num_captures_again=shadow.num_captures,
+            shadow_seconds=shadow.seconds,
+            shadow_left_out=shadow.left_out,
             num_recorded=0 if self._stretches is None else self._stretches.num_recorded,
             operator_seconds=self._timing.operator_seconds(),
         )
@@ -232,9 +286,10 @@ class Execution:
                     for index, call in enumerate(self._calls):
                         call()
         except BaseException as error:
-            if state is not None:
-                self._device.set_random_state(state)
-            self._undo(len(ends) if is_timed else index, error)
+            with self.interrupts.masked():
+                if state is not None:
+                    self._device.set_random_state(state)
+                self._undo(len(ends) if is_timed else index, error)
             raise
         if is_timed:
             self._timing.note(begin, ends)
@@ -277,16 +332,16 @@ class Execution:
         """What runs beside operators and transfers."""
         commit = self._recovery.commit
         if when == "left":
+            if self._early_loss is not None and position == self._early_loss[0]:
+                yield functools.partial(self._check_loss, self._early_loss[1])
             if self._debug is not None:
                 yield from self._debug.at(position)
             if position == 0:  # not before: what lies there may still be leaving
                 yield self._place_inputs
             if position < commit and position % _CHECK_EVERY == 0:
-                yield self._interrupts.check
+                yield self.interrupts.check
         elif when == "entered" and position == commit:
-            yield self._interrupts.check
-            if self._loss_is_early:
-                yield self._check_loss
+            yield self.interrupts.check
         elif when == "before":
             yield from self._recovery.before(position)
 
@@ -306,24 +361,42 @@ class Execution:
                     return self.room.view_of(stay, view)
         return self.room.operand(view, last)
 
-    def _loss_precedes_commit(self) -> bool:
-        """Whether the loss is there, where it will be when the step ends, before the update."""
-        view, commit = self._graph.loss, self._recovery.commit
+    def _find_early_loss(self) -> tuple[int, torch.Tensor] | None:
+        """The last boundary before the update at which the loss is where its operator has put it,
+        what has moved there not counted, and that place; None if the update precedes it.
+        """
+        view, last = self._graph.loss, len(self._plan.order) - 1
         if view is None or not self._graph.num_bytes(view.value):
-            return False
-        return any(
-            stay.tier is Tier.DEVICE and stay.start < commit and stay.end == len(self._plan.order)
+            return None
+        latest = min(self._recovery.commit, last)
+        found = [
+            (min(latest, stay.end), self.room.view_of(stay, view))
             for stay in self._places.stays[view.value]
-        )
+            if stay.tier is Tier.DEVICE and stay.transfer is None and 0 <= stay.start < latest
+        ]
+        return max(found, key=lambda each: each[0], default=None)
 
     def _check_loss(
-        self, outcome: str = "nothing has been updated; skip this batch, or lower the learning rate"
+        self,
+        place: torch.Tensor | None,
+        outcome: str = "nothing has been updated",
+        remedy: str = "skip this batch, or lower the learning rate",
     ) -> None:
-        if self._loss is None:
+        if place is None:
             return
-        loss = self._loss.item()
+        loss = place.item()
+        if self._expected is not None and not alike(place, self._expected):
+            expected = self._expected.item()
+            raise UnlikeEagerError(
+                f"step {self._num_steps + 1}: the planned loss is {loss!r} and the program itself, "
+                f"called eagerly, has {expected!r}; it depends on something that its graph has as "
+                "it was when it was captured, as a number of Python that has changed: keep that in "
+                f"a buffer or in a tensor of the batch ({outcome})",
+                loss=loss,
+                expected=expected,
+            )
         if not math.isfinite(loss):
-            raise NonFiniteLossError(f"the loss is {loss}: {outcome}", loss=loss)
+            raise NonFiniteLossError(f"the loss is {loss}: {outcome}; {remedy}", loss=loss)
 
     # Transfers.
 

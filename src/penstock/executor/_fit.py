@@ -6,24 +6,28 @@ import dataclasses
 import logging
 import os
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from penstock.errors import InfeasibleError
 from penstock.executor._bind import PlannedStep, bind
 from penstock.executor._initial import Initializer
-from penstock.executor._operators import executable
+from penstock.executor._operators import declared_workspace_bytes, executable
 from penstock.executor._plan_cache import Planned, plan_entry
 from penstock.executor._seam import initial_fill
 from penstock.graph import StepGraph, capture, measure
+from penstock.graph._shards import ShardedModel
 from penstock.memory import FileStore, MachineProfile
-from penstock.planner import Found, plan
+from penstock.planner import Found, Plan, plan
 from penstock.units import format_bytes, format_seconds, parse_bytes
 
 _logger = logging.getLogger(__name__)
 
+_MOST_ROUNDS = 4  # of planning with less, where several plans share an arena
 _NUM_RUNS = 3  # of each operator, where their times are measured
 
 
@@ -46,6 +50,7 @@ def fit(
     progress: Callable[[Found], None] | None = None,
     cache: bool = True,
     debug: bool = False,
+    shadow: int | None = None,
 ) -> PlannedStep:
     """Make a training step that keeps within a memory budget: capture, plan, check and bind.
 
@@ -69,7 +74,8 @@ def fit(
         before_step: Called between backward and the optimizer's step, as to clip gradients; as of
             `penstock.capture`.
         accumulate: A batch is a list of this many micro-batches; as of `penstock.capture`.
-        also: Batches of other shapes; each shape has a plan, and all share the memory.
+        also: Batches of other shapes, or lists of another number of micro-batches; each has a
+            plan, and all share the memory. `PlannedStep.add` takes more of them later.
         initialize: First numbers of what is on the meta device; as of `bind`.
         machine: What times are based on. None: this machine, whose links are probed and on which
             each distinct operator runs a few times.
@@ -78,6 +84,7 @@ def fit(
         progress: Called with each improvement of the plan.
         cache: Whether plans are kept, and used again for the same step, budget and machine.
         debug: As of `bind`.
+        shadow: As of `bind`.
 
     Returns:
         The step: `loss = step(batch)`.
@@ -96,36 +103,102 @@ def fit(
         time_limit=time_limit,
         seed=seed,
     )
-    how: dict[str, Any] = {"loss": loss, "before_step": before_step, "accumulate": accumulate}
+    _warn_of_ranks_apart(model, loss, before_step)
 
-    def planned_for(each: Any) -> Planned:
+    def captured(each: Any) -> StepGraph:
         began = time.perf_counter()
+        how: dict[str, Any] = {"loss": loss, "before_step": before_step}
+        # The last update of an epoch may have fewer micro-batches.
+        is_list = accumulate is not None and isinstance(each, list | tuple) and each is not batch
+        how["accumulate"] = len(each) if is_list else accumulate
         graph = executable(capture(model, optimizer, each, **how))
         for name in graph.metadata["initial_state"]:
             initial_fill(graph, name)  # before the time that planning takes
         elapsed = format_seconds(time.perf_counter() - began)
         _logger.info("captured %d operators in %s", len(graph.operators), elapsed)
-        planned = (_known_or_made if cache else _made)(graph, wanted, progress)
+        return graph
+
+    def planned(graph: StepGraph, device_memory: int | None) -> Planned:
+        within = dataclasses.replace(wanted, device_memory=device_memory)
+        found = (_known_or_made if cache else _made)(graph, within, progress)
         _logger.info(
             "plan: %s of device memory, %s a step, at least %s",
-            format_bytes(planned.plan.peak_device_bytes),
-            format_seconds(planned.plan.step_seconds),
-            format_seconds(planned.plan.lower_bound_seconds),
+            format_bytes(found.plan.peak_device_bytes),
+            format_seconds(found.plan.step_seconds),
+            format_seconds(found.plan.lower_bound_seconds),
         )
-        return planned
+        return found
 
-    first, *others = map(planned_for, (batch, *also))
-    return bind(
+    def together(found: list[Planned]) -> list[Planned]:
+        return _within_one_arena(found, wanted.device_memory, planned)
+
+    found = [planned(captured(each), wanted.device_memory) for each in (batch, *also)]
+    first, *others = together(found)
+    step = bind(
         first.plan,
         model,
         optimizer,
         graph=first.graph,
         loss=loss,
+        before_step=before_step,
         also=[(each.plan, each.graph) for each in others],
         initialize=initialize,
         store=store,
         debug=debug,
+        shadow=shadow,
     )
+
+    def extended(
+        pairs: Sequence[tuple[Plan, StepGraph]], each: Any
+    ) -> list[tuple[Plan, StepGraph]]:
+        known = [Planned(graph, made) for made, graph in pairs]
+        found = together([*known, planned(captured(each), wanted.device_memory)])
+        return [(made, graph) for graph, made in found]
+
+    step._extended = extended
+    return step
+
+
+def _within_one_arena(
+    found: list[Planned],
+    device_memory: int | None,
+    planned: Callable[[StepGraph, int | None], Planned],
+) -> list[Planned]:
+    """Make plans that take turns keep within the budget together.
+
+    They share the largest arena a of any of them, and operators of any of them take up to the
+    largest workspace w: a + w is what must not be more than the budget.
+    """
+    if device_memory is None:
+        return found
+    for _ in range(_MOST_ROUNDS):
+        workspaces = [declared_workspace_bytes(made.planned_graph(graph)) for graph, made in found]
+        room = device_memory - max(workspaces)
+        if all(made.arena_bytes <= room for _, made in found):
+            return found
+        found = [
+            each if each.plan.arena_bytes <= room else planned(each.graph, room + workspace)
+            for each, workspace in zip(found, workspaces, strict=True)
+        ]
+    raise InfeasibleError(
+        f"device_memory={format_bytes(device_memory)} holds each of the {len(found)} shapes alone, "
+        "and not with one arena for all and the workspace of any: raise it, or make the shapes "
+        "more alike"
+    )
+
+
+def _warn_of_ranks_apart(model: nn.Module, loss: object, before_step: object) -> None:
+    """Warn where ranks of a process group would train without hearing of each other."""
+    distributed = torch.distributed
+    if before_step is not None or not (distributed.is_available() and distributed.is_initialized()):
+        return
+    if distributed.get_world_size() > 1 and not ShardedModel(model, loss).groups:
+        warnings.warn(
+            f"{distributed.get_world_size()} ranks are there and nothing averages gradients: each "
+            "trains by itself. Pass "
+            "before_step=lambda: penstock.executor.average_gradients(model)",
+            stacklevel=3,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,7 +226,8 @@ def _known_or_made(
         if planned is None:
             planned = _made(graph, wanted, progress)
             entry.save(planned)
-    return planned
+    kept = dataclasses.replace(planned.graph, captured=graph.captured)
+    return planned._replace(graph=kept)
 
 
 def _made(graph: StepGraph, wanted: _Wanted, progress: Callable[[Found], None] | None) -> Planned:

@@ -1,44 +1,73 @@
-"""Ctrl-C in the middle of a step: at once where the step can be undone, else after it.
+"""Signals in the middle of a step: at once where the step can be undone, else after it.
 
-Python raises KeyboardInterrupt between any two bytecodes, also between the two halves of an update.
-While a step runs, a flag is set instead, which the step looks at where it can still be undone.
+Python runs signal handlers between any two bytecodes, and many raise: Ctrl-C's, one for SIGTERM
+that exits. An exception between the two halves of an update tears it. While a step runs, signals
+are noted instead, and their handlers called where the step can still be undone, or when it is done.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
+
+from penstock.errors import TornStepError
+
+_HELD_BACK = [
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)  # not all systems have all
+]
+_Handler = Callable[[int, FrameType | None], Any]
 
 
 class Interrupts:
-    """Holds Ctrl-C back during a `with` block, if it would raise KeyboardInterrupt here."""
+    """Holds signals back during a `with` block, those that Python handles."""
 
     def __init__(self) -> None:
-        self.came = False
-        self._active = False
+        self._handlers: dict[int, _Handler] = {}
+        self._came: dict[int, _Handler] = {}
+        self._is_masked = False
 
     def __enter__(self) -> Interrupts:
-        self.came = False
-        self._active = (
-            threading.current_thread() is threading.main_thread()
-            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        )
-        if self._active:
-            signal.signal(signal.SIGINT, self._note)
+        self._came = {}
+        self._is_masked = False
+        if threading.current_thread() is threading.main_thread():
+            for number in _HELD_BACK:
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._note)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._active:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        while self._handlers:
+            signal.signal(*self._handlers.popitem())
+        if isinstance(error, TornStepError):  # which is what has to be heard
+            self._came = {}
+        elif error is not None:
+            self.check()
 
     def check(self) -> None:
-        """Raise what was held back."""
-        if self.came:
-            self.came = False
-            raise KeyboardInterrupt
+        """Call the handlers of what was held back; they may raise."""
+        while self._came:
+            number = next(iter(self._came))
+            self._came.pop(number)(number, None)
+
+    @contextlib.contextmanager
+    def masked(self) -> Iterator[None]:
+        """Hold back also what comes twice: what runs now must come to its end."""
+        self._is_masked = True
+        try:
+            yield
+        finally:
+            self._is_masked = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.came:  # the second one: whoever presses it twice does not want to wait
-            raise KeyboardInterrupt
-        self.came = True
+        if number in self._came and not self._is_masked:  # twice: it is not to wait any longer
+            self._came.pop(number)(number, frame)
+        else:
+            self._came[number] = self._handlers[number]

@@ -176,9 +176,9 @@ class ThreadLink:
             self._moves[index]()
             end = time.perf_counter_ns()
             self._ledger.record_transfer(self.link, self._num_bytes[index], begin, end)
-            self.done += 1
-            if self._awaited is not None and self.done >= self._awaited:
-                with self._changed:
+            with self._changed:
+                self.done += 1
+                if self._awaited is not None and self.done >= self._awaited:
                     self._changed.notify_all()
 
     def _follow(self, device: Device) -> None:

@@ -170,7 +170,7 @@ class Blocks:
 
     Args:
         layouts: Of the plans.
-        store: The file tier; None if no plan has copies there.
+        store: The file tier; None if there is none.
         device: Where operators run.
 
     Raises:
@@ -185,6 +185,8 @@ class Blocks:
         num_bytes = most[Tier.DEVICE]
         self.arena = Block(Tier.DEVICE, device.arena(num_bytes), num_bytes)
         self.below: dict[Tier, Block] = {}
+        self._device, self._store = device, store
+        self._aside: list[weakref.finalize] = []
         if most[Tier.HOST]:
             host_bytes = most[Tier.HOST]
             memory = device.host(host_bytes)
@@ -206,8 +208,22 @@ class Blocks:
             for block in self
         )
 
+    def aside(self, num_bytes: int) -> torch.Tensor:
+        """Take memory for a copy that is needed only if a step fails: below the device, and in a
+        file where there is a store.
+        """
+        if self._store is None or self._device.is_behind:
+            memory = self._device.host(num_bytes)
+            self._aside.append(weakref.finalize(self, self._device.let_go, memory))
+            return memory
+        block = FileBlock(self._store, num_bytes)
+        self._aside.append(weakref.finalize(self, block.close))
+        return block.tensor[:num_bytes]
+
     def close(self) -> None:
         """Let go of the file; tensors that look at the memory stay valid."""
+        for let_go in self._aside:
+            let_go()
         for block in self.below.values():
             block.close()
         if Tier.HOST in self.below:

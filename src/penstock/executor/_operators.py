@@ -18,7 +18,7 @@ from penstock.errors import PenstockError
 from penstock.executor._device import Device
 from penstock.executor._entry_points import entry_point
 from penstock.executor._numbers import Live, Numbers
-from penstock.graph import Operator, Phase, StepGraph
+from penstock.graph import TENSOR_ALIGNMENT_BYTES, Operator, Phase, StepGraph
 from penstock.graph._encoding import (
     CONSTANT,
     EMPTY,
@@ -35,8 +35,7 @@ from penstock.graph._encoding import (
 
 Call = Callable[[], object]
 
-ALIGNMENT_BYTES = 64  # what torch gives every tensor; kernels may calculate otherwise elsewhere
-_CUDA_ALIGNMENT_BYTES = 512  # likewise, of torch's allocator for GPUs
+ALIGNMENT_BYTES = TENSOR_ALIGNMENT_BYTES["cpu"]  # at least, on any device
 
 _COPIES = ("aten.clone.default", "aten._to_copy.default")
 """Operators whose result is their operand, perhaps in another dtype or layout."""
@@ -157,7 +156,7 @@ def executable(graph: StepGraph) -> StepGraph:
             )
         )
     metadata = {**graph.metadata, _WORKSPACE_MARK: True}
-    unit = _CUDA_ALIGNMENT_BYTES if graph.device == "cuda" else ALIGNMENT_BYTES
+    unit = TENSOR_ALIGNMENT_BYTES[graph.device]
     storages = tuple(
         dataclasses.replace(storage, num_bytes=-(-storage.num_bytes // unit) * unit)
         for storage in graph.storages

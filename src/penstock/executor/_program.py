@@ -31,7 +31,7 @@ from penstock.executor._operators import (
 from penstock.executor._places import Places
 from penstock.executor._room import Room
 from penstock.graph import Kind, Operator, Phase, StepGraph, TensorView
-from penstock.graph._encoding import GET_RNG_STATE, SCALAR, SET_RNG_STATE, decode
+from penstock.graph._encoding import CONSTANT, GET_RNG_STATE, SCALAR, SET_RNG_STATE, decode
 from penstock.memory import Link, Tier
 from penstock.planner import Plan
 
@@ -167,6 +167,11 @@ def _boundaries(
     return dict(calls)
 
 
+def _read_anew(place: torch.Tensor, outside: torch.Tensor) -> None:
+    """Copy what a tensor that is neither the model's nor the batch's has in it now."""
+    place.copy_(outside.detach())
+
+
 class _Compiler:
     """Turns operators at positions into calls."""
 
@@ -183,6 +188,8 @@ class _Compiler:
             self._runs_left[index] += 1
         self._seen: set[int] = set()
         self._operand = room.operand
+        captured = graph.captured
+        self._outside: Mapping[str, torch.Tensor] = {} if captured is None else captured.outside
         self._again: dict[int, list[torch.Tensor]] = {}  # states of the random generator
         for storage in graph.storages:
             if storage.kind is Kind.SCALAR and storage.initial is not None:
@@ -210,14 +217,19 @@ class _Compiler:
         for name, value in kwarguments.items():
             kwargs[name] = self._decode(value, kwargs, name, position, live)
         results = self._results(operator, position) if slot is None else []
-        call = call_of(operator, target, args, kwargs, results, live, self._numbers, slot)
+        outside = self._outside.get(operator.name) if target == CONSTANT else None
+        if outside is not None:
+            call = functools.partial(_read_anew, results[0].tensor, outside)
+        else:
+            call = call_of(operator, target, args, kwargs, results, live, self._numbers, slot)
         if call is None:
             return
         if operator.random and (again or self._runs_left[index] > 1):
             first, second = random_again(call, self._again.setdefault(index, []), self._device)
             call = second if again else first
         first = checked(operator, call, results)
-        is_plain = not (live.reads or live.places or operator.random or target in _LOOKS)
+        changes = live.reads or live.places or operator.random or outside is not None
+        is_plain = not (changes or target in _LOOKS)
         self.program.add(call, position, Stage.RUNNING, first=first, is_plain=is_plain)
 
     def _results(self, operator: Operator, position: int) -> list[Result]:

@@ -22,7 +22,7 @@ from penstock.graph import Phase, StepGraph
 from penstock.memory import Link
 from penstock.planner import Plan
 
-_MAX_SNAPSHOT_BYTES = 4 * 2**20  # of what changes before the commit: running statistics
+_SMALL_BYTES = 4 * 2**20  # of running statistics; what is larger goes to where memory is less dear
 
 
 class Outcome(NamedTuple):
@@ -51,6 +51,7 @@ class Recovery:
     Attributes:
         commit: First position at which the optimizer changes something that cannot be undone; the
             number of positions if there is none.
+        num_bytes: Of copies of what changes before it.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Recovery:
         self._saved_storages: dict[int, tuple[int, torch.Tensor]] = {}
         self._loose_copies: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._loose_changes: dict[int, list[int]] = {}
+        self.num_bytes = 0
         self._plan_snapshots()
 
     def before(self, position: int) -> Iterator[Call]:
@@ -190,7 +192,7 @@ class Recovery:
 
     def _plan_snapshots(self) -> None:
         """Copies of running statistics and step counts that change before the commit."""
-        room_left, seen = _MAX_SNAPSHOT_BYTES, set()
+        seen: set[int] = set()
         for position, index in enumerate(self._plan.order):
             for old, _ in self._graph.operators[index].mutates:
                 storage = self._graph.storage_of_value[old]
@@ -199,10 +201,9 @@ class Recovery:
                 num_bytes = self._graph.storages[storage].num_bytes
                 if not num_bytes:
                     self._loose_changes.setdefault(storage, []).append(position)
-                if position >= self.commit or storage in seen or num_bytes > room_left:
+                if position >= self.commit or storage in seen:
                     continue
                 seen.add(storage)
-                room_left -= num_bytes
                 self._keep(storage, old, position)
 
     def _keep(self, storage: int, old: int, position: int) -> None:
@@ -210,7 +211,11 @@ class Recovery:
         if num_bytes:
             offset = self._places.operand(old, position)
             original = self._room.arena.bytes_at(offset, num_bytes)
-            copy = torch.empty_like(original)
+            self.num_bytes += num_bytes
+            if self.num_bytes <= _SMALL_BYTES:
+                copy = torch.empty_like(original)
+            else:
+                copy = self._room.shared.aside(num_bytes)
             self._saved_storages[storage] = (position, copy)
         else:
             of = self._graph.storage_of_value

@@ -47,6 +47,9 @@ class ExecutionReport:
     whole 2 MiB, at least 20 below 10 MiB, and one for small tensors. None on CPUs."""
     host_bytes: int
     """Host memory of copies."""
+    undo_bytes: int
+    """Copies of what a step changes before it is known that it will be done, as running statistics
+    and queues: beyond 4 MiB in host memory, or in the file where there is a store."""
     predicted_host_bytes: int
     """Their most at any time, as the plan has it."""
     file_bytes: int
@@ -59,11 +62,27 @@ class ExecutionReport:
     """Whether the file is read and written past the page cache; None without a file."""
     debug: bool
     """Whether freed bytes are overwritten and transfers compared."""
+    num_shadow_steps: int = 0
+    """Steps whose loss was compared with that of the program itself, called eagerly before them."""
+    num_captures_again: int = 0
+    """Steps before which the program was called on tensors without data, and compared operator by
+    operator with what was captured."""
+    shadow_seconds: float = 0.0
+    """What both took, of all steps; not part of `step_seconds`."""
+    shadow_left_out: str = ""
+    """Why losses are not compared with eager ones; empty where they are."""
     num_recorded: int = 0
     """Operators of a step that a GPU replays from CUDA graphs."""
     operator_seconds: tuple[float | None, ...] = ()
     """Of each operator of the planned graph, measured in the same steps; None where nothing runs.
     `Plan.refine` takes them up."""
+
+    @property
+    def disk_alone_seconds(self) -> float:
+        """What the transfers of a step with the file take one after the other, as measured."""
+        rates = self.bytes_per_second
+        moved = self.moved_bytes.items()
+        return sum(n / rates[link] for link, n in moved if "file" in link and rates[link])
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain data, for JSON."""
@@ -75,4 +94,5 @@ class ExecutionReport:
             for field in dataclasses.fields(self)
             if field.name != "operator_seconds"
         ]
+        rows.append(("disk_alone_seconds", self.disk_alone_seconds))
         return report_table(rows, title="penstock.bind")

@@ -52,6 +52,7 @@ class Unchanged:
         self, graph: StepGraph, roots: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer
     ) -> None:
         self._device = graph.device
+        self._captured = graph.captured
         self._autocast = graph.metadata.get("autocast")
         self._roots = roots
         self._optimizer = optimizer
@@ -82,6 +83,8 @@ class Unchanged:
                 f"autocast to {dtype} is on, and the step was captured {was}: enter autocast "
                 "around the capture (penstock.fit); around the step it changes nothing"
             )
+        if self._captured is not None:
+            self._captured.check_outside()
         self._look_at_attributes()
 
     def _look(self) -> tuple[_Seen, list[Any]]:

@@ -1,0 +1,127 @@
+"""Planned steps that signals interrupt at random moments: undone or done, never in between.
+
+    python tests/executor/_signal_fuzz.py --num 2000 --signal SIGINT --tier file
+
+counts what became of them; `--num 500 --signal SIGTERM` likewise with a handler that exits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from _planned import CASES, bound, everything, trainee
+from _steps import eager_step
+from penstock.errors import TornStepError
+
+CASE, OPTIMIZER = "mixture", "adamw"
+_STATES = 40  # steps from one start
+
+
+class Stopped(BaseException):
+    """Raised by the handler of a signal."""
+
+
+def _stop(*_: object) -> None:
+    raise Stopped
+
+
+def digest(model: Any, stepper: Any) -> str:
+    """All that training changes, as a number."""
+    found = everything(model, stepper, [])
+    tensors = [*found["model"].values(), found["random"]]
+    tensors += [each for state in found["optimizer"].values() for each in state.values()]
+    raw = b"".join(each.contiguous().numpy().tobytes() for each in tensors)
+    return hashlib.sha256(raw).hexdigest()
+
+
+def eager_states() -> list[str]:
+    """Digests after each number of ordinary steps."""
+    model, stepper = trainee(CASES[CASE], OPTIMIZER)
+    torch.manual_seed(1)
+    states = []
+    for _ in range(_STATES + 1):
+        eager_step(model, stepper, CASES[CASE])
+        states.append(digest(model, stepper))
+    return states
+
+
+def fuzz(number: int, count: int, tier: str, store: Path, *, seed: int = 0) -> Counter[str]:
+    """Interrupt `count` steps; returns how many were undone, done, torn, wrong or not hit."""
+    states, moments = eager_states(), random.Random(seed)
+    outcomes: Counter[str] = Counter()
+    main = threading.main_thread().ident
+    assert main is not None
+    previous = signal.signal(number, _stop)
+    try:
+        while outcomes.total() < count:
+            model, stepper = trainee(CASES[CASE], OPTIMIZER)
+            arguments = {"share": 1 / 3, "tier": tier, "store": store}
+            step = bound(CASE, OPTIMIZER, model, stepper, **arguments)
+            torch.manual_seed(1)
+            step(CASES[CASE].batch)
+            begin = time.perf_counter()
+            step(CASES[CASE].batch)
+            seconds, done = time.perf_counter() - begin, 1
+            while outcomes.total() < count and done < _STATES:
+                delay = moments.uniform(0, 0.5 * seconds)
+                timer = threading.Timer(delay, signal.pthread_kill, (main, number))
+                outcome, last, returned = "not hit", digest(model, stepper), False
+                try:
+                    timer.start()
+                    try:
+                        step(CASES[CASE].batch)
+                        returned = True
+                    finally:
+                        timer.join()
+                except Stopped:
+                    outcome = "after it" if returned else "hit"
+                except TornStepError:
+                    outcomes["torn"] += 1
+                    break
+                now = digest(model, stepper)
+                if now == states[done + 1]:
+                    done += 1
+                    outcomes["done" if outcome == "hit" else outcome] += 1
+                elif now == last:
+                    outcomes["undone"] += 1
+                else:
+                    outcomes["wrong"] += 1
+                    break
+            step.close()
+    finally:
+        signal.signal(number, previous)
+    return outcomes
+
+
+def main() -> None:
+    """Count the outcomes of many interrupted steps."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--num", type=int, default=500)
+    parser.add_argument("--signal", default="SIGTERM")
+    parser.add_argument("--tier", choices=["host", "file"], default="file")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir="/tmp") as store:
+        number = getattr(signal, options.signal)
+        outcomes = fuzz(number, options.num, options.tier, Path(store), seed=options.seed)
+        left = len(list(Path(store).iterdir()))
+    sys.stdout.write(f"{options.signal} {options.tier} {dict(outcomes)}; files left: {left}\n")
+    sys.exit(bool(outcomes["torn"] + outcomes["wrong"] + left))
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[1] / "graph")]
+    main()

@@ -1,0 +1,164 @@
+"""Steps that are compared with the program itself: what a graph cannot see is noticed."""
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from _planned import MACHINE, differences, everything
+from penstock.errors import CaptureError, UnlikeEagerError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+OPTIONS = {"machine": MACHINE, "time_limit": 0.2, "cache": False}
+X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+
+
+class Model(nn.Module):
+    """Dropout, running statistics, a buffer that is replaced, and a program of one's own."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.3), nn.Linear(32, 32)
+        )
+        self.register_buffer("mean", torch.zeros(32))
+        self.seen = []
+        self._scale = scale
+
+    def forward(self, x):
+        y = self.layers(x)
+        self.mean = self.mean * 0.9 + y.detach().mean(0) * 0.1
+        return (y - self.mean).square().mean() * self._scale()
+
+
+def trainee(scale=lambda: 1.0, **options):
+    torch.manual_seed(0)
+    model = Model(scale)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = penstock.fit(
+        model,
+        optimizer,
+        X,
+        device_memory=options.pop("device_memory", "64MiB"),
+        **{**OPTIONS, **options},
+    )
+    return model, optimizer, step
+
+
+def test_a_number_that_changes_later_is_noticed():
+    scale = [1.0]
+    model, optimizer, step = trainee(lambda: scale[0])
+    losses = [step(X) for _ in range(2)]
+    scale[0] = 0.5
+    losses.append(step(X))  # between two checks
+    before = everything(model, optimizer, losses)
+    with pytest.raises((CaptureError, UnlikeEagerError), match=r"1\.0|buffer"):
+        step(X)
+    assert not differences(before, everything(model, optimizer, losses), "")
+    scale[0] = 1.0
+    step(X)
+
+
+def test_a_counter_that_matters_later_is_noticed():
+    calls = []
+
+    def scale():
+        calls.append(1)
+        return 1.0 if len(calls) < 4 else 0.5
+
+    *_, step = trainee(scale)  # calls it twice
+    step(X)
+    with pytest.raises((CaptureError, UnlikeEagerError)):
+        step(X)
+
+
+def test_losses_are_compared(monkeypatch):
+    held = [1.0]
+
+    def loss_of(output, batch):
+        return output * held[0]
+
+    torch.manual_seed(0)
+    model = Model(lambda: 1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    arguments = {"device_memory": "64MiB", "shadow": 1, "loss": loss_of}
+    step = penstock.fit(model, optimizer, X, **arguments, **OPTIONS)
+    monkeypatch.setattr("penstock.executor._shadow.verify", lambda *_: None)
+    losses = [step(X)]
+    before = everything(model, optimizer, losses)
+    held[0] = 2.0
+    with pytest.raises(UnlikeEagerError, match=r"step 2: the planned loss is [\d.]+ and") as caught:
+        step(X)
+    assert caught.value.expected == pytest.approx(2 * caught.value.loss)
+    assert not differences(before, everything(model, optimizer, losses), "")
+
+
+@pytest.mark.parametrize("options", [{"shadow": 1}, {"shadow": 0}, {}])
+def test_checks_change_nothing(options, store):
+    tight = {"device_memory": "48KiB", "store": store}
+    found = []
+    for given in (options, {"shadow": 0}):
+        model, optimizer, step = trainee(**given, **tight)
+        torch.manual_seed(1)
+        found.append(everything(model, optimizer, [step(X) for _ in range(5)]))
+    assert not differences(*found, "")
+
+
+def test_the_report_counts_checks():
+    counts = {}
+    for every in (None, 0, 1, 3):
+        *_, step = trainee(shadow=every)
+        for _ in range(9):
+            step(X)
+        report = step.report()
+        counts[every] = report.num_shadow_steps
+        assert (report.shadow_seconds > 0) is (every != 0)
+    assert counts == {None: 4, 0: 0, 1: 9, 3: 4}
+
+
+def test_an_eager_call_that_the_budget_has_no_room_for_is_left_out(monkeypatch):
+    monkeypatch.setattr("penstock.executor._shadow._SMALL_BYTES", 0)
+    *_, step = trainee(device_memory="48KiB", host_memory="1MiB")
+    for _ in range(2):
+        step(X)
+    report = step.report()
+    assert report.num_shadow_steps == 0
+    assert report.num_captures_again == 1
+    assert "the budget leaves" in report.shadow_left_out
+
+
+def test_losses_that_differ_from_call_to_call_cannot_be_compared(monkeypatch):
+    eager = iter([0.25, 0.5])
+    monkeypatch.setattr(
+        "penstock.executor._shadow._loss", lambda *_: torch.tensor(next(eager, 0.0))
+    )
+    *_, step = trainee()
+    with pytest.warns(UserWarning, match="two eager calls of the same step"):
+        step(X)
+    assert step.report().num_shadow_steps == 0
+
+
+def test_programs_that_ask_for_gradients_are_called_too():
+    class Penalty(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(32, 1)
+
+        def forward(self, x):
+            x = x.clone().requires_grad_()
+            y = self.layer(x).tanh().sum()
+            (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+            return y + gradient.square().sum()
+
+    torch.manual_seed(0)
+    model = Penalty()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = penstock.fit(model, optimizer, X, device_memory="64MiB", **OPTIONS)
+    step(X)
+    assert step.report().num_shadow_steps == 1
+
+
+@pytest.mark.parametrize("every", [-1, 1.5, True])
+def test_other_distances_are_refused(every):
+    with pytest.raises(ValueError, match="shadow="):
+        trainee(shadow=every)
