@@ -557,3 +557,26 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
             return
         event.wait(0.005)
     raise AssertionError("the condition did not come true in time")
+
+
+@pytest.mark.parametrize("name", ["LazyLinear", "LazyBatchNorm1d", "SAGEConv", "Linear"])
+def test_modules_whose_parameters_come_with_the_first_batch(name, everything):
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        x, edges = torch.randn(30, 5), torch.tensor([[0, 1, 7], [1, 2, 3]])
+        if name == "LazyLinear":
+            model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(4))
+        elif name == "LazyBatchNorm1d":
+            model = nn.LazyBatchNorm1d()
+        else:
+            geometric = pytest.importorskip("torch_geometric.nn")
+            sizes = ((-1, -1), 8) if name == "SAGEConv" else (-1, 8)
+            model = getattr(geometric, name)(*sizes)
+        for _ in range(2):
+            (model(x, edges) if name == "SAGEConv" else model(x)).square().sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    expected = run()
+    with everything:
+        found = run()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

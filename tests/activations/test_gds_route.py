@@ -63,7 +63,10 @@ class Ram:
     def mark(self, device):
         return "computed"
 
-    def wait(self, ready):
+    def mark_again(self, ready):
+        return ready
+
+    def wait(self, ready, storage):
         self.waited.append(ready)
 
     def allocate(self, num_bytes, device, ready):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.activations._workers import Reaper, Workers
+from penstock.activations._workers import Changed, Reaper, Workers
 
 NAME = "penstock-test"
 
@@ -15,13 +15,17 @@ class Interrupted(BaseException):
 
 
 @pytest.fixture
-def changed() -> threading.Condition:
-    return threading.Condition(threading.Lock())
+def changed() -> Changed:
+    return Changed(threading.Lock())
 
 
-def workers(changed: threading.Condition) -> tuple[Workers, list[object]]:
+def workers(changed: Changed) -> tuple[Workers, list[object]]:
     carried: list[object] = []
-    made = Workers(changed, carried.append, lambda: None, name="test", num_threads=3)
+
+    def fail(record: object, error: BaseException) -> None:
+        carried.append(error)
+
+    made = Workers(changed, carried.append, fail, lambda: None, name="test", num_threads=3)
     return made, carried
 
 
@@ -48,15 +52,15 @@ def interrupted_after(num_started: int, monkeypatch: pytest.MonkeyPatch) -> None
 def test_threads_of_an_interrupted_start_end_and_others_come(num_started, changed, monkeypatch):
     made, carried = workers(changed)
     interrupted_after(num_started, monkeypatch)
-    with pytest.raises(Interrupted), changed:
+    with pytest.raises(Interrupted), changed.lock:
         made.put("first")  # pyright: ignore[reportArgumentType]
     for thread in threads():
         thread.join(10)
     assert threads() == []
-    with changed:
+    with changed.lock:
         made.put("second")  # pyright: ignore[reportArgumentType]
-    with changed:
-        assert changed.wait_for(lambda: len(carried) == 2, 0) or len(threads()) == 3
+    with changed.lock:
+        assert len(carried) == 2 or len(threads()) == 3
         ended = made.stop()
     for thread in ended:
         thread.join(10)
@@ -66,9 +70,9 @@ def test_threads_of_an_interrupted_start_end_and_others_come(num_started, change
 def test_stopping_after_an_interrupted_start_waits_for_nobody(changed, monkeypatch):
     made, _ = workers(changed)
     interrupted_after(1, monkeypatch)
-    with pytest.raises(Interrupted), changed:
+    with pytest.raises(Interrupted), changed.lock:
         made.put("first")  # pyright: ignore[reportArgumentType]
-    with changed:
+    with changed.lock:
         ended = made.stop()
     for thread in ended:
         thread.join(10)

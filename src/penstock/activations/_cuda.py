@@ -40,8 +40,16 @@ class CudaCopies:
         stream = torch.cuda.current_stream(device)
         return stream, stream.record_event()
 
+    def mark_again(self, ready: Token) -> Token:
+        """An event on the same stream, now."""
+        return ready[0], ready[0].record_event()
+
     def to_host(self, storage: torch.UntypedStorage, address: int, ready: Token) -> None:
-        """Copy after `ready`; the storage may be freed on return, the copy has ended."""
+        """Copy after `ready`; the storage may be freed on return, the copy has ended.
+
+        The operator that saved it reads it after `ready`, on that stream, and stock PyTorch would
+        keep it until the backward pass: a storage of another stream must not be given out before.
+        """
         stream = self._stream(storage.device, "out")
         stream.wait_event(ready[1])
         with torch.cuda.stream(stream):
@@ -49,6 +57,7 @@ class CudaCopies:
             host.copy_(bytes_of(storage), non_blocking=True)
             event = stream.record_event()
         event.synchronize()
+        bytes_of(storage).record_stream(ready[0])
 
     def allocate(self, num_bytes: int, device: torch.device, ready: Token) -> torch.UntypedStorage:
         """Memory of the computing stream's pool: freeing it needs no further ordering."""
@@ -70,13 +79,19 @@ class CudaCopies:
         """Block this thread until the copy has ended."""
         token[1].synchronize()
 
-    def settle(self, token: Token) -> None:
+    def has_ended(self, token: Token) -> bool:
+        """Whether the copy has ended."""
+        return token[1].query()
+
+    def settle(self, token: Token, storage: torch.UntypedStorage | None) -> None:
         """Let the stream that computes here, and the memory's own, wait for the copy."""
         compute, event = token
         compute.wait_event(event)
         current = torch.cuda.current_stream(compute.device)
         if current != compute:
             current.wait_event(event)
+            if storage is not None:
+                bytes_of(storage).record_stream(current)
 
     def _stream(self, device: torch.device, direction: str) -> torch.cuda.Stream:
         with self._lock:

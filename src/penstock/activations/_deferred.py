@@ -2,36 +2,40 @@
 
 Operators save their inputs before they run, and a few (`rrelu`'s noise) fill one of them while
 they run without raising its version: its bytes are there only afterwards. What has a history of
-its own was computed by an operator that has run; the rest waits for some more saves.
+its own was computed by an operator that has run. Anything else waits for the same thread to record
+another operator: autograd numbers them, and one has run before the next one is recorded.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import threading
 from collections.abc import Iterator
+
+from torch._C._autograd import _get_sequence_nr as _number_of_operator
 
 from penstock.activations._record import Record
 
-_NUM_SAVES = 4  # after which the operator that saved an input has surely run
-
 
 class DeferredSaves:
-    """Records without a history of their own, in the order of saving, until they are due."""
+    """Records whose operator may not have run yet, by the thread that runs it."""
 
     def __init__(self) -> None:
-        self._records: deque[tuple[Record, int]] = deque()  # with the number of its save
-        self._num_saves = 0
+        self._records: dict[int, list[Record]] = {}
+        self._operators: dict[int, int] = {}  # that their thread was recording
 
     def add(self, record: Record) -> None:
-        """Defer what is being saved."""
-        self._records.append((record, self._num_saves))
+        """Defer what this thread is saving."""
+        thread = threading.get_ident()
+        record.filled = False
+        self._operators[thread] = _number_of_operator()
+        self._records.setdefault(thread, []).append(record)
 
-    def note_save(self) -> None:
-        """Something was saved, deferred or not."""
-        self._num_saves += 1
-
-    def due(self, *, everything: bool = False) -> Iterator[Record]:
-        """Take out what was saved long enough ago, or all that there is."""
-        last = self._num_saves - (0 if everything else _NUM_SAVES + 1)
-        while self._records and self._records[0][1] <= last:
-            yield self._records.popleft()[0]
+    def due(self) -> Iterator[Record]:
+        """Take out what this thread's earlier operators have filled."""
+        if not self._records:
+            return
+        thread = threading.get_ident()
+        if thread in self._records and self._operators[thread] != _number_of_operator():
+            for record in self._records.pop(thread):
+                record.filled = True
+                yield record

@@ -14,6 +14,7 @@ memory only when the whole copy exists.
 
 from __future__ import annotations
 
+import _thread
 import logging
 import threading
 import time
@@ -26,13 +27,27 @@ import torch
 from penstock.activations._account import DeviceAccount
 from penstock.activations._deferred import DeferredSaves
 from penstock.activations._policy import Policy
-from penstock.activations._record import Activity, Record, SavedHandle
+from penstock.activations._record import (
+    Activity,
+    HandleWatch,
+    Record,
+    SavedHandle,
+    not_in_child,
+)
 from penstock.activations._roster import Roster
 from penstock.activations._routes import Declined, Route
+from penstock.activations._small import (
+    CHUNK_BYTES,
+    Chunk,
+    SmallHandle,
+    SmallSaves,
+    pack,
+    unpack,
+)
 from penstock.activations._steps import StepKeeper
-from penstock.activations._workers import Reaper, Workers
-from penstock.errors import CapacityError, PenstockError, StoreError
-from penstock.memory import Ledger
+from penstock.activations._workers import Changed, Reaper, Workers
+from penstock.errors import CapacityError, PenstockError, StoreError, stacklevel_of_user
+from penstock.memory import Ledger, deferred_signals, interruptible, uninterrupted
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +61,8 @@ class Engine:
 
     device_memory: budget in bytes for saved storages on the device tier, or None.
     in_flight_bytes: how many bytes may wait for their write before saving blocks, where there is
-    no budget. window_bytes: how far reads run ahead of the backward pass.
+    no budget. min_bytes: what is smaller leaves only where the budget demands it.
+    window_bytes: how far reads run ahead of the backward pass.
     """
 
     def __init__(
@@ -55,6 +71,7 @@ class Engine:
         ledger: Ledger,
         policy: Policy,
         device_memory: int | None,
+        min_bytes: int,
         in_flight_bytes: int,
         window_bytes: int,
     ) -> None:
@@ -65,16 +82,22 @@ class Engine:
         self.disowned = False  # in a forked child: threads, locks and file are the parent's
         self.error: PenstockError | None = None  # why nothing is offloaded any more
         self._device_memory = device_memory
+        self._min_bytes = min_bytes
+        self.has_budget = device_memory is not None
+        chunk_bytes = CHUNK_BYTES if device_memory is None else min(CHUNK_BYTES, device_memory // 4)
+        self._chunk_bytes = chunk_bytes
+        self.small_bytes = min(min_bytes, chunk_bytes)  # what is smaller goes to chunks
+        self.small = SmallSaves(self.open_chunk, self.use_chunk, self.bring_back_small)
+        self.file_route: Route | None = None  # by which packed chunks leave
+        self._reserved_bytes = 0  # for chunks that are being filled
+        self._spillable: dict[int, Record] = {}  # what is kept, by number
         self._in_flight_bytes = in_flight_bytes
         self._window_bytes = window_bytes
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._writers = Workers(
-            self._changed, self._store, self._bury, name="write", num_threads=_NUM_WRITERS
-        )
-        self._readers = Workers(
-            self._changed, self._load_ahead, self._bury, name="read", num_threads=_NUM_READERS
-        )
+        self._changed = Changed(self._lock)
+        self._writers = self._workers("write", self._store, _NUM_WRITERS)
+        self._readers = self._workers("read", self._load_queued, _NUM_READERS)
+        self._reader_now = self._workers("read-now", self._load_queued, 1)
         self._records = Roster()
         self._account = DeviceAccount(ledger)
         self._reaper = Reaper(self._lock, self._bury)
@@ -85,9 +108,16 @@ class Engine:
         self._num_loading = 0
         self._busy: dict[int, Record] = {}  # in a transfer, dead or alive
         self._parked = False  # outside `with`: threads end with the last record
+        self._on_end: Callable[[], None] | None = None  # of an `Offload` that is gone
+
+    def _workers(self, name: str, carry: Callable[[Record], None], num_threads: int) -> Workers:
+        return Workers(
+            self._changed, carry, self._fail, self._bury, name=name, num_threads=num_threads
+        )
 
     # ------------------------------------------------------------------ saving
 
+    @uninterrupted
     def save(self, tensor: torch.Tensor, route: Route | None, *, offloadable: bool) -> SavedHandle:
         """Register `tensor`, which autograd saves, and start its way out if the policy says so."""
         try:
@@ -102,26 +132,41 @@ class Engine:
     def _save(self, tensor: torch.Tensor, route: Route | None, offloadable: bool) -> SavedHandle:
         in_backward = torch._C._current_graph_task_id() != -1
         storage = tensor.untyped_storage()
+        num_bytes = storage.nbytes()
         self._bury()
+        self._queue_deferred()
         record = self._records.find(storage, tensor)
+        leaves = False
         if record is None:
-            self.steps.begin_if_due(in_backward=in_backward, num_live=len(self._records))
-            num_bytes = storage.nbytes()
-            leaves = offloadable and not self.error and self.policy.wants(num_bytes, in_backward)
+            if self.steps.begin_if_due(in_backward=in_backward, num_live=len(self._records)):
+                deferred_signals.renew()
+            leaves = offloadable and not self.error and self._wants(num_bytes, in_backward)
             self._admit(num_bytes, leaves)
+            # Which may have waited without the lock, while another thread saved the same storage.
+            record = self._records.find(storage, tensor)
+        if record is None:
             record = self._register(tensor, storage, route, offloadable)
+            record.leaves = leaves
             if leaves:
                 self.steps.leaving_bytes += num_bytes
-                send = self._queue_store if tensor.requires_grad else self._deferred.add
-                send(record)
-        self._deferred.note_save()
-        self._queue_deferred()
+            if offloadable and not tensor.requires_grad:
+                self._deferred.add(record)
+            elif leaves:
+                self._queue_store(record)
+            if offloadable and not leaves:
+                self._spillable[record.number] = record
         return SavedHandle(record, tensor, self._reaper.on_death)
 
-    def _queue_deferred(self, *, everything: bool = False) -> None:
-        """Send what was deferred and is due, or all of it."""
-        for record in self._deferred.due(everything=everything):
-            if self._may_spill(record) and not self.error:
+    def _wants(self, num_bytes: int, in_backward: bool) -> bool:
+        wanted = self.policy.wants(num_bytes, in_backward)
+        return wanted and (num_bytes >= self._min_bytes or self.policy.planned)
+
+    def _queue_deferred(self) -> None:
+        """Send what was deferred and is due."""
+        for record in self._deferred.due():
+            if record.route is not None and record.ready is not None:
+                record.ready = record.route.mark_again(record.ready)
+            if record.leaves and self._may_spill(record) and not self.error:
                 self._queue_store(record)
 
     def _register(
@@ -156,7 +201,8 @@ class Engine:
 
     def _over_budget(self, num_bytes: int) -> bool:
         limit = self._device_memory
-        return limit is not None and 0 < self._account.resident_bytes > limit - num_bytes
+        held_bytes = self._account.resident_bytes + self._reserved_bytes
+        return limit is not None and 0 < held_bytes > limit - num_bytes
 
     def _make_room(self, num_bytes: int) -> None:
         """Bring the resident bytes down until `num_bytes` more keep within the device budget.
@@ -164,6 +210,8 @@ class Engine:
         Drops what was read too early, waits for transfers under way, sends what had been kept.
         Returns with the budget still exceeded where nothing more can leave.
         """
+        if self._over_budget(num_bytes):
+            self._account.sweep(None)
         while self._over_budget(num_bytes):
             if self._drop_prefetched():
                 continue
@@ -185,19 +233,31 @@ class Engine:
 
     def _spill_oldest(self) -> bool:
         """Queue the write of the oldest kept storage that no backward pass has asked for."""
-        if not self.error:
-            for record in self._records:
-                if self._may_spill(record):
-                    self._queue_store(record)
-                    return True
-        return False
+        if self.error:
+            return False
+        found, over = None, []
+        for number, record in self._spillable.items():
+            if self._may_spill(record):
+                over.append(number)
+                if not record.unpacked or self._pack(record):
+                    found = record
+                    break
+            elif record.filled and record.activity is Activity.IDLE:
+                over.append(number)  # dead, asked for, declined: not again
+        for number in over:
+            del self._spillable[number]
+        if found is not None:
+            self._queue_store(found)
+        return found is not None
 
     def _may_spill(self, record: Record) -> bool:
         """Whether the record is kept in memory only, and no backward pass has asked for it."""
         return (
             record.offloadable
-            and record.storage is not None
+            and record.filled
+            and (record.storage is not None or record.unpacked)
             and record.copy is None
+            and not record.dead
             and record.activity is Activity.IDLE
             and not record.is_asked_for()
         )
@@ -207,8 +267,118 @@ class Engine:
         self._backlog_bytes += record.num_bytes
         self._writers.put(record)
 
+    # ------------------------------------------------------------ small storages
+
+    @uninterrupted
+    def open_chunk(self, tensor: torch.Tensor, last: Chunk | None) -> Chunk:
+        """A chunk for what this thread saves next, `tensor` first; its `last` one is full."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        with self._lock:
+            self._bury()
+            self._queue_deferred()
+            if last is not None:
+                self._close_chunk(last)
+            if self.steps.begin_if_due(in_backward=in_backward, num_live=len(self._records)):
+                deferred_signals.renew()
+            self._admit(self._chunk_bytes, leaves=False)
+            route = self.file_route if tensor.is_cpu and self.has_budget else None
+            nothing = torch.UntypedStorage(0)
+            entry = self.steps.note_saved(0, offloadable=route is not None)
+            record = Record(
+                tensor, nothing, route=route, offloadable=route is not None, entry=entry
+            )
+            record.storage, record.unpacked, record.filled = None, True, False
+            self._records.add(record)
+            self._reserved_bytes += self._chunk_bytes
+            record.reserved = True
+            self._reaper.start()
+            chunk = Chunk(record, self._chunk_bytes, may_leave=route is not None)
+            watch = HandleWatch(chunk, self._reaper.on_death)
+            watch.record, watch.epoch = record, -1
+            record.watches[id(watch)] = watch
+        return chunk
+
+    def _count_small(self, record: Record, *, still_open: bool) -> None:
+        """Take a chunk's bytes into the sums: so far, or for good."""
+        num_bytes, num_small = record.small_bytes, record.num_small
+        if record.reserved and not still_open:
+            record.reserved = False
+            self._reserved_bytes -= self._chunk_bytes
+        if num_small == record.num_small_counted:
+            return
+        self.totals.saved_bytes += num_bytes - record.num_bytes
+        self.totals.num_saved += num_small - record.num_small_counted
+        self._account.remove(record)
+        record.num_bytes = record.entry.num_bytes = num_bytes
+        record.num_small_counted = num_small
+        if record.unpacked and not record.dead:
+            self._account.add(record)
+        else:
+            self._account.add(record)
+            self._account.remove(record)
+
+    def _close_chunk(self, chunk: Chunk) -> None:
+        """No more is saved in a chunk: it may leave, when its last operator has run."""
+        record = chunk.record
+        self._count_small(record, still_open=False)
+        if record.offloadable and not record.filled and record.number not in self._spillable:
+            self._spillable[record.number] = record
+            self._deferred.add(record)
+
+    @uninterrupted
+    def use_chunk(self, chunk: Chunk) -> None:
+        """Something of a chunk is needed: it is complete, and stays."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        with self._lock:
+            self._bury()
+            self._queue_deferred()
+            self._close_chunk(chunk)
+            chunk.used = True
+            self.steps.note_used(chunk.record.entry, in_backward=in_backward)
+            for watch in chunk.record.watches.values():
+                watch.epoch = chunk.record.epoch
+            if in_backward:
+                self._prefetch(chunk.record)
+
+    def _pack(self, record: Record) -> bool:
+        """Bring a chunk into one storage, which can leave; False if there is nothing in it."""
+        chunk = next((found for watch in record.watches.values() if (found := watch())), None)
+        storage = None if chunk is None else pack(chunk)
+        if storage is None:
+            return False
+        self._account.remove(record)
+        record.num_bytes = storage.nbytes()
+        record.storage, record.unpacked, record.shift = storage, False, 0
+        record.weak = weakref.ref(storage)
+        self._account.add(record)
+        return True
+
+    @uninterrupted
+    def bring_back_small(self, handle: SmallHandle) -> torch.Tensor:
+        """The tensor of a handle whose chunk was packed, with all others of the chunk."""
+        record = handle.chunk.record
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self.disowned and record.storage is None:
+            raise not_in_child()
+        with self._lock:
+            self._bury()
+            self.steps.note_used(record.entry, in_backward=in_backward)
+            if handle.alias is None:
+                storage = self._bring_back(record)
+                unpack(handle.chunk, storage, record.shift)
+                self._account.set_prefetched(record, False)
+                record.unpacked, record.storage = True, None
+                record.epoch += 1
+                for watch in record.watches.values():
+                    watch.epoch = record.epoch
+                if in_backward:
+                    self._prefetch(record)
+            assert handle.alias is not None
+            return handle.alias
+
     # --------------------------------------------------------------- restoring
 
+    @uninterrupted
     def restore(self, handle: SavedHandle) -> torch.Tensor:
         """The tensor that `handle` stands for, from wherever its bytes are.
 
@@ -225,7 +395,7 @@ class Engine:
             with self._lock:
                 self._bury()
                 self.steps.note_used(record.entry, in_backward=in_backward)
-                self._queue_deferred(everything=in_backward)
+                self._queue_deferred()
                 storage = self._bring_back(record)
                 shift, ready = record.shift, record.ready
                 self._serve(record, handle)
@@ -236,7 +406,7 @@ class Engine:
             raise
         self._say()
         if ready is not None and record.route is not None:
-            record.route.settle(ready)
+            record.route.settle(ready, storage)
         return handle.view(storage, shift)
 
     def _bring_back(self, record: Record) -> torch.UntypedStorage:
@@ -277,9 +447,24 @@ class Engine:
             self._account.remove(record)
             raise
         try:
-            self._load(record)
+            if threading.current_thread() is threading.main_thread():
+                self._load_elsewhere(record)
+            else:
+                self._load(record)
         finally:
             self.steps.note_stall("read", start)
+
+    def _load_elsewhere(self, record: Record) -> None:
+        """Have another thread read, as signals come to this one, and wait for it."""
+        record.activity = Activity.LOAD_QUEUED
+        self._account.set_prefetched(record, True)
+        self._reader_now.put(record)
+        while record.activity in (Activity.LOAD_QUEUED, Activity.LOADING):
+            self._changed.wait()
+            self._bury()
+        error, record.error = record.error, None
+        if error is not None and record.storage is None:
+            raise error
 
     def _load(self, record: Record) -> None:
         """Run the record's read without the lock; its bytes are counted already."""
@@ -327,10 +512,10 @@ class Engine:
 
         Autograd may still be using the tensor: its bytes stay counted until it is gone.
         """
-        if record.storage is None:
+        if record.storage is None or record.unpacked:
             return
         if record.prefetched and record.route is not None:  # nobody has waited for its read
-            record.route.settle(record.ready)
+            record.route.settle(record.ready, record.storage)
         self._account.set_prefetched(record, False)
         record.storage = None
         record.epoch += 1
@@ -341,7 +526,9 @@ class Engine:
     def _prefetch(self, record: Record) -> None:
         """Queue reads of what was saved before `record`, within the byte window and the budget."""
         for older in self._records.older_than(record, _MAX_LOOK_AHEAD):
-            if older.storage is not None or older.activity is not Activity.IDLE:
+            if older.copy is None or older.storage is not None or older.unpacked:
+                continue
+            if older.activity is not Activity.IDLE:
                 continue
             if older.weak() is not None:
                 continue  # it is in memory without our doing
@@ -361,27 +548,32 @@ class Engine:
             return True
         return resident_bytes + num_bytes <= self.policy.kept_bytes + self._window_bytes
 
-    def _load_ahead(self, record: Record) -> None:
+    def _load_queued(self, record: Record) -> None:
         """A reader's turn with a queued record."""
         if record.activity is not Activity.LOAD_QUEUED:
             return
         record.activity = Activity.LOADING
+        record.error = None
         try:
             self._load(record)
         except Exception as error:
-            # Whoever needs the bytes reads them again, and gets the error himself.
-            logger.info("reading ahead failed: %s", error)
+            # The thread that needs the bytes gets it; where none waits yet, it reads again.
+            record.error = error
+            logger.info("reading failed: %s", error)
 
     def _drop_prefetched(self) -> bool:
         """Drop or cancel the prefetched storage that is needed last; False if there is none."""
-        if self._account.ahead_bytes:
-            for record in self._records:
-                if record.prefetched and record.activity is Activity.LOAD_QUEUED:
-                    self._cancel_load(record)
-                    return True
-                if record.prefetched and record.storage is not None:
-                    self._drop(record)
-                    return True
+        while self._account.ahead:
+            record = self._account.ahead[min(self._account.ahead)]
+            if record.activity is Activity.LOAD_QUEUED:
+                self._cancel_load(record)
+                return True
+            if record.storage is not None:
+                self._drop(record)
+                return True
+            if record.activity is Activity.LOADING:
+                return False
+            self._account.set_prefetched(record, False)
         return False
 
     def _cancel_load(self, record: Record) -> None:
@@ -439,6 +631,16 @@ class Engine:
             record.entry.left = True
             self._account.remove(record)
 
+    def _fail(self, record: Record, error: BaseException) -> None:
+        """A worker has failed in its own code: count anew, and keep everything from now on."""
+        logger.error("an error in a thread of penstock.offload", exc_info=error)
+        self._busy.pop(record.number, None)
+        record.activity = Activity.IDLE
+        record.error = error
+        self._suspect = True
+        self._give_up(StoreError(f"a transfer failed: {error!r}"))
+        self._changed.notify_all()
+
     def _give_up(self, error: Exception) -> None:
         """A write failed: keep everything from now on. The source is there, nothing is lost."""
         if self.error is not None:
@@ -456,7 +658,7 @@ class Engine:
             warnings.warn(
                 f"penstock.offload: {error}. Saved activations stay in memory from now on.",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=stacklevel_of_user(),
             )
 
     def _cancel_queued(self) -> None:
@@ -507,6 +709,9 @@ class Engine:
             return
         record.dead = True
         self._records.remove(record)
+        self._spillable.pop(record.number, None)
+        if record.small_bytes:
+            self._count_small(record, still_open=False)
         if record.activity is Activity.STORE_QUEUED:
             self._cancel_store(record)
         self._cancel_load(record)
@@ -520,7 +725,7 @@ class Engine:
     def _free(self, record: Record) -> None:
         """Free a dead record's bytes in every tier."""
         if record.prefetched and record.route is not None:  # nobody has waited for its read
-            record.route.settle(record.ready)
+            record.route.settle(record.ready, record.storage)
         self._account.set_prefetched(record, False)
         record.storage = None
         self._account.remove(record)
@@ -541,15 +746,20 @@ class Engine:
         finally:
             self.steps.note_stall(reason, start)
 
+    @uninterrupted
     def settle(self) -> None:
         """Take note of everything that has ended, the last step included."""
         if self.disowned:
             return
         with self._lock:
             self._bury()
+            self._account.sweep(None)
+            for chunk in self.small.open_chunks():
+                self._count_small(chunk.record, still_open=True)
             if not self._records:
                 self.steps.end()
 
+    @uninterrupted
     def resume(self) -> None:
         """The context is entered: threads may stay."""
         if self.disowned:
@@ -557,6 +767,7 @@ class Engine:
         with self._lock:
             self._parked = False
 
+    @uninterrupted
     def park(self) -> None:
         """The context was left: threads end as soon as no saved tensor is alive."""
         if self.disowned:
@@ -567,6 +778,7 @@ class Engine:
             if not self._records:
                 self._stop_threads()
 
+    @uninterrupted
     def close(self) -> bool:
         """End the threads and wait for them; False if saved tensors are still alive."""
         if self.disowned:
@@ -576,24 +788,56 @@ class Engine:
             self._bury()
             self._parked = True
             self._cancel_queued()
-            for record in self._readers.queue:
-                self._cancel_load(record)
-            self._readers.queue.clear()
+            for readers in (self._readers, self._reader_now):
+                for record in readers.queue:
+                    self._cancel_load(record)
+                readers.queue.clear()
             idle = not self._records
-            threads = self._writers.stop() + self._readers.stop()
+            threads = self._stop_workers()
             if idle:
                 self._reaper.stop()
-        for thread in threads:
-            thread.join()
+        _join(threads)
         return idle
+
+    def abandon(self, on_end: Callable[[], None]) -> None:
+        """End everything, and call `on_end` when no saved tensor is alive; for finalizers.
+
+        They may run anywhere, also where this very thread holds a lock: a new one does the work,
+        started by C without a lock of Python's.
+        """
+        if not self.disowned:
+            _thread.start_new_thread(self._end, (on_end,))
+
+    def _end(self, on_end: Callable[[], None]) -> None:
+        with self._lock:
+            self._on_end = on_end
+        if self.close():
+            self._run_on_end()
+
+    def _run_on_end(self) -> None:
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end()
+
+    def _stop_workers(self) -> list[threading.Thread]:
+        deferred_signals.unwatch(self)
+        workers = (self._writers, self._readers, self._reader_now)
+        return [thread for each in workers for thread in each.stop()]
 
     def _stop_threads(self) -> None:
         self._reaper.stop()
-        self._writers.stop()
-        self._readers.stop()
+        self._stop_workers()
+        if self._on_end is not None:
+            _thread.start_new_thread(self._run_on_end, ())
 
     def disown(self) -> None:
         """In a forked child: the lock may be held by a thread that is not there."""
         self.disowned = True
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = Changed(self._lock)
+
+
+@interruptible
+def _join(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join()

@@ -42,8 +42,12 @@ class DeviceMemory(Protocol):
         """A token for what the device has been given to compute until now."""
         ...
 
-    def wait(self, ready: Any) -> None:
-        """Block until what `ready` stands for has been computed."""
+    def mark_again(self, ready: Any) -> Any:
+        """The same of the same computation, now."""
+        ...
+
+    def wait(self, ready: Any, storage: torch.UntypedStorage) -> None:
+        """Block until `ready` has been computed; `storage` may be freed while it is computed on."""
         ...
 
     def allocate(self, num_bytes: int, device: torch.device, ready: Any) -> torch.UntypedStorage:
@@ -63,9 +67,14 @@ class CudaMemory:
         stream = torch.cuda.current_stream(device)
         return stream, stream.record_event()
 
-    def wait(self, ready: Token) -> None:
+    def mark_again(self, ready: Token) -> Token:
+        """An event on the same stream, now."""
+        return ready[0], ready[0].record_event()
+
+    def wait(self, ready: Token, storage: torch.UntypedStorage) -> None:
         """Block this thread until the event has come."""
         ready[1].synchronize()
+        bytes_of(storage).record_stream(ready[0])
 
     def allocate(self, num_bytes: int, device: torch.device, ready: Token) -> torch.UntypedStorage:
         """Memory of a stream without kernels, so that no work is pending on it."""
@@ -112,9 +121,13 @@ class GdsRoute:
         """What the device has been given to compute until now."""
         return self._memory.mark(device)
 
+    def mark_again(self, ready: Any) -> Any:
+        """The same, with the operator that did the saving."""
+        return self._memory.mark_again(ready)
+
     def store(self, storage: torch.UntypedStorage, ready: Any) -> tuple[Extent, Any]:
         """Write the storage; raises StoreError and keeps nothing if that fails."""
-        self._memory.wait(ready)
+        self._memory.wait(ready, storage)
         num_bytes = storage.nbytes()
         extent = self._file.allocate(num_bytes)
         start = time.perf_counter_ns()
@@ -140,7 +153,7 @@ class GdsRoute:
         )
         return storage, 0, None
 
-    def settle(self, ready: None) -> None:
+    def settle(self, ready: None, storage: torch.UntypedStorage | None) -> None:
         """Nothing to wait for: `load` has read every byte."""
 
     def discard(self, copy: tuple[Extent, Any]) -> None:

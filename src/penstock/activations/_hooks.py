@@ -9,12 +9,15 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.activations._engine import Engine
-from penstock.activations._owners import ModuleStorages
+from penstock.activations._owners import ModuleStorages, hide_from_dynamo
 from penstock.activations._record import ResidentHandle, SavedHandle
 from penstock.activations._routes import Route
+from penstock.activations._small import SmallHandle
 
 _ALIGNMENT = 16  # the widest element; a storage at an odder address stays
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_PLAIN_KINDS: dict[tuple[type, int], bool] = {}  # by class and dispatch keys
+_dispatch_keys = torch._C._dispatch_keys
 
 
 class Hooks:
@@ -30,26 +33,41 @@ class Hooks:
         self._engine = engine
         self._modules = modules
         self._routes = routes
-        self._min_bytes = min_bytes
+        self._small_bytes = engine.small_bytes
+        # Under a budget what is smaller leaves too, when room is needed.
+        self._min_bytes = engine.small_bytes if engine.has_budget else min_bytes
+        self._save_small, self._restore_small = engine.small.save, engine.small.restore
         # Dynamo traces the Python that runs around a compiled region; this is not for it.
-        self._pack_hook: Any = torch.compiler.disable(self.pack)
-        self._unpack_hook: Any = torch.compiler.disable(self.unpack)
+        hidden = hide_from_dynamo(Hooks.pack) and hide_from_dynamo(Hooks.unpack)
+        self._pack_hook: Any = self.pack if hidden else torch.compiler.disable(self.pack)
+        self._unpack_hook: Any = self.unpack if hidden else torch.compiler.disable(self.unpack)
 
     def context(self) -> saved_tensors_hooks:
         """A context manager that installs the hooks in the current thread."""
         return saved_tensors_hooks(self._pack_hook, self._unpack_hook)
 
-    def pack(self, tensor: torch.Tensor) -> SavedHandle | ResidentHandle:
+    def pack(self, tensor: torch.Tensor) -> SavedHandle | ResidentHandle | SmallHandle:
         """What autograd keeps in place of `tensor`."""
-        if self._engine.disowned or not _has_plain_storage(tensor):
+        kind = type(tensor), _dispatch_keys(tensor).raw_repr()
+        plain = _PLAIN_KINDS.get(kind)
+        if plain is None:
+            plain = _PLAIN_KINDS[kind] = _has_plain_storage(tensor)
+        if not plain or self._engine.disowned:
             return ResidentHandle(tensor)
         storage = tensor.untyped_storage()
-        if self._modules.owns(tensor, storage) or _is_window_on_input(tensor, storage):
+        num_bytes = storage.nbytes()
+        if (
+            not num_bytes
+            or self._modules.owns(tensor, storage)
+            or _is_window_on_input(tensor, storage)
+        ):
             return ResidentHandle(tensor)
+        if num_bytes < self._small_bytes and (tensor.is_cpu or not self._engine.has_budget):
+            return self._save_small(tensor, storage._cdata, num_bytes)
         route = self._routes.get(tensor.device.type)
         offloadable = (
             route is not None
-            and storage.nbytes() >= self._min_bytes
+            and num_bytes >= self._min_bytes
             and storage.data_ptr() % _ALIGNMENT == 0
             and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
         )
@@ -57,15 +75,17 @@ class Hooks:
             self.device = tensor.device.type
         return self._engine.save(tensor, route, offloadable=offloadable)
 
-    def unpack(self, handle: SavedHandle | ResidentHandle) -> torch.Tensor:
+    def unpack(self, handle: SavedHandle | ResidentHandle | SmallHandle) -> torch.Tensor:
         """The tensor that `handle` stands for."""
+        if isinstance(handle, SmallHandle):
+            return self._restore_small(handle)
         if isinstance(handle, ResidentHandle):
             return handle.restore()
         return self._engine.restore(handle)
 
 
 def _has_plain_storage(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of one storage are all there is to `tensor`, and there are some."""
+    """Whether the bytes of one storage are all there is to `tensor`; told by its dispatch keys."""
     return (
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided
@@ -76,7 +96,6 @@ def _has_plain_storage(tensor: torch.Tensor) -> bool:
         and not torch._is_functional_tensor(tensor)  # pyright: ignore[reportPrivateImportUsage]
         and not tensor._is_zerotensor()
         and tensor.device.type != "meta"
-        and tensor.untyped_storage().nbytes() > 0
     )
 
 

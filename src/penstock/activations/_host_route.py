@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +52,10 @@ class DeviceCopies(Protocol):
         """A token for what the device has been given to compute until now."""
         ...
 
+    def mark_again(self, ready: Any) -> Any:
+        """The same of the same computation, now."""
+        ...
+
     def to_host(self, storage: torch.UntypedStorage, address: int, ready: Any) -> None:
         """Copy the storage to `address` after `ready`; complete on return."""
         ...
@@ -70,15 +74,19 @@ class DeviceCopies(Protocol):
         """Block until the copy that `token` stands for has ended."""
         ...
 
-    def settle(self, token: Any) -> None:
-        """Order the computation after the copy that `token` stands for."""
+    def has_ended(self, token: Any) -> bool:
+        """Whether the copy that `token` stands for has ended."""
+        ...
+
+    def settle(self, token: Any, storage: torch.UntypedStorage | None) -> None:
+        """Order the computation, which may use `storage`, after the copy `token`."""
         ...
 
 
 class HostCopy:
     """Where one storage is: in a staging buffer, or in the file, piece by piece."""
 
-    __slots__ = ("buffer", "busy", "num_bytes", "ready", "spans", "token")
+    __slots__ = ("buffer", "busy", "num_bytes", "ready", "spans", "token", "unwanted")
 
     def __init__(self, buffer: StagingBuffer) -> None:
         self.num_bytes = buffer.num_bytes
@@ -87,6 +95,7 @@ class HostCopy:
         self.spans: list[StoredSpan] = []
         self.token: Any = None  # the last copy to the device that reads the buffer
         self.busy = False  # being moved to the file or read: must not move on
+        self.unwanted = False  # discarded while it was busy: when that ends, it is freed
 
 
 class HostRoute:
@@ -113,6 +122,8 @@ class HostRoute:
         self._bounce = self._registered_pool(self._bounce_bytes)
         self._lock = threading.Condition()
         self._cached: OrderedDict[int, HostCopy] = OrderedDict()  # oldest first
+        self._num_arriving = 0  # buffers that are being filled, and can move on afterwards
+        self._leaving: deque[HostCopy] = deque()  # discarded, and still read by the device
 
     @classmethod
     def for_cuda(
@@ -127,25 +138,34 @@ class HostRoute:
         """What the device has been given to compute until now."""
         return self._copies.mark(device)
 
+    def mark_again(self, ready: Any) -> Any:
+        """The same, with the operator that did the saving."""
+        return self._copies.mark_again(ready)
+
     def store(self, storage: torch.UntypedStorage, ready: Any) -> HostCopy:
         """Copy the storage to host memory, making room there first.
 
         Raises Declined if the host budget is used up and there is no file to move on to.
         """
         num_bytes = storage.nbytes()
-        copy = self._place(num_bytes)
+        copy = self._place(num_bytes)  # which counts it as arriving
         copy.ready = ready
         start = time.perf_counter_ns()
+        arrived = False
         try:
             assert copy.buffer is not None
             self._copies.to_host(storage, copy.buffer.address, ready)
-        except BaseException:
-            self.discard(copy)
-            raise
+            arrived = True
+        finally:
+            with self._lock:
+                self._num_arriving -= 1
+                if arrived:
+                    self._cached[id(copy)] = copy
+                self._lock.notify_all()
+            if not arrived:
+                self.discard(copy)
         end = time.perf_counter_ns()
         self._ledger.record_transfer(Link.DEVICE_TO_HOST, num_bytes, start, end)
-        with self._lock:
-            self._cached[id(copy)] = copy
         return copy
 
     def load(self, copy: HostCopy, device: torch.device) -> tuple[torch.UntypedStorage, int, Any]:
@@ -167,28 +187,38 @@ class HostRoute:
             self._ledger.record_transfer(Link.HOST_TO_DEVICE, copy.num_bytes, start, end)
             return storage, 0, copy.token
         finally:
-            with self._lock:
-                copy.busy = False
-                self._lock.notify_all()
+            self._end_busy(copy)
 
-    def settle(self, ready: Any) -> None:
+    def settle(self, ready: Any, storage: torch.UntypedStorage | None) -> None:
         """Order the current computation after the copy."""
-        self._copies.settle(ready)
+        self._copies.settle(ready, storage)
 
     def discard(self, copy: HostCopy) -> None:
-        """Free the copy's bytes, wherever they are."""
+        """Free the copy's bytes, wherever they are, now or when what uses them has ended."""
         with self._lock:
-            while copy.busy:
-                self._lock.wait()
             self._cached.pop(id(copy), None)
-        if copy.token is not None:
-            self._copies.finish(copy.token)
-            copy.token = None
-        self._free_host(copy)
+            copy.unwanted = True
+            if copy.busy:
+                return
         self._discard_spans(copy)
+        if copy.token is not None and not self._copies.has_ended(copy.token):
+            self._leaving.append(copy)  # the device still reads it, and must not be waited for here
+        else:
+            self._free_host(copy)
+
+    def _end_busy(self, copy: HostCopy) -> None:
+        with self._lock:
+            copy.busy = False
+            if copy.buffer is None:
+                self._cached.pop(id(copy), None)
+            self._lock.notify_all()
+        if copy.unwanted:
+            self.discard(copy)
 
     def close(self) -> None:
         """Unregister and free the host memory, close the file."""
+        while self._free_leaving():
+            pass
         self._pool.close()
         self._bounce.close()
         if self._file is not None:
@@ -211,25 +241,41 @@ class HostRoute:
 
     def _place(self, num_bytes: int) -> HostCopy:
         """Room in host memory: free, new, or made by moving the oldest copies to the file."""
-        while True:
-            buffer = self._pool.try_acquire(num_bytes)
-            if buffer is not None:
-                return HostCopy(buffer)
+        fits = -(-num_bytes // _PAGE) * _PAGE <= self._pool.budget_bytes
+        while fits:
+            with self._lock:
+                buffer = self._pool.try_acquire(num_bytes)
+                if buffer is not None:
+                    self._num_arriving += 1
+                    return HostCopy(buffer)
+            if self._free_leaving():
+                continue
             victim = self._next_victim()
             if victim is None:
-                raise Declined(f"host_memory of {self._pool.budget_bytes} bytes is used up")
+                break
             self._move_to_file(victim)
+        raise Declined(f"host_memory of {self._pool.budget_bytes} bytes is used up")
 
     def _next_victim(self) -> HostCopy | None:
         """The oldest copy in host memory, now busy; waits for one while all are in use."""
         with self._lock:
-            while self._file is not None and self._cached:
+            while self._file is not None and (self._cached or self._num_arriving):
                 for copy in self._cached.values():
                     if not copy.busy:
                         copy.busy = True
                         return copy
                 self._lock.wait()
         return None
+
+    def _free_leaving(self) -> bool:
+        """Free what was discarded first of all that the device reads; False if there is nothing."""
+        try:
+            copy = self._leaving.popleft()
+        except IndexError:
+            return False
+        self._copies.finish(copy.token)
+        self._free_host(copy)
+        return True
 
     def _move_to_file(self, copy: HostCopy) -> None:
         assert self._file is not None and copy.buffer is not None
@@ -249,11 +295,7 @@ class HostRoute:
             self._discard_spans(copy)
             raise
         finally:
-            with self._lock:
-                if copy.buffer is None:
-                    self._cached.pop(id(copy), None)
-                copy.busy = False
-                self._lock.notify_all()
+            self._end_busy(copy)
 
     def _free_host(self, copy: HostCopy) -> None:
         buffer, copy.buffer = copy.buffer, None
@@ -282,17 +324,21 @@ class HostRoute:
         with self._bounce.acquire(self._bounce_bytes) as bounce:
             halves = bounce.address, bounce.address + self._bounce_bytes // 2
             tokens: list[Any] = [None, None]
-            for index, (begin, end) in enumerate(self._pieces(copy)):
-                side = index % 2
-                if tokens[side] is not None:
-                    self._copies.finish(tokens[side])
-                start = time.perf_counter_ns()
-                self._file.load(copy.spans[index], halves[side])
-                self._ledger.record_transfer(
-                    Link.FILE_TO_HOST, end - begin, start, time.perf_counter_ns()
-                )
-                tokens[side] = self._copies.to_device(halves[side], storage, begin, end, copy.ready)
-            for token in tokens:  # the next storage may have the buffer afterwards
-                if token is not None:
-                    self._copies.finish(token)
+            try:
+                for index, (begin, end) in enumerate(self._pieces(copy)):
+                    side = index % 2
+                    if tokens[side] is not None:
+                        self._copies.finish(tokens[side])
+                    start = time.perf_counter_ns()
+                    self._file.load(copy.spans[index], halves[side])
+                    self._ledger.record_transfer(
+                        Link.FILE_TO_HOST, end - begin, start, time.perf_counter_ns()
+                    )
+                    tokens[side] = self._copies.to_device(
+                        halves[side], storage, begin, end, copy.ready
+                    )
+            finally:  # the next storage may have the buffer, and after an error the memory
+                for token in tokens:
+                    if token is not None:
+                        self._copies.finish(token)
             return tokens[0]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
+import sys
 import threading
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
@@ -18,7 +21,16 @@ from penstock.activations._owners import ModuleStorages
 from penstock.activations._policy import AutoPolicy, Policy
 from penstock.activations._report import OffloadReport
 from penstock.activations._routes import FileRoute, Route
-from penstock.memory import ExtentFile, FileStore, Ledger, Link, Tier, Timeline
+from penstock.memory import (
+    ExtentFile,
+    FileStore,
+    Ledger,
+    Link,
+    Tier,
+    Timeline,
+    deferred_signals,
+    uninterrupted,
+)
 from penstock.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -61,11 +73,23 @@ class Offload:
                 'penstock.offload("/mnt/nvme").'
             )
         self._store = None if store is None else FileStore.of(store)
+        limit = None if self._store is None else self._store.max_bytes
+        if limit is not None and limit < smallest and not on_gpu and budget is None:
+            raise ValueError(
+                f"store: its max_bytes={limit} is below min_bytes={smallest}, so nothing could "
+                "leave. Raise max_bytes of the FileStore, or lower min_bytes."
+            )
         scale = 8 if on_gpu else 1
         limits = {"in_flight_bytes": scale * 128 * _MIB, "window_bytes": scale * 128 * _MIB}
         chosen = AutoPolicy(device_memory=budget, **limits) if policy == "auto" else Policy()
         self.ledger = Ledger()
-        self._engine = Engine(ledger=self.ledger, policy=chosen, device_memory=budget, **limits)
+        self._engine = Engine(
+            ledger=self.ledger,
+            policy=chosen,
+            device_memory=budget,
+            min_bytes=smallest,
+            **limits,
+        )
         self._modules = ModuleStorages()
         self._local = threading.local()
         self._lock = threading.Lock()
@@ -85,11 +109,16 @@ class Offload:
             self._routes["cuda"] = HostRoute.for_cuda(
                 self.ledger, file=self._file, host_memory=self._host_memory
             )
+        self._engine.file_route = self._routes.get("cpu")
+        # Imported here: in a block, other threads may fork while the module's lock is held.
+        self._caching_allocator = None if "cuda" in self._routes else _caching_allocator()
         self._hooks = Hooks(self._engine, self._modules, self._routes, min_bytes=smallest)
         _ENGINES.add(self._engine)
+        _OFFLOADS.add(self)
         self._finalizer = weakref.finalize(
             self, _release, self._engine, list(self._routes.values())
         )
+        self._finalizer.atexit = False  # there `_close_all` is called
 
     def _gds_route(self, *, on_gpu: bool) -> Route:
         if not on_gpu:
@@ -105,6 +134,19 @@ class Offload:
     # ----------------------------------------------------------------- context
 
     def __enter__(self) -> Offload:
+        while True:
+            deferred_signals.watch(self._engine)  # first: what follows is not to be interrupted
+            try:
+                self._enter()
+            except BaseException:
+                deferred_signals.deliver(sys._getframe(1))
+                raise
+            if not deferred_signals.pending:
+                return self  # Python looks for no signal in between
+            self._leave(None, None, None)
+            deferred_signals.deliver(sys._getframe(1))  # which may raise
+
+    def _enter(self) -> None:
         hooks = self._hooks.context()
         hooks.__enter__()  # first: PyTorch refuses where hooks are disabled
         try:
@@ -122,15 +164,29 @@ class Offload:
         if not hasattr(self._local, "entered"):
             self._local.entered = []
         self._local.entered.append(hooks)
-        return self
 
+    @uninterrupted
     def __exit__(
         self,
         exception_type: type[BaseException] | None,
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._local.entered.pop().__exit__(exception_type, exception, traceback)
+        self._leave(exception_type, exception, traceback)
+
+    def _leave(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        entered = getattr(self._local, "entered", None)
+        if not entered:
+            raise RuntimeError(
+                "this thread has not entered this Offload: use `with offload:`, which leaves it in "
+                "the thread that has entered it"
+            )
+        entered.pop().__exit__(exception_type, exception, traceback)
         with self._lock:
             self._num_entered -= 1
             if self._num_entered == 0:
@@ -139,8 +195,8 @@ class Offload:
     def _start(self) -> None:
         self._engine.resume()
         self._modules.watch()
-        if "cuda" not in self._routes:
-            self._allocator, self._allocator_name = _caching_allocator()
+        if self._caching_allocator is not None:
+            self._allocator, self._allocator_name = self._caching_allocator()
 
     def _stop(self) -> None:
         self._modules.unwatch()
@@ -149,20 +205,27 @@ class Offload:
             self._allocator.release()
             self._allocator = None
 
+    @uninterrupted
     def close(self) -> None:
         """End the transfers and close the file.
 
         Raises:
-            RuntimeError: a graph that saved tensors here is still alive.
+            RuntimeError: a graph that saved tensors here is still alive, or the block is not left.
         """
+        if self._num_entered and not self._engine.disowned:
+            raise RuntimeError(
+                "Offload.close() inside its own `with` block: tensors saved afterwards would have "
+                "nowhere to go. Leave the block first, in every thread."
+            )
         if not self._engine.close():
             raise RuntimeError(
                 "Offload.close(): a graph is still alive whose saved tensors are offloaded here. "
                 "Run its backward pass, or delete the loss that holds it, and close again."
             )
         self._closed = True
-        for route in self._routes.values():
-            route.close()
+        self._finalizer.detach()
+        if not self._engine.disowned:
+            _close(list(self._routes.values()))
 
     # ------------------------------------------------------------------ reports
 
@@ -229,7 +292,8 @@ def offload(
         device_memory: budget in bytes ("8GiB") for saved tensors on the device; saving waits
             rather than exceed it. Exceeded by at most the largest single saved storage.
         host_memory: budget in bytes for host memory that Penstock may hold.
-        min_bytes: smaller storages stay where they are.
+        min_bytes: smaller storages stay where they are, unless `device_memory` needs their room:
+            then they leave too, the smallest packed together.
         policy: "all" sends out everything eligible; "auto" profiles the first step and keeps what
             could not be back in time, or as much as `device_memory` allows.
 
@@ -253,26 +317,31 @@ def offload(
     )
 
 
-def _caching_allocator() -> tuple[CachingAllocator | None, str]:
+def _caching_allocator() -> Callable[[], tuple[CachingAllocator | None, str]]:
     from penstock.memory import CachingAllocator  # builds C++; a GPU machine needs none of it
 
-    allocator = CachingAllocator.instance()
-    if allocator.acquire():
-        return allocator, "caching"
-    allocator.release()
-    return None, f"stock: {allocator.reason}"
+    def acquire() -> tuple[CachingAllocator | None, str]:
+        allocator = CachingAllocator.instance()
+        if allocator.acquire():
+            return allocator, "caching"
+        allocator.release()
+        return None, f"stock: {allocator.reason}"
+
+    return acquire
 
 
 def _release(engine: Engine, routes: list[Route]) -> None:
-    """An `Offload` was garbage collected: no graph can reach it any more."""
-    if engine.disowned:
-        return
-    if engine.close():
-        for route in routes:
-            route.close()
+    """An `Offload` was garbage collected; graphs that saved tensors there may live on."""
+    engine.abandon(functools.partial(_close, routes))
+
+
+def _close(routes: list[Route]) -> None:
+    for route in routes:
+        route.close()
 
 
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+_OFFLOADS: weakref.WeakSet[Offload] = weakref.WeakSet()
 
 
 def _close_all() -> None:
@@ -284,7 +353,10 @@ def _close_all() -> None:
 def _disown_all() -> None:
     for engine in list(_ENGINES):
         engine.disown()
+    for offload in list(_OFFLOADS):
+        offload._lock = threading.Lock()  # a thread that is not here may hold it
 
 
+deferred_signals.mark(Offload.__enter__, uninterrupted=True)
 atexit.register(_close_all)
 os.register_at_fork(after_in_child=_disown_all)

@@ -79,8 +79,8 @@ class ModuleStorages:
         tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's own shard
         try:
             storage = tensor.untyped_storage()
-        except (RuntimeError, NotImplementedError):  # sparse and other layouts without a storage
-            return
+        except (RuntimeError, NotImplementedError, ValueError):
+            return  # a layout without a storage, or a lazy module's parameter before its first call
         if not self._knows(storage):
             self._known[storage._cdata] = weakref.ref(storage)
 
@@ -89,19 +89,20 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and tensor.is_leaf
 
 
-def _hide_from_dynamo(function: Any) -> None:
+def hide_from_dynamo(function: Any) -> bool:
     """Keep Dynamo from compiling `function` where it is called between two compiled pieces.
 
     Traced as part of a module's call it must stay inlinable, so `torch.compiler.disable`, which
-    breaks the graph there, will not do.
+    breaks the graph there, will not do; it also costs 10 microseconds a call. False if this
+    PyTorch has no other way.
     """
     from torch._C._dynamo import eval_frame
 
-    if hasattr(eval_frame, "set_code_exec_strategy"):  # without it: one needless small graph
-        skip = eval_frame._FrameExecStrategy(
-            eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP
-        )
-        eval_frame.set_code_exec_strategy(function.__code__, skip)
+    if not hasattr(eval_frame, "set_code_exec_strategy"):  # then: one needless small graph
+        return False
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    eval_frame.set_code_exec_strategy(function.__code__, skip)
+    return True
 
 
-_hide_from_dynamo(ModuleStorages._on_forward)
+hide_from_dynamo(ModuleStorages._on_forward)

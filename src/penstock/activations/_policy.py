@@ -51,6 +51,7 @@ class Policy:
 
     name = "all"
     learning = True  # whether the pack hook waits for the store instead of piling up writes
+    planned = False  # whether it knows how much of this step has to leave
     insists = True  # whether a backward pass that follows at once waits for the writes to start
 
     def __init__(self) -> None:
@@ -96,6 +97,11 @@ class AutoPolicy(Policy):
         self._kind: int | None = None
         self._offloaded = 0
 
+    @property
+    def planned(self) -> bool:  # type: ignore[override]
+        """Whether a step of this kind has shown what a device budget demands."""
+        return self._device_memory is not None and self._amount is not None
+
     def begin_step(self) -> None:
         """Forget the position in the step that ended."""
         self._kind = None
@@ -125,9 +131,13 @@ class AutoPolicy(Policy):
         self, entries: Sequence[SavedEntry], rates: LinkRates, stall_seconds: float = 0.0
     ) -> None:
         """Plan the next step of this kind from the profile of the one that ended."""
-        if self._kind is None:
-            return
         total = sum(entry.num_bytes for entry in entries)
+        if self._kind is None:  # it was never asked: all was too small to move by itself
+            if self._device_memory is not None:
+                self._demanded(total, self._device_memory)
+            else:
+                self.reason = "everything that a step saves is smaller than min_bytes and stays"
+            return
         if self._device_memory is not None:
             plan = self._demanded(total, self._device_memory)
         else:

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._autograd import _unsafe_set_version_counter
 
+from penstock.activations._version_counter import shares_version_counter
 from penstock.errors import StoreError
 
 if TYPE_CHECKING:
@@ -53,19 +53,27 @@ class Record:
         "device",
         "entry",
         "epoch",
+        "error",
+        "filled",
         "key",
+        "leaves",
         "num_bytes",
+        "num_small",
+        "num_small_counted",
         "number",
         "offloadable",
         "origin",
         "prefetched",
         "probe",
         "ready",
+        "reserved",
         "returned",
         "route",
         "shift",
+        "small_bytes",
         "started",
         "storage",
+        "unpacked",
         "version",
         "watches",
         "weak",
@@ -97,12 +105,20 @@ class Record:
         self.ready: Any = None  # what the route must wait for before it may read the source
         self.activity = Activity.IDLE
         self.counted = False  # its bytes are in the ledger's device tier
+        self.filled = True  # the operator that saved it, and may write to it, has run
+        self.leaves = False  # the policy sends it out
         self.started = False  # its write has been started once
         self.returned = False  # counted as forwarded
+        self.error: BaseException | None = None  # of a read for a thread that waits for it
         self.prefetched = False  # loaded ahead and not asked for yet
         self.dead = False
         self.number = next(_NUMBERS)
         self.watches: dict[int, HandleWatch] = {}  # of the living handles
+        # Of a chunk of small storages: saved so far, in the totals, and whether they are in memory
+        # by themselves.
+        self.small_bytes = self.num_small = self.num_small_counted = 0
+        self.unpacked = False
+        self.reserved = False  # room for what may still be saved in it
         self.epoch = 0  # rises when the storage goes or comes
 
     def describes(self, tensor: torch.Tensor) -> bool:
@@ -125,7 +141,7 @@ class Record:
         return storage
 
 
-class HandleWatch(weakref.ref["SavedHandle"]):
+class HandleWatch(weakref.ref[Any]):
     """Tells the engine when a handle dies, without running Python code in the dying.
 
     A `__del__` would swallow the KeyboardInterrupt that arrives during a long kernel, since the
@@ -205,12 +221,17 @@ class SavedHandle:
         """The saved tensor in a forked process, which has the memory of the fork and no store."""
         storage = self.record.storage
         if storage is None:
-            raise StoreError(
-                "this process was forked from one that had offloaded this saved tensor, and the "
-                "parent owns the store. Run the backward pass in the process that ran the forward "
-                "pass, or fork before it."
-            )
+            raise not_in_child()
         return self.view(storage, self.record.shift)
+
+
+def not_in_child() -> StoreError:
+    """The error for saved tensors that are in the file of a forked process's parent."""
+    return StoreError(
+        "this process was forked from one that had offloaded this saved tensor, and the parent "
+        "owns the store. Run the backward pass in the process that ran the forward pass, or fork "
+        "before it."
+    )
 
 
 class ResidentHandle:
@@ -242,19 +263,6 @@ def version_probe(tensor: torch.Tensor) -> torch.Tensor:
     probe = tensor.detach()
     probe.data = _nothing(tensor.dtype, tensor.device)
     return probe
-
-
-def shares_version_counter(probe: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether both count their in-place changes together: views of one another, `detach()`.
-
-    Two tensors on one storage that do not (`x` and `x.data`) can differ in content at equal
-    versions, and must not be taken for one another. The counter is raised and put back.
-    """
-    before, seen = probe._version, tensor._version
-    torch.autograd.graph.increment_version(probe)
-    shared = tensor._version != seen
-    _unsafe_set_version_counter((probe,), (before,))
-    return shared
 
 
 def changed_in_place(

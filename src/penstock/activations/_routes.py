@@ -16,6 +16,7 @@ import torch
 from penstock.memory import ExtentFile, Ledger, Link, StoredSpan, Tier
 
 _RAM_BYTES = 512 + 4096  # at most this much of an unaligned storage stays in RAM
+_CPU = torch.device("cpu")
 _CONGRUENT = 512  # O_DIRECT: file and memory addresses agree modulo this
 
 
@@ -30,6 +31,10 @@ class Route(Protocol):
         """A token for "what has been computed on `device` up to now", at the time of saving."""
         ...
 
+    def mark_again(self, ready: Any) -> Any:
+        """The same of the same computation, now: with the operator that did the saving."""
+        ...
+
     def store(self, storage: torch.UntypedStorage, ready: Any) -> Any:
         """Copy the storage out once `ready` has come; the copy is complete on return."""
         ...
@@ -38,12 +43,12 @@ class Route(Protocol):
         """A new storage with the copy's bytes, where they begin in it, and a token for `settle`."""
         ...
 
-    def settle(self, ready: Any) -> None:
-        """Order the current computation after the transfer that `ready` stands for."""
+    def settle(self, ready: Any, storage: torch.UntypedStorage | None) -> None:
+        """Order the current computation, which may use `storage`, after the transfer `ready`."""
         ...
 
     def discard(self, copy: Any) -> None:
-        """Free the copy's bytes in every tier."""
+        """Free the copy's bytes in every tier, as soon as they are not in use; never waits."""
         ...
 
     def close(self) -> None:
@@ -67,6 +72,10 @@ class FileRoute:
     def mark(self, device: torch.device) -> None:
         """Nothing to wait for: the CPU has computed what it saves."""
         return None
+
+    def mark_again(self, ready: None) -> None:
+        """Nothing to wait for."""
+        return self.mark(_CPU)
 
     def store(self, storage: torch.UntypedStorage, ready: None) -> StoredSpan:
         """Write the storage; raises StoreError and keeps nothing if that fails."""
@@ -92,7 +101,7 @@ class FileRoute:
         self._ledger.record_transfer(Link.FILE_TO_DEVICE, copy.num_bytes, start, end)
         return storage, shift, None
 
-    def settle(self, ready: None) -> None:
+    def settle(self, ready: None, storage: torch.UntypedStorage | None) -> None:
         """Nothing to wait for: `load` has read every byte."""
 
     def discard(self, copy: StoredSpan) -> None:

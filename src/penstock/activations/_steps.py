@@ -76,15 +76,15 @@ class StepKeeper:
         self._first_pack_ns = self._last_pack_ns = 0
         self._first_use_ns = self._last_use_ns = 0
 
-    def begin_if_due(self, *, in_backward: bool, num_live: int) -> None:
+    def begin_if_due(self, *, in_backward: bool, num_live: int) -> bool:
         """Called before a storage is registered: start a step if the last one is over.
 
         It is over when a backward pass has used it, or when all of it was abandoned.
         """
         if in_backward and self._in_step:
-            return
+            return False
         if self._in_step and not self._backward_seen and num_live:
-            return
+            return False
         self.end()
         self._in_step = True
         self.leaving_bytes = self._started_bytes = 0
@@ -93,6 +93,7 @@ class StepKeeper:
         self._policy.begin_step()
         self._first_pack_ns = self._last_pack_ns = time.perf_counter_ns()
         self._first_use_ns = self._last_use_ns = 0
+        return True
 
     def end(self) -> None:
         """Close the step under way, if there is one: learn from it, keep its timeline."""

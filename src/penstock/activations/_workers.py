@@ -6,22 +6,58 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from penstock.activations._record import HandleWatch, Record
+from penstock.memory import interruptible
+
+
+class Changed:
+    """A condition on the engine's lock that an exception out of a signal handler leaves intact.
+
+    lock: C's, so that `with lock:` is never left between taking it and the block.
+    """
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self.lock = lock
+        self._waiting: deque[Any] = deque()
+
+    def wait(self) -> None:
+        """Let go of the lock, sleep until the next `notify_all`, and take it again."""
+        turn = threading.Lock()
+        turn.acquire()
+        self._waiting.append(turn)
+        self.lock.release()
+        try:
+            _sleep(turn)
+        finally:
+            self.lock.acquire()
+
+    def notify_all(self) -> None:
+        """Wake all that wait; with the lock held."""
+        while self._waiting:
+            self._waiting.popleft().release()
+
+
+@interruptible
+def _sleep(turn: Any) -> None:
+    turn.acquire()
 
 
 class Workers:
     """A queue of records and the threads that work on it, all under the engine's lock.
 
-    carry: called with the lock held; releases it while bytes move, raises nothing. Whether a
-    queued record still wants the transfer is for `carry` to see: nothing is taken out of the queue.
+    carry: called with the lock held; releases it while bytes move. Whether a queued record still
+    wants the transfer is for `carry` to see: nothing is taken out of the queue.
+    fail: called with the lock held and what `carry` has raised, which it should not.
     rest: called with the lock held before a thread goes to sleep.
     """
 
     def __init__(
         self,
-        changed: threading.Condition,
+        changed: Changed,
         carry: Callable[[Record], None],
+        fail: Callable[[Record, BaseException], None],
         rest: Callable[[], None],
         *,
         name: str,
@@ -30,6 +66,7 @@ class Workers:
         self.queue: deque[Record] = deque()
         self._changed = changed
         self._carry = carry
+        self._fail = fail
         self._rest = rest
         self._name = name
         self._num_threads = num_threads
@@ -64,10 +101,15 @@ class Workers:
         return threads
 
     def _loop(self, stop: list[bool]) -> None:
-        with self._changed:
+        with self._changed.lock:
             while self._stop is stop and not stop[0]:
                 if self.queue:
-                    self._carry(self.queue.popleft())
+                    record = self.queue.popleft()
+                    try:
+                        self._carry(record)
+                    except BaseException as error:  # the thread must live: others wait for it
+                        self._fail(record, error)
+                    del record
                 else:
                     self._rest()  # which may queue something, or tell us to stop
                     if not self.queue and not stop[0]:
@@ -95,7 +137,10 @@ class Reaper:
     def dead(self) -> Iterator[HandleWatch]:
         """The watches of the handles that have died since; with the lock held."""
         while not self._queue.empty():
-            watch = self._queue.get_nowait()
+            try:
+                watch = self._queue.get_nowait()
+            except queue.Empty:  # the thread, which takes them without the lock, was faster
+                break
             if watch is not None:
                 yield watch
         if self._stop[0]:

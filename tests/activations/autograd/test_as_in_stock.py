@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import penstock
 from _cases import CASES, assert_same, outcome_of
 from _waiting import wait_until_written
 
@@ -63,3 +64,22 @@ def test_as_in_stock(name, everything, timing):
     if name not in NOT_WRITTEN:
         assert after.num_saved > before.num_saved
         assert timing == "at once" or after.bytes_written > before.bytes_written
+
+
+@pytest.fixture(scope="module", params=[None, "256B"], ids=["small stays", "small is packed"])
+def of_small(request, real_disk):
+    """An Offload whose `min_bytes` is above all that is saved here."""
+    offload = penstock.offload(real_disk, device_memory=request.param)
+    yield offload
+    offload.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CASES)
+def test_as_in_stock_below_min_bytes(name, of_small):
+    torch.manual_seed(0)
+    expected = outcome_of(CASES[name])
+    torch.manual_seed(0)
+    with of_small:
+        found = outcome_of(CASES[name])
+    assert_same(found, expected)

@@ -61,6 +61,12 @@ DIFFERENT: dict[str, tuple[str, Callable[[], object], object, object]] = {
         False,
         True,
     ),
+    "ctx.saved_tensors[0] is x": (
+        "a tensor without history that has left comes back as another object, without attributes",
+        lambda: object_comes_back(),
+        False,
+        True,
+    ),
     "raw_saved.data": (
         "what is packed is a handle",
         lambda: type_of_what_is_packed(),
@@ -125,6 +131,26 @@ def test_forbidden_under_hooks(name, everything):
     assert found == expected != "none"
     assert torch.equal(after, grad(wave(x).sum(), x)[0])
     assert error_of(attempt) == "none"
+
+
+def object_comes_back() -> bool:
+    kept = torch.ones(64, 64)  # a leaf that needs no gradient, and belongs to no module
+    found = []
+
+    class Multiply(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(kept)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            found.append(ctx.saved_tensors[0] is kept)
+            return gradient * 2
+
+    x = torch.ones(64, 64, requires_grad=True)
+    Multiply.apply(x).sum().backward()
+    return found[0]
 
 
 @pytest.mark.parametrize("name", DIFFERENT)

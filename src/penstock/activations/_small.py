@@ -1,0 +1,189 @@
+"""Storages too small to move by themselves: saved with little ado, and packed when room is needed.
+
+Autograd saves thousands of them a step, so saving one takes no lock and makes no record. A thread
+notes them in its *chunk*; the engine knows the chunk as one record, whose bytes are in the tensors
+of its handles (`unpacked`) until a device budget wants them out. Then they are copied one behind
+the other into one storage, which leaves as any other does. The first handle that is needed again
+brings back the whole chunk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.activations._record import Record, changed_in_place, version_probe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CHUNK_BYTES = 64 * 1024
+_get_ident = threading.get_ident
+_graph_task = torch._C._current_graph_task_id
+
+
+class Chunk:
+    """What one thread has saved, in order; dies with the last of its handles."""
+
+    __slots__ = ("__weakref__", "device", "handles", "keys", "record", "room", "used")
+
+    def __init__(self, record: Record, room: int, *, may_leave: bool) -> None:
+        self.record = record
+        self.device = record.device
+        self.room = room  # bytes
+        self.used = False  # a handle was unpacked: what is saved now is of another step
+        self.keys: set[int] = set()  # of its storages
+        self.handles: list[weakref.ref[SmallHandle]] | None = [] if may_leave else None
+
+    def living(self) -> list[SmallHandle]:
+        """Its handles that are alive."""
+        handles = [weak() for weak in self.handles or ()]
+        return [handle for handle in handles if handle is not None]
+
+
+class SmallHandle:
+    """What autograd keeps in place of a small tensor.
+
+    `alias` is the tensor, or None while its bytes are in the chunk's pack, `place` bytes behind its
+    beginning; `probe` shares its version counter and none of its memory then.
+    """
+
+    __slots__ = ("__weakref__", "alias", "chunk", "place", "probe", "version")
+
+    alias: torch.Tensor | None
+    chunk: Chunk
+    place: tuple[int, int]  # in the pack; bytes of the whole storage
+    probe: torch.Tensor
+    version: int
+
+
+class SmallSaves:
+    """The chunks that threads are filling.
+
+    open_chunk: called where a thread needs another one, with its last one. use_chunk: called when
+    the first tensor of a chunk is needed. bring_back: called where its bytes are not in memory.
+    """
+
+    def __init__(
+        self,
+        open_chunk: Callable[[torch.Tensor, Chunk | None], Chunk],
+        use_chunk: Callable[[Chunk], None],
+        bring_back: Callable[[SmallHandle], torch.Tensor],
+    ) -> None:
+        self._open_chunk, self._use_chunk, self._bring_back = open_chunk, use_chunk, bring_back
+        self._open: dict[int, weakref.ref[Chunk]] = {}
+
+    def save(self, tensor: torch.Tensor, key: int, num_bytes: int) -> SmallHandle:
+        """A handle for `tensor`, whose storage has that address and length."""
+        thread = _get_ident()
+        weak = self._open.get(thread)
+        chunk = None if weak is None else weak()
+        if chunk is None or chunk.room < num_bytes or chunk.used or chunk.device != tensor.device:
+            chunk = self._open_chunk(tensor, chunk)
+            self._open[thread] = weakref.ref(chunk)
+        if key not in chunk.keys:
+            chunk.keys.add(key)
+            chunk.room -= num_bytes
+            record = chunk.record
+            record.small_bytes += num_bytes
+            record.num_small += 1
+        handle = SmallHandle()
+        # A leaf is kept itself, as autograd does; others may own the node that will own the handle.
+        handle.alias = tensor.detach() if tensor.requires_grad else tensor
+        handle.version = tensor._version
+        handle.chunk = chunk
+        if chunk.handles is not None:
+            chunk.handles.append(weakref.ref(handle))
+        return handle
+
+    def restore(self, handle: SmallHandle) -> torch.Tensor:
+        """The tensor; raises if it was changed in place."""
+        if not handle.chunk.used:
+            self._use_chunk(handle.chunk)
+        alias = handle.alias
+        if alias is None:
+            alias = self._bring_back(handle)
+        if alias._version != handle.version:
+            raise changed_in_place(alias._version, handle.version, alias.dtype, alias.shape)
+        return alias
+
+    def open_chunks(self) -> list[Chunk]:
+        """Chunks that threads are filling."""
+        chunks = [weak() for weak in list(self._open.values())]
+        return [chunk for chunk in chunks if chunk is not None and not chunk.used]
+
+
+def pack(chunk: Chunk) -> torch.UntypedStorage | None:
+    """Copy a chunk's bytes into one storage, and take them from its handles; None if it is empty.
+
+    RAM only: on a GPU each of them would have to be ordered behind its stream.
+    """
+    handles = [handle for handle in chunk.living() if handle.alias is not None]
+    storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
+    num_bytes = 0
+    for handle in handles:
+        assert handle.alias is not None
+        storage = handle.alias.untyped_storage()
+        if storage._cdata not in storages:
+            storages[storage._cdata] = storage, num_bytes
+            num_bytes += storage.nbytes()
+    if not num_bytes:
+        return None
+    packed = torch.UntypedStorage(num_bytes)
+    address = packed.data_ptr()
+    for storage, place in storages.values():
+        ctypes.memmove(address + place, storage.data_ptr(), storage.nbytes())
+    for handle in handles:
+        alias = handle.alias
+        assert alias is not None
+        storage = alias.untyped_storage()
+        handle.place = storages[storage._cdata][1], storage.nbytes()
+        # Its sizes are the probe's, which is the alias with other memory: of no bytes.
+        handle.probe = _without_memory(alias)
+        handle.alias = None
+    return packed
+
+
+def unpack(chunk: Chunk, packed: torch.UntypedStorage, shift: int) -> None:
+    """Give a chunk's handles their bytes back, which begin `shift` bytes behind `packed`."""
+    address = packed.data_ptr() + shift
+    storages: dict[int, torch.UntypedStorage] = {}
+    for handle in chunk.living():
+        if handle.alias is not None:
+            continue
+        place, num_bytes = handle.place
+        storage = storages.get(place)
+        if storage is None:
+            storage = storages[place] = torch.UntypedStorage(num_bytes)
+            ctypes.memmove(storage.data_ptr(), address + place, num_bytes)
+        handle.alias = _with_memory(handle.probe, storage)
+        del handle.probe
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    probe = version_probe(tensor)
+    probe._penstock_view = (  # type: ignore[attr-defined]
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+    return probe
+
+
+def _with_memory(probe: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    offset, shape, stride, conj, neg = probe._penstock_view  # type: ignore[attr-defined]
+    tensor = torch.empty(0, dtype=probe.dtype, device=probe.device)
+    tensor.set_(storage, offset, shape, stride)  # type: ignore[call-overload]
+    if conj:
+        torch._C._set_conj(tensor, True)
+    if neg:
+        torch._C._set_neg(tensor, True)
+    shared = probe.detach()
+    shared.data = tensor
+    return shared

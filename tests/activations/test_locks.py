@@ -1,0 +1,182 @@
+"""Locks that a collection, a fork, another thread or an error of ours must not leave held."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import warnings
+
+import pytest
+import torch
+
+import penstock
+from penstock.activations import _engine
+from penstock.activations._routes import FileRoute
+from penstock.activations._workers import Reaper
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
+
+
+def chain(x: torch.Tensor, length: int = 6) -> torch.Tensor:
+    for _ in range(length):
+        x = (x * 1.01).sin()
+    return x.sum()
+
+
+def test_an_offload_is_collected_in_the_middle_of_its_own_graphs_backward(store, monkeypatch):
+    class Trainer:
+        pass
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        trainer = Trainer()
+        trainer.me = trainer  # type: ignore[attr-defined]
+        trainer.offload = penstock.offload(store, policy="all", min_bytes=0)  # type: ignore[attr-defined]
+        x = torch.randn(64, 64, requires_grad=True)
+        with trainer.offload:  # type: ignore[attr-defined]
+            return chain(x), x
+
+    bury = _engine.Engine._bury
+    closed = threading.Event()
+    close = FileRoute.close
+    monkeypatch.setattr(FileRoute, "close", lambda route: (close(route), closed.set()))
+
+    def collect_and_bury(engine: _engine.Engine) -> None:  # called with the lock held
+        monkeypatch.setattr(_engine.Engine, "_bury", bury)
+        gc.collect()
+        bury(engine)
+
+    loss, x = step()
+    monkeypatch.setattr(_engine.Engine, "_bury", collect_and_bury)
+    (found,) = torch.autograd.grad(loss, x)
+    assert torch.equal(found, torch.autograd.grad(chain(x), x)[0])
+    del loss, found
+    assert closed.wait(20)  # when the graph was gone
+
+
+def test_the_reaper_may_be_faster_than_a_thread_that_looks_up(monkeypatch):
+    class OneTaken:
+        """Says that there is something, which is gone when it is asked for."""
+
+        num_asked = 0
+
+        def empty(self) -> bool:
+            self.num_asked += 1
+            return self.num_asked > 1
+
+        def get_nowait(self) -> None:
+            import queue
+
+            raise queue.Empty
+
+        def put(self, _: object) -> None:
+            pass
+
+    reaper = Reaper(threading.Lock(), lambda: None)
+    monkeypatch.setattr(reaper, "_queue", OneTaken())
+    assert list(reaper.dead()) == []
+
+
+def test_a_fork_while_other_threads_hold_every_lock(store):
+    offload = penstock.offload(store, policy="all", min_bytes=0)
+    with offload:
+        chain(torch.randn(8, 8, requires_grad=True))
+    held, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        locks = (offload._lock, offload._engine._lock, offload.ledger._mailbox._lock)
+        with locks[0], locks[1], locks[2]:
+            held.set()
+            assert go.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(20)
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        with offload:
+            pass
+        offload.report()
+        offload.timeline()
+        offload.close()
+        os._exit(0)
+    go.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    offload.close()
+
+
+def test_threads_that_save_one_tensor(store):
+    """In-place changes are counted by tensor, and nothing here changes one."""
+    offload = penstock.offload(store, policy="all", min_bytes=0)
+    shared, errors = torch.randn(64) * 2, []
+
+    def work() -> None:
+        x = torch.randn(64, requires_grad=True)
+        try:
+            with offload:
+                for _ in range(100):
+                    y = x
+                    for _ in range(10):
+                        y = y * shared
+                    y.sum().backward()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == [] and shared._version == 0
+    offload.close()
+
+
+def test_a_storage_that_another_thread_saves_while_this_one_waits_is_saved_once(store, monkeypatch):
+    offload = penstock.offload(store, policy="all", min_bytes=0)
+    engine, x = offload._engine, torch.randn(64, requires_grad=True)
+    y = x * 1
+    admit = engine._admit
+    route = offload._routes["cpu"]
+
+    def save_meanwhile(*args: object) -> None:
+        monkeypatch.setattr(engine, "_admit", admit)
+        kept.append(engine._save(y, route, True))  # as a thread does while this one waits
+        admit(*args)  # type: ignore[arg-type]
+
+    kept: list[object] = []
+    monkeypatch.setattr(engine, "_admit", save_meanwhile)
+    kept.append(engine.save(y, route, offloadable=True))
+    assert len(engine._records) == 1 and offload.report().num_saved == 1
+    kept.clear()
+    offload.close()
+
+
+def test_a_worker_that_fails_lives_on_and_the_step_is_right(store, monkeypatch):
+    offload = penstock.offload(store, policy="all", min_bytes=0)
+    monkeypatch.setattr(offload._engine.steps.writes, "end", lambda _: 1 / 0)
+    x = torch.randn(64, 64, requires_grad=True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with offload:
+            for _ in range(3):
+                (found,) = torch.autograd.grad(chain(x), x)
+    assert torch.equal(found, torch.autograd.grad(chain(x), x)[0])
+    assert any("a transfer failed" in str(each.message) for each in said)
+    assert offload._engine._backlog_bytes == 0
+    monkeypatch.undo()
+    offload.close()
+
+
+def test_a_block_is_left_where_it_was_entered_and_closed_afterwards(store):
+    offload = penstock.offload(store)
+    with pytest.raises(RuntimeError, match="has not entered this Offload"):
+        offload.__exit__(None, None, None)
+    with offload:
+        with pytest.raises(RuntimeError, match=r"close\(\) inside its own `with` block"):
+            offload.close()
+    offload.close()
+    with pytest.raises(RuntimeError, match="is closed"):
+        offload.__enter__()
