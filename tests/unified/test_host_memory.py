@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -51,3 +52,20 @@ def test_only_whole_huge_pages_of_the_tensor_itself_are_asked_for():
     assert "hg" in flags_at(start + gap + 6 * MIB) and "hg" in flags_at(start + gap + 58 * MIB - 1)
     assert "hg" not in flags_at(start + begin)
     assert "hg" not in flags_at(start + end - 1)
+
+
+def test_memory_that_is_shared_still_asks_for_huge_pages():
+    """Several chunks of it, and a part of a page at the end."""
+    num_bytes = 130 * MIB + 5
+    memory = TableMemory(num_bytes)
+    content = memory.tensor((num_bytes,), torch.uint8)
+    content[::4099] = 7
+    address = content.data_ptr()
+    memory.share()
+    assert content.data_ptr() == address and memory.descriptor is not None
+    assert {"sh", "hg"} <= flags_at(address) and {"sh", "hg"} <= flags_at(address + 129 * MIB)
+    expected = torch.zeros(num_bytes, dtype=torch.uint8)
+    expected[::4099] = 7
+    assert torch.equal(content, expected)
+    other = TableMemory.attached(os.dup(memory.descriptor), num_bytes)
+    assert torch.equal(other.tensor((num_bytes,), torch.uint8), expected)

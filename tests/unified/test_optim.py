@@ -390,3 +390,45 @@ def test_options_of_a_group_are_checked():
     table = unify(torch.zeros(5, 4), requires_grad=True)
     with pytest.raises(ValueError, match="lr=-1: expected a number that is not negative"):
         SGD([{"params": [table], "lr": -1}])
+
+
+@pytest.mark.parametrize("kind", ["x.npy", "x"])
+def test_the_state_of_a_table_that_was_made_anew_is_refused(tmp_path, kind):
+    """Its rows are none of those that the last step wrote; what is handed over is believed."""
+
+    def make() -> torch.Tensor:
+        (tmp_path / kind).unlink(missing_ok=True)
+        return unify(empty((50, 4), path=tmp_path / kind), requires_grad=True)
+
+    def train(table: torch.Tensor) -> Adam:
+        optimizer = Adam([table], lr=0.1)
+        table[torch.arange(20)].sum().backward()
+        optimizer.step()
+        return optimizer
+
+    table = make()
+    train(table)
+    train(unify(tmp_path / kind, requires_grad=True))  # it goes on
+    assert unify(tmp_path / f"{kind}.step")[0].item() == 2
+    table = make()
+    with pytest.raises(StoreError, match=r"of the rows that its last step wrote none is\. If the"):
+        train(table)
+    assert not table.detach()[torch.arange(20)].any()
+    with pytest.raises(StoreError, match="if its rows were changed by other means"):
+        train(table)
+    for name in ("exp_avg", "exp_avg_sq", "step"):
+        (tmp_path / f"{kind}.{name}").unlink()
+    train(table)
+    assert unify(tmp_path / f"{kind}.step")[0].item() == 1
+
+
+def test_the_state_of_a_table_of_which_some_rows_were_written_goes_on(tmp_path):
+    table = unify(empty((50, 4), path=tmp_path / "x"), requires_grad=True)
+    for _ in range(2):
+        optimizer = Adam([table], lr=0.1)
+        optimizer.zero_grad()
+        table[torch.arange(20)].sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            table[torch.arange(10)] = torch.zeros(10, 4)
+    assert unify(tmp_path / "x.step")[0].item() == 2

@@ -1,11 +1,10 @@
 """Host memory that CUDA knows: once, refused without harm, let go of after the last kernel.
 
-Without a GPU the runtime is a stand-in that records what it is asked.
+The runtime is a simulated one, which records what it is asked.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import pickle
@@ -18,61 +17,19 @@ import torch
 from penstock.unified import _host_memory, _registration, unify
 from penstock.unified._host_memory import TableMemory
 from penstock.unified._registration import InFlight
+from simulated_cuda import SimulatedCuda
 
 GPU = torch.device("cuda", 0)
 PAGE = 4096
 
 
-class Runtime:
-    """Records calls; answers registrations with `code`."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[object, ...]] = []
-        self.code = 0
-
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
-        self.calls.append(("register", address, num_bytes, flags))
-        return self.code
-
-    def cudaHostUnregister(self, address: int) -> int:
-        self.calls.append(("unregister", address))
-        return 0
-
-
-class Event:
-    """Of a stream that has not come so far, until somebody waits."""
-
-    def __init__(self, calls: list[tuple[object, ...]], name: object) -> None:
-        self._calls, self._name = calls, name
-
-    def synchronize(self) -> None:
-        self._calls.append(("wait", self._name))
-
-
-class Stream:
-    def __init__(self, calls: list[tuple[object, ...]], name: str) -> None:
-        self.calls, self.name, self.num_events = calls, name, 0
-
-    def record_event(self) -> Event:
-        self.num_events += 1
-        return Event(self.calls, (self.name, self.num_events))
-
-    def wait_event(self, event: Event) -> None:
-        self.calls.append((f"{self.name} after", event._name))
-
-
 @pytest.fixture
-def runtime(monkeypatch) -> Runtime:
-    found = Runtime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    synchronize = lambda device: found.calls.append(("synchronize", device))  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    forgotten = lambda device: found.calls.append(("clear error", device))  # noqa: E731
+def runtime(simulated_cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> SimulatedCuda:
+    forgotten = lambda device: simulated_cuda.calls.append(("clear error", device))  # noqa: E731
     monkeypatch.setattr(_registration, "_clear_error", forgotten)
     monkeypatch.setattr(_registration, "numa_node", lambda _: None)
     monkeypatch.setattr(_registration, "_ranges", {})
-    return found
+    return simulated_cuda
 
 
 def test_memory_is_shared_and_registered_once_in_whole_pages(runtime):
@@ -118,10 +75,7 @@ def test_a_refusal_is_said_once_forgotten_by_cuda_and_remembered(runtime, caplog
 
 
 def test_memory_that_cannot_be_moved_is_a_refusal_too(runtime, caplog, monkeypatch):
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(_host_memory.os, "pwrite", full)
+    monkeypatch.setattr(_host_memory, "_madvise", lambda *_: 28)  # no page can be had
     with caplog.at_level(logging.INFO, logger="penstock"):
         assert _registration.register(TableMemory(PAGE), GPU) is None
     assert "could not be moved into shared memory" in caplog.text
@@ -142,7 +96,7 @@ def test_memory_is_unregistered_after_its_last_reader_and_writer(runtime):
     memory = TableMemory(PAGE)
     address, content = memory.address, memory.tensor((PAGE,), torch.uint8)
     registration = _registration.register(memory, GPU)
-    first, second = Stream(runtime.calls, "first"), Stream(runtime.calls, "second")
+    first, second = (runtime.Stream(name=each) for each in ("first", "second"))
     for stream in (first, first, second):
         registration.reads.note(stream)
     registration.writes.note(first)
@@ -178,7 +132,7 @@ def test_memory_of_a_captured_graph_stays(runtime, monkeypatch):
 def test_a_forked_child_unregisters_nothing(runtime, monkeypatch):
     memory = TableMemory(PAGE)
     registration = _registration.register(memory, GPU)
-    registration.reads.note(Stream(runtime.calls, "parent's"))
+    registration.reads.note(runtime.Stream(name="parent's"))
     with monkeypatch.context() as patch:
         patch.setattr(_registration.os, "getpid", lambda: -1)
         registration.reads.wait()
@@ -201,20 +155,19 @@ def registration_finalizers(memory: TableMemory) -> list:
     return [each for each in weakref.finalize._registry if each.peek()[0] is memory]
 
 
-def test_a_stream_comes_after_what_others_have_launched():
-    calls = []
-    uses, reader, writer = InFlight(), Stream(calls, "reader"), Stream(calls, "writer")
+def test_a_stream_comes_after_what_others_have_launched(runtime):
+    uses, reader, writer = InFlight(), runtime.Stream(name="reader"), runtime.Stream(name="writer")
     uses.note(reader)
     uses.note(writer)
     uses.order(writer)  # not after itself: a stream is in order
-    assert calls == [("writer after", ("reader", 1))]
+    assert runtime.calls == [("writer after", ("reader", 1))]
 
 
 def test_the_cpu_waits_for_those_that_it_would_disturb(runtime):
     u, index = unify(torch.zeros(10, 4)), torch.tensor([1, 2])
     registration = u._table.use.register(GPU)
-    registration.reads.note(Stream(runtime.calls, "reader"))
-    registration.writes.note(Stream(runtime.calls, "writer"))
+    registration.reads.note(runtime.Stream(name="reader"))
+    registration.writes.note(runtime.Stream(name="writer"))
     after_reader, after_writer = ("wait", ("reader", 1)), ("wait", ("writer", 1))
     reads = (lambda: u[index], lambda: u.cpu(), lambda: pickle.dumps(u))
     writes = (
@@ -271,3 +224,12 @@ def test_pages_come_from_the_gpus_node_or_it_is_said_that_they_do_not(monkeypatc
         with _registration._on_node_of(GPU):
             torch.zeros(1000)
     assert "NUMA node 0, next to cuda:0" in caplog.text
+
+
+def test_cudas_last_error_is_forgotten_by_asking_for_it(monkeypatch):
+    """Not by a kernel: its launch would be the call that fails."""
+    asked = []
+    library = SimpleNamespace(cudaGetLastError=lambda: asked.append("last error"))
+    monkeypatch.setattr(_registration, "_runtime_library", lambda: library)
+    _registration._clear_error(GPU)
+    assert asked == ["last error"]

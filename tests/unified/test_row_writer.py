@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
-import struct
-import zlib
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +18,10 @@ import pytest
 import torch
 
 from penstock.errors import StoreError, StoreFullError, StoreUnavailableError, StoreWriteError
-from penstock.unified import _row_writer, unify
+from penstock.unified import _row_journal, _row_writer, empty, unify
 from penstock.unified._row_file import RowLayout, create, native_layout, open_layout
-from penstock.unified._row_writer import RowWriter, put_together, recover
+from penstock.unified._row_journal import forget_journal, recover
+from penstock.unified._row_writer import RowWriter, put_together
 
 ROWS = np.arange(0, 200, 2)
 NAMES = ("table", "table.mean", "table.step")  # the first one leads
@@ -71,12 +75,12 @@ def killed_at(call: int, work: Callable[[], None]) -> bool:
         made = 0
 
         def counted(function: Callable) -> Callable:
-            def wrapped(*arguments):
+            def wrapped(*arguments, **options):
                 nonlocal made
                 made += 1
                 if made == call and function is original_rows:
                     tear(*arguments)
-                result = function(*arguments)
+                result = function(*arguments, **options)
                 if made == call:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return result
@@ -84,11 +88,14 @@ def killed_at(call: int, work: Callable[[], None]) -> bool:
             return wrapped
 
         original_rows = _row_writer._write_rows
-        _row_writer._write = counted(_row_writer._write)
+        _row_journal._write = counted(_row_journal._write)
         _row_writer._write_rows = counted(original_rows)
-        _row_writer.os.fdatasync = counted(os.fdatasync)
-        work()
-        os._exit(0)
+        for name in ("fdatasync", "fsync", "link", "unlink"):
+            setattr(os, name, counted(getattr(os, name)))
+        try:
+            work()
+        finally:
+            os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
@@ -120,7 +127,7 @@ def test_a_killed_process_leaves_all_rows_of_all_files_or_none(folder, opened_fi
         assert [recover(layout) for layout in layouts] == [0, 0, 0]
         put_in_all(layouts, 9)  # and writing goes on
         assert all(values_in(place, name) == {9} for name in NAMES)
-    # A header for each of the journals, what it covers and the rows: there is that much to survive.
+    # The rows, old and new, of each file, syncs, the name: there is that much to survive.
     assert len(outcomes) > 15 and outcomes == sorted(outcomes) and set(outcomes) == {False, True}
 
 
@@ -158,7 +165,7 @@ def fails(number: int) -> Callable[..., None]:
 
 def test_rows_that_a_killed_process_tore_are_mended(folder, monkeypatch):
     """Half of a row was written; the journal has all of it."""
-    layout = create(folder / "table", (10, 512), torch.float32)
+    layout = open_layout(create(folder / "table", (10, 512), torch.float32).path)
     writer = RowWriter(layout)
 
     def tear_one(fd, layout, rows, content):
@@ -169,14 +176,14 @@ def test_rows_that_a_killed_process_tore_are_mended(folder, monkeypatch):
         patch.setattr(_row_writer, "_write_rows", tear_one)
         with pytest.raises(StoreWriteError, match="could not be written: Input/output error"):
             writer.put(np.array([3]), content_of(layout, 1, 9))
-    writer.close()
+    del writer
     assert (folder / "table.journal").exists()
     assert (unify(folder / "table")[3].view(torch.uint8) == 9).all()
     assert not (folder / "table.journal").exists()
 
 
 def test_the_next_write_finishes_one_that_failed(folder, monkeypatch):
-    layout = create(folder / "table", (10, 512), torch.float32)
+    layout = open_layout(create(folder / "table", (10, 512), torch.float32).path)
     writer = RowWriter(layout)
     with monkeypatch.context() as patch:
         patch.setattr(_row_writer, "_write_rows", fails(errno.EIO))
@@ -184,7 +191,6 @@ def test_the_next_write_finishes_one_that_failed(folder, monkeypatch):
             with pytest.raises(StoreError, match="Input/output error"):
                 writer.put(np.array([3]), content_of(layout, 1, 9))
     writer.put(np.array([5]), content_of(layout, 1, 8))
-    writer.close()
     rows = unify(folder / "table")[torch.arange(10)].view(torch.uint8)
     assert (rows[3] == 9).all() and (rows[5] == 8).all() and not rows[[0, 4, 6]].any()
 
@@ -198,7 +204,7 @@ def test_a_write_of_several_files_that_failed_is_finished_by_any_of_them(folder,
         with pytest.raises(StoreWriteError):
             put_together(parts)
         with pytest.raises(StoreWriteError):
-            writers[1].finish()
+            writers[1].file.finish()
     writers[1].put(np.array([0]), content_of(layouts[1], 1, 5))
     assert [values_in(folder, name) for name in NAMES[:2]] == [{5}, {5}]
 
@@ -217,69 +223,174 @@ def test_rows_are_not_read_while_a_write_of_them_is_unfinished(folder, monkeypat
     assert torch.equal(u[index], ones)
 
 
-def test_a_journal_without_room_leaves_the_table_as_it_was(folder, monkeypatch):
+@pytest.mark.parametrize("call", [1, 4, 7])
+def test_a_journal_without_room_leaves_the_table_as_it_was(folder, monkeypatch, call):
+    """Whichever write fails: of the text, of rows, or of the header."""
     layouts = make_files(folder)
     writers = [RowWriter(layout) for layout in layouts[:2]]
-    real = os.open("/dev/full", os.O_RDWR)
-    journal, writers[0]._journal = writers[0]._journal, real
     parts = [(writer, ROWS, content_of(writer.layout, 100, 5)) for writer in writers]
-    with pytest.raises(StoreFullError, match="No space left on device"):
-        put_together(parts)
-    writers[0]._journal = journal
-    os.close(real)
+    write, calls = _row_journal._write, []
+
+    def write_some(fd, content, offset):
+        calls.append(offset)
+        if len(calls) == call:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(fd, content, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_row_journal, "_write", write_some)
+        with pytest.raises(StoreFullError, match="No space left on device"):
+            put_together(parts)
+    assert len(calls) == call and sorted(path.name for path in folder.iterdir()) == sorted(NAMES)
     assert [values_in(folder, name) for name in NAMES[:2]] == [{0}, {0}]
     put_together(parts)
     assert [values_in(folder, name) for name in NAMES[:2]] == [{5}, {5}]
 
 
-@pytest.mark.parametrize("call", [2, 3, 4])
-def test_a_journal_that_does_not_fit_gives_its_room_back(folder, monkeypatch, call):
-    """Whichever write fails: of the rows, or of the header that would make it complete."""
-    layout = create(folder / "table", (200, 512), torch.float32)
-    writer, write, calls = RowWriter(layout), _row_writer._write, []
+def killed_in_the_rows(layout: RowLayout) -> None:
+    """A child that is killed when half of the rows, and half of one more, are in their places."""
 
-    def write_some(fd, content, offset):
-        calls.append(offset)
-        if len(calls) == call:
-            raise OSError(errno.ENOSPC, "")
-        write(fd, content, offset)
+    def work() -> None:
+        _row_writer._write_rows = tear
+        RowWriter(layout).put(ROWS, content_of(layout, 100, 7))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(_row_writer, "_write", write_some)
-        with pytest.raises(StoreFullError):
-            writer.put(ROWS, content_of(layout, 100, 7))
-    assert len(calls) == call and (folder / "table.journal").stat().st_size == 0
-    assert values_in(folder, "table") == {0}
-    writer.put(ROWS, content_of(layout, 100, 8))
-    assert values_in(folder, "table") == {8}
-
-
-def journal(body: bytes, *, magic: bytes = b"PENSTJR2", checksum: int | None = None) -> bytes:
-    checksum = zlib.crc32(body) if checksum is None else checksum
-    return struct.pack("<8sQI", magic, len(body), checksum).ljust(4096, b"\0") + body
+    assert killed_at(10**6, work)
+    assert os.path.exists(layout.path + ".journal")
 
 
 def test_a_damaged_journal_is_an_error_not_garbage(folder):
-    layout = create(folder / "table", (10, 512), torch.float32)
-    for content in (journal(bytes(99), checksum=12345), journal(bytes(99))[:-1]):
-        (folder / "table.journal").write_bytes(content)
-        with pytest.raises(StoreError, match=r"table\.journal is damaged: its checksum is wrong"):
-            unify(folder / "table")
-        assert (folder / "table.journal").exists()
-    # Its header was not whole, so no row was touched.
-    (folder / "table.journal").write_bytes(journal(bytes(99))[:15])
-    assert recover(layout) == 0
-
-
-def test_the_journal_of_another_table_is_refused(folder):
     layout = make_files(folder)[0]
-    assert killed_at(6, lambda: RowWriter(layout).put(ROWS, content_of(layout, 100, 7)))
-    os.unlink(folder / "table")
-    create(folder / "table", (200, 511), torch.float32)
-    with pytest.raises(StoreError, match=r"is the journal of another table\. Move it away\."):
+    killed_in_the_rows(layout)
+    journal, sound = folder / "table.journal", (folder / "table.journal").read_bytes()
+    for at in (0, 7, 8, 16, 20, 3000, len(sound) - 1):
+        flipped = bytearray(sound)
+        flipped[at] ^= 1
+        journal.write_bytes(flipped)
+        with pytest.raises(StoreError, match=r"table\.journal is damaged: "):
+            unify(folder / "table")
+    for content in (b"", bytes(4096), sound[:-1], sound[:15]):
+        journal.write_bytes(content)
+        with pytest.raises(StoreError, match=r"table\.journal is damaged: "):
+            unify(folder / "table")
+    journal.write_bytes(sound)
+    assert recover(layout) == 100 and values_in(folder, "table") == {7}
+
+
+def test_data_that_was_made_anew_is_not_touched(folder):
+    """In the same file, in another one of the name, or of another shape."""
+    for case in ("in place", "another file", "another shape", "by empty"):
+        path = folder / ("t.npy" if case != "by empty" else "t")
+        u = empty((200, 16), path=path)
+        layout = u._table.layout
+        del u
+        killed_in_the_rows(layout)
+        if case != "in place":
+            os.unlink(path)
+        if case == "by empty":
+            table = empty((200, 16), path=path)
+            assert not table[torch.arange(199)].any()
+        else:
+            shape = (200, 17) if case == "another shape" else (200, 16)
+            np.save(path, np.ones(shape, dtype=np.float32))
+            table = unify(path)
+            assert (table[torch.arange(199)] == 1).all()
+        assert [each.name for each in folder.iterdir()] == [path.name]
+        del table
+        os.unlink(path)
+
+
+def test_a_batch_that_no_row_was_placed_of_is_written_unless_the_file_changed_since(folder):
+    for anew in (False, True):
+        path = folder / f"{anew}.npy"
+        np.save(path, np.zeros((200, 16), dtype=np.float32))
+        layout = open_layout(path)
+
+        def work(layout: RowLayout = layout) -> None:
+            _row_writer._write_rows = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            RowWriter(layout).put(ROWS, content_of(layout, 100, 7))
+
+        assert killed_at(10**6, work)
+        time.sleep(0.02)  # two times that every file system tells apart
+        if anew:
+            np.save(path, np.zeros((200, 16), dtype=np.float32))
+        assert unify(path)[torch.from_numpy(ROWS)].any() == (not anew)
+        assert not os.path.exists(f"{path}.journal")
+
+
+def test_a_table_that_was_changed_beside_its_journal_is_an_error(folder):
+    """Some rows are torn, some were written by other means: it cannot be both."""
+    layout = make_files(folder)[0]
+    killed_in_the_rows(layout)
+    with open(folder / "table", "r+b") as file:
+        file.seek(layout.row_offset(198))
+        file.write(bytes([9]) * 100)
+    with pytest.raises(StoreError, match="has rows of it beside others: it was changed since"):
         unify(folder / "table")
-    os.rename(folder / "table.journal", folder / "moved")
-    assert values_in(folder, "table") == {0}
+    os.unlink(folder / "table.journal")
+    assert unify(folder / "table").shape == (200, 512)
+
+
+@pytest.mark.parametrize("how", ["renamed", "by a symbolic link", "by a hard link"])
+def test_a_journal_is_found_by_whatever_name_the_table_has(folder, how):
+    layout = make_files(folder)[0]
+    other = folder / "other"
+    if how == "by a symbolic link":
+        os.makedirs(folder / "deep")
+        other = folder / "deep" / "other"
+        os.symlink("../table", other)
+    elif how == "by a hard link":
+        os.link(folder / "table", other)
+    killed_in_the_rows(layout)
+    if how == "renamed":
+        os.rename(folder / "table", other)
+    found = unify(other)[torch.arange(200)].view(torch.uint8)
+    assert (found[::2] == 7).all() and not found[1::2].any()
+    assert not (folder / "table.journal").exists()
+
+
+def test_a_renamed_table_is_mended_before_another_takes_its_name(folder):
+    layout = make_files(folder)[0]
+    killed_in_the_rows(layout)
+    os.rename(folder / "table", folder / "other")
+    assert not empty((200, 512), path=folder / "table")[[0]].any()
+    assert values_in(folder, "other") == {7} and values_in(folder, "table") == {0}
+    forget_journal(str(folder / "table"))  # there is none
+
+
+def test_one_that_opens_a_torn_table_waits_for_another_that_mends_it(folder, monkeypatch):
+    """Or for one that may be about to write: what is complete is finished before it is read."""
+    layout = make_files(folder)[0]
+    killed_in_the_rows(layout)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            write = _row_journal.write_places
+
+            def write_late(*arguments) -> None:
+                os.write(writing, b".")
+                time.sleep(0.3)
+                write(*arguments)
+
+            _row_journal.write_places = write_late
+            recover(layout)
+        finally:
+            os._exit(0)
+    assert os.read(reading, 1) == b"."
+    found = unify(folder / "table")[torch.arange(200)].view(torch.uint8)
+    os.waitpid(child, 0)
+    assert (found[::2] == 7).all() and not found[1::2].any()
+
+
+def test_nobody_waits_for_ever(folder, monkeypatch):
+    layout = make_files(folder)[0]
+    killed_in_the_rows(layout)
+    monkeypatch.setattr(_row_journal, "WAIT_SECONDS", 0.05)
+    with open(layout.path, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(StoreUnavailableError, match="another process has been writing for"):
+            unify(folder / "table")
+    assert unify(folder / "table")[0].view(torch.uint8).eq(7).all()
 
 
 def test_the_journal_of_one_tensor_is_finished_when_another_is_opened(folder):
@@ -289,63 +400,83 @@ def test_the_journal_of_one_tensor_is_finished_when_another_is_opened(folder):
     path = folder / "x.safetensors"
     save_file({"a": torch.zeros(200, 2), "b": torch.ones(200, 2)}, path)
     layout = open_layout(f"{path}#a")
-    assert killed_at(6, lambda: RowWriter(layout).put(ROWS, content_of(layout, 100, 7)))
+    killed_in_the_rows(layout)
     assert torch.equal(unify(f"{path}#b")[torch.arange(200)], torch.ones(200, 2))
     found = unify(f"{path}#a")[torch.arange(200)].view(torch.uint8)
     assert (found[::2] == 7).all() and not found[1::2].any()
 
 
-def test_only_one_writes(folder):
-    layout = create(folder / "table", (10, 4), torch.float32)
+def test_only_one_process_writes(folder):
+    layout = make_files(folder)[0]
     writer = RowWriter(layout)
-    with pytest.raises(StoreUnavailableError, match="is being written by another"):
-        RowWriter(layout)
-    writer.close()
-    RowWriter(layout).close()
-    assert [path.name for path in folder.iterdir()] == ["table"]
+    RowWriter(layout).put(ROWS, content_of(layout, 100, 1))  # the same file, by another object
+    script = f"from penstock.unified import unify; unify({layout.path!r})[[0]] = 1.0"
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "is being written by another process; only one may write" in told.stderr
+    del writer
+    RowWriter(layout).put(ROWS, content_of(layout, 100, 2))
+    assert values_in(folder, "table") == {2}
+    assert sorted(path.name for path in folder.iterdir()) == sorted(NAMES)
 
 
 def test_a_file_in_the_place_of_the_one_that_was_opened_is_not_written(folder):
     layout = make_files(folder)[0]
+    writer = RowWriter(layout)
     create(folder / "other", (200, 512), torch.float32)
     os.replace(folder / "other", folder / "table")
     with pytest.raises(StoreUnavailableError, match="has been replaced by another file"):
+        writer.put(ROWS, content_of(layout, 100, 2))
+    del writer
+    with pytest.raises(StoreUnavailableError, match="has been replaced by another file"):
         RowWriter(layout)
-    assert not (folder / "table.journal").exists()
+    assert not (folder / "table.journal").exists() and values_in(folder, "table") == {0}
     # A layout that was not read from a file says nothing of it.
-    RowWriter(native_layout(str(folder / "table"), (200, 512), torch.float32)).close()
+    RowWriter(native_layout(str(folder / "table"), (200, 512), torch.float32))
 
 
 def test_a_writer_ends_what_was_interrupted_since_it_opened_the_table(folder):
     layout = make_files(folder)[0]
     u = unify(folder / "table")
-    assert killed_at(6, lambda: RowWriter(layout).put(ROWS, content_of(layout, 100, 7)))
+    killed_in_the_rows(layout)
     u[[1]] = torch.zeros(1, 512)  # its own journal must not take the place of that one
     assert values_in(folder, "table") == {7}
 
 
-def test_a_journal_that_was_taken_away_while_it_was_locked_is_not_used(folder, monkeypatch):
-    """Or nobody would find it after a kill."""
-    layout = create(folder / "table", (10, 4), torch.float32)
-    first, lock = RowWriter(layout), _row_writer._try_lock
+def test_a_reader_mends_what_was_interrupted_since_it_opened_the_table(folder):
+    u = unify(make_files(folder)[0].path, cache="1MiB")
+    assert not u[[0, 2]].any()
+    killed_in_the_rows(u._table.layout)
+    found = u[torch.arange(200)].view(torch.uint8)
+    assert (found[::2] == 7).all() and not found[1::2].any()
 
-    def lock_late(journal: int) -> bool:
-        first.close()  # which unlinks what is open here already
-        return lock(journal)
 
-    monkeypatch.setattr(_row_writer, "_try_lock", lock_late)
-    second = RowWriter(layout)
-    assert os.path.samestat(os.fstat(second._journal), (folder / "table.journal").stat())
+@pytest.mark.parametrize("moment", ["before", "behind"])
+def test_an_interrupt_leaves_all_rows_or_none_and_no_lock(folder, monkeypatch, moment):
+    """A KeyboardInterrupt around the moment at which the journal gets its name."""
+    layout = make_files(folder)[0]
+    u = unify(folder / "table")
+    real = os.link
+
+    def link(*arguments, **options) -> None:
+        if moment == "behind":
+            real(*arguments, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", link)
+        with pytest.raises(KeyboardInterrupt):
+            u[torch.from_numpy(ROWS)] = torch.ones(100, 512)
+    with ThreadPoolExecutor(1) as threads:  # another thread finds no lock held
+        assert not threads.submit(lambda: u[torch.arange(200)].any()).result(timeout=20)
+    assert not os.path.exists(layout.path + ".journal")
+    u[torch.from_numpy(ROWS)] = torch.ones(100, 512)
+    assert u[torch.arange(0, 200, 2)].all()
 
 
 def test_who_may_only_read_opens_the_table_unless_rows_are_torn(folder, monkeypatch):
     layout = make_files(folder)[0]
-    monkeypatch.setattr(_row_writer, "_open", read_only(_row_writer._open))
-    (folder / "table.journal").write_bytes(bytes(20))  # nothing to do
-    assert not unify(folder / "table")[[0]].any()
-    monkeypatch.undo()
-    assert killed_at(6, lambda: RowWriter(layout).put(ROWS, content_of(layout, 100, 7)))
-    monkeypatch.setattr(_row_writer, "_open", read_only(_row_writer._open))
+    killed_in_the_rows(layout)
+    monkeypatch.setattr(_row_journal, "open_file", read_only(_row_journal.open_file))
     with pytest.raises(StoreUnavailableError, match="as a user who may write to both"):
         unify(folder / "table")
     assert (folder / "table.journal").exists()
@@ -361,11 +492,25 @@ def read_only(function: Callable[..., int]) -> Callable[..., int]:
 
 
 def test_a_journal_is_for_whoever_may_read_the_table(folder):
-    layout = create(folder / "table", (10, 4), torch.float32)
+    layout = make_files(folder)[0]
     os.chmod(folder / "table", 0o640)
-    writer = RowWriter(layout)
+    killed_in_the_rows(layout)
     assert (folder / "table.journal").stat().st_mode & 0o777 == 0o640
-    writer.close()
+
+
+def test_a_file_system_without_unnamed_files(folder, monkeypatch):
+    """The journal has another name until it is complete."""
+    real, layout = os.open, make_files(folder)[0]
+
+    def refuse(path, flags, *mode):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "")
+        return real(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    RowWriter(layout).put(ROWS, content_of(layout, 100, 7))
+    assert values_in(folder, "table") == {7}
+    assert sorted(path.name for path in folder.iterdir()) == sorted(NAMES)
 
 
 def test_rows_without_bytes_are_written(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 
@@ -73,12 +74,16 @@ def test_a_table_moves_into_shared_memory_where_it_is(num_rows, monkeypatch):
 
 
 def test_sharing_without_memory_says_so(monkeypatch):
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+    advise = _host_memory._madvise
+
+    def full(address: int, num_bytes: int, advice: int) -> int:
+        """Have no pages."""
+        populates = advice == _host_memory._POPULATE_WRITE
+        return errno.ENOSPC if populates else advise(address, num_bytes, advice)
 
     table = unify(torch.ones(5, 5))
     with monkeypatch.context() as patch:
-        patch.setattr(_host_memory.os, "pwrite", full)
+        patch.setattr(_host_memory, "_madvise", full)
         with pytest.raises(CapacityError, match="No space left"):
             table.share_memory_()
     assert torch.equal(table.cpu(), torch.ones(5, 5))

@@ -25,8 +25,9 @@ from penstock.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("file_rows.cpp")
-_DEPTH = 128  # reads in flight; disks gain nothing from more
+_SOURCES = [
+    Path(__file__).with_name(name) for name in ("row_cache.cpp", "io_ring.cpp", "file_rows.cpp")
+]
 _READ_BYTES = 64 * 1024  # the longest read of several rows
 _GAP_BYTES = 4096  # unwanted bytes between two rows that are still read as one
 _NUM_PYTHON_THREADS = 16
@@ -36,15 +37,16 @@ _OUT_OF_RANGE, _READ_FAILED = 1, 2
 class RowReader:
     """Reads rows of one file; thread-safe, and at home in a forked child.
 
+    All readers of a process share the queues or threads that read; each has a descriptor of its
+    file, and a cache of its own.
+
     Attributes:
         method: "io_uring", "threads" or "python".
         cache_bytes: What the rows that are kept in memory may take.
         counters: `num_reads`, `bytes_read`, `num_hits` and `num_misses` so far.
     """
 
-    def __init__(
-        self, layout: RowLayout, *, cache_bytes: int = 0, depth: int = _DEPTH, ring: bool = True
-    ) -> None:
+    def __init__(self, layout: RowLayout, *, cache_bytes: int = 0, ring: bool = True) -> None:
         self.layout = layout
         self.counters = Counters()
         self.cache_bytes = cache_bytes
@@ -56,10 +58,13 @@ class RowReader:
         self._library = library()
         self._fd, self._alignment = _open(layout.path, direct=self._library is not None)
         self._max_read_bytes = max(_READ_BYTES, layout.row_bytes + 2 * PAGE_BYTES)
-        self._depth = max(4, min(depth, (64 << 20) // self._max_read_bytes))
         self._allow_ring = ring
-        self._engines: dict[int, int] = {}  # by process: a forked child has one of its own
-        self.method = "python" if self._library is None else self._start_engine()
+        self._caches: dict[int, int | None] = {}  # by process: a forked child has one of its own
+        self.method = "python"
+        if self._library is not None:
+            self._cache()  # or it is missing when it is needed
+            has_ring = self._library.penstock_row_engines_have_ring(_engines(os.getpid(), ring))
+            self.method = "io_uring" if has_ring else "threads"
 
     def gather(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool = False) -> None:
         """`out[i] = table[index[i]]`; `out` has shape (*index.shape, *row) and is contiguous.
@@ -75,12 +80,11 @@ class RowReader:
         if self._library is None:
             self._gather_in_python(checked_index(index, self.layout.num_rows, negative), out)
             return
-        if os.getpid() not in self._engines:
-            self._start_engine()  # the parent's threads and ring are not ours
         outcome = (ctypes.c_int64 * 8)()
         layout = self.layout
         self._library.penstock_read_rows(
-            self._engines[os.getpid()],
+            _engines(os.getpid(), self._allow_ring),
+            self._cache(),
             self._fd,
             layout.offset,
             layout.num_rows,
@@ -108,44 +112,54 @@ class RowReader:
 
     def update_cache(self, rows: torch.Tensor, content: torch.Tensor) -> None:
         """Tell the cache of rows that have changed; int64 (n,) and (n, *row), contiguous."""
-        engine = self._engines.get(os.getpid())
-        if self._library is not None and self.cache_bytes and engine:
-            self._library.penstock_row_engine_update(
-                engine, rows.data_ptr(), len(rows), content.data_ptr(), self.layout.row_bytes
+        cache = self._caches.get(os.getpid())
+        if cache is not None and self._library is not None:
+            self._library.penstock_row_cache_update(
+                cache, rows.data_ptr(), len(rows), content.data_ptr(), self.layout.row_bytes
             )
 
+    def clear_cache(self) -> None:
+        """Drop the rows that are kept."""
+        cache = self._caches.get(os.getpid())
+        if cache is not None and self._library is not None:
+            self._library.penstock_row_cache_clear(cache)
+
+    def status(self) -> os.stat_result:
+        """The file as it is now."""
+        return os.fstat(self._fd)
+
     def close(self) -> None:
-        """Close the file and end the threads."""
-        engine = self._engines.pop(os.getpid(), None)
-        if engine and self._library is not None:
-            self._library.penstock_row_engine_free(engine)
+        """Close the file."""
+        cache = self._caches.pop(os.getpid(), None)
+        if cache is not None and self._library is not None:
+            self._library.penstock_row_cache_free(cache)
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
     def __del__(self) -> None:
-        if hasattr(self, "_engines"):
+        if hasattr(self, "_caches"):
             self.close()
 
-    def _start_engine(self) -> str:
+    def _cache(self) -> int | None:
+        """The cache of this process; made when it is first asked for."""
+        process = os.getpid()
+        if process in self._caches:
+            return self._caches[process]
         assert self._library is not None
-        engine = self._library.penstock_row_engine(
-            self._depth, self._max_read_bytes, self._allow_ring
-        )
-        if not engine:
-            raise StoreError("there is no memory for the buffers of reads", path=self.layout.path)
+        cache = None
         if self.cache_bytes and self.layout.row_bytes:
             capacity = min(self.cache_bytes // self.layout.row_bytes, self.layout.num_rows)
-            if self._library.penstock_row_engine_cache(engine, capacity, self.layout.row_bytes):
-                self._library.penstock_row_engine_free(engine)
-                raise CapacityError(
-                    f"cache={format_bytes(self.cache_bytes)}: there is not enough memory"
-                )
-        # Several threads of a child may come here at once: one engine is kept, whole.
-        if self._engines.setdefault(os.getpid(), engine) != engine:
-            self._library.penstock_row_engine_free(engine)
-            engine = self._engines[os.getpid()]
-        return "io_uring" if self._library.penstock_row_engine_has_ring(engine) else "threads"
+            if capacity:
+                cache = self._library.penstock_row_cache(capacity, self.layout.row_bytes)
+                if not cache:
+                    raise CapacityError(
+                        f"cache={format_bytes(self.cache_bytes)}: there is not enough memory"
+                    )
+        # Several threads of a child may come here at once: one cache is kept, whole.
+        if self._caches.setdefault(process, cache) is not cache and cache is not None:
+            self._library.penstock_row_cache_free(cache)
+        return self._caches[process]
 
     def _failure(self, row: int, offset: int, number: int | None) -> StoreReadError:
         problem = "the file has become shorter" if number is None else os.strerror(number)
@@ -202,26 +216,47 @@ def _open(path: str, *, direct: bool) -> tuple[int, int]:
         ) from error
 
 
+_engines_of: dict[tuple[int, bool], int] = {}
+
+
+def _engines(process: int, allow_ring: bool) -> int:
+    """What reads for all tables of a process: a forked child has no part in its parent's."""
+    found = _engines_of.get((process, allow_ring))
+    if found is None:
+        compiled = library()
+        assert compiled is not None
+        new = compiled.penstock_row_engines(allow_ring)
+        if not new:
+            raise StoreError("there is no memory for the buffers of reads")
+        found = _engines_of.setdefault((process, allow_ring), new)
+        if found != new:  # several threads may come here at once
+            compiled.penstock_row_engines_free(new)
+    return found
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     pointer, count, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     read = [
-        *(pointer, flag, count, count, count, count, count),
+        *(pointer, pointer, flag, count, count, count, count, count),
         *(pointer, flag, count, flag, pointer, count, count, count, pointer),
     ]
-    write = [flag, *[count] * 5, pointer, count, pointer, pointer]
+    places = [flag, *[count] * 5, pointer, count, pointer, pointer]
     return load_optional_library(
         "file_rows",
-        _SOURCE,
+        _SOURCES,
         flags=("-O3", "-pthread"),
         functions={
-            "penstock_row_engine": (pointer, [flag, count, flag]),
-            "penstock_row_engine_free": (None, [pointer]),
-            "penstock_row_engine_has_ring": (flag, [pointer]),
-            "penstock_row_engine_cache": (flag, [pointer, count, count]),
-            "penstock_row_engine_update": (None, [pointer, pointer, count, pointer, count]),
+            "penstock_row_engines": (pointer, [flag]),
+            "penstock_row_engines_free": (None, [pointer]),
+            "penstock_row_engines_have_ring": (flag, [pointer]),
+            "penstock_row_cache": (pointer, [count, count]),
+            "penstock_row_cache_free": (None, [pointer]),
+            "penstock_row_cache_clear": (None, [pointer]),
+            "penstock_row_cache_update": (None, [pointer, pointer, count, pointer, count]),
             "penstock_read_rows": (None, read),
-            "penstock_write_rows": (None, write),
+            "penstock_write_rows": (None, places),
+            "penstock_read_places": (None, places),
         },
         work="rows of files are read",
         otherwise="by Python threads",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import threading
@@ -94,34 +95,46 @@ class TableMemory:
                 descriptor = os.memfd_create("penstock-table", os.MFD_CLOEXEC)
                 try:
                     os.truncate(descriptor, _whole_pages(self.num_bytes))
-                    for start in range(0, self.num_bytes, _CHUNK_BYTES):
-                        self._move(start, descriptor)
+                    self._move_all(descriptor)
                 except OSError as error:
                     os.close(descriptor)  # what was moved already stays mapped and is moved again
                     raise _does_not_fit(self.num_bytes, str(error)) from error
                 self.descriptor = descriptor
             return self.descriptor
 
-    def _move(self, start: int, descriptor: int) -> None:
-        """Copy a chunk into the file, and map that in its place."""
+    def _move_all(self, descriptor: int) -> None:
+        """Move all chunks, by several threads; they have the memory policy of this one."""
+        starts = range(0, self.num_bytes, _CHUNK_BYTES)
+        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
+            moved = threads.map(lambda start: self._move(start, descriptor), starts)
+            for _ in _shown(moved, self.num_bytes):
+                pass
+
+    def _move(self, start: int, descriptor: int) -> int:
+        """Copy a chunk into the file, and map that in its place; returns its length.
+
+        It is copied through a mapping, because the kernel gives shared memory huge pages where it
+        is touched, not where it is written, and only where they are asked for.
+        """
         num_bytes = min(_CHUNK_BYTES, self.num_bytes - start)
-        content = self._content[start : start + num_bytes].numpy().data
-        written = 0
-        while written < num_bytes:
-            written += os.pwrite(descriptor, content[written:], start + written)
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.mmap.restype = ctypes.c_void_p
-        mapped = libc.mmap(
-            ctypes.c_void_p(self.address + start),
-            ctypes.c_size_t(_whole_pages(num_bytes)),
-            mmap.PROT_READ | mmap.PROT_WRITE,
-            mmap.MAP_SHARED | _MAP_FIXED,
-            descriptor,
-            ctypes.c_long(start),
-        )
-        if mapped != self.address + start:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+        length = _whole_pages(num_bytes)
+        room = _mapped(None, length + _HUGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        try:
+            shared = room + -room % _HUGE_BYTES
+            _mapped(shared, length, mmap.MAP_SHARED | _MAP_FIXED, descriptor, start)
+            _madvise(shared, length, _HUGEPAGE)
+            # Pages that cannot be had are an error here; where they are touched, a signal.
+            number = _madvise(shared, length, _POPULATE_WRITE)
+            if number == errno.EINVAL:  # an older kernel
+                os.posix_fallocate(descriptor, start, length)
+            elif number:
+                raise OSError(number, os.strerror(number))
+            ctypes.memmove(shared, self.address + start, num_bytes)
+        finally:
+            _libc().munmap(ctypes.c_void_p(room), ctypes.c_size_t(length + _HUGE_BYTES))
+        _mapped(self.address + start, length, mmap.MAP_SHARED | _MAP_FIXED, descriptor, start)
+        _madvise(self.address + start, length, _HUGEPAGE)
+        return num_bytes
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The memory as a contiguous tensor on the CPU, which keeps it mapped."""
@@ -177,9 +190,31 @@ def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
 
 def _madvise(address: int, num_bytes: int, advice: int) -> int:
     """Give the kernel advice about a range of pages; returns 0 or the error's number."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    failed = libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice)
+    failed = _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice)
     return ctypes.get_errno() if failed else 0
+
+
+def _mapped(address: int | None, num_bytes: int, flags: int, descriptor: int, offset: int) -> int:
+    """Map memory, for reading and writing; returns its address."""
+    mapped = _libc().mmap(
+        ctypes.c_void_p(address),
+        ctypes.c_size_t(num_bytes),
+        mmap.PROT_READ | mmap.PROT_WRITE,
+        flags,
+        descriptor,
+        ctypes.c_long(offset),
+    )
+    if mapped in (None, ctypes.c_void_p(-1).value):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return mapped
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    return libc
 
 
 def _shown(done: Iterator[int], total_bytes: int) -> Iterator[int]:

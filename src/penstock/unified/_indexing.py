@@ -11,6 +11,7 @@ import torch
 from penstock.unified._gather import INTEGERS
 
 Rows = int | slice | torch.Tensor
+_WIDE_UNSIGNED = frozenset({torch.uint16, torch.uint32, torch.uint64})
 
 
 def split_key(num_rows: int, key: Any) -> tuple[Rows, tuple[Any, ...]] | None:
@@ -24,6 +25,29 @@ def split_key(num_rows: int, key: Any) -> tuple[Rows, tuple[Any, ...]] | None:
         return None
     rows = _rows(num_rows, first)
     return None if rows is None else (rows, rest)
+
+
+def refused_key(key: Any) -> IndexError | None:
+    """The error of a key that chooses rows in a way that tables in files do not know.
+
+    None if it is for all rows: then that is what is wrong with it.
+    """
+    parts = key if isinstance(key, tuple) else (key,)
+    chosen = isinstance(parts[0], list | torch.Tensor | np.ndarray | int) if parts else False
+    if not chosen:
+        return None
+    names = [
+        f"{type(each).__name__} of {each.dtype}, {each.ndim}-dimensional"
+        if isinstance(each, torch.Tensor | np.ndarray)
+        else repr(each)[:40]
+        for each in parts
+    ]
+    return IndexError(
+        f"u[{', '.join(names)}]: rows of a table in a file are chosen first, by a number, a slice "
+        "with a step above 0, a list of numbers, a mask of one dimension or a tensor of integers, "
+        "then parts of them by numbers, slices, None and `...`. Gather the rows and index them: "
+        "u[rows][...]; give nested lists as a tensor"
+    )
 
 
 def _rows(num_rows: int, first: Any) -> Rows | None:
@@ -47,6 +71,8 @@ def _rows(num_rows: int, first: Any) -> Rows | None:
                 f"the mask has {len(first)} entries, but the table has {num_rows} rows"
             )
         return first.nonzero().flatten()
+    if first.dtype in _WIDE_UNSIGNED:  # gathers take none of them
+        return first.long()
     return first if first.dtype in INTEGERS else None
 
 

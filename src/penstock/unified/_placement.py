@@ -69,6 +69,17 @@ def _plain(func: Operation, table: Any, *args: Any, **kwargs: Any) -> torch.Tens
     return table.view_as(table)
 
 
+def _set_data(func: Operation, tensor: Any, data: Any) -> None:
+    if isinstance(tensor, UnifiedTensor):
+        if isinstance(data, UnifiedTensor) and data._table is tensor._table:
+            return  # as a module's `to` does with parameters that are there already
+        raise TypeError(
+            "u.data = x: a table keeps its memory or its file. Write rows of it, u[index] = rows, "
+            "or make another one: penstock.unify(x)"
+        )
+    func(tensor, data)
+
+
 def _copy(func: Operation, input: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     """Of a table in a file onto itself, as where a module loads the state that it had."""
     if isinstance(input, FileTensor) and isinstance(source, FileTensor):
@@ -94,6 +105,12 @@ def _type(func: Operation, table: Any, dtype: Any = None, *args: Any, **kwargs: 
 
 def _type_as(func: Operation, table: Any, other: torch.Tensor) -> Any:
     return _to(func, table, other) if isinstance(table, UnifiedTensor) else run(func, table, other)
+
+
+def _new_beside(func: Operation, table: UnifiedTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Make a tensor with the table's dtype; those in files have no memory to make it like."""
+    like = torch.empty(0, dtype=table.dtype, device=table.output_device)
+    return func(like, *args, **kwargs)
 
 
 def _cuda(func: Operation, table: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -142,6 +159,9 @@ _T = torch.Tensor
 # Not `torch.index_select`, which PyTorch Geometric replaces with a function of its own that calls
 # this one: imported after it, we would not see the calls.
 _INDEX_SELECT: Operation = torch._C._VariableFunctions.index_select  # type: ignore[attr-defined]
+_NEW = (_T.new, _T.new_tensor, _T.new_empty, _T.new_empty_strided, _T.new_full, _T.new_ones)
+_NEW += (_T.new_zeros,)
+
 RULES = (
     Rule(
         operations=("u[index]", "u[mask]", "u[list]"),
@@ -155,7 +175,8 @@ RULES = (
     ),
     Rule(
         operations=("F.embedding(index, u)", "nn.Embedding.from_pretrained(u)"),
-        result="rows, copied by Penstock; sparse gradient, whatever `sparse` says",
+        result="rows, copied by Penstock; sparse gradient, whatever `sparse` says; `max_norm` and "
+        "`scale_grad_by_freq` row by row",
         handlers={functional.embedding: embedding},
     ),
     Rule(
@@ -195,6 +216,11 @@ RULES = (
         handlers={_T.copy_: _copy},
     ),
     Rule(
+        operations=("u.data = x",),
+        result="TypeError; and `x.data = u` of a table in a file is a RuntimeError of PyTorch's",
+        handlers={_T.data.__set__: _set_data},  # type: ignore[attr-defined]
+    ),
+    Rule(
         operations=("u.contiguous()", "u.pin_memory()"),
         result="u itself: it is that already",
         handlers={_T.contiguous: _same, _T.pin_memory: _same},
@@ -213,6 +239,11 @@ RULES = (
         operations=("u.to(device)", "u.cuda()"),
         result="u itself on the CPU or if its rows go to that device, else WholeTableError",
         handlers={_T.to: _to, _T.cuda: _cuda},
+    ),
+    Rule(
+        operations=("u.new(...)", "u.new_zeros(size)", "u.new_tensor(data)"),
+        result="a plain tensor of the table's dtype, where its rows go",
+        handlers=dict.fromkeys(_NEW, _new_beside),
     ),
     Rule(
         operations=("u[5]", "u[2:7]", "u[index, 1:3]"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import platform
@@ -154,11 +155,28 @@ def _register_range(address: int, num_bytes: int, device: torch.device) -> str:
 
 
 def _clear_error(device: torch.device) -> None:
-    """CUDA repeats its last error to whoever asks next: have a kernel's launch ask, and forget."""
-    try:
+    """CUDA repeats its last error to the next call that asks: ask, and forget it."""
+    runtime = _runtime_library()
+    if runtime is not None:
+        runtime.cudaGetLastError()
+        return
+    try:  # a kernel's launch asks
         torch.zeros(1, device=device).add_(1)
     except RuntimeError as error:
         logger.debug("forgotten: %s", error)
+
+
+@functools.cache
+def _runtime_library() -> ctypes.CDLL | None:
+    """The CUDA runtime that PyTorch has loaded; its Python module has no `cudaGetLastError`."""
+    with open("/proc/self/maps") as maps:
+        paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "libcudart" in line}
+    for path in sorted(paths):
+        with contextlib.suppress(OSError, AttributeError):
+            library = ctypes.CDLL(path)
+            library.cudaGetLastError.restype = ctypes.c_int
+            return library
+    return None
 
 
 def _end(

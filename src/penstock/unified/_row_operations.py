@@ -8,8 +8,9 @@ import torch
 
 from penstock.unified._devices import GPU
 from penstock.unified._gather import INTEGERS, check_index, gather
-from penstock.unified._indexing import Rows, row_numbers, split_key, within_rows
+from penstock.unified._indexing import Rows, refused_key, row_numbers, split_key, within_rows
 from penstock.unified._operands import Operation, run
+from penstock.unified._row_writer import changing
 from penstock.unified._tables import FileTable
 from penstock.unified._tensor import FileTensor, UnifiedTensor, copies_everything
 
@@ -25,6 +26,8 @@ def getitem(func: Operation, table: Any, key: Any) -> Any:
     if isinstance(key, _VIEWS) and _is_free(table):
         return run(func, table, key)
     chosen = split_key(table.shape[0], key)
+    if chosen is None and isinstance(table, FileTensor) and (error := refused_key(key)):
+        raise error
     if chosen is None or (_is_free(table) and not _are_gathered(*chosen)):
         return run(func, table, key)
     rows, rest = chosen
@@ -73,12 +76,40 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor:
-    if not isinstance(weight, UnifiedTensor) or max_norm is not None or scale_grad_by_freq:
+    if not isinstance(weight, UnifiedTensor):
         options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         return run(func, input, weight, *options)
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
-    return gather(weight, input, padding_index=padding_idx)
+    if max_norm is not None:
+        _renormalize(weight, check_index(input), max_norm, norm_type)
+    rows = gather(weight, input, padding_index=padding_idx)
+    if scale_grad_by_freq and rows.requires_grad:
+        _, places, counts = torch.unique(input, return_inverse=True, return_counts=True)
+        return _with_scaled_gradient(rows, 1 / counts[places])
+    return rows
+
+
+def _renormalize(
+    table: UnifiedTensor, index: torch.Tensor, max_norm: float, norm_type: float
+) -> None:
+    """Scale rows that are longer than `max_norm` down in place, as PyTorch's embeddings do."""
+    with torch.no_grad(), changing():
+        index = torch.unique(index).long().cpu()
+        rows = torch.empty((len(index), *table.shape[1:]), dtype=table.dtype)
+        table._table.gather(index, rows, negative=False)
+        scaled = rows.clone()
+        torch.embedding_renorm_(scaled, torch.arange(len(index)), max_norm, norm_type)
+        is_changed = (scaled != rows).flatten(1).any(1)
+        if is_changed.any():
+            _put(table, index[is_changed], scaled[is_changed], negative=False)
+
+
+def _with_scaled_gradient(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The same rows, the gradients of which are multiplied by `scale` on their way to the table."""
+    scale = scale.to(rows.device).view(scale.shape + (1,) * (rows.dim() - scale.dim()))
+    rows.register_hook(lambda gradient: gradient * scale.to(gradient.dtype))
+    return rows.view_as(rows)  # hooks of the user's see gradients that are not scaled
 
 
 def embedding_bag(
@@ -101,16 +132,21 @@ def embedding_bag(
         **{"include_last_offset": include_last_offset},
     }
     is_table = isinstance(weight, UnifiedTensor) and input.dtype in INTEGERS
-    if not is_table or _is_free(weight) or max_norm is not None or scale_grad_by_freq:
+    is_plain = max_norm is None and not scale_grad_by_freq
+    if not is_table or (_is_free(weight) and is_plain):
         options.update(max_norm=max_norm, norm_type=norm_type, padding_idx=padding_idx)
         options.update(scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
         return run(func, input, weight, offsets, **options)
-    index, places = torch.unique(input, return_inverse=True)
+    if max_norm is not None:
+        _renormalize(weight, input, max_norm, norm_type)
+    index, places, counts = torch.unique(input, return_inverse=True, return_counts=True)
     if padding_idx is not None:
         padding_idx %= weight.shape[0]
         at = (index == padding_idx).nonzero().flatten().tolist()
         options["padding_idx"] = at[0] if at else None
     rows = gather(weight, index, padding_index=padding_idx)
+    if scale_grad_by_freq and rows.requires_grad:
+        rows = _with_scaled_gradient(rows, 1 / counts)
     return func(places, rows, offsets, **options)
 
 
@@ -140,9 +176,11 @@ def _wrote(table: Any) -> Any:
 
 def setitem(func: Operation, table: Any, key: Any, value: Any) -> None:
     chosen = split_key(table.shape[0], key) if isinstance(table, UnifiedTensor) else None
-    if chosen is not None and isinstance(table, FileTensor):
+    if isinstance(table, FileTensor) and chosen is not None:
         _write_to_file(table, *chosen, value)
         return
+    if isinstance(table, FileTensor) and (error := refused_key(key)):
+        raise error
     is_plain = isinstance(value, torch.Tensor) and _is_plain_write(table, value)
     if chosen is None or not is_plain or not _are_gathered(*chosen):
         run(func, table, key, value)
@@ -164,7 +202,7 @@ def _write_to_file(table: FileTensor, rows: Rows, rest: tuple[Any, ...], value: 
         raise copies_everything(table, "writing all rows at once", "write them in blocks")
     index, file = row_numbers(len(table), rows).cpu(), table._table
     assert isinstance(file, FileTable)
-    with torch.no_grad(), file.changing:
+    with torch.no_grad(), changing():
         content = torch.empty((*index.shape, *table.shape[1:]), dtype=table.dtype)
         if rest:
             file.gather(index, content, negative=True)

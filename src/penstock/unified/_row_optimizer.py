@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import logging
 import os
+import zlib
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -15,6 +16,7 @@ from penstock.errors import StoreError
 from penstock.unified._row_file import split_source
 from penstock.unified._row_steps import RowStep
 from penstock.unified._row_updates import Groups, group_rows, state_dtype, update_rows
+from penstock.unified._row_writer import changing
 from penstock.unified._tables import FileTable, HostTable, write_together
 from penstock.unified._tensor import UnifiedTensor
 from penstock.unified._unify import empty, unify
@@ -22,6 +24,10 @@ from penstock.unified._unify import empty, unify
 logger = logging.getLogger(__name__)
 
 _COUNT = "step"  # as torch's optimizers call it in their state
+# Behind the step count of a table in a file: rows that the last step changed, each with its number
+# and the CRC-32 of its bytes plus one (0: none). Data that was made anew has none of them.
+_NUM_WITNESSES = 8
+_COUNT_SHAPE = (1 + 2 * _NUM_WITNESSES,)
 _HERE = "cpu"  # where steps are made, and so where the state is gathered
 _FILL_BYTES = 64 * 2**20  # of a new state in a file, written at a time
 
@@ -142,21 +148,21 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
     ) -> None:
         """Gather the rows and their state, change them, and write all of it or nothing."""
         tables = [table, *states]
-        with ExitStack() as held:
-            for each in tables:
-                held.enter_context(_in_file(each).changing)
+        with changing():
             content = [_gathered(each, groups.rows) for each in tables]
-            zero = torch.zeros(1, dtype=torch.int64)
-            number = 1 if count is None else 1 + int(_gathered(count, zero))
+            counted = None if count is None else _gathered(count, torch.arange(len(count)))
+            number = 1 if counted is None else 1 + int(counted[0])
+            before = content[0][:: _witness_stride(groups.rows)].clone()
             step = self._update(group, number)
             update_rows(step, groups, gradients, content[0], content[1:], gathered=True)
             parts = [
                 (_in_file(each), groups.rows, new)
                 for each, new in zip(tables, content, strict=True)
             ]
-            if count is not None:
-                new_count = torch.tensor([number], dtype=count.dtype)
-                parts.append((_in_file(count), zero, new_count))
+            if count is not None and counted is not None:
+                counted[0] = number
+                _call_witnesses(counted, groups.rows, before, content[0])
+                parts.append((_in_file(count), torch.arange(len(count)), counted))
             write_together(parts)
         for each in tables:
             torch.autograd.graph.increment_version(each)
@@ -174,7 +180,12 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
                 new = _state_file(prefix + name, tuple(table.shape), dtype, first)
                 state[name] = _checked(table, name, new)
             # Made last: where it is, all the others are.
-            state[_COUNT] = _state_file(prefix + _COUNT, (1,), torch.float64, 0.0)
+            state[_COUNT] = _state_file(prefix + _COUNT, _COUNT_SHAPE, torch.float64, 0.0)
+            try:
+                _check_witnesses(table, state[_COUNT], prefix, names)
+            except StoreError:
+                del self.state[table]  # or the next step would find it
+                raise
             return
         for name in names:
             if name not in state:
@@ -182,6 +193,59 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
                 if first:
                     state[name].cpu().fill_(first)
         state.setdefault(_COUNT, torch.tensor(0.0))
+
+
+def _witness_stride(rows: torch.Tensor) -> int:
+    """So that at most `_NUM_WITNESSES` of a batch's rows are taken, spread over all of them."""
+    return max(1, -(-len(rows) // _NUM_WITNESSES))
+
+
+def _call_witnesses(
+    counted: torch.Tensor, rows: torch.Tensor, before: torch.Tensor, content: torch.Tensor
+) -> None:
+    """Note rows that a step has changed behind its count; none changed: those of earlier stay."""
+    stride = _witness_stride(rows)
+    found = [
+        (float(row), zlib.crc32(_bytes_of(new)) + 1.0)
+        for row, old, new in zip(rows[::stride].tolist(), before, content[::stride], strict=True)
+        if _bytes_of(old) != _bytes_of(new)
+    ]
+    if found:
+        counted[1:] = 0
+        counted[1 : 1 + 2 * len(found)] = torch.tensor(found, dtype=counted.dtype).flatten()
+
+
+def _check_witnesses(
+    table: UnifiedTensor, count: UnifiedTensor, prefix: str, names: tuple[str, ...]
+) -> None:
+    """Raise unless the state was left with this table, not with one that it took the place of."""
+    if tuple(count.shape) != _COUNT_SHAPE:
+        problem = "is of another version"
+    else:
+        counted = _gathered(count, torch.arange(len(count)))
+        pairs = [(int(row), int(sum_)) for row, sum_ in counted[1:].view(-1, 2).tolist() if sum_]
+        rows = [row for row, _ in pairs]
+        if not pairs:
+            return
+        if max(rows) < len(table):
+            content = _gathered(table, torch.tensor(rows))
+            if any(
+                zlib.crc32(_bytes_of(row)) + 1 == sum_
+                for row, (_, sum_) in zip(content, pairs, strict=True)
+            ):
+                return
+        problem = "is not of the table as it is now: of the rows that its last step wrote none is"
+    files = ", ".join(prefix + name for name in (*names, _COUNT))
+    raise StoreError(
+        f"the optimizer's state beside {prefix[:-1]} {problem}. If the table was made anew, delete "
+        f"{files}; if its rows were changed by other means, hand the state over by "
+        "load_state_dict().",
+        path=prefix + _COUNT,
+    )
+
+
+def _bytes_of(row: torch.Tensor) -> bytes:
+    return row.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def state_prefix(source: str) -> str:

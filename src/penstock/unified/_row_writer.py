@@ -1,73 +1,211 @@
 """Rows written to files so that a killed process leaves the old or the new row, never a torn one.
 
-A batch of rows goes into a journal beside the file first. When all of it is on the disk the journal
-is marked as complete, then the rows are written to their places, then the mark is taken away. Who
-opens the file and finds a complete journal writes its rows again; one that is not complete is
-ignored, because then no place has been touched.
+A batch of rows goes into a journal beside the file first (`_row_journal.py`), then the rows are
+written to their places, then the journal goes. Rows of several files can be written together, all
+of them or none: the journal beside the first file has the rows of all.
 
-Rows of several files can be written together, all of them or none: they share the journal of the
-first file, and beside each of the others lies a journal that only names it.
-
-The journal `<file>.journal`: 20 bytes of header (magic, the number of bytes of what follows the
-header's page, and their CRC-32; zeroes when there is nothing to do). At byte 4096 the length of a
-JSON text (8 bytes), the text, which says of each file where its rows lie and how many were written,
-and then for each file the row numbers (int64) and the rows. A journal that names another one has
-another magic, and its text is the name.
+A process has one `TableFile` for each file, by whatever names and for however many tables it is
+open. Within the process rows are read and brought to their places in turns, so that no thread
+reads a part of a row; other processes are kept from writing by a lock on the file itself.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import fcntl
-import json
-import logging
 import os
-import struct
 import threading
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 
-from penstock.errors import StoreError, StoreFullError, StoreUnavailableError, StoreWriteError
-from penstock.unified._file_rows import library
-from penstock.unified._row_file import FULL_ERRORS, PAGE_BYTES, RowLayout, open_layout
+from penstock.errors import StoreFullError, StoreUnavailableError, StoreWriteError
+from penstock.unified._row_file import FULL_ERRORS, RowLayout
+from penstock.unified._row_journal import SUFFIX, Change, recover, try_lock, write_journal
+from penstock.unified._row_places import open_file, read_places
+from penstock.unified._row_places import write_places as _write_rows
 
-logger = logging.getLogger(__name__)
+_files: weakref.WeakValueDictionary[tuple[int, int], TableFile] = weakref.WeakValueDictionary()
+_lock = threading.Lock()  # of `_files`
+_changing = threading.RLock()
 
-_HEADER = struct.Struct("<8sQI")
-_LENGTH = struct.Struct("<Q")
-_MAGIC = b"PENSTJR2"
-_LINK_MAGIC = b"PENSTLNK"
-_SUFFIX = ".journal"
+
+def changing() -> threading.RLock:  # type: ignore[valid-type]
+    """The lock that is held while rows of any file are read, changed and written.
+
+    One for all files: a step changes several, and no two threads can wait for each other.
+    """
+    return _changing
+
+
+class TableFile:
+    """A file with a table, as one process uses it.
+
+    Attributes:
+        lock: Held while rows are read, and while they are brought to their places.
+        watchers: Objects that are told of rows that have changed, by their method `rows_changed`.
+        modified: When the file was last modified, as far as is known here; None if it may have
+            been since.
+    """
+
+    def __init__(self, file_id: tuple[int, int] | None) -> None:
+        self.file_id = file_id
+        self.lock = threading.RLock()
+        self.watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.modified: int | None = None
+        self._path = ""
+        self._fd = -1  # for writing; it is locked
+        self._was_of_parent = False  # who may have the lock
+        self._batch: list[Part] = []  # whose journal, beside this file, is being written, or is
+        self._is_in_journal = False  # the batch, whole
+        self._pending: TableFile | None = None  # which has a batch with rows of this file
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this process may write to the file, and no other."""
+        return self._fd >= 0
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether all rows are whole; only asked while `lock` is held."""
+        return self._pending is None
+
+    def open(self, layout: RowLayout) -> None:
+        """Be the process that writes to the file.
+
+        Raises:
+            StoreUnavailableError: another one is, or the file cannot be opened.
+        """
+        with _changing:
+            if self.is_writer:
+                self._check_name(layout)
+                return
+            fd = open_file(layout.path, os.O_RDWR)
+            try:
+                _check_same_file(fd, layout)
+                if not try_lock(fd):
+                    who = "the parent of this process" if self._was_of_parent else "another process"
+                    raise StoreUnavailableError(
+                        f"{layout.path} is being written by {who}; only one may write at a time",
+                        path=layout.path,
+                    )
+                # Of a process that was killed since this one has opened the table.
+                recover(layout, held=frozenset({os.fstat(fd).st_ino}))
+            except BaseException:
+                os.close(fd)
+                raise
+            self._path, self._fd = layout.path, fd
+
+    def finish(self) -> None:
+        """Wait for rows on their way to their places; bring them there if that has failed.
+
+        Raises:
+            StoreError: they still cannot be written.
+        """
+        with _changing:
+            leader = self._pending
+            if leader is not None:
+                leader._finish()
+
+    def _write(self, batch: list[Part]) -> None:
+        """Write a batch, whose first part is of this file; none of its rows is read meanwhile."""
+        self._is_in_journal = False
+        self._batch = batch
+        for writer, _, _ in batch:
+            writer.file._pending = self
+        with self._errors():
+            try:
+                self._write_journal()
+            except OSError:
+                self._end()
+                raise
+        self._is_in_journal = True
+        self._finish()
+
+    def _finish(self) -> None:
+        """Bring the rows of the batch to their places, or none of them.
+
+        None, if an interrupt came before it was known that the journal has them.
+        """
+        with self._errors():
+            if self._is_in_journal:
+                for writer, rows, content in self._batch:
+                    writer.file._place(writer.layout, rows, content)
+                for writer, _, _ in self._batch:
+                    os.fdatasync(writer.file._fd)
+            with suppress(FileNotFoundError):
+                os.unlink(self._path + SUFFIX)
+        self._end()
+
+    def _end(self) -> None:
+        for writer, _, _ in self._batch:
+            writer.file._pending = None
+        self._batch = []
+
+    def _place(self, layout: RowLayout, rows: np.ndarray, content: np.ndarray) -> None:
+        with self.lock:
+            _write_rows(self._fd, layout, rows, content)
+            self.modified = os.fstat(self._fd).st_mtime_ns
+            for watcher in list(self.watchers):
+                watcher.rows_changed(layout, rows, content)
+
+    def _write_journal(self) -> None:
+        changes = [
+            Change(writer.layout, rows, content, read_places(writer.file._fd, writer.layout, rows))
+            for writer, rows, content in self._batch
+        ]
+        path, mode = self._path + SUFFIX, os.fstat(self._fd).st_mode
+        try:
+            write_journal(path, changes, mode)
+        except FileExistsError:  # of a file that had this name before
+            held = frozenset(os.fstat(writer.file._fd).st_ino for writer, _, _ in self._batch)
+            recover(changes[0].layout, held=held)
+            write_journal(path, changes, mode)
+
+    def _check_name(self, layout: RowLayout) -> None:
+        """Raise unless the file still has the name by which it is written."""
+        try:
+            status = os.stat(layout.path)
+        except FileNotFoundError:
+            status = None
+        if status is None or not os.path.samestat(status, os.fstat(self._fd)):
+            raise _replaced(layout)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            kind = StoreFullError if error.errno in FULL_ERRORS else StoreWriteError
+            raise kind(
+                f"rows of {self._path} could not be written: {os.strerror(error.errno or 0)}",
+                path=self._path,
+                errno=error.errno,
+            ) from error
+
+    def _be_a_child(self) -> None:
+        """Be that of a forked process: what its parent is doing with the file is not its work."""
+        self.lock = threading.RLock()
+        self._batch, self._pending = [], None
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._was_of_parent = True
+            os.close(fd)  # the parent has it still, and with it the lock
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            os.close(self._fd)
 
 
 class RowWriter:
-    """Writes rows of one file; thread-safe. Only one process may have a writer at a time."""
+    """Writes rows of one table; thread-safe. Only one process may write to a file at a time."""
 
     def __init__(self, layout: RowLayout) -> None:
+        """Raises StoreUnavailableError if another process writes to the file."""
         self.layout = layout
-        self._lock = threading.RLock()
-        self._process = os.getpid()
-        self._owns_journal = False
-        self._unfinished: list[Part] = []  # in a complete journal, but not all in their places
-        self._failed = False  # to bring them there
-        self._leader: RowWriter | None = None  # whose journal has rows of this file
-        self._fd = _open(layout.path, os.O_RDWR)
-        self._journal = -1
-        try:
-            _check_same_file(self._fd, layout)
-            self._journal = _locked_journal(layout.path, os.fstat(self._fd).st_mode)
-            self._owns_journal = True
-            # Of a process that was killed since this one has opened the table.
-            _finish_interrupted(self._journal, layout.path + _SUFFIX, follow=True)
-            _sync_directory(layout.path)
-        except BaseException:
-            self.close()
-            raise
+        self.file = table_file(layout)
+        self.file.open(layout)
 
     def put(self, rows: np.ndarray, content: np.ndarray) -> None:
         """Write rows to the disk.
@@ -82,368 +220,75 @@ class RowWriter:
         """
         put_together([(self, rows, content)])
 
-    def finish(self) -> None:
-        """Bring the rows of a write that failed to their places, before they are read.
-
-        Raises:
-            StoreError: they still cannot be written.
-        """
-        leader = self._leader or self
-        if leader._failed and self._process == os.getpid():
-            with leader._lock, leader._errors():
-                leader._finish()
-
-    def close(self) -> None:
-        """Close the files; the journal is empty by now and goes."""
-        fd, self._fd = self._fd, -1
-        journal, self._journal = self._journal, -1
-        if fd >= 0:
-            os.close(fd)
-        if journal >= 0:
-            mine = self._owns_journal and self._process == os.getpid()
-            if mine and self._is_done(journal):
-                os.unlink(self.layout.path + _SUFFIX)
-            os.close(journal)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_journal"):
-            self.close()
-
-    def _is_done(self, journal: int) -> bool:
-        magic = os.pread(journal, 8, 0)
-        if magic == _LINK_MAGIC:
-            return self._leader is not None and not self._leader._unfinished
-        return magic in (b"", bytes(8))
-
-    def _check_process(self) -> None:
-        if self._process != os.getpid():
-            raise StoreUnavailableError(
-                f"{self.layout.path} is written by the parent of this process; only one may write "
-                "at a time",
-                path=self.layout.path,
-            )
-
-    def _finish(self) -> None:
-        """Write the rows of a complete journal to their places."""
-        if not self._unfinished:
-            return
-        self._failed = True  # until it is done
-        for writer, rows, content in self._unfinished:
-            _write_rows(writer._fd, writer.layout, rows, content)
-        for writer, _, _ in self._unfinished:
-            os.fdatasync(writer._fd)
-        _clear(self._journal)
-        self._unfinished, self._failed = [], False
-
-    def _follow(self, leader: RowWriter) -> None:
-        """Let whoever opens this file look into the journal of the leader's."""
-        if self._leader is not leader:
-            name = os.path.relpath(leader.layout.path + _SUFFIX, os.path.dirname(self.layout.path))
-            _write_journal(self._journal, _LINK_MAGIC, [memoryview(os.fsencode(name))])
-            self._leader = leader
-
-    def _lead(self) -> None:
-        """Use the own journal again."""
-        if self._leader is not None:
-            _clear(self._journal)
-            self._leader = None
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            kind = StoreFullError if error.errno in FULL_ERRORS else StoreWriteError
-            raise kind(
-                f"rows of {self.layout.path} could not be written: {os.strerror(error.errno or 0)}",
-                path=self.layout.path,
-                errno=error.errno,
-            ) from error
-
 
 Part = tuple[RowWriter, np.ndarray, np.ndarray]
 
 
-def put_together(parts: Sequence[Part], committed: Callable[[], None] = lambda: None) -> None:
+def put_together(parts: Sequence[Part]) -> None:
     """Write rows of several files, all of them or none, whatever happens to this process.
 
     Args:
         parts: writers, each with rows and content as `RowWriter.put` takes them.
-        committed: called when the rows are safe, but not in their places yet.
 
     Raises:
         StoreFullError: the journal does not fit on the disk; the tables are as they were.
         StoreWriteError: the rows could not be written; opening the first table again ends the job.
+        StoreUnavailableError: the files are not all in one directory, or were replaced.
     """
     parts = [part for part in parts if part[2].size]
     if not parts:
         return
-    writers = [writer for writer, _, _ in parts]
-    leader = writers[0]
-    for writer in writers:
-        writer._check_process()
-    with ExitStack() as held:
-        for writer in sorted(writers, key=lambda each: each.layout.path):
-            held.enter_context(writer._lock)
-        held.enter_context(leader._errors())
-        for writer in writers:
-            (writer._leader or writer)._finish()  # what has failed before
-        leader._lead()
-        for writer in writers[1:]:
-            writer._follow(leader)
-        _write_journal(leader._journal, _MAGIC, _journal_of(leader, parts))
-        leader._unfinished = list(parts)
-        committed()
-        leader._finish()
+    leader = parts[0][0].file
+    with _changing:
+        for writer, _, _ in parts:
+            writer.file.open(writer.layout)
+            writer.file.finish()  # what has failed before
+            _check_directory(writer.layout.path, parts[0][0].layout.path)
+        leader._write(list(parts))
 
 
-# ---------------------------------------------------------------------------- the journal
-
-_WHERE = ("offset", "shape", "rows_per_block", "block_bytes")
-
-
-def _journal_of(leader: RowWriter, parts: Sequence[Part]) -> list[memoryview]:
-    """The body of a journal."""
-    directory = os.path.dirname(leader.layout.path)
-    entries = []
-    for writer, rows, _ in parts:
-        layout = writer.layout
-        source = os.path.relpath(layout.path, directory) + (f"#{layout.key}" if layout.key else "")
-        entries.append({"source": source, "count": len(rows), **_where(layout)})
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)  # what follows is aligned
-    body = [memoryview(_LENGTH.pack(len(text)) + text)]
-    for _, rows, content in parts:
-        body += [rows.data.cast("B"), content.data.cast("B")]
-    return body
-
-
-def _where(layout: RowLayout) -> dict[str, Any]:
-    """What must be the same when the rows are written again."""
-    place = {name: getattr(layout, name) for name in _WHERE}
-    return {**place, "shape": list(layout.shape), "row_bytes": layout.row_bytes}
-
-
-def _write_journal(journal: int, magic: bytes, body: list[memoryview]) -> None:
-    checksum, at = 0, PAGE_BYTES
-    try:
-        for part in body:
-            checksum = zlib.crc32(part, checksum)
-            _write(journal, part, at)
-            at += part.nbytes
-        os.fdatasync(journal)
-        _write(journal, memoryview(_HEADER.pack(magic, at - PAGE_BYTES, checksum)), 0)
-        os.fdatasync(journal)
-    except OSError:
-        with suppress(OSError):
-            os.ftruncate(journal, 0)  # or a full disk would stay full of it
-        raise
-
-
-def recover(layout: RowLayout) -> int:
-    """Finish what a killed process has begun; returns how many rows were written again.
-
-    Raises:
-        StoreError: the journal is of another table, or cannot be read.
-    """
-    return _recover(layout.path + _SUFFIX, follow=True)
-
-
-def _recover(path: str, *, follow: bool) -> int:
-    if not os.path.exists(path):
-        return 0
-    try:
-        journal = _open(path, os.O_RDWR)
-    except StoreUnavailableError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise
-        journal = _open(path, os.O_RDONLY)  # then it can only be asked whether it is complete
-    try:
-        if not _try_lock(journal):
-            return 0  # its writer lives and will finish by itself
-        num_rows = _finish_interrupted(journal, path, follow=follow)
-        if num_rows and os.pread(journal, 8, 0) != _LINK_MAGIC:
-            os.unlink(path)
-        return num_rows
-    finally:
-        os.close(journal)
-
-
-def _finish_interrupted(journal: int, path: str, *, follow: bool) -> int:
-    """Write the rows of a locked journal, if it is complete; returns how many there were."""
-    header = os.pread(journal, _HEADER.size, 0)
-    if len(header) < _HEADER.size or header[:8] not in (_MAGIC, _LINK_MAGIC):
-        return 0
-    magic, num_bytes, checksum = _HEADER.unpack(header)
-    body = _read(journal, min(num_bytes, os.fstat(journal).st_size), PAGE_BYTES)
-    if len(body) != num_bytes or zlib.crc32(body) != checksum:
-        raise StoreError(
-            f"{path} is damaged: its checksum is wrong, so the rows of a batch that was being "
-            f"written to {path.removesuffix(_SUFFIX)} may be torn. Restore the table, or "
-            "delete the journal.",
-            path=path,
-        )
-    directory = os.path.dirname(path)
-    if magic == _LINK_MAGIC:
-        leader = os.path.join(directory, os.fsdecode(body))
-        return _recover(leader, follow=False) if follow else 0
-    if fcntl.fcntl(journal, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
-        raise StoreUnavailableError(
-            f"{path} holds rows of an interrupted write to {path.removesuffix(_SUFFIX)}, which "
-            "this process may not finish: open the table once as a user who may write to both",
-            path=path,
-            errno=errno.EACCES,
-        )
-    num_rows = _write_again(path, directory, body)
-    _clear(journal)
-    logger.warning("%s: %d rows of an interrupted write were written again", path, num_rows)
-    return num_rows
-
-
-def _write_again(path: str, directory: str, body: bytes) -> int:
-    """Write the rows of a complete journal to their places; returns how many there are."""
-    at = _LENGTH.size + _LENGTH.unpack_from(body)[0]
-    entries = json.loads(body[_LENGTH.size : at])
-    layouts = [_layout_of(path, directory, entry) for entry in entries]
-    num_rows = 0
-    for layout, entry in zip(layouts, entries, strict=True):
-        count = entry["count"]
-        rows = np.frombuffer(body, dtype=np.int64, count=count, offset=at)
-        at += rows.nbytes
-        size = count * layout.row_bytes
-        content = np.frombuffer(body, dtype=np.uint8, count=size, offset=at)
-        at, num_rows = at + size, num_rows + count
-        table = _open(layout.path, os.O_RDWR)
-        try:
-            _write_rows(table, layout, rows, content)
-            os.fdatasync(table)
-        finally:
-            os.close(table)
-    return num_rows
-
-
-def _layout_of(path: str, directory: str, entry: dict[str, Any]) -> RowLayout:
-    """Of a file that a journal has rows of, if it is still the same."""
-    layout = open_layout(os.path.join(directory, entry["source"]))
-    found, expected = _where(layout), {name: entry[name] for name in _where(layout)}
-    if found != expected:
-        raise StoreError(
-            f"{path} holds rows of a table {expected}, but that of {layout.path} is {found}: it is "
-            "the journal of another table. Move it away.",
-            path=path,
-        )
-    return layout
-
-
-def _write_rows(fd: int, layout: RowLayout, rows: np.ndarray, content: np.ndarray) -> None:
-    compiled = library()
-    if compiled is None:
-        row_bytes = layout.row_bytes
-        whole = np.ascontiguousarray(content).data.cast("B")
-        for place, row in enumerate(rows.tolist()):
-            start = place * row_bytes
-            _write(fd, whole[start : start + row_bytes], layout.row_offset(row))
-        return
-    outcome = (ctypes.c_int64 * 4)()
-    compiled.penstock_write_rows(
-        fd,
-        layout.offset,
-        layout.num_rows,
-        layout.row_bytes,
-        layout.rows_per_block,
-        layout.block_bytes,
-        rows.ctypes.data,
-        len(rows),
-        content.ctypes.data,
-        outcome,
-    )
-    if outcome[0]:
-        raise OSError(outcome[3], os.strerror(outcome[3]))
+def table_file(layout: RowLayout) -> TableFile:
+    """The object of a file in this process, whatever its name."""
+    file_id = layout.file_id
+    if file_id is None:
+        return TableFile(None)
+    with _lock:
+        found = _files.get(file_id)
+        if found is None:
+            found = _files[file_id] = TableFile(file_id)
+        return found
 
 
 def _check_same_file(fd: int, layout: RowLayout) -> None:
     """Raise unless this is the very file whose header was read."""
     status = os.fstat(fd)
     if layout.file_id not in (None, (status.st_dev, status.st_ino)):
+        raise _replaced(layout)
+
+
+def _replaced(layout: RowLayout) -> StoreUnavailableError:
+    return StoreUnavailableError(
+        f"{layout.path} has been replaced by another file since the table was opened, or has "
+        "another name now; open it again",
+        path=layout.path,
+    )
+
+
+def _check_directory(path: str, leader: str) -> None:
+    """Raise unless the leader's journal would be found by the file's name."""
+    if os.path.dirname(path) != os.path.dirname(leader):
         raise StoreUnavailableError(
-            f"{layout.path} has been replaced by another file since the table was opened; open it "
-            "again",
-            path=layout.path,
+            f"{path} lies in another directory than {leader}, so a journal of both would not be "
+            "found: an optimizer's state must lie beside its table",
+            path=path,
         )
 
 
-def _sync_directory(path: str) -> None:
-    """Have a new file beside `path` survive a loss of power."""
-    directory = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+def _start_child() -> None:
+    global _lock, _changing
+    _lock, _changing = threading.Lock(), threading.RLock()
+    for file in list(_files.values()):
+        file._be_a_child()
 
 
-def _clear(journal: int) -> None:
-    _write(journal, memoryview(bytes(_HEADER.size)), 0)
-
-
-def _write(fd: int, content: memoryview, offset: int) -> None:
-    while content:
-        written = os.pwrite(fd, content, offset)
-        content, offset = content[written:], offset + written
-
-
-def _read(fd: int, num_bytes: int, offset: int) -> bytes:
-    parts = []
-    while num_bytes:
-        part = os.pread(fd, num_bytes, offset)
-        if not part:
-            break
-        parts.append(part)
-        num_bytes, offset = num_bytes - len(part), offset + len(part)
-    return b"".join(parts)
-
-
-def _open(path: str, flags: int, mode: int = 0o600) -> int:
-    try:
-        return os.open(path, flags | os.O_CLOEXEC, mode)
-    except OSError as error:
-        raise StoreUnavailableError(
-            f"{path} cannot be opened{'' if flags == os.O_RDONLY else ' for writing'}: "
-            f"{os.strerror(error.errno or 0)}",
-            path=path,
-            errno=error.errno,
-        ) from error
-
-
-def _try_lock(journal: int) -> bool:
-    try:
-        fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _locked_journal(path: str, mode: int) -> int:
-    """The journal beside a table, made for whoever may read the table, and locked."""
-    while True:
-        journal = _open(path + _SUFFIX, os.O_RDWR | os.O_CREAT, mode & 0o666)
-        try:
-            if not _try_lock(journal):
-                raise StoreUnavailableError(
-                    f"{path} is being written by another process, or here through another table "
-                    "object over the same file; only one may write at a time",
-                    path=path,
-                )
-            if _is_at(journal, path + _SUFFIX):
-                return journal
-        except BaseException:
-            os.close(journal)
-            raise
-        os.close(journal)  # who had it before has taken it away: nobody would find it after a kill
-
-
-def _is_at(descriptor: int, path: str) -> bool:
-    """Whether an open file is the one that has this name."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
+os.register_at_fork(after_in_child=_start_child)

@@ -11,6 +11,7 @@ from penstock.unified._host_memory import TableMemory
 from penstock.unified._hot_rows import HotRows
 from penstock.unified._tables import HostTable
 from penstock.unified._tensor import (
+    FileTensor,
     UnifiedTensor,
     rebuild_from_content,
     rebuild_from_file,
@@ -46,4 +47,5 @@ def _rebuild(
 def share_through_multiprocessing() -> None:
     """Teach the pickler of `multiprocessing`, and `torch.load`, about tables."""
     ForkingPickler.register(UnifiedTensor, _reduce)
+    ForkingPickler.register(FileTensor, FileTensor._reduce_to_name)
     torch.serialization.add_safe_globals([rebuild_from_content, rebuild_from_file])

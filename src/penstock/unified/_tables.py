@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from penstock.errors import StoreReadError
@@ -21,10 +22,12 @@ from penstock.unified._host_memory import TableMemory
 from penstock.unified._host_rows import as_index, checked_index
 from penstock.unified._hot_rows import HotRows
 from penstock.unified._report import Counters, UnifiedReport
-from penstock.unified._row_file import open_layout
-from penstock.unified._row_writer import RowWriter, put_together, recover
+from penstock.unified._row_file import RowLayout, open_layout
+from penstock.unified._row_journal import recover
+from penstock.unified._row_writer import RowWriter, changing, put_together, table_file
 
 _CPU = torch.device("cpu")
+_TICK_NANOSECONDS = 20_000_000  # between two times that a file system tells apart, at most
 
 
 class _Table:
@@ -203,15 +206,11 @@ class FileTable(_Table):
         cache_bytes = hot_rows.budget_bytes if hot_rows is not None and device == _CPU else 0
         self.source = source
         self.layout = open_layout(source)
-        recover(self.layout)
+        self.file = table_file(self.layout)
+        if not self.file.is_writer:
+            recover(self.layout)
         self._reader = RowReader(self.layout, cache_bytes=cache_bytes)
-        self._writer: RowWriter | None = None
-        self._changing: dict[int, threading.RLock] = {}
-
-    @property
-    def changing(self) -> threading.RLock:
-        """Held by whoever reads rows, changes them and writes them; a child has one of its own."""
-        return self._changing.setdefault(os.getpid(), threading.RLock())
+        self.file.watchers.add(self)
 
     def _make_on(self, device: torch.device) -> DeviceTable:
         layout = self.layout
@@ -239,7 +238,7 @@ class FileTable(_Table):
         index = checked_index(as_index(index).long(), self.layout.num_rows, negative)
         rows, place = torch.unique(index, return_inverse=True)
         content = torch.empty((len(rows), *source.shape[1:]), dtype=source.dtype)
-        with self.changing:
+        with changing():
             self._read(rows, content)
             _host_rows.add_rows(content, place, source, alpha=alpha)
             write_together([(self, rows, content)])
@@ -249,42 +248,62 @@ class FileTable(_Table):
         return False
 
     def close(self) -> None:
-        """Close the files."""
-        if self._writer is not None:
-            self._writer.close()
+        """Close the file."""
+        self.file.watchers.discard(self)
         self._reader.close()
 
     def _read(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool = False) -> None:
-        self._check_size()
-        if self._writer is not None:
-            self._writer.finish()  # or some rows could be half old and half new
-        self._reader.gather(index, out, negative=negative)
+        while True:
+            with self.file.lock:
+                if self.file.is_readable:
+                    self._look_at_file()
+                    self._reader.gather(index, out, negative=negative)
+                    return
+            self.file.finish()  # or some rows could be half old and half new
+
+    def rows_changed(self, layout: RowLayout, rows: np.ndarray, content: np.ndarray) -> None:
+        """Hear of rows that are in their places now; see `TableFile.watchers`."""
+        if layout.offset == self.layout.offset:  # and not another tensor of the same file
+            self._reader.update_cache(torch.from_numpy(rows), torch.from_numpy(content))
 
     def refresh(self, rows: torch.Tensor) -> None:
         """Tell the GPUs' caches of rows that have changed."""
         for table in self._on.values():
             table.refresh(rows, 0, 0)
 
+    def tables_over_file(self) -> list[FileTable]:
+        """All tables of this process over the same rows."""
+        watchers = list(self.file.watchers)
+        return [each for each in watchers if each.layout.offset == self.layout.offset]
+
     def forget(self) -> None:
         """Have the GPUs' caches drop what they keep."""
         for table in self._on.values():
             table.forget()
 
-    def _opened_writer(self) -> RowWriter:
-        with self.changing:
-            if self._writer is None:
-                self._writer = RowWriter(self.layout)
-            return self._writer
-
-    def _check_size(self) -> None:
-        num_bytes = os.fstat(self._reader._fd).st_size
-        if num_bytes != self.layout.file_bytes:
+    def _look_at_file(self) -> None:
+        """Raise if the file has another size now; forget what it held before others wrote to it."""
+        file, status = self.file, self._reader.status()
+        if status.st_size != self.layout.file_bytes:
             raise StoreReadError(
                 f"{self.layout.path} has changed size since the table was opened: it had "
-                f"{self.layout.file_bytes} bytes, now it has {num_bytes}. Restore it, or open the "
-                "table again.",
+                f"{self.layout.file_bytes} bytes, now it has {status.st_size}. Restore it, or open "
+                "the table again.",
                 path=self.layout.path,
             )
+        if status.st_mtime_ns == file.modified:
+            return
+        if not file.is_writer:
+            recover(self.layout)  # a process that wrote since may have been killed
+        for table in list(file.watchers):
+            table.clear_cache()
+        # A time that has just been may be that of another write, too.
+        is_past = file.is_writer or time.time_ns() - status.st_mtime_ns > _TICK_NANOSECONDS
+        file.modified = status.st_mtime_ns if is_past else None
+
+    def clear_cache(self) -> None:
+        """Drop the rows that are kept in memory."""
+        self._reader.clear_cache()
 
     def report(self) -> UnifiedReport:
         """What was gathered so far."""
@@ -299,21 +318,19 @@ def write_together(parts: Sequence[tuple[FileTable, torch.Tensor, torch.Tensor]]
 
     parts: tables, each with rows (int64, rising, none of them twice) and their content.
     """
-
-    def committed() -> None:
-        for table, rows, content in parts:
-            table._reader.update_cache(rows, content)
-
     prepared = []
     for table, rows, content in parts:
-        table._check_size()
+        with table.file.lock:
+            table._look_at_file()
         flat = content.reshape(len(rows), -1).view(torch.uint8) if content.numel() else content
-        prepared.append((table._opened_writer(), rows.numpy(), flat.numpy()))
+        prepared.append((RowWriter(table.layout), rows.numpy(), flat.numpy()))
     try:
-        put_together(prepared, committed)
+        put_together(prepared)
     except BaseException:
-        for table, _, _ in parts:  # nobody can say yet which rows changed
-            table.forget()
+        for table, _, _ in parts:  # which rows have changed cannot be said yet
+            for each in table.tables_over_file():
+                each.forget()
         raise
     for table, rows, _ in parts:
-        table.refresh(rows)
+        for each in table.tables_over_file():
+            each.refresh(rows)

@@ -8,6 +8,8 @@ whole table raises. `_placement.py` has the list.
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -22,6 +24,8 @@ from penstock.unified._hot_rows import HotRows
 from penstock.unified._report import UnifiedReport
 from penstock.unified._tables import FileTable, HostTable
 from penstock.units import format_bytes
+
+_CPU = torch.device("cpu")
 
 
 class UnifiedTensor(torch.Tensor):
@@ -111,6 +115,25 @@ class UnifiedTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return PendingRows(self, index, stream)
 
+    def save_rows(self, path: str | os.PathLike[str]) -> UnifiedTensor:
+        """Copy all rows to a new file, a block at a time, as they are now.
+
+        `torch.save` writes the name of a table in a file, not its rows; this writes the rows.
+
+        Args:
+            path: of the new file, as for `penstock.unified.empty`.
+
+        Returns:
+            The table in the new file.
+
+        Raises:
+            StoreError: the file exists, or has no room.
+        """
+        from penstock.unified._unify import copy_to_file
+
+        with torch._C.DisableTorchFunctionSubclass():
+            return copy_to_file(self, path)
+
     def report(self) -> UnifiedReport:
         """What was gathered from the table so far, and where it came from."""
         return self._table.report()
@@ -159,6 +182,8 @@ class FileTensor(UnifiedTensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.prim.device.default:
+            return _CPU
         table = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, FileTensor))
         if func is torch.ops.aten.detach.default:
             return tensor_over(table._table)
@@ -171,7 +196,17 @@ class FileTensor(UnifiedTensor):
         raise copies_everything(table, name, "gather rows of it, or load all of it into a tensor")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """By name: whoever loads it opens the same file."""
+        """By name: what is loaded opens the same file."""
+        table = self._table
+        assert isinstance(table, FileTable)
+        warnings.warn(
+            f"{table.source}: what is saved is the name of the file, not its rows; when it "
+            "is loaded it has the rows that the file has then. table.save_rows(path) saves them.",
+            stacklevel=2,
+        )
+        return self._reduce_to_name()
+
+    def _reduce_to_name(self) -> Any:
         table = self._table
         assert isinstance(table, FileTable)
         with torch._C.DisableTorchFunctionSubclass():
@@ -188,7 +223,14 @@ def tensor_over(table: HostTable | FileTable, *, requires_grad: bool = False) ->
     else:
         layout = table.layout
         tensor = torch.Tensor._make_wrapper_subclass(
-            FileTensor, layout.shape, dtype=layout.dtype, requires_grad=requires_grad
+            FileTensor,
+            layout.shape,
+            dtype=layout.dtype,
+            # Inside it is of a kind that `x.data = table` refuses for any tensor that has memory:
+            # it would get the null pointer that this one has for its own.
+            device=torch.device("meta"),
+            dispatch_device=True,
+            requires_grad=requires_grad,
         )
     tensor._table = table
     return tensor

@@ -3,11 +3,9 @@
 // One call gathers one batch. It sorts the rows by their place in the file, joins those that lie
 // close together into one read, keeps as many reads in flight as it has slots, and copies each row
 // to every place that asked for it as soon as its read has ended. The reads go through io_uring
-// where the kernel allows it, and through a thread per slot elsewhere.
+// where the kernel allows it, and through a few threads elsewhere.
 
-#include <linux/io_uring.h>
-#include <sys/mman.h>
-#include <sys/syscall.h>
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -25,7 +23,6 @@
 
 namespace {
 
-constexpr int64_t kPage = 4096;
 constexpr int kMaxTries = 4;  // of a read that fails with EIO, EAGAIN or EINTR
 
 // What went wrong first, as Python is told.
@@ -72,17 +69,6 @@ struct Batch {
   std::vector<Read> reads;
 };
 
-struct FreeMemory {
-  void operator()(char* memory) const { std::free(memory); }
-};
-using Memory = std::unique_ptr<char, FreeMemory>;
-
-Memory aligned(int64_t num_bytes) {
-  char* memory = static_cast<char*>(std::aligned_alloc(kPage, static_cast<size_t>(num_bytes)));
-  if (memory == nullptr) throw std::bad_alloc();
-  return Memory(memory);
-}
-
 // Copies the rows of a read that has ended to wherever they belong.
 void deliver(const Batch& batch, const Read& read, const char* bytes) {
   for (int64_t i = read.first; i < read.last; ++i) {
@@ -118,190 +104,6 @@ bool at_end(const Batch& batch, int64_t result, int64_t got) {
 bool worth_another_try(int number) {
   return number == EINTR || number == EAGAIN || number == EIO;
 }
-
-// --------------------------------------------------------------------------------- cache
-
-// Rows that were read before, as many as the budget allows. A row that is asked for again is spared
-// when the hand of the clock comes by (second chance), so that what is popular stays.
-class Cache {
- public:
-  Cache(int64_t capacity, int64_t row_bytes)
-      : row_bytes_(row_bytes),
-        row_of_(static_cast<size_t>(capacity), -1),
-        spared_(static_cast<size_t>(capacity), 0) {
-    size_t num_buckets = 16;
-    while (num_buckets < 2 * row_of_.size()) num_buckets *= 2;
-    buckets_.assign(num_buckets, -1);
-    rows_ = aligned((capacity * row_bytes + kPage - 1) / kPage * kPage);
-  }
-
-  const char* find(int64_t row) {
-    const int64_t slot = buckets_[bucket_of(row)];
-    if (slot < 0) return nullptr;
-    spared_[static_cast<size_t>(slot)] = 1;
-    return rows_.get() + slot * row_bytes_;
-  }
-
-  // Keeps a row that is not here yet.
-  void keep(int64_t row, const char* bytes) {
-    while (spared_[hand_]) {
-      spared_[hand_] = 0;
-      hand_ = (hand_ + 1) % row_of_.size();
-    }
-    const size_t slot = hand_;
-    hand_ = (hand_ + 1) % row_of_.size();
-    if (row_of_[slot] >= 0) forget(row_of_[slot]);
-    row_of_[slot] = row;
-    buckets_[bucket_of(row)] = static_cast<int64_t>(slot);
-    std::memcpy(rows_.get() + static_cast<int64_t>(slot) * row_bytes_, bytes,
-                static_cast<size_t>(row_bytes_));
-  }
-
-  // Replaces the bytes of a row that is here.
-  void update(int64_t row, const char* bytes) {
-    const int64_t slot = buckets_[bucket_of(row)];
-    if (slot >= 0) {
-      std::memcpy(rows_.get() + slot * row_bytes_, bytes, static_cast<size_t>(row_bytes_));
-    }
-  }
-
- private:
-  size_t home_of(int64_t row) const {
-    return static_cast<size_t>((static_cast<uint64_t>(row) * 0x9e3779b97f4a7c15u) >> 20) &
-           (buckets_.size() - 1);
-  }
-
-  // Where the row is, or where it would be put.
-  size_t bucket_of(int64_t row) const {
-    size_t bucket = home_of(row);
-    while (buckets_[bucket] >= 0 && row_of_[static_cast<size_t>(buckets_[bucket])] != row) {
-      bucket = (bucket + 1) & (buckets_.size() - 1);
-    }
-    return bucket;
-  }
-
-  // Takes a row out and closes the gap in the chain of buckets behind it.
-  void forget(int64_t row) {
-    const size_t mask = buckets_.size() - 1;
-    size_t hole = bucket_of(row);
-    for (size_t next = (hole + 1) & mask; buckets_[next] >= 0; next = (next + 1) & mask) {
-      const size_t home = home_of(row_of_[static_cast<size_t>(buckets_[next])]);
-      if (((next - home) & mask) >= ((next - hole) & mask)) {
-        buckets_[hole] = buckets_[next];
-        hole = next;
-      }
-    }
-    buckets_[hole] = -1;
-  }
-
-  int64_t row_bytes_;
-  Memory rows_;
-  std::vector<int64_t> row_of_;   // by slot; -1: empty
-  std::vector<uint8_t> spared_;   // by slot
-  std::vector<int64_t> buckets_;  // slots by hash of the row, with linear probing
-  size_t hand_ = 0;
-};
-
-// ------------------------------------------------------------------------------ io_uring
-
-class Ring {
- public:
-  static std::unique_ptr<Ring> open(unsigned depth) {
-    auto ring = std::unique_ptr<Ring>(new Ring());
-    return ring->set_up(depth) ? std::move(ring) : nullptr;
-  }
-
-  ~Ring() {
-    if (entries_ != nullptr) munmap(entries_, entries_bytes_);
-    if (rings_ != nullptr) munmap(rings_, rings_bytes_);
-    if (fd_ >= 0) close(fd_);
-  }
-
-  // There is always room: no more than `depth` reads are in flight.
-  void push(int fd, char* to, int64_t length, int64_t offset, uint64_t tag) {
-    const unsigned tail = *sq_tail_;
-    const unsigned slot = tail & sq_mask_;
-    io_uring_sqe& entry = entries_[slot];
-    std::memset(&entry, 0, sizeof entry);
-    entry.opcode = IORING_OP_READ;
-    entry.fd = fd;
-    entry.addr = reinterpret_cast<uint64_t>(to);
-    entry.len = static_cast<uint32_t>(length);
-    entry.off = static_cast<uint64_t>(offset);
-    entry.user_data = tag;
-    sq_array_[slot] = slot;
-    std::atomic_ref<unsigned>(*sq_tail_).store(tail + 1, std::memory_order_release);
-    ++num_new_;
-  }
-
-  // Tells the kernel of new reads and waits for at least one to end. Returns 0 or errno.
-  int submit_and_wait() {
-    for (;;) {
-      const long taken = syscall(SYS_io_uring_enter, fd_, num_new_, 1, IORING_ENTER_GETEVENTS,
-                                 nullptr, 0);
-      if (taken >= 0) {
-        num_new_ -= static_cast<unsigned>(taken);
-        return 0;
-      }
-      if (errno != EINTR && errno != EAGAIN && errno != EBUSY) return errno;
-    }
-  }
-
-  // The next read that has ended, if there is one.
-  bool pop(uint64_t& tag, int& result) {
-    const unsigned head = *cq_head_;
-    if (head == std::atomic_ref<unsigned>(*cq_tail_).load(std::memory_order_acquire)) return false;
-    const io_uring_cqe& entry = completions_[head & cq_mask_];
-    tag = entry.user_data;
-    result = entry.res;
-    std::atomic_ref<unsigned>(*cq_head_).store(head + 1, std::memory_order_release);
-    return true;
-  }
-
- private:
-  Ring() = default;
-
-  bool set_up(unsigned depth) {
-    io_uring_params params{};
-    fd_ = static_cast<int>(syscall(SYS_io_uring_setup, depth, &params));
-    if (fd_ < 0 || !(params.features & IORING_FEAT_SINGLE_MMAP)) return false;
-    rings_bytes_ =
-        std::max(params.sq_off.array + params.sq_entries * sizeof(unsigned),
-                 params.cq_off.cqes + params.cq_entries * sizeof(io_uring_cqe));
-    void* rings = mmap(nullptr, rings_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE,
-                       fd_, IORING_OFF_SQ_RING);
-    if (rings == MAP_FAILED) return false;
-    rings_ = static_cast<char*>(rings);
-    entries_bytes_ = params.sq_entries * sizeof(io_uring_sqe);
-    void* entries = mmap(nullptr, entries_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE,
-                         fd_, IORING_OFF_SQES);
-    if (entries == MAP_FAILED) return false;
-    entries_ = static_cast<io_uring_sqe*>(entries);
-    const auto word = [&](unsigned offset) { return reinterpret_cast<unsigned*>(rings_ + offset); };
-    sq_tail_ = word(params.sq_off.tail);
-    sq_mask_ = *word(params.sq_off.ring_mask);
-    sq_array_ = word(params.sq_off.array);
-    cq_head_ = word(params.cq_off.head);
-    cq_tail_ = word(params.cq_off.tail);
-    cq_mask_ = *word(params.cq_off.ring_mask);
-    completions_ = reinterpret_cast<io_uring_cqe*>(rings_ + params.cq_off.cqes);
-    return true;
-  }
-
-  int fd_ = -1;
-  char* rings_ = nullptr;
-  size_t rings_bytes_ = 0;
-  io_uring_sqe* entries_ = nullptr;
-  size_t entries_bytes_ = 0;
-  unsigned* sq_tail_ = nullptr;
-  unsigned sq_mask_ = 0;
-  unsigned* sq_array_ = nullptr;
-  unsigned* cq_head_ = nullptr;
-  unsigned* cq_tail_ = nullptr;
-  unsigned cq_mask_ = 0;
-  io_uring_cqe* completions_ = nullptr;
-  unsigned num_new_ = 0;
-};
 
 // Fills in `wanted`, in the order of the file. False, and a position, if an index is out of range.
 template <class Index>
@@ -344,77 +146,136 @@ void join(Batch& batch, int64_t max_read_bytes, int64_t max_gap) {
   }
 }
 
-// -------------------------------------------------------------------------------- engine
+// ------------------------------------------------------------------------------- threads
 
-class Engine {
+constexpr int kMaxThreads = 16;     // of a process, whatever the number of its tables
+constexpr int kMaxEngines = 4;      // likewise: as many batches are under way at once
+constexpr int kDepth = 128;         // reads in flight of an engine; disks gain nothing from more
+constexpr int kMinDepth = 4;        // of an engine whose reads are long
+constexpr int64_t kEngineBytes = 64 << 20;  // for its reads, if it has more than the fewest
+
+// Threads that read where there is no io_uring. One batch at a time has all of them.
+class Threads {
  public:
-  Engine(int depth, int64_t max_read_bytes, bool allow_ring)
-      : depth_(depth),
-        slot_bytes_((max_read_bytes + kPage - 1) / kPage * kPage),
-        slots_(aligned(slot_bytes_ * depth)) {
-    if (allow_ring) ring_ = Ring::open(static_cast<unsigned>(depth));
+  Outcome run(const Batch& batch, char* memory, int64_t slot_bytes, int depth) {
+    std::lock_guard<std::mutex> turn(turn_);
+    std::unique_lock<std::mutex> lock(mutex_);
+    start();
+    outcome_ = {kDone, 0, 0, 0};
+    next_.store(0);
+    batch_ = &batch;
+    memory_ = memory;
+    slot_bytes_ = slot_bytes;
+    depth_ = depth;
+    num_working_ = static_cast<int>(threads_.size());
+    ++generation_;
+    changed_.notify_all();
+    ended_.wait(lock, [&] { return num_working_ == 0; });
+    batch_ = nullptr;
+    return outcome_;
   }
 
-  ~Engine() {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stopping_ = true;
+ private:
+  // Fewer threads than there should be will do; none is an error.
+  void start() {
+    while (static_cast<int>(threads_.size()) < kMaxThreads) {
+      const int number = static_cast<int>(threads_.size());
+      try {
+        threads_.emplace_back([this, number] { work(number); });
+      } catch (...) {
+        if (threads_.empty()) throw;
+        return;
+      }
     }
-    changed_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
+  }
+
+  void work(int number) {
+    uint64_t seen = 0;
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [&] { return batch_ != nullptr && generation_ != seen; });
+      seen = generation_;
+      if (number < depth_) {
+        const Batch& batch = *batch_;
+        char* memory = memory_ + number * slot_bytes_;
+        lock.unlock();
+        const Outcome outcome = work_on(batch, memory);
+        lock.lock();
+        if (outcome.status != kDone && outcome_.status == kDone) outcome_ = outcome;
+      }
+      if (--num_working_ == 0) ended_.notify_one();
+    }
+  }
+
+  Outcome work_on(const Batch& batch, char* memory) {
+    const int64_t num_reads = static_cast<int64_t>(batch.reads.size());
+    for (;;) {
+      const int64_t number = next_.fetch_add(1);
+      if (number >= num_reads) return {kDone, 0, 0, 0};
+      const Read& read = batch.reads[static_cast<size_t>(number)];
+      int64_t got = 0;
+      int tries = 0;
+      while (got < needed(batch, read)) {
+        const ssize_t result = pread(batch.fd, memory + got, static_cast<size_t>(read.length - got),
+                                     read.offset + got);
+        if (result >= 0) {
+          got += result;
+          if (got < needed(batch, read) && at_end(batch, result, got)) {
+            next_.store(num_reads);
+            return too_short(batch, read, got);
+          }
+        } else if (!worth_another_try(errno) || ++tries == kMaxTries) {
+          const int error = errno;
+          next_.store(num_reads);
+          return failed(batch, read, got, error);
+        }
+      }
+      deliver(batch, read, memory);
+    }
+  }
+
+  std::mutex turn_;
+  std::mutex mutex_;  // of all that follows
+  std::condition_variable changed_;
+  std::condition_variable ended_;
+  std::vector<std::thread> threads_;
+  const Batch* batch_ = nullptr;
+  char* memory_ = nullptr;
+  int64_t slot_bytes_ = 0;
+  int depth_ = 0;
+  std::atomic<int64_t> next_{0};
+  uint64_t generation_ = 0;
+  int num_working_ = 0;
+  Outcome outcome_{};
+};
+
+// -------------------------------------------------------------------------------- engine
+
+// Memory for the reads of one batch at a time, and a ring where the kernel allows one.
+class Engine {
+ public:
+  Engine(bool allow_ring, Threads& threads) : threads_(threads) {
+    if (allow_ring) ring_ = Ring::open(kDepth);
   }
 
   bool has_ring() const { return ring_ != nullptr; }
 
-  void make_cache(int64_t capacity, int64_t row_bytes) {
-    cache_ = std::make_unique<Cache>(capacity, row_bytes);
-  }
-
-  // Gathers what `wanted` asks for. One batch at a time has all slots and the cache.
-  Outcome run(Batch& batch, int64_t max_read_bytes, int64_t max_gap, int64_t& num_hits) {
-    std::lock_guard<std::mutex> turn(turn_);
-    num_hits = cache_ == nullptr ? 0 : take_from_cache(batch);
-    join(batch, max_read_bytes, max_gap);
-    const Outcome outcome = ring_ != nullptr ? run_ring(batch) : run_threads(batch);
-    if (cache_ != nullptr && outcome.status == kDone) keep(batch);
-    return outcome;
-  }
-
-  void update_cache(const int64_t* rows, int64_t count, const char* source, int64_t row_bytes) {
-    std::lock_guard<std::mutex> turn(turn_);
-    if (cache_ == nullptr) return;
-    for (int64_t i = 0; i < count; ++i) cache_->update(rows[i], source + i * row_bytes);
+  Outcome run(const Batch& batch, int64_t max_read_bytes) {
+    const int64_t slot_bytes = (max_read_bytes + kPage - 1) / kPage * kPage;
+    if (slot_bytes > slot_bytes_) make_slots(slot_bytes);
+    return ring_ != nullptr ? run_ring(batch)
+                            : threads_.run(batch, slots_.get(), slot_bytes_, depth_);
   }
 
  private:
-  // Delivers what is in the cache and takes it off the list; returns how many different rows.
-  int64_t take_from_cache(Batch& batch) {
-    int64_t num_hits = 0;
-    size_t kept = 0;
-    for (size_t i = 0; i < batch.wanted.size();) {
-      const int64_t row = batch.wanted[i].row;
-      const char* bytes = cache_->find(row);
-      num_hits += bytes != nullptr;
-      for (; i < batch.wanted.size() && batch.wanted[i].row == row; ++i) {
-        if (bytes == nullptr) {
-          batch.wanted[kept++] = batch.wanted[i];
-        } else {
-          std::memcpy(batch.out + batch.wanted[i].position * batch.layout.row_bytes, bytes,
-                      static_cast<size_t>(batch.layout.row_bytes));
-        }
-      }
-    }
-    batch.wanted.resize(kept);
-    return num_hits;
-  }
-
-  void keep(const Batch& batch) {
-    int64_t last = -1;
-    for (const Wanted& wanted : batch.wanted) {
-      if (wanted.row == last) continue;
-      last = wanted.row;
-      cache_->keep(last, batch.out + wanted.position * batch.layout.row_bytes);
-    }
+  void make_slots(int64_t slot_bytes) {
+    const int depth = static_cast<int>(
+        std::clamp<int64_t>(kEngineBytes / slot_bytes, kMinDepth, kDepth));
+    slots_.reset();
+    slot_bytes_ = 0;
+    slots_ = aligned(slot_bytes * depth);
+    slot_bytes_ = slot_bytes;
+    depth_ = depth;
   }
 
   char* slot(int number) const { return slots_.get() + number * slot_bytes_; }
@@ -480,123 +341,197 @@ class Engine {
     return outcome;
   }
 
-  Outcome run_threads(const Batch& batch) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    while (static_cast<int>(threads_.size()) < depth_) {
-      const int number = static_cast<int>(threads_.size());
-      threads_.emplace_back([this, number] { work(number); });
-    }
-    outcome_ = {kDone, 0, 0, 0};
-    next_.store(0);
-    batch_ = &batch;
-    num_working_ = depth_;
-    ++generation_;
-    changed_.notify_all();
-    ended_.wait(lock, [&] { return num_working_ == 0; });
-    batch_ = nullptr;
-    return outcome_;
-  }
-
-  void work(int number) {
-    uint64_t seen = 0;
-    std::unique_lock<std::mutex> lock(mutex_);
-    for (;;) {
-      changed_.wait(lock, [&] { return stopping_ || (batch_ != nullptr && generation_ != seen); });
-      if (stopping_) return;
-      seen = generation_;
-      const Batch& batch = *batch_;
-      lock.unlock();
-      const Outcome outcome = work_on(batch, slot(number));
-      lock.lock();
-      if (outcome.status != kDone && outcome_.status == kDone) outcome_ = outcome;
-      if (--num_working_ == 0) ended_.notify_one();
-    }
-  }
-
-  Outcome work_on(const Batch& batch, char* memory) {
-    const int64_t num_reads = static_cast<int64_t>(batch.reads.size());
-    for (;;) {
-      const int64_t number = next_.fetch_add(1);
-      if (number >= num_reads) return {kDone, 0, 0, 0};
-      const Read& read = batch.reads[static_cast<size_t>(number)];
-      int64_t got = 0;
-      int tries = 0;
-      while (got < needed(batch, read)) {
-        const ssize_t result = pread(batch.fd, memory + got, static_cast<size_t>(read.length - got),
-                                     read.offset + got);
-        if (result >= 0) {
-          got += result;
-          if (got < needed(batch, read) && at_end(batch, result, got)) {
-            next_.store(num_reads);
-            return too_short(batch, read, got);
-          }
-        } else if (!worth_another_try(errno) || ++tries == kMaxTries) {
-          const int error = errno;
-          next_.store(num_reads);
-          return failed(batch, read, got, error);
-        }
-      }
-      deliver(batch, read, memory);
-    }
-  }
-
-  const int depth_;
-  const int64_t slot_bytes_;
-  Memory slots_;
+  Threads& threads_;
   std::unique_ptr<Ring> ring_;
-  std::unique_ptr<Cache> cache_;
-  std::mutex turn_;
-  // What follows is for the threads.
+  Memory slots_;
+  int64_t slot_bytes_ = 0;
+  int depth_ = 0;
+};
+
+// The engines of a process, for all its tables: a batch takes one that is free, or waits. They are
+// never given back, because reads may be under way when the process ends.
+class Engines {
+ public:
+  ~Engines() {
+    for (Engine* engine : idle_) delete engine;
+  }
+
+  explicit Engines(bool allow_ring) : allow_ring_(allow_ring) {
+    idle_.reserve(kMaxEngines);
+    idle_.push_back(new Engine(allow_ring_, threads_));
+    num_engines_ = 1;
+    has_ring_ = idle_.back()->has_ring();
+  }
+
+  bool has_ring() const { return has_ring_; }
+
+  Outcome run(const Batch& batch, int64_t max_read_bytes) {
+    Engine* engine = take();
+    try {
+      const Outcome outcome = engine->run(batch, max_read_bytes);
+      give_back(engine);
+      return outcome;
+    } catch (...) {
+      give_back(engine);
+      throw;
+    }
+  }
+
+ private:
+  Engine* take() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    // Threads read for one batch at a time anyway.
+    if (idle_.empty() && has_ring_ && num_engines_ < kMaxEngines) {
+      Engine* engine = new Engine(allow_ring_, threads_);
+      ++num_engines_;
+      return engine;
+    }
+    changed_.wait(lock, [&] { return !idle_.empty(); });
+    Engine* engine = idle_.back();
+    idle_.pop_back();
+    return engine;
+  }
+
+  void give_back(Engine* engine) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      idle_.push_back(engine);
+    }
+    changed_.notify_one();
+  }
+
+  const bool allow_ring_;
+  bool has_ring_ = false;
+  Threads threads_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::condition_variable ended_;
-  std::vector<std::thread> threads_;
-  const Batch* batch_ = nullptr;
-  std::atomic<int64_t> next_{0};
-  uint64_t generation_ = 0;
-  int num_working_ = 0;
-  bool stopping_ = false;
-  Outcome outcome_{};
+  std::vector<Engine*> idle_;
+  int num_engines_ = 0;
 };
+
+// Delivers what is in the cache and takes it off the list; returns how many different rows.
+int64_t take_from_cache(Cache& cache, Batch& batch) {
+  int64_t num_hits = 0;
+  size_t kept = 0;
+  for (size_t i = 0; i < batch.wanted.size();) {
+    const int64_t row = batch.wanted[i].row;
+    const char* bytes = cache.find(row);
+    num_hits += bytes != nullptr;
+    for (; i < batch.wanted.size() && batch.wanted[i].row == row; ++i) {
+      if (bytes == nullptr) {
+        batch.wanted[kept++] = batch.wanted[i];
+      } else {
+        std::memcpy(batch.out + batch.wanted[i].position * batch.layout.row_bytes, bytes,
+                    static_cast<size_t>(batch.layout.row_bytes));
+      }
+    }
+  }
+  batch.wanted.resize(kept);
+  return num_hits;
+}
+
+void keep(Cache& cache, const Batch& batch) {
+  int64_t last = -1;
+  for (const Wanted& wanted : batch.wanted) {
+    if (wanted.row == last) continue;
+    last = wanted.row;
+    cache.keep(last, batch.out + wanted.position * batch.layout.row_bytes);
+  }
+}
+
+// Gathers what `wanted` asks for. One batch at a time has the cache, if there is one.
+Outcome gather(Engines& engines, Cache* cache, Batch& batch, int64_t max_read_bytes,
+               int64_t max_gap, int64_t& num_hits) {
+  std::unique_lock<std::mutex> turn;
+  if (cache != nullptr) {
+    turn = std::unique_lock<std::mutex>(cache->turn());
+    num_hits = take_from_cache(*cache, batch);
+  }
+  join(batch, max_read_bytes, max_gap);
+  if (batch.reads.empty()) return {kDone, 0, 0, 0};
+  const Outcome outcome = engines.run(batch, max_read_bytes);
+  if (cache != nullptr && outcome.status == kDone) keep(*cache, batch);
+  return outcome;
+}
+
+// Reads or writes `length` bytes; returns 0 or errno, and how many bytes were done.
+template <class Call>
+int whole(Call call, int64_t length, int64_t& done) {
+  for (done = 0; done < length;) {
+    const ssize_t result = call(done);
+    if (result > 0) {
+      done += result;
+    } else if (result == 0) {
+      return ENODATA;
+    } else if (errno != EINTR) {
+      return errno;
+    }
+  }
+  return 0;
+}
+
+// Calls `work(first, next, offset, length)` for each run of rows that lie side by side; `rows` rise,
+// none of them twice. Stops where it returns an error.
+template <class Work>
+void for_runs(const Layout& layout, const int64_t* rows, int64_t count, Work work) {
+  for (int64_t i = 0; i < count;) {
+    const int64_t at = layout.at(rows[i]);
+    int64_t next = i + 1;
+    while (next < count && layout.at(rows[next]) == at + (next - i) * layout.row_bytes) ++next;
+    if (!work(i, at, (next - i) * layout.row_bytes)) return;
+    i = next;
+  }
+}
 
 }  // namespace
 
 extern "C" {
 
-// An engine with `depth` reads in flight of at most `max_read_bytes`; null if there is no memory.
-void* penstock_row_engine(int32_t depth, int64_t max_read_bytes, int32_t allow_ring) {
+// The engines of a process; null if there is no memory.
+void* penstock_row_engines(int32_t allow_ring) {
   try {
-    return new Engine(depth, max_read_bytes, allow_ring != 0);
+    return new Engines(allow_ring != 0);
   } catch (...) {
     return nullptr;
   }
 }
 
-void penstock_row_engine_free(void* engine) { delete static_cast<Engine*>(engine); }
+// Only before their first use: afterwards they have threads.
+void penstock_row_engines_free(void* engines) { delete static_cast<Engines*>(engines); }
 
-int32_t penstock_row_engine_has_ring(void* engine) {
-  return static_cast<Engine*>(engine)->has_ring();
+int32_t penstock_row_engines_have_ring(void* engines) {
+  return static_cast<Engines*>(engines)->has_ring();
 }
 
-// Gives the engine a cache of `capacity` rows. Returns 0, or ENOMEM.
-int32_t penstock_row_engine_cache(void* engine, int64_t capacity, int64_t row_bytes) {
+// A cache of `capacity` rows; null if there is no memory.
+void* penstock_row_cache(int64_t capacity, int64_t row_bytes) {
   try {
-    static_cast<Engine*>(engine)->make_cache(capacity, row_bytes);
-    return 0;
+    return new Cache(capacity, row_bytes);
   } catch (...) {
-    return ENOMEM;
+    return nullptr;
   }
 }
 
-// Tells the cache of rows that have changed.
-void penstock_row_engine_update(void* engine, const int64_t* rows, int64_t count,
-                                const char* source, int64_t row_bytes) {
-  static_cast<Engine*>(engine)->update_cache(rows, count, source, row_bytes);
+void penstock_row_cache_free(void* cache) { delete static_cast<Cache*>(cache); }
+
+void penstock_row_cache_clear(void* cache) {
+  Cache& rows = *static_cast<Cache*>(cache);
+  std::lock_guard<std::mutex> turn(rows.turn());
+  rows.clear();
 }
 
-// `out[i] = row index[i]` of the file. Fills in `outcome` (see Outcome), then the number of reads
-// and of bytes read, and how many different rows were in the cache and were not. Every row is smaller than `max_read_bytes` less twice the alignment.
-void penstock_read_rows(void* engine, int32_t fd, int64_t offset, int64_t num_rows,
+// Tells the cache of rows that have changed.
+void penstock_row_cache_update(void* cache, const int64_t* rows, int64_t count, const char* source,
+                               int64_t row_bytes) {
+  Cache& kept = *static_cast<Cache*>(cache);
+  std::lock_guard<std::mutex> turn(kept.turn());
+  for (int64_t i = 0; i < count; ++i) kept.update(rows[i], source + i * row_bytes);
+}
+
+// `out[i] = row index[i]` of the file; `cache` may be null. Fills in `outcome` (see Outcome), then
+// the number of reads and of bytes read, and how many different rows were in the cache and were
+// not. Every row is smaller than `max_read_bytes` less twice the alignment.
+void penstock_read_rows(void* engines, void* cache, int32_t fd, int64_t offset, int64_t num_rows,
                         int64_t row_bytes, int64_t per_block, int64_t block_stride,
                         const void* index, int32_t index_bytes, int64_t num_indices,
                         int32_t negative, char* out, int64_t alignment,
@@ -611,7 +546,8 @@ void penstock_read_rows(void* engine, int32_t fd, int64_t offset, int64_t num_ro
             ? resolve(batch, static_cast<const int32_t*>(index), num_indices, negative != 0, bad)
             : resolve(batch, static_cast<const int64_t*>(index), num_indices, negative != 0, bad);
     if (good) {
-      result = static_cast<Engine*>(engine)->run(batch, max_read_bytes, max_gap, num_hits);
+      result = gather(*static_cast<Engines*>(engines), static_cast<Cache*>(cache), batch,
+                      max_read_bytes, max_gap, num_hits);
     } else {
       result = {kOutOfRange, bad, 0, 0};
     }
@@ -641,26 +577,51 @@ void penstock_write_rows(int32_t fd, int64_t offset, int64_t num_rows, int64_t r
                          int64_t count, const char* source, int64_t* outcome) {
   const Layout layout{offset, num_rows, row_bytes, per_block, block_stride};
   outcome[0] = kDone;
-  for (int64_t i = 0; i < count;) {
-    const int64_t at = layout.at(rows[i]);
-    int64_t next = i + 1;
-    while (next < count && layout.at(rows[next]) == at + (next - i) * row_bytes) ++next;
-    const int64_t length = (next - i) * row_bytes;
-    for (int64_t done = 0; done < length;) {
-      const ssize_t result = pwrite(fd, source + i * row_bytes + done,
-                                    static_cast<size_t>(length - done), at + done);
-      if (result > 0) {
-        done += result;
-      } else if (result == 0 || errno != EINTR) {
-        outcome[0] = kReadFailed;
-        outcome[1] = rows[i];
-        outcome[2] = at + done;
-        outcome[3] = result == 0 ? ENOSPC : errno;
-        return;
-      }
+  for_runs(layout, rows, count, [&](int64_t first, int64_t at, int64_t length) {
+    int64_t done = 0;
+    const char* from = source + first * row_bytes;
+    const int error = whole(
+        [&](int64_t begin) {
+          return pwrite(fd, from + begin, static_cast<size_t>(length - begin), at + begin);
+        },
+        length, done);
+    if (error != 0) {
+      outcome[0] = kReadFailed;
+      outcome[1] = rows[first];
+      outcome[2] = at + done;
+      outcome[3] = error == ENODATA ? ENOSPC : error;
     }
-    i = next;
-  }
+    return error == 0;
+  });
+}
+
+// Reads place `rows[i]` of the file into row `to[i]`, through the page cache, where a write of the
+// same rows will need the pages; otherwise as `penstock_write_rows`.
+void penstock_read_places(int32_t fd, int64_t offset, int64_t num_rows, int64_t row_bytes,
+                          int64_t per_block, int64_t block_stride, const int64_t* rows,
+                          int64_t count, char* to, int64_t* outcome) {
+  const Layout layout{offset, num_rows, row_bytes, per_block, block_stride};
+  outcome[0] = kDone;
+  for_runs(layout, rows, count, [&](int64_t, int64_t at, int64_t length) {
+    posix_fadvise(fd, at, length, POSIX_FADV_WILLNEED);  // many at once
+    return true;
+  });
+  for_runs(layout, rows, count, [&](int64_t first, int64_t at, int64_t length) {
+    int64_t done = 0;
+    char* into = to + first * row_bytes;
+    const int error = whole(
+        [&](int64_t begin) {
+          return pread(fd, into + begin, static_cast<size_t>(length - begin), at + begin);
+        },
+        length, done);
+    if (error != 0) {
+      outcome[0] = error == ENODATA ? kTooShort : kReadFailed;
+      outcome[1] = rows[first];
+      outcome[2] = at + done;
+      outcome[3] = error;
+    }
+    return error == 0;
+  });
 }
 
 }  // extern "C"

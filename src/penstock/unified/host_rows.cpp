@@ -64,10 +64,11 @@ inline uintptr_t address_of(const Table& table, int64_t row) {
 
 inline void prefetch_row(const Table& table, int64_t row) {
   const uintptr_t start = address_of(table, row);
-  const uintptr_t end = start + static_cast<uintptr_t>(std::min(table.row_bytes, kMaxPrefetch));
-  for (uintptr_t line = start & ~static_cast<uintptr_t>(kLine - 1); line < end; line += kLine) {
-    prefetch_line(line);
-  }
+  const uintptr_t begin = start & static_cast<uintptr_t>(kLine - 1);  // in its line
+  const uintptr_t end = begin + static_cast<uintptr_t>(std::min(table.row_bytes, kMaxPrefetch));
+  // Counted, not compared: an index that is wrong, or counts from the end, may lead to addresses
+  // that wrap around.
+  for (uintptr_t at = 0; at < end; at += kLine) prefetch_line(start - begin + at);
 }
 
 // Fetches all lines of some rows. The rows take turns, so that the walks through the page tables

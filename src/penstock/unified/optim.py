@@ -12,7 +12,8 @@ table's. All this is as in `torch.optim.SparseAdam`.
 
 **State** lies where the table lies. Beside a table in a file it lies in files named
 `<file>.<state>` (`<file>.<name>.<state>` for one tensor of several): `exp_avg`, `step` and so on,
-which the next run finds and goes on with; delete them to begin anew. Rows, their state and the step
+which the next run finds and goes on with, if the table still has rows that the last step wrote;
+delete them to begin anew. Rows, their state and the step
 count are written together: a killed process leaves the table before the step or after it, and
 nothing between. State of 16-bit tables is kept in float32, because what the means forget in a step
 is less than the last digit of 16 bits.
