@@ -337,6 +337,36 @@ def test_narrow_numbers_are_summed_in_float32(name, dtype):
         assert (one.double() - other).abs().max() <= bound * scale
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sums_of_thousands_of_narrow_numbers_do_not_stop_growing(dtype, caplog):
+    """In a group that is cut, of a mean and a softmax, and in a kernel that torch runs."""
+
+    def body(g, x):
+        e = g.edges
+        total = g.sum_to_dst(e.src(x))
+        return (
+            g.sum_to_dst(edge_mean(e.src(x))),
+            g.sum_to_dst(edge_softmax(e.src(x)) * e.src(x)),
+            total,
+            g.sum_to_dst(dot(e.dst(total)[1:], e.src(x)[1:])),
+        )
+
+    degree = 3000
+    ends = torch.arange(degree) % 50
+    edge_index = torch.stack([ends, torch.zeros_like(ends)])
+    graph = rgnn.Graph(edge_index, torch.zeros_like(ends), num_nodes=50, num_relations=1)
+    x = torch.full((50, 2), 1 / 64, dtype=dtype)
+    function = rgnn.compile(body, backend="triton", without=rgnn.REWRITES)
+    with caplog.at_level("INFO", logger="penstock"):
+        found = function(graph, x)
+    assert "runs in torch" in caplog.text
+    exact = rgnn.compile(body, backend="torch")(graph, x.double())
+    for one, other in zip(found, exact, strict=True):
+        assert one.dtype == dtype
+        bound = 3 * torch.finfo(dtype).eps * other.abs().max()
+        assert (one.double() - other).abs().max() <= bound
+
+
 def test_what_is_returned_shares_memory_with_nothing():
     def body(g, x):
         summed = g.sum_to_dst(g.edges.src(x))

@@ -341,12 +341,29 @@ def test_without_a_compiler_torch_computes_or_the_error_says_so(tmp_path, monkey
     rgnn._backends._fastest_on.cache_clear()
 
 
-def test_the_fastest_backend_is_chosen_by_device_and_dtype():
-    assert resolve("auto", "cpu", 4) == resolve("auto", "cpu", 8) == "cpp"
-    assert resolve("auto", "cpu", 2) == resolve("auto", "meta", 4) == "torch"
+def test_without_a_cache_directory_torch_computes_as_without_a_compiler(
+    tmp_path, monkeypatch, caplog
+):
+    occupied = tmp_path / "file"
+    occupied.touch()
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(occupied))
+    rgnn._backends._fastest_on.cache_clear()
     graph = random_graph()
-    halves = [a.detach().bfloat16() for a in layer_arguments("rgat", graph)]
-    assert torch.equal(compiled("rgat")(graph, *halves), LAYERS["rgat"](graph, *halves))
+    arguments = layer_arguments("rgat", graph)
+    fallback = rgnn.compile(LAYERS["rgat"].__wrapped__)
+    with caplog.at_level("INFO", logger="penstock"):
+        for _ in range(2):
+            assert torch.equal(fallback(graph, *arguments), LAYERS["rgat"](graph, *arguments))
+    assert caplog.text.count("in the backend 'torch': the cache directory") == 1
+    assert fallback.explain(graph, *arguments).backend == "torch"
+    with pytest.raises(BuildError, match="PENSTOCK_CACHE_DIR"):
+        compiled("rgat")(graph, *arguments)
+    rgnn._backends._fastest_on.cache_clear()
+
+
+def test_the_fastest_backend_is_chosen_by_device():
+    assert resolve("auto", "cpu") == "cpp"
+    assert resolve("auto", "meta") == "torch"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -369,3 +386,31 @@ def test_processes_that_start_together_build_once(tmp_path, monkeypatch):
         children.append(child)
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * 8
     assert len(list(Path(tmp_path).glob("libraries/*.so"))) == 1
+
+
+@pytest.mark.parametrize("width", [4096, 4097, 1_060_000])
+def test_rows_wider_than_a_stack(width):
+    """Of sums, softmax and what is computed for a row, and their gradients if that is quick."""
+
+    def body(g, x, s):
+        e = g.edges
+        weights = rgnn.edge_softmax(e.src(x))
+        return g.sum_to_dst(weights * e.src(x)), g.sum_to_dst(rgnn.concat(e(s), e.src(x))[1:])
+
+    graph = rgnn.Graph(torch.tensor([[0, 1, 0], [1, 1, 0]]), torch.zeros(3, dtype=torch.long))
+    generator = torch.Generator().manual_seed(0)
+    x, s = (torch.rand(*n, generator=generator).double() for n in ((2, width), (3, 1)))
+    functions = [rgnn.compile(body, backend=backend) for backend in ("cpp", "torch")]
+    if width > 5000:
+        assert_same(*([*function(graph, x, s)] for function in functions))
+        return
+    arguments = (x.requires_grad_(), s.requires_grad_())
+    assert_same(*(results_and_gradients(each, graph, arguments) for each in functions))
+
+
+def test_products_wider_than_a_stack():
+    graph = random_graph(40, 600)
+    arguments = (random_tensor(40, 2), random_tensor(NUM_RELATIONS, 2, 4100))
+    body = lambda g, x, W: g.sum_to_dst(g.edges.src(x) @ W[g.edges.type])  # noqa: E731
+    found = results_and_gradients(rgnn.compile(body, backend="cpp"), graph, arguments)
+    assert_same(found, results_and_gradients(rgnn.compile(body, backend="torch"), graph, arguments))

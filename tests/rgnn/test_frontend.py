@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 
 import pytest
 import torch
@@ -215,6 +216,36 @@ REFUSED = {
     "mean": (lambda g, v: g.nodes(v).mean_heads(), "have no heads to add up"),
     "within": (lambda g, v: edge_mean(g.edges.src(v), within="node"), "within must be one of"),
     "zero": (lambda g, v: g.nodes(v) / 0, "division by zero"),
+    "functional": (
+        lambda g, v: torch.nn.functional.softmax(g.nodes(v), -1),
+        "torch's softmax does",
+    ),
+    "dropout": (lambda g, v: torch.nn.functional.dropout(g.nodes(v)), "torch's dropout does not"),
+    "norm": (lambda g, v: torch.nn.functional.layer_norm(g.nodes(v), (3,)), "torch's layer_norm"),
+    "power": (lambda g, v: g.nodes(v) ** 2, r"have no power; write v \* v"),
+    "remainder": (lambda g, v: 5 % g.nodes(v), r"have the operators \+ - \* / @"),
+    "absolute": (lambda g, v: abs(g.nodes(v)), r"write relu\(v\) \+ relu\(-v\)"),
+    "of the graph": (
+        lambda g, v: g.max_to_dst(v),
+        r"no 'max_to_dst'; it has edges, nodes, sum_to_d",
+    ),
+    "of the edges": (
+        lambda g, v: g.edges.source(v),
+        r"g.edges has no 'source'; it has g.edges.src",
+    ),
+    "of the nodes": (lambda g, v: g.nodes.src(v), "g.nodes has no 'src'; it has g.nodes.type"),
+    "types": (lambda g, v: v[g.edges.type + 1], "nothing can be computed with g.edges.type"),
+    "type of a type": (lambda g, v: v[g.nodes.type > 0], "computed with g.nodes.type"),
+    "graph": (lambda g, v: len(g), "nothing can be computed with the graph"),
+    "argument": (
+        lambda g, v: g.sum_to_dst(v),
+        r"got argument 'v'; say whose rows it has: g.edges.src\(v\) or g.edges\(v\)",
+    ),
+    "edges": (lambda g, v: v[g.edges], r"indexed with g.edges; .*v\[g.edges.type\]"),
+    "end": (lambda g, v: v[g.edges.src], r"indexed with 'g.edges.src'; .*g.edges.src\(v\)"),
+    "operand": (lambda g, v: g.nodes(v) + "one", "passed to it as arguments"),
+    "returned": (lambda g, v: {"a": g.nodes(v)}, r"must return values .* it returns dict"),
+    "python's": (lambda g, v: g.nodes(v) @ math.floor("a"), "must be real number"),
 }
 
 
@@ -246,6 +277,46 @@ def test_shapes_that_do_not_fit_are_refused_at_the_users_line(body, shape, messa
     with pytest.raises(TraceError, match=message) as caught:
         rgnn.compile(body)(GRAPH, x(N, 3), x(*shape))
     assert caught.value.line.number == body.__code__.co_firstlineno
+
+
+def test_errors_of_the_users_own_keep_their_type_and_show_the_line():
+    def check_width(v):
+        raise ValueError(f"width {v.shape[0]}")
+
+    def body(g, v):
+        return check_width(g.nodes(v))
+
+    with pytest.raises(ValueError, match="width 3") as caught:
+        rgnn.compile(body)(GRAPH, x(N, 3))
+    (note,) = caught.value.__notes__
+    assert 'raise ValueError(f"width {v.shape[0]}")' in note
+
+
+def test_parameters_may_be_positional_or_named_alone():
+    @rgnn.compile
+    def scaled(g, v, /, s=2.0, *, t=1.0):
+        return g.nodes(v) * s * t
+
+    values = x(N, 3)
+    torch.testing.assert_close(scaled(GRAPH, values), 2 * values)
+    torch.testing.assert_close(scaled(GRAPH, values, 3.0, t=2.0), 6 * values)
+
+
+def test_types_that_do_not_occur_are_asked_for_by_name():
+    graph = rgnn.Graph(torch.tensor([[0], [1]]), torch.tensor([0]))
+    with pytest.raises(ValueError, match=r"V is used with .*; give Graph num_node_types="):
+        rgnn.compile(lambda g, v, V: g.nodes(v) * V[g.nodes.type])(graph, x(2, 3), x(4, 3))
+
+
+def test_a_weight_of_each_relation_that_is_not_indexed_is_warned_of():
+    function = rgnn.compile(lambda g, v, W: g.sum_to_dst(g.edges.src(v) @ W))
+    with pytest.warns(UserWarning, match=r"W has 4 matrices.* W\[g.edges.type\]"):
+        assert function(GRAPH, x(N, 3), x(R, 3, 2)).shape == (N, R, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        function(GRAPH, x(N, 3), x(R + 1, 3, 2))
+        meant = rgnn.compile(lambda g, v, W: g.sum_to_dst(g.edges.src(v).heads(1) @ W))
+        meant(GRAPH, x(N, 3), x(R, 3, 2))
 
 
 IDENTITY = rgnn.compile(lambda g, v: g.nodes(v))
@@ -291,3 +362,22 @@ def test_a_compiled_method_is_refused():
 
     with pytest.raises(TypeError, match="compiled as a method"):
         Layer().forward  # noqa: B018
+
+
+@pytest.mark.parametrize("backend", ["cpp", "torch", "reference"])
+def test_relu_of_infinite_and_negative_numbers_and_its_gradient_are_torchs(backend):
+    """Not a product with 0: that is NaN for -inf, -0.0 for -1, and NaN for a gradient of inf."""
+
+    def run(body, v):
+        function = rgnn.compile(body, backend="cpp" if backend == "reference" else backend)
+        return (function.to_torch() if backend == "reference" else function)(GRAPH, v)
+
+    inf, nan = float("inf"), float("nan")
+    values = torch.tensor([[-inf, -1.0, 0.0, 2.0, inf, nan]] * N).double().requires_grad_()
+    found, expected = run(lambda g, v: rgnn.relu(g.nodes(v)), values), torch.relu(values)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    inverse = run(lambda g, v: 1 / rgnn.relu(g.nodes(v)), values.detach())
+    assert inverse[0, :3].tolist() == [inf] * 3
+    weights = torch.tensor([[1.0, inf, nan, inf, 1.0, 1.0]] * N).double()
+    gradients = [torch.autograd.grad(one, values, weights)[0] for one in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=0, equal_nan=True)

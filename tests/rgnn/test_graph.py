@@ -138,6 +138,17 @@ def test_a_graph_keeps_its_own_edges():
         graph.num_nodes = 7
 
 
+def test_a_graph_loads_as_weights_do(tmp_path):
+    names = rgnn._graph.GraphNames(nodes=("a", "b"), relations=("r", "s"))
+    edges = torch.tensor([[0, 1], [1, 0]])
+    graph = rgnn.Graph(edges, torch.tensor([0, 1]), node_type=torch.tensor([1, 0]), names=names)
+    torch.save({"graph": graph}, tmp_path / "graph.pt")
+    loaded = torch.load(tmp_path / "graph.pt", weights_only=True)["graph"]
+    assert loaded.names == names
+    assert torch.equal(loaded.edge_index, edges)
+    assert loaded.stats() == graph.stats()
+
+
 def test_pickling_keeps_the_graph_and_not_what_it_has_built():
     graph = random_graph(40, 300)
     small = len(pickle.dumps(graph))

@@ -95,6 +95,52 @@ def test_rgat_is_pygs(mechanism, heads, options):
     assert_like(rgnn.RGATConv(6, 4, R, **options), pyg.RGATConv(6, 4, R, **options))
 
 
+@pytest.mark.parametrize("mechanism", ["across-relation", "within-relation"])
+@pytest.mark.parametrize("mode", ["additive", "multiplicative"])
+@pytest.mark.parametrize("parts", [{}, {"num_bases": 2}, {"num_blocks": 3}], ids=str)
+def test_features_of_edges_attention_weights_and_dropout_are_pygs(mode, mechanism, parts):
+    options = {
+        **parts,
+        "attention_mode": f"{mode}-self-attention",
+        "attention_mechanism": mechanism,
+        **{"heads": 3, "edge_dim": 2, "dropout": 0.4},
+    }
+    ours = rgnn.RGATConv(6, 4, R, **options).double()
+    theirs = pyg.RGATConv(6, 4, R, **options).double()
+    ours.load_state_dict(theirs.state_dict())
+    x, edge_attr = random_tensor(N, 6), random_tensor(len(TYPES), 2)
+    found = []
+    for layer in (ours, theirs):
+        torch.manual_seed(0)
+        out, (edges, weights) = layer(
+            x, EDGES, TYPES, edge_attr, size=(N, N), return_attention_weights=True
+        )
+        assert torch.equal(edges, EDGES)
+        loss = (out * out.detach().cos()).sum() + (weights * weights.detach().sin()).sum()
+        trained = {name: p for name, p in layer.named_parameters() if p.requires_grad}
+        wrt = {"x": x, "edge_attr": edge_attr, **trained}
+        gradients = torch.autograd.grad(loss, list(wrt.values()), allow_unused=True)
+        named = {n: g for n, g in zip(wrt, gradients, strict=True) if g is not None}
+        found.append({"out": out, "weights": weights} | named)
+    assert found[0].keys() == found[1].keys()
+    torch.testing.assert_close(*found)
+    for layer in (ours, theirs):
+        layer.eval()
+    torch.testing.assert_close(ours(x, EDGES, TYPES), theirs(x, EDGES, TYPES))
+    expected = ours(x, EDGES, TYPES, edge_attr)
+    torch.testing.assert_close(expected, theirs(x, EDGES, TYPES, edge_attr))
+    assert torch.equal(ours(x, GRAPH, edge_attr=edge_attr), expected)
+
+
+def test_attention_weights_of_a_graph_come_with_its_edges():
+    layer, x = rgnn.RGATConv(6, 4, R), torch.randn(N, 6)
+    out, (edges, weights) = layer(x, GRAPH, return_attention_weights=False)
+    assert torch.equal(edges, EDGES)
+    assert torch.equal(out, layer(x, GRAPH))
+    total = torch.zeros(N, 1).index_add(0, EDGES[1], weights)
+    torch.testing.assert_close(total, (torch.bincount(EDGES[1], minlength=N) > 0).float()[:, None])
+
+
 METADATA = (
     ["paper", "author", "field"],
     [("author", "writes", "paper"), ("paper", "cites", "paper"), ("paper", "has", "field")],
@@ -259,7 +305,13 @@ def test_layers_can_be_pickled_after_use():
         (lambda: rgnn.RGCNConv(6, 4, 2, num_bases=2, num_blocks=2), "exclude each other"),
         (lambda: rgnn.RGCNConv(6, 4, 2, num_blocks=4), "must be multiples of num_blocks 4"),
         (lambda: rgnn.RGATConv(6, 4, 2, attention_mechanism="x"), "attention_mechanism must be"),
-        (lambda: rgnn.RGATConv(6, 4, 2, dropout=0.5), "dropout=0.5 is not supported, only 0.0"),
+        (lambda: rgnn.RGATConv(6, 4, 2, dropout=1.5), "dropout must be a probability"),
+        (lambda: rgnn.RGATConv(6, 4, 2, dim=2), "dim=2 is not supported"),
+        (
+            lambda: rgnn.RGCNConv(6, 4, 2, flow="target_to_source"),
+            r"flow='target_to_source' is not supported .* pass edge_index.flip\(0\)",
+        ),
+        (lambda: rgnn.HGTConv(6, 4, METADATA, aggr="max"), "aggr='max' is not supported by HGT"),
         (lambda: rgnn.RGATConv(6, 4, 2, mod="scaled"), "mod='scaled' is not supported"),
         (lambda: rgnn.RGATConv(6, 4, 2, attention_mode="x"), "attention_mode must be"),
         (lambda: rgnn.RGATConv(6, 4, 2, num_blocks=5), "must be multiples of num_blocks 5"),
@@ -269,6 +321,35 @@ def test_layers_can_be_pickled_after_use():
 def test_wrong_options_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_options_of_message_passing_may_be_given_at_their_defaults():
+    options = {"flow": "source_to_target", "node_dim": 0, "decomposed_layers": 1}
+    rgnn.RGCNConv(6, 4, 2, **options)
+    rgnn.RGATConv(6, 4, 2, aggr="add", **options)
+    rgnn.HGTConv(6, 4, METADATA, **options)
+    with pytest.raises(TypeError, match="RGATConv got an unexpected keyword argument 'droput'"):
+        rgnn.RGATConv(6, 4, 2, droput=0.5)
+    with pytest.raises(TypeError, match=r"in_channels of RGCNConv .* got \(6, 4\). Put two sets"):
+        rgnn.RGCNConv((6, 4), 4, 2)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"edge_attr": torch.ones(len(TYPES), 3)}, "make the layer with edge_dim=3"),
+        ({"size": (N, N + 1)}, r"size is \(12, 13\), and x and the graph are of one set"),
+    ],
+)
+def test_what_an_attention_layer_was_not_made_for_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        rgnn.RGATConv(6, 4, R)(torch.randn(N, 6), GRAPH, **options)
+
+
+def test_features_of_other_edges_are_refused():
+    layer = rgnn.RGATConv(6, 4, R, edge_dim=2)
+    with pytest.raises(ValueError, match=rf"edge_attr must have shape \({len(TYPES)}, 2\)"):
+        layer(torch.randn(N, 6), GRAPH, edge_attr=torch.ones(R, 2))
 
 
 def test_wrong_graphs_are_refused():

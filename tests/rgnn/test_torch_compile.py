@@ -264,8 +264,8 @@ def test_operators_keep_torchs_rules(name):
     graph = graph_of_size(12, 60)
     arguments = layer_arguments(name, graph)
     function = rgnn.compile(LAYER_FUNCTIONS[name].__wrapped__)
-    traced, inputs = function.traced_symbolic(tensors_of(graph), arguments)
-    program = _custom_ops._Program.remember(function, traced)
+    traced, inputs, check = function.traced_symbolic(tensors_of(graph), arguments)
+    program = _custom_ops._Program.remember(function, traced, check)
     numbers = [graph.num_nodes, graph.num_relations, graph.num_node_types]
     indices = [t for t in tensors_of(graph) if isinstance(t, torch.Tensor)]
     is_wanted = [True] * len(inputs)

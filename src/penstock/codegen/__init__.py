@@ -4,7 +4,7 @@ Penstock ships no compiled code, so no wheel has to match a release of PyTorch. 
 built at its first use, in under a second, and found in the user's cache from then on.
 """
 
-from penstock.codegen._build import build_library
+from penstock.codegen._build import build_library, why_nothing_can_be_built
 from penstock.codegen._cache import cache_entry
 from penstock.codegen._compiler import find_compiler
 from penstock.codegen._load import load_library, load_optional_library
@@ -17,4 +17,5 @@ __all__ = [
     "load_library",
     "load_module",
     "load_optional_library",
+    "why_nothing_can_be_built",
 ]

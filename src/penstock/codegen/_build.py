@@ -2,11 +2,13 @@
 
 The steps are always the same: is it in the cache; take the lock; is it there now; build it in a
 temporary directory; move it into place with one atomic rename. So a reader never sees half
-a library, and processes that start together build it once.
+a library, and processes that start together build it once. A checksum lies beside each library: one
+that was damaged or exchanged since is built anew.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
@@ -33,6 +35,32 @@ _logger = logging.getLogger(__name__)
 LIBRARIES = "libraries"
 _BUILD_TIMEOUT_SECONDS = 600
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def why_nothing_can_be_built() -> str | None:
+    """Return why no library can be built or found here, or None where that can be done.
+
+    It is what to ask before work is given to C++ that can be done without it: a machine without a
+    compiler and one without a usable cache directory are alike.
+
+    Example:
+        >>> why_nothing_can_be_built() is None
+        True
+
+    Returns:
+        The reason with its remedy, as a `BuildError` would say it.
+    """
+    try:
+        compiler_identity(require_compiler())
+        directory = private_directory(LIBRARIES)
+    except BuildError as error:
+        return str(error)
+    if os.access(directory, os.W_OK | os.X_OK):
+        return None
+    return (
+        f"the cache directory {directory} cannot be written; set {CACHE_DIR_VARIABLE} to a "
+        "directory that you can write to"
+    )
 
 
 def build_library(
@@ -101,12 +129,12 @@ def _build(
         identity.append(torch_identity)
     key = digest(text, *COMMON_FLAGS, *flags, *identity)
     path = private_directory(LIBRARIES) / f"{name}-{key}.so"
-    if path.exists() and not replace:
+    if not replace and _is_whole(path):
         return path
     lock = filelock.FileLock(path.with_suffix(".lock"), timeout=_BUILD_TIMEOUT_SECONDS)
     try:
         with lock:
-            if replace or not path.exists():
+            if replace or not _is_whole(path):
                 _compile(compiler, text, all_flags, path)
     except filelock.Timeout as error:
         raise BuildError(
@@ -155,5 +183,26 @@ def _compile(compiler: Sequence[str], text: str, flags: Sequence[str], path: Pat
                 f"$ {shlex.join(command)}\n{finished.stdout}"
             )
         _logger.info("built %s with %s", path, shlex.join(compiler))
+        checksum_path = Path(temporary, f"{path.stem}.sha256")
+        checksum_path.write_text(_checksum(built_path), encoding="ascii")
         os.replace(source_path, path.with_suffix(".cpp"))
+        os.replace(checksum_path, path.with_suffix(".sha256"))
         os.replace(built_path, path)
+
+
+def _is_whole(path: Path) -> bool:
+    """Tell whether a library is there, byte for byte as it was built.
+
+    The dynamic linker maps a file that was cut short, and the process dies where it reads beyond
+    the end; so what was not built here, or lost its end with the power, must not reach it.
+    """
+    try:
+        expected = path.with_suffix(".sha256").read_text(encoding="ascii", errors="replace")
+        return expected == _checksum(path)
+    except OSError:
+        return False
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

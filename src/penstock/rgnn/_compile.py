@@ -21,13 +21,12 @@ from penstock.rgnn._arguments import (
     Kind,
     TensorKind,
     bind,
-    check_constants,
     check_rows,
     check_tensors,
     describe,
     parameters,
 )
-from penstock.rgnn._backends import BACKENDS, choose, resolve
+from penstock.rgnn._backends import BACKENDS, choose, computed_dtype, resolve
 from penstock.rgnn._explain import Explanation, explain
 from penstock.rgnn._graph import Graph
 from penstock.rgnn._graph_tensors import GraphTensors
@@ -35,7 +34,7 @@ from penstock.rgnn._interpreter import interpret
 from penstock.rgnn._plan import REWRITES, Plan, make_plan
 from penstock.rgnn._rows import Counts, Space
 from penstock.rgnn._run import Runner, run
-from penstock.rgnn._traces import Traced, Traces
+from penstock.rgnn._traces import State, Traced, Traces
 from penstock.rgnn._where import TraceError
 
 _NUM_KEPT = 256  # plans of a function, and kinds of calls, that are remembered
@@ -119,7 +118,10 @@ class CompiledFunction:
         self._plan = functools.lru_cache(_NUM_KEPT)(self._make_plan)
         self._runner = functools.lru_cache(_NUM_KEPT)(self._make_runner)
         self._call = functools.lru_cache(_NUM_KEPT)(self._make_call)
-        self._registered = _custom_ops.register(self, function.__name__)
+        self.registered = _custom_ops.register(self, function.__name__)
+        """The name by which compiled code calls it."""
+        self.programs: dict[str, Any] = {}
+        """What the code that torch.compile makes refers to by digest."""
 
     def __call__(self, graph: Graph, *args: Any, **kwargs: Any) -> Any:
         """Run on a graph.
@@ -142,7 +144,7 @@ class CompiledFunction:
         """
         arguments = bind(self._signature, args, kwargs)
         if torch.compiler.is_dynamo_compiling():
-            return _custom_ops.call(self._registered, graph, arguments)
+            return _custom_ops.call(self.registered, graph, arguments)
         _check_graph(graph)
         if torch._C._are_functorch_transforms_active():
             raise RuntimeError(
@@ -152,7 +154,8 @@ class CompiledFunction:
         device = graph.device
         is_autocast = torch.is_autocast_enabled(device.type)
         kinds = describe(arguments)
-        call = self._call(graph.counts, device, torch.is_grad_enabled(), is_autocast, kinds)
+        state = self._state(kinds)
+        call = self._call(graph.counts, device, torch.is_grad_enabled(), is_autocast, kinds, state)
         tensors = _converted([arguments[place] for place in call.places], call.dtype)
         return call.traced.result(run(call.runner, graph, tensors))
 
@@ -188,12 +191,13 @@ class CompiledFunction:
         wrt = tuple(name for name in tensors if tensors[name].requires_grad)
         plan = self._plan(traced, _bucket(graph.counts), wrt)
         dtype = next(iter(tensors.values())).dtype if tensors else torch.get_default_dtype()
+        backend = resolve(self._backend, graph.device.type)
         return explain(
             plan,
             graph,
             name=self._function.__name__,
-            element_bytes=dtype.itemsize,
-            backend=resolve(self._backend, graph.device.type, dtype.itemsize),
+            element_bytes=computed_dtype(backend, dtype).itemsize,
+            backend=backend,
         )
 
     @property
@@ -217,10 +221,11 @@ class CompiledFunction:
 
     def traced_symbolic(
         self, graph: GraphTensors, arguments: tuple[Any, ...]
-    ) -> tuple[Traced, list[torch.Tensor]]:
+    ) -> tuple[Traced, list[torch.Tensor], Callable[[], None] | None]:
         """The trace of a call on tensors that may have no data, and the tensors that it takes.
 
-        Numbers of rows may be symbolic. Numbers of features are taken as they are.
+        Numbers of rows may be symbolic. Numbers of features are taken as they are. Last comes
+        a check that raises if what the function reads besides its arguments has changed since.
         """
         kinds = {}
         for name, kind in zip(self._names, describe(arguments), strict=True):
@@ -229,10 +234,12 @@ class CompiledFunction:
                 kind = kind._replace(shape=(*kind.shape[:1], *features))
             kinds[name] = kind
         is_autocast = torch.is_autocast_enabled(graph.device.type)
-        traced, dtype = self._trace(kinds, graph.device, graph.rows, is_autocast)
+        state = self._state(tuple(kinds.values()))
+        traced, dtype = self._trace(kinds, graph.device, graph.rows, is_autocast, state)
         by_name = dict(zip(self._names, arguments, strict=True))
         tensors = [by_name[name] for name in traced.program.inputs()]
-        return traced, _converted(tensors, dtype)
+        check = self._traces.check(traced, state, kinds)
+        return traced, _converted(tensors, dtype), check
 
     def runner(self, traced: Traced, counts: Counts, wrt: tuple[str, ...]) -> Runner:
         """What runs a traced program on graphs with such counts."""
@@ -245,9 +252,11 @@ class CompiledFunction:
         is_grad_enabled: bool,
         is_autocast: bool,
         kinds: tuple[Kind, ...],
+        state: State,
     ) -> _Call:
         by_name = dict(zip(self._names, kinds, strict=True))
-        traced, dtype = self._trace(by_name, device, counts.rows, is_autocast)
+        traced, dtype = self._trace(by_name, device, counts.rows, is_autocast, state)
+        traced.warn_of_missing_index(counts.num_relations)
         places = tuple(self._names.index(name) for name in traced.program.inputs())
         tensors = {self._names[place]: kinds[place] for place in places}
         wrt: tuple[str, ...] = ()
@@ -268,7 +277,8 @@ class CompiledFunction:
         by_name = dict(zip(self._names, arguments, strict=True))
         kinds = dict(zip(self._names, describe(arguments), strict=True))
         is_autocast = torch.is_autocast_enabled(graph.device.type)
-        traced, dtype = self._trace(kinds, graph.device, graph.counts.rows, is_autocast)
+        state = self._state(tuple(kinds.values()))
+        traced, dtype = self._trace(kinds, graph.device, graph.counts.rows, is_autocast, state)
         names = list(traced.program.inputs())
         tensors = _converted([by_name[name] for name in names], dtype)
         return dict(zip(names, tensors, strict=True)), traced
@@ -279,13 +289,17 @@ class CompiledFunction:
         device: torch.device,
         rows: Callable[[Space], int],
         is_autocast: bool,
+        state: State,
     ) -> tuple[Traced, torch.dtype | None]:
         """The trace for these arguments, checked, and the dtype to convert the tensors to."""
-        check_constants(kinds)
         dtype = check_tensors(kinds, device, is_autocast=is_autocast)
-        traced = self._traces.get(kinds)
+        traced = self._traces.get(kinds, state)
         check_rows(traced.program, kinds, rows)
         return traced, dtype
+
+    def _state(self, kinds: tuple[Kind, ...]) -> State:
+        """What beside the arguments decides the program; see `Traces.state`."""
+        return self._traces.state(self._names, kinds)
 
     def _make_plan(self, traced: Traced, counts: Counts, wrt: tuple[str, ...]) -> Plan:
         return make_plan(traced.program, counts, wrt=wrt, without=self._without)

@@ -6,6 +6,9 @@ the backward, that operator turns into `rgnn_forward`, whose gradient is `rgnn_b
 the traced program by a digest of its text, so that code that torch keeps on disk fits in any
 process.
 
+Compiled code has the numbers that a function read besides its arguments as constants. Where they
+have changed since, the operator raises an error, for it cannot have the code compiled again.
+
 Which plan runs is decided when an operator runs, by the counts of its graph. How many tensors the
 backward needs depends on the plan, so no compiler can know it: `rgnn_forward` returns one tensor
 that owns them all, and they live for as long as autograd holds on to it. Whoever copies that tensor
@@ -18,7 +21,7 @@ import dataclasses
 import hashlib
 import secrets
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -116,12 +119,12 @@ def _rgnn(
     known = {"n": None, "y": True, "o": False}
     arguments = tuple(known[k] if k in known else next(constants[k]) for k in kinds)
     compiled = _functions[function]
-    traced, inputs = compiled.traced_symbolic(_graph_tensors(numbers, graph), arguments)
+    traced, inputs, still_so = compiled.traced_symbolic(_graph_tensors(numbers, graph), arguments)
     is_wanted = [
         torch.is_grad_enabled() and tensor.requires_grad and name in traced.used
         for name, tensor in zip(traced.program.inputs(), inputs, strict=True)
     ]
-    program = _Program.remember(compiled, traced)
+    program = _Program.remember(compiled, traced, still_so)
     outputs = torch.ops.penstock.rgnn_forward(program, is_wanted, numbers, graph, inputs)
     del outputs[len(traced.program.outputs) :]
     return [*outputs, inputs[0].new_empty(0)] if traced.is_tuple else outputs
@@ -130,19 +133,28 @@ def _rgnn(
 _library.impl("rgnn", _rgnn, "CompositeImplicitAutograd")
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+@dataclasses.dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class _Program:
     """What the digest of a program stands for."""
 
     function: CompiledFunction
     traced: Traced
+    check: Callable[[], None] | None
+    """Raises if what the function reads besides its arguments has changed, if it reads any."""
 
     @staticmethod
-    def remember(function: CompiledFunction, traced: Traced) -> str:
-        """The digest of a traced program and of how it is run."""
-        text = f"{traced.program} {list(traced.program.inputs())} {function.options}"
+    def remember(
+        function: CompiledFunction, traced: Traced, check: Callable[[], None] | None
+    ) -> str:
+        """The digest of a traced program and of how it is run, known while the function lives."""
+        # Functions that read nothing but arguments share what is compiled, also between processes.
+        owner = "" if check is None else function.registered
+        text = f"{traced.program} {list(traced.program.inputs())} {function.options} {owner}"
         digest = hashlib.sha256(text.encode()).hexdigest()
-        _programs[digest] = _Program(function, traced)
+        known, program = _programs.get(digest), _Program(function, traced, check)
+        if known is not None:  # code of that function refers to the new program from now on
+            known.function.programs[digest] = program
+        function.programs[digest] = _programs[digest] = program
         return digest
 
     def runner(self, graph: Graph, is_wanted: Sequence[bool]) -> Runner:
@@ -152,7 +164,8 @@ class _Program:
         return self.function.runner(self.traced, graph.counts, wrt)
 
 
-_programs: dict[str, _Program] = {}
+_programs: weakref.WeakValueDictionary[str, _Program] = weakref.WeakValueDictionary()
+"""By digest; each is held by the functions that it is a program of."""
 
 
 @torch.library.custom_op(
@@ -169,8 +182,10 @@ def _forward(
     inputs: list[torch.Tensor],
 ) -> list[torch.Tensor]:
     """The outputs, and the tensor that owns what the backward needs."""
-    on = graph_of(_graph_tensors(numbers, graph))
-    runner = _programs[program].runner(on, is_wanted)
+    on, known = graph_of(_graph_tensors(numbers, graph)), _programs[program]
+    if known.check is not None:
+        known.check()
+    runner = known.runner(on, is_wanted)
     results, kept = runner.forward(on, inputs)
     return [*(result.contiguous() for result in results), _owner(_Kept(runner, on, kept))]
 

@@ -204,6 +204,10 @@ def _sigmoid(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
     yield 0, b.add("mul", g, b.add("mul", at, rest))
 
 
+def _relu(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
+    yield 0, b.add("relu_gradient", g, at)
+
+
 def _leaky_relu(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
     slope = b.add("leaky_relu_slope", node.operands[0], value=node["value"])
     yield 0, b.add("mul", g, slope)
@@ -276,6 +280,7 @@ _RULES: dict[str, Rule] = {
     "log": _log,
     "tanh": _tanh,
     "sigmoid": _sigmoid,
+    "relu": _relu,
     "leaky_relu": _leaky_relu,
     "leaky_relu_slope": _nothing,
     "dot": _dot,

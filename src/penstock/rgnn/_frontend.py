@@ -8,7 +8,7 @@ done to arguments before they are indexed is kept back and done to what they are
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from penstock.rgnn import _rows
 from penstock.rgnn._ir import Builder, Node, Shape
@@ -25,6 +25,8 @@ class Trace:
 
     def __init__(self, shapes: dict[str, Shape]) -> None:
         self.builder = Builder()
+        self.whole_weights: list[tuple[str, int, str]] = []
+        """Matrices for heads that the vector did not have: name, number of heads, line."""
         self._shapes = shapes
         self._bound: dict[str, tuple[Space, int]] = {}
 
@@ -89,6 +91,24 @@ class _Traced:
     def __neg__(self) -> Any:
         return elementwise("mul", self, -1.0)
 
+    def __pow__(self, other: object) -> NoReturn:
+        raise TraceError(
+            "traced values have no power; write v * v, or exp(p * log(v)) of positive numbers"
+        )
+
+    __rpow__ = __pow__
+
+    def __mod__(self, other: object) -> NoReturn:
+        raise TraceError("traced values have the operators + - * / @ and unary -")
+
+    __rmod__ = __floordiv__ = __rfloordiv__ = __and__ = __rand__ = __or__ = __ror__ = __mod__
+    __xor__ = __rxor__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __mod__
+
+    def __abs__(self) -> NoReturn:
+        raise TraceError("traced values have no absolute value; write relu(v) + relu(-v)")
+
+    __invert__ = __pos__ = __round__ = lambda self, *_: self.__mod__(None)
+
     def __matmul__(self, other: Any) -> Any:
         from penstock.rgnn._functions import matmul
 
@@ -147,11 +167,18 @@ class Argument(_Traced):
 
     def __getitem__(self, index: Any) -> Value:
         if not isinstance(index, TypeIndex):
+            name = getattr(index, "__name__", "")
+            meant = f"{self.name}[g.edges.type], {self.name}[g.nodes.type]"
+            if name in ("src", "dst"):
+                index, meant = f"g.edges.{name}", f"{meant}, or read: g.edges.{name}({self.name})"
             raise TraceError(
                 f"{self.name!r} is indexed with {index!r}; arguments are indexed with the types of "
-                f"a graph's edges or nodes: {self.name}[g.edges.type], {self.name}[g.nodes.type]"
+                f"a graph's edges or nodes: {meant}"
             )
         return index.read(self)
+
+    def __repr__(self) -> str:
+        return f"argument {self.name!r}"
 
     def everywhere(self, space: Space) -> Value:
         """The argument as it is, the same in every row."""
@@ -216,8 +243,30 @@ class Value(_Traced):
         return f"Value({self.node.space.value}, rows of shape {list(self.shape)})"
 
 
-class TypeIndex:
+class _OfGraph:
+    """The graph or a part of it: it has attributes, and nothing can be computed with it."""
+
+    _has: ClassVar[str]
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # protocols probe for these
+            raise AttributeError(name)
+        raise TraceError(f"{self!r} has no {name!r}; it has {self._has}")
+
+    def __add__(self, other: object) -> NoReturn:
+        raise TraceError(f"nothing can be computed with {self!r}; it has {self._has}")
+
+    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __add__
+    __matmul__ = __rmatmul__ = __mod__ = __pow__ = __floordiv__ = __getitem__ = __add__
+    __lt__ = __le__ = __gt__ = __ge__ = __iter__ = __len__ = __int__ = __float__ = __index__ = (
+        lambda self, *_: self + None
+    )
+
+
+class TypeIndex(_OfGraph):
     """`e.type` or `n.type`: what typed weights are indexed with."""
+
+    _has = "no numbers while a function is traced: index a typed weight with it, W[g.edges.type]"
 
     def __init__(self, trace: Trace, row_map: RowMap) -> None:
         self._trace = trace
@@ -232,8 +281,10 @@ class TypeIndex:
         return "g.edges.type" if self._map == _rows.EDGE_TYPE else "g.nodes.type"
 
 
-class Edges:
+class Edges(_OfGraph):
     """`g.edges`: read values at an edge's ends, or of the edge itself."""
+
+    _has = "g.edges.src(x), g.edges.dst(x), g.edges.type, and g.edges(x) for a row of each edge"
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -251,13 +302,18 @@ class Edges:
         """An argument with a row per edge, in the order in which the graph was given."""
         return _own_rows(self._trace, features, Space.EDGE)
 
+    def __repr__(self) -> str:
+        return "g.edges"
+
     def _end(self, x: Argument | Value, row_map: RowMap, name: str) -> Value:
         position = _own_rows(self._trace, x, Space.NODE, f"g.edges.{name}").position
         return Value(self._trace, self._trace.add("gather", position, map=row_map))
 
 
-class Nodes:
+class Nodes(_OfGraph):
     """`g.nodes`: node tensors by themselves."""
+
+    _has = "g.nodes.type, and g.nodes(x) for a row of each node"
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -267,9 +323,14 @@ class Nodes:
         """An argument with a row per node."""
         return _own_rows(self._trace, x, Space.NODE)
 
+    def __repr__(self) -> str:
+        return "g.nodes"
 
-class TracedGraph:
+
+class TracedGraph(_OfGraph):
     """The graph as a user's function sees it."""
+
+    _has = "edges, nodes, sum_to_dst(v) and sum_to_src(v)"
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -288,11 +349,17 @@ class TracedGraph:
         value = require_rows(v, Space.EDGE, name)
         return Value(self._trace, self._trace.add("sum", value.position, map=row_map))
 
+    def __repr__(self) -> str:
+        return "the graph"
+
 
 def require_rows(v: Any, space: Space, what: str) -> Value:
     """`v` if it is a value with rows of `space`, else an error about the user's line."""
     if not isinstance(v, Value) or v.node.space is not space:
-        found = f"a value of {v.node.space.value}s" if isinstance(v, Value) else _say(v)
+        found = f"a value of {v.node.space.value}s" if isinstance(v, Value) else say(v)
+        if isinstance(v, Argument):
+            parts = ("edges.src", "edges") if space is Space.EDGE else ("nodes",)
+            found += "; say whose rows it has: " + " or ".join(f"g.{p}({v.name})" for p in parts)
         raise TraceError(f"{what} needs a value of {space.value}s; got {found}")
     return v
 
@@ -328,7 +395,7 @@ def unary(op: str, x: Any, **attributes: Any) -> Any:
         trace = x.trace
         return Argument(trace, x.name, lambda space: trace.add(op, x.bind(space), **attributes))
     if not isinstance(x, Value):
-        raise TraceError(f"{op} needs a value or an argument of the function; got {_say(x)}")
+        raise TraceError(f"{op} needs a value or an argument of the function; got {say(x)}")
     return apply(op, x, **attributes)
 
 
@@ -340,7 +407,7 @@ def rows_of(op: str, *operands: Any) -> Argument | list[Value]:
     for operand in operands:
         if not isinstance(operand, _Traced):
             raise TraceError(
-                f"{op} of {_say(operand)}: tensors that a compiled function uses have to be passed "
+                f"{op} of {say(operand)}: tensors that a compiled function uses have to be passed "
                 f"to it as arguments"
             )
     values = [operand for operand in operands if isinstance(operand, Value)]
@@ -386,5 +453,8 @@ def _own_rows(trace: Trace, x: Any, space: Space, what: str = "") -> Value:
     return require_rows(x, space, what or f"g.{space.value}s")
 
 
-def _say(thing: object) -> str:
+def say(thing: object) -> str:
+    """Describe what was found in the place of something else."""
+    if isinstance(thing, _Traced | _OfGraph):
+        return repr(thing)
     return f"{type(thing).__name__} {thing!r:.60}"

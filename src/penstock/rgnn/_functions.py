@@ -11,7 +11,7 @@ from typing import Any
 from penstock.rgnn import _rows
 from penstock.rgnn._frontend import Argument, Value, apply, require_rows, rows_of, unary
 from penstock.rgnn._rows import RowMap, Space
-from penstock.rgnn._where import TraceError
+from penstock.rgnn._where import TraceError, users_line
 
 _GROUPS = {"destination": _rows.EDGE_DST, "relation": _rows.EDGE_DST_PAIR}
 
@@ -38,7 +38,7 @@ def sigmoid(x: Value) -> Value:
 
 def relu(x: Value) -> Value:
     """Elementwise `max(x, 0)`."""
-    return unary("leaky_relu", x, value=0.0)
+    return unary("relu", x)
 
 
 def leaky_relu(x: Value, negative_slope: float = 0.01) -> Value:
@@ -92,6 +92,8 @@ def matmul(x: Value | Argument, weight: Value | Argument) -> Value:
             f"@ needs a weight on its right: W[g.edges.type], V[g.nodes.type] or an argument as it "
             f"is; got a value that differs from {node.space.value} to {node.space.value}"
         )
+    if isinstance(weight, Argument) and len(vector.shape) == 1 and len(node.shape) == 3:
+        vector.trace.whole_weights.append((weight.name, node.shape[0], users_line().short))
     if vector.shape:
         vector = _with_heads(vector, len(matrix.shape) - 1)
     return apply("matmul", vector, matrix, transposed=False)

@@ -231,7 +231,7 @@ class Graph(Indices):
             self._edge_type,
             self._node_type,
             (self.num_nodes, self.num_relations, self.num_node_types),
-            self.names,
+            dataclasses.astuple(self.names),  # plain, so that torch.load takes it as weights
         )
         return (_unpickle, state)
 
@@ -253,7 +253,7 @@ def _unpickle(
     edge_type: torch.Tensor,
     node_type: torch.Tensor | None,
     numbers: tuple[int, int, int],
-    names: GraphNames,
+    names: tuple[tuple[str, ...], ...],
 ) -> Graph:
     return Graph(
         edge_index,
@@ -262,8 +262,11 @@ def _unpickle(
         num_relations=numbers[1],
         node_type=node_type,
         num_node_types=numbers[2],
-        names=names,
+        names=GraphNames(nodes=names[0], relations=names[1], node_types=names[2]),
     )
+
+
+torch.serialization.add_safe_globals([_unpickle])  # tensors, numbers and texts make a graph
 
 
 @torch.inference_mode(False)  # a graph outlives the mode that it is made in

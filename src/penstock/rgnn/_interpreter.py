@@ -32,18 +32,26 @@ def interpret(
     Returns:
         The outputs, in the program's order.
     """
+    dtype = next((each.dtype for each in arguments.values()), torch.get_default_dtype())
+    wide = wide_dtype(dtype)
     values: list[torch.Tensor] = []
     for node in program.nodes:
         if node.op == "input":
-            value = enter(graph, node.space, arguments[node["name"]])
+            value = enter(graph, node.space, arguments[node["name"]].to(wide))
         elif node.op == "inverse_count":
-            dtype = next(iter(arguments.values())).dtype
-            value = inverse_count(graph, node.map, dtype)
+            value = inverse_count(graph, node.map, wide)
         else:
             operands = [values[operand] for operand in node.operands]
             value = apply(node, operands, graph)
         values.append(value)
-    return tuple(leave(graph, program.nodes[out].space, values[out]) for out in program.outputs)
+    return tuple(
+        leave(graph, program.nodes[out].space, values[out]).to(dtype) for out in program.outputs
+    )
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that numbers of `dtype` are added up in; in a narrower one sums stall."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def enter(graph: Graph, space: Space, argument: torch.Tensor) -> torch.Tensor:
@@ -152,6 +160,9 @@ ROWWISE: dict[str, Callable[..., torch.Tensor]] = {
     "log": lambda _, x: x.log(),
     "tanh": lambda _, x: x.tanh(),
     "sigmoid": lambda _, x: x.sigmoid(),
+    # Not x * 0, which is NaN for -inf and -0.0 for what is negative; NaN stays.
+    "relu": lambda _, x: torch.where(x <= 0, 0.0, x),
+    "relu_gradient": _binary(lambda g, y: torch.where(y <= 0, 0.0, g)),
     "leaky_relu": lambda node, x: torch.where(x > 0, x, x * node["value"]),
     "leaky_relu_slope": lambda node, x: torch.where(
         x > 0, x.new_ones(()), x.new_full((), node["value"])

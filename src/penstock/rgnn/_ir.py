@@ -17,7 +17,8 @@ Operators (`x`, `y` are operands; shapes are of one row):
 | softmax | softmax of `x` over the rows that `map` sends to one target |
 | add sub mul div | elementwise |
 | scale shift | `x * value`, `x + value` |
-| reciprocal exp log tanh sigmoid leaky_relu | elementwise; slope `value` |
+| reciprocal exp log tanh sigmoid relu leaky_relu | elementwise; slope `value` |
+| relu_gradient | the gradient `x` of relu where its result `y` is not 0, else 0 |
 | leaky_relu_slope | derivative of leaky_relu: 1 where `x > 0`, else `value` |
 | dot | contract the last axes: (..., d), (..., d) to (...) |
 | matmul | (..., k) times (*heads, k, n) to (..., n); with `transposed` (..., n) to (..., k) |
@@ -38,7 +39,7 @@ from penstock.rgnn._rows import Coordinate, RowMap, Space
 
 Shape = tuple[int, ...]
 
-BINARY = frozenset({"add", "sub", "mul", "div"})
+BINARY = frozenset({"add", "sub", "mul", "div", "relu_gradient"})
 UNARY = frozenset(
     {
         "scale",
@@ -48,6 +49,7 @@ UNARY = frozenset(
         "log",
         "tanh",
         "sigmoid",
+        "relu",
         "leaky_relu",
         "leaky_relu_slope",
     }

@@ -9,13 +9,17 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from penstock.codegen import find_compiler
+from penstock.codegen import why_nothing_can_be_built
 from penstock.rgnn._backends import _cpp, _torch
+from penstock.rgnn._backends._narrow import widened
 from penstock.rgnn._graph import Graph
+from penstock.rgnn._interpreter import wide_dtype
 from penstock.rgnn._plan import Plan
 from penstock.rgnn._run import Execute
 
 _logger = logging.getLogger(__name__)
+
+_execute_in_cpp, _execute_in_torch = widened(_cpp.execute), widened(_torch.execute)
 
 BACKENDS = ("auto", "torch", "cpp", "triton")
 """The names that `compile(backend=...)` takes."""
@@ -31,15 +35,19 @@ def choose(name: str) -> Execute:
     return _fastest if name == "auto" else _named(name)
 
 
-def resolve(name: str, device_type: str, element_bytes: int) -> str:
+def resolve(name: str, device_type: str) -> str:
     """The name of the backend that runs a call, where `name` may be "auto".
 
     Args:
         name: One of `BACKENDS`.
         device_type: Of the graph's device, such as "cpu".
-        element_bytes: Of one number.
     """
-    return _fastest_on(device_type, element_bytes) if name == "auto" else name
+    return _fastest_on(device_type) if name == "auto" else name
+
+
+def computed_dtype(backend: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that a backend keeps values in, for arguments of `dtype`."""
+    return dtype if backend == "triton" else wide_dtype(dtype)
 
 
 def _named(name: str) -> Execute:
@@ -47,7 +55,7 @@ def _named(name: str) -> Execute:
         from penstock.rgnn._backends import _triton  # imports Triton, so only where it is used
 
         return _triton.execute
-    return _cpp.execute if name == "cpp" else _torch.execute
+    return _execute_in_cpp if name == "cpp" else _execute_in_torch
 
 
 def _fastest(
@@ -60,23 +68,17 @@ def _fastest(
     keep: Collection[int],
 ) -> tuple[tuple[torch.Tensor, ...], dict[int, torch.Tensor]]:
     """Compute values by the fastest backend for the graph's device; see `_run.Execute`."""
-    first = next(iter(arguments.values()), None)
-    dtype = torch.get_default_dtype() if first is None else first.dtype
-    execute = _named(_fastest_on(graph.device.type, dtype.itemsize))
+    execute = _named(_fastest_on(graph.device.type))
     return execute(plan, graph, values, given, arguments, outputs, keep)
 
 
 @functools.cache
-def _fastest_on(device_type: str, element_bytes: int) -> str:
-    name = "torch"
+def _fastest_on(device_type: str) -> str:
+    name, reason = "torch", ""
     if device_type == "cuda" and importlib.util.find_spec("triton") is not None:
         name = "triton"
-    elif device_type == "cpu" and element_bytes in {dtype.itemsize for dtype in _cpp.DTYPES}:
-        name = "torch" if find_compiler() is None else "cpp"
-    _logger.info(
-        "relational programs on %s in numbers of %d bytes run in the backend %r",
-        device_type,
-        element_bytes,
-        name,
-    )
+    elif device_type == "cpu":
+        problem = why_nothing_can_be_built()
+        name, reason = ("cpp", "") if problem is None else ("torch", f": {problem}")
+    _logger.info("relational programs on %s run in the backend %r%s", device_type, name, reason)
     return name

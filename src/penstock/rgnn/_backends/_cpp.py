@@ -17,7 +17,6 @@ import torch
 
 from penstock.codegen import load_library
 from penstock.rgnn import _interpreter
-from penstock.rgnn._backends import _torch
 from penstock.rgnn._backends._cpp_graph import GraphArrays, arrays_of
 from penstock.rgnn._backends._cpp_memory import Lifetime, lodge, pack
 from penstock.rgnn._backends._cpp_source import Direction, write_source
@@ -30,7 +29,7 @@ from penstock.rgnn._rows import RowMap, Space
 from penstock.rgnn._schedule import READS, TYPES, KernelKind, source
 
 DTYPES = {torch.float32: "float", torch.float64: "double"}
-"""The dtypes that are computed in C++; others are left to torch."""
+"""The dtypes that are computed in C++, by their names there; narrower ones are widened before."""
 
 FLAGS = ("-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
 _KINDS_OF_CALL = frozenset({"threads", "value", "input", "stride", "parts", "packed"})
@@ -61,8 +60,6 @@ def execute(
         )
     tensors = [*arguments.values(), *given.values()]
     dtype = tensors[0].dtype if tensors else torch.get_default_dtype()
-    if dtype not in DTYPES:
-        return _torch.execute(plan, graph, values, given, arguments, outputs, keep)
     arrays = arrays_of(graph)
     has_hubs = any(len(arrays.hubs(grouping)) for grouping in _groupings(plan))
     key = ("cpp", dtype, arrays.index_dtype, has_hubs)

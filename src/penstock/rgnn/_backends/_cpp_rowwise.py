@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from penstock.rgnn._backends._cpp_fields import Fields
-from penstock.rgnn._ir import BINARY, UNARY, Node, Program, Shape
+from penstock.rgnn._ir import UNARY, Node, Program, Shape
 from penstock.rgnn._rows import RowMap, Space
 from penstock.rgnn._schedule import is_elementwise, maps_of, source
 
 Subscript = tuple[str, ...]
 """One expression for each axis of a row."""
 
+_STACK_NUMBERS = 4096  # as `kStackNumbers`; a thread's stack may be 2 MiB
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 
 
@@ -164,7 +165,7 @@ class Scope:
             self.require(operand)
         name, place = f"v{position}", self.memory(position)
         if place is None:
-            self.lines.add(f"T {name}[{math.prod(self.program.nodes[position].shape)}];")
+            self.lines.add(array(name, math.prod(self.program.nodes[position].shape)))
         else:
             self.lines.add(f"T* const {name} = {place};")
         write_row(self, position, name)
@@ -178,8 +179,10 @@ class Scope:
         def operand(place: int, at: Subscript = subscript) -> str:
             return self.element(node.operands[place], stretched(shapes[place], at))
 
-        if node.op in BINARY:
+        if node.op in _INFIX:
             return f"({operand(0)} {_INFIX[node.op]} {operand(1)})"
+        if node.op == "relu_gradient":
+            return f"relu_gradient<T>({operand(0)}, {operand(1)})"
         if node.op in UNARY:
             return _unary(node, operand(0))
         if node.op == "expand":
@@ -299,6 +302,14 @@ def _write_joined(scope: Scope, node: Node, name: str) -> None:
         begin += part[axis]
 
 
+def array(name: str, length: int, *, is_zero: bool = False) -> str:
+    """The declaration of numbers of a row: on the stack, unless they might not fit there."""
+    if length <= _STACK_NUMBERS:
+        return f"T {name}[{length}]{' = {}' if is_zero else ''};"
+    fill = f" memset({name}, 0, {length} * sizeof(T));" if is_zero else ""
+    return f"Scratch<T> {name}({length});{fill}"
+
+
 def stretched(shape: Shape, subscript: Sequence[str]) -> Subscript:
     """The subscript of an operand whose row is broadcast, lined up from the left."""
     return tuple("0" if n == 1 else i for n, i in zip(shape, subscript, strict=False))
@@ -330,6 +341,6 @@ def _unary(node: Node, x: str) -> str:
         return f"(T(1) / {x})"
     if node.op in ("leaky_relu", "leaky_relu_slope"):
         return f"{node.op}<T>({x}, {constant(node['value'])})"
-    if node.op == "sigmoid":
-        return f"sigmoid<T>({x})"
+    if node.op in ("sigmoid", "relu"):
+        return f"{node.op}<T>({x})"
     return f"{_FUNCTIONS[node.op]}({x})"

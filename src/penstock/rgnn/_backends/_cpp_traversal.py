@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from penstock.rgnn import _rows
 from penstock.rgnn._backends import _cpp_graph
 from penstock.rgnn._backends._cpp_fields import Fields
-from penstock.rgnn._backends._cpp_rowwise import Lines, Scope, offset
+from penstock.rgnn._backends._cpp_rowwise import Lines, Scope, array, offset
 from penstock.rgnn._ir import Program
 from penstock.rgnn._rows import RowMap, Space
 from penstock.rgnn._schedule import READS, TYPES, Kernel, Schedule, is_elementwise, source
@@ -179,7 +179,7 @@ class Traversal:
                 self._join_pieces(value, "sum_{0}[{1}] += {2}")
                 continue
             self._join_pieces(value, "largest_{0}[{1}] = larger<T>({2}, largest_{0}[{1}])")
-            total = f"T total_{value}[{self._size(value)}] = {{}};"
+            total = array(f"total_{value}", self._size(value), is_zero=True)
             self.lines.add(total)
             with self._pieces():
                 self.lines.add(total)
@@ -220,13 +220,14 @@ class Traversal:
             node = self.program.nodes[value]
             if node.op == "sum":
                 name = f"sum_{value}"
-                self.lines.add(f"T {name}[{self._size(value)}] = {{}};")
+                self.lines.add(array(name, self._size(value), is_zero=True))
                 self.sums[value] = name
             elif node.op == "softmax":
                 size = self._size(value)
                 self.lines.add(
-                    f"T largest_{value}[{size}];",
-                    f"for (T& x : largest_{value}) x = -T(__builtin_inf());",
+                    array(f"largest_{value}", size),
+                    f"for (int64_t i = 0; i < {size}; ++i) "
+                    f"largest_{value}[i] = -T(__builtin_inf());",
                 )
 
     def _write_stage(self, stage: int, begin: str = "begin", end: str = "end") -> None:
@@ -257,7 +258,7 @@ class Traversal:
         """Scores to weights; the largest score of the group is taken off first."""
         for value in values:
             if self.program.nodes[value].op == "softmax":
-                self.lines.add(f"T total_{value}[{self._size(value)}] = {{}};")
+                self.lines.add(array(f"total_{value}", self._size(value), is_zero=True))
                 self._write_powers(value, "0", "end - begin")
                 self._write_weights(value, "begin", "end")
 

@@ -61,6 +61,8 @@ class Tasks {
   int64_t count_;
 };
 
+constexpr int kStackNumbers = 4096;  // of a row; a longer one might not fit on a thread's stack
+
 template <class T>
 class Scratch {
  public:
@@ -77,11 +79,30 @@ class Scratch {
   T* data_;
 };
 
+template <class T, int N, bool kIsWide = (N > kStackNumbers)>
+class Row : public Scratch<T> {
+ public:
+  Row() : Scratch<T>(N) { memset(*this, 0, N * sizeof(T)); }
+};
+
+template <class T, int N>
+class Row<T, N, false> {
+ public:
+  operator T*() { return data_; }
+
+ private:
+  T data_[N] = {};
+};
+
 template <class T, int kCount>
 inline void prefetch(const T* row) {
   for (int i = 0; i < kCount && i < 512; i += 64 / static_cast<int>(sizeof(T))) __builtin_prefetch(row + i);
 }
 
+template <class T>
+inline T relu(T x) { return x <= 0 ? T(0) : x; }  // NaN stays
+template <class T>
+inline T relu_gradient(T gradient, T y) { return y <= 0 ? T(0) : gradient; }
 template <class T>
 inline T leaky_relu(T x, T slope) { return x > 0 ? x : x * slope; }
 template <class T>
@@ -210,7 +231,7 @@ void pack_all(int64_t num_threads, int64_t num_types, int64_t step, T* packed, c
 // Rows of one type, no two of them of one node; the weight is packed.
 template <class T, int K, int N, class In, class Out>
 inline void add_products(int64_t begin, int64_t end, const T* weight, const In& in, const Out& out) {
-  T spare[N] = {};
+  Row<T, N> spare;
   for (int64_t row = begin; row < end; row += kTileRows) {
     const T* from[kTileRows];
     T* to[kTileRows];

@@ -16,7 +16,7 @@ from penstock.rgnn._rows import Counts
 from penstock.rgnn._schedule import READS, source
 
 _NAME = "recompute"
-_CHEAP = BINARY | {"scale", "shift", "reciprocal", "leaky_relu", "leaky_relu_slope"}
+_CHEAP = BINARY | {"scale", "shift", "reciprocal", "relu", "leaky_relu", "leaky_relu_slope"}
 _MAX_FEATURES = 16  # of a row; longer rows cost as much to compute as to read
 
 

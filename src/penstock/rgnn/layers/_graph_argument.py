@@ -50,6 +50,19 @@ def num_rows(x: torch.Tensor) -> int:
     return x.shape[0]
 
 
+def check_size(size: tuple[int, int] | None, num_nodes: int) -> None:
+    """Refuse numbers of sources and of destinations that are not those of one set of nodes.
+
+    Raises:
+        ValueError: They are not.
+    """
+    if size is not None and tuple(size) != (num_nodes, num_nodes):
+        raise ValueError(
+            f"size is {tuple(size)}, and x and the graph are of one set of {num_nodes} nodes; put "
+            f"two sets of nodes one after another"
+        )
+
+
 def check_num_nodes(num_nodes: int, in_channels: int) -> None:
     """Refuse a graph that has other nodes than those that weights are embeddings of.
 

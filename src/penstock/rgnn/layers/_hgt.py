@@ -19,6 +19,7 @@ from penstock.rgnn._graph import Graph
 from penstock.rgnn._graph_tensors import GraphTensors, graph_of, remembered
 from penstock.rgnn._rows import SRC_PAIR_SRC, SRC_PAIR_TYPE
 from penstock.rgnn.layers._graph_argument import glorot_
+from penstock.rgnn.layers._options import check_message_passing
 
 EdgeType = tuple[str, str, str]
 
@@ -62,6 +63,7 @@ class HGTConv(nn.Module):
         out_channels: Features of each node of the result.
         metadata: Node types and edge types, as `HeteroData.metadata()` gives them.
         heads: Number of heads.
+        kwargs: Those of PyG's `MessagePassing`, of which only the defaults are supported.
 
     Raises:
         ValueError: `out_channels` is no multiple of `heads`.
@@ -73,8 +75,10 @@ class HGTConv(nn.Module):
         out_channels: int,
         metadata: tuple[list[str], list[EdgeType]],
         heads: int = 1,
+        **kwargs: Any,
     ) -> None:
         super().__init__()
+        check_message_passing("HGTConv", kwargs)
         if out_channels % heads:
             raise ValueError(f"out_channels {out_channels} must be a multiple of heads {heads}")
         self.node_types, self.edge_types = metadata

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from penstock.rgnn._compile import compile
 from penstock.rgnn._functions import combine, edge_softmax, leaky_relu
 from penstock.rgnn._graph import Graph
-from penstock.rgnn.layers._graph_argument import as_graph, glorot_, num_rows
+from penstock.rgnn.layers._graph_argument import as_graph, check_size, glorot_, num_rows
+from penstock.rgnn.layers._options import check_channels, check_message_passing
 
 _WITHIN = {"across-relation": "destination", "within-relation": "relation"}
 _MODES = ("additive-self-attention", "multiplicative-self-attention")
@@ -49,6 +53,48 @@ def rgat(
     return h if bias is None else h + bias
 
 
+@compile
+def rgat_of_edges(
+    g: Any,
+    x: Any,
+    weight: Any,
+    att: Any,
+    q: Any,
+    k: Any,
+    bias: Any,
+    num_blocks: int | None,
+    heads: int,
+    concat: bool,
+    slope: float | None,
+    within: str,
+    edge_attr: Any,
+    edge_key: Any,
+    dropped: Any,
+) -> Any:
+    """The layer with what it may have of edges; it returns their attention weights as well.
+
+    `edge_key` makes scores of `edge_attr`; attention weights are multiplied with `dropped`, of
+    which there is one for each edge and head. Each may be None.
+    """
+    e = g.edges
+    weight = weight if att is None else combine(att, weight)
+    ends = [e.src(x), e.dst(x)]
+    if num_blocks is not None:
+        ends = [end(g.nodes(x).heads(num_blocks)) for end in (e.src, e.dst)]
+    source, target = (end @ weight[e.type] for end in ends)
+    if num_blocks is not None:
+        source, target = source.merge_heads(), target.merge_heads()
+    parts = [target @ q, source @ k]
+    if edge_attr is not None:
+        parts.append(e(edge_attr) @ edge_key)
+    scores = functools.reduce(operator.mul if slope is None else operator.add, parts)
+    weights = edge_softmax(scores if slope is None else leaky_relu(scores, slope), within=within)
+    kept = weights if dropped is None else weights * e(dropped)
+    h = g.sum_to_dst(kept * source.heads(heads))
+    h = h.merge_heads() if concat else h.mean_heads()
+    return h if bias is None else h + bias, weights
+
+
 class RGATConv(nn.Module):
     """PyG's `RGATConv`, compiled to the graph at hand; its state dict can be loaded.
 
@@ -72,9 +118,10 @@ class RGATConv(nn.Module):
         dim: Only 1: keys and queries are one number per head.
         concat: Whether heads are put one after another; else their mean is taken.
         negative_slope: Slope of the leaky ReLU of additive scores.
-        dropout: Only 0: attention weights are not dropped.
-        edge_dim: Only None: edges have no features.
+        dropout: Probability with which the weight of an edge and head is dropped in training.
+        edge_dim: Features of each edge, if edges have any; they are part of the scores.
         bias: Whether to add a bias.
+        kwargs: Those of PyG's `MessagePassing`, of which only the defaults are supported.
 
     Raises:
         ValueError: An option is unknown or not supported, or channels do not divide into blocks.
@@ -97,9 +144,12 @@ class RGATConv(nn.Module):
         dropout: float = 0.0,
         edge_dim: int | None = None,
         bias: bool = True,
+        **kwargs: Any,
     ) -> None:
         super().__init__()
-        _check_options(attention_mechanism, attention_mode, mod, dim, dropout, edge_dim)
+        check_message_passing("RGATConv", kwargs)
+        _check_options(attention_mechanism, attention_mode, mod, dim, dropout)
+        check_channels("RGATConv", in_channels)
         width = heads * out_channels
         if num_bases is not None and num_blocks is not None:
             raise ValueError("num_bases and num_blocks exclude each other; give one of them")
@@ -112,9 +162,13 @@ class RGATConv(nn.Module):
         self.num_relations, self.num_bases, self.num_blocks = num_relations, num_bases, num_blocks
         self.attention_mechanism, self.attention_mode = attention_mechanism, attention_mode
         self.heads, self.concat, self.negative_slope = heads, concat, negative_slope
+        self.dropout, self.edge_dim = dropout, edge_dim
         self.q = nn.Parameter(torch.empty(width, heads))
         self.k = nn.Parameter(torch.empty(width, heads))
-        self.bias = None
+        self.lin_edge = self.e = self.bias = None
+        if edge_dim is not None:
+            self.lin_edge = nn.Linear(edge_dim, width, bias=False)
+            self.e = nn.Parameter(torch.empty(width, heads))
         if bias:
             self.bias = nn.Parameter(torch.empty(width if concat else out_channels))
         if num_blocks is not None:
@@ -135,7 +189,8 @@ class RGATConv(nn.Module):
     def reset_parameters(self) -> None:
         """Draw the weights anew as PyG does."""
         weights = [self.weight] if self.num_bases is None else [self.att, self.basis]
-        for weight in (*weights, self.q, self.k):
+        of_edges = None if self.lin_edge is None else self.lin_edge.weight
+        for weight in (*weights, self.q, self.k, self.e, of_edges):
             glorot_(weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -145,7 +200,10 @@ class RGATConv(nn.Module):
         x: torch.Tensor,
         edge_index: torch.Tensor | Graph,
         edge_type: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        edge_attr: torch.Tensor | None = None,
+        size: tuple[int, int] | None = None,
+        return_attention_weights: bool | None = None,
+    ) -> Any:
         """Apply the layer.
 
         Args:
@@ -153,9 +211,19 @@ class RGATConv(nn.Module):
             edge_index: A `Graph`, or integers of shape (2, num_edges); a graph is then made and
                 kept for the next call with the same tensors.
             edge_type: Integers, (num_edges,), with `edge_index` as a tensor.
+            edge_attr: Features of edges, (num_edges, edge_dim); (num_edges,) if that is 1.
+            size: Only (num_nodes, num_nodes), which is known without.
+            return_attention_weights: Whether, if it is not None, to return them as well; as in PyG
+                its value does not matter.
 
         Returns:
-            (num_nodes, heads * out_channels), or (num_nodes, out_channels) without `concat`.
+            (num_nodes, heads * out_channels), or (num_nodes, out_channels) without `concat`; with
+            attention weights a pair of that and of (edge_index, weights), the weights
+            (num_edges, heads), before any are dropped.
+
+        Raises:
+            ValueError: `edge_attr` is given to a layer without `edge_dim`, or does not have its
+                shape; `size` is of two sets of nodes.
         """
         graph = as_graph(
             edge_index,
@@ -163,22 +231,46 @@ class RGATConv(nn.Module):
             num_nodes=num_rows(x),
             num_relations=self.num_relations,
         )
+        check_size(size, graph.num_nodes)
+        edge_attr, edge_key = self._of_edges(edge_attr, graph)
+        dropped = None
+        if self.training and self.dropout > 0:
+            dropped = functional.dropout(x.new_ones(graph.num_edges, self.heads), self.dropout)
         weight, att = (self.weight, None) if self.num_bases is None else (self.basis, self.att)
         is_additive = self.attention_mode == "additive-self-attention"
-        return rgat(
-            graph,
-            x,
-            weight,
-            att,
-            self.q,
-            self.k,
-            self.bias,
-            self.num_blocks,
-            self.heads,
-            self.concat,
+        arguments = (
+            *(graph, x, weight, att, self.q, self.k, self.bias),
+            *(self.num_blocks, self.heads, self.concat),
             self.negative_slope if is_additive else None,
             _WITHIN[self.attention_mechanism],
         )
+        if edge_attr is None and dropped is None and return_attention_weights is None:
+            return rgat(*arguments)
+        out, weights = rgat_of_edges(*arguments, edge_attr, edge_key, dropped)
+        if return_attention_weights is None:
+            return out
+        edges = edge_index.edge_index if isinstance(edge_index, Graph) else edge_index
+        return out, (edges, weights)
+
+    def _of_edges(
+        self, edge_attr: torch.Tensor | None, graph: Graph
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Features of edges, and the matrix that makes scores of them."""
+        if edge_attr is None:
+            return None, None
+        if self.lin_edge is None or self.e is None:
+            raise ValueError(
+                "edge_attr is given and edge_dim is None; make the layer with edge_dim="
+                f"{edge_attr.shape[-1] if edge_attr.dim() > 1 else 1}"
+            )
+        if edge_attr.dim() == 1:
+            edge_attr = edge_attr.unsqueeze(-1)
+        if edge_attr.shape != (graph.num_edges, self.edge_dim):
+            raise ValueError(
+                f"edge_attr must have shape ({graph.num_edges}, {self.edge_dim}), a row for each "
+                f"edge; got {tuple(edge_attr.shape)}"
+            )
+        return edge_attr, self.lin_edge.weight.T @ self.e
 
     def extra_repr(self) -> str:
         """What `print(layer)` shows."""
@@ -194,7 +286,6 @@ def _check_options(
     mod: str | None,
     dim: int,
     dropout: float,
-    edge_dim: int | None,
 ) -> None:
     if attention_mechanism not in _WITHIN:
         raise ValueError(
@@ -202,8 +293,10 @@ def _check_options(
         )
     if attention_mode not in _MODES:
         raise ValueError(f"attention_mode must be one of {_MODES}; got {attention_mode!r}")
-    given = {"mod": mod, "dim": dim, "dropout": dropout, "edge_dim": edge_dim}
-    for name, supported in {"mod": None, "dim": 1, "dropout": 0.0, "edge_dim": None}.items():
+    if not 0 <= dropout <= 1:
+        raise ValueError(f"dropout must be a probability, between 0 and 1; got {dropout!r}")
+    given = {"mod": mod, "dim": dim}
+    for name, supported in {"mod": None, "dim": 1}.items():
         if given[name] != supported:
             raise ValueError(
                 f"{name}={given[name]!r} is not supported, only {supported!r}; write the layer "

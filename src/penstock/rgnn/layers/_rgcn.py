@@ -18,6 +18,7 @@ from penstock.rgnn.layers._graph_argument import (
     glorot_,
     num_rows,
 )
+from penstock.rgnn.layers._options import OTHERWISE, check_channels, check_message_passing
 
 
 @compile
@@ -76,6 +77,7 @@ class RGCNConv(nn.Module):
         root_weight: Whether to add the node's own features times a weight.
         is_sorted: Accepted as PyG does; edges may have any order.
         bias: Whether to add a bias.
+        kwargs: Those of PyG's `MessagePassing`, of which only the defaults are supported.
 
     Raises:
         ValueError: A channel count does not divide into blocks, or an option is not supported.
@@ -92,10 +94,13 @@ class RGCNConv(nn.Module):
         root_weight: bool = True,
         is_sorted: bool = False,
         bias: bool = True,
+        **kwargs: Any,
     ) -> None:
         super().__init__()
+        check_message_passing("RGCNConv", kwargs)
+        check_channels("RGCNConv", in_channels)
         if aggr not in ("mean", "add", "sum"):
-            raise ValueError(f"aggr must be 'mean', 'add' or 'sum'; got {aggr!r}")
+            raise ValueError(f"aggr must be 'mean', 'add' or 'sum'; got {aggr!r}. {OTHERWISE}")
         if num_bases is not None and num_blocks is not None:
             raise ValueError("num_bases and num_blocks exclude each other; give one of them")
         if num_blocks is not None and (in_channels % num_blocks or out_channels % num_blocks):

@@ -174,8 +174,10 @@ def _run_kernel(on: Call, plan: Plan, prepared: _Prepared, number: int) -> None:
 def _run_in_torch(on: Call, plan: Plan, kernel: Kernel) -> None:
     stored = [value for value in kernel.values if value in plan.schedule.materialised]
     values = frozenset(kernel.values)
-    _, found = _torch.execute(plan, on.graph, values, on.memory, {}, (), stored)
-    on.memory.update(found)
+    dtype = _interpreter.wide_dtype(on.dtype)
+    wide = {at: rows.to(dtype) for at, rows in on.memory.items()}
+    _, found = _torch.execute(plan, on.graph, values, wide, {}, (), stored)
+    on.memory.update({at: rows.to(on.dtype) for at, rows in found.items()})
 
 
 def _leave(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -54,7 +55,7 @@ def compile_together(walk: Callable[[Callable[[Launch], None]], object]) -> None
 
     Triton lets go of Python's lock in its passes and in LLVM, and the assembler is a process. What
     does not compile here is compiled again by its launch, which raises what is wrong with it: until
-    3.12 Python itself now and then fails to parse in several threads at a time.
+    3.12 Python itself now and then fails to parse in several threads at a time, this one included.
 
     Args:
         walk: Goes through the call, and gives what it is given each launch.
@@ -62,7 +63,12 @@ def compile_together(walk: Callable[[Callable[[Launch], None]], object]) -> None
     is_known = hasattr(os, "sched_getaffinity")
     num_threads = len(os.sched_getaffinity(0)) if is_known else os.cpu_count()
     with ThreadPoolExecutor(num_threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-        walk(Launch.compile)
+        walk(_compile_unless_parsing_fails)
+
+
+def _compile_unless_parsing_fails(launch: Launch) -> None:
+    with contextlib.suppress(SystemError):
+        launch.compile()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,11 +123,6 @@ def cdiv(length: int, block: int) -> int:
     return (length + block - 1) // block
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums of numbers of a dtype are kept in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def sum_type(dtype: torch.dtype) -> Any:
-    """The same as Triton names it."""
+    """The dtype that numbers of `dtype` are added up in, as Triton names it."""
     return tl.float64 if dtype == torch.float64 else tl.float32

@@ -169,6 +169,8 @@ RULES: dict[str, Rule] = {
     "log": _elementwise("tl.log({0})"),
     "tanh": _elementwise("tanh({0})"),
     "sigmoid": _elementwise("sigmoid({0})"),
+    "relu": _elementwise("tl.where({0} <= 0, 0.0, {0})"),
+    "relu_gradient": _elementwise("tl.where({1} <= 0, 0.0, {0})"),
     "leaky_relu": _elementwise("tl.where({0} > 0, {0}, {0} * VALUE)"),
     "leaky_relu_slope": _elementwise(
         "tl.where({0} > 0, tl.full({0}.shape, 1.0, COMPUTE), tl.full({0}.shape, VALUE, COMPUTE))"

@@ -17,9 +17,9 @@ from penstock.rgnn._backends._triton._launch import (
     cdiv,
     read_of,
     sum_type,
-    wide_dtype,
 )
 from penstock.rgnn._backends._triton._tables import Maps
+from penstock.rgnn._interpreter import wide_dtype
 from penstock.rgnn._ir import Node, Shape, broadcast
 
 

@@ -25,11 +25,11 @@ from penstock.rgnn._backends._triton._launch import (
     add_pieces,
     cdiv,
     sum_type,
-    wide_dtype,
 )
 from penstock.rgnn._backends._triton._source import Function, Traversal
 from penstock.rgnn._backends._triton._tables import Bucket, Giants
 from penstock.rgnn._backends._triton._traversals import PARTS
+from penstock.rgnn._interpreter import wide_dtype
 from penstock.rgnn._schedule import Kernel
 
 _BLOCK_NUMBERS = 2048
