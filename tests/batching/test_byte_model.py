@@ -198,3 +198,18 @@ def test_wrong_arguments_are_refused():
     model = ByteModel.fit(step, [[0], [1]], {"nodes": [1, 2]})
     with pytest.raises(ValueError, match="must be those of the fit"):
         model.costs({"edges": [1]})
+
+
+def test_a_missing_feature_is_said(caplog):
+    """Memory grows as the square of a length, and only the length is given."""
+    lengths = np.arange(1, 200)
+
+    def step(batch):
+        sum(torch.ones(int(lengths[i]) ** 2) for i in batch[:1])
+
+    features = {"tokens": lengths}
+    ByteModel.fit(step, [[k] for k in (5, 20, 60, 190)], features)
+    assert "one is missing" in caplog.text and "['tokens']" in caplog.text
+    caplog.clear()
+    ByteModel.fit(step, [[k] for k in (5, 20, 60, 190)], {"pairs": lengths**2})
+    assert not caplog.records

@@ -201,8 +201,7 @@ def test_an_interrupted_epoch_goes_on_with_what_was_left(sizes, num_replicas, ep
     arguments |= {"num_replicas": num_replicas, "rank": num_replicas - 1}
     whole = BalancedBatchSampler(sizes, **arguments)
     whole.set_epoch(epoch)
-    expected, weights = list(whole), whole.loss_weights()
-    assert weights == []
+    expected = list(whole)
     done = data.draw(st.integers(0, len(whole) - 1))
 
     first = BalancedBatchSampler(sizes, **arguments)
@@ -347,6 +346,42 @@ def test_weights_count_what_the_loss_is_a_mean_of():
         sampler.loss_weights(denominators=[1, 2])
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_weights_are_those_of_the_next_iteration_in_every_epoch(num_workers):
+    """The loops of the guide and of the docstring, for four epochs, one of them given up."""
+    sizes = lognormal(60)
+    sampler = BalancedBatchSampler(sizes, max_bytes=200)
+    loader = torch.utils.data.DataLoader(
+        torch.arange(60), batch_sampler=sampler, num_workers=num_workers
+    )
+    mean = 60 / len(sampler)
+    for epoch in range(4):
+        seen = []
+        for batches in (loader, sampler):
+            for batch, weight in zip(batches, sampler.loss_weights(), strict=True):
+                assert weight == pytest.approx(len(batch) / mean)
+                seen += [int(i) for i in batch]
+            if num_workers == 0 and epoch == 1:
+                batches = iter(sampler)
+                next(batches), next(batches)
+                assert len(sampler.loss_weights()) == len(sampler)
+                assert len(list(sampler)) == len(sampler)
+        assert sorted(seen) == sorted([*range(60)] * 2)
+
+
+def test_a_restored_position_that_a_loop_discards_is_said(caplog):
+    sampler = BalancedBatchSampler(lognormal(60), max_bytes=200)
+    sampler.set_epoch(3)
+    next(iter(sampler))
+    other = BalancedBatchSampler(lognormal(60), max_bytes=200)
+    other.load_state_dict(sampler.state_dict())
+    other.set_epoch(3)
+    assert not caplog.records
+    other.load_state_dict(sampler.state_dict())
+    other.set_epoch(0)
+    assert "discards the restored position, epoch 3 after 1 batches" in caplog.text
+
+
 def test_a_sample_that_is_too_large_is_an_error_alone_or_split():
     sizes = [5, 30, 5, 5, 5]
     with pytest.raises(ValueError, match=r"sample 1 with 30 bytes.*oversize='alone'"):
@@ -397,6 +432,11 @@ def test_drop_last_leaves_out_other_samples_in_every_epoch():
         ([[1, 2]], {"batch_size": 1}, ValueError, r"one axis; got shape \(1, 2\)"),
         (["a"], {"batch_size": 1}, TypeError, "must be numbers"),
         ([1e300, 1], {"max_bytes": 9}, ValueError, "sum to at most"),
+        ([1e308] * 6, {"batch_size": 2}, ValueError, "costs must have a finite sum"),
+        ([[1], [2, 3]], {"batch_size": 1}, TypeError, "costs must be numbers, one per sample"),
+        ([9], {"max_bytes": 2, "oversize": lambda i, c: None}, TypeError, "sample 0 .* None"),
+        ([9], {"max_bytes": 2, "oversize": lambda i, c: [4]}, TypeError, r"\(key, bytes\) pairs"),
+        ([9], {"max_bytes": 2, "oversize": lambda i, c: []}, ValueError, "left out every sample"),
         ([1], {}, ValueError, "give batch_size, max_bytes or both"),
         ([1], {"batch_size": 0}, ValueError, "batch_size must be at least 1; got 0"),
         ([1], {"batch_size": 1.5}, TypeError, "batch_size must be a whole number"),
@@ -424,6 +464,8 @@ def test_wrong_arguments_are_refused(costs, arguments, error, message):
 def test_costs_may_be_tensors_arrays_or_fractions():
     for costs in (torch.tensor([1.5, 2.5, 3.0]), np.float32([1.5, 2.5, 3.0]), (1.5, 2.5, 3.0)):
         assert sorted(BalancedBatchSampler(costs, max_bytes=5, shuffle=False)) == [[0, 1], [2]]
+    half = torch.tensor([1.5, 2.5, 3.0], dtype=torch.bfloat16)  # a type that NumPy lacks
+    assert sorted(BalancedBatchSampler(half, max_bytes=5, shuffle=False)) == [[0, 1], [2]]
     # 1.5 and 2.5 count as 2 and 3 whole bytes.
     assert len(BalancedBatchSampler([1.5, 2.5], max_bytes=4)) == 2
 
@@ -433,8 +475,17 @@ def test_a_state_of_other_data_is_refused():
     other = BalancedBatchSampler([1, 2, 3, 5], batch_size=2)
     with pytest.raises(ValueError, match="other costs or arguments"):
         other.load_state_dict(sampler.state_dict())
-    with pytest.raises(ValueError, match="state_dict"):
-        sampler.load_state_dict({"epoch": 1})
+    for state in ({"epoch": 1}, None):
+        with pytest.raises(ValueError, match="state_dict"):
+            sampler.load_state_dict(state)
+    for wrong, error, message in (
+        ({"num_batches": -3}, ValueError, "num_batches must be at least 0; got -3"),
+        ({"num_batches": 3}, ValueError, "num_batches must be at most 2; got 3"),
+        ({"num_batches": "1"}, TypeError, "num_batches must be a whole number; got '1'"),
+        ({"epoch": 0.5}, TypeError, "epoch must be a whole number"),
+    ):
+        with pytest.raises(error, match=message):
+            sampler.load_state_dict(sampler.state_dict() | wrong)
     with pytest.raises(ValueError, match="between 0 and 2"):
         sampler.state_dict(num_batches=3)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import _models
 import penstock
 from penstock.errors import InfeasibleError
 
@@ -17,18 +15,8 @@ pytest.importorskip("accelerate", reason="Trainer needs it")
 
 import transformers
 
+from _trainers import PLAN, assert_same, outcome_of, trainer_of
 from penstock.integrations.transformers import plan_trainers, plan_training
-
-BATCH, SEQ, VOCAB = 4, 32, 128
-BUDGET = "768KiB"  # the step's parameters, moments and gradients have 1.1 MiB
-PLAN: dict[str, Any] = {
-    "device_memory": BUDGET,
-    "host_memory": "1GiB",
-    "machine": "h200",
-    "time_limit": 0.3,
-    "cache": False,
-    "debug": True,
-}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,61 +27,6 @@ class HalvingTrainer(transformers.Trainer):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         loss: Any = super().compute_loss(*args, **kwargs)
         return loss / 2
-
-
-def trainer_of(
-    directory: Path,
-    *,
-    kind: type[transformers.Trainer] = transformers.Trainer,
-    num_samples: int = 10,
-    lengths: tuple[int, ...] = (SEQ,),
-    **options: Any,
-) -> transformers.Trainer:
-    model: Any = _models.build("gpt2", hidden=64, layers=2, heads=2, seq=SEQ, vocab=VOCAB)
-    tokens = torch.randint(1, VOCAB, (num_samples, SEQ), generator=torch.Generator().manual_seed(1))
-    rows = [row[: lengths[i // BATCH % len(lengths)]] for i, row in enumerate(tokens)]
-    dataset: Any = [{"input_ids": row, "labels": row} for row in rows]
-    settings = {
-        "per_device_train_batch_size": BATCH,
-        "num_train_epochs": 2,
-        "logging_steps": 1,
-        "learning_rate": 1e-3,
-        "warmup_steps": 2,
-        "max_grad_norm": 0.5,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": 0,
-        **options,
-    }
-    return kind(
-        model=model,
-        args=transformers.TrainingArguments(output_dir=str(directory), **settings),
-        train_dataset=dataset,
-        eval_dataset=dataset[:BATCH],
-    )
-
-
-def outcome_of(trainer: transformers.Trainer) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What was logged, without times, and the weights."""
-    logged = [
-        {
-            name: value
-            for name, value in entry.items()
-            if name in ("loss", "grad_norm", "learning_rate", "epoch", "step", "eval_loss")
-        }
-        for entry in trainer.state.log_history
-    ]
-    weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    return logged, weights
-
-
-def assert_same(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
-    assert found[0] == expected[0]
-    assert len(found[0]) > 2
-    for name, weight in expected[1].items():
-        assert torch.equal(found[1][name], weight), name
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -124,7 +57,10 @@ def test_a_planned_trainer_is_the_trainer_bit_for_bit(tmp_path, case):
     assert_same(outcome_of(trainer), outcome_of(expected))
     report = training.report()
     assert report is not None
-    assert report.num_steps in (2, 4)  # of the plan that ran last
+    assert report.num_steps == report.num_planned_steps == trainer.state.global_step
+    assert report.num_plans == len(report.plans) == (1 if "num_samples" in CASES[case] else 2)
+    assert "planned steps" in str(report)
+    assert len(report.to_dict()["plans"]) == len(report.plans)
     assert report.arena_bytes + report.workspace_bytes <= 768 << 10
     assert sum(report.moved_bytes.values()) > 0
 
@@ -190,26 +126,6 @@ def test_of_two_plans_for_one_trainer_the_inner_one_runs(tmp_path):
     assert sum(report is not None for report in reports) == 1
     assert "training_step" not in vars(trainer)
     assert "clip_grad_norm_" not in vars(trainer.accelerator)
-
-
-def test_batches_of_other_shapes_are_refused_and_nothing_is_lost(tmp_path):
-    trainer = trainer_of(tmp_path, num_samples=8, lengths=(SEQ, SEQ // 2), seed=3)
-    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(range(8))
-    training = plan_training(trainer, **PLAN)
-    with pytest.raises(ValueError, match=r"padding='max_length'"):
-        trainer.train()
-    report = training.report()
-    assert report is not None
-    assert report.num_steps == 1
-    assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
-    assert "training_step" not in vars(trainer)
-
-
-def test_an_epoch_that_ends_within_an_update_is_refused(tmp_path):
-    trainer = trainer_of(tmp_path, num_samples=12, gradient_accumulation_steps=2)
-    plan_training(trainer, **PLAN)
-    with pytest.raises(ValueError, match="ends with 1 micro-batches"):
-        trainer.train()
 
 
 def test_wrong_arguments_are_refused(tmp_path):

@@ -2,8 +2,9 @@
 
 from penstock.batching._byte_model import ByteModel, Padded, probe_batches
 from penstock.batching._costs import SampleCosts
-from penstock.batching._dynamic import BatchedOutputs, BatchReport, DynamicBatcher
+from penstock.batching._dynamic import DynamicBatcher
 from penstock.batching._meter import measured_peak
+from penstock.batching._outputs import BatchedOutputs, BatchReport
 from penstock.batching._sampler import BalancedBatchSampler
 from penstock.batching._schedule import Schedule, schedule
 from penstock.batching._typed_graph import TypedGraph

@@ -10,6 +10,7 @@ a prediction is the larger one of the two.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,9 +23,12 @@ from penstock.batching._costs import Floats, Integers, SampleCosts, numbers_of, 
 from penstock.batching._meter import measured_peak
 from penstock.tables import report_table
 
+logger = logging.getLogger(__name__)
+
 _FORMAT, _VERSION = "penstock-byte-model", 2
 _LEAST_MARGIN = 0.05
 _CLEARLY = 1.03  # what is so much above the least peak of a step is decided by the batch
+_SUSPICIOUS_MARGIN = 0.5  # beyond it a feature is missing more likely than not
 _RESIDUAL_MARGIN = 2.0  # of the largest relative amount that a probe lies above its prediction
 _MOST_ITERATIONS = 1000
 _MIXED_SEED = 0
@@ -123,6 +127,12 @@ class ByteModel:
         if margin is None:
             above = float(np.max((peaks - predicted) / np.maximum(predicted, 1.0), initial=0.0))
             margin = max(_LEAST_MARGIN, _RESIDUAL_MARGIN * above)
+            if margin > _SUSPICIOUS_MARGIN:
+                logger.warning(
+                    "a margin of %.0f %% is needed: bytes do not follow from the features %s; one "
+                    "is missing, as the square of a length is for attention",
+                    *(100 * margin, list(arrays)),
+                )
         names = list(arrays)
         coefficients = dict(zip(names, found[1:].tolist(), strict=True))
         return cls(

@@ -92,8 +92,14 @@ def numbers_of(values: Any, *, name: str) -> Floats | Integers:
         ValueError: there is no value, more than one axis, or a value below 0 or not finite.
     """
     if hasattr(values, "detach"):  # a tensor, on whatever device
-        values = values.detach().cpu().numpy()
-    array = np.asarray(values)
+        values = values.detach().cpu()
+        if values.is_floating_point():  # NumPy has no bfloat16
+            values = values.double()
+        values = values.numpy()
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError) as error:
+        raise TypeError(f"{name} must be numbers, one per sample: {error}") from None
     if array.dtype.kind not in "iufb":
         raise TypeError(
             f"{name} must be numbers, one per sample; got {type(values).__name__} "
@@ -113,7 +119,11 @@ def numbers_of(values: Any, *, name: str) -> Floats | Integers:
         if int(array.max()) > _MAX_TOTAL_BYTES:
             raise ValueError(f"{name} must be at most {_MAX_TOTAL_BYTES}; got {array.max()}")
         return array.astype(np.int64)
-    return array.astype(np.float64)
+    array = array.astype(np.float64)
+    with np.errstate(over="ignore"):
+        if not np.isfinite(array.sum()):
+            raise ValueError(f"{name} must have a finite sum; the largest is {array.max()}")
+    return array
 
 
 def whole_bytes(values: Any, *, name: str) -> Integers:

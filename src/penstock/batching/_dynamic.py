@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,52 +20,18 @@ import torch
 from torch import Tensor, nn
 
 from penstock.batching._costs import Integers
-from penstock.batching._execution_plan import BatchPlan, ExecutionPlan, Operands, plan_execution
+from penstock.batching._execution import Execution
+from penstock.batching._execution_plan import ExecutionPlan, plan_execution
 from penstock.batching._native import merged
 from penstock.batching._node_graph import NodeGraph
-from penstock.batching._pieces import Budget, Piece
-from penstock.batching._pools import Pools, ReadOperands, WriteOutputs
+from penstock.batching._outputs import BatchedOutputs, BatchReport
+from penstock.batching._pieces import Budget, LaidInputs
+from penstock.batching._pools import Pools
 from penstock.batching._typed_graph import Signature, TypedGraph
-from penstock.tables import report_table
 from penstock.units import parse_bytes
 
 _MAX_CACHED_PLANS = 512
 Order = Callable[[NodeGraph], tuple[Integers, Integers, Integers]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchReport:
-    """What running graphs took."""
-
-    num_graphs: int
-    num_nodes: int
-    num_batches: int
-    """Calls of cells."""
-    lower_bound: int
-    """Calls that no schedule can do without."""
-    num_pieces: int
-    """Calls, where `max_bytes` has split batches."""
-    num_recomputed: int
-    """Of these, those that keep nothing for backward and run again there."""
-    gathered_bytes: int
-    """Operands that had to be gathered."""
-    sliced_bytes: int
-    """Operands that lay contiguous and were not."""
-    output_bytes: int
-    """What all nodes returned."""
-    scheduling_seconds: float
-    """From graphs to the plan of their execution."""
-    was_planned: bool
-    """Whether graphs of these shapes had been run together before."""
-    planned_by: str
-    """"C++", or "NumPy" where there is no compiler."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        return report_table(self, title="dynamic batches")
 
 
 @dataclass(frozen=True)
@@ -75,112 +41,8 @@ class _KnownGraph:
     nodes: NodeGraph
     codes: list[int]
     """The batcher's number of each of the graph's signatures."""
-
-
-class BatchedOutputs:
-    """What the cells returned for every node; a node has its number in the graphs side by side."""
-
-    def __init__(
-        self,
-        plan: ExecutionPlan | None,
-        pools: Pools | None,
-        tokens: list[Tensor],
-        is_tuple: dict[int, bool],
-        first_nodes: Integers,
-        kinds: list[Hashable],
-        types: Integers,
-        report: BatchReport,
-        kept: set[Hashable] | None,
-    ) -> None:
-        self._plan, self._pools, self._tokens, self._is_tuple = plan, pools, tokens, is_tuple
-        self._kinds, self._types, self._kept = kinds, types, kept
-        self.first_nodes: Integers = first_nodes
-        """The first node of each graph, `[num_graphs + 1]`."""
-        self.report: BatchReport = report
-        """What it took to run them."""
-
-    def select(self, nodes: Sequence[int] | Integers | Tensor) -> Any:
-        """Return the outputs of nodes, in the order given.
-
-        Args:
-            nodes: Numbers of nodes in the graphs side by side, at least one (see `first_nodes`).
-
-        Returns:
-            What their cells return, with one row per node: `[num_nodes, ...]`.
-
-        Raises:
-            ValueError: there is no such node, or their cells return different things.
-        """
-        chosen = np.asarray(nodes, dtype=np.int64)
-        if chosen.ndim != 1 or len(chosen) == 0:
-            raise ValueError(f"nodes must be one or more numbers; got shape {chosen.shape}")
-        if chosen.min() < 0 or chosen.max() >= self.first_nodes[-1]:
-            raise ValueError(f"nodes must be between 0 and {self.first_nodes[-1] - 1}")
-        if self._kept is not None:
-            lost = {self._kinds[t] for t in np.unique(self._types[chosen]).tolist()} - self._kept
-            if lost:
-                raise ValueError(
-                    f"nodes have the types {sorted(lost, key=repr)}, whose outputs were not kept: "
-                    f"keep was {sorted(self._kept, key=repr)}"
-                )
-        assert self._plan is not None
-        pool_of = self._plan.pool_of_node[chosen]
-        pools = np.unique(pool_of).tolist()
-        if len(pools) == 1:
-            return self._from_pool(pools[0], chosen)
-        parts = [self._from_pool(pool, chosen[pool_of == pool]) for pool in pools]
-        layouts = {
-            tuple((tuple(each.shape[1:]), each.dtype) for each in part)
-            if isinstance(part, tuple)
-            else (tuple(part.shape[1:]), part.dtype)
-            for part in parts
-        }
-        if len(layouts) > 1:
-            raise ValueError(
-                "nodes must be of types whose cells return alike; select those of "
-                f"{sorted({repr(self._kinds[t]) for t in self._types[chosen].tolist()})} apart"
-            )
-        order = np.argsort(np.argsort(pool_of, kind="stable"), kind="stable")
-        index = torch.from_numpy(order)
-        if isinstance(parts[0], tuple):
-            return tuple(
-                torch.cat(each).index_select(0, index.to(each[0].device))
-                for each in zip(*parts, strict=True)
-            )
-        return torch.cat(parts).index_select(0, index.to(parts[0].device))
-
-    def _from_pool(self, pool: int, chosen: Integers) -> Any:
-        assert self._plan is not None and self._pools is not None
-        rows = self._plan.row_of_node[chosen]
-        in_order = bool((np.diff(rows) == 1).all())
-        place = slice(0, len(rows)) if in_order else self._pools.extend_index(rows)
-        sources = tuple(np.unique(self._plan.batch_of_node[chosen]).tolist())
-        operands = Operands((0,), pool, int(rows[0]) if in_order else None, place, sources)
-        tokens = [self._tokens[batch] for batch in sources]
-        found = ReadOperands.apply(self._pools, operands, len(rows), *tokens)
-        assert isinstance(found, tuple)
-        return found if self._is_tuple[pool] else found[0]
-
-    def of(self, kind: Hashable) -> Any:
-        """Return the outputs of all nodes of a type, graph by graph.
-
-        Args:
-            kind: The type.
-
-        Returns:
-            What its cell returns, `[num_nodes, ...]`.
-        """
-        wanted = [code for code, each in enumerate(self._kinds) if each == kind]
-        nodes = np.flatnonzero(np.isin(self._types, wanted))
-        if len(nodes) == 0:
-            raise ValueError(f"no node has the type {kind!r}")
-        return self.select(nodes)
-
-    def last(self) -> Any:
-        """Return the outputs of the last node of each graph: `[num_graphs, ...]`."""
-        if (np.diff(self.first_nodes) == 0).any():
-            raise ValueError("a graph without nodes has no last one")
-        return self.select(self.first_nodes[1:] - 1)
+    key: bytes
+    """The same for graphs that have the same plan."""
 
 
 class DynamicBatcher(nn.Module):
@@ -206,8 +68,11 @@ class DynamicBatcher(nn.Module):
     Args:
         cells: The module of each operator type.
         max_bytes: What running graphs may take at the peak, beyond parameters, their gradients and
-            the inputs, as bytes or text such as "2GiB". Batches are split, and where what
-            backward needs does not fit, it is recomputed there.
+            the caller's own tensors, as bytes or text such as "2GiB". Batches are split, and where
+            what backward needs does not fit, it is recomputed there. Before a type runs on new
+            shapes or dtypes (or in another mode), its cell runs three times on copies of one node
+            to be measured; its buffers and the random numbers are put back, its hooks and other
+            side effects happen.
 
     Raises:
         TypeError: a cell is no module.
@@ -227,11 +92,25 @@ class DynamicBatcher(nn.Module):
         self._cell_of = {kind: place for place, kind in enumerate(cells)}
         self.max_bytes = None if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
         self._codes: dict[Signature, int] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        """Start with empty caches."""
         self._graphs: weakref.WeakKeyDictionary[TypedGraph, _KnownGraph] = (
             weakref.WeakKeyDictionary()
         )
-        self._plans: OrderedDict[bytes, tuple[ExecutionPlan, Integers]] = OrderedDict()
+        self._plans: OrderedDict[Hashable, tuple[ExecutionPlan, Integers]] = OrderedDict()
         self._budget = None if self.max_bytes is None else Budget(self.max_bytes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave caches behind: they are about objects of this process."""
+        caches = ("_graphs", "_plans", "_budget")
+        return {name: each for name, each in self.__dict__.items() if name not in caches}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what `__getstate__` returned."""
+        super().__setstate__(state)
+        self._forget()
 
     def forward(
         self, graphs: TypedGraph | Sequence[TypedGraph], *, keep: Sequence[Hashable] | None = None
@@ -265,18 +144,22 @@ class DynamicBatcher(nn.Module):
         graphs = [graphs] if isinstance(graphs, TypedGraph) else list(graphs)
         if not graphs:
             raise ValueError("graphs is empty; give at least one")
+        for place, graph in enumerate(graphs):
+            if not isinstance(graph, TypedGraph):
+                raise TypeError(f"graphs[{place}] must be a TypedGraph; got {graph!r}")
         if keep is not None and not set(keep) <= set(self._cell_of):
             raise ValueError(f"keep must name types of {list(self._cell_of)}; got {list(keep)}")
         frees = keep is not None and not torch.is_grad_enabled()
-        plan, types, was_planned = self._plan(
-            graphs, order, tuple(keep) if keep and frees else None
-        )
+        known = self._known(graphs)
+        plan, types, was_planned = self._plan(known, order, tuple(keep) if keep and frees else None)
         first_nodes = np.cumsum([0, *map(len, graphs)])
         seconds = time.perf_counter() - begin
-        inputs, device = self._inputs(graphs)
-        index = torch.from_numpy(np.concatenate([plan.index, plan.input_index])).to(device)
-        pools = Pools(plan.pool_rows, index)
-        execution = _Execution(self, plan, pools, inputs, index[len(plan.index) :])
+        inputs = self._lay_inputs(graphs, known)
+        index = torch.from_numpy(np.concatenate([plan.index, plan.input_index])).to(inputs.device)
+        mixes = torch.is_autocast_enabled(inputs.device.type)
+        pools = Pools(plan.pool_rows, index, plan.shared_pools if mixes else ())
+        cells = {batch.kind: self._cell(batch.kind) for batch in plan.batches}
+        execution = Execution(plan, cells, pools, inputs, index[len(plan.index) :], self._budget)
         tokens = execution.run()
         report = BatchReport(
             num_graphs=len(graphs),
@@ -300,21 +183,19 @@ class DynamicBatcher(nn.Module):
         """Plan graphs anew that have been run together; what is known of each graph stays."""
         self._plans.clear()
 
-    def cell(self, code: int) -> tuple[Hashable, nn.Module]:
-        """The type and the module of a signature, by its number."""
+    def _cell(self, code: int) -> tuple[Hashable, nn.Module]:
+        """Return the type and the module of a signature, by its number."""
         kind = list(self._codes)[code][0]
         return kind, self._cells[self._cell_of[kind]]
 
     def _plan(
-        self, graphs: list[TypedGraph], order: Order | None, keep: tuple[Hashable, ...] | None
+        self, known: list[_KnownGraph], order: Order | None, keep: tuple[Hashable, ...] | None
     ) -> tuple[ExecutionPlan, Integers, bool]:
-        digest = hashlib.blake2b(b"".join(graph.key for graph in graphs), digest_size=16)
-        digest.update(repr((order, keep)).encode())
-        key = digest.digest()
+        digest = hashlib.blake2b(b"".join(each.key for each in known), digest_size=16)
+        key = (digest.digest(), order, keep)
         if key in self._plans:
             self._plans.move_to_end(key)
             return *self._plans[key], True
-        known = self._known(graphs)
         graph = merged([each.nodes for each in known], len(self._codes))
         kept = None
         if keep is not None:
@@ -343,7 +224,10 @@ class DynamicBatcher(nn.Module):
 
     def _recode(self, graph: TypedGraph) -> _KnownGraph:
         codes = np.array([self._codes[each] for each in graph.signatures], dtype=np.int64)
-        known = _KnownGraph(graph.nodes.recoded(codes, len(self._codes)), codes.tolist())
+        # By the numbers, which are equal where the types are: their text may be the same for many.
+        key = hashlib.blake2b(graph.key + codes.tobytes(), digest_size=16).digest()
+        nodes = graph.nodes.recoded(codes, len(self._codes))
+        known = _KnownGraph(nodes, codes.tolist(), key)
         self._graphs[graph] = known
         return known
 
@@ -365,15 +249,16 @@ class DynamicBatcher(nn.Module):
                 f"but its cell takes {forward}: {error}"
             ) from None
 
-    def _inputs(
-        self, graphs: list[TypedGraph]
-    ) -> tuple[dict[int, tuple[Tensor, ...]], torch.device]:
+    def _lay_inputs(self, graphs: list[TypedGraph], known: list[_KnownGraph]) -> LaidInputs:
         """Lay the inputs of all graphs end to end, by signature, where the cells are."""
         found: dict[int, list[tuple[Tensor, ...]]] = {}
-        for graph, known in zip(graphs, self._known(graphs), strict=True):
+        copied: dict[int, bool] = {}
+        for graph, each in zip(graphs, known, strict=True):
             for local, tensors in graph.inputs.items():
                 if tensors:
-                    found.setdefault(known.codes[local], []).append(tensors)
+                    code = each.codes[local]
+                    found.setdefault(code, []).append(tensors)
+                    copied[code] = copied.get(code, False) or not graph.has_whole_inputs
         device = next((parameter.device for parameter in self.parameters()), None)
         if device is None:  # cells without parameters work where their inputs are
             inputs = (tensor for parts in found.values() for part in parts for tensor in part)
@@ -385,97 +270,11 @@ class DynamicBatcher(nn.Module):
             )
             for code, parts in found.items()
         }
-        return laid, device
-
-
-class _Execution:
-    """One run of a plan, batch by batch and piece by piece."""
-
-    def __init__(
-        self,
-        batcher: DynamicBatcher,
-        plan: ExecutionPlan,
-        pools: Pools,
-        inputs: dict[int, tuple[Tensor, ...]],
-        input_index: Tensor,
-    ) -> None:
-        self._batcher, self._plan, self._pools = batcher, plan, pools
-        self._inputs, self._input_index = inputs, input_index
-        self._tokens: list[Tensor] = []
-        self.is_tuple: dict[int, bool] = {}
-        self.num_pieces = self.num_recomputed = 0
-
-    def run(self) -> list[Tensor]:
-        budget = self._batcher._budget
-        if budget is not None:
-            budget.begin(self._plan)
-        cells = {batch.kind: self._batcher.cell(batch.kind) for batch in self._plan.batches}
-        for batch in self._plan.batches:
-            kind, cell = cells[batch.kind]
-            done = 0
-            tokens = []
-            while done < batch.num_nodes:
-                piece = Piece(done, batch.num_nodes)
-                if budget is not None:
-                    rest = batch.num_nodes - done
-                    first = self._arguments(batch, Piece(done, done + min(rest, 1)))
-                    piece = budget.next_piece(batch, done, (kind, cell), first)
-                tokens.append(self._run_piece(batch, piece, kind, cell))
-                done = piece.stop
-                self.num_pieces += 1
-                self.num_recomputed += piece.recompute
-            self._tokens.append(tokens[0] if len(tokens) == 1 else torch.cat(tokens))
-        return self._tokens
-
-    def _run_piece(self, batch: BatchPlan, piece: Piece, kind: Hashable, cell: nn.Module) -> Tensor:
-        def compute(*_: Tensor) -> Any:
-            return cell(*self._arguments(batch, piece))
-
-        num_nodes = piece.stop - piece.start
-        if piece.recompute and torch.is_grad_enabled():
-            from torch.utils.checkpoint import checkpoint
-
-            outputs = checkpoint(compute, use_reentrant=False)
-        else:
-            outputs = compute()
-        components = outputs if isinstance(outputs, tuple) else (outputs,)
-        for each in components:
-            if not isinstance(each, Tensor) or each.shape[:1] != (num_nodes,):
-                got = tuple(each.shape) if isinstance(each, Tensor) else type(each)
-                raise ValueError(
-                    f"the cell of {kind!r} must return a tensor or a tuple of tensors with one row "
-                    f"for each of its {num_nodes} nodes; got {got}"
-                )
-        is_tuple = isinstance(outputs, tuple)
-        if self.is_tuple.setdefault(batch.pool, is_tuple) != is_tuple:
-            raise ValueError(
-                f"the cell of {kind!r} returns {'a tuple' if is_tuple else 'a tensor'}, but cells "
-                "whose outputs are read as the same argument do not"
-            )
-        start = batch.start + piece.start
-        token = WriteOutputs.apply(self._pools, batch.pool, start, kind, *components)
-        assert isinstance(token, Tensor)
-        return token
-
-    def _arguments(self, batch: BatchPlan, piece: Piece) -> list[Any]:
-        """Operands, argument by argument, and then inputs, of the nodes of a piece."""
-        num_nodes = piece.stop - piece.start
-        operands: dict[int, Any] = {}
-        for whole in batch.operands:
-            for part in piece.of(whole, batch.num_nodes):
-                tokens = [self._tokens[source] for source in part.sources]
-                found = ReadOperands.apply(self._pools, part, num_nodes, *tokens)
-                assert isinstance(found, tuple)
-                width = len(found) // len(part.slots)
-                for place, slot in enumerate(part.slots):
-                    mine = found[place * width : (place + 1) * width]
-                    operands[slot] = mine if self.is_tuple[part.pool] else mine[0]
-        arguments = [operands[slot] for slot in range(len(operands))]
-        for tensor in self._inputs.get(batch.kind, ()):
-            if batch.inputs_in_order is not None:
-                first = batch.inputs_in_order + piece.start
-                arguments.append(tensor[first : first + num_nodes])
-            else:
-                rows = self._input_index[batch.input_rows][piece.start : piece.stop]
-                arguments.append(tensor.index_select(0, rows.to(tensor.device)))
-        return arguments
+        # A copy counts, whoever makes it; before it is laid there may be one of each graph's, too.
+        kept_bytes = peak_bytes = 0
+        for code, tensors in laid.items():
+            num_bytes = sum(tensor.nbytes for tensor in tensors)
+            is_new = tensors[0] is not found[code][0][0]
+            kept_bytes += num_bytes if is_new or copied[code] else 0
+            peak_bytes += num_bytes if is_new and copied[code] else 0
+        return LaidInputs(laid, device, kept_bytes, kept_bytes + peak_bytes)

@@ -11,6 +11,7 @@ import ctypes
 from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
@@ -67,6 +68,14 @@ class ExecutionPlan:
     lower_bound: int
     planned_by: str
     """"C++", or "NumPy" where there is no compiler."""
+
+    @cached_property
+    def shared_pools(self) -> frozenset[int]:
+        """The pools that have outputs of more than one type."""
+        kinds: dict[int, set[int]] = {}
+        for batch in self.batches:
+            kinds.setdefault(batch.pool, set()).add(batch.kind)
+        return frozenset(pool for pool, types in kinds.items() if len(types) > 1)
 
 
 def plan_execution(

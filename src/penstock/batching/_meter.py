@@ -44,13 +44,19 @@ class _Watch(TorchDispatchMode):
         weakref.finalize(storage, self.ledger.add, Tier.DEVICE, -storage.nbytes()).atexit = False
 
 
-def measured_peak(run: Callable[[], Any], device: torch.device | str = "cpu") -> tuple[int, int]:
+def measured_peak(
+    run: Callable[[], Any],
+    device: torch.device | str = "cpu",
+    *,
+    then: Callable[[Any], Any] | None = None,
+) -> tuple[int, int]:
     """Run something and say how much memory it took on a device beyond what was there before.
 
     Args:
         run: What to run; its result counts as long as it lives.
         device: On a GPU the allocator is asked; on the CPU the storages that operators make are
             counted, without the memory that a kernel uses for itself.
+        then: What to do with the result of `run`, as part of the peak: its backward pass, say.
 
     Returns:
         Bytes at the peak, and bytes that were left while the result of `run` was alive.
@@ -63,10 +69,15 @@ def measured_peak(run: Callable[[], Any], device: torch.device | str = "cpu") ->
         result = run()
         torch.cuda.synchronize(device)
         left = torch.cuda.memory_allocated(device) - before
+        if then is not None:
+            then(result)
+            torch.cuda.synchronize(device)
         del result
         return torch.cuda.max_memory_allocated(device) - before, left
     with _Watch() as watch:
         result = run()
         left = watch.ledger.resident(Tier.DEVICE)
+        if then is not None:
+            then(result)
     del result
     return watch.ledger.peak(Tier.DEVICE), left

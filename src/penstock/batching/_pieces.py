@@ -1,7 +1,11 @@
 """A budget of bytes for running a graph: how much of a batch may run at once, and what is kept.
 
 Outputs of all nodes stay until backward, and so do their gradients there; what is left of the
-budget is for cells. What a cell takes is measured once, on one node and on a few.
+budget is for cells. What a cell takes is measured (`_probe.py`) before anything runs, once for
+each shape and type of its arguments. So these hold in every moment, also of backward:
+
+    outputs + their gradients + copies of inputs + indices = base
+    base + kept by all pieces + peak of any piece <= max_bytes
 """
 
 from __future__ import annotations
@@ -12,16 +16,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from penstock.batching._execution_plan import BatchPlan, ExecutionPlan, Operands
-from penstock.batching._meter import measured_peak
+from penstock.batching._pools import Pools
+from penstock.batching._probe import CellBytes, mode_of, probe
 from penstock.errors import CapacityError
 from penstock.units import format_bytes
 
-_PROBE_NODES = (1, 16)
-_MARGIN = 1.05
 _INDEX_BYTES = 64  # of a node: the rows that it reads and is read by
+_CHECKPOINT_BYTES = 8192  # of a piece that runs again: the state of the random numbers
+_INPUT_GRADIENTS = 3  # times an input: a piece's, the sum so far, and what the sum turns into
+
+
+@dataclass(frozen=True)
+class LaidInputs:
+    """The inputs of all graphs end to end."""
+
+    tensors: dict[int, tuple[Tensor, ...]]
+    """By number of the signature, `[nodes, ...]` each."""
+    device: torch.device
+    kept_bytes: int
+    """Of those that are copies of what the caller has."""
+    peak_bytes: int
+    """While they were laid."""
 
 
 @dataclass(frozen=True)
@@ -47,129 +64,108 @@ class Piece:
         return parts
 
 
-@dataclass(frozen=True)
-class _CellBytes:
-    """What a cell takes for n nodes: `fixed + per_node * n`."""
-
-    fixed_peak: float
-    node_peak: float
-    fixed_kept: float
-    node_kept: float
-    node_output: float
-
-
 class Budget:
     """Splits batches so that what they take stays below a limit."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._cells: dict[tuple[int, bool], _CellBytes] = {}
-        self._plan: ExecutionPlan | None = None
-        self._kept = self._outputs = self._largest = 0.0
+        self._known: dict[Hashable, CellBytes] = {}
+        self._costs: dict[int, CellBytes] = {}
+        self._free = self._largest = 0.0
 
-    def begin(self, plan: ExecutionPlan) -> None:
-        """Start a run."""
-        self._plan = plan
-        self._kept, self._outputs, self._largest = 0.0, 0.0, 0.0
-        self._seen_pools: set[int] = set()
+    def begin(
+        self,
+        plan: ExecutionPlan,
+        cells: dict[int, tuple[Hashable, nn.Module]],
+        pools: Pools,
+        inputs: LaidInputs,
+    ) -> None:
+        """Find what the cells of a run take, and what is left for them.
 
-    def next_piece(
-        self, batch: BatchPlan, done: int, named: tuple[Hashable, nn.Module], first: list[Any]
-    ) -> Piece:
-        """Return the next nodes of a batch that can run together."""
-        assert self._plan is not None
-        kind, cell = named
+        Raises:
+            CapacityError: it is too little for one node.
+        """
+        copies = sum(len(each) for each in (plan.index, plan.row_of_node)) * 8
+        base = float(inputs.kept_bytes + copies + len(plan.row_of_node) * _INDEX_BYTES)
         training = torch.is_grad_enabled()
-        if (batch.kind, training) not in self._cells:
-            self._cells[batch.kind, training] = _probe(cell, first, training)
-        cost = self._cells[batch.kind, training]
-        if batch.pool not in self._seen_pools:
-            self._seen_pools.add(batch.pool)
-            rows = self._plan.pool_rows[batch.pool]
-            self._outputs += cost.node_output * rows * (2 if training else 1)
-        num_nodes = len(self._plan.row_of_node)
-        free = self._max_bytes - self._outputs - self._kept - num_nodes * _INDEX_BYTES
-        left = batch.num_nodes - done
-        room = int((free - cost.fixed_peak) / max(cost.node_peak, 1.0))
-        if room < 1:
-            least = self._max_bytes - free + cost.fixed_peak + cost.node_peak
-            raise CapacityError(
-                f"max_bytes={format_bytes(self._max_bytes)} is too little for one node of type "
-                f"{kind!r} beside the outputs of all nodes; at least "
-                f"{format_bytes(int(least) + 1)} would do, or run fewer graphs at once"
-            )
-        count = min(room, left)
+        for tensor in (each for tensors in inputs.tensors.values() for each in tensors):
+            if training and tensor.requires_grad:
+                base += _INPUT_GRADIENTS * tensor.nbytes
+        self._costs = {}
+        examples: dict[int, tuple[tuple[Tensor, ...], bool]] = {}
+        for batch in plan.batches:
+            if batch.kind in self._costs:
+                continue
+            cost = self._cost(batch, cells[batch.kind][1], examples, inputs, self._max_bytes - base)
+            self._costs[batch.kind] = cost
+            if batch.pool not in examples:
+                layout = pools.layout(batch.pool, cost.example)
+                kept = tuple(
+                    each.to(dtype) for each, (_, dtype) in zip(cost.example, layout, strict=True)
+                )
+                examples[batch.pool] = kept, cost.is_tuple
+                rows = plan.pool_rows[batch.pool] * (2 if training else 1)
+                base += rows * sum(each.nbytes for each in kept)
+        base += _cast_bytes(cells, inputs.device)
+        self._free = self._max_bytes - base
+        self._largest = max((each.least_peak for each in self._costs.values()), default=0.0)
+        if self._largest > self._free or inputs.peak_bytes > self._max_bytes:
+            self._refuse(cells, max(base + self._largest, inputs.peak_bytes))
+
+    def next_piece(self, batch: BatchPlan, done: int) -> Piece:
+        """Return the next nodes of a batch that can run together."""
+        cost = self._costs[batch.kind]
+        training = torch.is_grad_enabled()
+        room = int((self._free - cost.fixed_peak) / max(cost.node_peak, 1.0))
+        count = max(min(room, batch.num_nodes - done), 1)
         kept = cost.fixed_kept + cost.node_kept * count
         self._largest = max(self._largest, cost.fixed_peak + cost.node_peak * count)
         # Only half of what is free may be kept, so that later batches have room to run.
-        recompute = training and kept > (free - self._largest) / 2
-        if training and not recompute:
-            self._kept += kept
+        recompute = training and kept > (self._free - self._largest) / 2
+        if training:
+            self._free -= _CHECKPOINT_BYTES if recompute else kept
         return Piece(done, done + count, recompute)
 
+    def _cost(
+        self,
+        batch: BatchPlan,
+        cell: nn.Module,
+        examples: dict[int, tuple[tuple[Tensor, ...], bool]],
+        inputs: LaidInputs,
+        room: float,
+    ) -> CellBytes:
+        """Return what a batch's cell takes, measured where these arguments are new to it."""
+        operands: dict[int, Any] = {}
+        for each in batch.operands:
+            example, is_tuple = examples[each.pool]
+            operands |= dict.fromkeys(each.slots, example if is_tuple else example[0])
+        arguments = [operands[slot] for slot in range(len(operands))]
+        arguments += [tensor[:1] for tensor in inputs.tensors.get(batch.kind, ())]
+        layouts = tuple(
+            tuple(
+                (each.shape, each.dtype) for each in (part if isinstance(part, tuple) else (part,))
+            )
+            for part in arguments
+        )
+        key = (batch.kind, layouts, mode_of(cell, inputs.device))
+        if key not in self._known:
+            self._known[key] = probe(cell, arguments, inputs.device, room)
+        return self._known[key]
 
-def _probe(cell: nn.Module, first: list[Any], training: bool) -> _CellBytes:
-    """Measure a cell on copies of one node, in a run without effect on anything."""
-    buffers = {name: each.clone() for name, each in cell.named_buffers()}
-    device = next((leaf.device for leaf in tree_leaves(first) if isinstance(leaf, Tensor)), None)
-    gpus = [device] if device is not None and device.type == "cuda" else []
-    parameters = [each for each in cell.parameters() if each.requires_grad]
-    measured = []
-    node_output = 0
-    with torch.random.fork_rng(devices=gpus), torch.set_grad_enabled(training):
-        for count in _PROBE_NODES:
-            probe = _Probe(cell, first, count, parameters)
-            kept = measured_peak(probe.forward, device or "cpu")[1]
-            peak = measured_peak(probe.step if training else probe.forward, device or "cpu")[0]
-            measured.append((peak, kept))
-            node_output = probe.output_bytes // count
-    for name, each in cell.named_buffers():
-        each.data.copy_(buffers[name])
-    (small_peak, small_kept), (large_peak, large_kept) = measured
-    nodes = _PROBE_NODES[1] - _PROBE_NODES[0]
-    node_peak = max(large_peak - small_peak, 0) / nodes * _MARGIN
-    node_kept = max(large_kept - small_kept, 0) / nodes * _MARGIN
-    return _CellBytes(
-        max(small_peak * _MARGIN - node_peak, 0),
-        node_peak,
-        max(small_kept * _MARGIN - node_kept, 0),
-        node_kept,
-        node_output,
-    )
+    def _refuse(self, cells: dict[int, tuple[Hashable, nn.Module]], least_bytes: float) -> None:
+        kind = max(self._costs, key=lambda kind: self._costs[kind].least_peak)
+        raise CapacityError(
+            f"max_bytes={format_bytes(self._max_bytes)} is too little for one node of type "
+            f"{cells[kind][0]!r} beside the outputs of all nodes; at least "
+            f"{format_bytes(int(least_bytes) + 1)} would do, or run fewer graphs at once"
+        )
 
 
-class _Probe:
-    """A cell with operands of `count` nodes, all alike."""
-
-    def __init__(
-        self, cell: nn.Module, first: list[Any], count: int, parameters: list[nn.Parameter]
-    ) -> None:
-        self._cell, self._first, self._count = cell, first, count
-        self._parameters = parameters
-        self.output_bytes = 0
-
-    def forward(self) -> Any:
-        leaves: list[Tensor] = []
-
-        def copied(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            rows = leaf.detach().repeat(self._count, *[1] * (leaf.dim() - 1))
-            if torch.is_grad_enabled() and rows.is_floating_point():
-                rows.requires_grad_()
-                leaves.append(rows)
-            return rows
-
-        arguments = tree_map(copied, self._first)
-        outputs = self._cell(*arguments)
-        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        self.output_bytes = sum(each.nbytes for each in tensors)
-        return outputs, leaves
-
-    def step(self) -> None:
-        outputs, leaves = self.forward()
-        tensors = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
-        wanted = [*leaves, *self._parameters]
-        if tensors and wanted:
-            ones = [torch.ones_like(each) for each in tensors]
-            torch.autograd.grad(tensors, wanted, ones, allow_unused=True)
+def _cast_bytes(cells: dict[int, tuple[Hashable, nn.Module]], device: torch.device) -> int:
+    """Return the bytes of casts of parameters that autocast keeps to its end."""
+    if not (torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled()):
+        return 0
+    width = torch.get_autocast_dtype(device.type).itemsize
+    modules = {id(cell): cell for _, cell in cells.values()}.values()
+    parameters = {id(each): each for cell in modules for each in cell.parameters()}.values()
+    return sum(each.numel() * width for each in parameters if each.dtype == torch.float32)

@@ -9,6 +9,7 @@ costs what it moves: no reader makes a gradient as large as everything it could 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -17,13 +18,23 @@ from torch import Tensor
 from penstock.batching._costs import Integers
 from penstock.batching._execution_plan import Operands
 
+_HALF = (torch.float16, torch.bfloat16)
+
 
 class Pools:
-    """The outputs of a graph's nodes by pool and component, and their gradients."""
+    """The outputs of a graph's nodes by pool and component, and their gradients.
 
-    def __init__(self, pool_rows: list[int], index: Tensor) -> None:
+    Args:
+        pool_rows: Rows of each pool.
+        index: Rows that are gathered, one reader after the other.
+        widened: Pools that keep half precision as float32, since other cells whose outputs they
+            have may return that: autocast leaves it open.
+    """
+
+    def __init__(self, pool_rows: list[int], index: Tensor, widened: Collection[int] = ()) -> None:
         self._num_rows = pool_rows
         self._index = index
+        self._widened = widened
         self._values: list[tuple[Tensor, ...] | None] = [None] * len(pool_rows)
         self._gradients: dict[int, tuple[Tensor, ...]] = {}
         self._pass = -1
@@ -35,9 +46,10 @@ class Pools:
         values = self._values[pool]
         if values is None:
             values = self._values[pool] = tuple(
-                each.new_empty((self._num_rows[pool], *each.shape[1:])) for each in components
+                each.new_empty((self._num_rows[pool], *each.shape[1:]), dtype=dtype)
+                for each, (_, dtype) in zip(components, self.layout(pool, components), strict=True)
             )
-        mine, theirs = _layout(components), _layout(values)
+        mine, theirs = self.layout(pool, components), self.layout(pool, values)
         if mine != theirs:
             raise ValueError(
                 f"the cell of {name!r} returns {mine}, but cells whose outputs are read as the "
@@ -48,6 +60,19 @@ class Pools:
             # .data has a version counter of its own: the rows written here are in no slice that
             # autograd has saved, whatever its counter would say.
             value.data[start : start + len(component)].copy_(component.detach())
+
+    def layout(
+        self, pool: int, components: tuple[Tensor, ...]
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape, without the batch axis, and type of rows as they are kept in a pool."""
+        widens = pool in self._widened
+        return [
+            (
+                tuple(each.shape[1:]),
+                torch.float32 if widens and each.dtype in _HALF else each.dtype,
+            )
+            for each in components
+        ]
 
     def read(self, operands: Operands, num_nodes: int) -> list[tuple[Tensor, ...]]:
         """Return for each slot the components of its operand, `[num_nodes, ...]` each."""
@@ -86,7 +111,7 @@ class Pools:
         values = self._values[pool]
         assert values is not None
         return tuple(
-            each[start : start + num_nodes] if value.is_floating_point() else None
+            each[start : start + num_nodes] if has_gradient(value) else None
             for each, value in zip(self._gradient_pool(pool), values, strict=True)
         )
 
@@ -121,12 +146,18 @@ class WriteOutputs(torch.autograd.Function):
     ) -> Tensor:
         pools.write(pool, start, components, name)
         ctx.place = (pools, pool, start, len(components[0]))
+        ctx.dtypes = [each.dtype for each in components]
         return components[0].new_empty(0, dtype=torch.get_default_dtype())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         pools, pool, start, num_nodes = ctx.place
-        return None, None, None, None, *pools.gradients(pool, start, num_nodes)
+        gradients = pools.gradients(pool, start, num_nodes)
+        cast = (
+            None if each is None else each.to(dtype)
+            for each, dtype in zip(gradients, ctx.dtypes, strict=True)
+        )
+        return None, None, None, None, *cast
 
 
 class ReadOperands(torch.autograd.Function):
@@ -140,7 +171,7 @@ class ReadOperands(torch.autograd.Function):
         ctx.place = (pools, operands, num_nodes)
         ctx.num_tokens = len(tokens)
         outputs = tuple(each for slot in pools.read(operands, num_nodes) for each in slot)
-        ctx.mark_non_differentiable(*(each for each in outputs if not each.is_floating_point()))
+        ctx.mark_non_differentiable(*(each for each in outputs if not has_gradient(each)))
         return outputs
 
     @staticmethod
@@ -155,5 +186,6 @@ class ReadOperands(torch.autograd.Function):
         return (None, None, None, *[None] * ctx.num_tokens)
 
 
-def _layout(components: tuple[Tensor, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    return [(tuple(each.shape[1:]), each.dtype) for each in components]
+def has_gradient(tensor: Tensor) -> bool:
+    """Whether autograd differentiates with respect to tensors of this type."""
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from penstock.batching._node_graph import NodeGraph
 
+_NUMBERS = (int, float, complex, np.generic)  # what cannot change in place
+
 Signature = tuple[Hashable, int, int]
 """Operator type, number of arguments, number of inputs: what can run in one batch."""
 
@@ -20,7 +22,8 @@ class TypedGraph:
     """A computation over typed nodes, each of which reads the outputs of earlier ones.
 
     A graph is built once, node by node or from arrays, and may be run any number of times; what
-    batching has to know about it is computed on first use and kept.
+    batching has to know about its shape is computed on first use and kept. Tensors and arrays that
+    are inputs are read in every run: what they hold then is what counts.
 
     Example:
         >>> tree = TypedGraph()
@@ -34,7 +37,8 @@ class TypedGraph:
         self._codes: list[int] = []
         self._arguments: list[Sequence[int]] = []
         self._rows: dict[int, list[tuple[Any, ...]]] = {}
-        self._inputs: dict[int, tuple[Tensor, ...]] | None = None
+        self._numbers: dict[int, list[Tensor | None]] = {}
+        self._arrays: dict[int, list[tuple[Tensor, Tensor | None]]] | None = None
         self._nodes: NodeGraph | None = None
         self._key: bytes | None = None
 
@@ -80,11 +84,11 @@ class TypedGraph:
             place = seen[kind] = seen.get(kind, -1) + 1
             places.setdefault(graph._codes[-1], []).append(place)
         kinds = {code: kind for (kind, _, _), code in graph._signatures.items()}
-        graph._inputs = {
-            code: tuple(
-                tensor if len(chosen) == len(tensor) else tensor[chosen]
+        graph._arrays = {
+            code: [
+                (tensor, None if len(chosen) == len(tensor) else torch.tensor(chosen))
                 for tensor in given.get(kinds[code], ())
-            )
+            ]
             for code, chosen in places.items()
         }
         return graph
@@ -96,6 +100,7 @@ class TypedGraph:
             kind: Operator type: the key of its cell.
             arguments: Nodes that were added before, whose outputs the cell gets.
             inputs: What the cell gets after them: numbers, or tensors without the batch axis.
+                Python's floats become torch's default type.
 
         Returns:
             The number of the node.
@@ -103,7 +108,7 @@ class TypedGraph:
         Raises:
             ValueError: an argument is no earlier node.
         """
-        if self._inputs is not None:
+        if self._nodes is not None or self._arrays is not None:
             raise ValueError("the graph has been run or made from arrays: no node can be added")
         node = len(self._codes)
         for argument in arguments:
@@ -133,24 +138,48 @@ class TypedGraph:
 
     @property
     def key(self) -> bytes:
-        """The same for graphs that are the same but for their inputs."""
+        """The same for graphs of the same nodes, whatever their signatures stand for."""
         if self._key is None:
-            nodes = self.nodes
-            digest = hashlib.blake2b(repr(self.signatures).encode(), digest_size=16)
-            for array in (nodes.types, nodes.starts, nodes.flat):
+            digest = hashlib.blake2b(digest_size=16)
+            for array in (self.nodes.types, self.nodes.starts, self.nodes.flat):
                 digest.update(array.tobytes())
             self._key = digest.digest()
         return self._key
 
     @property
+    def has_whole_inputs(self) -> bool:
+        """Whether `inputs` are the very tensors that were given."""
+        if self._arrays is None:
+            return False
+        return all(rows is None for columns in self._arrays.values() for _, rows in columns)
+
+    @property
     def inputs(self) -> dict[int, tuple[Tensor, ...]]:
-        """For each signature's number the inputs of its nodes: `[nodes, ...]` each."""
-        if self._inputs is None:
-            self._inputs = {
-                code: tuple(_stacked(column) for column in zip(*rows, strict=True))
-                for code, rows in self._rows.items()
+        """For each signature's number the inputs of its nodes as they are now: `[nodes, ...]`."""
+        if self._arrays is not None:
+            return {
+                code: tuple(
+                    tensor if rows is None else tensor.index_select(0, rows.to(tensor.device))
+                    for tensor, rows in columns
+                )
+                for code, columns in self._arrays.items()
             }
-        return self._inputs
+        return {code: tuple(self._columns(code)) for code in self._rows}
+
+    def _columns(self, code: int) -> list[Tensor]:
+        """Stack the inputs of a signature's nodes; columns of numbers, which stay, only once."""
+        columns = list(zip(*self._rows[code], strict=True))
+        known = self._numbers.get(code)
+        num_rows = len(self._rows[code])
+        if known is None or any(each is not None and len(each) != num_rows for each in known):
+            known = self._numbers[code] = [
+                _stacked(column) if all(isinstance(each, _NUMBERS) for each in column) else None
+                for column in columns
+            ]
+        return [
+            _stacked(column) if stacked is None else stacked
+            for column, stacked in zip(columns, known, strict=True)
+        ]
 
     def _add(self, kind: Hashable, arguments: Sequence[int], num_inputs: int) -> None:
         signature = (kind, len(arguments), num_inputs)
@@ -161,4 +190,6 @@ class TypedGraph:
 def _stacked(values: Sequence[Any]) -> Tensor:
     if isinstance(values[0], Tensor):
         return torch.stack(list(values))
-    return torch.from_numpy(np.asarray(values))
+    if isinstance(values[0], np.ndarray):
+        return torch.from_numpy(np.stack(values))
+    return torch.tensor(values)

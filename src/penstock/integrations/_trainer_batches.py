@@ -1,0 +1,192 @@
+"""Forms of a trainer's batches: lengths, padding that leaves the loss as it is, and buckets.
+
+An update is a list of micro-batches. Two updates have the same kind if they differ in nothing but
+the lengths to which their rows were padded.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+Batch = dict[str, Any]
+Update = list[Batch]
+Lengths = tuple[int, ...]
+"""Of the rows of all micro-batches of an update; of their targets as well in a model with a
+decoder and an encoder."""
+Kind = tuple[Any, ...]
+
+_TARGETS = ("labels", "decoder_input_ids", "decoder_attention_mask")
+_MASK = "attention_mask"
+_IGNORED = -100  # a label that cross entropy leaves out
+_MOST_WASTE = 0.03  # of all positions, by padding up to a bucket
+
+
+class Padding:
+    """Padding on the right: masked positions whose labels are ignored.
+
+    Args:
+        pad_token: The token of padded positions.
+        is_encoder_decoder: Whether targets have a length of their own.
+    """
+
+    def __init__(self, pad_token: int, is_encoder_decoder: bool) -> None:
+        self._has_targets = is_encoder_decoder
+        self._fills = {
+            "input_ids": pad_token,
+            "decoder_input_ids": pad_token,
+            _MASK: 0,
+            "decoder_attention_mask": 0,
+            "token_type_ids": 0,
+            "position_ids": 0,
+            "special_tokens_mask": 1,
+            "labels": _IGNORED,
+        }
+
+    def lengths_of(self, update: Update) -> Lengths | None:
+        """Return the greatest lengths among micro-batches; None if they cannot be padded."""
+        found = [self._batch_lengths(batch) for batch in update]
+        if None in found:
+            return None
+        return tuple(map(max, zip(*[each for each in found if each is not None], strict=True)))
+
+    def kind_of(self, update: Update) -> Kind:
+        """Return what updates must have in common, besides lengths, to be padded to one form."""
+        return tuple(self._kind(batch) for batch in update)
+
+    def resize(self, update: Update, lengths: Lengths) -> Update:
+        """Return the update with rows of these lengths: padded, or cut where they are longer."""
+        return [self._resized(batch, lengths) for batch in update]
+
+    def _batch_lengths(self, batch: Batch) -> Lengths | None:
+        mask = batch.get(_MASK)
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            return None
+        lengths: list[int | None] = [mask.shape[1], None]
+        for name, value in batch.items():
+            group = self._group(name, value)
+            if group is not None:
+                length = value.shape[1]
+                if lengths[group] not in (None, length):
+                    return None
+                lengths[group] = length
+            elif isinstance(value, torch.Tensor) and mask.shape[1] in value.shape[1:]:
+                return None  # another tensor by positions, of which nothing is known
+        return tuple(each for each in lengths if each is not None)
+
+    def _group(self, name: str, value: object) -> int | None:
+        """Return which of the lengths a tensor has; None if it has none."""
+        if not isinstance(value, torch.Tensor) or value.dim() != 2 or name not in self._fills:
+            return None
+        if value.dtype.is_floating_point or value.dtype.is_complex:
+            return None
+        return int(self._has_targets and name in _TARGETS)
+
+    def _kind(self, batch: Batch) -> Kind:
+        return tuple(
+            (name, str(value.dtype), value.shape[0])
+            if self._group(name, value) is not None
+            else (name, *form_of(value))
+            for name, value in sorted(batch.items())
+        )
+
+    def _resized(self, batch: Batch, lengths: Lengths) -> Batch:
+        made = {}
+        for name, value in batch.items():
+            group = self._group(name, value)
+            if group is not None and value.shape[1] != lengths[group]:
+                missing = lengths[group] - value.shape[1]  # below zero it cuts
+                value = torch.nn.functional.pad(value, (0, missing), value=self._fills[name])
+            made[name] = value
+        return made
+
+
+def form_of(value: object) -> Kind:
+    """Return what of a batch, or of a part of one, a plan is for."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape)
+    if isinstance(value, Mapping):
+        return tuple((name, *form_of(each)) for name, each in sorted(value.items()))
+    if isinstance(value, list | tuple):
+        return tuple(map(form_of, value))
+    return (repr(value),)
+
+
+def rows_of(batch: Batch, num_rows: int) -> Batch:
+    """Return the first rows of a batch whose rows are known by its attention mask."""
+    present = batch[_MASK].shape[0]
+    return {
+        name: value[:num_rows]
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == present
+        else value
+        for name, value in batch.items()
+    }
+
+
+def buckets(seen: Counter[Lengths], most: int) -> list[Lengths]:
+    """Choose lengths to pad to: few, and with little padding.
+
+    With lengths l in increasing order, c(i, j) what it costs to pad those from i to j to the
+    greatest, and W(k, j) the least for the first j in k buckets:
+    W(k, j) = min over i < j of W(k - 1, i) + c(i, j).
+
+    Example:
+        >>> buckets(Counter({(10,): 90, (11,): 10, (40,): 50}), 2)
+        [(11,), (40,)]
+
+    Args:
+        seen: The lengths, with how often they were seen.
+        most: The greatest number of buckets.
+
+    Returns:
+        The buckets, increasing: the fewest with at most 3 % padding, or `most` with the least.
+    """
+    lengths = sorted(seen)
+    counts = [seen[each] for each in lengths]
+    total = sum(count * sum(each) for each, count in zip(lengths, counts, strict=True))
+    num = len(lengths)
+    cost = [[0] * (num + 1) for _ in range(num)]
+    for i in range(num):
+        for j in range(i + 1, num + 1):
+            top = sum(_greatest(lengths[i:j]))
+            members = zip(lengths[i:j], counts[i:j], strict=True)
+            cost[i][j] = sum(count * (top - sum(each)) for each, count in members)
+    least: list[list[float]] = [[0.0] + [float("inf")] * num]
+    ends: list[list[int]] = []
+    for _ in range(min(most, num)):
+        row, cuts = [float("inf")] * (num + 1), [0] * (num + 1)
+        for j in range(1, num + 1):
+            row[j], cuts[j] = min((least[-1][i] + cost[i][j], i) for i in range(j))
+        least.append(row)
+        ends.append(cuts)
+        if row[num] <= _MOST_WASTE * total:
+            break
+    found, j = [], num
+    for cuts in reversed(ends):
+        found.append(_greatest(lengths[cuts[j] : j]))
+        j = cuts[j]
+    return sorted(set(found))
+
+
+def smallest_over(lengths: Lengths, choices: Sequence[Lengths]) -> Lengths | None:
+    """Return the choice with the least padding for an update; None if all are too short."""
+    fitting = [
+        each
+        for each in choices
+        if len(each) == len(lengths) and all(a >= b for a, b in zip(each, lengths, strict=True))
+    ]
+    return min(fitting, key=sum, default=None)
+
+
+def updates_of(batches: Sequence[Batch], num_micro_batches: int) -> list[Update]:
+    """Group the batches of an epoch by update; the last one may have fewer."""
+    each = iter(batches)
+    return list(iter(lambda: list(itertools.islice(each, num_micro_batches)), []))
+
+
+def _greatest(lengths: Sequence[Lengths]) -> Lengths:
+    return tuple(map(max, zip(*lengths, strict=True)))

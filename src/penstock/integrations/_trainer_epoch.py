@@ -1,0 +1,112 @@
+"""An epoch's batches, looked at before training: in a process of its own, which changes nothing.
+
+Random states, files and whatever else a data set holds are those of a copy of the process.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from penstock.integrations._trainer_batches import Batch, form_of
+
+_logger = logging.getLogger(__name__)
+
+_MAX_SECONDS = 20.0
+_MAX_BATCHES = 5000
+
+
+def batches_of_epoch(loader: object) -> list[Batch] | None:
+    """Return the batches of an epoch as a trainer's loader would draw them.
+
+    Batches of one form are one object.
+
+    Args:
+        loader: The trainer's; of a data set with indices.
+
+    Returns:
+        The batches, at most as many as can be read in 20 seconds; None if that cannot be done
+        without an effect on training, as for an iterable data set.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    if loader.batch_sampler is None:
+        return None
+    with unchanged_random_states():
+        try:
+            indices = _indices(loader)
+        except Exception as error:  # a sampler that cannot be copied; it is the user's code
+            _logger.info("the sampler cannot be copied, lengths are learned in training: %s", error)
+            return None
+        return _read(loader, indices)
+
+
+@contextmanager
+def unchanged_random_states() -> Iterator[None]:
+    """Restore the random states of torch, NumPy and Python after the block."""
+    # NumPy's legacy state is what data sets use that seed it.
+    numpy_state, python_state = np.random.get_state(), random.getstate()  # noqa: NPY002
+    torch_state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+def _indices(loader: DataLoader[Any]) -> list[list[int]]:
+    sampler = copy.deepcopy(loader.batch_sampler, {id(loader.dataset): loader.dataset})
+    assert sampler is not None
+    return [list(each) for _, each in zip(range(_MAX_BATCHES), sampler, strict=False)]
+
+
+def _read(loader: DataLoader[Any], indices: list[list[int]]) -> list[Batch] | None:
+    reader = DataLoader(
+        loader.dataset,
+        batch_sampler=indices,
+        collate_fn=_NewForms(loader.collate_fn),
+        num_workers=1,
+        multiprocessing_context="fork",
+        worker_init_fn=loader.worker_init_fn,
+    )
+    found: list[Batch] = []
+    known: dict[Any, Batch] = {}
+    begin = time.monotonic()
+    try:
+        for form, batch in reader:
+            if batch is not None:
+                known[form] = batch
+            found.append(known[form])
+            if time.monotonic() - begin > _MAX_SECONDS:
+                _logger.info("lengths are those of %d batches of an epoch", len(found))
+                break
+    except Exception as error:  # raised by the user's data set, and again when it trains
+        _logger.info("an epoch cannot be read ahead, lengths are learned in training: %s", error)
+        return None
+    return found
+
+
+class _NewForms:
+    """A collator that returns the form of each batch, and the batch itself where that is new."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+        self._known: set[Any] = set()
+
+    def __call__(self, samples: list[Any]) -> tuple[Any, Batch | None]:
+        batch = dict(self._collate(samples))
+        form = form_of(batch)
+        if form in self._known:
+            return form, None
+        self._known.add(form)
+        return form, batch
