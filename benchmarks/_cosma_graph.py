@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from _cosma_models import Network
 from penstock.graph import Kind, Operator, Phase, StepGraph, Storage, TensorView
-from penstock.planner.search._engine import ALIGNMENT_BYTES
+
+UNIT_BYTES = 512  # what plans of networks with large tensors align addresses to
 
 _FUSED = {
     "_native_batch_norm_legit_no_training",
@@ -151,7 +152,7 @@ def _graph(nodes: list[_Node], last: int) -> StepGraph:
     storages = tuple(
         Storage(
             name=f"{index}.{node.target}",
-            num_bytes=-(-node.num_elements // ALIGNMENT_BYTES) * ALIGNMENT_BYTES,
+            num_bytes=-(-node.num_elements // UNIT_BYTES) * UNIT_BYTES,
             kind=Kind.ACTIVATION,
             final=index if index == last else None,
         )

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,15 @@ def file_name(arm: str) -> str:
     return arm.replace("/", "_").replace(" ", "_")
 
 
-def prepare(model: str, device: str, directory: Path, store: str, time_limit: float) -> None:
+def prepare(
+    model: str,
+    device: str,
+    directory: Path,
+    store: str,
+    *,
+    time_limit: float,
+    arms: Collection[str] = tuple(ARMS),
+) -> None:
     """Capture, measure and plan; one file for each arm."""
     directory.mkdir(parents=True, exist_ok=True)
     graph_file = directory / "graph.json.gz"
@@ -139,7 +147,7 @@ def prepare(model: str, device: str, directory: Path, store: str, time_limit: fl
     full = plan(graph, machine=machine, time_limit=time_limit)
     full.save(directory / "full.json")
     for arm, (share, tier, _) in ARMS.items():
-        if share == 1:
+        if share == 1 or arm not in arms:
             continue
         below: dict[str, Any] = (
             {"store": store} if tier == "file" else {"host_memory": SHAPES[device].host_memory}
@@ -151,7 +159,7 @@ def prepare(model: str, device: str, directory: Path, store: str, time_limit: fl
                     graph, device_memory=budget, machine=machine, time_limit=time_limit, **below
                 )
             except InfeasibleError as error:
-                budget = int(max(error.minimum_device_bytes or 0, budget) * 1.02)
+                budget = int(max(error.sufficient_device_bytes or 0, budget) * 1.02)
         found.save(directory / f"{file_name(arm)}.json")
         print(
             model,

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FIGURE = REPOSITORY / "docs" / "figures" / "execute-memory.svg"
+_SHOWN = 1.5  # of eager's throughput; limits beyond it bind nothing
 _CURVES = {"host": ("#0072B2", "o", "host below"), "file": ("#D55E00", "^", "file below")}
+_LIMIT = f"limit: the transfers at the disk's bandwidth, if below {_SHOWN:.0%}"
 _COLUMNS = 3
 
 
@@ -64,23 +66,36 @@ def _draw_panel(panel: Axes, rows: list[BenchmarkRow]) -> None:
     panel.axhline(100, color="black", linewidth=0.8, label="eager")
     for tier, (colour, marker, label) in _CURVES.items():
         found = [row for row in rows if row.arm.endswith(tier)] + ([full] if full else [])
-        points = sorted((row.peak_bytes["device"] / 2**20, _throughput(row)) for row in found)
-        if len(points) > 1:
-            panel.plot(*zip(*points, strict=True), marker=marker, color=colour, label=label, ms=4)
+        found.sort(key=lambda row: row.peak_bytes["device"])
+        if len(found) > 1:
+            panel.errorbar(
+                [row.peak_bytes["device"] / 2**20 for row in found],
+                [_throughput(row) for row in found],
+                [*zip(*map(_spread, found), strict=True)],
+                **{"marker": marker, "color": colour, "label": label, "ms": 4},
+                **{"elinewidth": 0.8, "capsize": 2},
+            )
     limits = sorted(
         (row.peak_bytes["device"] / 2**20, 100 * row.extra["eager_seconds_by_disk_alone"])
         for row in rows
-        if (row.extra["eager_seconds_by_disk_alone"] or 2.0) < 1.5
+        if (row.extra["eager_seconds_by_disk_alone"] or 2 * _SHOWN) < _SHOWN
     )
     if limits:
         memory, speed = zip(*limits, strict=True)
-        panel.plot(memory, speed, "_", color="grey", ms=12, label="the disk alone")
+        panel.plot(memory, speed, "_", color="grey", ms=12, label=_LIMIT)
     panel.set_xscale("log", base=2)
     panel.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
-    panel.set_xlabel("device memory, MiB")
+    panel.set_xlabel("device memory, MiB (log scale)")
     panel.grid(alpha=0.3)
     panel.spines[["top", "right"]].set_visible(False)
 
 
 def _throughput(row: BenchmarkRow) -> float:
     return 100 / statistics.median(row.extra["times_eager"])
+
+
+def _spread(row: BenchmarkRow) -> tuple[float, float]:
+    """From the throughput down and up to what the quartiles of the step's own times give."""
+    fast, slow = row.quartiles_seconds
+    ratios = (row.median_seconds / slow, row.median_seconds / fast)
+    return _throughput(row) * (1 - ratios[0]), _throughput(row) * (ratios[1] - 1)

@@ -16,6 +16,7 @@ FIGURE = REPOSITORY / "docs" / "figures" / "plan-memory.svg"
 MODELS = ("wresnet-152-10", "brnn-8k", "bert-large")
 _CURVES = {OURS: ("#0072B2", "o"), ODSWAP: ("#009E73", "^"), GENETIC: ("#E69F00", "v")}
 _POINTS = {STOCK: ("#000000", "s"), CHECKPOINTING: ("#CC79A7", "D")}
+_LARGE_OPEN = {"markersize": 8, "markerfacecolor": "none"}  # others may lie in it
 
 
 def draw(device_name: str, directory: Path, target: Path = FIGURE) -> None:
@@ -54,7 +55,7 @@ def _draw_panel(panel: Axes, rows: list[BenchmarkRow]) -> None:
     for arm, (colour, marker) in {**_CURVES, **_POINTS}.items():
         found = sorted(
             (
-                row.extra["device_bytes"] / 1e9,
+                row.extra["device_bytes"] / 2**30,
                 100 * row.extra["share_of_ideal"],
             )
             for row in rows
@@ -64,9 +65,9 @@ def _draw_panel(panel: Axes, rows: list[BenchmarkRow]) -> None:
             memory, speed = zip(*found, strict=True)
             line = "-" if arm in _CURVES else "none"
             style = {"color": colour, "marker": marker, "markersize": 4, "linestyle": line}
-            panel.plot(memory, speed, label=arm, **style)
+            panel.plot(memory, speed, label=arm, **(style | (_LARGE_OPEN if arm == STOCK else {})))
     bounds = {
-        row.extra["device_bytes"] / 1e9: 100 * row.extra["ideal_seconds"] / row.limit.value
+        row.extra["device_bytes"] / 2**30: 100 * row.extra["ideal_seconds"] / row.limit.value
         for row in rows
         if row.arm == OURS and row.limit is not None
     }
@@ -75,7 +76,7 @@ def _draw_panel(panel: Axes, rows: list[BenchmarkRow]) -> None:
         panel.plot(memory, speed, ":", color="grey", linewidth=1, label="no plan is faster")
     panel.set_xscale("log", base=2)
     panel.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
-    panel.set_xlabel("device memory, GB")
+    panel.set_xlabel("device memory, GiB (log scale)")
     panel.set_ylim(0, 104)
     panel.grid(alpha=0.3)
     panel.spines[["top", "right"]].set_visible(False)

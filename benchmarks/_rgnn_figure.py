@@ -14,11 +14,12 @@ from _rows import REPOSITORY, read_rows, results_file
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+ALL = "all rewrites"
 FIGURE = REPOSITORY / "docs" / "figures" / "rgnn-ablation.svg"
 
 
 def draw(device_name: str, directory: Path, target: Path = FIGURE) -> None:
-    """Bars per graph, a panel per layer: times as long as with all rewrites."""
+    """A table per layer, of graphs and rewrites: the time of a step without one, as a ratio."""
     import matplotlib.pyplot as plt
 
     path = results_file(device_name, TOPIC, directory)
@@ -38,34 +39,50 @@ def draw(device_name: str, directory: Path, target: Path = FIGURE) -> None:
 def _figure(
     found: dict[tuple[str, str], dict[str, float]], models: list[str], device_name: str
 ) -> Figure:
+    """A table for each layer: a row for each graph, a column for each rewrite that changes any."""
     import matplotlib.pyplot as plt
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm
 
-    # Rewrites that change something somewhere, "all rewrites" last.
     changing = {name for entry in found.values() for name, ratio in entry.items() if ratio != 1.0}
     order = [name for entry in found.values() for name in entry if name in changing]
-    names = sorted(dict.fromkeys(order), key=lambda name: name == "all rewrites")
+    names = sorted(dict.fromkeys(order), key=lambda name: name == ALL)
+    graphs = {model: [g for g in GRAPHS if (model, g) in found] for model in models}
+    num_rows = [len(graphs[model]) for model in models]
     figure, panels = plt.subplots(
-        len(models), 1, figsize=(7.2, 2.1 * len(models)), sharex=True, squeeze=False
+        len(models),
+        1,
+        figsize=(7.2, 1.0 + 0.24 * sum(num_rows)),
+        height_ratios=num_rows,
+        squeeze=False,
+        layout="constrained",
     )
-    graphs = [graph for graph in GRAPHS if any(graph == of for _, of in found)]
-    width = 0.8 / len(names)
+    colours = LinearSegmentedColormap.from_list("slower", ["#FFFFFF", "#0072B2"])
+    most = max(ratio for entry in found.values() for ratio in entry.values())
     for panel, model in zip(panels[:, 0], models, strict=True):
-        for number, name in enumerate(names):
-            places = [place for place, graph in enumerate(graphs) if (model, graph) in found]
-            heights = [found[model, graphs[place]].get(name, 1.0) for place in places]
-            centres = [place + (number + 0.5) * width - 0.4 for place in places]
-            bars = panel.bar(centres, heights, width, label=f"without {name}")
-            labels = ["" if height == 1.0 else f"{height:.2f}" for height in heights]
-            panel.bar_label(bars, labels, fontsize=6, padding=2)
-        panel.axhline(1, color="grey", linewidth=0.6)
-        panel.set_ylabel(f"{model}\ntime, all rewrites = 1")
-        panel.set_xticks(range(len(graphs)), [graph.replace(" ", "\n") for graph in graphs])
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.margins(y=0.15)
-    figure.suptitle(f"A training step without rewrites, {device_name}", x=0.02, ha="left")
-    figure.tight_layout(rect=(0, 0, 1, 0.94))
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(
-        handles, labels, frameon=False, ncols=3, loc="upper left", bbox_to_anchor=(0.01, 0.96)
+        ratios = [[found[model, graph].get(name, 1.0) for name in names] for graph in graphs[model]]
+        panel.imshow(ratios, cmap=colours, norm=LogNorm(1.0, most, clip=True), aspect="auto")
+        for row, of_graph in enumerate(ratios):
+            for column, ratio in enumerate(of_graph):
+                text = "\u2013" if ratio == 1.0 else f"{ratio:.2f}"
+                shade = "white" if ratio > most**0.6 else "black"
+                panel.text(column, row, text, ha="center", va="center", color=shade)
+        panel.set_yticks(range(len(ratios)), graphs[model])
+        panel.set_ylabel(model, fontweight="bold")
+        panel.set_xticks([])
+        panel.tick_params(length=0)
+        panel.spines[:].set_visible(False)
+        for line in range(1, len(ratios)):
+            panel.axhline(line - 0.5, color="white", linewidth=1)
+    panels[0, 0].xaxis.tick_top()
+    panels[0, 0].set_xticks(
+        range(len(names)), ["\n".join(["without", *name.split()]) for name in names]
+    )
+    figure.align_ylabels()
+    figure.suptitle(
+        f"Time of a training step without a rewrite, with all of them = 1; \u2013: it changes "
+        f"nothing there\n{device_name}",
+        fontsize=8,
+        x=0.01,
+        ha="left",
     )
     return figure

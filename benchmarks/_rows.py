@@ -254,6 +254,9 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument(
+        "--dry-run", action="store_true", help="say what would be measured, and measure nothing"
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         default=RESULTS,
@@ -261,6 +264,12 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
         help="rows go to DIR/<device>/<topic>.json (default: benchmarks/results)",
     )
     return parser
+
+
+def announce(rows: Iterable[tuple[str, str]]) -> None:
+    """Print the case and arm of every row that would be measured: what `--dry-run` is for."""
+    for case, arm in rows:
+        print(json.dumps({"case": case, "arm": arm}))
 
 
 def _device_name(device: str) -> str:

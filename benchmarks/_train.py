@@ -116,7 +116,8 @@ def model_and_batch(options: argparse.Namespace) -> tuple[Any, dict[str, torch.T
     """What is trained: the model on its device, and one batch."""
     shape = {name: getattr(options, name) for name in ("hidden", "layers", "heads", "seq", "vocab")}
     dtype = getattr(torch, options.dtype)
-    model: Any = build(options.model, **shape).to(options.device, dtype)
+    with torch.device(options.device):  # a GPU draws billions of weights in no time
+        model: Any = build(options.model, **shape).to(options.device, dtype)
     batch = batch_of(options.model, batch=options.batch, seq=options.seq, vocab=options.vocab)
     return model, {name: tensor.to(options.device) for name, tensor in batch.items()}
 

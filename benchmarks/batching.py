@@ -37,7 +37,7 @@ from _batching_references import (
 )
 from _batching_training import prediction_rows, training_rows
 from _batching_trees import tree_rows
-from _rows import BenchmarkRow, Limit, argument_parser, environment, write_rows
+from _rows import BenchmarkRow, Limit, announce, argument_parser, environment, write_rows
 from penstock.batching import BalancedBatchSampler, schedule
 
 TOPIC = "batching"
@@ -242,6 +242,9 @@ def main() -> None:
     if options.data is None:
         parser.error("--data is missing: the folder that has batching/, or set PENSTOCK_DATA")
     data = Path(options.data, "batching")
+    if options.dry_run:
+        announce((part, "all arms") for part in ([options.part] if options.part else PARTS))
+        return
     where = environment(options.device)
     parts = {
         "batches": lambda: batch_rows(data, where),

@@ -25,7 +25,7 @@ import _execute_operators
 from _execute_arms import ARMS, MODELS, SHAPES, file_name, prepare
 from _execute_disk import disk_alone_seconds
 from _execute_peers import EAGER, PEERS, why_not
-from _rows import BenchmarkRow, Limit, argument_parser, environment, write_rows
+from _rows import BenchmarkRow, Limit, announce, argument_parser, environment, write_rows
 from penstock.planner import Plan
 
 Run = dict[str, Any]
@@ -94,7 +94,11 @@ def measure_model(model: str, arguments: argparse.Namespace) -> None:
     """Run the arms of one model, each between two eager runs, and write a row of each."""
     plans = arguments.plans / model
     if arguments.prepare or (arguments.arms and not (plans / "full.json").exists()):
-        prepare(model, arguments.device, plans, arguments.store, arguments.time_limit)
+        prepare(
+            *(model, arguments.device, plans, arguments.store),
+            time_limit=arguments.time_limit,
+            arms=arguments.arms,
+        )
     if arguments.prepare:
         return
 
@@ -146,6 +150,11 @@ def main() -> None:
         return
     if arguments.part == "figure":
         _execute_figure.draw(environment(arguments.device)["device_name"], arguments.out)
+        return
+    if arguments.dry_run:
+        for model in arguments.models:
+            case = SHAPES[arguments.device].case(model)
+            announce((case, arm) for arm in arguments.arms)
         return
     with tempfile.TemporaryDirectory() as temporary:
         arguments.plans = arguments.plans or Path(temporary)

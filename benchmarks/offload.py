@@ -11,6 +11,7 @@ the allocator under each other and give false ratios. Ratios are taken within a 
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -19,10 +20,20 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from _rows import REPOSITORY, BenchmarkRow, Limit, argument_parser, environment, write_rows
+from _rows import (
+    REPOSITORY,
+    BenchmarkRow,
+    Limit,
+    announce,
+    argument_parser,
+    environment,
+    write_rows,
+)
 
 WORKER = Path(__file__).resolve().parent / "_train.py"
 PEAK_BOUND = Path(__file__).resolve().parent / "_peak_bound.py"
@@ -41,11 +52,12 @@ GPU_ARMS = (
     "keep",
     "checkpoint",
     "save_on_cpu",
+    "bare auto",
+    "run auto",
+    "bare auto+file",
     "trl",
     "bare all",
-    "bare auto",
     "bare all+file",
-    "bare auto+file",
     "bare all+gds",
     "bare all+checkpoint",
     "bare all+checkpoint+file",
@@ -59,6 +71,7 @@ GPU_CASES = (
     ("bert", 8192, 4, 64, 512, 16),
     ("t5", 4096, 8, 32, 1024, 8),
 )
+PACKAGES = {"trl": "trl", "gds": "kvikio"}  # that a word of an arm needs
 THROTTLES = (4.0, 2.0, 1.0, 0.5, 0.25)  # rate of the store over the rate that is needed
 
 
@@ -78,8 +91,10 @@ def run_arm(case: Case, arm: str, *, store: str, steps: int, extra: tuple[str, .
     with tempfile.NamedTemporaryFile("r", suffix=".json") as report:
         if how == "run":
             policy, _, rest = words.partition("+")
+            # On a GPU there is host memory to go to, and without a store that is used alone.
+            where = () if "cuda" in case.flags else ("--store", store)
             command = [
-                *(sys.executable, "-m", "penstock", "run", "--store", store, "--policy", policy),
+                *(sys.executable, "-m", "penstock", "run", *where, "--policy", policy),
                 *("--report", report.name, str(WORKER), "--arm", rest or "keep", *flags),
             ]
         else:
@@ -100,10 +115,26 @@ def run_arm(case: Case, arm: str, *, store: str, steps: int, extra: tuple[str, .
     return result
 
 
+def missing(arm: str) -> str | None:
+    """The package that an arm needs and that is not installed."""
+    words = arm.replace("+", " ").split()
+    packages = [PACKAGES[word] for word in words if word in PACKAGES]
+    return next((name for name in packages if find_spec(name) is None), None)
+
+
 def compare(
-    case: Case, arms: tuple[str, ...], *, rounds: int, store: str, steps: int
+    case: Case,
+    arms: tuple[str, ...],
+    *,
+    rounds: int,
+    store: str,
+    steps: int,
+    after_each: Callable[[dict[str, list[Any]]], None] = lambda results: None,
 ) -> dict[str, list[Any]]:
-    """`rounds` results per arm, in paired processes; an arm that fails once is left out."""
+    """`rounds` results per arm, in paired processes; an arm that fails once is left out.
+
+    `after_each` is called with what there is after each process.
+    """
     results: dict[str, list[Any]] = {arm: [] for arm in arms}
     for index in range(rounds):
         order = arms if index % 2 == 0 else tuple(reversed(arms))
@@ -123,6 +154,7 @@ def compare(
                 file=sys.stderr,
                 flush=True,
             )
+            after_each(results)
     return results
 
 
@@ -169,13 +201,15 @@ def rows_of(
     limits["keep"] = None
     rows = []
     for arm, runs in results.items():
+        if not runs:
+            continue
         ratios = [
             statistics.median(ours["seconds"]) / statistics.median(theirs["seconds"])
-            for ours, theirs in zip(runs, stock, strict=True)
+            for ours, theirs in zip(runs, stock, strict=False)  # a round may not be over
         ]
         peaks = [
             ours["growth_bytes"] / theirs["growth_bytes"]
-            for ours, theirs in zip(runs, stock, strict=True)
+            for ours, theirs in zip(runs, stock, strict=False)  # a round may not be over
         ]
         report = dict(runs[-1].get("report") or {})
         report.pop("store", None)  # a directory of the machine, gone by now
@@ -264,36 +298,65 @@ def gpu_case(model: str, hidden: int, layers: int, heads: int, seq: int, batch: 
     return Case(f"{model} h{hidden} L{layers} s{seq} b{batch} bf16", tuple(flags))
 
 
-def main() -> None:
+def gpu_suite(options: argparse.Namespace, store: str, where: Any) -> int:
+    """The cases of the GPU suite; rows are written after every process. Returns failed arms."""
+    rounds, failed = options.rounds or 2, 0
+    wanted = tuple(options.arms or GPU_ARMS)
+    arms = tuple(arm for arm in wanted if missing(arm) is None)
+    for arm in wanted:
+        if arm not in arms:
+            print(f"offload: {arm} needs {missing(arm)}, which is not installed", file=sys.stderr)
+    shapes = [
+        shape
+        for model in options.models
+        for shape in [each for each in GPU_CASES if each[0] == model][: options.shapes]
+    ]
+    for case in (gpu_case(*shape) for shape in shapes):
+        if options.dry_run:
+            announce((case.name, arm) for arm in arms)
+            continue
+
+        def write(results: dict[str, list[Any]], case: Case = case) -> None:
+            if results.get("keep"):
+                write_rows(rows_of(case, results, where), options.out)
+
+        measure = {"store": store, "steps": options.steps, "rounds": rounds, "after_each": write}
+        results = compare(case, arms, **measure)
+        for arm in arms:
+            if arm not in results:
+                failed += 1
+                print(f"offload: {case.name}: {arm} FAILED", file=sys.stderr)
+    return failed
+
+
+def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--part", choices=["arms", "throttle"], default="arms")
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--arms", nargs="+", default=None, help='such as keep "run all"')
     parser.add_argument("--rounds", type=int, default=None)
+    parser.add_argument("--shapes", type=int, default=None, help="of each model, on a GPU")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--store", default=None, help="directory on the disk to measure with")
     options = parser.parse_args()
-    on_gpu = options.device != "cpu"
-    where = environment(options.device)
-    rounds = options.rounds or (2 if on_gpu else 9)
+    where = environment("cpu" if options.dry_run else options.device)
     with tempfile.TemporaryDirectory(dir=options.store) as store:
-        measure = {"store": store, "steps": options.steps, "rounds": rounds}
-        if on_gpu:
-            arms = tuple(options.arms or GPU_ARMS)
-            for case in (gpu_case(*shape) for shape in GPU_CASES if shape[0] in options.models):
-                results = compare(case, arms, **measure)
-                if results.get("keep"):
-                    write_rows(rows_of(case, results, where), options.out)
-            return
+        if options.device != "cpu":
+            return 1 if gpu_suite(options, store, where) else 0
+        measure = {"store": store, "steps": options.steps, "rounds": options.rounds or 9}
         for model in options.models:
             case = Case(model, ("--model", model))
+            if options.dry_run:
+                announce((case.name, arm) for arm in options.arms or CPU_ARMS)
+                continue
             if options.part == "throttle":
                 rows = throttle_rows(case, where=where, **measure)
             else:
                 results = compare(case, tuple(options.arms or CPU_ARMS), **measure)
                 rows = rows_of(case, results, where, bound=peak_bound(case))
             write_rows(rows, options.out)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

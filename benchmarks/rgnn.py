@@ -38,7 +38,15 @@ import _rgnn_graphs
 from _rgnn_arms import MODELS, PYG_COMPILED, backends, baselines, ours
 from _rgnn_rows import KILLED, TOO_LONG, TOPIC, Record
 from _rgnn_steps import MODES
-from _rows import REPOSITORY, BenchmarkRow, Limit, argument_parser, environment, write_rows
+from _rows import (
+    REPOSITORY,
+    BenchmarkRow,
+    Limit,
+    announce,
+    argument_parser,
+    environment,
+    write_rows,
+)
 from penstock.units import parse_bytes
 
 HERE = Path(__file__).resolve().parent
@@ -199,6 +207,12 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
+    if options.dry_run:
+        for graph in options.graphs if "cases" in options.part else ():
+            announce((f"{model} on {graph}", "all arms") for model in options.models)
+        if "first call" in options.part:
+            announce((f"{model}, first training step", "all caches") for model in options.models)
+        return
     where = environment(options.device)
     if "cases" in options.part and _rgnn_graphs.data_directory() is None:
         print("rgnn: no rgnn/ in $PENSTOCK_DATA; no cases", file=sys.stderr)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from _rows import BenchmarkRow, argument_parser, environment, write_rows
+from _rows import BenchmarkRow, announce, argument_parser, environment, write_rows
 from _unified_arms import Arm, fill, indices, measured, repetitions_of, rows_of
 from _unified_epoch import epoch_rows
 from _unified_file import file_rows
@@ -73,10 +73,16 @@ def main() -> None:
     parser.add_argument("--row-bytes", type=int, nargs="+", help="of the grid")
     parser.add_argument("--count", type=int, default=40_000, help="rows of a batch, of the file")
     parser.add_argument("--store", help="directory on the disk to measure")
+    parser.add_argument("--no-footprints", action="store_true", help="on a GPU: only the grid")
     options = parser.parse_args()
-    where = environment(options.device)
     on_gpu = options.device != "cpu"
     parts = [options.part] if options.part else ["memory", "epoch"] if on_gpu else ["memory"]
+    if options.dry_run:
+        widths = options.row_bytes or (GPU_ROW_BYTES if on_gpu else ROW_BYTES)
+        cases = [f"rows of {width} B" for width in widths] if "memory" in parts else []
+        announce((case, "all arms") for case in [*cases, *(set(parts) - {"memory"})])
+        return
+    where = environment(options.device)
     if "file" in parts:
         table_bytes = parse_bytes(options.table_bytes or "16GiB", name="--table-bytes")
         write_rows(file_rows(table_bytes, options.store, options.count, where), options.out)
@@ -88,7 +94,7 @@ def main() -> None:
             else:
                 rows = memory_rows(row_bytes, table_bytes, where)
             write_rows(rows, options.out)
-        if on_gpu:
+        if on_gpu and not options.no_footprints:
             for table_bytes in FOOTPRINT_BYTES:
                 rows = gpu_rows(FOOTPRINT_ROW_BYTES, table_bytes, options.device, where)
                 write_rows(rows, options.out)

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from _cosma_baseline import belady_traffic
-from _cosma_graph import inference_graph
+from _cosma_graph import UNIT_BYTES, inference_graph
 from _cosma_models import NETWORKS, Network
 from _rows import environment, read_rows
 from cosma import measure, table
 from graphs import GraphBuilder
 from penstock.planner import min_peak, min_working_set
-from penstock.planner.search._engine import ALIGNMENT_BYTES
 
 PARAMETERS = {  # of the usual implementations, without auxiliary heads and embeddings
     "resnet-50": 25_557_032,
@@ -66,7 +65,7 @@ def test_what_two_read_takes_in_no_activation():
         "aten.add",
     ]
     assert graph.operators[3].reads == (2, 1)
-    assert {storage.num_bytes for storage in graph.storages} == {ALIGNMENT_BYTES}
+    assert {storage.num_bytes for storage in graph.storages} == {UNIT_BYTES}
 
 
 def chain(*sizes, extra_reads=()):

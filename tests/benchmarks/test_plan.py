@@ -162,7 +162,9 @@ def rows_of(**seconds):
 def test_bars_are_met():
     lines = "\n".join(bars(rows_of(ours=1.05, genetic=1.26, frozen=1.09), ["c"]))
     assert "in 1 of 1 cases, worst 9.0%" in lines
-    assert "in 0 of 1 comparisons" in lines
+    assert "slower than another arm in 0 of 1 comparisons" in lines
+    assert "slower than with decisions frozen in 0 of 1 comparisons" in lines
+    assert "free: within 15% of the bound in 1 of 1 cases, worst 5.0%" in lines
     assert "by 20.0% (geometric mean of 1); in 0 cases" in lines
     assert "brnn-8k at 1/8: 95.2% of ideal" in lines
 
@@ -170,7 +172,9 @@ def test_bars_are_met():
 def test_bars_are_missed():
     lines = "\n".join(bars(rows_of(ours=1.25, genetic=1.2, frozen=1.11), ["c"]))
     assert "in 0 of 1 cases" in lines
-    assert "in 1 of 1 comparisons" in lines
+    assert "slower than another arm in 1 of 1 comparisons" in lines
+    assert "slower than with decisions frozen in 1 of 1 comparisons" in lines
+    assert "free: within 15% of the bound in 0 of 1 cases, worst 25.0%" in lines
     assert "by -4.0%" in lines
     none = "\n".join(bars(rows_of(ours=None, genetic=1.2, frozen=None), ["c"]))
     assert "only it has one" in none

@@ -32,7 +32,7 @@ from penstock.errors import (
     StoreUnavailableError,
     StoreWriteError,
 )
-from penstock.unified import UnifiedTensor, _file_rows, unify
+from penstock.unified import UnifiedTensor, _file_rows, _row_writer, unify
 from penstock.unified._file_rows import RowReader
 from penstock.unified._row_file import RowLayout
 from penstock.unified._row_writer import RowWriter
@@ -426,22 +426,31 @@ def test_a_read_error_in_the_middle_of_a_batch(disk, method):
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_write_error_in_the_middle_of_a_batch(disk, compiled, monkeypatch):
     if not compiled:
-        monkeypatch.setattr("penstock.unified._row_writer.library", lambda: None)
+        monkeypatch.setattr("penstock.unified._row_places.library", lambda: None)
     writer = RowWriter(disk.layout)
-    os.close(writer._fd)
-    writer._fd = os.open("/proc/self/mem", os.O_RDWR | os.O_CLOEXEC)
+    os.close(writer.file._fd)
+    writer.file._fd = os.open("/proc/self/mem", os.O_RDWR | os.O_CLOEXEC)
+    monkeypatch.setattr(writer.file, "_check_name", lambda layout: None)
     monkeypatch.setattr("penstock.unified._row_writer.os.fdatasync", lambda fd: None)
-    disk.breaks(40)
+    real = _row_writer._write_rows
+
+    def write_to_broken_disk(*arguments) -> None:
+        if is_sound:
+            is_sound.clear()
+            disk.breaks(40)
+        real(*arguments)
+
+    is_sound = [True]
+    monkeypatch.setattr(_row_writer, "_write_rows", write_to_broken_disk)
     rows = np.array([3, 39, 40, 63])
     content = np.full((4, PAGE_BYTES), 7, dtype=np.uint8)
     with pytest.raises(StoreWriteError, match="Input/output error"):
         writer.put(rows, content)
     with pytest.raises(StoreWriteError, match="Input/output error"):
-        writer.finish()
+        writer.file.finish()
     disk.is_mended()
-    writer.finish()
+    writer.file.finish()
     found = np.frombuffer(disk.path.read_bytes(), dtype=np.uint8).reshape(64, PAGE_BYTES)
     expected = disk.table.numpy().copy()
     expected[rows] = 7
     assert np.array_equal(found, expected)
-    writer.close()

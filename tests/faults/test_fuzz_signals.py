@@ -1,0 +1,76 @@
+"""A short form of `fuzz_signals.py`, and a signal at every place where Python looks for one."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fuzz_signals
+import penstock
+from fuzz_signals import Came
+
+pytest.importorskip("pytest_timeout", reason="a hang would not end")
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]
+STRIDE = 3001  # bytecodes; 397 has been tried too
+OURS = str(Path(penstock.__file__).parent)
+
+
+@pytest.mark.parametrize(
+    ("what", "num_signals"), [("interrupts", 40), ("SIGKILL", 10), ("SIGINT", 10), ("SIGTERM", 10)]
+)
+def test_signals_at_random_moments(what, num_signals):
+    """In a process of its own, which has no threads when it forks."""
+    program = [sys.executable, fuzz_signals.__file__, what, str(num_signals), "--seed", "7"]
+    found = subprocess.run(program, capture_output=True, text=True, timeout=100, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "0 problems" in found.stdout
+
+
+@pytest.mark.parametrize("options", fuzz_signals.OPTIONS[1:3], ids=str)
+def test_a_signal_at_any_bytecode_of_ours(store, options):
+    """Raised by a trace of Penstock's own functions, so at the same places in every run."""
+
+    def come(number: int, frame: object) -> None:
+        raise Came
+
+    def count(frame, event, argument):
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(OURS):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left == 0:
+                signal.raise_signal(signal.SIGUSR1)
+        return count
+
+    expected, stride = fuzz_signals.gradient(), STRIDE
+    before = signal.signal(signal.SIGUSR1, come)
+    offload = penstock.offload(store, **options)
+    num_came, place, reached = 0, 1, True
+    try:
+        while reached:
+            left = place
+            traced = sys.gettrace()
+            try:
+                sys.settrace(count)
+                with offload:
+                    fuzz_signals.gradient()
+            except Came:
+                num_came += 1
+            finally:
+                sys.settrace(traced)
+            reached = left <= 0
+            place += stride
+            with offload:
+                assert torch.equal(fuzz_signals.gradient(), expected)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert num_came > 5
+    assert not fuzz_signals._left(offload, options)
+    offload.close()
