@@ -1,8 +1,11 @@
-# Every target sets up `.venv` on first use and leaves it alone afterwards.
+# Every target sets up `.venv` on first use and leaves it alone afterwards; with TORCH=2.11.0, or
+# TORCH=newest, an environment of its own, `.venv-torch-2.11.0`, in which everything but torch and
+# Triton has the tested versions.
 # Needs: Python 3.11 or newer with venv, make, a C++ compiler.
 
-BIN := .venv/bin
-STAMP := .venv/.installed
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -10,17 +13,17 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 help:
 	@echo "make demo    train a small model in three arms; writes a table, a picture and a trace"
-	@echo "make test    the whole test suite"
+	@echo "make test    the whole test suite; with TORCH=2.11.0 or TORCH=newest on another torch"
 	@echo "make check   lint, format, types"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make docs    the documentation, in docs/_build/html"
-	@echo "make clean   remove what was built (.venv stays)"
+	@echo "make clean   remove what was built (environments stay)"
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses logical --dist worksteal
+	$(BIN)/python -m pytest --numprocesses logical --dist worksteal $(TESTS)
 
 check: $(STAMP)
 	$(BIN)/ruff check
@@ -48,11 +51,21 @@ echo "Install one (on Debian: python3 and python3-venv) or name it: make PYTHON=
 exit 1
 endef
 
+# Triton goes with torch: a torch for CUDA asks for one version of it.
+ifeq ($(TORCH),)
+CONSTRAIN := cat
+else ifeq ($(TORCH),newest)
+CONSTRAIN := sed -e '/^torch==/d' -e '/^triton==/d'
+else
+CONSTRAIN := sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^triton==/d'
+endif
+
 # torch first: once the constrained build is there, nothing else asks for another.
 $(STAMP): pyproject.toml constraints.txt
 	@python=$$($(FIND_PYTHON)) || exit 1; \
-	echo "Setting up .venv with $$("$$python" --version); the first time takes a few minutes."; \
-	"$$python" -m venv .venv
-	$(PIP) install --quiet -c constraints.txt torch
-	$(PIP) install --quiet -c constraints.txt -e ".[dev]"
+	echo "Setting up $(VENV) with $$("$$python" --version); the first time takes a few minutes."; \
+	"$$python" -m venv $(VENV)
+	@$(CONSTRAIN) constraints.txt > $(VENV)/constraints.txt
+	$(PIP) install --quiet -c $(VENV)/constraints.txt torch
+	$(PIP) install --quiet -c $(VENV)/constraints.txt -e ".[dev]"
 	@touch $@

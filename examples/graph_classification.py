@@ -150,6 +150,12 @@ def run(arm, graphs, train, test, options, cap, costs, seed, advance):
     return {"curve": curve, "steps": steps, "batches": first_epoch, "seconds": seconds}
 
 
+def mean_of_seeds(values):
+    """The mean and, of more than one, the standard deviation."""
+    mean = f"{statistics.fmean(values):.3f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.pstdev(values):.3f}"
+
+
 def draw(runs, peaks, cap, path):
     """Measured bytes of each batch of an epoch, and accuracy over the epochs."""
     figure, (left, right) = panels(2, width=9.5, height=3.4)
@@ -164,9 +170,14 @@ def draw(runs, peaks, cap, path):
         curves = np.array([[point[0] for point in each["curve"]] for each in runs[arm]])
         epochs = np.arange(1, curves.shape[1] + 1)
         right.plot(epochs, curves.mean(0), color=color, lw=2, label=arm)
-        right.fill_between(epochs, curves.min(0), curves.max(0), color=color, alpha=0.15, lw=0)
-    right.set(xlabel="epoch")
-    titled(right, f"test accuracy, mean and range of {len(runs['byte cap'])} seeds")
+        if len(curves) > 1:
+            right.fill_between(epochs, curves.min(0), curves.max(0), color=color, alpha=0.15, lw=0)
+    right.set(xlabel="epoch", ylim=(0, 1))
+    num_seeds = len(runs["byte cap"])
+    of_seeds = f"mean and range of {num_seeds} seeds" if num_seeds > 1 else "one seed"
+    titled(right, f"test accuracy, {of_seeds}")
+    for axis in (left, right):
+        axis.xaxis.get_major_locator().set_params(integer=True)
     for axis in (left, right):
         axis.legend(frameon=False, loc="lower left" if axis is left else "lower right")
     save(figure, path)
@@ -234,13 +245,14 @@ def main(arguments=None):
             ("largest measured peak", format_bytes(max(peaks[arm]))),
             ("mean measured peak", format_bytes(int(statistics.fmean(peaks[arm])))),
             ("seconds of a run", format_seconds(statistics.median(e["seconds"] for e in each))),
-            ("test accuracy", f"{statistics.fmean(last[::3]):.3f} ± {np.std(last[::3]):.3f}"),
-            ("test loss", f"{statistics.fmean(last[1::3]):.3f} ± {np.std(last[1::3]):.3f}"),
-            ("training loss", f"{statistics.fmean(last[2::3]):.3f} ± {np.std(last[2::3]):.3f}"),
+            ("test accuracy", mean_of_seeds(last[::3])),
+            ("test loss", mean_of_seeds(last[1::3])),
+            ("training loss", mean_of_seeds(last[2::3])),
         ]
         if arm == "byte cap":
             rows.insert(1, ("cap", format_bytes(cap)))
-        print(report_table(rows, title=f"{arm}, {options.dataset}, {options.seeds} seeds"))
+        seeds = f"{options.seeds} seeds" if options.seeds > 1 else "one seed"
+        print(report_table(rows, title=f"{arm}, {options.dataset}, {seeds}"))
     draw(runs, peaks, cap, options.figure)
     return runs, peaks, cap
 

@@ -49,6 +49,11 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_one_seed_has_no_spread(example):
+    assert example.mean_of_seeds([0.25]) == "0.250"
+    assert example.mean_of_seeds([0.25, 0.75]) == "0.500 ± 0.250"
+
+
 def test_both_arms_learn_and_the_cap_holds(example, data, capsys):
     figure = data / "figure.png"
     options = ("--data", str(data), "--dataset", "RINGS", "--seeds", "2", "--epochs", "8")

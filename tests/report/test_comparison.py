@@ -4,7 +4,10 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from matplotlib.text import Text
+
 from penstock.report import Measured, _comparison, draw_comparison
+from penstock.report._figures import unit_of_axis
 
 POINTS = [
     Measured("stock", 4 << 30, 1000.0),
@@ -42,6 +45,28 @@ def test_ways_are_points_and_plans_a_curve(figures, tmp_path):
     assert [text.get_text() for text in axes.texts] == ["1/8", "1/2"]
     assert axes.get_xlim()[0] == axes.get_ylim()[0] == 0
     assert axes.get_ylabel() == "tokens/s"
+
+
+@pytest.mark.parametrize("speeds", [(880, 985, 1004, 1040), (900, 870, 1004, 800), (9, 7, 5, 3)])
+def test_names_of_points_lie_on_no_line_and_no_other_name(figures, tmp_path, speeds):
+    names = ("1/12", "1/4", "1/2", "no limit")
+    sizes = (160 << 20, 440 << 20, 930 << 20, 1870 << 20)
+    points = [Measured(*each, curve=True) for each in zip(names, sizes, speeds, strict=True)]
+    draw_comparison(points, tmp_path / "a.png", title="t", curve="planned", unit="x")
+    (figure,) = figures
+    (axes,) = figure.axes
+    assert axes.get_xlabel() == "peak memory of training, MiB"
+    (line,) = axes.lines
+    path = line.get_path().transformed(line.get_transform())
+    boxes = [Text.get_window_extent(text) for text in axes.texts]
+    for box in boxes:
+        assert not path.intersects_bbox(box, filled=False)
+        assert box.count_overlaps(boxes) == 1  # itself
+
+
+def test_the_unit_of_an_axis_follows_its_length():
+    assert unit_of_axis(138 << 20) == (1 << 20, "MiB")
+    assert unit_of_axis(2 << 30) == (1 << 30, "GiB")
 
 
 def test_without_plans_there_is_no_curve(figures, tmp_path):

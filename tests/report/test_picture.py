@@ -67,6 +67,14 @@ def test_it_says_what_it_shows(tmp_path: Path):
     assert "host" not in text
 
 
+def test_a_long_step_has_an_axis_in_seconds(tmp_path: Path):
+    long = Timeline(0, 30_000 * MS, {tier: [(0, MIB)] for tier in Tier}, [])
+    text = words(draw_timeline(long, tmp_path / "long.svg"))
+    assert "<!-- time, s -->" in text
+    assert "<!-- 30 -->" in text
+    assert "<!-- 30000 -->" not in text
+
+
 def test_an_empty_timeline(tmp_path: Path):
     empty = Timeline(5, 5, {tier: [] for tier in Tier}, [])
     text = words(draw_timeline(empty, tmp_path / "empty.svg", title="Nothing yet"))

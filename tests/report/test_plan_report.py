@@ -28,7 +28,8 @@ UNIT = 256
 
 @pytest.fixture(scope="module")
 def graph():
-    return graphs.chain_step(6, weight_bytes=UNIT, activation_bytes=2 * UNIT)
+    graph = graphs.chain_step(6, weight_bytes=UNIT, activation_bytes=2 * UNIT)
+    return graphs.in_units(graph, UNIT)
 
 
 @pytest.fixture(scope="module")
