@@ -321,17 +321,117 @@ def test_trainers_of_a_script_run_as_planned(store: Path, tmp_path: Path):
     (steps,) = report["planned"]
     assert steps["num_steps"] == 3
     assert steps["arena_bytes"] + steps["workspace_bytes"] <= 768 << 10
-    assert "3 steps in " in "".join(OURS.findall(planned.stderr))
+    assert "3 steps by 1 plans in " in "".join(OURS.findall(planned.stderr))
 
 
-def test_a_script_without_a_trainer_is_told_that_nothing_was_planned():
+LOOP = """
+import torch
+print("started")
+weight = torch.ones(3, requires_grad=True)
+for step in range(2):
+    weight.square().sum().backward()
+print("trained", weight.grad.tolist())
+"""
+
+
+@pytest.mark.parametrize("value", ["", "=always", "=auto"])
+def test_a_loop_of_the_scripts_own_is_refused_before_it_trains(tmp_path: Path, value: str):
     pytest.importorskip("transformers", reason="penstock[demo] installs Transformers")
+    pytest.importorskip("accelerate", reason="Trainer needs it")
+    (tmp_path / "train.py").write_text(LOOP)
+    done = penstock_run(f"--plan{value}", "--device-memory", "1MiB", "train.py", cwd=tmp_path)
+    said = "".join(done.stderr.split("\n"))
+    assert "train.py:6 calls backward() outside of a transformers.Trainer" in said
+    assert "started" in done.stdout
+    if value == "=auto":
+        assert done.returncode == 0
+        assert "trained [4.0, 4.0, 4.0]" in done.stdout
+        assert "nothing was planned" in said
+    else:
+        assert done.returncode == 2
+        assert "trained" not in done.stdout
+        assert "--plan=auto" in said
+        assert "Traceback" not in said
+
+
+def test_a_script_that_does_not_train_has_not_been_planned():
+    pytest.importorskip("transformers", reason="penstock[demo] installs Transformers")
+    for is_optional in (True, False):
+        planning = _launch_modes.Planning({"device_memory": "1MiB"}, is_optional=is_optional)
+        with planning.running():
+            pass
+        entries, (line,) = planning.results()
+        assert entries == {"planned": []}
+        assert "nothing was planned" in line
+        if is_optional:
+            planning.finish()
+        else:
+            with pytest.raises(_launch_modes.NothingPlannedError, match="nothing was planned"):
+                planning.finish()
+
+
+def test_a_script_that_calls_fit_has_planned_itself():
+    pytest.importorskip("transformers", reason="penstock[demo] installs Transformers")
+    import torch
+
+    model = torch.nn.Linear(2, 1)
     planning = _launch_modes.Planning({"device_memory": "1MiB"})
     with planning.running():
-        pass
-    entries, (line,) = planning.results()
-    assert entries == {"planned": []}
-    assert "nothing was planned" in line
+        penstock.capture(
+            model,
+            torch.optim.SGD(model.parameters()),
+            (torch.ones(1, 2),),
+            loss=lambda output, batch: output.sum(),
+        )
+    planning.finish()
+
+
+def test_the_plans_value_behind_the_script_is_the_scripts(tmp_path: Path, store: Path):
+    (tmp_path / "train.py").write_text("import sys; print(sys.argv[1:])")
+    done = penstock_run("--store", store, "train.py", "--plan=auto", "x", cwd=tmp_path)
+    assert "['--plan=auto', 'x']" in done.stdout
+
+
+def test_a_script_comes_from_standard_input(tmp_path: Path, store: Path):
+    code = "import sys; print(__name__, sys.argv, repr(sys.path[0]), __file__)"
+    outputs = [
+        subprocess.run(
+            [sys.executable, *command, "-", "a"],
+            cwd=tmp_path,
+            input=code,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout
+        for command in ([], ["-m", "penstock", "run", "--store", str(store)])
+    ]
+    assert outputs[0] == outputs[1] == "__main__ ['-', 'a'] '' <stdin>\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [(["-m", "pkg.nope"], "cannot find"), (["wrong.py"], "SyntaxError"), (["."], "cannot find")],
+)
+def test_a_script_that_cannot_start_says_that_alone(tmp_path, store, arguments, text):
+    (tmp_path / "wrong.py").write_text("def")
+    done = penstock_run("--store", store, *arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    assert text in done.stderr
+    assert "saved no activations" not in done.stderr
+
+
+def test_errors_of_planning_show_the_scripts_lines_alone(tmp_path: Path, store: Path):
+    pytest.importorskip("transformers", reason="penstock[demo] installs Transformers")
+    pytest.importorskip("accelerate", reason="Trainer needs it")
+    (tmp_path / "train.py").write_text(TRAINER)
+    done = penstock_run(
+        "--plan", "--device-memory", "64KiB", "--store", store, "train.py", cwd=tmp_path
+    )
+    assert done.returncode == 1
+    assert "InfeasibleError: device_memory=64.00 KiB" in done.stderr
+    assert "trainer.train()" in done.stderr
+    assert f"{Path(penstock.__file__).parent}" not in done.stderr
 
 
 PROCESSES = """

@@ -102,6 +102,16 @@ def test_ctrl_c_ends_a_sweep_with_what_there_is(saved, monkeypatch):
     assert out.count("plan ") >= 2
 
 
+def test_ctrl_c_during_the_capture_says_that_there_is_nothing(saved, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_plan_run, "load_graph", interrupted)
+    code, out, err = run(saved, "--machine", "test")
+    assert code == 130 and not out
+    assert "interrupted before there was a plan" in err
+
+
 @pytest.mark.usefixtures("on_a_machine")
 def test_what_does_not_fit_is_an_error_without_traceback(saved):
     code, _, err = run(saved, "--device-memory", "1KiB", "--method", "lru", "--machine", "test")

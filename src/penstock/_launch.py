@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import functools
 import importlib.machinery
 import importlib.util
 import io
@@ -25,7 +26,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, Literal
 
-from penstock._launch_modes import Offloading, Planning
+from penstock._launch_modes import NothingPlannedError, Offloading, Planning
 from penstock._vector_math import settle_vector_math
 from penstock.errors import PenstockError
 from penstock.units import parse_bytes
@@ -69,6 +70,8 @@ class Launch:
     """Where to draw the last step."""
     plan: bool = False
     """Whether the steps of the script's trainers run as planned, instead of offloading."""
+    plan_is_optional: bool = False
+    """Whether a script that trains with a loop of its own runs on without a plan."""
     time_limit: float = 60
     """Seconds for planning."""
 
@@ -157,7 +160,7 @@ def _resolve(config: Launch) -> Launch:
                 parse_bytes(value, name=f"--{name.replace('_', '-')}")
             except ValueError as error:
                 raise LaunchError(str(error)) from error
-    if not config.is_module and not os.path.exists(config.target):
+    if not _is_stdin(config) and not config.is_module and not os.path.exists(config.target):
         raise LaunchError(
             f"cannot open {config.target!r}: no such file. Options of penstock run stand before "
             "the script; a module is run with -m."
@@ -231,7 +234,7 @@ def _open_planning(config: Launch) -> Planning:
         "store": config.store,
         "time_limit": config.time_limit,
     }
-    return Planning(options)
+    return Planning(options, is_optional=config.plan_is_optional)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,6 +243,7 @@ class _Outcome:
 
     exit_code: int
     exception: str | None = None
+    has_started: bool = True
     say: Callable[[], None] | None = None
 
     def finish(self) -> int:
@@ -250,17 +254,26 @@ class _Outcome:
 
 
 def _run_target(config: Launch, mode: Offloading | Planning) -> _Outcome:
+    has_started = False
     try:
+        main, code = _load_target(config)
+        has_started = True
         with mode.running():
-            _execute(*_load_target(config))
+            _execute(main, code)
+        mode.finish()
     except SystemExit as stop:
-        return _exit_outcome(stop.code)
+        return dataclasses.replace(_exit_outcome(stop.code), has_started=has_started)
+    except NothingPlannedError as error:
+        return _Outcome(2, str(error), say=functools.partial(_say, f"penstock run: {error}"))
     except BaseException as error:
         text = "".join(traceback.format_exception_only(error)).strip()
         exit_code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         shown = error.with_traceback(_without_our_frames(error))
         return _Outcome(
-            exit_code, text, lambda: sys.excepthook(type(shown), shown, shown.__traceback__)
+            exit_code,
+            text,
+            has_started,
+            lambda: sys.excepthook(type(shown), shown, shown.__traceback__),
         )
     return _Outcome(0)
 
@@ -271,18 +284,33 @@ def _exit_outcome(code: Any) -> _Outcome:
         return _Outcome(0)
     if isinstance(code, int):
         return _Outcome(code)
-    return _Outcome(1, f"SystemExit: {code}", lambda: _say(str(code)))
+    return _Outcome(1, f"SystemExit: {code}", say=lambda: _say(str(code)))
 
 
 def _without_our_frames(error: BaseException) -> TracebackType | None:
-    """The traceback from the script on; how we got there is not the reader's problem."""
+    """The traceback from the script on; how we got there is not the reader's problem.
+
+    Of Penstock's own errors no frame of Penstock is shown: the message says what is wrong.
+    """
     remaining = error.__traceback__
     while remaining is not None:
         file_name = remaining.tb_frame.f_code.co_filename
         if file_name != __file__ and not file_name.startswith("<frozen importlib"):
             break
         remaining = remaining.tb_next
-    return remaining
+    if not isinstance(error, PenstockError):
+        return remaining
+    error.__suppress_context__ = True
+    here = os.path.dirname(__file__) + os.sep
+    frames = []
+    while remaining is not None:
+        if not remaining.tb_frame.f_code.co_filename.startswith(here):
+            frames.append(remaining)
+        remaining = remaining.tb_next
+    shown = None
+    for each in reversed(frames):
+        shown = TracebackType(shown, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return shown
 
 
 def _say(text: str) -> None:
@@ -304,6 +332,10 @@ def _load_target(config: Launch) -> tuple[ModuleType, CodeType]:
     else:
         sys.path[0] = first_path
     sys.argv = [config.target, *config.arguments]
+    if _is_stdin(config):
+        main.__file__ = "<stdin>"
+        sys.modules["__main__"] = main
+        return main, compile(sys.stdin.read(), "<stdin>", "exec", dont_inherit=True)
     if not config.is_module and not _is_bundle(config):
         # A path relative to where the script started would be wrong after os.chdir.
         path = os.path.abspath(config.target)
@@ -325,7 +357,14 @@ def _load_target(config: Launch) -> tuple[ModuleType, CodeType]:
     return main, code
 
 
+def _is_stdin(config: Launch) -> bool:
+    """Whether the script comes from standard input, as of `python -`."""
+    return config.target == "-" and not config.is_module
+
+
 def _first_path(config: Launch) -> str:
+    if _is_stdin(config):
+        return ""
     if config.is_module:
         return os.getcwd()
     if _is_bundle(config):
@@ -335,7 +374,7 @@ def _first_path(config: Launch) -> str:
 
 def _is_bundle(config: Launch) -> bool:
     """Whether the target is a directory or a zip file that holds a `__main__.py`."""
-    if config.is_module:
+    if config.is_module or _is_stdin(config):
         return False
     if os.path.isdir(config.target):
         return True
@@ -387,6 +426,8 @@ def _write_results(
     import penstock
 
     entries, lines = mode.results()
+    if not mode.has_trained and (not outcome.has_started or outcome.say is not None):
+        lines = []  # what went wrong is said alone
     if config.report_path:
         _write_json(
             config.report_path,

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+import logging
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.errors import PenstockError
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from penstock.activations import Offload, OffloadReport
-    from penstock.executor import ExecutionReport
-    from penstock.integrations.transformers import PlannedTraining
+    from penstock.integrations.transformers import PlannedTraining, TrainingReport
+
+_logger = logging.getLogger(__name__)
+
+
+class NothingPlannedError(PenstockError):
+    """A script that was to run as planned trains with a loop of its own, or not at all."""
 
 
 class Offloading:
@@ -29,9 +38,17 @@ class Offloading:
         self._offload = offload
         self._trace_path, self._picture_path = trace_path, picture_path
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether there is anything to report."""
+        return self._offload.report().num_saved > 0
+
     def running(self) -> AbstractContextManager[object]:
         """The block in which the script runs."""
         return self._offload
+
+    def finish(self) -> None:
+        """Accept a script that has come to its end."""
 
     def results(self) -> tuple[dict[str, Any], list[str]]:
         """Write what was asked for; return entries of the report, and lines for people."""
@@ -57,19 +74,74 @@ class Planning:
 
     Args:
         options: Of `penstock.integrations.transformers.plan_trainers`.
+        is_optional: Whether a script that trains with a loop of its own runs on without a plan.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], *, is_optional: bool = False) -> None:
         from penstock.integrations.transformers import plan_trainers
 
         self._trainers = plan_trainers(**options)
         self._trainings: list[PlannedTraining] = []
+        self._is_optional = is_optional
+        self._has_own_loop = False
+        self._has_planned_itself = False
 
-    def running(self) -> AbstractContextManager[object]:
+    @property
+    def has_trained(self) -> bool:
+        """Whether there is anything to report."""
+        return any(each.report() is not None for each in self._trainings)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
         """The block in which the script runs."""
-        stack = ExitStack()
-        self._trainings = stack.enter_context(self._trainers)
-        return stack
+        import torch
+
+        backward = torch.autograd.backward
+
+        def looked_at(*args: Any, **kwargs: Any) -> Any:
+            self._look_at_loop()
+            return backward(*args, **kwargs)
+
+        torch.autograd.backward = looked_at  # what Tensor.backward calls
+        try:
+            with self._trainers as self._trainings:
+                yield
+        finally:
+            torch.autograd.backward = backward
+
+    def finish(self) -> None:
+        """Accept a script that has come to its end, if steps of it were planned.
+
+        Raises:
+            NothingPlannedError: None was, and it was not said that this is all right.
+        """
+        if not (self._is_optional or self.has_trained or self._has_planned_itself):
+            raise NothingPlannedError(
+                "no transformers.Trainer took a step in the script, so nothing was planned; "
+                "--plan=auto accepts that"
+            )
+
+    def _look_at_loop(self) -> None:
+        """Refuse the first backward pass of a loop of the script's own, or say so once."""
+        from penstock.integrations.transformers import is_training
+
+        if self._has_own_loop or is_training():
+            return
+        if _is_called_by_penstock():  # penstock.fit, called by the script
+            self._has_planned_itself = True
+            return
+        line = _script_line()
+        said = (
+            f"{line} calls backward() outside of a transformers.Trainer: --plan plans the steps "
+            "of a Trainer, and nothing of this loop"
+        )
+        if not self._is_optional:
+            raise NothingPlannedError(
+                f"{said}. Call penstock.fit in the script, run it without --plan to offload its "
+                "activations, or with --plan=auto to go on without a plan"
+            )
+        self._has_own_loop = True
+        _logger.warning("%s; it goes on without a plan (--plan=auto)", said)
 
     def results(self) -> tuple[dict[str, Any], list[str]]:
         """Return entries of the report, and lines for people."""
@@ -95,11 +167,40 @@ def _offload_lines(report: OffloadReport) -> list[str]:
     ]
 
 
-def _planned_line(report: ExecutionReport) -> str:
-    return (
-        f"{report.num_steps} steps in {format_bytes(report.arena_bytes + report.workspace_bytes)}; "
+_HERE = Path(__file__).parent
+
+
+def _is_called_by_penstock() -> bool:
+    """Tell whether a backward pass is part of a capture, and none of the script's."""
+    for frame in traceback.extract_stack()[::-1]:
+        path = Path(frame.filename)
+        if _HERE in path.parents and path != Path(__file__):
+            return path.parent != _HERE  # frames of `penstock run` itself are around every script
+    return False
+
+
+def _script_line() -> str:
+    """Name the innermost line that belongs to no installed package."""
+    import torch
+
+    packages = (str(Path(torch.__file__).parents[1]), str(_HERE), "<frozen")
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(packages):
+            return f"{frame.filename}:{frame.lineno}"
+    return "the script"
+
+
+def _planned_line(report: TrainingReport) -> str:
+    line = (
+        f"{report.num_planned_steps} steps by {report.num_plans} plans in "
+        f"{format_bytes(report.arena_bytes + report.workspace_bytes)}; "
         f"{format_bytes(sum(report.moved_bytes.values()))} moved in each; "
         f"{format_seconds(report.step_seconds)} a step (planned "
         f"{format_seconds(report.predicted_step_seconds)}), "
         f"waited {format_seconds(report.stall_seconds)}"
     )
+    if report.num_padded_steps:
+        line += f"; {report.num_padded_steps} padded"
+    if report.num_ordinary_steps:
+        line += f"; {report.num_ordinary_steps} ordinary steps beside them"
+    return line

@@ -6,6 +6,7 @@ works when torch does not.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 import penstock
 from penstock import _plan_command
@@ -84,15 +86,33 @@ _POLICY = typer.Option(
 _PLAN = typer.Option(
     "--plan",
     help="Instead of offloading, run the steps of the script's transformers.Trainer as planned for "
-    "--device-memory.",
+    "--device-memory. A loop of the script's own is refused before its first update; with "
+    "--plan=auto it runs on as it is.",
 )
+_PLAN_AUTO = typer.Option("--plan-auto", hidden=True)  # what --plan=auto is read as
 _TIME_LIMIT = typer.Option(metavar="SECONDS", help="For planning, with --plan.")
 _REPORT = file_option("Write what happened as JSON, also when the script fails.")
 _TRACE = file_option(f"Write the last step as a trace; {OPEN_TRACE}")
 _PICTURE = file_option(f"Draw the last step {NEEDS_VIZ}")
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
+class _RunCommand(TyperCommand):
+    """`run`, whose flag `--plan` may have a value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read `--plan=auto` before SCRIPT as a flag of its own."""
+        before = list(itertools.takewhile(lambda each: each != "--", args))
+        names = {"--plan=auto": "--plan-auto", "--plan=always": "--plan"}
+        read = [names.get(each, each) for each in before] + args[len(before) :]
+        # What stands behind SCRIPT is the script's own, and is given to it as it was.
+        given = super().parse_args(ctx, read)
+        if ctx.params.get("arguments"):
+            num_own = len(ctx.params["arguments"])
+            ctx.params["arguments"] = args[len(args) - num_own :]
+        return given
+
+
+@app.command(cls=_RunCommand, context_settings={"allow_interspersed_args": False})
 def run(
     script: Annotated[
         str,
@@ -113,6 +133,7 @@ def run(
     min_bytes: Annotated[str, _MIN_BYTES] = "1MiB",
     policy: Annotated[Literal["auto", "all"], _POLICY] = "auto",
     plan: Annotated[bool, _PLAN] = False,
+    plan_auto: Annotated[bool, _PLAN_AUTO] = False,
     time_limit: Annotated[float, _TIME_LIMIT] = 60,
     report: Annotated[Path | None, _REPORT] = None,
     trace: Annotated[Path | None, _TRACE] = None,
@@ -141,6 +162,8 @@ def run(
     --device-memory together; what does not fit lies in --host-memory, in --store, or is computed
     again. The losses and weights are the same.
 
+    SCRIPT may be - for a script on standard input.
+
     With several ranks, as in the last line, each writes its own file: out.rank0.json,
     out.rank1.json.
     """
@@ -155,7 +178,8 @@ def run(
         host_memory=host_memory,
         min_bytes=min_bytes,
         policy=policy,
-        plan=plan,
+        plan=plan or plan_auto,
+        plan_is_optional=plan_auto,
         time_limit=time_limit,
         report_path=report,
         trace_path=trace,

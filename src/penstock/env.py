@@ -41,16 +41,41 @@ _VARIABLE_PREFIXES = ("PENSTOCK_", "MALLOC_", "OMP_", "MKL_", "PYTORCH_", "TORCH
 _VARIABLES = ("CXX", "LD_PRELOAD", "XDG_CACHE_HOME")
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 
-_TORCH_QUESTIONS = """
-import json, torch
+_NEWEST_TESTED_TORCH = (2, 13)
+_INTERNALS = {
+    "torch._C._current_graph_task_id": "penstock.offload",
+    "torch._C._AutoDispatchBelowAutograd": "penstock.capture",
+    "torch._subclasses.fake_tensor.FakeTensorMode": "penstock.capture",
+    "torch.fx.experimental.proxy_tensor.make_fx": "penstock.capture",
+    "torch._C.DisableTorchFunctionSubclass": "penstock.unify",
+    "torch._C._are_functorch_transforms_active": "penstock.rgnn",
+    "torch.library.custom_op": "penstock.rgnn inside torch.compile",
+    "torch.backends.cuda.matmul.fp32_precision": "penstock.rgnn on a GPU",
+}
+"""Names of torch that it does not promise to keep, and what does not work without them."""
+_TORCH_QUESTIONS = f"""
+import importlib, json, torch
+def has(name):
+    module, parts = "torch", name.split(".")[1:]
+    found = torch
+    for part in parts:
+        module += "." + part
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(module)
+            except ImportError:
+                return False
+        found = getattr(found, part)
+    return True
 cuda = torch.cuda.is_available()
-print(json.dumps({
+print(json.dumps({{
+    "lacks": [name for name in {list(_INTERNALS)} if not has(name)],
     "version": torch.__version__,
     "threads": torch.get_num_threads(),
     "cuda": torch.version.cuda,
     "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     if cuda else [],
-}))
+}}))
 """
 
 
@@ -169,13 +194,27 @@ def _check_torch() -> Iterator[Check]:
         )
         return
     answers = json.loads(done.stdout.strip().splitlines()[-1])
-    old = tuple(int(part) for part in answers["version"].split("+")[0].split(".")[:2]) < (2, 11)
+    version = tuple(int(part) for part in answers["version"].split("+")[0].split(".")[:2])
+    old, new = version < (2, 11), version > _NEWEST_TESTED_TORCH
+    tested = f"2.11 to {'.'.join(map(str, _NEWEST_TESTED_TORCH))}"
     yield Check(
         name="torch",
-        status="broken" if old else "ok",
+        status="broken" if old else "note" if new else "ok",
         value=f"{answers['version']}, {answers['threads']} threads",
-        remedy="Penstock needs 2.11 or later: pip install -U 'torch>=2.11'" if old else "",
+        remedy="Penstock needs 2.11 or later: pip install -U 'torch>=2.11'"
+        if old
+        else f"Penstock is tested with {tested}; `make test TORCH={answers['version']}` tells."
+        if new
+        else "",
     )
+    for name in () if old else answers["lacks"]:
+        yield Check(
+            name="torch internals",
+            status="broken",
+            value=f"{answers['version']} has no {name}, without which {_INTERNALS[name]} does not "
+            "work",
+            remedy=f"Install a version that Penstock is tested with: {tested}.",
+        )
     if answers["devices"]:
         value = f"CUDA {answers['cuda']}: {', '.join(answers['devices'])}"
         yield Check(name="gpu", status="ok", value=value)

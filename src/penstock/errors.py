@@ -7,6 +7,9 @@ right arguments: a full disk, a broken compiler, a budget that cannot be met.
 
 from __future__ import annotations
 
+import os
+import sys
+
 
 class PenstockError(Exception):
     """Base class of the errors that Penstock raises itself.
@@ -25,9 +28,11 @@ class InfeasibleError(CapacityError):
     """No plan fits the budget, or none was found within the time limit; the message says which.
 
     Attributes:
-        minimum_device_bytes: The least budget that would do, where it is known.
+        minimum_device_bytes: No plan fits less, in any order of the operators; bytes as they are,
+            without alignment. None where that is not known. (Of `pack`: a capacity that suffices.)
         operator: Name of the operator that needs it, where there is one.
-        proved: Whether it is proved that nothing fits.
+        proved: Whether it is proved that nothing fits; else a longer search may find a plan.
+        sufficient_device_bytes: The least budget for which a plan was found, if any was.
     """
 
     def __init__(
@@ -36,12 +41,14 @@ class InfeasibleError(CapacityError):
         *,
         minimum_device_bytes: int | None = None,
         operator: str | None = None,
-        proved: bool = True,
+        proved: bool = False,
+        sufficient_device_bytes: int | None = None,
     ) -> None:
         super().__init__(message)
         self.minimum_device_bytes = minimum_device_bytes
         self.operator = operator
         self.proved = proved
+        self.sufficient_device_bytes = sufficient_device_bytes
 
 
 class CaptureError(PenstockError):
@@ -89,6 +96,20 @@ class NonFiniteLossError(PenstockError):
     def __init__(self, message: str, *, loss: float) -> None:
         super().__init__(message)
         self.loss = loss
+
+
+class UnlikeEagerError(PenstockError):
+    """A planned step's loss has other bits than the program itself, called eagerly, gives.
+
+    Attributes:
+        loss: That of the planned step.
+        expected: That of the program.
+    """
+
+    def __init__(self, message: str, *, loss: float, expected: float) -> None:
+        super().__init__(message)
+        self.loss = loss
+        self.expected = expected
 
 
 class WholeTableError(PenstockError):
@@ -146,3 +167,12 @@ class StoreReadError(StoreError):
 
 class StoreWarning(UserWarning):
     """The store works but is not what it seems, for example a directory that lives in RAM."""
+
+
+def stacklevel_of_user() -> int:
+    """Return the `stacklevel` with which the function that warns points at the user's line."""
+    here, level = os.path.dirname(__file__) + os.sep, 1
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(here):
+        frame, level = frame.f_back, level + 1
+    return level

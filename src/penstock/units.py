@@ -46,7 +46,8 @@ def parse_bytes(value: int | str, *, name: str = "value") -> int:
     """
     if isinstance(value, str):
         return _parse_text(value, name=name, whole=value, accepted=_ACCEPTED_BYTES)
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    is_tensor = hasattr(value, "requires_grad")  # it has an `__index__`, and may be on a GPU
+    if isinstance(value, bool) or is_tensor or not hasattr(value, "__index__"):
         raise TypeError(
             f"{name} must be {_ACCEPTED_BYTES}; got {value!r} of type {type(value).__name__}"
         )
@@ -54,6 +55,30 @@ def parse_bytes(value: int | str, *, name: str = "value") -> int:
     if num_bytes < 0:
         raise ValueError(f"{name} must be {_ACCEPTED_BYTES}; got {value!r}")
     return num_bytes
+
+
+def parse_share(text: object) -> Fraction | None:
+    """Read a share of something, as `"1/8"` or `"25%"`; above 0.
+
+    Example:
+        >>> parse_share("1/8"), parse_share("25%"), parse_share("8GiB")
+        (Fraction(1, 8), Fraction(1, 4), None)
+
+    Args:
+        text: What a user gave.
+
+    Returns:
+        The share; None if it is none.
+    """
+    if not isinstance(text, str):
+        return None
+    if re.fullmatch(r"\d+/[1-9]\d*", text):
+        share = Fraction(text)
+    elif re.fullmatch(r"\d+(\.\d+)?%", text):
+        share = Fraction(text[:-1]) / 100
+    else:
+        return None
+    return share or None
 
 
 def parse_bandwidth(value: int | float | str, *, name: str = "value") -> float:

@@ -60,7 +60,7 @@ def make_plans(
                     time_limit=plan_seconds,
                 )
             except InfeasibleError as error:
-                budget = int(max(error.minimum_device_bytes or 0, budget) * _SLACK)
+                budget = int(max(error.sufficient_device_bytes or 0, budget) * _SLACK)
         found.save(_plan_file(directory, divisor))
 
 

@@ -10,6 +10,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _DOTS_PER_INCH = 120
+_MIB, _GIB = 1 << 20, 1 << 30
+
+
+def unit_of_axis(most_bytes: float) -> tuple[int, str]:
+    """Return the unit of an axis that goes up to so many bytes: its bytes and its name."""
+    return (_GIB, "GiB") if most_bytes >= 2 * _GIB else (_MIB, "MiB")
 
 
 def new_figure(

@@ -67,8 +67,14 @@ def draw_timeline(
     _draw_lanes(lane_axes, lanes, origin_ns)
     # An empty timeline still gets an axis of positive length.
     lane_axes.set_xlim(0, max((end_ns - origin_ns) / 1e6, 1e-3))
+    if end_ns - origin_ns > _MOST_MILLISECONDS * 1_000_000:  # as the headline has them
+        lane_axes.xaxis.set_major_formatter(lambda time_ms, _: f"{time_ms / 1000:g}")
+        lane_axes.set_xlabel("time, s", fontsize=12)
     figure.suptitle(title or _headline(timeline), fontsize=15)
     return write_figure(figure, path)
+
+
+_MOST_MILLISECONDS = 2000  # on the axis of time; a longer one is in seconds
 
 
 def _headline(timeline: Timeline) -> str:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.report._figures import new_figure, write_figure
+from penstock.report._figures import new_figure, unit_of_axis, write_figure
 from penstock.units import format_bytes
 
-_GIB = 1 << 30
 # Colour and marker of each way to train.
 _STYLES = {
     "stock": ("#000000", "s"),
@@ -107,17 +106,19 @@ def draw_sweep(sweep: Sweep, path: str | os.PathLike[str]) -> Path:
     """
     figure = new_figure("a sweep", (8.6, 5.0))
     axes = figure.subplots()
-    _draw_curves(axes, sweep)
-    _draw_bound(axes, sweep)
+    most = max(point.device_bytes for point in sweep.points)
+    unit_bytes, name_of_unit = unit_of_axis(most)
+    _draw_curves(axes, sweep, unit_bytes)
+    _draw_bound(axes, sweep, unit_bytes)
     if sweep.minimum_bytes is not None:
-        least = sweep.minimum_bytes / _GIB
+        least = sweep.minimum_bytes / unit_bytes
         axes.axvspan(0, least, color="#D55E00", alpha=0.12, linewidth=0)
         axes.text(
             least / 2, 50, "no plan found", rotation=90, ha="center", va="center", color="#8A3B00"
         )
-    axes.set_xlim(0, 1.05 * max(point.device_bytes for point in sweep.points) / _GIB)
+    axes.set_xlim(0, 1.05 * most / unit_bytes)
     axes.set_ylim(0, 108)
-    axes.set_xlabel("device memory, GiB", fontsize=11)
+    axes.set_xlabel(f"device memory, {name_of_unit}", fontsize=11)
     axes.set_ylabel("throughput, % of unlimited memory", fontsize=11)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
@@ -126,11 +127,11 @@ def draw_sweep(sweep: Sweep, path: str | os.PathLike[str]) -> Path:
     return write_figure(figure, path)
 
 
-def _draw_curves(axes: Any, sweep: Sweep) -> None:
+def _draw_curves(axes: Any, sweep: Sweep, unit_bytes: int) -> None:
     for name in sweep.names:
         points = sweep.curve(name)
         colour, marker = _STYLES.get(name, _STYLES["plans"])
-        memory = [point.device_bytes / _GIB for point in points]
+        memory = [point.device_bytes / unit_bytes for point in points]
         speed = [100 * sweep.ideal_seconds / point.step_seconds for point in points]
         single = len(points) == 1
         axes.plot(
@@ -152,9 +153,9 @@ def _label(name: str, points: Sequence[SweepPoint]) -> str:
     return name
 
 
-def _draw_bound(axes: Any, sweep: Sweep) -> None:
+def _draw_bound(axes: Any, sweep: Sweep, unit_bytes: int) -> None:
     bounded = sorted(
-        (p.device_bytes / _GIB, 100 * sweep.ideal_seconds / p.lower_bound_seconds)
+        (p.device_bytes / unit_bytes, 100 * sweep.ideal_seconds / p.lower_bound_seconds)
         for p in sweep.points
         if p.lower_bound_seconds
     )
