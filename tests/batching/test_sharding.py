@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 
 import numpy as np
 import pytest
 import torch
-from torch import distributed, multiprocessing, nn
+from torch import nn
 
+from _ranks import spawn
 from penstock.batching import BalancedBatchSampler
 
 NUM_SAMPLES, CAP = 90, 160
@@ -86,41 +86,6 @@ def test_batches_that_accelerate_would_put_together_are_refused():
     accelerator = accelerate.Accelerator(cpu=True, dataloader_config=configuration)
     with pytest.raises(ValueError, match="dispatch_batches=False"):
         list(accelerator.prepare_data_loader(loader))
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def spawn(work, num_ranks, folder):
-    """Run `work(folder)` on ranks as torchrun would start them; returns what each has saved."""
-    # Imports take most of the time: one process does them for all ranks of all tests.
-    libraries = ["torch", "accelerate", "lightning", "transformers", "penstock.batching"]
-    multiprocessing.set_forkserver_preload(libraries)
-    arguments = (num_ranks, free_port(), work, str(folder))
-    multiprocessing.start_processes(
-        one_rank, arguments, nprocs=num_ranks, start_method="forkserver"
-    )
-    return [torch.load(folder / f"{rank}.pt") for rank in range(num_ranks)]
-
-
-def one_rank(rank, num_ranks, port, work, folder):
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "TORCHELASTIC_RUN_ID": "test",
-    }
-    torch.set_num_threads(1)
-    torch.save(work(folder), f"{folder}/{rank}.pt")
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
 
 
 class Regression(nn.Module):

@@ -7,9 +7,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import distributed, multiprocessing
 
 NUM_RANKS = 2
 needs_gloo = pytest.mark.skipif(
@@ -23,9 +27,7 @@ def outputs_of_ranks(program: list[str], *arguments: object, seconds: float = 12
 
     Where one fails or time is up all are killed, as the others would wait for it.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = _free_port()
     ranks = [
         subprocess.Popen(
             [sys.executable, *program, str(rank), str(port), *map(str, arguments)],
@@ -48,3 +50,40 @@ def outputs_of_ranks(program: list[str], *arguments: object, seconds: float = 12
         outputs = [each.communicate()[0] for each in ranks]
     assert codes == [0] * NUM_RANKS, "exit statuses of the ranks (None: it was still running)"
     return outputs
+
+
+def spawn(work: Callable[[Path], Any], num_ranks: int, folder: Path) -> list[Any]:
+    """Run `work(folder)` on ranks as torchrun would start them; return what each returns."""
+    # Imports take most of the time: one process does them for all ranks of all tests.
+    libraries = ["torch", "accelerate", "lightning", "transformers", "penstock.batching"]
+    multiprocessing.set_forkserver_preload(libraries)
+    arguments = (num_ranks, _free_port(), work, str(folder))
+    multiprocessing.start_processes(
+        _one_rank, arguments, nprocs=num_ranks, start_method="forkserver"
+    )
+    return [torch.load(folder / f"{rank}.pt") for rank in range(num_ranks)]
+
+
+def _one_rank(
+    rank: int, num_ranks: int, port: int, work: Callable[[Path], Any], folder: str
+) -> None:
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "test",
+    }
+    torch.set_num_threads(1)
+    torch.save(work(Path(folder)), f"{folder}/{rank}.pt")
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

@@ -8,19 +8,20 @@ from torch import nn
 
 import penstock
 from _planned import MACHINE
-from penstock.errors import GraphFileError
+from penstock.errors import CaptureError, GraphFileError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIONS = {"machine": MACHINE, "time_limit": 0.2, "cache": False, "device_memory": "64MiB"}
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 
 
-def fitted(**group):
+def fitted(before_step=None, **group):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), **group)
     loss_of = lambda output, batch: output.square().mean()  # noqa: E731
-    return model, optimizer, penstock.fit(model, optimizer, X, loss=loss_of, **OPTIONS)
+    options = {"loss": loss_of, "before_step": before_step and before_step(model), **OPTIONS}
+    return model, optimizer, penstock.fit(model, optimizer, X, **options)
 
 
 def test_the_report_is_there_after_the_end():
@@ -53,8 +54,19 @@ def test_a_hyper_parameter_that_branches_is_named():
         step(X)
 
 
-def test_ranks_that_do_not_hear_of_each_other_are_warned(monkeypatch):
+def test_ranks_whose_gradients_nothing_averages_are_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
-    with pytest.warns(UserWarning, match="average_gradients"):
+    with pytest.raises(CaptureError, match="average_gradients"):
         fitted()
+    fitted(before_step=lambda model: lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+
+
+def test_optimizers_that_others_have_wrapped_are_refused_by_name():
+    class Wrapped(torch.optim.Optimizer):
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"Wrapped around .* SGD; pass optimizer\.optimizer"):
+        penstock.capture(model, Wrapped(torch.optim.SGD(model.parameters())), X)  # type: ignore

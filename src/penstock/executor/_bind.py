@@ -14,6 +14,7 @@ from torch import nn
 from penstock.errors import PenstockError, PlanError
 from penstock.executor._debug import poison
 from penstock.executor._device import Device, device_of
+from penstock.executor._distributed import refuse_ranks_apart
 from penstock.executor._execution import Execution
 from penstock.executor._initial import Initial, Initializer
 from penstock.executor._memory import Blocks, Layout, layout_of
@@ -25,6 +26,7 @@ from penstock.executor._operators import (
 from penstock.executor._report import ExecutionReport
 from penstock.executor._shadow import Shadow
 from penstock.graph import StepGraph
+from penstock.graph._capture import check_optimizer
 from penstock.graph._step_program import StepProgram
 from penstock.memory import FileStore
 from penstock.planner import Plan, check
@@ -275,7 +277,8 @@ def bind(
     Raises:
         PlanError: The plan is wrong, or for another graph (rule `"graph"`).
         GraphFileError: The graph is not of this model and optimizer; nothing has moved.
-        CaptureError: The model is sharded (FSDP2) in a way that a graph does not hold.
+        CaptureError: The model is sharded (FSDP2) in a way that a graph does not hold; or there are
+            several ranks, and nothing averages gradients over them.
         StoreError: The store cannot be used, or has not enough room.
         TypeError, ValueError: An argument is not what it must be.
     """
@@ -283,9 +286,7 @@ def bind(
         raise TypeError(f"plan must be a Plan, from penstock.plan or Plan.load; got {plan!r}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module; got {type(model).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        kind = type(optimizer).__name__
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer; got {kind}")
+    check_optimizer(optimizer)
     if also and graph is None:
         raise ValueError("also=[...] needs graph=: the graphs of all plans, to tell batches apart")
     file_bytes = max(each.peak_file_bytes for each, _ in [(plan, graph), *also])
@@ -296,6 +297,8 @@ def bind(
     file_store = None if store is None else FileStore.of(store)
 
     def executions(pairs: Sequence[tuple[Plan, StepGraph]]) -> list[Execution]:
+        for _, each in pairs:
+            refuse_ranks_apart(each, before_step)
         return _executions(pairs, model, optimizer, loss, file_store, debug)
 
     def with_first_batch(batch: Any) -> list[Execution]:

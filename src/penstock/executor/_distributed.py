@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from torch import distributed, nn
 
+from penstock.errors import CaptureError
+from penstock.graph import StepGraph
 from penstock.graph._collectives import average_over_ranks_
+from penstock.graph._schemas import COLLECTIVES
 
 
 def average_gradients(model: nn.Module, group: distributed.ProcessGroup | None = None) -> None:
@@ -37,3 +40,30 @@ def average_gradients(model: nn.Module, group: distributed.ProcessGroup | None =
     for parameter in model.parameters():
         if parameter.grad is not None:
             average_over_ranks_(parameter.grad, name)
+
+
+def refuse_ranks_apart(graph: StepGraph, before_step: object = None) -> None:
+    """Refuse a step in which ranks would go apart without a word, as no gradient is averaged.
+
+    The parameters of a model that `DistributedDataParallel` has wrapped are averaged by its
+    `forward` and its hooks, and by nothing in a step of the model within.
+
+    Args:
+        graph: The step.
+        before_step: Of the step, if it is not known from the capture.
+
+    Raises:
+        CaptureError: There are several ranks, and the step has neither a collective nor a
+            `before_step`, whatever that does.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    if before_step is not None or (graph.captured is not None and graph.captured.has_before_step):
+        return
+    num_ranks = distributed.get_world_size()
+    if num_ranks > 1 and not any(each.target in COLLECTIVES for each in graph.operators):
+        raise CaptureError(
+            f"there are {num_ranks} ranks, and nothing in the step averages gradients over them: "
+            "pass before_step=lambda: penstock.executor.average_gradients(model); for ranks that "
+            "are to learn apart, with group= of this rank alone"
+        )

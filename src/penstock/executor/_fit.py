@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import os
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,12 +14,12 @@ from torch import nn
 
 from penstock.errors import InfeasibleError
 from penstock.executor._bind import PlannedStep, bind
+from penstock.executor._distributed import refuse_ranks_apart
 from penstock.executor._initial import Initializer
 from penstock.executor._operators import declared_workspace_bytes, executable
 from penstock.executor._plan_cache import Planned, plan_entry
 from penstock.executor._seam import initial_fill
 from penstock.graph import StepGraph, capture, measure
-from penstock.graph._shards import ShardedModel
 from penstock.memory import FileStore, MachineProfile
 from penstock.planner import Found, Plan, plan
 from penstock.units import format_bytes, format_seconds, parse_bytes
@@ -103,7 +102,6 @@ def fit(
         time_limit=time_limit,
         seed=seed,
     )
-    _warn_of_ranks_apart(model, loss, before_step)
 
     def captured(each: Any) -> StepGraph:
         began = time.perf_counter()
@@ -112,6 +110,7 @@ def fit(
         is_list = accumulate is not None and isinstance(each, list | tuple) and each is not batch
         how["accumulate"] = len(each) if is_list else accumulate
         graph = executable(capture(model, optimizer, each, **how))
+        refuse_ranks_apart(graph)
         for name in graph.metadata["initial_state"]:
             initial_fill(graph, name)  # before the time that planning takes
         elapsed = format_seconds(time.perf_counter() - began)
@@ -185,20 +184,6 @@ def _within_one_arena(
         "and not with one arena for all and the workspace of any: raise it, or make the shapes "
         "more alike"
     )
-
-
-def _warn_of_ranks_apart(model: nn.Module, loss: object, before_step: object) -> None:
-    """Warn where ranks of a process group would train without hearing of each other."""
-    distributed = torch.distributed
-    if before_step is not None or not (distributed.is_available() and distributed.is_initialized()):
-        return
-    if distributed.get_world_size() > 1 and not ShardedModel(model, loss).groups:
-        warnings.warn(
-            f"{distributed.get_world_size()} ranks are there and nothing averages gradients: each "
-            "trains by itself. Pass "
-            "before_step=lambda: penstock.executor.average_gradients(model)",
-            stacklevel=3,
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -239,23 +239,38 @@ class _Trial:
         comparison.end()
 
 
+def check_optimizer(optimizer: object) -> None:
+    """Refuse what is no optimizer of PyTorch, or wraps one (Accelerate, Lightning).
+
+    Raises:
+        TypeError: It is; the message names its class, and the way to the optimizer within.
+    """
+    kind = type(optimizer).__name__
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer is a {kind} around an optimizer of class {type(inner).__name__}; pass "
+            "optimizer.optimizer: a planned step scales and accumulates gradients itself"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer has to be a torch.optim.Optimizer, and is a {kind}")
+
+
 def _check(model: object, optimizer: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model has to be an nn.Module, and is a {type(model).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        kind = type(optimizer).__name__
-        raise TypeError(f"optimizer has to be a torch.optim.Optimizer, and is a {kind}")
+    check_optimizer(optimizer)
     for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise CaptureError(
+                f"{name or 'model'} is wrapped for data parallelism; pass its .module, with "
+                "before_step=lambda: penstock.executor.average_gradients(model)"
+            )
         if _is_compiled(module):
             raise CaptureError(
                 f"{name or 'model'} is compiled (torch.compile, torch.jit), and what it runs is "
                 "not seen; pass the module as it was before"
             )
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise CaptureError(
-            "model is wrapped for data parallelism; pass model.module, with "
-            "before_step=lambda: penstock.executor.average_gradients(model.module)"
-        )
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise CaptureError(
