@@ -219,6 +219,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if "mark.gpu" not in collection_path.read_text() else None
 
 
+def pytest_collection_finish() -> None:
+    """Take what the imports have made out of collections: hundreds of captures would look at it."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip `gpu` tests where there is no GPU; torch is imported only if one was collected."""
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]

@@ -111,7 +111,7 @@ def test_a_handler_that_only_takes_note_does_not_stop_the_step(store):
 
 @pytest.mark.parametrize("tier", ["host", "file"])
 def test_signals_at_random_moments(tier, store):
-    """In full: `python tests/executor/_signal_fuzz.py --num 2000 --signal SIGINT`."""
+    """In full: `_signal_fuzz.py --num 2000 --signal SIGINT`."""
     outcomes = _signal_fuzz.fuzz(signal.SIGTERM, 25, tier, store)
     assert not outcomes["torn"] + outcomes["wrong"]
     assert outcomes["undone"] + outcomes["done"]

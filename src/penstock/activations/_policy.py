@@ -146,7 +146,11 @@ class AutoPolicy(Policy):
             if rates.write_bytes_per_second is not None:
                 self._rates.append(rates)
             if not self._rates:
-                return  # nothing was ever written: not enough to plan with
+                self.reason = (
+                    "no write has ended before its storage was needed again, so the next step "
+                    "offloads everything as well and is measured"
+                )
+                return
             plan = self._hidden(entries, total, stall_seconds)
             self._explain(plan.amount, total)
         self._plans[self._kind] = self._last_plan = plan

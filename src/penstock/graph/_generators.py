@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -114,7 +115,7 @@ def _states() -> Iterator[tuple[str, _State]]:
         shared.append(numpy.random.mtrand._rand)
         kinds = (*kinds, numpy.random.RandomState, numpy.random.Generator)
     found = {kind for base in kinds for kind in _with_subclasses(base)} - {random.SystemRandom}
-    for each in [each for each in gc.get_objects() if type(each) in found]:
+    for each in _instances(found):
         kind = type(each)
         if any(each is known for known in shared):
             continue
@@ -123,6 +124,12 @@ def _states() -> Iterator[tuple[str, _State]]:
             yield f"{name} at {id(each):#x}", _of_python(each)
         else:
             yield f"{name} at {id(each):#x}", _of_numpy(each)
+
+
+def _instances(kinds: set[type]) -> list[object]:
+    """Return all objects of some types; without a loop in Python, as there are millions."""
+    objects = gc.get_objects()
+    return list(itertools.compress(objects, map(kinds.__contains__, map(type, objects))))
 
 
 def _with_subclasses(kind: type) -> Iterator[type]:

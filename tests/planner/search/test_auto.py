@@ -14,7 +14,9 @@ from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.memory import Link, LinkProfile
 from penstock.planner import Bound, Budget, check, min_working_set
+from penstock.planner.packing._pack import pack
 from penstock.planner.proofs._lives import operator_bytes
+from penstock.planner.search import _addresses
 from penstock.planner.search._auto_plan import plan_auto
 from penstock.planner.search._engine import OperatorSequence, Problem
 
@@ -153,6 +155,22 @@ def test_without_a_limit_nothing_moves_even_when_there_is_no_time(seed):
     plan = planned(graph, [1.0] * len(graph.operators), None, time_limit=1e-9)
     check(graph, plan)
     assert not plan.transfers and not plan.recomputed
+
+
+def test_without_a_limit_the_arena_is_what_the_packer_needs(monkeypatch):
+    graph = chain_step(6, weight_bytes=4096, activation_bytes=8192)
+    seconds = [1.0] * len(graph.operators)
+    enough = 2 * int(program(graph, seconds).base.max())
+
+    def pack_badly(buffers, capacity, *options):
+        if capacity < enough:
+            raise InfeasibleError("no room", sufficient_device_bytes=enough)
+        return pack(buffers, capacity, *options)
+
+    monkeypatch.setattr(_addresses, "pack", pack_badly)
+    check(graph, planned(graph, seconds, None))
+    with pytest.raises(InfeasibleError, match=f"{enough} bytes suffice"):
+        planned(graph, seconds, enough - 1, links=[])
 
 
 def test_no_tier_below_means_recomputation_or_nothing():

@@ -271,6 +271,13 @@ def _searched(task: _Task, report: Callable[[float], None]) -> Plan:
         residency, offsets = addressed(search.finalists(), deadline=deadline)
     except KeyboardInterrupt:  # the best alone, without taking time
         residency, offsets = addressed(search.finalists()[:1], deadline=time.monotonic())
+    except InfeasibleError as error:
+        if task.budget.device_bytes is not None:
+            raise
+        # No limit was given: the arena becomes what the packer needs.
+        residency, offsets = addressed(
+            search.finalists(), capacity=2 * _enough(error), deadline=deadline
+        )
     return _plan(task, residency, offsets)
 
 
