@@ -2,13 +2,15 @@
 
     PYTHONPATH=src:tests/graph python tests/executor/_signal_fuzz.py --num 2000 --tier file
 
-counts what became of them; `--signal SIGINT` likewise.
+counts what became of them; `--signal SIGINT` likewise. `--signal SIGKILL` kills processes that
+train, of which nothing may be left.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import random
 import signal
 import sys
@@ -17,15 +19,15 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from _planned import CASES, bound, everything, trainee
+from _planned import CASES, bound, everything, plan_of, trainee
 from _steps import eager_step
 from penstock.errors import TornStepError
 
-CASE, OPTIMIZER = "mixture", "adamw"
+CASE, OPTIMIZER, SHARE = "mixture", "adamw", 1 / 3
 _STATES = 40  # steps from one start
 
 
@@ -67,7 +69,7 @@ def fuzz(number: int, count: int, tier: str, store: Path, *, seed: int = 0) -> C
     try:
         while outcomes.total() < count:
             model, stepper = trainee(CASES[CASE], OPTIMIZER)
-            arguments = {"share": 1 / 3, "tier": tier, "store": store}
+            arguments = {"share": SHARE, "tier": tier, "store": store}
             step = bound(CASE, OPTIMIZER, model, stepper, **arguments)
             torch.manual_seed(1)
             for _ in range(2):  # the second one captures again
@@ -106,6 +108,38 @@ def fuzz(number: int, count: int, tier: str, store: Path, *, seed: int = 0) -> C
     return outcomes
 
 
+def kill(count: int, tier: str, store: Path, *, seed: int = 0) -> Counter[str]:
+    """Kill `count` processes that train; returns how many died, and how often files were left."""
+    moments, outcomes = random.Random(seed), Counter[str]()
+    plan_of(CASE, OPTIMIZER, SHARE, tier)  # here once, not in each of them
+    for _ in range(count):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            _train_for_ever(tier, store, writer)
+        os.close(writer)
+        assert os.read(reader, 1), "it died before its first step had ended"
+        os.close(reader)
+        time.sleep(moments.uniform(0, 0.2))
+        os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        outcomes["killed" if status == -signal.SIGKILL else "wrong"] += 1
+        outcomes["files left"] += any(store.iterdir())
+    return outcomes
+
+
+def _train_for_ever(tier: str, store: Path, writer: int) -> NoReturn:
+    try:
+        model, stepper = trainee(CASES[CASE], OPTIMIZER)
+        step = bound(CASE, OPTIMIZER, model, stepper, share=SHARE, tier=tier, store=store)
+        step(CASES[CASE].batch)
+        os.write(writer, b".")
+        while True:
+            step(CASES[CASE].batch)
+    finally:
+        os._exit(1)
+
+
 def main() -> None:
     """Count the outcomes of many interrupted steps."""
     parser = argparse.ArgumentParser()
@@ -117,10 +151,13 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir="/tmp") as store:
         number = getattr(signal, options.signal)
-        outcomes = fuzz(number, options.num, options.tier, Path(store), seed=options.seed)
+        if number == signal.SIGKILL:
+            outcomes = kill(options.num, options.tier, Path(store), seed=options.seed)
+        else:
+            outcomes = fuzz(number, options.num, options.tier, Path(store), seed=options.seed)
         left = len(list(Path(store).iterdir()))
     sys.stdout.write(f"{options.signal} {options.tier} {dict(outcomes)}; files left: {left}\n")
-    sys.exit(bool(outcomes["torn"] + outcomes["wrong"] + left))
+    sys.exit(bool(outcomes["torn"] + outcomes["wrong"] + outcomes["files left"] + left))
 
 
 if __name__ == "__main__":

@@ -116,3 +116,9 @@ def test_signals_at_random_moments(tier, store):
     assert not outcomes["torn"] + outcomes["wrong"]
     assert outcomes["undone"] + outcomes["done"]
     assert list(store.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_killed_processes_leave_no_file(store):
+    outcomes = _signal_fuzz.kill(5, "file", store)
+    assert outcomes == {"killed": 5, "files left": 0}
