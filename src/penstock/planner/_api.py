@@ -262,11 +262,11 @@ def _plan_exact(graph: StepGraph, request: _Request, time_limit: float) -> Plan:
 def _plan_auto(graph: StepGraph, request: _Request, time_limit: float) -> Plan:
     deadline = time.monotonic() + time_limit
     seconds = operator_seconds(graph, request.machine)
-    search_seconds = time_limit * (1 - _BOUND_SHARE - _REFERENCE_SHARE)
+    search_until = deadline - time_limit * _REFERENCE_SHARE
     try:
         bound = _bound(graph, seconds, request, time_limit)
     except KeyboardInterrupt:  # then the first plan that is found
-        bound, search_seconds = _compute_bound(seconds), 0.0
+        bound, search_until = _compute_bound(seconds), 0.0
     found = failure = None
     try:
         found = plan_auto(
@@ -278,7 +278,7 @@ def _plan_auto(graph: StepGraph, request: _Request, time_limit: float) -> Plan:
             bound=bound,
             reorder=request.reorder,
             recompute=request.recompute,
-            time_limit=search_seconds,
+            time_limit=max(0.0, search_until - time.monotonic()),
             seed=request.seed,
             progress=request.progress,
         )

@@ -104,11 +104,35 @@ def saved_for_later(num_values, *, recomputable=False):
 
 def test_what_leaves_before_the_middle_comes_back_after_it():
     # At the first use 60 bytes and a result are alive and 20 fit: 41 leave at 2 bytes per second,
-    # then come back at 5 bytes per second.
+    # then come back at 5 bytes per second. Values are whole: 41 bytes are five of them.
     bound = bound_of(saved_for_later(6), 20, seconds=0.001, out=2.0, back=5.0)
-    assert bound.binding == "windows"
-    assert bound.seconds == pytest.approx(41 / 2 + 41 / 5, rel=0.01)
+    assert bound.seconds_of["windows"] == pytest.approx(41 / 2 + 41 / 5, rel=0.01)
+    assert bound.binding == "stretches"
+    assert bound.seconds == pytest.approx(50 / 2 + 50 / 5, rel=0.01)
     assert bound.seconds_of["residency_lp"] == pytest.approx(41 / 2, rel=1e-3)
+
+
+def test_a_share_of_a_large_value_is_no_value():
+    # Two of three weights fit, with an operand and a result: at the first operator one of the two
+    # others is missing, at the second one as well. If it is the one that the third operator reads,
+    # it comes back while the second runs, 10 bytes at 2 bytes per second; if not, another does.
+    build = GraphBuilder()
+    x = build.storage(1, Kind.INPUT, given=True)
+    for _ in range(3):
+        x, read = build.storage(1), x
+        build.run(reads=(read, build.storage(10, Kind.PARAMETER)), creates=(x,))
+    bound = bound_of(build.graph(x), 27, seconds=1.0, back=2.0)
+    assert bound.binding == "stretches"
+    assert bound.seconds == pytest.approx(1 + 5 + 1, rel=1e-3)
+    assert bound.seconds_of["windows"] < 4.5
+
+
+def test_large_values_leave_before_they_are_missing_and_come_back_after():
+    # While the third value is made one of the first two is missing, whole: it has gone out before
+    # and comes back after it.
+    bound = bound_of(saved_for_later(3), 25, seconds=0.001, out=2.0, back=5.0)
+    assert bound.seconds_of["stretches"] == pytest.approx(10 / 2 + 10 / 5, rel=1e-2)
+    assert bound.seconds_of["windows"] == pytest.approx(6 / 2 + 6 / 5, rel=1e-2)
 
 
 def test_in_a_free_order_the_same_values_need_not_be_alive_together():

@@ -173,6 +173,16 @@ def test_without_a_limit_the_arena_is_what_the_packer_needs(monkeypatch):
         planned(graph, seconds, enough - 1, links=[])
 
 
+def test_a_search_that_has_no_time_moves_no_more_than_it_has_to():
+    graph = chain_step(24, weight_bytes=4096, activation_bytes=65536)
+    seconds = [1.0] * len(graph.operators)
+    device_bytes = int(program(graph, seconds).base.max()) // 2
+    plan = planned(graph, seconds, device_bytes, rate=2.0**16, time_limit=1e-9)
+    check(graph, plan)
+    # Everything that is not in use could leave: that has addresses, and takes twice as long.
+    assert plan.step_seconds == pytest.approx(sum(seconds))
+
+
 def test_no_tier_below_means_recomputation_or_nothing():
     graph = chain_step(12, weight_bytes=256, activation_bytes=65536)
     seconds = [1.0] * len(graph.operators)

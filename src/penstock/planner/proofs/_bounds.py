@@ -28,6 +28,7 @@ from penstock.planner.proofs._forced import MAX_OPERATORS, Forced, forced_bounds
 from penstock.planner.proofs._lives import FixedOrder, Lives, lives_of, operator_bytes
 from penstock.planner.proofs._remaking import remaking_bound
 from penstock.planner.proofs._residency import residency_bound
+from penstock.planner.proofs._stretches import stretch_bound
 from penstock.planner.proofs._windows import NUM_CUTS, window_bound
 
 _log = logging.getLogger(__name__)
@@ -72,6 +73,8 @@ def lower_bound(
       optimum with shares in between is not above it (see `residency_bound`).
     - `windows`: for a frozen order; bytes that leave before a position and return after it need
       time before and after it (see `window_bound`).
+    - `stretches`: for a frozen order; large values are there or missing, and nothing in between
+      (see `stretch_bound`).
 
     Args:
         graph: The step.
@@ -123,6 +126,7 @@ def lower_bound(
         again = seconds if recompute else None
         fixed = FixedOrder(graph, lives, seconds[frozen], capacity, rates, again)
         solvers["windows"] = functools.partial(window_bound, fixed)
+        solvers["stretches"] = functools.partial(stretch_bound, fixed)
         solvers["residency_lp"] = functools.partial(residency_bound, fixed)
         solvers["windows, finer"] = functools.partial(window_bound, fixed, num_cuts=2 * NUM_CUTS)
     _solve(solvers, deadline, parts)

@@ -42,6 +42,7 @@ _SECONDS_AFTER_CTRL_C = 5.0  # for addresses, where the search was stopped by ha
 _TARGETS = (0.99, 0.97, 0.95, 0.92, 0.85, 0.7, 0.4, 0.0)
 _FINALIST_SHARE = 0.3  # of the time for addresses that is left, for the fastest of those left
 _STACKING_SHARE = 0.6  # of a finalist's time, as long as it has no addresses
+_NUM_LATE_TRIES = 3  # choices that are stacked even if there is no time
 _WORTH_IT = 0.998  # of the best time: nothing below it is looked for
 
 
@@ -328,10 +329,11 @@ def _best_with_addresses(
             continue
         share = max(_FINALIST_SHARE, 1 / (len(finalists) - index))
         try:
-            found = _with_addresses(
+            best = _with_addresses(
                 candidate.residency,
                 capacity,
                 below,
+                best=best,
                 workspace=workspace,
                 deadline=now + max(0.0, deadline - now) * share,
                 seed=seed,
@@ -339,9 +341,6 @@ def _best_with_addresses(
         except InfeasibleError as error:
             if failure is None or _enough(error) < _enough(failure):
                 failure = error
-            continue
-        if best is None or found[0].seconds < best[0].seconds:
-            best = found
     if best is None:
         assert failure is not None
         raise failure
@@ -353,18 +352,22 @@ def _with_addresses(
     capacity: int,
     below: Below | None,
     *,
+    best: Addressed | None = None,
     workspace: int,
     deadline: float,
     seed: int,
 ) -> Addressed:
-    """Addresses for a choice, or for one that leaves more room where these cost less time."""
-    best: Addressed | None = None
+    """Addresses for a choice, or for one that leaves more room where these cost less time.
+
+    `best` is what has addresses already: it stays where this is not faster.
+    """
     # Where the engine's ways find nothing, the packer needs its part of the time.
     now = time.monotonic()
     halfway = now + max(0.0, deadline - now) * _STACKING_SHARE
-    for choice in _ever_smaller(residency, capacity, below):
+    for number, choice in enumerate(_ever_smaller(residency, capacity, below)):
         until = halfway if best is None else deadline
-        if time.monotonic() > until:
+        # What is late has a cheap try nevertheless: a choice that leaves much more room costs more.
+        if time.monotonic() > until and (best is not None or number >= _NUM_LATE_TRIES):
             break
         worth = best[0].seconds * _WORTH_IT if best is not None else np.inf
         best = stacked(choice, capacity, below, worth=worth, deadline=until) or best
