@@ -10,7 +10,7 @@ from penstock.graph import Kind, Phase
 from penstock.planner.search._drop_moves import DropMoves
 from penstock.planner.search._drops import Drops
 from penstock.planner.search._orders import eager_updates, gathered_gradients
-from penstock.planner.search._recompute import Recomputation
+from penstock.planner.search._recompute import Recomputation, briefly
 from penstock.planner.search._roles import roles_of
 
 
@@ -37,11 +37,30 @@ def test_a_change_touches_only_what_can_be_made_again_and_changes_something():
     dropped, seen = frozenset(), set()
     for _ in range(200):
         changed = moves.propose(dropped)
-        assert changed <= set(drops.made_at)
+        assert changed <= drops.made_at.keys() | briefly(drops.made_at)
         assert changed != dropped
         seen.add(len(changed ^ dropped))
         dropped = changed
     assert 1 in seen and max(seen) > 3  # single values, and stretches
+
+
+def test_what_is_dropped_briefly_is_made_again_for_each_use():
+    build = GraphBuilder()
+    x = build.storage(1, Kind.INPUT, given=True)
+    kept, end = build.storage(100), build.storage(1)
+    build.run(reads=(x,), creates=(kept,))
+    build.run(reads=(kept,), creates=(end,))
+    for _ in range(2):
+        between, end, read = build.storage(100), build.storage(1), end
+        build.run(reads=(read,), creates=(between,), phase=Phase.BACKWARD)
+        build.run(reads=(between,), creates=(end,), phase=Phase.BACKWARD)
+        end, read = build.storage(1), end
+        build.run(reads=(read, kept), creates=(end,), phase=Phase.BACKWARD)
+    graph = build.graph(end)
+    recomputation, order = Recomputation(graph), range(len(graph.operators))
+    item = graph.storage_of_value[kept]
+    assert recomputation.expand(order, {item}) == [0, 1, 2, 3, 0, 4, 5, 6, 7]
+    assert recomputation.expand(order, {item, ~item}) == [0, 1, 2, 3, 0, 4, 5, 6, 0, 7]
 
 
 def last_updates_step(num_layers):

@@ -20,7 +20,7 @@ from penstock.planner.search._drop_moves import DropMoves
 from penstock.planner.search._drops import Drops
 from penstock.planner.search._engine import OperatorSequence, Problem, Taste
 from penstock.planner.search._orders import eager_updates, gathered_gradients
-from penstock.planner.search._recompute import Recomputation
+from penstock.planner.search._recompute import Recomputation, briefly
 from penstock.planner.search._residency import Below, Residency, ResidencySearch
 
 _FRACTIONS = (0.25, 0.5, 0.75)
@@ -325,10 +325,18 @@ class AutoSearch:
     def _refine_groups(self) -> None:
         """Drop, or keep, all that one kind of operator makes, or all of one role."""
         assert self.best is not None
+        none: frozenset[int] = frozenset()
         for members in self._drops.groups():
-            for changed in (self.best.dropped | members, self.best.dropped - members):
+            both = members | briefly(members)
+            for add, remove in (
+                (members, none),
+                (none, both),
+                (both, none),
+                (none, briefly(members)),
+            ):
                 if self._late():
                     return
+                changed = (self.best.dropped | add) - remove
                 if changed != self.best.dropped:
                     self._try_like_best(self.best.order, changed)
 

@@ -3,7 +3,8 @@
 Families of drops (`_drops.py`) take all that one price or one kind of operator covers. What they
 leave is a choice by place and by single values: what moves on an idle link need not be made again,
 and what nothing has the time to move may be. A change adds or removes the values of a random
-stretch, all, those of one kind or one role, those of a range of prices, or one value.
+stretch, all, those of one kind or one role, those of a range of prices, or one value; or lets them
+be made again for each of their uses.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.planner.search._drops import Drops
+from penstock.planner.search._recompute import briefly
 
 
 class DropMoves:
@@ -55,4 +57,9 @@ class DropMoves:
             chosen &= self._role == self._role[centre]
         members = frozenset(self._items[chosen].tolist())
         # The value in the middle says which way.
-        return dropped - members if self._items[centre] in dropped else dropped | members
+        item, more = int(self._items[centre]), bool(random.integers(2))
+        if item not in dropped:
+            return dropped | members | (briefly(members) if more else frozenset())
+        if ~item in dropped:
+            return dropped - briefly(members) - (frozenset() if more else members)
+        return dropped | briefly(members) if more else dropped - members - briefly(members)

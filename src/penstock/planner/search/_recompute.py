@@ -5,15 +5,24 @@ What is dropped is decided by storage. A dropped storage's value is made again b
 operators that made it, on operands that are there, that are brought back, or that are made again
 themselves; operands live on until then. A parameter that was updated in the meantime cannot be had
 back, and an order that would need it does not exist.
+
+What is made again stays until its last use. Where it is large and its uses are far apart, it may be
+given up after each of them, and made again for each: such a storage is dropped *briefly* too, which
+sets of storages write as its complement (`~storage`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from penstock.graph import Phase, StepGraph
 
 _MAX_CHAIN = 512  # operators run again for one operand
+
+
+def briefly(items: Iterable[int]) -> frozenset[int]:
+    """What says of storages that they are given up after each use of the backward pass."""
+    return frozenset(~item for item in items)
 
 
 class Recomputation:
@@ -68,7 +77,8 @@ class Recomputation:
         Args:
             order: Operators, each once.
             dropped: Storages that are given up after their last use in the forward pass, and
-                after their last use.
+                after their last use; the complements of those that are given up after each use in
+                the backward pass.
 
         Returns:
             The longer order; None if an operand cannot be had.
@@ -85,7 +95,8 @@ class _Expansion:
         self.graph = recomputation.graph
         self.recomputation = recomputation
         self.order = order
-        self.dropped = dropped
+        self.dropped = [item for item in dropped if item >= 0]
+        self.brief = briefly(item for item in dropped if item < 0)
         self.content: dict[int, int] = {}  # object -> the value it holds now
         self.gone: set[int] = set()
         self.expanded: list[int] = []
@@ -99,6 +110,7 @@ class _Expansion:
                 content[item] = storage.initial
         drop_after = self._drop_points()
         for position, index in enumerate(self.order):
+            num_before = len(self.expanded)
             for value in needs_of[index]:
                 item = storage_of[value]
                 is_there = content.get(item) == value and item not in gone
@@ -111,6 +123,10 @@ class _Expansion:
                 gone -= made_in[index]
             if position in drop_after:
                 gone.update(drop_after[position])
+            if self.brief and not self.recomputation.is_forward[index]:
+                touched = self.recomputation.touched
+                ran = self.expanded[num_before:]
+                gone.update(item for run in ran for item in touched[run] & self.brief)
         return self.expanded
 
     def _drop_points(self) -> dict[int, list[int]]:
