@@ -22,6 +22,7 @@ class Stacking {
            double step_seconds, i32 way)
       : stays_(stays), num_stays_(num_stays), n_(num_positions), capacity_(capacity), large_bytes_(large_bytes),
         fullest_(fullest), step_(step_seconds), way_(way), emptiest_(when_emptiest()), there_(NUM_MOMENTS),
+        beginning_(NUM_MOMENTS),
         seen_(num_stays, 0) {}
 
   // Returns how many found no room, with for each position the bytes that its largest piece lacks for
@@ -171,7 +172,10 @@ class Stacking {
     } else if (is_long(it)) {
       long_.push_back(stay);
     } else {
-      for_each_moment(it, [&](i32 moment) { there_[moment].push_back(stay); });
+      for_each_moment(it, [&](i32 moment, bool is_first) {
+        there_[moment].push_back(stay);
+        if (is_first) beginning_[moment].push_back(stay);
+      });
     }
   }
 
@@ -185,8 +189,8 @@ class Stacking {
     }
     met_ = long_;
     ++round_;
-    for_each_moment(stays_[stay], [&](i32 moment) {
-      for (i32 other : there_[moment])
+    for_each_moment(stays_[stay], [&](i32 moment, bool is_first) {
+      for (i32 other : is_first ? there_[moment] : beginning_[moment])
         if (seen_[other] != round_) seen_[other] = round_, met_.push_back(other);
     });
     return met_;
@@ -201,12 +205,68 @@ class Stacking {
     const i64 first = static_cast<i64>(std::floor(it.from / part));
     const i64 last = static_cast<i64>(std::floor(it.until / part));
     for (i64 moment = first; moment <= last; ++moment)
-      visit(static_cast<i32>((moment % NUM_MOMENTS + NUM_MOMENTS) % NUM_MOMENTS));
+      visit(static_cast<i32>((moment % NUM_MOMENTS + NUM_MOMENTS) % NUM_MOMENTS), moment == first);
   }
+
+  // A place that may be taken, if one waits for it.
+  struct Other { i64 low, high; double wait; };
+
+  // The longest wait for any of a range of addresses: maxima over 2^k parts between places' ends.
+  class LongestWait {
+   public:
+    // Others come by their waits, the longest first.
+    void note(const std::vector<Other>& others) {
+      ends_.clear();
+      for (const Other& other : others) ends_.push_back(other.low), ends_.push_back(other.high);
+      std::sort(ends_.begin(), ends_.end());
+      ends_.erase(std::unique(ends_.begin(), ends_.end()), ends_.end());
+      const std::size_t count = ends_.empty() ? 0 : ends_.size() - 1;
+      if (most_.empty()) most_.resize(1);
+      most_[0].assign(count, 0.0);
+      next_.resize(count + 1);  // part that no longer wait was noted for, from each on
+      std::iota(next_.begin(), next_.end(), 0);
+      for (const Other& other : others) {
+        const std::size_t last = index(other.high);
+        for (std::size_t part = find(index(other.low)); part < last; part = find(part)) {
+          most_[0][part] = other.wait;
+          next_[part] = static_cast<i32>(part) + 1;
+        }
+      }
+      std::size_t level = 1;
+      for (std::size_t half = 1; 2 * half <= count; half *= 2, ++level) {
+        if (most_.size() <= level) most_.resize(level + 1);
+        most_[level].resize(count - 2 * half + 1);
+        for (std::size_t p = 0; p + 2 * half <= count; ++p)
+          most_[level][p] = std::max(most_[level - 1][p], most_[level - 1][p + half]);
+      }
+    }
+    double between(i64 low, i64 high) const {
+      if (ends_.empty() || high <= ends_.front() || low >= ends_.back()) return 0;
+      const std::size_t from = low <= ends_.front() ? 0 : static_cast<std::size_t>(
+          std::upper_bound(ends_.begin(), ends_.end(), low) - ends_.begin() - 1);
+      const std::size_t to = std::min(index(high), ends_.size() - 1);
+      const int level = std::ilogb(static_cast<double>(to - from));
+      return std::max(most_[level][from], most_[level][to - (std::size_t{1} << level)]);
+    }
+
+   private:
+    std::size_t index(i64 address) const {  // of the first end that is not below
+      return static_cast<std::size_t>(std::lower_bound(ends_.begin(), ends_.end(), address) - ends_.begin());
+    }
+    std::size_t find(std::size_t part) {
+      while (next_[part] != static_cast<i32>(part)) {
+        next_[part] = next_[next_[part]];
+        part = static_cast<std::size_t>(next_[part]);
+      }
+      return part;
+    }
+    std::vector<i64> ends_;
+    std::vector<std::vector<double>> most_;
+    std::vector<i32> next_;
+  };
 
   bool place(i32 stay) {
     Stay& it = stays_[stay];
-    struct Other { i64 low, high; double wait; };
     std::vector<Other> others;
     std::vector<std::pair<i64, i64>> blocked = always_;
     for (i32 other : around(stay)) {
@@ -224,30 +284,31 @@ class Stacking {
     }
     blocked.push_back({capacity_, capacity_});
     std::sort(blocked.begin(), blocked.end());
-    // The longest wait first: the first one that is met says how long the wait is.
+    // The longest wait first, as `LongestWait` asks for.
     std::sort(others.begin(), others.end(), [](const Other& a, const Other& b) { return a.wait > b.wait; });
+    longest_wait_.note(others);
+    std::vector<i64> ends;  // offsets beside one that is waited for
+    for (const Other& other : others) ends.push_back(other.high), ends.push_back(other.low - it.bytes);
+    std::sort(ends.begin(), ends.end());
+    ends.erase(std::unique(ends.begin(), ends.end()), ends.end());
     double least = std::numeric_limits<double>::infinity();
     i64 best = -1, low = 0;
     for (auto [from, to] : blocked) {
       if (from - low >= it.bytes) {
         auto look = [&](i64 at) {
-          if (at < low || at + it.bytes > from) return;
           const bool by_size = way_ == BY_SIZE || way_ == FULLEST_BY_SIZE;
           const bool tight = way_ == TIGHT || way_ == FULLEST_TIGHT;
           const bool low_first = way_ == LOW || (by_size && it.bytes < large_bytes_);
           const double tie = static_cast<double>(low_first ? at : tight ? from - low : capacity_ - at);
           double cost = 1e-9 * step_ * tie / static_cast<double>(capacity_);
           if (cost >= least) return;
-          for (const Other& other : others)
-            if (other.low < at + it.bytes && at < other.high) {
-              cost += other.wait;
-              break;
-            }
+          cost += longest_wait_.between(at, at + it.bytes);
           if (cost < least) least = cost, best = at;
         };
         look(low);
         look(from - it.bytes);
-        for (const Other& other : others) look(other.high), look(other.low - it.bytes);
+        for (auto end = std::lower_bound(ends.begin(), ends.end(), low); end != ends.end() && *end + it.bytes <= from; ++end)
+          look(*end);
       }
       low = std::max(low, to);
     }
@@ -264,10 +325,12 @@ class Stacking {
   double emptiest_;
   std::vector<double> fullness_;
   std::vector<i32> placed_;
-  // Those that have a place, by the parts of the step; those for all of it; where others always are.
-  std::vector<std::vector<i32>> there_;
+  // Those that have a place, by the parts of the step, and by the first of these; those for all of it;
+  // where others always are.
+  std::vector<std::vector<i32>> there_, beginning_;
   std::vector<i32> long_;
   std::vector<std::pair<i64, i64>> always_;
+  LongestWait longest_wait_;
   std::vector<i32> seen_, met_;
   i32 round_ = 0;
 };
