@@ -24,7 +24,7 @@ from penstock.planner.search._recompute import Recomputation, briefly
 from penstock.planner.search._residency import Below, Residency, ResidencySearch
 
 _FRACTIONS = (0.25, 0.5, 0.75)
-_NUM_FINALISTS = 3
+_NUM_FINALISTS, _APART = 3, 1.005
 _MAX_CANDIDATES = 32
 _NUM_CROSSED = 3  # families of drops that are tried with all orders
 _MAX_FAILURES = 120  # changes of what is dropped, one after the other
@@ -192,7 +192,11 @@ class AutoSearch:
         chosen = ranked[:1]
         chosen += [c for c in ranked if not c.dropped][:1]
         chosen += [c for c in (self._candidates.get(self._program.tobytes()),) if c is not None]
-        chosen += ranked[1:_NUM_FINALISTS]
+        others = ranked[1:]
+        if ranked and len(self._program) > _FEW_OPERATORS:
+            # Neighbours of the best have its addresses too, and take the time that these need.
+            others = [c for c in others if c.seconds > ranked[0].seconds * _APART]
+        chosen += others[: _NUM_FINALISTS - 1]
         return list(dict.fromkeys(chosen))
 
     def _refine_finalists(self) -> None:
