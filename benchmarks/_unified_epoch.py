@@ -3,12 +3,19 @@
 The graph is Tolokers, copies of it side by side, with wide features. Every arm gets the same seeds,
 so their losses have to be equal, and the benchmark fails where they are not. Batches are sampled,
 and their features fetched, one batch ahead in another thread, whatever the arm.
+
+A file is opened anew for each repetition, when none of its pages is in memory, which is checked:
+no mapping and no cache outlives a repetition. A second epoch follows at once. `peak_bytes` has what
+is in memory of the features after both: pages in the page cache, rows in the process.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import gc
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -22,16 +29,43 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from _rows import BenchmarkRow
 from _unified_arms import fill, rows_of
-from _unified_file import drop_cache
+from _unified_file import drop_cache, page_cache_bytes
 from penstock.units import format_bytes
 
 NUM_COPIES, WIDTH, HIDDEN = 64, 256, 64
 FANOUTS, BATCH_SIZE, NUM_BATCHES = (10, 5), 1024, 40
 REPETITIONS = 3
 CACHE_FRACTION = 0.2
+MAPPED = "numpy.memmap, a cold file"  # what other arms of the file are held against
+SECOND = ", second epoch"
 
 Fetch = Callable[[torch.Tensor], torch.Tensor]
 """The features of some nodes, whose numbers are on the CPU."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """A place that features are fetched from."""
+
+    open: Callable[[], tuple[Fetch, Any]]
+    """Opens it: what fetches from it, and the table if it is one of ours, else None."""
+    is_file: bool = False
+    """Whether that is the file, which is cold before it is opened."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """What an epoch took, and what it was like."""
+
+    seconds: float
+    processor_seconds: float
+    """Of all processors."""
+    loss: float
+    """The mean of all batches."""
+    reads: str
+    """Where the table's rows came from in the end; "" if it is none of ours."""
+    resident_bytes: dict[str, int]
+    """What is in memory of the features, by tier."""
 
 
 def epoch_rows(device: str, directory: str | None, where: Any) -> list[BenchmarkRow]:
@@ -44,20 +78,16 @@ def epoch_rows(device: str, directory: str | None, where: Any) -> list[Benchmark
     features = torch.empty(data.num_nodes, WIDTH)
     fill(features)
     features /= 1000
-    seconds: dict[str, list[float]] = {}
-    processor_seconds: dict[str, list[float]] = {}
-    losses = set()
+    epochs: dict[str, list[Epoch]] = {}
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         features_path = Path(folder, "features.npy")
-        arms = dict(_arms(features, device, features_path))
-        epoch = functools.partial(_epoch, data, sampler, device, features_path)
+        places = dict(_places(features, device, features_path))
+        epoch = functools.partial(_epoch, data, sampler, device)
         for number in range(REPETITIONS + 1):
-            for name in list(arms) if number % 2 else list(reversed(arms)):
-                spent, processor, loss = epoch(arms[name])
-                losses.add(loss)
-                if number:
-                    seconds.setdefault(name, []).append(spent)
-                    processor_seconds.setdefault(name, []).append(processor)
+            for name in list(places) if number % 2 else list(reversed(places)):
+                for each, found in _epochs_of(places[name], epoch, features_path):
+                    epochs.setdefault(name + each, []).extend([found] if number else [])
+    losses = {found.loss for each in epochs.values() for found in each}
     if len(losses) > 1 and device == "cpu":
         raise AssertionError(f"the arms' losses differ: {losses}")
     case = (
@@ -65,10 +95,23 @@ def epoch_rows(device: str, directory: str | None, where: Any) -> list[Benchmark
         f"{BATCH_SIZE}"
     )
     num_bytes = 0  # of no use here: batches differ in their rows
-    rows = rows_of(case, seconds, next(iter(arms)), num_bytes, where)
+    seconds = {name: [found.seconds for found in each] for name, each in epochs.items()}
+    rows = rows_of(case, seconds, next(iter(places)), num_bytes, where)
     for row in rows:
-        row.extra["processor_seconds_median"] = float(np.median(processor_seconds[row.arm]))
+        found = epochs[row.arm]
+        row.extra["processor_seconds_median"] = statistics.median(
+            each.processor_seconds for each in found
+        )
         row.extra["loss"] = sorted(losses)
+        row.extra["seconds"] = seconds[row.arm]
+        row.extra["reads"] = found[-1].reads
+        row.peak_bytes.update(found[-1].resident_bytes)
+        second = SECOND if row.arm.endswith(SECOND) else ""
+        if places[row.arm.removesuffix(SECOND)].is_file:
+            row.extra["speedup_over_memmap"] = [
+                theirs / ours
+                for ours, theirs in zip(seconds[row.arm], seconds[MAPPED + second], strict=True)
+            ]
     return rows
 
 
@@ -89,44 +132,73 @@ def tiled_graph(path: Path) -> tuple[Any, Any]:
     return Data(y=labels, num_nodes=len(labels)), sampler
 
 
-def _arms(features: torch.Tensor, device: str, path: Path) -> Iterator[tuple[str, Fetch]]:
-    """What fetches features, by its name; the first one is what the others are held against."""
+def _places(features: torch.Tensor, device: str, path: Path) -> Iterator[tuple[str, Place]]:
+    """Where features are, by name; the first one is what the others are held against."""
     from penstock.unified import unify
+
+    def in_memory(fetch: Fetch) -> Place:
+        return Place(open=lambda: (fetch, None))
 
     if device != "cpu":
         unified = unify(features, device=device)
         num_bytes = features.numel() * features.element_size()
         cached = unify(unified, device=device, cache=int(CACHE_FRACTION * num_bytes))
         on_gpu = features.to(device)
-        yield "CPU gather + copy", lambda nodes: features[nodes].to(device)
+        yield "CPU gather + copy", in_memory(lambda nodes: features[nodes].to(device))
         yield (
             "CPU gather, page-locked + copy",
-            lambda nodes: features[nodes].pin_memory().to(device),
+            in_memory(lambda nodes: features[nodes].pin_memory().to(device)),
         )
-        yield "unify", lambda nodes: unified.gather_rows(nodes.to(device))
-        yield "unify, 20 % cached", lambda nodes: cached.gather_rows(nodes.to(device))
-        yield "all on the GPU", lambda nodes: on_gpu[nodes.to(device)]
+        yield "unify", in_memory(lambda nodes: unified.gather_rows(nodes.to(device)))
+        yield "unify, 20 % cached", in_memory(lambda nodes: cached.gather_rows(nodes.to(device)))
+        yield "all on the GPU", in_memory(lambda nodes: on_gpu[nodes.to(device)])
         return
-    in_memory = unify(features)
-    yield "plain tensor", lambda nodes: features[nodes]
-    yield "unify, in memory", lambda nodes: in_memory[nodes]
+    table = unify(features)
+    yield "plain tensor", in_memory(lambda nodes: features[nodes])
+    yield "unify, in memory", in_memory(lambda nodes: table[nodes])
     np.save(path, features.numpy())
-    in_file, in_file_cached = unify(path), unify(path, cache=features.numel() * 4)
-    mapped = np.load(path, mmap_mode="r")
 
-    def from_map(nodes: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(mapped[nodes.numpy()])
+    def from_map() -> tuple[Fetch, Any]:
+        mapped = np.load(path, mmap_mode="r")
+        return lambda nodes: torch.from_numpy(mapped[nodes.numpy()]), None
 
-    yield "numpy.memmap, a cold file", from_map
-    yield "unify, a cold file", lambda nodes: in_file[nodes]
-    # As much memory as the page cache gives the memory map.
-    yield "unify, a cold file, cached", lambda nodes: in_file_cached[nodes]
+    def from_table(cache: int | None) -> tuple[Fetch, Any]:
+        table = unify(path, cache=cache)
+        return lambda nodes: table[nodes], table
+
+    yield MAPPED, Place(open=from_map, is_file=True)
+    for name, cache in [
+        ("unify, a cold file", None),
+        ("unify, a cold file, cached", features.numel() * 4),  # as much as the memory map has
+        ("unify, a cold file, nothing kept", 0),
+    ]:
+        yield name, Place(open=functools.partial(from_table, cache), is_file=True)
 
 
-def _epoch(
-    data: Any, sampler: Any, device: str, features_path: Path, fetch: Fetch
-) -> tuple[float, float, float]:
-    """Seconds of an epoch, seconds of the processors' in it, and its mean loss."""
+def _epochs_of(
+    place: Place, epoch: Callable[[Fetch], Epoch], path: Path
+) -> Iterator[tuple[str, Epoch]]:
+    """The epochs over a place that has just been opened, by what their arms' names end in."""
+    if place.is_file:
+        gc.collect()  # pages that are mapped stay in the page cache, and loaders are in cycles
+        drop_cache(path)
+        if left := page_cache_bytes(path):
+            raise AssertionError(f"{format_bytes(left)} of the file are still in the page cache")
+    fetch, table = place.open()
+    for name in ("", SECOND) if place.is_file else ("",):
+        found = epoch(fetch)
+        if place.is_file:
+            resident = {"page cache": page_cache_bytes(path), "host": 0}
+            if table is not None:
+                report = table.report()
+                resident["host"] = report.copy_bytes + report.cache_bytes
+                found = dataclasses.replace(found, reads=report.reads)
+            found = dataclasses.replace(found, resident_bytes=resident)
+        yield name, found
+
+
+def _epoch(data: Any, sampler: Any, device: str, fetch: Fetch) -> Epoch:
+    """Train a new model for an epoch."""
     from torch_geometric.nn import GraphSAGE
 
     from penstock.integrations.pyg import NeighborLoader
@@ -146,8 +218,6 @@ def _epoch(
         transform=with_features,
         generator=torch.Generator().manual_seed(0),
     )
-    if features_path.exists():
-        drop_cache(features_path)
     sum_loss = 0.0
     start, processor_start = time.perf_counter(), time.process_time()
     for batch in loader:
@@ -159,4 +229,10 @@ def _epoch(
         optimizer.step()
         sum_loss += loss.item()
     spent = time.perf_counter() - start
-    return spent, time.process_time() - processor_start, sum_loss / NUM_BATCHES
+    return Epoch(
+        seconds=spent,
+        processor_seconds=time.process_time() - processor_start,
+        loss=sum_loss / NUM_BATCHES,
+        reads="",
+        resident_bytes={},
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import mmap
@@ -35,6 +36,18 @@ def drop_cache(path: Path) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
+
+
+def page_cache_bytes(path: Path) -> int:
+    """Bytes of the file that are in the page cache."""
+    mapped = np.memmap(path, dtype=np.uint8, mode="r")
+    pages = np.zeros(-(-len(mapped) // mmap.PAGESIZE), dtype=np.uint8)
+    address, length = ctypes.c_void_p(mapped.ctypes.data), ctypes.c_size_t(len(mapped))
+    if ctypes.CDLL(None, use_errno=True).mincore(
+        address, length, ctypes.c_void_p(pages.ctypes.data)
+    ):
+        raise OSError(ctypes.get_errno(), "mincore")
+    return int((pages & 1).sum()) * mmap.PAGESIZE
 
 
 def write_table(path: Path, num_rows: int) -> None:
@@ -74,6 +87,7 @@ def best_fio_depth(path: Path, count: int) -> int | None:
 
 def file_rows(table_bytes: int, directory: str | None, count: int, where: Any) -> list[Any]:
     """Random rows of a file, nothing of it in memory."""
+    from penstock.unified import unify
     from penstock.unified._file_rows import RowReader
     from penstock.unified._row_file import open_layout
 
@@ -100,7 +114,13 @@ def file_rows(table_bytes: int, directory: str | None, count: int, where: Any) -
         def memmap(index: torch.Tensor, out: torch.Tensor) -> None:
             np.take(mapped, index.numpy(), axis=0, out=out.numpy())
 
+        table = unify(path, device="cpu")  # which may choose another way than these readers
+
+        def from_table(index: torch.Tensor, out: torch.Tensor) -> None:
+            table.gather_rows(index, out=out)
+
         arms = {
+            "unify": functools.partial(timed, from_table, count),
             "numpy.memmap, MADV_RANDOM": functools.partial(timed, memmap, few),
             **{
                 name: functools.partial(timed, each.gather, count) for name, each in readers.items()
@@ -116,6 +136,7 @@ def file_rows(table_bytes: int, directory: str | None, count: int, where: Any) -
                 spent = arms[name]()
                 if number:
                     seconds[name].append(spent)
+        reads = table.report().reads
         for reader in readers.values():
             reader.close()
     case = f"{format_bytes(table_bytes)} file, {FILE_ROW_BYTES} B rows, {count} uniform, cold"
@@ -123,6 +144,8 @@ def file_rows(table_bytes: int, directory: str | None, count: int, where: Any) -
     if depth is not None:
         best = statistics.median(seconds[f"fio, {depth} in flight"])
         limit = Limit(name="rows per second of fio", value=count / best, unit="1/s")
-    return rows_of(
+    rows = rows_of(
         case, seconds, "numpy.memmap, MADV_RANDOM", count * FILE_ROW_BYTES, where, limit, count
     )
+    next(row for row in rows if row.arm == "unify").extra["reads"] = reads
+    return rows

@@ -29,6 +29,7 @@ _SOURCES = [
     Path(__file__).with_name(name) for name in ("row_cache.cpp", "io_ring.cpp", "file_rows.cpp")
 ]
 _READ_BYTES = 64 * 1024  # the longest read of several rows
+_LONG_READ_BYTES = 256 * 1024  # the same of rows in order, of which nothing is unwanted
 _GAP_BYTES = 4096  # unwanted bytes between two rows that are still read as one
 _NUM_PYTHON_THREADS = 16
 _OUT_OF_RANGE, _READ_FAILED = 1, 2
@@ -66,8 +67,21 @@ class RowReader:
             has_ring = self._library.penstock_row_engines_have_ring(_engines(os.getpid(), ring))
             self.method = "io_uring" if has_ring else "threads"
 
-    def gather(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool = False) -> None:
+    def gather(
+        self,
+        index: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        negative: bool = False,
+        in_order: bool = False,
+    ) -> None:
         """`out[i] = table[index[i]]`; `out` has shape (*index.shape, *row) and is contiguous.
+
+        Args:
+            index: integers of any shape.
+            out: where the rows go.
+            negative: whether negative indices count from the end.
+            in_order: whether all rows lie side by side, to be read in long reads.
 
         Raises:
             IndexError: an index is out of range; the message names it. `out` is then undefined.
@@ -82,6 +96,7 @@ class RowReader:
             return
         outcome = (ctypes.c_int64 * 8)()
         layout = self.layout
+        long_bytes = min(_LONG_READ_BYTES, out.nbytes) if in_order else 0
         self._library.penstock_read_rows(
             _engines(os.getpid(), self._allow_ring),
             self._cache(),
@@ -97,7 +112,7 @@ class RowReader:
             negative,
             out.data_ptr(),
             self._alignment,
-            self._max_read_bytes,
+            max(self._max_read_bytes, long_bytes),
             _GAP_BYTES,
             outcome,
         )
@@ -109,6 +124,25 @@ class RowReader:
         self.counters.add(num_reads=num_reads, bytes_read=num_bytes)
         if self.cache_bytes:
             self.counters.add(num_hits=num_hits, num_misses=num_misses)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether reads go past the page cache."""
+        return self._alignment > 1
+
+    def be_direct(self, direct: bool) -> None:
+        """Read past the page cache from now on, or through it; no batch may be under way.
+
+        Nothing changes where the file cannot be opened so.
+        """
+        try:  # the same file, whatever has its name by now
+            fd, alignment = _open(f"/proc/self/fd/{self._fd}", direct=direct)
+        except StoreError:
+            return
+        if not direct:  # pages that are asked for, and no others
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        before, self._fd, self._alignment = self._fd, fd, alignment
+        os.close(before)
 
     def update_cache(self, rows: torch.Tensor, content: torch.Tensor) -> None:
         """Tell the cache of rows that have changed; int64 (n,) and (n, *row), contiguous."""

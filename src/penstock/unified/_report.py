@@ -29,6 +29,12 @@ class UnifiedReport:
     """Different rows of a batch that it had not; zero where there is no cache."""
     cache_bytes: int
     """Budget of the cache; zero where there is none."""
+    copy_bytes: int
+    """What a copy of the whole table in memory takes; zero where there is none."""
+    reads: str
+    """Where the rows of a table in a file come from by now: "direct", from the disk past the page
+    cache; "page cache", through it; or "host copy", from a copy of all rows in memory. The first
+    batches decide it. "none" of a table in memory."""
     tier: str
     """Where the table lies: "host" or "file"."""
     device: str

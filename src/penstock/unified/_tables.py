@@ -24,6 +24,7 @@ from penstock.unified._hot_rows import HotRows
 from penstock.unified._report import Counters, UnifiedReport
 from penstock.unified._row_file import RowLayout, open_layout
 from penstock.unified._row_journal import recover
+from penstock.unified._row_source import RowSource
 from penstock.unified._row_writer import RowWriter, changing, put_together, table_file
 
 _CPU = torch.device("cpu")
@@ -63,7 +64,16 @@ class _Table:
         """Take note of a batch of rows."""
         self._counters.add(num_gathers=1, num_rows=index.numel(), num_bytes=num_bytes)
 
-    def _report(self, reads: Counters, *, tier: str, method: str, cache: int) -> UnifiedReport:
+    def _report(
+        self,
+        reads: Counters,
+        *,
+        tier: str,
+        method: str,
+        cache: int = 0,
+        copy: int = 0,
+        source: str = "none",
+    ) -> UnifiedReport:
         """The report, where `method` and `cache` are those of the CPU."""
         tables = [] if in_forked_child() else list(self._on.values())
         for table in tables:
@@ -82,6 +92,8 @@ class _Table:
             num_cache_hits=reads["num_hits"] + sum(hits for hits, _ in on_gpus),
             num_cache_misses=reads["num_misses"] + sum(misses for _, misses in on_gpus),
             cache_bytes=cache,
+            copy_bytes=copy,
+            reads=source,
             tier=tier,
             device=str(self.device),
             method=method,
@@ -193,14 +205,23 @@ class HostTable(_Table):
 
     def report(self) -> UnifiedReport:
         """What was gathered so far."""
-        return self._report(Counters(), tier="host", method=_host_rows.backend(), cache=0)
+        return self._report(Counters(), tier="host", method=_host_rows.backend())
 
 
 class FileTable(_Table):
-    """A table in a file, larger than memory; nothing of it is resident but what was gathered."""
+    """A table in a file, larger than memory or not; see `RowSource` for what of it is resident.
+
+    Attributes:
+        may_keep: Whether memory may be taken for its rows without a budget that says how much.
+    """
 
     def __init__(
-        self, source: str, *, device: torch.device = _CPU, hot_rows: HotRows | None = None
+        self,
+        source: str,
+        *,
+        device: torch.device = _CPU,
+        hot_rows: HotRows | None = None,
+        may_keep: bool = True,
     ) -> None:
         super().__init__(device, hot_rows)
         cache_bytes = hot_rows.budget_bytes if hot_rows is not None and device == _CPU else 0
@@ -210,6 +231,8 @@ class FileTable(_Table):
         if not self.file.is_writer:
             recover(self.layout)
         self._reader = RowReader(self.layout, cache_bytes=cache_bytes)
+        self.may_keep = may_keep and hot_rows is None
+        self._source = RowSource(self._reader, is_free=self.may_keep)
         self.file.watchers.add(self)
 
     def _make_on(self, device: torch.device) -> DeviceTable:
@@ -257,14 +280,14 @@ class FileTable(_Table):
             with self.file.lock:
                 if self.file.is_readable:
                     self._look_at_file()
-                    self._reader.gather(index, out, negative=negative)
+                    self._source.gather(index, out, negative=negative)
                     return
             self.file.finish()  # or some rows could be half old and half new
 
     def rows_changed(self, layout: RowLayout, rows: np.ndarray, content: np.ndarray) -> None:
         """Hear of rows that are in their places now; see `TableFile.watchers`."""
         if layout.offset == self.layout.offset:  # and not another tensor of the same file
-            self._reader.update_cache(torch.from_numpy(rows), torch.from_numpy(content))
+            self._source.update(torch.from_numpy(rows), torch.from_numpy(content))
 
     def refresh(self, rows: torch.Tensor) -> None:
         """Tell the GPUs' caches of rows that have changed."""
@@ -303,13 +326,18 @@ class FileTable(_Table):
 
     def clear_cache(self) -> None:
         """Drop the rows that are kept in memory."""
-        self._reader.clear_cache()
+        self._source.drop()
 
     def report(self) -> UnifiedReport:
         """What was gathered so far."""
         reader = self._reader
         return self._report(
-            reader.counters, tier="file", method=reader.method, cache=reader.cache_bytes
+            reader.counters,
+            tier="file",
+            method=reader.method,
+            cache=reader.cache_bytes,
+            copy=self._source.copy_bytes,
+            source=self._source.name,
         )
 
 

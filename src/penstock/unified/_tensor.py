@@ -212,7 +212,9 @@ class FileTensor(UnifiedTensor):
         with torch._C.DisableTorchFunctionSubclass():
             device = "cpu" if table.device.type == "cpu" else None
             hot_rows = table.hot_rows
-            cache = None if hot_rows is None else (hot_rows.budget_bytes, hot_rows.scores)
+            cache = None if table.may_keep else (0, None)
+            if hot_rows is not None:
+                cache = (hot_rows.budget_bytes, hot_rows.scores)
             return rebuild_from_file, (table.source, device, cache, self.requires_grad)
 
 
@@ -262,6 +264,7 @@ def rebuild_from_file(
     requires_grad: bool,
 ) -> UnifiedTensor:
     """The table in a file; see `penstock.unified.unify` for what `source` may be."""
-    hot_rows = None if cache is None else HotRows(cache[0], scores=cache[1])
-    table = FileTable(source, device=resolve_device(device), hot_rows=hot_rows)
+    hot_rows = HotRows(cache[0], scores=cache[1]) if cache is not None and cache[0] else None
+    place = resolve_device(device)
+    table = FileTable(source, device=place, hot_rows=hot_rows, may_keep=cache is None)
     return tensor_over(table, requires_grad=requires_grad)

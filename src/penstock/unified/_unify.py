@@ -49,7 +49,9 @@ def unify(
             By default the current CUDA device where there is one, else the CPU (and for a
             `UnifiedTensor` as before). The table itself stays where it is.
         cache: what the rows that are wanted most may take on that device, such as "2GiB", or a
-            `HotRows`; None keeps none. On the CPU only a table in a file has one, in memory.
+            `HotRows`. On the CPU only a table in a file has one, in memory. With None nothing is
+            kept on a GPU, and a table in a file is copied to memory as a whole once that pays and
+            where it takes no more than a quarter of what is free; with 0 nothing is kept.
         requires_grad: whether gradients are recorded; those of gathered rows are sparse.
 
     Returns:
@@ -64,12 +66,15 @@ def unify(
     """
     place, hot_rows = resolve_device(device), hot_rows_of(cache)
     if is_path(source):
-        table = FileTable(_absolute(source), device=place, hot_rows=hot_rows)
+        table = FileTable(
+            _absolute(source), device=place, hot_rows=hot_rows, may_keep=cache is None
+        )
     elif isinstance(source, UnifiedTensor):
         table = source._table
         if isinstance(table, FileTable):
-            if device is not None or hot_rows is not None:
-                table = FileTable(table.source, device=place, hot_rows=hot_rows)
+            if device is not None or cache is not None:
+                may_keep = cache is None and table.may_keep
+                table = FileTable(table.source, device=place, hot_rows=hot_rows, may_keep=may_keep)
         elif (device is not None and place != table.device) or hot_rows is not None:
             table = table.seen_from(place if device is not None else table.device, hot_rows)
     else:
@@ -166,12 +171,13 @@ def copy_to_file(table: UnifiedTensor, path: str | os.PathLike[str]) -> UnifiedT
     with torch.no_grad(), changing():
         forget_journal(os.fspath(path))
         layout = create(path, tuple(table.shape), table.dtype)
+        source = unify(table, cache=0)._table  # rows that are read once are not worth keeping
         file = open_file(layout.path, os.O_RDWR)
         try:
             for start in range(0, len(table), num_rows):
                 index = torch.arange(start, min(start + num_rows, len(table)))
                 rows = torch.empty((len(index), *table.shape[1:]), dtype=table.dtype)
-                table._table.gather(index, rows, negative=False)
+                source.gather(index, rows, negative=False)
                 if rows.numel():
                     content = rows.view(len(index), -1).view(torch.uint8).numpy()
                     write_places(file, layout, index.numpy(), content)
