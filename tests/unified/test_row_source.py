@@ -7,6 +7,7 @@ import os
 import pickle
 import resource
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -357,3 +358,49 @@ def test_workers_make_no_copy_and_have_that_of_their_parent(path, table):
     worker.start()
     assert queue.get() == "page cache"
     worker.join()
+
+
+def test_a_forked_child_sees_what_its_parent_writes_in_the_same_tick(path):
+    """Two writes that the file's time does not tell apart, one on each side of the fork."""
+    u = unify(path)
+    u[torch.arange(1000)]
+    assert u.report().reads == "host copy"
+    index, reader, writer = torch.tensor([5]), *os.pipe()
+    u[index] = torch.ones(1, WIDTH)
+    modified = u._table.file.modified = time.time_ns()  # the disk may have taken longer than a tick
+    os.utime(path, ns=(modified, modified))
+    child = os.fork()
+    if child == 0:
+        os.read(reader, 1)
+        os._exit(0 if (u[index].numpy() == 2).all() else 1)
+    u[index] = torch.full((1, WIDTH), 2.0)
+    os.utime(path, ns=(modified, modified))
+    os.write(writer, b"!")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_forked_child_has_no_copy_that_was_being_changed(path, table):
+    u = unify(path)
+    u[torch.arange(1000)]
+    is_held, is_forked = threading.Event(), threading.Event()
+
+    def change() -> None:
+        with u._table.file.lock:
+            u._table._source._copy[5, : WIDTH // 2] = -1.0
+            is_held.set()
+            is_forked.wait(20)
+            u._table._source._copy[5] = table[5]
+
+    other = threading.Thread(target=change)
+    other.start()
+    assert is_held.wait(20)
+    child = os.fork()
+    if child == 0:
+        is_right = np.array_equal(u[torch.tensor([5])].numpy()[0], table.numpy()[5])
+        os._exit(0 if is_right else 1)
+    is_forked.set()
+    other.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(u[5], table[5]) and u.report().reads == "host copy"

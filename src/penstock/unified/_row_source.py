@@ -129,6 +129,7 @@ class RowSource:
         """Bytes in the pages that batches have asked for; with this one if that takes a step."""
         layout = self._reader.layout
         asked = self._reader.counters["bytes_read"] - self._read_before
+        index = _host_rows.as_index(index)
         pages_per_row = -(-layout.row_bytes // PAGE_BYTES)
         most = asked + index.numel() * pages_per_row * PAGE_BYTES
         if not any(asked < step <= most for step in steps):
@@ -146,8 +147,10 @@ class RowSource:
         layout = self._reader.layout
         # What others write, or a lack of memory, may end each copy soon: they get rarer.
         self._num_copies += 1
+        num_bytes = layout.num_rows * layout.row_bytes
+        logger.info("%s: its rows are copied to memory, %s", layout.path, format_bytes(num_bytes))
         try:
-            memory = TableMemory(layout.num_rows * layout.row_bytes)
+            memory = TableMemory(num_bytes)
             rows = memory.tensor(layout.shape, layout.dtype)
             block = max(1, _BLOCK_BYTES // layout.row_bytes)
             for start in range(0, layout.num_rows, block):
@@ -158,11 +161,6 @@ class RowSource:
             self.drop()
             return
         self._copy, self.copy_bytes = rows, memory.num_bytes
-        logger.info(
-            "%s: rows come from a copy in memory now, of %s",
-            layout.path,
-            format_bytes(memory.num_bytes),
-        )
 
     def _is_time(self) -> bool:
         """Whether it is time to look at how much memory is left, which takes some."""

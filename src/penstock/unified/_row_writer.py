@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +29,7 @@ from penstock.unified._row_places import write_places as _write_rows
 
 _files: weakref.WeakValueDictionary[tuple[int, int], TableFile] = weakref.WeakValueDictionary()
 _lock = threading.Lock()  # of `_files`
+TICK_NANOSECONDS = 20_000_000  # between two times that a file system tells apart, at most
 _changing = threading.RLock()
 
 
@@ -186,6 +188,12 @@ class TableFile:
 
     def _be_a_child(self) -> None:
         """Be that of a forked process: what its parent is doing with the file is not its work."""
+        # What tables keep of the file may be half new, if another thread was about to change it;
+        # and the parent may write again before the file gets another time.
+        is_changing = not self.lock.acquire(blocking=False)
+        is_recent = time.time_ns() - (self.modified or 0) <= TICK_NANOSECONDS
+        if is_changing or is_recent:
+            self.modified = None
         self.lock = threading.RLock()
         self._batch, self._pending = [], None
         fd, self._fd = self._fd, -1

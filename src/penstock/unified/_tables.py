@@ -25,10 +25,15 @@ from penstock.unified._report import Counters, UnifiedReport
 from penstock.unified._row_file import RowLayout, open_layout
 from penstock.unified._row_journal import recover
 from penstock.unified._row_source import RowSource
-from penstock.unified._row_writer import RowWriter, changing, put_together, table_file
+from penstock.unified._row_writer import (
+    TICK_NANOSECONDS,
+    RowWriter,
+    changing,
+    put_together,
+    table_file,
+)
 
 _CPU = torch.device("cpu")
-_TICK_NANOSECONDS = 20_000_000  # between two times that a file system tells apart, at most
 
 
 class _Table:
@@ -321,7 +326,7 @@ class FileTable(_Table):
         for table in list(file.watchers):
             table.clear_cache()
         # A time that has just been may be that of another write, too.
-        is_past = file.is_writer or time.time_ns() - status.st_mtime_ns > _TICK_NANOSECONDS
+        is_past = file.is_writer or time.time_ns() - status.st_mtime_ns > TICK_NANOSECONDS
         file.modified = status.st_mtime_ns if is_past else None
 
     def clear_cache(self) -> None:
