@@ -70,8 +70,10 @@ class Epoch:
     """What is in memory of the features, by tier."""
 
 
-def epoch_rows(device: str, directory: str | None, where: Any) -> list[BenchmarkRow]:
-    """A row for each place of the features; none where the graph is absent."""
+def epoch_rows(
+    device: str, directory: str | None, where: Any, arms: list[str] | None = None
+) -> list[BenchmarkRow]:
+    """A row for each place of the features, or those of `arms`; none where there is no graph."""
     path = Path(os.environ.get("PENSTOCK_DATA", ""), "graphs", "tolokers.npz")
     if not path.exists():
         print("unified: no graphs/tolokers.npz in $PENSTOCK_DATA; no epoch", file=sys.stderr)
@@ -84,6 +86,7 @@ def epoch_rows(device: str, directory: str | None, where: Any) -> list[Benchmark
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         features_path = Path(folder, "features.npy")
         places = dict(_places(features, device, features_path))
+        places = {name: places[name] for name in arms or places}
         epoch = functools.partial(_epoch, data, sampler, device)
         for number in range(REPETITIONS + 1):
             for name in list(places) if number % 2 else list(reversed(places)):
@@ -109,7 +112,7 @@ def epoch_rows(device: str, directory: str | None, where: Any) -> list[Benchmark
         row.extra["reads"] = found[-1].reads
         row.peak_bytes.update(found[-1].resident_bytes)
         second = SECOND if row.arm.endswith(SECOND) else ""
-        if places[row.arm.removesuffix(SECOND)].is_file:
+        if places[row.arm.removesuffix(SECOND)].is_file and MAPPED in places:
             row.extra["speedup_over_memmap"] = [
                 theirs / ours
                 for ours, theirs in zip(seconds[row.arm], seconds[MAPPED + second], strict=True)

@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--table-bytes", help="4GiB in memory, 16GiB in a file")
     parser.add_argument("--row-bytes", type=int, nargs="+", help="of the grid")
     parser.add_argument("--count", type=int, default=40_000, help="rows of a batch, of the file")
+    parser.add_argument("--arms", nargs="+", help="of the epoch, by name; all by default")
     parser.add_argument("--store", help="directory on the disk to measure")
     parser.add_argument("--no-footprints", action="store_true", help="on a GPU: only the grid")
     options = parser.parse_args()
@@ -99,7 +100,8 @@ def main() -> None:
                 rows = gpu_rows(FOOTPRINT_ROW_BYTES, table_bytes, options.device, where)
                 write_rows(rows, options.out)
     if "epoch" in parts:
-        write_rows(epoch_rows(options.device, options.store, where), options.out)
+        rows = epoch_rows(options.device, options.store, where, options.arms)
+        write_rows(rows, options.out)
 
 
 if __name__ == "__main__":
