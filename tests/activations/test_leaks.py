@@ -18,7 +18,8 @@ from torch.nn.modules import module as module_globals
 
 import penstock
 from penstock.activations import Offload
-from penstock.activations._record import Record, ResidentHandle, SavedHandle
+from penstock.activations._record import Record, SavedHandle
+from penstock.activations._small import Chunk, SmallHandle
 from penstock.memory import Tier
 
 MIB = 1024**2
@@ -28,7 +29,7 @@ RSS_NOISE_BYTES = 6 * MIB
 PYTHON_NOISE = 200
 NUM_ROUNDS = 3
 OBJECT_NOISE = 8  # the last inputs that were saved are held until a few more have been
-OURS = {Record, SavedHandle, ResidentHandle, Offload}
+OURS = {Record, SavedHandle, Chunk, SmallHandle, Offload}
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -62,6 +62,35 @@ def test_without_a_budget_they_stay_and_are_counted(store):
     offload.close()
 
 
+@pytest.mark.parametrize("what", ["small", "leaf", "buffer"])
+def test_without_a_budget_a_change_in_place_is_found(store, what):
+    offload = penstock.offload(store)
+    module, x = torch.nn.BatchNorm1d(16).eval(), torch.ones(4, 16, requires_grad=True)
+    with offload:
+        first = x * 2
+        changed = {"small": first, "leaf": module.weight, "buffer": module.running_var}[what]
+        loss = module(first.sin()).sum()
+        with torch.no_grad():
+            changed.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    del loss
+    offload.close()
+
+
+def test_without_a_budget_parameters_and_windows_on_data_are_not_counted(store):
+    data, weight = torch.randn(64, 16), torch.ones(16, requires_grad=True)
+    offload = penstock.offload(store)
+    with offload:
+        for row in data:
+            loss = (row * weight).sum() + (row[None].T * weight[1:3]).sum()
+            loss.backward()
+            assert torch.autograd.grad((weight[2:].sin() * data[3, 2:]).sum(), weight)
+    report = offload.report()
+    assert report.num_saved == report.saved_bytes == 0
+    offload.close()
+
+
 @pytest.fixture
 def packing(store):
     """Sixteen small tensors fill a chunk, four chunks the budget."""

@@ -10,7 +10,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.activations._engine import Engine
 from penstock.activations._owners import ModuleStorages, hide_from_dynamo
-from penstock.activations._record import ResidentHandle, SavedHandle
+from penstock.activations._record import SavedHandle
+from penstock.activations._resident import Resident, keep, raise_changed
 from penstock.activations._routes import Route
 from penstock.activations._small import SmallHandle
 
@@ -36,7 +37,9 @@ class Hooks:
         self._small_bytes = engine.small_bytes
         # Under a budget what is smaller leaves too, when room is needed.
         self._min_bytes = engine.small_bytes if engine.has_budget else min_bytes
+        self._stay_bytes = 0 if engine.has_budget else engine.small_bytes  # smaller ones stay
         self._save_small, self._restore_small = engine.small.save, engine.small.restore
+        self._note_small = engine.small.note
         # Dynamo traces the Python that runs around a compiled region; this is not for it.
         hidden = hide_from_dynamo(Hooks.pack) and hide_from_dynamo(Hooks.unpack)
         self._pack_hook: Any = self.pack if hidden else torch.compiler.disable(self.pack)
@@ -46,14 +49,26 @@ class Hooks:
         """A context manager that installs the hooks in the current thread."""
         return saved_tensors_hooks(self._pack_hook, self._unpack_hook)
 
-    def pack(self, tensor: torch.Tensor) -> SavedHandle | ResidentHandle | SmallHandle:
-        """What autograd keeps in place of `tensor`."""
+    def pack(self, tensor: torch.Tensor) -> SavedHandle | Resident | SmallHandle:
+        """What autograd keeps in place of `tensor`.
+
+        Called thousands of times a step for what stays anyway (parameters, small tensors without a
+        budget), so those come first, with few operations and a tuple for a handle.
+        """
+        if type(tensor) in _PLAIN:
+            if tensor.requires_grad and tensor.is_leaf:
+                self._modules.remember(tensor)
+                return keep(tensor)
+            if self._stay_bytes and not tensor.is_meta:
+                resident = self._keep_small(tensor)
+                if resident is not None:
+                    return resident
         kind = type(tensor), _dispatch_keys(tensor).raw_repr()
         plain = _PLAIN_KINDS.get(kind)
         if plain is None:
             plain = _PLAIN_KINDS[kind] = _has_plain_storage(tensor)
         if not plain or self._engine.disowned:
-            return ResidentHandle(tensor)
+            return keep(tensor)
         storage = tensor.untyped_storage()
         num_bytes = storage.nbytes()
         if (
@@ -61,7 +76,7 @@ class Hooks:
             or self._modules.owns(tensor, storage)
             or _is_window_on_input(tensor, storage)
         ):
-            return ResidentHandle(tensor)
+            return keep(tensor)
         if num_bytes < self._small_bytes and (tensor.is_cpu or not self._engine.has_budget):
             return self._save_small(tensor, storage._cdata, num_bytes)
         route = self._routes.get(tensor.device.type)
@@ -75,12 +90,37 @@ class Hooks:
             self.device = tensor.device.type
         return self._engine.save(tensor, route, offloadable=offloadable)
 
-    def unpack(self, handle: SavedHandle | ResidentHandle | SmallHandle) -> torch.Tensor:
+    def _keep_small(self, tensor: torch.Tensor) -> Resident | None:
+        """A handle for a tensor that is too small to leave; None if it is not, or is no plain one.
+
+        Sparse tensors have no storage, inference tensors no version: PyTorch raises for them.
+        """
+        try:
+            version = tensor._version
+            storage = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):
+            return None
+        num_bytes = storage.nbytes()
+        if num_bytes >= self._stay_bytes or not num_bytes or self._engine.disowned:
+            return None
+        # Others than leaves may own the graph node that will own the handle.
+        alias = tensor.detach() if tensor.requires_grad else tensor
+        if self._modules.owns(tensor, storage) or _is_window_on_input(tensor, storage):
+            return alias, version, None
+        return alias, version, self._note_small(tensor, storage._cdata, num_bytes)
+
+    def unpack(self, handle: SavedHandle | Resident | SmallHandle) -> torch.Tensor:
         """The tensor that `handle` stands for."""
+        if type(handle) is tuple:
+            tensor, version, chunk = handle
+            if chunk is not None and not chunk.used:
+                self._engine.use_chunk(chunk)
+            if version is not None and tensor._version != version:
+                raise_changed(tensor, version)
+            return tensor
         if isinstance(handle, SmallHandle):
             return self._restore_small(handle)
-        if isinstance(handle, ResidentHandle):
-            return handle.restore()
+        assert isinstance(handle, SavedHandle)
         return self._engine.restore(handle)
 
 
@@ -106,6 +146,8 @@ def _is_window_on_input(tensor: torch.Tensor, storage: torch.UntypedStorage) -> 
     computed (`qkv.chunk(3, -1)`, in compiled code too) reach over most of their storage.
     """
     if tensor.requires_grad:
+        return False
+    if tensor.is_contiguous() and 2 * tensor.nbytes >= storage.nbytes():  # as most: told quickly
         return False
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return 2 * (reach + 1) * tensor.element_size() < storage.nbytes()

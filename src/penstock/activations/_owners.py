@@ -50,11 +50,21 @@ class ModuleStorages:
 
         A leaf that requires a gradient is a parameter, with or without a module around it.
         """
-        if _is_parameter(tensor) or (tensor._base is not None and _is_parameter(tensor._base)):
-            # Compiled code also saves views that do not name their base.
-            self._remember(tensor)
+        base = tensor._base
+        if _is_parameter(tensor) or (base is not None and _is_parameter(base)):
+            self.remember(tensor)
             return True
         return self._knows(storage)
+
+    def remember(self, tensor: torch.Tensor) -> None:
+        """Note a parameter: compiled code also saves views that do not name their base."""
+        try:
+            storage = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError, ValueError):
+            return  # a layout without a storage, or a lazy module's parameter before its first call
+        known = self._known.get(storage._cdata)
+        if known is None or known() is not storage:
+            self._known[storage._cdata] = weakref.ref(storage)
 
     def _knows(self, storage: torch.UntypedStorage) -> bool:
         known = self._known.get(storage._cdata)
@@ -70,19 +80,10 @@ class ModuleStorages:
             mine = (*module.parameters(), *module.buffers())
         for tensor in mine:
             if tensor is not None:
-                self._remember(tensor)
+                self.remember(getattr(tensor, "_local_tensor", tensor))  # a DTensor has a shard
         if len(self._known) > self._sweep_at:
             self._known = {key: weak for key, weak in self._known.items() if weak() is not None}
             self._sweep_at = max(_MIN_SWEEP, 2 * len(self._known))
-
-    def _remember(self, tensor: torch.Tensor) -> None:
-        tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's own shard
-        try:
-            storage = tensor.untyped_storage()
-        except (RuntimeError, NotImplementedError, ValueError):
-            return  # a layout without a storage, or a lazy module's parameter before its first call
-        if not self._knows(storage):
-            self._known[storage._cdata] = weakref.ref(storage)
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:

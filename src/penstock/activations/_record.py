@@ -234,26 +234,6 @@ def not_in_child() -> StoreError:
     )
 
 
-class ResidentHandle:
-    """A saved tensor that stays as it is: parameters, buffers and what cannot be offloaded."""
-
-    __slots__ = ("_tensor", "_version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # A leaf is kept itself, as autograd does: its data may be replaced and gathered again. Any
-        # other tensor may own the graph node that will own this handle.
-        self._tensor = tensor if tensor.grad_fn is None else tensor.detach()
-        self._version = _version_of(tensor)
-
-    def restore(self) -> torch.Tensor:
-        """The tensor, on the same storage; raises if it was changed in place."""
-        tensor = self._tensor
-        if self._version is not None and tensor._version != self._version:
-            shape = None if tensor.is_nested else tensor.shape
-            raise changed_in_place(tensor._version, self._version, tensor.dtype, shape)
-        return tensor
-
-
 def version_probe(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that shares `tensor`'s version counter and none of its memory.
 
@@ -275,13 +255,6 @@ def changed_in_place(
         f"{found}; expected version {expected} instead. Hint: replace the in-place operation on "
         "this tensor by an out-of-place one, or clone the tensor before it is changed."
     )
-
-
-def _version_of(tensor: torch.Tensor) -> int | None:
-    try:
-        return tensor._version
-    except (RuntimeError, NotImplementedError):  # inference tensors and wrappers without one
-        return None
 
 
 _EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}

@@ -77,8 +77,8 @@ class SmallSaves:
         self._open_chunk, self._use_chunk, self._bring_back = open_chunk, use_chunk, bring_back
         self._open: dict[int, weakref.ref[Chunk]] = {}
 
-    def save(self, tensor: torch.Tensor, key: int, num_bytes: int) -> SmallHandle:
-        """A handle for `tensor`, whose storage has that address and length."""
+    def note(self, tensor: torch.Tensor, key: int, num_bytes: int) -> Chunk:
+        """The chunk of `tensor`, whose storage has that address and length; counts its bytes."""
         thread = _get_ident()
         weak = self._open.get(thread)
         chunk = None if weak is None else weak()
@@ -91,6 +91,11 @@ class SmallSaves:
             record = chunk.record
             record.small_bytes += num_bytes
             record.num_small += 1
+        return chunk
+
+    def save(self, tensor: torch.Tensor, key: int, num_bytes: int) -> SmallHandle:
+        """A handle for `tensor` that lets its bytes leave; of the same arguments as `note`."""
+        chunk = self.note(tensor, key, num_bytes)
         handle = SmallHandle()
         # A leaf is kept itself, as autograd does; others may own the node that will own the handle.
         handle.alias = tensor.detach() if tensor.requires_grad else tensor
