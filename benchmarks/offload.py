@@ -6,6 +6,7 @@ the allocator under each other and give false ratios. Ratios are taken within a 
 
     python benchmarks/offload.py                      # arms on the four models, 9 rounds
     python benchmarks/offload.py --part throttle      # a store slower than needed
+    python benchmarks/offload.py --part saves         # thousands of small saved tensors
     python benchmarks/offload.py --device cuda        # GPU: host and file tier, the peers
 """
 
@@ -331,7 +332,7 @@ def gpu_suite(options: argparse.Namespace, store: str, where: Any) -> int:
 
 def main() -> int:
     parser = argument_parser(__doc__)
-    parser.add_argument("--part", choices=["arms", "throttle"], default="arms")
+    parser.add_argument("--part", choices=["arms", "throttle", "saves"], default="arms")
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--arms", nargs="+", default=None, help='such as keep "run all"')
     parser.add_argument("--rounds", type=int, default=None)
@@ -343,6 +344,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=options.store) as store:
         if options.device != "cpu":
             return 1 if gpu_suite(options, store, where) else 0
+        if options.part == "saves":
+            from _saves import ARMS, CASES, saves_rows  # imports torch
+
+            if options.dry_run:
+                announce((f"16000 {case}", arm) for case in CASES for arm in ARMS)
+            else:
+                rows = saves_rows(rounds=options.rounds or 9, store=store, where=where)
+                write_rows(rows, options.out)
+            return 0
         measure = {"store": store, "steps": options.steps, "rounds": options.rounds or 9}
         for model in options.models:
             case = Case(model, ("--model", model))
