@@ -338,6 +338,7 @@ def report_of_worker(path, queue) -> None:
 def test_workers_make_no_copy_and_have_that_of_their_parent(path, table):
     """Each of many would have one; the page cache they share."""
     u, index = unify(path), np.arange(0, NUM_ROWS, 3)
+    torch.arange(10**6).unique()  # has torch start its threads, which a child lacks
     child = os.fork()
     if child == 0:  # no operators of torch here: its threads are the parent's
         u[torch.from_numpy(index)]

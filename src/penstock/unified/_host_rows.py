@@ -29,7 +29,12 @@ def backend() -> str:
 
 
 def gather_rows(
-    table: torch.Tensor, index: torch.Tensor, out: torch.Tensor, *, negative: bool = False
+    table: torch.Tensor,
+    index: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    negative: bool = False,
+    alone: bool = False,
 ) -> None:
     """`out[i] = table[index[i]]`, for rows of any shape.
 
@@ -38,6 +43,8 @@ def gather_rows(
         index: on the CPU, integers of any shape.
         out: on the CPU, shape (*index.shape, *row), of the table's dtype; contiguous.
         negative: whether indices below zero count from the end.
+        alone: whether the calling thread does it all, as in a forked process, in which the threads
+            of its parent are not.
 
     Raises:
         IndexError: an index is out of range; the message names it. `out` is then undefined.
@@ -51,7 +58,7 @@ def gather_rows(
         return
     num_bytes = out.numel() * out.element_size()
     bad = library.penstock_gather_rows(
-        *_arguments(table, index, negative, num_bytes),
+        *_arguments(table, index, negative, num_bytes, alone=alone),
         out.data_ptr(),
         num_bytes >= _STREAM_BYTES,
     )
@@ -60,11 +67,16 @@ def gather_rows(
 
 
 def put_rows(
-    table: torch.Tensor, index: torch.Tensor, source: torch.Tensor, *, negative: bool = False
+    table: torch.Tensor,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    *,
+    negative: bool = False,
+    alone: bool = False,
 ) -> None:
     """`table[index[i]] = source[i]`; of several for one row the last one stays.
 
-    Nothing is written if an index is out of range. Shapes as for `gather_rows`.
+    Nothing is written if an index is out of range. Shapes, and `alone`, as for `gather_rows`.
     """
     index = as_index(index)
     library = _library()
@@ -79,7 +91,7 @@ def put_rows(
         return
     num_bytes = source.numel() * source.element_size()
     bad = library.penstock_put_rows(
-        *_arguments(table, index, negative, num_bytes),
+        *_arguments(table, index, negative, num_bytes, alone=alone),
         source.data_ptr(),
         source.stride(0) * source.element_size() if source.dim() else 0,
     )
@@ -117,7 +129,12 @@ def add_rows(
 
 
 def _arguments(
-    table: torch.Tensor, index: torch.Tensor, negative: bool, num_bytes: int
+    table: torch.Tensor,
+    index: torch.Tensor,
+    negative: bool,
+    num_bytes: int,
+    *,
+    alone: bool = False,
 ) -> tuple[int, ...]:
     """What all functions of the library begin with; `num_bytes` will be moved."""
     num_rows = table.shape[0]
@@ -132,7 +149,7 @@ def _arguments(
         index.element_size(),
         index.numel(),
         negative,
-        1 if num_bytes < _ALONE_BYTES else torch.get_num_threads(),
+        1 if alone or num_bytes < _ALONE_BYTES else torch.get_num_threads(),
     )
 
 

@@ -24,6 +24,7 @@ import resource
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from penstock.errors import CapacityError, StoreReadError
@@ -80,7 +81,8 @@ class RowSource:
         if self._may_choose:
             self._choose(index)
         if self._copy is not None:
-            _host_rows.gather_rows(self._copy, index, out, negative=negative)
+            alone = self._is_forked()
+            _host_rows.gather_rows(self._copy, index, out, negative=negative, alone=alone)
         else:
             self._reader.gather(index, out, negative=negative)
 
@@ -88,9 +90,8 @@ class RowSource:
         """Hear of rows that have changed; int64 (n,) and their bytes, uint8 (n, row_bytes)."""
         self._reader.update_cache(rows, content)
         if self._copy is not None:
-            _host_rows.put_rows(
-                self._copy.view(len(self._copy), -1).view(torch.uint8), rows, content
-            )
+            copied = self._copy.view(len(self._copy), -1).view(torch.uint8)
+            _host_rows.put_rows(copied, rows, content, alone=self._is_forked())
 
     def drop(self) -> None:
         """Forget all rows: they are others now, or there is no room."""
@@ -136,11 +137,16 @@ class RowSource:
             return asked
         # It depends on how many of the rows are the same, or lie side by side.
         rows_per_page = max(1, PAGE_BYTES // layout.row_bytes)
-        return asked + len(torch.unique(index // rows_per_page)) * pages_per_row * PAGE_BYTES
+        # By NumPy: the threads of torch's operators are not there in a forked process.
+        num_pages = len(np.unique(index.numpy() // rows_per_page)) * pages_per_row
+        return asked + num_pages * PAGE_BYTES
 
     def _is_worker(self) -> bool:
         """Whether this process is likely to be one of several, each of which would have a copy."""
-        return self._process != os.getpid() or multiprocessing.parent_process() is not None
+        return self._is_forked() or multiprocessing.parent_process() is not None
+
+    def _is_forked(self) -> bool:
+        return self._process != os.getpid()
 
     def _make_copy(self) -> None:
         """Read all rows into memory; none of them if that fails."""
