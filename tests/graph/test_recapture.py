@@ -73,6 +73,13 @@ PROGRAMS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _generators_of_this_test(monkeypatch):
+    """Those of the import are frozen (`conftest.py`), so that a capture does not find them."""
+    monkeypatch.setitem(globals(), "OWN_RANDOM", random.Random(3))
+    monkeypatch.setitem(globals(), "OWN_NUMPY", np.random.default_rng(0))
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_changes_from_call_to_call_is_refused(name):
     loss_of, message = PROGRAMS[name]
