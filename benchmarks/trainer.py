@@ -30,18 +30,18 @@ from _rows import BenchmarkRow, Limit, announce, argument_parser, environment, w
 TOPIC = "trainer"
 MODELS = ("gpt2", "llama")
 TIERS = ("host", "file")
-VOCAB, LAYERS, HIDDEN, HEADS, BATCH, SENTENCES, EPOCHS = 8192, 6, 192, 6, 16, 160, 2
+VOCAB, LAYERS, HIDDEN, HEADS, BATCH, EPOCHS = 8192, 6, 192, 6, 16, 2
 BAR = 1.15
 
 Run = dict[str, Any]
 
 
-def sentences(data: Path) -> list[dict[str, list[int]]]:
+def sentences(data: Path, number: int) -> list[dict[str, list[int]]]:
     """Word numbers of the first sentences, as inputs and labels."""
     numbers: dict[str, int] = {}
     found = []
     with (data / "batching" / "text" / "sst_trees.txt").open() as lines:
-        for _, line in zip(range(SENTENCES), lines, strict=False):
+        for _, line in zip(range(number), lines, strict=False):
             words = re.findall(r" ([^() ]+)\)", line)
             tokens = [1 + numbers.setdefault(word, len(numbers)) % (VOCAB - 1) for word in words]
             found.append({"input_ids": tokens, "labels": tokens})
@@ -131,7 +131,7 @@ def compared(
     name: str, tier: str, rows: list[dict[str, list[int]]], arguments: argparse.Namespace
 ) -> list[BenchmarkRow]:
     """Rows of a model on a tier and beside it."""
-    case = f"{name} hidden {HIDDEN} layers {LAYERS} batch {BATCH}, {SENTENCES} sentences"
+    case = f"{name} hidden {HIDDEN} layers {LAYERS} batch {BATCH}, {len(rows)} sentences"
     longest = max(len(row["input_ids"]) for row in rows)
     device_memory = budget_of(model_of(name, longest), rows, arguments.share)
     below = {"host_memory": "4GiB"} if tier == "host" else {"store": arguments.store}
@@ -171,6 +171,7 @@ def compared(
             peak_bytes={"device": device_memory},
             extra={
                 "ratios": ratios,
+                "median_step_ratio": _median_step(planned) / _median_step(eager),
                 "first_step_seconds": [run["seconds"][0] for run in planned],
                 "largest_relative_loss_difference": max(differences),
                 "steps": len(before["losses"]),
@@ -187,11 +188,16 @@ def _seconds(run: Run) -> float:
     return sum(run["seconds"][1:])
 
 
+def _median_step(runs: list[Run]) -> float:
+    return statistics.median(seconds for run in runs for seconds in run["seconds"][1:])
+
+
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--data", default=os.environ.get("PENSTOCK_DATA"), type=Path, metavar="DIR")
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--tiers", nargs="+", default=TIERS, choices=TIERS)
+    parser.add_argument("--sentences", default=960, type=int, help="of an epoch")
     parser.add_argument("--share", default=Fraction(1, 4), type=Fraction)
     parser.add_argument("--store", default=tempfile.gettempdir(), metavar="DIR")
     parser.add_argument("--repetitions", default=3, type=int)
@@ -203,7 +209,7 @@ def main() -> None:
         return
     if arguments.data is None:
         parser.error("--data (or $PENSTOCK_DATA) is missing: the folder that has batching/")
-    rows = sentences(arguments.data)
+    rows = sentences(arguments.data, arguments.sentences)
     for model, tier in cases:
         write_rows(compared(model, tier, rows, arguments), arguments.out)
 
