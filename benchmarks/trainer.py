@@ -159,7 +159,11 @@ def compared(
     arm = f"planned, {arguments.share}, {tier}"
     return [
         BenchmarkRow.of(
-            [_seconds(run) for run in eager], topic=TOPIC, case=case, arm="eager", **where
+            [_seconds(run) for run in eager],
+            topic=TOPIC,
+            case=case,
+            arm=f"eager, beside {tier}",
+            **where,
         ),
         BenchmarkRow.of(
             [_seconds(run) for run in planned],
@@ -168,8 +172,8 @@ def compared(
             arm=arm,
             limit=Limit(name=f"{BAR} x eager", value=BAR, unit="1"),
             measured=statistics.median(ratios),
-            peak_bytes={"device": device_memory},
             extra={
+                "budget_bytes": device_memory,
                 "ratios": ratios,
                 "median_step_ratio": _median_step(planned) / _median_step(eager),
                 "first_step_seconds": [run["seconds"][0] for run in planned],

@@ -298,7 +298,7 @@ def bind(
 
     def executions(pairs: Sequence[tuple[Plan, StepGraph]]) -> list[Execution]:
         for _, each in pairs:
-            refuse_ranks_apart(each, before_step)
+            refuse_ranks_apart(each)
         return _executions(pairs, model, optimizer, loss, file_store, debug)
 
     def with_first_batch(batch: Any) -> list[Execution]:

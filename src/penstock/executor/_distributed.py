@@ -42,7 +42,7 @@ def average_gradients(model: nn.Module, group: distributed.ProcessGroup | None =
             average_over_ranks_(parameter.grad, name)
 
 
-def refuse_ranks_apart(graph: StepGraph, before_step: object = None) -> None:
+def refuse_ranks_apart(graph: StepGraph) -> None:
     """Refuse a step in which ranks would go apart without a word, as no gradient is averaged.
 
     The parameters of a model that `DistributedDataParallel` has wrapped are averaged by its
@@ -50,18 +50,15 @@ def refuse_ranks_apart(graph: StepGraph, before_step: object = None) -> None:
 
     Args:
         graph: The step.
-        before_step: Of the step, if it is not known from the capture.
 
     Raises:
-        CaptureError: There are several ranks, and the step has neither a collective nor a
-            `before_step`, whatever that does.
+        CaptureError: There are several ranks, and the step has no collective.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return
-    if before_step is not None or (graph.captured is not None and graph.captured.has_before_step):
-        return
     num_ranks = distributed.get_world_size()
-    if num_ranks > 1 and not any(each.target in COLLECTIVES for each in graph.operators):
+    targets = {each.target for each in graph.operators}
+    if num_ranks > 1 and targets.isdisjoint(COLLECTIVES) and not any("c10d" in t for t in targets):
         raise CaptureError(
             f"there are {num_ranks} ranks, and nothing in the step averages gradients over them: "
             "pass before_step=lambda: penstock.executor.average_gradients(model); for ranks that "
