@@ -170,6 +170,24 @@ def test_abandoned_graph_frees_everything(everything):
     wait_until(lambda: everything.ledger.resident(Tier.FILE) == 0)
 
 
+def test_a_storage_that_was_saved_in_two_ways_counts_once_while_it_is_in_use(everything):
+    leaf = torch.randn(64, 64, requires_grad=True)
+    x = leaf * 1
+    other = x.data  # the same storage, with a version counter of its own
+    with everything:
+        once, twice = leaf * other, [x.sin(), x.cos()]
+        wait_until(lambda: everything.ledger.resident(Tier.FILE) == 2 * 64 * 64 * 4)
+        in_use = [twice[0].grad_fn._saved_self, once.grad_fn._saved_other]
+        in_use.append(twice[1].grad_fn._saved_self)
+        everything._engine.settle()
+        assert everything.ledger.resident(Tier.DEVICE) == 64 * 64 * 4
+        del in_use, twice, once, x, other
+    everything._engine.settle()
+    wait_until(lambda: everything.ledger.resident(Tier.FILE) == 0)
+    everything._engine.settle()
+    assert everything.ledger.resident(Tier.DEVICE) == 0
+
+
 def test_exception_between_forward_and_backward(everything):
     def step() -> None:
         loss = small_model()(torch.randn(32, 64)).sum()

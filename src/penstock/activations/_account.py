@@ -43,7 +43,10 @@ class DeviceAccount:
         """We gave the storage up, but autograd may be using it: it counts until it is gone."""
         if record.counted and record.weak() is not None:
             record.counted = False
-            self._in_use[id(record.weak)] = record.weak, record.num_bytes
+            # Two records may show one storage; it has one weak reference, and counts once.
+            _, known_bytes = self._in_use.pop(id(record.weak), (None, 0))
+            self._in_use[id(record.weak)] = record.weak, max(record.num_bytes, known_bytes)
+            self._change(-min(record.num_bytes, known_bytes))
         else:
             self.remove(record)
 
