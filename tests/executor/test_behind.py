@@ -17,6 +17,7 @@ from _zoo import CASES
 from penstock.errors import GraphFileError
 from penstock.executor import _bind, _execution, bind
 from penstock.executor._device import Device
+from penstock.executor._interrupts import Interrupts
 from penstock.executor._links import ThreadLink
 from penstock.executor._program import Program, Stage
 from penstock.executor._stretches import Stretches
@@ -24,6 +25,8 @@ from penstock.planner import plan
 from simulated_cuda import Event, SimulatedCuda
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_STEPS = 9  # more than are timed
 
 
 class LateDevice(Device):
@@ -40,6 +43,17 @@ class LateDevice(Device):
 
     def follow(self, mark: Event) -> None:
         mark.synchronize()
+
+    def read(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
+        copy = torch.empty_like(value)
+        self.stream.launch(lambda: copy.copy_(value))
+        arrived = self.mark()
+
+        def wait() -> torch.Tensor:
+            arrived.synchronize()
+            return copy
+
+        return wait
 
     def settle(self) -> None:
         self.stream.synchronize()
@@ -85,7 +99,8 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 def _late(device: LateDevice, call: Any, options: Any) -> Callable[[], object]:
     function = call.func if isinstance(call, functools.partial) else None
-    if isinstance(getattr(function, "__self__", None), ThreadLink):
+    owner = getattr(function or call, "__self__", None)
+    if isinstance(owner, (ThreadLink, Interrupts)) or _reads_loss(function or call):
         return call
     if options.get("is_plain") or function is torch._C._set_grad_enabled:
         return lambda: device.stream.launch(call)
@@ -97,21 +112,42 @@ def _late(device: LateDevice, call: Any, options: Any) -> Callable[[], object]:
     return run
 
 
+def _reads_loss(call: Any) -> bool:
+    methods = (_execution.Execution._read_loss, _execution.Execution._check_early_loss)
+    return getattr(call, "__func__", None) in methods
+
+
 @pytest.mark.parametrize("tier", ["host", "file"])
 @pytest.mark.parametrize("case", ["gpt2", "resnet", "lstm"])
 def test_the_bits_are_those_of_eager_training(case, tier, store, late):
-    num_steps = 9  # more than are timed
-    expected = eagerly(case, "adamw", num_steps)
+    expected = eagerly(case, "adamw", NUM_STEPS)
     model, stepper = trainee(CASES[case], "adamw")
     with bound(case, "adamw", model, stepper, share=1 / 4, tier=tier, store=store) as step:
         torch.manual_seed(1)
-        losses = [step(CASES[case].batch) for _ in range(num_steps)]
+        losses = [step(CASES[case].batch) for _ in range(NUM_STEPS)]
         report = step.report()
     assert differences(expected, everything(model, stepper, losses), "") == []
     assert sum(report.moved_bytes.values()) > 0
     assert report.num_recorded == late.num_recorded
     # With a transfer after every few operators, as plans of the others may have, none are worth it.
     assert report.num_recorded > 0 or case != "gpt2"
+
+
+def test_the_backward_pass_is_under_way_when_the_loss_is_checked(store, late, monkeypatch):
+    check = _execution.Execution._check_early_loss
+    behind: list[int] = []
+
+    def check_and_count(self: _execution.Execution) -> None:
+        check(self)
+        behind.append(len(late.stream.operations))
+
+    monkeypatch.setattr(_execution.Execution, "_check_early_loss", check_and_count)
+    model, stepper = trainee(CASES["gpt2"], "adamw")
+    with bound("gpt2", "adamw", model, stepper, share=1, tier="host", store=store) as step:
+        for _ in range(NUM_STEPS):
+            step(CASES["gpt2"].batch)
+    assert len(behind) == NUM_STEPS
+    assert behind[-1] > 0 or not late.stream.cuda.late
 
 
 def test_what_cannot_be_recorded_runs_one_by_one_and_says_where_it_fails(late):

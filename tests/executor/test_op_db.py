@@ -1,8 +1,9 @@
 """Every operator that PyTorch lists trains as planned as it does eagerly, bit for bit.
 
-`op_db` is PyTorch's own table of operators with sample inputs. Each sample is the forward pass of a
-model whose parameters are its inputs, as they are and lying transposed in memory; freed bytes are
-poisoned. What a graph cannot hold has to be refused as such.
+`op_db` is PyTorch's own table of operators with sample inputs. Each sample is a module whose
+parameters are its inputs, as they are and lying transposed in memory; an operator's samples are one
+model, as long as a graph can hold them all. Freed bytes are poisoned. What a graph cannot hold has
+to be refused as such.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -79,6 +81,7 @@ class Sample(nn.Module):
                 self.register_parameter(name, nn.Parameter(content))
             else:
                 self.register_buffer(name, content)
+        self.register_buffer("total", torch.zeros(()))  # its part of the loss
 
     def forward(self, scale: torch.Tensor) -> torch.Tensor:
         leaves = [self.leaf(each, scale) for each in self.leaves]
@@ -87,6 +90,7 @@ class Sample(nn.Module):
         for result in pytree.tree_leaves(self.op(first, *args, **kwargs)):
             if isinstance(result, torch.Tensor) and result.dtype != torch.bool:
                 total = total + result.sum().to(total.dtype)
+        self.total.copy_(total.detach())
         return total
 
     def leaf(self, leaf: Any, scale: torch.Tensor) -> Any:
@@ -107,15 +111,31 @@ def _unseeded(monkeypatch):
     )
 
 
-def trainee(op: Any, sample: Any, transposed: bool) -> tuple[Sample, torch.optim.Optimizer]:
-    model = Sample(op, sample, transposed=transposed)
+class Samples(nn.Module):
+    """Samples of one operator, one after the other; the loss is the sum of theirs."""
+
+    def __init__(self, op: Any, samples: Sequence[tuple[Any, bool]]) -> None:
+        super().__init__()
+        self.samples = nn.ModuleList(Sample(op, each, transposed=swap) for each, swap in samples)
+
+    def forward(self, scale: torch.Tensor) -> torch.Tensor:
+        loss = scale.sum() * 0
+        for sample in self.samples:
+            loss = loss + sample(scale)
+        return loss
+
+
+def trainee(op: Any, samples: Sequence[tuple[Any, bool]]) -> tuple[Samples, torch.optim.Optimizer]:
+    model = Samples(op, samples)
     return model, torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
-def eagerly(op: Any, sample: Any, transposed: bool) -> tuple[list[torch.Tensor], Sample] | None:
+def eagerly(
+    op: Any, samples: Sequence[tuple[Any, bool]]
+) -> tuple[list[torch.Tensor], Samples] | None:
     """Losses and the model; None if this cannot be trained."""
     try:
-        model, optimizer = trainee(op, sample, transposed)
+        model, optimizer = trainee(op, samples)
     except (RuntimeError, ValueError):  # sparse tensors, no parameters
         return None
     torch.manual_seed(1)
@@ -132,16 +152,19 @@ def eagerly(op: Any, sample: Any, transposed: bool) -> tuple[list[torch.Tensor],
     return (losses, model) if all(map(torch.isfinite, losses)) else None
 
 
-def unlike_eager(op: Any, sample: Any, transposed: bool, found: Counter[str]) -> list[str]:
-    """What differs; counts what has been compared or refused."""
-    expected = eagerly(op, sample, transposed)
+def unlike_eager(op: Any, samples: Sequence[tuple[Any, bool]], found: Counter[str]) -> list[str]:
+    """Name the values that differ; count what has been compared or refused."""
+    expected = eagerly(op, samples)
     if expected is None:
+        assert len(samples) == 1, "samples that train alone do not train together"
         return []
     losses, eager = expected
-    model, optimizer = trainee(op, sample, transposed)
+    model, optimizer = trainee(op, samples)
     try:
         graph = executable(capture(model, optimizer, torch.ones(1)))
     except CaptureError:
+        if len(samples) > 1:
+            return [name for each in samples for name in unlike_eager(op, [each], found)]
         found["refused"] += 1
         return []
     with bind(
@@ -171,15 +194,17 @@ def test_operators_train_as_they_do_eagerly(part):
             samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=True))
         except RuntimeError:
             continue  # for other devices
-        for number, sample in enumerate(samples[:: max(1, len(samples) // NUM_SAMPLES)]):
-            for transposed in (False, True):
-                name = f"{op.formatted_name} {number}{' transposed' if transposed else ''}"
-                try:
-                    differing = unlike_eager(op, sample, transposed, found)
-                except Exception as error:
-                    if op.name not in REFUSED_BY_TORCH:
-                        wrong.append(f"{name}: {type(error).__name__}: {error}")
-                    continue
-                wrong += [f"{name}: {differing}"] if differing else []
+        chosen = samples[:: max(1, len(samples) // NUM_SAMPLES)]
+        layouts = [(sample, swap) for sample in chosen for swap in (False, True)]
+        trainable = [each for each in layouts if eagerly(op, [each]) is not None]
+        together = bool(trainable) and op.name not in REFUSED_BY_TORCH
+        for group in [trainable] if together else [[each] for each in trainable]:
+            try:
+                differing = unlike_eager(op, group, found)
+            except Exception as error:
+                if op.name not in REFUSED_BY_TORCH:
+                    wrong.append(f"{op.formatted_name}: {type(error).__name__}: {error}")
+                continue
+            wrong += [f"{op.formatted_name}: {differing}"] if differing else []
     assert not wrong, "\n".join(wrong)
     assert len(found) - ("refused" in found) >= LEAST_COMPARED

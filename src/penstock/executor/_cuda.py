@@ -120,6 +120,18 @@ class CudaDevice(Device):
         """Wait for the event."""
         mark.synchronize()
 
+    def read(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Copy to page-locked memory on the computing stream, with an event behind it."""
+        copy = torch.empty_like(value, device="cpu", pin_memory=True)
+        copy.copy_(value, non_blocking=True)
+        arrived = self.mark()
+
+        def wait() -> torch.Tensor:
+            arrived.synchronize()
+            return copy
+
+        return wait
+
     def settle(self) -> None:
         """Wait for the computing stream."""
         torch.cuda.current_stream(self.device).synchronize()

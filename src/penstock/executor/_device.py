@@ -66,6 +66,11 @@ class Device:
     def follow(self, mark: Mark) -> None:
         """Wait, on a link's thread, until that has been computed."""
 
+    def read(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to copy a value to the CPU; what is returned waits for it alone, and has it."""
+        copy = value.clone()
+        return lambda: copy
+
     def settle(self) -> None:
         """Wait until all that computing has been given has been computed."""
 

@@ -97,6 +97,7 @@ class Execution:
         self._recovery = Recovery(graph, plan, self._places, self.room, self._seam, self._links)
         self._loss = self._loss_tensor()
         self._early_loss = self._find_early_loss()
+        self._early_reading: Callable[[], torch.Tensor]  # of the step under way
         self._program = program_of(
             *(graph, plan, self._places, self.room, self._links, self._numbers, self._extra),
             device,
@@ -332,8 +333,12 @@ class Execution:
         """What runs beside operators and transfers."""
         commit = self._recovery.commit
         if when == "left":
-            if self._early_loss is not None and position == self._early_loss[0]:
-                yield functools.partial(self._check_loss, self._early_loss[1])
+            if self._early_loss is not None:
+                made, checked, place = self._early_loss
+                if position == made:
+                    yield functools.partial(self._read_loss, place)
+                if position == checked:
+                    yield self._check_early_loss
             if self._debug is not None:
                 yield from self._debug.at(position)
             if position == 0:  # not before: what lies there may still be leaving
@@ -361,31 +366,41 @@ class Execution:
                     return self.room.view_of(stay, view)
         return self.room.operand(view, last)
 
-    def _find_early_loss(self) -> tuple[int, torch.Tensor] | None:
-        """The last boundary before the update at which the loss is where its operator has put it,
-        what has moved there not counted, and that place; None if the update precedes it.
+    def _find_early_loss(self) -> tuple[int, int, torch.Tensor] | None:
+        """Return the boundary at which the loss has been made, the last one before the update, and
+        the place where its operator puts it; None if the update precedes it.
         """
         view, last = self._graph.loss, len(self._plan.order) - 1
         if view is None or not self._graph.num_bytes(view.value):
             return None
-        latest = min(self._recovery.commit, last)
+        checked = min(self._recovery.commit, last)
         found = [
-            (min(latest, stay.end), self.room.view_of(stay, view))
+            (stay.start + 1, self.room.view_of(stay, view))
             for stay in self._places.stays[view.value]
-            if stay.tier is Tier.DEVICE and stay.transfer is None and 0 <= stay.start < latest
+            if stay.tier is Tier.DEVICE and stay.transfer is None and 0 <= stay.start < checked
         ]
-        return max(found, key=lambda each: each[0], default=None)
+        if not found:
+            return None
+        made, place = min(found, key=lambda each: each[0])
+        return made, checked, place
+
+    def _read_loss(self, place: torch.Tensor) -> None:
+        """Begin to read the loss: a device that is behind goes on with the backward pass then."""
+        self._early_reading = self._device.read(place)
+
+    def _check_early_loss(self) -> None:
+        self._check_loss(self._early_reading())
 
     def _check_loss(
         self,
-        place: torch.Tensor | None,
+        value: torch.Tensor | None,
         outcome: str = "nothing has been updated",
         remedy: str = "skip this batch, or lower the learning rate",
     ) -> None:
-        if place is None:
+        if value is None:
             return
-        loss = place.item()
-        if self._expected is not None and not alike(place, self._expected):
+        loss = value.item()
+        if self._expected is not None and not alike(value, self._expected):
             expected = self._expected.item()
             raise UnlikeEagerError(
                 f"step {self._num_steps + 1}: the planned loss is {loss!r} and the program itself, "
