@@ -11,11 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from penstock.errors import StoreReadError
-from penstock.unified import _row_source, _row_writer, _unify, empty, unify
+from penstock.unified import _file_rows, _row_source, _row_writer, _unify, empty, unify
 from penstock.unified._file_rows import RowReader
+from penstock.unified._row_file import open_layout
 
 NUM_ROWS, WIDTH = 4096, 64  # 16 rows of 256 bytes in a page: 256 pages, of which 32 are an eighth
 TABLE_BYTES = NUM_ROWS * WIDTH * 4
@@ -73,6 +75,33 @@ def test_one_batch_that_asks_for_so_much_is_gathered_from_the_copy(path, table):
     assert u.report().reads == "host copy"
     assert u.report().num_reads < 10  # long ones
     assert u.report().bytes_read < TABLE_BYTES + 10 * 8192  # each page once, but for their ends
+
+
+@pytest.mark.parametrize("name", ["rows.npy", "rows", "rows.safetensors#b"])
+@pytest.mark.parametrize("width", [1, 3, 250, 1024, 1300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_copy_of_any_layout_has_all_rows(name, width, dtype, folder, monkeypatch):
+    monkeypatch.setattr(_file_rows, "_PART_BYTES", 64 * 1024)  # so that there are several
+    monkeypatch.setattr(_file_rows, "_BLOCK_BYTES", 64 * 1024)
+    rows = torch.randint(-100, 100, (3001, width), dtype=dtype)
+    file = folder / name.partition("#")[0]
+    if name == "rows.npy":
+        np.save(file, rows.numpy())
+    elif name == "rows":
+        unify(rows).save_rows(file)
+    else:  # rows that begin anywhere
+        safetensors.torch.save_file({"a": torch.zeros(7, dtype=torch.int8), "b": rows}, file)
+    os.utime(file, (0, 0))
+    u = unify(str(folder / name))
+    assert torch.equal(u[torch.arange(3001)], rows)
+    assert u.report().reads == "host copy"
+
+
+def test_a_file_that_becomes_shorter_while_it_is_copied_is_an_error(path):
+    reader = RowReader(open_layout(path))
+    os.truncate(path, path.stat().st_size - 2 * 4096)
+    with pytest.raises(StoreReadError, match=r"row 0 of .* the file has become shorter"):
+        reader.read_table()
 
 
 def test_the_same_rows_again_in_a_batch_are_no_reason_for_a_copy(path):
@@ -234,14 +263,11 @@ def test_a_table_that_is_saved_is_not_kept(path, table, monkeypatch):
 
 def test_a_copy_that_cannot_be_read_is_left_alone(path, table, monkeypatch):
     """A bad place of the disk is an error of the batches that ask for it, and of no other."""
-    gather = RowReader.gather
 
-    def fail_in_order(self, index, out, *, negative=False, in_order=False):
-        if in_order:
-            raise StoreReadError("bad", path=str(path), offset=0, errno=5)
-        gather(self, index, out, negative=negative)
+    def fail(self):
+        raise StoreReadError("bad", path=str(path), offset=0, errno=5)
 
-    monkeypatch.setattr(RowReader, "gather", fail_in_order)
+    monkeypatch.setattr(RowReader, "read_table", fail)
     u, index = unify(path), torch.randint(NUM_ROWS, (1000,))
     for _ in range(3):
         assert torch.equal(u[index], table[index])

@@ -18,6 +18,7 @@ import torch
 
 from penstock.codegen import load_optional_library
 from penstock.errors import CapacityError, StoreError, StoreReadError
+from penstock.unified._host_memory import TableMemory
 from penstock.unified._host_rows import as_index, checked_index, out_of_range
 from penstock.unified._report import Counters
 from penstock.unified._row_file import PAGE_BYTES, RowLayout
@@ -30,6 +31,9 @@ _SOURCES = [
 ]
 _READ_BYTES = 64 * 1024  # the longest read of several rows
 _LONG_READ_BYTES = 256 * 1024  # the same of rows in order, of which nothing is unwanted
+_BLOCK_BYTES = 32 * 2**20  # of a table with gaps between its rows, read at a time
+_PART_BYTES = 4 * 2**20  # the reads of a table without gaps
+_NUM_PART_THREADS = 4
 _GAP_BYTES = 4096  # unwanted bytes between two rows that are still read as one
 _NUM_PYTHON_THREADS = 16
 _OUT_OF_RANGE, _READ_FAILED = 1, 2
@@ -124,6 +128,53 @@ class RowReader:
         self.counters.add(num_reads=num_reads, bytes_read=num_bytes)
         if self.cache_bytes:
             self.counters.add(num_hits=num_hits, num_misses=num_misses)
+
+    def read_table(self) -> torch.Tensor:
+        """Read all rows, in long reads; shape and dtype are the layout's, the memory is new.
+
+        Raises:
+            CapacityError: there is not enough memory.
+            StoreReadError: as `gather`.
+        """
+        layout = self.layout
+        num_bytes = layout.num_rows * layout.row_bytes
+        lead = layout.offset % PAGE_BYTES  # so that pages of the file are pages of memory
+        is_whole = layout.block_bytes == layout.rows_per_block * layout.row_bytes
+        if is_whole and lead % layout.dtype.itemsize == 0:
+            memory = TableMemory(-(-(lead + num_bytes) // PAGE_BYTES) * PAGE_BYTES)
+            content = memory.tensor((memory.num_bytes,), torch.uint8)
+            self._read_pages(content, layout.offset - lead)
+            return content[lead : lead + num_bytes].view(layout.dtype).view(layout.shape)
+        rows = TableMemory(num_bytes).tensor(layout.shape, layout.dtype)
+        block = max(1, _BLOCK_BYTES // layout.row_bytes)
+        for start in range(0, layout.num_rows, block):
+            part = rows[start : start + block]
+            self.gather(torch.arange(start, start + len(part)), part, in_order=True)
+        return rows
+
+    def _read_pages(self, content: torch.Tensor, begin: int) -> None:
+        """Fill uint8 memory with the file's pages from byte `begin` on, as far as rows reach."""
+        pages = content.numpy().data
+        layout = self.layout
+
+        def read(start: int) -> int:
+            part = pages[start : start + _PART_BYTES]
+            wanted = min(len(part), layout.end - begin - start)
+            row = max(0, begin + start - layout.offset) // layout.row_bytes
+            done = 0
+            while done < wanted:  # a read that is cut short goes on at a page
+                try:
+                    count = os.preadv(self._fd, [part[done:]], begin + start + done)
+                except OSError as error:
+                    raise self._failure(row, begin + start + done, error.errno) from error
+                if done + count < wanted and not (count := count // PAGE_BYTES * PAGE_BYTES):
+                    raise self._failure(row, begin + start + done, None)
+                done += count
+            return wanted
+
+        with ThreadPoolExecutor(_NUM_PART_THREADS) as threads:  # which it waits for in any case
+            for num_bytes in threads.map(read, range(0, len(pages), _PART_BYTES)):
+                self.counters.add(num_reads=1, bytes_read=num_bytes)
 
     @property
     def is_direct(self) -> bool:

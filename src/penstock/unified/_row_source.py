@@ -31,7 +31,6 @@ from penstock.errors import CapacityError, StoreReadError
 from penstock.memory import available_ram
 from penstock.unified import _host_rows
 from penstock.unified._file_rows import RowReader
-from penstock.unified._host_memory import TableMemory
 from penstock.unified._row_file import PAGE_BYTES
 from penstock.units import format_bytes
 
@@ -40,7 +39,6 @@ logger = logging.getLogger(__name__)
 _PART_FOR_COPY = 8  # of the pages: when they have been asked for, the table is copied
 _PART_FOR_PAGE_CACHE = 4  # likewise: read through the page cache
 _PART_OF_MEMORY = 4  # of what is free: the most that a copy takes
-_BLOCK_BYTES = 32 * 2**20  # of rows, copied at a time
 _SECONDS_BETWEEN_LOOKS = 1.0  # at how much memory is left
 _LIMITS = {"VmData": resource.RLIMIT_DATA, "VmSize": resource.RLIMIT_AS}
 
@@ -156,17 +154,12 @@ class RowSource:
         num_bytes = layout.num_rows * layout.row_bytes
         logger.info("%s: its rows are copied to memory, %s", layout.path, format_bytes(num_bytes))
         try:
-            memory = TableMemory(num_bytes)
-            rows = memory.tensor(layout.shape, layout.dtype)
-            block = max(1, _BLOCK_BYTES // layout.row_bytes)
-            for start in range(0, layout.num_rows, block):
-                part = rows[start : start + block]
-                self._reader.gather(torch.arange(start, start + len(part)), part, in_order=True)
+            rows = self._reader.read_table()
         except (CapacityError, StoreReadError) as error:  # of rows that nobody may have asked for
             logger.info("%s: no copy in memory: %s", layout.path, error)
             self.drop()
             return
-        self._copy, self.copy_bytes = rows, memory.num_bytes
+        self._copy, self.copy_bytes = rows, num_bytes
 
     def _is_time(self) -> bool:
         """Whether it is time to look at how much memory is left, which takes some."""
