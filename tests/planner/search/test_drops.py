@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 from hypothesis import given
+from hypothesis import strategies as st
 
 from graphs import GraphBuilder, chain_step, step_graphs
 from penstock.graph import Kind, Phase
@@ -57,10 +58,59 @@ def test_what_is_dropped_briefly_is_made_again_for_each_use():
         end, read = build.storage(1), end
         build.run(reads=(read, kept), creates=(end,), phase=Phase.BACKWARD)
     graph = build.graph(end)
-    recomputation, order = Recomputation(graph), range(len(graph.operators))
     item = graph.storage_of_value[kept]
-    assert recomputation.expand(order, {item}) == [0, 1, 2, 3, 0, 4, 5, 6, 7]
-    assert recomputation.expand(order, {item, ~item}) == [0, 1, 2, 3, 0, 4, 5, 6, 0, 7]
+    assert expand(graph, {item}) == [0, 1, 2, 3, 0, 4, 5, 6, 7]
+    assert expand(graph, {item, ~item}) == [0, 1, 2, 3, 0, 4, 5, 6, 0, 7]
+
+
+def expand(graph, dropped):
+    found = Recomputation(graph).expand(np.arange(len(graph.operators)), dropped)
+    return None if found is None else found.tolist()
+
+
+@given(st.one_of(step_graphs(max_operators=12), st.integers(1, 6).map(chain_step)), st.data())
+def test_operators_run_again_when_what_is_dropped_is_needed_and_only_then(graph, data):
+    able = sorted(Recomputation(graph).chain_of)
+    dropped = frozenset(data.draw(st.sets(st.sampled_from(able)))) if able else frozenset()
+    brief = frozenset(data.draw(st.sets(st.sampled_from(sorted(dropped))))) if dropped else dropped
+    order = expand(graph, dropped | briefly(brief))
+    if order is None:
+        return
+    firsts = list(dict.fromkeys(order))
+    assert firsts == list(range(len(graph.operators)))
+    given_up = {index: set() for index in firsts}  # after the last use, and that before the turn
+    for item in dropped:
+        uses = [index for index in firsts if item in touched(graph, index)]
+        phases = [graph.operators[index].phase is Phase.FORWARD for index in uses]
+        given_up[uses[-1]].add(item)
+        if False in phases and phases[0]:
+            given_up[uses[phases.index(False) - 1]].add(item)
+    there = {s.initial for s in graph.storages if s.initial is not None}
+    ran: list[int] = []
+    for index in order:
+        operator = graph.operators[index]
+        is_again = index in ran
+        anew = is_again and operator.recompute_target is not None
+        makes = operator.creates if anew else operator.makes
+        assert there.issuperset(operator.reads if anew else operator.needs)
+        assert not (is_again and there.issuperset(makes))  # something was missing
+        own = {graph.storage_of_value[value] for value in makes}
+        there = {value for value in there if graph.storage_of_value[value] not in own} | {*makes}
+        ran.append(index)
+        if is_again:
+            continue
+        gone = set(given_up[index])
+        if operator.phase is not Phase.FORWARD:  # with what ran again for it
+            firsts_at = [at for at, other in enumerate(ran[:-1]) if ran.index(other) == at]
+            gone |= brief & set().union(
+                *(touched(graph, other) for other in ran[max(firsts_at, default=-1) + 1 :])
+            )
+        there = {value for value in there if graph.storage_of_value[value] not in gone}
+
+
+def touched(graph, index):
+    operator = graph.operators[index]
+    return {graph.storage_of_value[value] for value in (*operator.needs, *operator.makes)}
 
 
 def last_updates_step(num_layers):

@@ -71,8 +71,10 @@ class LinearProgram:
         self._row_lower.append(lower)
         self._row_upper.append(upper)
 
-    def solve(self, *, time_limit: float) -> float | None:
+    def solve(self, *, time_limit: float, relative_gap: float = 0.0) -> float | None:
         """Return the optimum; None if it is not known within the time or does not exist.
+
+        With integers a solution counts as the optimum if it is within `relative_gap` of `bound`.
 
         `values` has the columns of the best solution, which with integers may be no optimum:
         `proved_optimal` says whether it is, and `bound` what no solution is below.
@@ -97,17 +99,17 @@ class LinearProgram:
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("threads", 1)
         solver.setOptionValue("time_limit", float(time_limit))
-        solver.setOptionValue("mip_rel_gap", 0.0)
+        solver.setOptionValue("mip_rel_gap", relative_gap)
         solver.passModel(program)
         solver.run()
         self.proved_infeasible = solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible
         self.proved_optimal = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
         self.values = np.array(solver.getSolution().col_value)
         self.has_solution = bool(solver.getSolution().value_valid)
-        if self.proved_optimal:
-            self.bound = solver.getObjectiveValue()
-        elif any(self._integer):
+        if any(self._integer):
             self.bound = solver.getInfo().mip_dual_bound
+        elif self.proved_optimal:
+            self.bound = solver.getObjectiveValue()
         return solver.getObjectiveValue() if self.proved_optimal else None
 
     def _merged(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

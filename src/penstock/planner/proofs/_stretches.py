@@ -9,6 +9,7 @@ stretches, for each of which anything may be anywhere when it begins and when it
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,9 +19,12 @@ from penstock.planner.proofs._lives import FixedOrder
 
 _LARGE = 1 / 16  # of the arena
 _PARTS = 256  # of the arena: what has to be missing is rounded down to so many parts of it
-# Cuts of the first stretches; then two are put together while there is time, up to the most.
-_NUM_CUTS, _MOST_CUTS = 24, 192
+# Cuts of the first stretches; then two are put together while there is time and the bound grows by
+# so much, up to the most.
+_NUM_CUTS, _MOST_CUTS, _WORTH_IT = 12, 192, 1.002
 _TIME_SHARE = 1 / 8  # of what is left, for one program
+_TOLERANCE = 2e-3  # of a stretch: its optimum is not worth more
+_SLACK = 1 - 1e-9  # of what halves take, so that rounding makes no stretch impossible
 
 
 def stretch_bound(order: FixedOrder, *, time_limit: float) -> float | None:
@@ -37,21 +41,27 @@ def stretch_bound(order: FixedOrder, *, time_limit: float) -> float | None:
     step = _Large(order)
     if not step.cuts:
         return order.compute_seconds
-    known: dict[_Stretch, float] = {}
-    num_cuts, firsts = _NUM_CUTS, [*range(0, len(step.cuts), _NUM_CUTS)]
-    least = [0.0] * len(firsts)  # what each stretch takes, as far as it is known
-    while True:
-        for index, first in enumerate(firsts):
-            left = deadline - time.monotonic()
-            stretch = step.stretch(first, min(first + num_cuts, len(step.cuts)))
-            if stretch not in known and left > 0:
-                known[stretch] = stretch.least_seconds(order, left * _TIME_SHARE)
-            least[index] = max(least[index], known.get(stretch, sum(stretch.work)))
-        if len(firsts) == 1 or num_cuts == _MOST_CUTS or time.monotonic() > deadline:
+    num_cuts, least = _NUM_CUTS, _leasts(step, _NUM_CUTS, [], deadline)
+    while len(least) > 1 and num_cuts < _MOST_CUTS and time.monotonic() < deadline:
+        before, num_cuts = sum(least), 2 * num_cuts
+        least = _leasts(step, num_cuts, least, deadline)
+        if sum(least) < before * _WORTH_IT:
             break
-        num_cuts, firsts = 2 * num_cuts, firsts[::2]
-        least = [sum(least[2 * pair : 2 * pair + 2]) for pair in range(len(firsts))]
     return float(order.seconds[: step.cuts[0]].sum()) + sum(least)
+
+
+def _leasts(step: _Large, num_cuts: int, halves: Sequence[float], deadline: float) -> list[float]:
+    """What each stretch of so many cuts takes, at least what its halves take."""
+    found: dict[_Stretch, float] = {}
+    least = []
+    for index, first in enumerate(range(0, len(step.cuts), num_cuts)):
+        stretch = step.stretch(first, min(first + num_cuts, len(step.cuts)))
+        parts = [seconds * _SLACK for seconds in halves[2 * index : 2 * index + 2]]
+        left = deadline - time.monotonic()
+        if stretch not in found and left > 0:
+            found[stretch] = stretch.least_seconds(step.order, left * _TIME_SHARE, parts, num_cuts)
+        least.append(max(sum(parts), found.get(stretch, sum(stretch.work))))
+    return least
 
 
 class _Absence(NamedTuple):
@@ -78,17 +88,21 @@ class _Stretch(NamedTuple):
 
     Attributes:
         work: Per slot, from a cut to the next: seconds of its operators.
+        first: Of these the seconds of the first, the operator at the cut.
         missing: Per cut: parts of the arena that have to be missing of the absences.
         absences: What may be missing.
         born: Per copy: the slot in which its value is made.
     """
 
     work: tuple[float, ...]
+    first: tuple[float, ...]
     missing: tuple[int, ...]
     absences: tuple[_Absence, ...]
     born: tuple[int, ...]
 
-    def least_seconds(self, order: FixedOrder, time_limit: float) -> float:
+    def least_seconds(
+        self, order: FixedOrder, time_limit: float, halves: Sequence[float], num_cuts: int
+    ) -> float:
         """Solve for the least time.
 
         Columns: per absence and cut m, 0 or 1, whether the value is missing there; in each slot of
@@ -96,7 +110,16 @@ class _Stretch(NamedTuple):
         it; per slot its time t. Rows: s m is at least what is too much, over all absences; at most
         the sum of i over the slots after the cut, and of o over those before it; i and o are bytes
         of a value that has its place: i <= s (1 - m) at the next cut, o <= s (1 - m) at the cut
-        before; t is at least the operators' time, and that of all i and that of all o.
+        before; t is at least the operators' time, and that of all i and that of all o. A value that
+        is missing at a cut comes in after the cut's operator has run, and one that is made there or
+        later goes out after that: with l >= i - s (1 - m) at the cut before, t is at least that
+        operator's time and that of all l, and that operator's time and that of such o.
+
+        Args:
+            order: The step.
+            time_limit: Seconds.
+            halves: Seconds that the first half takes at least, and the second, as far as known.
+            num_cuts: Cuts of both, of which the first half has half.
 
         Returns:
             At least the operators' time; less than the optimum if that is not known in time.
@@ -107,8 +130,7 @@ class _Stretch(NamedTuple):
         program, unit = LinearProgram(), float(order.capacity)
         scale = max(work, 1e-30)
         times = [program.column(cost=1.0) for _ in self.work]
-        inward: list[list[int]] = [[] for _ in self.work]
-        outward: list[list[int]] = [[] for _ in self.work]
+        inward, outward, late_in, late_out = ([[] for _ in self.work] for _ in range(4))
         away: list[tuple[list[int], list[float]]] = [([], []) for _ in self.work]
         copies = [
             {slot: program.column() for slot in range(born, len(self.work))} for born in self.born
@@ -116,6 +138,7 @@ class _Stretch(NamedTuple):
         for copy in copies:
             for slot, column in copy.items():
                 outward[slot].append(column)
+            late_out[min(copy)].append(copy[min(copy)])
         for absence in self.absences:
             size = absence.num_bytes / unit
             cuts = range(absence.first, absence.last)
@@ -127,6 +150,9 @@ class _Stretch(NamedTuple):
                 back = {slot: program.column() for slot in cuts}
                 for slot, column in back.items():
                     inward[slot].append(column)
+                    late_in[slot].append(program.column())
+                    late = [late_in[slot][-1], column, gone[slot]]
+                    program.row(late, [1.0, -1.0, -size], lower=-size)
                     after = [back[other] for other in range(slot, absence.last)]
                     program.row([gone[slot], *after], [-size, *[1.0] * len(after)], lower=0.0)
                     if slot + 1 in gone:
@@ -141,15 +167,21 @@ class _Stretch(NamedTuple):
         for cut, parts in enumerate(self.missing):
             if parts:
                 program.row(*away[cut], lower=parts / _PARTS)
+        rates = order.rates
         for slot, seconds in enumerate(self.work):
             program.row([times[slot]], [1.0], lower=seconds / scale)
-            for columns, rate in (
-                (inward[slot], order.rates.inward),
-                (outward[slot], order.rates.outward),
+            for columns, rate, before in (
+                (inward[slot], rates.inward, 0.0),
+                (outward[slot], rates.outward, 0.0),
+                (late_in[slot], rates.inward, self.first[slot]),
+                (late_out[slot], rates.outward, self.first[slot]),
             ):
-                factor = -unit / rate / scale
-                program.row([times[slot], *columns], [1.0, *[factor] * len(columns)], lower=0.0)
-        program.solve(time_limit=time_limit)
+                factors = [1.0, *[-unit / rate / scale] * len(columns)]
+                program.row([times[slot], *columns], factors, lower=before / scale)
+        for first, seconds in zip((0, num_cuts // 2), halves, strict=False):
+            half = times[first : first + num_cuts // 2]
+            program.row(half, [1.0] * len(half), lower=seconds / scale)
+        program.solve(time_limit=time_limit, relative_gap=_TOLERANCE)
         return max(program.bound * scale, work)
 
 
@@ -234,4 +266,11 @@ class _Large:
         parts = np.floor(np.maximum(missing, 0.0) * _PARTS / order.capacity).astype(int)
         # Sums of equal times differ in their last digits.
         work = np.floor(np.diff(begins) * 1e9) / 1e9
-        return _Stretch(tuple(work.tolist()), tuple(parts.tolist()), tuple(absences), tuple(born))
+        ahead = np.floor(order.seconds[cuts] * 1e9) / 1e9
+        return _Stretch(
+            tuple(work.tolist()),
+            tuple(np.minimum(ahead, work).tolist()),
+            tuple(parts.tolist()),
+            tuple(absences),
+            tuple(born),
+        )

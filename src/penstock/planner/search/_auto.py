@@ -239,7 +239,7 @@ class AutoSearch:
     def _sequence(self, order: np.ndarray, dropped: frozenset[int]) -> OperatorSequence | None:
         if not dropped:
             return OperatorSequence(self.problem, order)
-        expanded = self._recomputation.expand(order.tolist(), dropped)
+        expanded = self._recomputation.expand(order, dropped)
         return None if expanded is None else OperatorSequence(self.problem, expanded)
 
     def _try(self, order: np.ndarray, dropped: frozenset[int]) -> Candidate | None:

@@ -11,7 +11,7 @@ import ctypes
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.codegen import load_library
-from penstock.graph import Kind, StepGraph, alignment_bytes
+from penstock.graph import Kind, Phase, StepGraph, alignment_bytes
 
 _SOURCES = (
     "sequence.cpp",
@@ -29,6 +29,7 @@ _SOURCES = (
     "replay.cpp",
     "stacking.cpp",
     "order.cpp",
+    "recompute.cpp",
     "engine.cpp",
 )
 
@@ -44,6 +45,7 @@ HORIZON = 4096
 # `out_end` of what has not left by the end of the replay: it leaves as late as it may.
 NEVER = np.iinfo(np.int32).max
 NUM_WAYS = 6
+_MAX_CHAIN = 512  # operators run again for one operand
 # This part of the arena is large, where large and small stays lie apart.
 _LARGE = 8
 # A stay as `struct Stay` of rooms.cpp has it.
@@ -204,6 +206,62 @@ class Problem:
             _pointer(order),
         )
         return order
+
+
+class Recipes:
+    """How the values of a graph can be made again, as the engine sees it.
+
+    Args:
+        graph: The graph.
+        chain_of: For each storage that can be dropped the operators that make it, in order.
+    """
+
+    def __init__(self, graph: StepGraph, chain_of: Mapping[int, SequenceOf[int]]) -> None:
+        again = [operator.recompute_target is not None for operator in graph.operators]
+        operators = list(zip(graph.operators, again, strict=True))
+        lists = (
+            [operator.needs for operator in graph.operators],
+            [operator.makes for operator in graph.operators],
+            [operator.reads if other else operator.needs for operator, other in operators],
+            [operator.creates if other else operator.makes for operator, other in operators],
+            [chain_of.get(item, ()) for item in range(len(graph.storages))],
+        )
+        first = [np.cumsum([0, *map(len, parts)], dtype=np.int32) for parts in lists]
+        items = [np.array([i for part in parts for i in part], np.int32) for parts in lists]
+        object_of = np.array(graph.storage_of_value, np.int32)
+        given = [storage.initial for storage in graph.storages]
+        initial = np.array([-1 if value is None else value for value in given], np.int32)
+        is_forward = np.array([o.phase is Phase.FORWARD for o in graph.operators], np.uint8)
+        pointers = ctypes.c_void_p * len(lists)
+        self._handle = _library().recipes_new(
+            len(graph.operators),
+            len(graph.storages),
+            len(object_of),
+            _pointer(object_of),
+            _pointer(initial),
+            _pointer(is_forward),
+            pointers(*(array.ctypes.data for array in first)),
+            pointers(*(array.ctypes.data for array in items)),
+        )
+        weakref.finalize(self, _library().recipes_free, self._handle)
+
+    def expand(self, order: np.ndarray, dropped: Collection[int]) -> np.ndarray | None:
+        """Put what makes the dropped storages again before the operators that need them.
+
+        Args:
+            order: Operators, each once.
+            dropped: As of `Recomputation.expand`.
+        """
+        order = np.ascontiguousarray(order, np.int32)
+        items = np.fromiter(dropped, np.int32, len(dropped))
+        length = _library().recipes_expand(
+            self._handle, _pointer(order), len(order), _pointer(items), len(items), _MAX_CHAIN
+        )
+        if length < 0:
+            return None
+        expanded = np.empty(length, np.int32)
+        _library().recipes_read(self._handle, _pointer(expanded))
+        return expanded
 
 
 class OperatorSequence:
@@ -426,8 +484,9 @@ class OperatorSequence:
 
 def recomputed(order: np.ndarray, num_operators: int) -> np.ndarray:
     """For each position whether its operator has run before."""
-    again = np.ones(len(order), np.uint8)
-    again[np.unique(order, return_index=True)[1]] = 0
+    again, first = np.ones(len(order), np.uint8), np.empty(num_operators, np.int64)
+    first[order[::-1]] = np.arange(len(order))[::-1]  # of equal indices the last one counts
+    again[first[order]] = 0
     return again
 
 
@@ -495,6 +554,10 @@ def _library() -> ctypes.CDLL:
         "sequence_replay_at": (i64, [pointer, pointer, i32, *replay_tail]),
         "stack": (i32, [pointer, i32, i32, i64, i64, i32, double, i32, pointer]),
         "sequence_place_below": (None, [pointer, pointer, i64, pointer]),
+        "recipes_new": (pointer, [i32, i32, i32, *[pointer] * 5]),
+        "recipes_free": (None, [pointer]),
+        "recipes_expand": (i32, [pointer, pointer, i32, pointer, i32, i32]),
+        "recipes_read": (None, [pointer, pointer]),
     }
     sources = [Path(__file__).with_name(name) for name in _SOURCES]
     return load_library("planner_engine", sources, flags=("-O3",), functions=functions)

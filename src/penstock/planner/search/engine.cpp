@@ -102,4 +102,33 @@ void sequence_place_below(const void* sequence, const std::uint8_t* evicted, i64
   place_below(*static_cast<const Sequence*>(sequence), evicted, host_bytes, tier);
 }
 
+void* recipes_new(i32 num_operators, i32 num_objects, i32 num_values, const i32* object_of, const i32* initial,
+                  const std::uint8_t* is_forward, const i32* const* first, const i32* const* items) {
+  auto lists = [&](int which, i32 count) { return Lists(first[which], count, items[which]); };
+  return new Recipes{num_objects,
+                     {object_of, object_of + num_values},
+                     {initial, initial + num_objects},
+                     {is_forward, is_forward + num_operators},
+                     lists(0, num_operators),
+                     lists(1, num_operators),
+                     lists(2, num_operators),
+                     lists(3, num_operators),
+                     lists(4, num_objects),
+                     {}};
+}
+
+void recipes_free(void* recipes) { delete static_cast<Recipes*>(recipes); }
+
+// Returns the length of the longer order, which `recipes_read` reads; -1 if there is none.
+i32 recipes_expand(void* recipes, const i32* order, i32 length, const i32* dropped, i32 num_dropped, i32 max_chain) {
+  auto& r = *static_cast<Recipes*>(recipes);
+  if (!Expansion(r, order, length, max_chain).run(dropped, num_dropped)) return -1;
+  return static_cast<i32>(r.expanded.size());
+}
+
+void recipes_read(const void* recipes, i32* order) {
+  const auto& expanded = static_cast<const Recipes*>(recipes)->expanded;
+  std::copy(expanded.begin(), expanded.end(), order);
+}
+
 }  // extern "C"
