@@ -73,8 +73,8 @@ def lower_bound(
       optimum with shares in between is not above it (see `residency_bound`).
     - `windows`: for a frozen order; bytes that leave before a position and return after it need
       time before and after it (see `window_bound`).
-    - `stretches`: for a frozen order; large values are there or missing, and nothing in between
-      (see `stretch_bound`).
+    - `stretches`: for a frozen order; large values are there or missing, and nothing in between,
+      and what comes in has its place before (see `stretch_bound`).
 
     Args:
         graph: The step.
@@ -126,9 +126,9 @@ def lower_bound(
         again = seconds if recompute else None
         fixed = FixedOrder(graph, lives, seconds[frozen], capacity, rates, again)
         solvers["windows"] = functools.partial(window_bound, fixed)
-        solvers["stretches"] = functools.partial(stretch_bound, fixed)
         solvers["residency_lp"] = functools.partial(residency_bound, fixed)
         solvers["windows, finer"] = functools.partial(window_bound, fixed, num_cuts=2 * NUM_CUTS)
+        solvers["stretches"] = functools.partial(stretch_bound, fixed)  # takes all the time left
     _solve(solvers, deadline, parts)
     return _bound(parts, reorder, recompute)
 
