@@ -193,6 +193,22 @@ def test_200_blocks(store):
     offload.close()
 
 
+@pytest.mark.parametrize("budget", [None, "8KiB"])
+@pytest.mark.parametrize("work", ["step", "abandoned", "cycle"])
+def test_200_steps_of_small_saves(work, budget, language, store):
+    """Chunks that stay and chunks that are packed go with the last of their handles."""
+    model = nn.Sequential(nn.Linear(WIDTH, 8), *(nn.GELU() for _ in range(12)))
+    offload = penstock.offload(store, device_memory=budget)
+    assert offload.report().hooks == language
+    with offload:
+        for _ in range(30):
+            WORK[work](model)
+        repeat_without_growth(functools.partial(WORK[work], model), 170)
+    assert bool(offload.report().bytes_written) is (budget is not None)
+    offload.close()
+    assert all(offload.ledger.resident(tier) == 0 for tier in Tier)
+
+
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
 def test_100_offloads(store, closed):
     """Each has a file, threads and a ledger of its own; closing it or dropping it ends them."""

@@ -10,7 +10,7 @@ import torch
 import penstock
 from penstock.memory import Tier
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread", "language")]
 KIB = 1024
 
 

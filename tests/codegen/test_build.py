@@ -6,6 +6,7 @@ import shlex
 import stat
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,18 @@ def test_torch_headers_and_libc10_are_there_on_request():
 
 
 @needs_compiler
+def test_python_headers_are_there_on_request(tmp_path, monkeypatch):
+    source = '#include <Python.h>\nextern "C" int version() { return PY_MINOR_VERSION; }\n'
+    library = load_library("with_python", source, include_python=True)
+    assert library.version() == sys.version_info.minor
+    with pytest.raises(BuildError, match=r"Python\.h"):
+        build_library("with_python", source)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    with pytest.raises(BuildError, match="apt install python3-dev"):
+        build_library("with_python", source, include_python=True)
+
+
+@needs_compiler
 def test_second_build_does_not_compile(compilations):
     first = build_library("answer", SOURCE)
     assert build_library("answer", SOURCE) == first
@@ -103,8 +116,9 @@ def test_anything_different_is_another_library(compilations):
         build_library("answer", SOURCE, flags=["-O1"]),
         build_library("answer", SOURCE, flags=["-O1", "-march=native"]),
         build_library("answer", SOURCE, include_torch=True),
+        build_library("answer", SOURCE, include_python=True),
     }
-    assert len(paths) == num_lines(compilations) == 6
+    assert len(paths) == num_lines(compilations) == 7
 
 
 @needs_compiler

@@ -53,6 +53,19 @@ def test_functions_have_the_types_that_were_declared():
 
 
 @needs_compiler
+def test_functions_that_take_objects_may_raise():
+    source = (
+        "#include <Python.h>\n"
+        'extern "C" PyObject* twice(PyObject* x) { return PyNumber_Add(x, x); }\n'
+    )
+    functions = {"twice": (ctypes.py_object, [ctypes.py_object])}
+    library = load_library("twice", source, include_python=True, functions=functions)
+    assert library.twice("ab") == "abab"
+    with pytest.raises(TypeError, match="NoneType"):
+        library.twice(None)
+
+
+@needs_compiler
 def test_a_function_that_is_not_there_cannot_be_declared():
     with pytest.raises(AttributeError, match="third"):
         load_library("half", HALF, functions={"third": (None, [])})

@@ -833,6 +833,7 @@ class Engine:
     def disown(self) -> None:
         """In a forked child: the lock may be held by a thread that is not there."""
         self.disowned = True
+        self.small.filling.clear()  # so that nothing is noted any more
         self._lock = threading.Lock()
         self._changed = Changed(self._lock)
 

@@ -1,7 +1,15 @@
-"""What autograd calls: `pack` for every tensor it saves, `unpack` for every one it needs again."""
+"""What autograd calls: `pack` for every tensor it saves, `unpack` for every one it needs again.
+
+The methods of `Hooks` decide every case. What they decide for parameters and for most small tensors
+common_saves.cpp decides alike, several times as fast, and leaves the rest to them.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,15 +18,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.activations._engine import Engine
 from penstock.activations._owners import ModuleStorages, hide_from_dynamo
-from penstock.activations._record import SavedHandle
+from penstock.activations._record import Record, SavedHandle
 from penstock.activations._resident import Resident, keep, raise_changed
 from penstock.activations._routes import Route
-from penstock.activations._small import SmallHandle
+from penstock.activations._small import Chunk, SmallHandle
+from penstock.codegen import load_optional_library
 
 _ALIGNMENT = 16  # the widest element; a storage at an odder address stays
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _PLAIN_KINDS: dict[tuple[type, int], bool] = {}  # by class and dispatch keys
 _dispatch_keys = torch._C._dispatch_keys
+_SOURCE = Path(__file__).with_name("common_saves.cpp")
 
 
 class Hooks:
@@ -42,12 +52,23 @@ class Hooks:
         self._note_small = engine.small.note
         # Dynamo traces the Python that runs around a compiled region; this is not for it.
         hidden = hide_from_dynamo(Hooks.pack) and hide_from_dynamo(Hooks.unpack)
-        self._pack_hook: Any = self.pack if hidden else torch.compiler.disable(self.pack)
-        self._unpack_hook: Any = self.unpack if hidden else torch.compiler.disable(self.unpack)
+        hooks: Any = self.pack, self.unpack
+        if not hidden:
+            hooks = tuple(map(torch.compiler.disable, hooks))
+        library = common_saves()
+        self.language = "Python" if library is None else "C++"  # of the common cases
+        if library is not None:
+            shared = modules.known, engine.small.filling, engine.small_bytes, engine.has_budget
+            hooks = library.penstock_common_saves(_CLASSES, (*hooks, *shared))
+            # Compiled autograd breaks its graph at our hooks, in whichever language.
+            warnings.filterwarnings(
+                "ignore", "Dynamo does not know .* `penstock.activations.tuple.", UserWarning
+            )
+        self._hooks = hooks
 
     def context(self) -> saved_tensors_hooks:
         """A context manager that installs the hooks in the current thread."""
-        return saved_tensors_hooks(self._pack_hook, self._unpack_hook)
+        return saved_tensors_hooks(*self._hooks)
 
     def pack(self, tensor: torch.Tensor) -> SavedHandle | Resident | SmallHandle:
         """What autograd keeps in place of `tensor`.
@@ -124,6 +145,20 @@ class Hooks:
         return self._engine.restore(handle)
 
 
+@functools.cache
+def common_saves() -> ctypes.CDLL | None:
+    """The hooks' common cases in C++; the first `Offload` of a user builds them, in seconds."""
+    return load_optional_library(
+        "penstock_common_saves",
+        _SOURCE,
+        include_torch=True,
+        include_python=True,
+        functions={"penstock_common_saves": (ctypes.py_object, [ctypes.py_object] * 2)},
+        work="small saved tensors are kept",
+        otherwise="by Python",
+    )
+
+
 def _has_plain_storage(tensor: torch.Tensor) -> bool:
     """Whether the bytes of one storage are all there is to `tensor`; told by its dispatch keys."""
     return (
@@ -151,3 +186,7 @@ def _is_window_on_input(tensor: torch.Tensor, storage: torch.UntypedStorage) -> 
         return False
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return 2 * (reach + 1) * tensor.element_size() < storage.nbytes()
+
+
+hide_from_dynamo(_has_plain_storage)  # the C++ calls it
+_CLASSES = (_PLAIN, _has_plain_storage, torch._C.TensorBase, Record, Chunk, SmallHandle)

@@ -253,6 +253,7 @@ class Offload:
             store=None if self._store is None else str(self._store.path),
             direct_io=None if file is None else file.direct,
             allocator=self._allocator_name,
+            hooks=self._hooks.language,
             moved_bytes={link.value: ledger.moved(link) for link in Link if ledger.moved(link)},
         )
 

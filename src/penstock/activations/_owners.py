@@ -23,7 +23,7 @@ class ModuleStorages:
     def __init__(self) -> None:
         self._children: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         # By address, which names a storage only as long as the weak reference is alive.
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sweep_at = _MIN_SWEEP
         self._hook: Any = None
         self._num_watching = 0
@@ -62,12 +62,12 @@ class ModuleStorages:
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError, ValueError):
             return  # a layout without a storage, or a lazy module's parameter before its first call
-        known = self._known.get(storage._cdata)
+        known = self.known.get(storage._cdata)
         if known is None or known() is not storage:
-            self._known[storage._cdata] = weakref.ref(storage)
+            self.known[storage._cdata] = weakref.ref(storage)
 
     def _knows(self, storage: torch.UntypedStorage) -> bool:
-        known = self._known.get(storage._cdata)
+        known = self.known.get(storage._cdata)
         return known is not None and known() is storage
 
     def _on_forward(self, module: torch.nn.Module, args: Any) -> None:
@@ -81,9 +81,11 @@ class ModuleStorages:
         for tensor in mine:
             if tensor is not None:
                 self.remember(getattr(tensor, "_local_tensor", tensor))  # a DTensor has a shard
-        if len(self._known) > self._sweep_at:
-            self._known = {key: weak for key, weak in self._known.items() if weak() is not None}
-            self._sweep_at = max(_MIN_SWEEP, 2 * len(self._known))
+        if len(self.known) > self._sweep_at:
+            for key, weak in list(self.known.items()):
+                if weak() is None and self.known.get(key) is weak:
+                    del self.known[key]
+            self._sweep_at = max(_MIN_SWEEP, 2 * len(self.known))
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:

@@ -58,7 +58,6 @@ class Record:
         "key",
         "leaves",
         "num_bytes",
-        "num_small",
         "num_small_counted",
         "number",
         "offloadable",
@@ -71,6 +70,7 @@ class Record:
         "route",
         "shift",
         "small_bytes",
+        "small_keys",
         "started",
         "storage",
         "unpacked",
@@ -114,12 +114,18 @@ class Record:
         self.dead = False
         self.number = next(_NUMBERS)
         self.watches: dict[int, HandleWatch] = {}  # of the living handles
-        # Of a chunk of small storages: saved so far, in the totals, and whether they are in memory
-        # by themselves.
-        self.small_bytes = self.num_small = self.num_small_counted = 0
+        # Of a chunk of small storages: their addresses, what was saved so far, what of it is in the
+        # totals, and whether they are in memory by themselves.
+        self.small_keys: set[int] = set()
+        self.small_bytes = self.num_small_counted = 0
         self.unpacked = False
         self.reserved = False  # room for what may still be saved in it
         self.epoch = 0  # rises when the storage goes or comes
+
+    @property
+    def num_small(self) -> int:
+        """Small storages saved so far, of a chunk."""
+        return len(self.small_keys)
 
     def describes(self, tensor: torch.Tensor) -> bool:
         """Whether the record's bytes are still what `tensor`, a view of the storage, shows."""

@@ -52,6 +52,9 @@ class OffloadReport:
     """Whether the file is read and written past the page cache; None without a file."""
     allocator: str
     """Which CPU allocator served the tensors: "caching", or "stock" and why."""
+    hooks: str
+    """Language of the hooks for parameters and small tensors: "C++", or "Python", which is slower,
+    where it cannot be built."""
     moved_bytes: dict[str, int]
     """Bytes moved per link."""
 

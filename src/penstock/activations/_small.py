@@ -29,14 +29,12 @@ _graph_task = torch._C._current_graph_task_id
 class Chunk:
     """What one thread has saved, in order; dies with the last of its handles."""
 
-    __slots__ = ("__weakref__", "device", "handles", "keys", "record", "room", "used")
+    __slots__ = ("__weakref__", "capacity_bytes", "handles", "record", "used")
 
-    def __init__(self, record: Record, room: int, *, may_leave: bool) -> None:
-        self.record = record
-        self.device = record.device
-        self.room = room  # bytes
+    def __init__(self, record: Record, capacity_bytes: int, *, may_leave: bool) -> None:
+        self.record = record  # which counts its storages and their bytes
+        self.capacity_bytes = capacity_bytes
         self.used = False  # a handle was unpacked: what is saved now is of another step
-        self.keys: set[int] = set()  # of its storages
         self.handles: list[weakref.ref[SmallHandle]] | None = [] if may_leave else None
 
     def living(self) -> list[SmallHandle]:
@@ -75,22 +73,25 @@ class SmallSaves:
         bring_back: Callable[[SmallHandle], torch.Tensor],
     ) -> None:
         self._open_chunk, self._use_chunk, self._bring_back = open_chunk, use_chunk, bring_back
-        self._open: dict[int, weakref.ref[Chunk]] = {}
+        self.filling: dict[int, weakref.ref[Chunk]] = {}  # by thread
 
     def note(self, tensor: torch.Tensor, key: int, num_bytes: int) -> Chunk:
         """The chunk of `tensor`, whose storage has that address and length; counts its bytes."""
         thread = _get_ident()
-        weak = self._open.get(thread)
+        weak = self.filling.get(thread)
         chunk = None if weak is None else weak()
-        if chunk is None or chunk.room < num_bytes or chunk.used or chunk.device != tensor.device:
+        if (
+            chunk is None
+            or chunk.used
+            or chunk.record.small_bytes + num_bytes > chunk.capacity_bytes
+            or chunk.record.device != tensor.device
+        ):
             chunk = self._open_chunk(tensor, chunk)
-            self._open[thread] = weakref.ref(chunk)
-        if key not in chunk.keys:
-            chunk.keys.add(key)
-            chunk.room -= num_bytes
-            record = chunk.record
+            self.filling[thread] = weakref.ref(chunk)
+        record = chunk.record
+        if key not in record.small_keys:
+            record.small_keys.add(key)
             record.small_bytes += num_bytes
-            record.num_small += 1
         return chunk
 
     def save(self, tensor: torch.Tensor, key: int, num_bytes: int) -> SmallHandle:
@@ -118,7 +119,7 @@ class SmallSaves:
 
     def open_chunks(self) -> list[Chunk]:
         """Chunks that threads are filling."""
-        chunks = [weak() for weak in list(self._open.values())]
+        chunks = [weak() for weak in list(self.filling.values())]
         return [chunk for chunk in chunks if chunk is not None and not chunk.used]
 
 

@@ -15,7 +15,7 @@ import re
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import filelock
@@ -25,6 +25,7 @@ from penstock.codegen._compiler import (
     COMMON_FLAGS,
     compiler_identity,
     machine_identity,
+    python_flags,
     require_compiler,
     torch_flags,
 )
@@ -69,6 +70,7 @@ def build_library(
     *,
     flags: Sequence[str] = (),
     include_torch: bool = False,
+    include_python: bool = False,
 ) -> Path:
     """Compile C++ source to a shared library, or find it in the cache from an earlier time.
 
@@ -83,6 +85,7 @@ def build_library(
             files that it includes by a relative path are not part of the cache's key.
         flags: Further arguments of the compiler, after the source file, so `-l` flags work.
         include_torch: Whether to make torch's headers available and to link against libc10.
+        include_python: Whether to make the headers of this Python available.
 
     Returns:
         The path of the shared library. Its name holds the hash of the source, the flags and all
@@ -93,7 +96,8 @@ def build_library(
             command and its output), or the cache directory is not safe.
         ValueError: `name` is not an identifier.
     """
-    return _build(name, source, flags=flags, include_torch=include_torch, replace=False)
+    headers = _headers(include_torch=include_torch, include_python=include_python)
+    return _build(name, source, flags=flags, headers=headers, replace=False)
 
 
 def rebuild_library(
@@ -102,9 +106,19 @@ def rebuild_library(
     *,
     flags: Sequence[str] = (),
     include_torch: bool = False,
+    include_python: bool = False,
 ) -> Path:
     """Compile C++ source whether or not the cache has a library of it, as `build_library` does."""
-    return _build(name, source, flags=flags, include_torch=include_torch, replace=True)
+    headers = _headers(include_torch=include_torch, include_python=include_python)
+    return _build(name, source, flags=flags, headers=headers, replace=True)
+
+
+_Headers = Sequence[Callable[[], tuple[list[str], str]]]
+"""Functions that return flags and what identifies the headers that these make available."""
+
+
+def _headers(*, include_torch: bool, include_python: bool) -> _Headers:
+    return [torch_flags] * include_torch + [python_flags] * include_python
 
 
 def _build(
@@ -112,7 +126,7 @@ def _build(
     source: str | Path | Sequence[Path],
     *,
     flags: Sequence[str],
-    include_torch: bool,
+    headers: _Headers,
     replace: bool,
 ) -> Path:
     if not _NAME.fullmatch(name):
@@ -123,10 +137,10 @@ def _build(
     text = _text(source)
     compiler = require_compiler()
     all_flags, identity = list(flags), [compiler_identity(compiler), machine_identity(flags)]
-    if include_torch:
-        extra_flags, torch_identity = torch_flags()
+    for find in headers:
+        extra_flags, headers_identity = find()
         all_flags += extra_flags
-        identity.append(torch_identity)
+        identity.append(headers_identity)
     key = digest(text, *COMMON_FLAGS, *flags, *identity)
     path = private_directory(LIBRARIES) / f"{name}-{key}.so"
     if not replace and _is_whole(path):

@@ -13,6 +13,8 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -132,6 +134,21 @@ def torch_flags() -> tuple[list[str], str]:
     flags = [f"-D_GLIBCXX_USE_CXX11_ABI={abi}", "-isystem", str(home / "include")]
     flags += [f"-L{home / 'lib'}", "-lc10"]
     return flags, f"torch {torch.__version__} {torch.version.git_version} abi {abi}"
+
+
+def python_flags() -> tuple[list[str], str]:
+    """Return the flags that make this interpreter's headers usable, and what identifies them.
+
+    The library is not linked against the interpreter, in which it is loaded.
+    """
+    include = sysconfig.get_paths()["include"]
+    if not Path(include, "Python.h").is_file():
+        raise BuildError(
+            f"Python {platform.python_version()} comes without its C headers (no Python.h in "
+            f"{include}); install them, for example with `apt install python3-dev`"
+        )
+    abi = sysconfig.get_config_var("SOABI")
+    return ["-isystem", include], f"{sys.implementation.name} {sys.version} {abi}"
 
 
 def _words_of(command: str) -> list[str]:

@@ -23,6 +23,7 @@ def load_library(
     *,
     flags: Sequence[str] = (),
     include_torch: bool = False,
+    include_python: bool = False,
     functions: Functions | None = None,
 ) -> ctypes.CDLL:
     """Compile C++ source (or find it in the cache) and load it into this process.
@@ -36,6 +37,8 @@ def load_library(
         source: As for `build_library`.
         flags: As for `build_library`.
         include_torch: As for `build_library`.
+        include_python: As for `build_library`; the functions are then called with the GIL held,
+            and may return with a Python exception set.
         functions: By name of a function its result's type and its arguments' types, as ctypes has
             them; others keep what ctypes assumes.
 
@@ -46,15 +49,17 @@ def load_library(
         BuildError: As for `build_library`; or the library cannot be loaded even when built anew.
         ValueError: `name` is not an identifier.
     """
-    path = build_library(name, source, flags=flags, include_torch=include_torch)
+    headers = {"include_torch": include_torch, "include_python": include_python}
+    path = build_library(name, source, flags=flags, **headers)
+    loader = ctypes.PyDLL if include_python else ctypes.CDLL
     try:
-        library = ctypes.CDLL(str(path))
+        library = loader(str(path))
     except OSError as error:
         # A machine that lost power may keep a damaged file; a fresh one costs a second.
         _logger.info("building %s again because it does not load: %s", path.name, error)
-        path = rebuild_library(name, source, flags=flags, include_torch=include_torch)
+        path = rebuild_library(name, source, flags=flags, **headers)
         try:
-            library = ctypes.CDLL(str(path))
+            library = loader(str(path))
         except OSError as error:
             raise BuildError(f"the library {path} was built but does not load: {error}") from error
     for function, (result, arguments) in (functions or {}).items():
@@ -68,6 +73,8 @@ def load_optional_library(
     source: str | Path | Sequence[Path],
     *,
     flags: Sequence[str] = (),
+    include_torch: bool = False,
+    include_python: bool = False,
     functions: Functions | None = None,
     work: str,
     otherwise: str,
@@ -89,6 +96,8 @@ def load_optional_library(
         name: As for `build_library`.
         source: As for `build_library`.
         flags: As for `build_library`.
+        include_torch: As for `build_library`.
+        include_python: As for `load_library`.
         functions: As for `load_library`.
         work: What the library does, as a clause for the log.
         otherwise: How it is done without the library, as the end of that clause.
@@ -100,7 +109,14 @@ def load_optional_library(
         ValueError: `name` is not an identifier.
     """
     try:
-        library = load_library(name, source, flags=flags, functions=functions)
+        library = load_library(
+            name,
+            source,
+            flags=flags,
+            include_torch=include_torch,
+            include_python=include_python,
+            functions=functions,
+        )
     except BuildError as error:
         _logger.info("%s %s: %s", work, otherwise, error)
         return None

@@ -67,9 +67,10 @@ def test_as_in_stock(name, everything, timing):
 
 
 @pytest.fixture(scope="module", params=[None, "256B"], ids=["small stays", "small is packed"])
-def of_small(request, real_disk):
+def of_small(request, language, real_disk):
     """An Offload whose `min_bytes` is above all that is saved here."""
     offload = penstock.offload(real_disk, device_memory=request.param)
+    assert offload.report().hooks == language
     yield offload
     offload.close()
 

@@ -1,0 +1,335 @@
+// The common cases of the saved-tensor hooks: parameters, and small tensors that stay or are noted
+// in a chunk. Autograd calls the hooks thousands of times a step for these.
+//
+// The contract is `Hooks.pack` and `Hooks.unpack` in _hooks.py. A case is either done here, with
+// their very result, or left to them before anything has changed; so is whatever raises. No lock is
+// taken: the GIL guards the dictionaries and the chunks, and is not given up between looking at a
+// chunk and filling it.
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <c10/core/TensorImpl.h>
+
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <unordered_map>
+
+#ifdef Py_GIL_DISABLED
+#error "without the GIL two threads could change a chunk at once"
+#endif
+
+namespace {
+
+// ------------------------------------------------------------------------------- references
+
+struct PythonError {};  // the interpreter holds the exception
+
+struct Release {
+  void operator()(PyObject* object) const { Py_DECREF(object); }
+};
+using Owned = std::unique_ptr<PyObject, Release>;  // one reference, or nullptr
+
+Owned checked(PyObject* result) {
+  if (result == nullptr) throw PythonError{};
+  return Owned(result);
+}
+
+int checked(int status) {
+  if (status < 0) throw PythonError{};
+  return status;
+}
+
+Py_ssize_t number(const Owned& integer) {
+  const Py_ssize_t value = PyLong_AsSsize_t(integer.get());
+  if (value == -1 && PyErr_Occurred()) throw PythonError{};
+  return value;
+}
+
+Owned referent(PyObject* weak) {  // nullptr: it is gone
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* object = nullptr;
+  checked(PyWeakref_GetRef(weak, &object));
+  return Owned(object);
+#else
+  PyObject* object = PyWeakref_GetObject(weak);
+  return Owned(object == Py_None ? nullptr : Py_NewRef(object));
+#endif
+}
+
+PyObject* found(PyObject* dictionary, PyObject* key) {  // borrowed; nullptr: not in it
+  PyObject* value = PyDict_GetItemWithError(dictionary, key);
+  if (value == nullptr && PyErr_Occurred()) throw PythonError{};
+  return value;
+}
+
+// ------------------------------------------------------------------------------- classes
+
+// An attribute, a slot or a method of a class, looked up once.
+class Member {
+ public:
+  Member(PyObject* type, const char* name)
+      : descriptor_(checked(PyObject_GetAttrString(type, name)).release()) {}
+
+  Owned of(PyObject* object) const {
+    PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+    return checked(Py_TYPE(descriptor_)->tp_descr_get(descriptor_, object, type));
+  }
+  Owned of(const Owned& object) const { return of(object.get()); }
+  bool is_true(PyObject* object) const { return of(object).get() == Py_True; }
+  bool is_true(const Owned& object) const { return is_true(object.get()); }
+  Owned call(PyObject* object) const { return checked(PyObject_CallOneArg(descriptor_, object)); }
+  Owned call(const Owned& object) const { return call(object.get()); }
+  void set(const Owned& object, PyObject* value) const {
+    checked(Py_TYPE(descriptor_)->tp_descr_set(descriptor_, object.get(), value));
+  }
+
+ private:
+  PyObject* descriptor_;
+};
+
+struct Tensor {
+  explicit Tensor(PyObject* type)
+      : base(type, "_base"), detach(type, "detach"), device(type, "device"),
+        is_leaf(type, "is_leaf"), pointer(type, "_cdata"), storage(type, "untyped_storage") {}
+
+  c10::TensorImpl& implementation(PyObject* tensor) const {
+    void* address = PyLong_AsVoidPtr(pointer.of(tensor).get());
+    if (address == nullptr) throw PythonError{};
+    return *static_cast<c10::TensorImpl*>(address);
+  }
+
+  Member base, detach, device, is_leaf, pointer, storage;
+};
+
+struct Record {
+  explicit Record(PyObject* type)
+      : device(type, "device"), small_bytes(type, "small_bytes"), small_keys(type, "small_keys") {}
+
+  Member device, small_bytes, small_keys;
+};
+
+struct Chunk {
+  explicit Chunk(PyObject* type)
+      : capacity_bytes(type, "capacity_bytes"), handles(type, "handles"), record(type, "record"),
+        used(type, "used") {}
+
+  Member capacity_bytes, handles, record, used;
+};
+
+struct SmallHandle {
+  explicit SmallHandle(PyObject* type)
+      : alias(type, "alias"), chunk(type, "chunk"), version(type, "version"),
+        type(reinterpret_cast<PyTypeObject*>(Py_NewRef(type))) {}
+
+  Member alias, chunk, version;
+  PyTypeObject* type;
+};
+
+struct Classes {
+  explicit Classes(PyObject* items)
+      : plain(Py_NewRef(PyTuple_GET_ITEM(items, 0))),
+        has_plain_storage(Py_NewRef(PyTuple_GET_ITEM(items, 1))),
+        tensor(PyTuple_GET_ITEM(items, 2)), record(PyTuple_GET_ITEM(items, 3)),
+        chunk(PyTuple_GET_ITEM(items, 4)), handle(PyTuple_GET_ITEM(items, 5)) {}
+
+  bool has_plain(PyObject* object) const {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(plain); ++i) {
+      if (Py_IS_TYPE(object, reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(plain, i)))) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  PyObject* plain;              // a tuple of the tensor classes that are
+  PyObject* has_plain_storage;  // `_has_plain_storage`
+  Tensor tensor;
+  Record record;
+  Chunk chunk;
+  SmallHandle handle;
+};
+
+const Classes* classes = nullptr;  // made once and never freed
+
+// What the two hooks of one `Offload` share: a tuple, which the garbage collector can look into.
+struct State {
+  PyObject* items;
+
+  PyObject* known() const { return PyTuple_GET_ITEM(items, 2); }    // `ModuleStorages.known`
+  PyObject* filling() const { return PyTuple_GET_ITEM(items, 3); }  // `SmallSaves.filling`
+  Py_ssize_t small_bytes() const { return PyLong_AsSsize_t(PyTuple_GET_ITEM(items, 4)); }
+  bool may_leave() const { return PyTuple_GET_ITEM(items, 5) == Py_True; }
+};
+enum { kPack, kUnpack };  // the first two items: what decides on everything else
+
+// ------------------------------------------------------------------------------- saving
+
+// Whether the bytes of one storage are all there is to a tensor, by its dispatch keys.
+bool is_plain(PyObject* tensor, const c10::TensorImpl& implementation) {
+  static std::unordered_map<uint64_t, bool> kinds;
+  const uint64_t keys = implementation.key_set().raw_repr();
+  if (const auto kind = kinds.find(keys); kind != kinds.end()) return kind->second;
+  const Owned answer = checked(PyObject_CallOneArg(classes->has_plain_storage, tensor));
+  return kinds[keys] = answer.get() == Py_True;
+}
+
+bool is_known(State state, PyObject* tensor, const Owned& key) {
+  PyObject* weak = found(state.known(), key.get());
+  return weak != nullptr && referent(weak) == classes->tensor.storage.call(tensor);
+}
+
+void remember(State state, PyObject* tensor, const Owned& key) {
+  if (is_known(state, tensor, key)) return;
+  const Owned storage = classes->tensor.storage.call(tensor);
+  const Owned weak = checked(PyWeakref_NewRef(storage.get(), nullptr));
+  checked(PyDict_SetItem(state.known(), key.get(), weak.get()));
+}
+
+bool is_parameter(PyObject* tensor, const c10::TensorImpl& implementation) {
+  return implementation.requires_grad() && classes->tensor.is_leaf.is_true(tensor);
+}
+
+bool is_view_of_parameter(PyObject* tensor) {
+  const Owned base = classes->tensor.base.of(tensor);
+  if (base.get() == Py_None) return false;
+  return is_parameter(base.get(), classes->tensor.implementation(base.get()));
+}
+
+// Whether this is a small window on data that was not computed here, such as a data set.
+bool is_window_on_input(const c10::TensorImpl& implementation, int64_t num_bytes) {
+  if (implementation.requires_grad()) return false;
+  int64_t reach = 0;
+  for (int64_t i = 0; i < implementation.dim(); ++i) {
+    reach += (implementation.size(i) - 1) * implementation.stride(i);
+  }
+  return 2 * (reach + 1) * static_cast<int64_t>(implementation.itemsize()) < num_bytes;
+}
+
+// The chunk that this thread is filling, if the tensor may be noted in it.
+Owned open_chunk(State state, PyObject* tensor, Py_ssize_t num_bytes) {
+  const Owned thread = checked(PyLong_FromUnsignedLong(PyThread_get_thread_ident()));
+  PyObject* weak = found(state.filling(), thread.get());
+  Owned chunk = weak == nullptr ? nullptr : referent(weak);
+  if (chunk == nullptr || classes->chunk.used.is_true(chunk)) return nullptr;
+  const Owned record = classes->chunk.record.of(chunk);
+  const Py_ssize_t sum = number(classes->record.small_bytes.of(record)) + num_bytes;
+  if (sum > number(classes->chunk.capacity_bytes.of(chunk))) return nullptr;
+  const Owned device = classes->tensor.device.of(tensor);
+  const Owned expected = classes->record.device.of(record);
+  if (!checked(PyObject_RichCompareBool(device.get(), expected.get(), Py_EQ))) return nullptr;
+  return chunk;
+}
+
+void count(const Owned& chunk, const Owned& key, Py_ssize_t num_bytes) {
+  const Owned record = classes->chunk.record.of(chunk);
+  const Owned keys = classes->record.small_keys.of(record);
+  if (checked(PySet_Contains(keys.get(), key.get()))) return;
+  const Py_ssize_t sum = number(classes->record.small_bytes.of(record)) + num_bytes;
+  const Owned small_bytes = checked(PyLong_FromSsize_t(sum));
+  checked(PySet_Add(keys.get(), key.get()));
+  classes->record.small_bytes.set(record, small_bytes.get());
+}
+
+Owned resident(PyObject* alias, const Owned& version, PyObject* chunk) {
+  return checked(PyTuple_Pack(3, alias, version.get(), chunk));
+}
+
+Owned small_handle(const Owned& alias, const Owned& version, const Owned& chunk) {
+  Owned handle = checked(classes->handle.type->tp_alloc(classes->handle.type, 0));
+  classes->handle.alias.set(handle, alias.get());
+  classes->handle.version.set(handle, version.get());
+  classes->handle.chunk.set(handle, chunk.get());
+  const Owned handles = classes->chunk.handles.of(chunk);
+  if (handles.get() != Py_None) {
+    const Owned weak = checked(PyWeakref_NewRef(handle.get(), nullptr));
+    checked(PyList_Append(handles.get(), weak.get()));
+  }
+  return handle;
+}
+
+Owned pack(State state, PyObject* tensor) {
+  if (!classes->has_plain(tensor)) return nullptr;
+  const c10::TensorImpl& implementation = classes->tensor.implementation(tensor);
+  if (!is_plain(tensor, implementation)) return nullptr;
+  const c10::StorageImpl* storage = implementation.unsafe_storage().unsafeGetStorageImpl();
+  const auto num_bytes = static_cast<Py_ssize_t>(storage->nbytes());
+  const Owned key = checked(PyLong_FromVoidPtr(const_cast<c10::StorageImpl*>(storage)));
+  const Owned version =
+      checked(PyLong_FromUnsignedLong(implementation.version_counter().current_version()));
+  const bool is_leaf = is_parameter(tensor, implementation);
+  const bool is_shown = is_leaf || is_view_of_parameter(tensor);
+  if (is_shown) remember(state, tensor, key);
+  const bool stays = is_shown || is_known(state, tensor, key) ||
+                     (num_bytes > 0 && is_window_on_input(implementation, num_bytes));
+  if (!stays && !(num_bytes > 0 && num_bytes < state.small_bytes())) return nullptr;
+  // Others than leaves may own the graph node that will own the handle. Before the chunk is looked
+  // at, as it gives up the GIL.
+  const Owned alias = implementation.requires_grad() && !is_leaf
+                          ? classes->tensor.detach.call(tensor)
+                          : Owned(Py_NewRef(tensor));
+  if (stays) return resident(alias.get(), version, Py_None);
+  const Owned chunk = open_chunk(state, tensor, num_bytes);
+  if (chunk == nullptr) return nullptr;
+  count(chunk, key, num_bytes);
+  return state.may_leave() ? small_handle(alias, version, chunk)
+                           : resident(alias.get(), version, chunk.get());
+}
+
+// ------------------------------------------------------------------------------- restoring
+
+bool is_at(PyObject* tensor, PyObject* version) {
+  const c10::TensorImpl& implementation = classes->tensor.implementation(tensor);
+  return implementation.version_counter().current_version() == PyLong_AsUnsignedLong(version);
+}
+
+Owned unpack(State, PyObject* handle) {
+  if (PyTuple_CheckExact(handle)) {  // a `Resident`
+    PyObject* tensor = PyTuple_GET_ITEM(handle, 0);
+    PyObject* version = PyTuple_GET_ITEM(handle, 1);
+    PyObject* chunk = PyTuple_GET_ITEM(handle, 2);
+    if (chunk != Py_None && !classes->chunk.used.is_true(chunk)) return nullptr;
+    if (version == Py_None || !classes->has_plain(tensor)) return nullptr;
+    if (!is_at(tensor, version)) return nullptr;
+    return Owned(Py_NewRef(tensor));
+  }
+  if (!Py_IS_TYPE(handle, classes->handle.type)) return nullptr;
+  if (!classes->chunk.used.is_true(classes->handle.chunk.of(handle))) return nullptr;
+  Owned alias = classes->handle.alias.of(handle);
+  if (alias.get() == Py_None) return nullptr;
+  const Owned version = classes->handle.version.of(handle);
+  return is_at(alias.get(), version.get()) ? std::move(alias) : nullptr;
+}
+
+// ------------------------------------------------------------------------------- the hooks
+
+template <Owned (*common)(State, PyObject*), int otherwise>
+PyObject* hook(PyObject* items, PyObject* argument) {
+  try {
+    if (Owned result = common(State{items}, argument)) return result.release();
+  } catch (const PythonError&) {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;  // KeyboardInterrupt
+    PyErr_Clear();
+  } catch (const std::exception&) {  // of PyTorch's; it will raise it there as well
+  }
+  return PyObject_CallOneArg(PyTuple_GET_ITEM(items, otherwise), argument);
+}
+
+PyMethodDef kPackMethod = {"pack", hook<pack, kPack>, METH_O, nullptr};
+PyMethodDef kUnpackMethod = {"unpack", hook<unpack, kUnpack>, METH_O, nullptr};
+
+}  // namespace
+
+// The pair of hooks, which leave to the first two items of `state` what they do not do themselves.
+extern "C" PyObject* penstock_common_saves(PyObject* types, PyObject* state) {
+  try {
+    if (classes == nullptr) classes = new Classes(types);
+    const Owned module = checked(PyUnicode_FromString("penstock.activations"));  // named by Dynamo
+    const Owned pack_hook = checked(PyCFunction_NewEx(&kPackMethod, state, module.get()));
+    const Owned unpack_hook = checked(PyCFunction_NewEx(&kUnpackMethod, state, module.get()));
+    return PyTuple_Pack(2, pack_hook.get(), unpack_hook.get());
+  } catch (const PythonError&) {
+    return nullptr;
+  }
+}
