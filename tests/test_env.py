@@ -90,15 +90,15 @@ def test_an_old_torch(tmp_path: Path):
 
 def test_a_torch_that_is_newer_than_the_tests_and_lacks_what_penstock_uses(tmp_path: Path):
     questions = (
-        "__version__ = '2.99.0'\nclass cuda:\n    is_available = lambda: False\n"
+        "__version__ = '2.99.0+cu130'\nclass cuda:\n    is_available = lambda: False\n"
         "    device_count = lambda: 0\nclass version:\n    cuda = None\n"
         "def get_num_threads():\n    return 2\n"
     )
     checks = ask(modules=fake_torch(tmp_path, questions))
     assert checks["torch"]["status"] == "note"
-    assert "make test TORCH=2.99.0" in checks["torch"]["remedy"]
+    assert "`make test TORCH=2.99.0`" in checks["torch"]["remedy"]
     assert checks["torch internals"]["status"] == "broken"
-    assert "2.99.0 has no torch." in checks["torch internals"]["value"]
+    assert "2.99.0+cu130 has no torch." in checks["torch internals"]["value"]
 
 
 def test_a_compiler_that_is_none(monkeypatch: pytest.MonkeyPatch):

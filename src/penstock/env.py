@@ -194,7 +194,8 @@ def _check_torch() -> Iterator[Check]:
         )
         return
     answers = json.loads(done.stdout.strip().splitlines()[-1])
-    version = tuple(int(part) for part in answers["version"].split("+")[0].split(".")[:2])
+    release = answers["version"].split("+")[0]  # an index may have another build of it
+    version = tuple(int(part) for part in release.split(".")[:2])
     old, new = version < (2, 11), version > _NEWEST_TESTED_TORCH
     tested = f"2.11 to {'.'.join(map(str, _NEWEST_TESTED_TORCH))}"
     yield Check(
@@ -203,7 +204,7 @@ def _check_torch() -> Iterator[Check]:
         value=f"{answers['version']}, {answers['threads']} threads",
         remedy="Penstock needs 2.11 or later: pip install -U 'torch>=2.11'"
         if old
-        else f"Penstock is tested with {tested}; `make test TORCH={answers['version']}` tells."
+        else f"Penstock is tested with {tested}; `make test TORCH={release}` tells."
         if new
         else "",
     )
