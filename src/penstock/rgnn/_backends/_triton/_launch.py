@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.runtime._async_compile import FutureKernel
 
 from penstock.rgnn import _interpreter
 from penstock.rgnn._backends._triton import _kernels
@@ -62,13 +63,20 @@ def compile_together(walk: Callable[[Callable[[Launch], None]], object]) -> None
     """
     is_known = hasattr(os, "sched_getaffinity")
     num_threads = len(os.sched_getaffinity(0)) if is_known else os.cpu_count()
+    kernels: set[Any] = set()
+
+    def compile_unless_parsing_fails(launch: Launch) -> None:
+        kernels.add(launch.kernel)
+        with contextlib.suppress(SystemError):
+            launch.compile()
+
     with ThreadPoolExecutor(num_threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-        walk(_compile_unless_parsing_fails)
-
-
-def _compile_unless_parsing_fails(launch: Launch) -> None:
-    with contextlib.suppress(SystemError):
-        launch.compile()
+        walk(compile_unless_parsing_fails)
+    # Triton 3.8 keeps a failure as it keeps a kernel, and would raise it again without compiling.
+    for cache, *_ in (found for kernel in kernels for found in kernel.device_caches.values()):
+        for key, made in tuple(cache.items()):
+            if isinstance(made, FutureKernel):
+                cache.pop(key, None)
 
 
 @dataclasses.dataclass(frozen=True)
