@@ -48,6 +48,7 @@ _INTERNALS = {
     "torch._subclasses.fake_tensor.FakeTensorMode": "penstock.capture",
     "torch.fx.experimental.proxy_tensor.make_fx": "penstock.capture",
     "torch._C.DisableTorchFunctionSubclass": "penstock.unify",
+    "torch.ops.aten._sparse_coo_tensor_unsafe": "penstock.unify(requires_grad=True)",
     "torch._C._are_functorch_transforms_active": "penstock.rgnn",
     "torch.library.custom_op": "penstock.rgnn inside torch.compile",
     "torch.backends.cuda.matmul.fp32_precision": "penstock.rgnn on a GPU",

@@ -170,7 +170,9 @@ class _Gather(torch.autograd.Function):
         if ctx.padding_index is not None:
             kept = (index != ctx.padding_index).nonzero().flatten()
             index, rows = index[kept], rows[kept]
-        sparse = torch.sparse_coo_tensor(index[None], rows, ctx.shape, check_invariants=False)
+        # Not `sparse_coo_tensor(check_invariants=False)`: torch 2.11 warns that nothing is checked.
+        unchecked = torch.ops.aten._sparse_coo_tensor_unsafe.default
+        sparse = unchecked(index[None], rows, ctx.shape)
         if gradient.device.type != "cpu":
             # Autograd accepts a gradient only on its leaf's device, and the table is on the CPU.
             # So the rows cross the link, each once, while the host waits: as many bytes as were
