@@ -167,8 +167,9 @@ def _allocated_bytes(call: Callable[[], Any], device: torch.device) -> int:
         kept = torch.cuda.memory_allocated() - before
         del results
         return max(0, peak - kept)
+    # torch 2.11 warns at every start of a profile that does not accumulate, this first cycle too.
     with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profile:
         results = [each for each in flat_results(call()) if isinstance(each, torch.Tensor)]
     current = peak = 0

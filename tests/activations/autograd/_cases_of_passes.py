@@ -172,7 +172,8 @@ def anomaly_mode():
 @case
 def profiled_and_single_threaded():
     x = leaf()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True):  # torch 2.11 warns without
         out = grad(wave(x).sum(), x)
     with torch.autograd.set_multithreading_enabled(False):
         return out, grad(wave(x).sum(), x)
