@@ -1,5 +1,6 @@
 // Lets tensors without data be "on a GPU" where torch has none: streams, events and devices that
-// do nothing. Loaded before torch, as torch asks for its hooks once.
+// do nothing. Loaded before torch, as torch asks for its hooks once; a torch that was built for CUDA
+// has hooks of its own, which give way, and a guard, which `pretend` replaces after torch was loaded.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -38,9 +39,11 @@ struct Hooks : at::CUDAHooksInterface {
   DeviceIndex deviceCount() const override { return 1; }
 };
 
-const c10::impl::DeviceGuardImplRegistrar guard(CUDA, new Guard());
 using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
-C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", Hooks)
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(
+    CUDAHooksRegistry, "CUDAHooks", c10::REGISTRY_PREFERRED, Hooks)
 
 }  // namespace
+
+extern "C" void pretend() { const c10::impl::DeviceGuardImplRegistrar guard(CUDA, new Guard()); }

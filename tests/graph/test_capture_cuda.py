@@ -22,8 +22,9 @@ SOURCE = Path(__file__).with_name("pretend_cuda.cpp")
 PROGRAM = """
 import contextlib, ctypes, json, sys
 from unittest import mock
-ctypes.CDLL(sys.argv[1])
+library = ctypes.CDLL(sys.argv[1])
 import torch
+library.pretend()
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint

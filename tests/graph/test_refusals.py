@@ -216,7 +216,6 @@ def in_place(module):
 
 
 @pytest.mark.parametrize("how", [torch.compile, torch.jit.script, in_place])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_parts_are_refused(how):
     model = nn.Sequential(nn.Linear(4, 4), how(nn.Linear(4, 1)))
     with pytest.raises(CaptureError, match="1 is compiled"):
