@@ -50,7 +50,12 @@ def fake_torch(directory: Path, source: str) -> Path:
 
 def test_everything_in_order(store: Path, monkeypatch: pytest.MonkeyPatch):
     checks = ask(PENSTOCK_STORE=str(store))
-    for name in ("penstock", "python", "torch", "numpy", "rich", "typer", "store"):
+    names = ["penstock", "python", "torch", "numpy", "rich", "typer", "store"]
+    version = str(env._version("torch"))
+    if tuple(map(int, version.split(".")[:2])) > env._NEWEST_TESTED_TORCH:  # make test TORCH=newest
+        assert checks["torch"]["status"] == "note" and "make test" in checks["torch"]["remedy"]
+        names.remove("torch")
+    for name in names:
         assert checks[name]["status"] == "ok", checks[name]
         assert checks[name]["remedy"] == ""
     for name in ("torch-geometric", "triton", "matplotlib"):  # there, or what it would be for
