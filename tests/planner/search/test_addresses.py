@@ -1,18 +1,24 @@
 """Stays get addresses at which nobody meets, also where little room is left in between."""
 
+import random
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphs import chain_step
+from graphs import chain_step, random_graph
 from penstock.graph import Kind, StepGraph, Storage, alignment_bytes
+from penstock.planner.search._addresses import Squeaky, oiled
 from penstock.planner.search._engine import (
     NUM_WAYS,
     STAY,
     OperatorSequence,
     Problem,
+    Rates,
 )
+from penstock.planner.search._residency import Below, ResidencySearch
 
 BY_SIZE, FULLEST = 3, (4, 5)
 ALWAYS_THERE, FROM_AND_TO_NOWHERE = -2, -1
@@ -66,9 +72,16 @@ def some_stays(draw):
 
 
 @pytest.mark.parametrize("way", range(NUM_WAYS))
-@given(stays=some_stays(), capacity=st.sampled_from([4096, 8192, 32768, 131072]))
-def test_nobody_meets_anybody_or_somebody_is_missed(way, stays, capacity):
-    missing = SEQUENCE.stack(stays, capacity, step_seconds=float(NUM_POSITIONS), way=way)
+@given(
+    stays=some_stays(),
+    capacity=st.sampled_from([4096, 8192, 32768, 131072]),
+    seed=st.none() | st.integers(0, 9),
+)
+def test_nobody_meets_anybody_or_somebody_is_missed(way, stays, capacity, seed):
+    favour = None if seed is None else np.random.default_rng(seed).random(len(stays))
+    missing = SEQUENCE.stack(
+        stays, capacity, step_seconds=float(NUM_POSITIONS), way=way, favour=favour
+    )
     assert len(missing) == NUM_POSITIONS
     if missing.any():
         assert 0 < missing.max() <= stays["bytes"].max()
@@ -128,3 +141,26 @@ def test_every_position_without_room_is_told_at_once():
     missing = SEQUENCE.stack(stays, 4096, step_seconds=1e3, way=0)
     assert np.flatnonzero(missing).tolist() == [1, 21]
     assert missing[[1, 21]].tolist() == [4096, 2048]
+
+
+@pytest.mark.parametrize("seed", range(3, 6))
+def test_stays_that_found_no_place_come_earlier_until_all_have_one(seed):
+    rng = random.Random(seed)
+    graph = random_graph(rng, rng.randint(10, 40))
+    num_operators = len(graph.operators)
+    problem = Problem(graph, [1.0] * num_operators, alignment=1)
+    sequence = OperatorSequence(problem, np.arange(num_operators))
+    least, most = int(sequence.working_set.max()), int(sequence.base.max())
+    capacity, below = least + (most - least) * rng.randint(1, 4) // 10, Below((Rates(2.0, 2.0),))
+    choice = ResidencySearch(sequence, capacity, below).quick()
+    assert choice is not None
+    for way in FULLEST:
+        squeaky = Squeaky(choice, capacity, below, way, np.random.default_rng(0))
+        found = [squeaky.step() for _ in range(30)]
+        assert found[0] is None
+        seconds = [one[0].seconds for one in found if one is not None]
+        assert seconds and seconds == sorted(seconds, reverse=True)
+        assert squeaky.seconds == seconds[-1] >= squeaky.floor
+    best = next(one for one in found if one is not None)
+    better = oiled(best, [choice], capacity, below, deadline=time.monotonic() + 0.5, seed=0)
+    assert better[0].seconds <= best[0].seconds

@@ -28,6 +28,10 @@ _NUM_FINALISTS, _APART = 3, 1.005
 _MAX_CANDIDATES = 32
 _NUM_CROSSED = 3  # families of drops that are tried with all orders
 _MAX_FAILURES = 120  # changes of what is dropped, one after the other
+# Shares of the room for which the best is improved, so that there is some for addresses; and of the
+# time for the search with all that is free.
+_TIGHTER, _TIGHT_SHARE = (0.95, 0.9), 0.4
+_PART_IF_LONG = 0.1  # of the time for profiles of long sequences, before what is dropped is changed
 _FREE_SHARE = 0.85  # of the time; the rest is for the same with decisions frozen
 # Frozen candidates of longer sequences that are slower by more than this are not refined.
 _FEW_OPERATORS, _HOPELESS = 500, 1.3
@@ -92,6 +96,7 @@ class AutoSearch:
         self.random = np.random.default_rng(seed)
         self.best: Candidate | None = None
         self._candidates: dict[bytes, Candidate] = {}  # by the sequence of operators
+        self.tighter: list[Candidate] = []  # found for less room, the more of it first
         self._kept: list[Candidate] = []  # finalists of the searches that are over
         self._quick: dict[tuple[bytes, frozenset[int]], Residency | None] = {}
         self._seed = seed
@@ -118,7 +123,11 @@ class AutoSearch:
         if frozen:
             now = time.monotonic()
             self.deadline = now + max(0.0, end - now) * _FREE_SHARE
+        whole = self.deadline
+        self.deadline -= max(0.0, whole - time.monotonic()) * _TIGHT_SHARE
         self._search(worth=np.inf)
+        self.deadline = whole
+        self._search_tighter()
         for done, (self.reorder, self.recompute) in enumerate(frozen):
             if self._reached(float(self.problem.operator_seconds.sum())):
                 break
@@ -127,6 +136,43 @@ class AutoSearch:
             self._search_anew()
         self.deadline, (self.reorder, self.recompute) = end, freedom
         return self.best
+
+    def _search_tighter(self) -> None:
+        """Search near the best for less room, which leaves some for addresses.
+
+        A choice that fills the room to the last byte finds addresses only where much of it is given
+        up; one that was found for less gives up what is cheapest.
+        """
+        best, whole = self.best, self.capacity
+        if self.below is None or best is None or not best.residency.evicted.any():
+            return
+        if self._reached(float(self.problem.operator_seconds.sum())):
+            return
+        saved = self._candidates, self._quick, self._on_better
+        near = self._finalists()[:_NUM_FINALISTS]
+        began, end = time.monotonic(), self.deadline
+        try:
+            for done, room in enumerate(_TIGHTER):
+                self.deadline = began + max(0.0, end - began) * (done + 1) / len(_TIGHTER)
+                self.capacity, self._on_better = int(whole * room), lambda _: None
+                self.best, self._candidates, self._quick = None, {}, {}
+                for candidate in near:
+                    self._try(candidate.order, candidate.dropped)
+                self._improve()
+                self._note_tighter(whole, room)
+        finally:
+            self.capacity, self.best, self.deadline = whole, best, end
+            self._candidates, self._quick, self._on_better = saved
+
+    def _note_tighter(self, capacity: int, room: float) -> None:
+        """Keep the best, with the times that it takes with all the room."""
+        if self.best is None:
+            return
+        residency = self.best.residency
+        search = ResidencySearch(residency.sequence, capacity, self.below)
+        again = search.at(residency.shares * room)
+        if again is not None:
+            self.tighter.append(Candidate(self.best.order, self.best.dropped, again))
 
     def _search_anew(self) -> None:
         """Search as if nothing had been found; what was found before stays if it is better."""
@@ -166,7 +212,12 @@ class AutoSearch:
         if self.best is None or self.best.seconds > worth:
             return
         self._refine_finalists()
-        while not self._late() and not self._reached(ideal):
+        self._improve()
+
+    def _improve(self) -> None:
+        """Change the best piece by piece until nothing helps."""
+        ideal = float(self.problem.operator_seconds.sum())
+        while self.best is not None and not self._late() and not self._reached(ideal):
             before = self.best.seconds
             if self.recompute:
                 self._refine_groups()
@@ -182,7 +233,7 @@ class AutoSearch:
 
         One whose addresses do not fit may end behind one that is a little slower.
         """
-        found = [*self._finalists(), *self._kept]
+        found = [*self._finalists(), *self._kept, *self.tighter]
         unique = {(c.seconds, c.residency.sequence.order.tobytes()): c for c in found}
         return sorted(unique.values(), key=lambda candidate: candidate.seconds)
 
@@ -200,13 +251,16 @@ class AutoSearch:
         return list(dict.fromkeys(chosen))
 
     def _refine_finalists(self) -> None:
-        """Give each of the finalists that may win its share of half the time that is left."""
+        """Give each of the finalists that may win its share of a part of the time that is left."""
         assert self.best is not None
         finalists = self._finalists()
         if len(self._program) > _FEW_OPERATORS:
             most = self.best.seconds * _HOPELESS
             finalists = [candidate for candidate in finalists if candidate.seconds <= most]
-        share = max(0.0, self.deadline - time.monotonic()) / 2 / max(1, len(finalists))
+        # What runs twice can be changed piece by piece afterwards, which is worth more.
+        is_long = self.recompute and len(self._program) > _FEW_OPERATORS
+        part = max(0.0, self.deadline - time.monotonic()) * (_PART_IF_LONG if is_long else 0.5)
+        share = part / max(1, len(finalists))
         for candidate in finalists:
             self._refine(candidate, min(self.deadline, time.monotonic() + share))
 

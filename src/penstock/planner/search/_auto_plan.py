@@ -23,7 +23,7 @@ from penstock.planner._plan import Bound, Budget, Found, Plan
 from penstock.planner._simulate import simulate
 from penstock.planner.optima._brute_force import Limit
 from penstock.planner.proofs._bounds import WorkingSet, working_set
-from penstock.planner.search._addresses import FEW_POSITIONS, Addressed, packed, stacked
+from penstock.planner.search._addresses import FEW_POSITIONS, Addressed, oiled, packed, stacked
 from penstock.planner.search._auto import AutoSearch, Candidate, frozen_decisions
 from penstock.planner.search._emit import emit
 from penstock.planner.search._engine import OperatorSequence, Problem, Rates
@@ -41,6 +41,8 @@ _SECONDS_AFTER_CTRL_C = 5.0  # for addresses, where the search was stopped by ha
 # Shares of the arena for which the residency is chosen, when it gets addresses.
 _TARGETS = (0.99, 0.97, 0.95, 0.92, 0.85, 0.7, 0.4, 0.0)
 _FINALIST_SHARE = 0.3  # of the time for addresses that is left, for the fastest of those left
+_FIRST_SHARE = 0.35  # of the time for addresses, for the first of each; the rest improves the best
+_AS_GOOD = 1.001  # with addresses that make no finalist slower nothing is to be improved
 _STACKING_SHARE = 0.6  # of a finalist's time, as long as it has no addresses
 _NUM_LATE_TRIES = 3  # choices that are stacked even if there is no time
 _WORTH_IT = 0.998  # of the best time: nothing below it is looked for
@@ -269,7 +271,9 @@ def _searched(task: _Task, report: Callable[[float], None]) -> Plan:
         seed=task.seed,
     )
     try:
-        residency, offsets = addressed(search.finalists(), deadline=deadline)
+        residency, offsets = addressed(
+            search.finalists(), tighter=search.tighter, deadline=deadline
+        )
     except KeyboardInterrupt:  # the best alone, without taking time
         residency, offsets = addressed(search.finalists()[:1], deadline=time.monotonic())
     except InfeasibleError as error:
@@ -319,12 +323,15 @@ def _best_with_addresses(
     workspace: int,
     deadline: float,
     seed: int,
+    tighter: Sequence[Candidate] = (),
 ) -> Addressed:
     """The finalist that is the fastest once it has addresses; each has its share of the time."""
     best: Addressed | None = None
     failure: InfeasibleError | None = None
+    began, last = time.monotonic(), deadline
     for index, candidate in enumerate(finalists):
         now = time.monotonic()
+        deadline = last if best is None else began + max(0.0, last - began) * _FIRST_SHARE
         if best is not None and (candidate.seconds >= best[0].seconds or now > deadline):
             continue
         share = max(_FINALIST_SHARE, 1 / (len(finalists) - index))
@@ -344,7 +351,10 @@ def _best_with_addresses(
     if best is None:
         assert failure is not None
         raise failure
-    return best
+    if below is None or best[0].seconds <= finalists[0].seconds * _AS_GOOD:
+        return best
+    near = [c.residency for c in (*tighter, *finalists[:1]) if c.seconds < best[0].seconds]
+    return oiled(best, near, capacity, below, deadline=last, seed=seed)
 
 
 def _with_addresses(

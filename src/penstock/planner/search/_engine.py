@@ -45,6 +45,7 @@ HORIZON = 4096
 # `out_end` of what has not left by the end of the replay: it leaves as late as it may.
 NEVER = np.iinfo(np.int32).max
 NUM_WAYS = 6
+FAVOURING_WAYS = (5, 4, 3)  # the fullest positions first, or by size
 _MAX_CHAIN = 512  # operators run again for one operand
 # This part of the arena is large, where large and small stays lie apart.
 _LARGE = 8
@@ -414,7 +415,13 @@ class OperatorSequence:
         return self._replay(library.sequence_replay, (room,), evicted, rates, tier, horizon)
 
     def stack(
-        self, stays: np.ndarray, capacity: int, *, step_seconds: float, way: int
+        self,
+        stays: np.ndarray,
+        capacity: int,
+        *,
+        step_seconds: float,
+        way: int,
+        favour: np.ndarray | None = None,
     ) -> np.ndarray:
         """Give stays offsets at which they wait little for each other.
 
@@ -423,6 +430,9 @@ class OperatorSequence:
             capacity: Bytes of the arena.
             step_seconds: Time of a step, as far as it is known.
             way: Which place is preferred among equals, below `NUM_WAYS`.
+            favour: For each stay what is added to the share of the arena that is taken at its
+                fullest position, or by what share of a step it comes earlier, by which the
+                `FAVOURING_WAYS` order stays; None: nothing.
 
         Returns:
             For each position how many bytes its largest piece lacks for one that found no room;
@@ -439,6 +449,7 @@ class OperatorSequence:
             int(bytes_there(stays, num_positions).argmax()),
             step_seconds,
             way,
+            None if favour is None else _pointer(favour),
             _pointer(missing),
         )
         return missing
@@ -552,7 +563,7 @@ def _library() -> ctypes.CDLL:
             [pointer, i64, *replay_tail],
         ),
         "sequence_replay_at": (i64, [pointer, pointer, i32, *replay_tail]),
-        "stack": (i32, [pointer, i32, i32, i64, i64, i32, double, i32, pointer]),
+        "stack": (i32, [pointer, i32, i32, i64, i64, i32, double, i32, pointer, pointer]),
         "sequence_place_below": (None, [pointer, pointer, i64, pointer]),
         "recipes_new": (pointer, [i32, i32, i32, *[pointer] * 5]),
         "recipes_free": (None, [pointer]),
