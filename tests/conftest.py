@@ -13,6 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+# Workers share the processors: threads that wait for theirs in a loop take them from the others.
+# Before NumPy and torch are imported, which read it then; child processes inherit it.
+if (_num_workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _num_workers)))
+
 import numpy as np
 import pytest
 
