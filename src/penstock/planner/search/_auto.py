@@ -124,10 +124,12 @@ class AutoSearch:
             now = time.monotonic()
             self.deadline = now + max(0.0, end - now) * _FREE_SHARE
         whole = self.deadline
-        self.deadline -= max(0.0, whole - time.monotonic()) * _TIGHT_SHARE
+        if self.recompute:
+            self.deadline -= max(0.0, whole - time.monotonic()) * _TIGHT_SHARE
         self._search(worth=np.inf)
         self.deadline = whole
-        self._search_tighter()
+        if self.recompute:  # else there is nothing to give up, and less room only moves more
+            self._search_tighter()
         for done, (self.reorder, self.recompute) in enumerate(frozen):
             if self._reached(float(self.problem.operator_seconds.sum())):
                 break

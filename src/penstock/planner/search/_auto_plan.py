@@ -331,7 +331,10 @@ def _best_with_addresses(
     began, last = time.monotonic(), deadline
     for index, candidate in enumerate(finalists):
         now = time.monotonic()
-        deadline = last if best is None else began + max(0.0, last - began) * _FIRST_SHARE
+        # Without second runs a choice for less room is worth more than other orders of stays.
+        deadline = last
+        if best is not None and candidate.dropped:
+            deadline = began + max(0.0, last - began) * _FIRST_SHARE
         if best is not None and (candidate.seconds >= best[0].seconds or now > deadline):
             continue
         share = max(_FINALIST_SHARE, 1 / (len(finalists) - index))
