@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -62,6 +64,21 @@ def spawn(work: Callable[[Path], Any], num_ranks: int, folder: Path) -> list[Any
         _one_rank, arguments, nprocs=num_ranks, start_method="forkserver"
     )
     return [torch.load(folder / f"{rank}.pt") for rank in range(num_ranks)]
+
+
+def leave() -> NoReturn:
+    """End the process of a rank that has done its work, once nothing of Penstock runs in it.
+
+    Python is not finalised: a thread of gloo that lets go of its last tensor meanwhile is unwound
+    where it waits for the GIL, and aborts the process (pytorch/pytorch#190489).
+    """
+    distributed.destroy_process_group()
+    gc.collect()
+    left = [each.name for each in threading.enumerate() if each.name.startswith("penstock")]
+    assert not left, f"threads are left: {left}"
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _one_rank(

@@ -24,6 +24,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import penstock
+from _ranks import leave
 from penstock.codegen import _cache
 from penstock.errors import CaptureError
 from penstock.executor import PlannedStep, average_gradients, bind, executable
@@ -578,7 +579,7 @@ def main() -> None:
         except Exception:
             results[name] = {"error": traceback.format_exc()}
     Path(output, f"rank{rank}.json").write_text(json.dumps(results))
-    distributed.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
