@@ -112,16 +112,21 @@ def test_what_leaves_before_the_middle_comes_back_after_it():
     assert bound.seconds_of["residency_lp"] == pytest.approx(41 / 2, rel=1e-3)
 
 
-def test_a_share_of_a_large_value_is_no_value():
-    # Two of three weights fit, with an operand and a result. If the first stays, for the next step,
-    # the second and the third have one place: the third comes in, 10 bytes at 2 bytes per second,
-    # when the second operator has run. If it does not, it comes in as well as the third.
+def three_layers():
+    """Layers of a weight of 10 bytes each, with operands and results of one byte."""
     build = GraphBuilder()
     x = build.storage(1, Kind.INPUT, given=True)
     for _ in range(3):
         x, read = build.storage(1), x
         build.run(reads=(read, build.storage(10, Kind.PARAMETER)), creates=(x,))
-    bound = bound_of(build.graph(x), 27, seconds=1.0, back=2.0)
+    return build.graph(x)
+
+
+def test_a_share_of_a_large_value_is_no_value():
+    # Two of three weights fit, with an operand and a result. If the first stays, for the next step,
+    # the second and the third have one place: the third comes in, 10 bytes at 2 bytes per second,
+    # when the second operator has run. If it does not, it comes in as well as the third.
+    bound = bound_of(three_layers(), 27, seconds=1.0, back=2.0)
     assert bound.binding == "stretches"
     assert bound.seconds == pytest.approx(1 + (1 + 5) + 1, rel=1e-3)
     assert bound.seconds_of["windows"] < 4.5
@@ -138,12 +143,7 @@ def test_large_values_leave_before_they_are_missing_and_come_back_after():
 def test_what_has_no_place_while_an_operator_runs_moves_before_or_after_it():
     # One weight fits beside an operand and a result: the next comes in, 10 bytes at 2 bytes per
     # second, when the operator that needs this one has run.
-    build = GraphBuilder()
-    x = build.storage(1, Kind.INPUT, given=True)
-    for _ in range(3):
-        x, read = build.storage(1), x
-        build.run(reads=(read, build.storage(10, Kind.PARAMETER)), creates=(x,))
-    bound = bound_of(build.graph(x), 13, seconds=1.0, back=2.0)
+    bound = bound_of(three_layers(), 13, seconds=1.0, back=2.0)
     assert bound.seconds_of["stretches"] == pytest.approx(3 * (1 + 10 / 2), rel=1e-3)
     # The first of two values goes out after it has been made and before the second is; it comes in
     # again after the second has been used.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from graphs import chain_step, random_graph
 from penstock.graph import Kind, StepGraph, Storage, alignment_bytes
-from penstock.planner.search._addresses import Squeaky, oiled
+from penstock.planner.search._addresses import PriorityStacking, improve_addresses
 from penstock.planner.search._engine import (
     NUM_WAYS,
     STAY,
@@ -78,9 +78,9 @@ def some_stays(draw):
     seed=st.none() | st.integers(0, 9),
 )
 def test_nobody_meets_anybody_or_somebody_is_missed(way, stays, capacity, seed):
-    favour = None if seed is None else np.random.default_rng(seed).random(len(stays))
+    priority = None if seed is None else np.random.default_rng(seed).random(len(stays))
     missing = SEQUENCE.stack(
-        stays, capacity, step_seconds=float(NUM_POSITIONS), way=way, favour=favour
+        stays, capacity, step_seconds=float(NUM_POSITIONS), way=way, priority=priority
     )
     assert len(missing) == NUM_POSITIONS
     if missing.any():
@@ -155,12 +155,14 @@ def test_stays_that_found_no_place_come_earlier_until_all_have_one(seed):
     choice = ResidencySearch(sequence, capacity, below).quick()
     assert choice is not None
     for way in FULLEST:
-        squeaky = Squeaky(choice, capacity, below, way, np.random.default_rng(0))
-        found = [squeaky.step() for _ in range(30)]
+        stacking = PriorityStacking(choice, capacity, below, way, np.random.default_rng(0))
+        found = [stacking.try_order() for _ in range(30)]
         assert found[0] is None
         seconds = [one[0].seconds for one in found if one is not None]
         assert seconds and seconds == sorted(seconds, reverse=True)
-        assert squeaky.seconds == seconds[-1] >= squeaky.floor
+        assert stacking.seconds == seconds[-1] >= stacking.floor
     best = next(one for one in found if one is not None)
-    better = oiled(best, [choice], capacity, below, deadline=time.monotonic() + 0.5, seed=0)
+    better = improve_addresses(
+        best, [choice], capacity, below, deadline=time.monotonic() + 0.5, seed=0
+    )
     assert better[0].seconds <= best[0].seconds

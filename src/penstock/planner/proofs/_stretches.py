@@ -41,17 +41,19 @@ def stretch_bound(order: FixedOrder, *, time_limit: float) -> float | None:
     step = _Large(order)
     if not step.cuts:
         return order.compute_seconds
-    num_cuts, least = _NUM_CUTS, _leasts(step, _NUM_CUTS, [], deadline)
+    num_cuts, least = _NUM_CUTS, _least_seconds(step, _NUM_CUTS, [], deadline)
     while len(least) > 1 and num_cuts < _MOST_CUTS and time.monotonic() < deadline:
         before, num_cuts = sum(least), 2 * num_cuts
-        least = _leasts(step, num_cuts, least, deadline)
+        least = _least_seconds(step, num_cuts, least, deadline)
         if sum(least) < before * _WORTH_IT:
             break
     return float(order.seconds[: step.cuts[0]].sum()) + sum(least)
 
 
-def _leasts(step: _Large, num_cuts: int, halves: Sequence[float], deadline: float) -> list[float]:
-    """What each stretch of so many cuts takes, at least what its halves take."""
+def _least_seconds(
+    step: _Large, num_cuts: int, halves: Sequence[float], deadline: float
+) -> list[float]:
+    """Bound the seconds of each stretch of so many cuts, from below by what its halves take."""
     found: dict[_Stretch, float] = {}
     least = []
     for index, first in enumerate(range(0, len(step.cuts), num_cuts)):

@@ -20,8 +20,8 @@ from penstock.errors import InfeasibleError
 from penstock.planner.packing._pack import pack
 from penstock.planner.packing._types import Buffer
 from penstock.planner.search._engine import (
-    FAVOURING_WAYS,
     NUM_WAYS,
+    PRIORITY_WAYS,
     STAY,
     Rates,
     Replay,
@@ -42,12 +42,12 @@ _AS_GOOD = 1.001
 # So short a step is packed as well: what the packer fits tightly may make nobody leave or wait.
 FEW_POSITIONS = 500
 # So long a wait, as a share of the step, makes a stay come earlier.
-_SQUEAK = 1e-4
+_LONG_WAIT = 1e-4
 _WORTH_IT = 0.999  # of the best time: choices that take longer in bytes alone are not looked at
 # Shares of the arena for which choices are made; so many are tried once before the best of them are
 # tried again, then some now and then.
 _ROOMS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.98, 0.94, 0.9, 0.8)
-_NUM_SURVEYED, _SHARE_OF_FRESH, _MAX_FAILURES = 6, 0.15, 150
+_NUM_SURVEYED, _SHARE_OF_UNTRIED, _MAX_FAILURES = 6, 0.15, 150
 
 Addressed = tuple[Residency, list[int]]
 """A choice with the times that its addresses allow, and the offset of each chain of stays."""
@@ -133,8 +133,8 @@ def _stacked(
     return best
 
 
-class Squeaky:
-    """Stays of a choice that get their places in one order after the other, for less waiting.
+class PriorityStacking:
+    """Addresses of a choice by stacking its stays in one order after the other, for less waiting.
 
     Those that found no place in the last order, or wait for theirs, come earlier in the next: the
     squeaky wheel gets the oil (Joslin and Clements 1999). An order that led to more waiting than
@@ -144,8 +144,8 @@ class Squeaky:
         choice: The choice, with times for room that counts bytes only.
         capacity: Bytes of the arena.
         below: Where bytes can go.
-        way: One of `FAVOURING_WAYS`.
-        random: What says how much earlier.
+        way: One of `PRIORITY_WAYS`.
+        random: Generator of the changes of priorities.
 
     Attributes:
         seconds: Of a step with the best order so far; infinite if none gave all a place.
@@ -165,15 +165,15 @@ class Squeaky:
         chains = _chains(choice, _shrunk(choice, 0.0))
         self._stays = _with_offsets(choice, chains, [0] * len(chains))
         self._starts = self._stays["start"] % len(choice.sequence.order)
-        self._favour = np.zeros(len(chains))
-        self._best_favour = self._favour.copy()
+        self._priority = np.zeros(len(chains))
+        self._best_priority = self._priority.copy()
 
     @property
     def floor(self) -> float:
         """Seconds of a step with room that counts bytes only."""
         return self._choice.seconds
 
-    def step(self) -> Addressed | None:
+    def try_order(self) -> Addressed | None:
         """Try an order; return what it gives if that is faster than all before."""
         choice, stays, random = self._choice, self._stays, self._random
         missing = choice.sequence.stack(
@@ -181,30 +181,30 @@ class Squeaky:
             self._capacity,
             step_seconds=choice.replay.step_seconds,
             way=self._way,
-            favour=self._favour,
+            priority=self._priority,
         )
         if missing.any():
             lacking = stays["offset"] < 0
-            self._favour[lacking] += random.uniform(0.02, 0.3, int(lacking.sum()))
+            self._priority[lacking] += random.uniform(0.02, 0.3, int(lacking.sum()))
             return None
         rates = self._below.rates
         replay = choice.sequence.replay(choice.evicted, stays, rates, tier=choice.tier)
         found: Addressed | None = None
         if replay.overflow <= 0 and replay.step_seconds + choice.toll < self.seconds:
             found = dataclasses.replace(choice, replay=replay), stays["offset"].tolist()
-            self.seconds, self._best_favour = found[0].seconds, self._favour.copy()
+            self.seconds, self._best_priority = found[0].seconds, self._priority.copy()
         else:
-            self._favour = self._best_favour.copy()
+            self._priority = self._best_priority.copy()
         waits = np.diff(replay.starts - choice.replay.starts, prepend=0.0)[self._starts]
-        waiting = np.flatnonzero((waits > _SQUEAK * choice.seconds) & (stays["arrives"] != -2))
+        waiting = np.flatnonzero((waits > _LONG_WAIT * choice.seconds) & (stays["arrives"] != -2))
         waiting = waiting[random.random(len(waiting)) < random.choice((0.1, 0.3, 1.0))]
-        self._favour[waiting] += random.uniform(0.0, 0.2)
+        self._priority[waiting] += random.uniform(0.0, 0.2)
         if random.random() < 0.3:
-            self._favour += random.uniform(0.0, 0.05) * random.random(len(self._favour))
+            self._priority += random.uniform(0.0, 0.05) * random.random(len(self._priority))
         return found
 
 
-def oiled(
+def improve_addresses(
     best: Addressed,
     residencies: Sequence[Residency],
     capacity: int,
@@ -213,7 +213,7 @@ def oiled(
     deadline: float,
     seed: int,
 ) -> Addressed:
-    """Improve addresses, and the choice that they are for, while that helps (see `Squeaky`).
+    """Improve addresses, and the choice that they are for, while `PriorityStacking` helps.
 
     Choices are those of the residencies, and the same for less and less room. What does best has
     most of the time.
@@ -227,22 +227,24 @@ def oiled(
         seed: Of what is random.
     """
     random = np.random.default_rng(seed)
-    tried: list[Squeaky] = []
-    fresh = _fresh(residencies, capacity, below, random)
+    tried: list[PriorityStacking] = []
+    untried = _stackings(residencies, capacity, below, random)
     longest, failures = 0.0, 0  # the longest time of a try; tries since the last that was better
     while failures < _MAX_FAILURES and (now := time.monotonic()) + longest < deadline:
-        squeaky = None
-        if len(tried) < _NUM_SURVEYED or random.random() < _SHARE_OF_FRESH:
-            squeaky = next((new for new in fresh if new.floor < best[0].seconds * _WORTH_IT), None)
-        if squeaky is not None:
-            tried.append(squeaky)
+        stacking = None
+        if len(tried) < _NUM_SURVEYED or random.random() < _SHARE_OF_UNTRIED:
+            stacking = next(
+                (new for new in untried if new.floor < best[0].seconds * _WORTH_IT), None
+            )
+        if stacking is not None:
+            tried.append(stacking)
         else:
             tried = [one for one in tried if one.floor < best[0].seconds * _WORTH_IT]
             if not tried:
                 break
             by_time = sorted(tried, key=lambda one: (one.seconds, -one.floor))
-            squeaky = by_time[min(int(random.exponential(0.7)), len(by_time) - 1)]
-        found = squeaky.step()
+            stacking = by_time[min(int(random.exponential(0.7)), len(by_time) - 1)]
+        found = stacking.try_order()
         if found is not None and found[0].seconds < best[0].seconds:
             best, failures = found, 0
         else:
@@ -251,17 +253,17 @@ def oiled(
     return best
 
 
-def _fresh(
+def _stackings(
     residencies: Sequence[Residency], capacity: int, below: Below, random: np.random.Generator
-) -> Iterator[Squeaky]:
-    """Choices of residencies for less and less room."""
+) -> Iterator[PriorityStacking]:
+    """Make choices of residencies for less and less room, each with every order of priorities."""
     for room in _ROOMS:
         for residency in residencies:
             search = ResidencySearch(residency.sequence, capacity, below)
             choice = search.at(residency.shares * room)
             if choice is not None:
-                for way in FAVOURING_WAYS:
-                    yield Squeaky(choice, capacity, below, way, random)
+                for way in PRIORITY_WAYS:
+                    yield PriorityStacking(choice, capacity, below, way, random)
 
 
 def packed(

@@ -23,7 +23,13 @@ from penstock.planner._plan import Bound, Budget, Found, Plan
 from penstock.planner._simulate import simulate
 from penstock.planner.optima._brute_force import Limit
 from penstock.planner.proofs._bounds import WorkingSet, working_set
-from penstock.planner.search._addresses import FEW_POSITIONS, Addressed, oiled, packed, stacked
+from penstock.planner.search._addresses import (
+    FEW_POSITIONS,
+    Addressed,
+    improve_addresses,
+    packed,
+    stacked,
+)
 from penstock.planner.search._auto import AutoSearch, Candidate, frozen_decisions
 from penstock.planner.search._emit import emit
 from penstock.planner.search._engine import OperatorSequence, Problem, Rates
@@ -357,7 +363,7 @@ def _best_with_addresses(
     if below is None or best[0].seconds <= finalists[0].seconds * _AS_GOOD:
         return best
     near = [c.residency for c in (*tighter, *finalists[:1]) if c.seconds < best[0].seconds]
-    return oiled(best, near, capacity, below, deadline=last, seed=seed)
+    return improve_addresses(best, near, capacity, below, deadline=last, seed=seed)
 
 
 def _with_addresses(

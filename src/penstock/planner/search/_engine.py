@@ -45,7 +45,7 @@ HORIZON = 4096
 # `out_end` of what has not left by the end of the replay: it leaves as late as it may.
 NEVER = np.iinfo(np.int32).max
 NUM_WAYS = 6
-FAVOURING_WAYS = (5, 4, 3)  # the fullest positions first, or by size
+PRIORITY_WAYS = (5, 4, 3)  # the fullest positions first, or by size
 _MAX_CHAIN = 512  # operators run again for one operand
 # This part of the arena is large, where large and small stays lie apart.
 _LARGE = 8
@@ -421,7 +421,7 @@ class OperatorSequence:
         *,
         step_seconds: float,
         way: int,
-        favour: np.ndarray | None = None,
+        priority: np.ndarray | None = None,
     ) -> np.ndarray:
         """Give stays offsets at which they wait little for each other.
 
@@ -430,9 +430,9 @@ class OperatorSequence:
             capacity: Bytes of the arena.
             step_seconds: Time of a step, as far as it is known.
             way: Which place is preferred among equals, below `NUM_WAYS`.
-            favour: For each stay what is added to the share of the arena that is taken at its
+            priority: For each stay what is added to the share of the arena that is taken at its
                 fullest position, or by what share of a step it comes earlier, by which the
-                `FAVOURING_WAYS` order stays; None: nothing.
+                `PRIORITY_WAYS` order stays; None: nothing.
 
         Returns:
             For each position how many bytes its largest piece lacks for one that found no room;
@@ -449,7 +449,7 @@ class OperatorSequence:
             int(bytes_there(stays, num_positions).argmax()),
             step_seconds,
             way,
-            None if favour is None else _pointer(favour),
+            None if priority is None else _pointer(priority),
             _pointer(missing),
         )
         return missing

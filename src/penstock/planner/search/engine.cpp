@@ -92,9 +92,9 @@ i64 sequence_replay_at(const void* sequence, const void* stays, i32 num_stays,
 }
 
 i32 stack(void* stays, i32 num_stays, i32 num_positions, i64 capacity, i64 large_bytes,
-          i32 fullest, double step_seconds, i32 way, const double* favour, i64* missing) {
+          i32 fullest, double step_seconds, i32 way, const double* priority, i64* missing) {
   Stacking stacking(static_cast<Stay*>(stays), num_stays, num_positions, capacity, large_bytes, fullest,
-                    step_seconds, way, favour);
+                    step_seconds, way, priority);
   return stacking.run(missing);
 }
 

@@ -19,9 +19,9 @@ class Stacking {
   static constexpr i32 NUM_MOMENTS = 512;
 
   Stacking(Stay* stays, i32 num_stays, i32 num_positions, i64 capacity, i64 large_bytes, i32 fullest,
-           double step_seconds, i32 way, const double* favour)
+           double step_seconds, i32 way, const double* priority)
       : stays_(stays), num_stays_(num_stays), n_(num_positions), capacity_(capacity), large_bytes_(large_bytes),
-        fullest_(fullest), step_(step_seconds), way_(way), favour_(favour), emptiest_(when_emptiest()), there_(NUM_MOMENTS),
+        fullest_(fullest), step_(step_seconds), way_(way), priority_(priority), emptiest_(when_emptiest()), there_(NUM_MOMENTS),
         beginning_(NUM_MOMENTS),
         seen_(num_stays, 0) {}
 
@@ -77,8 +77,8 @@ class Stacking {
   // are of them at a time.
   std::tuple<int, int, double, i32, i32> key(i32 stay) const {
     const Stay& it = stays_[stay];
-    if (way_ >= FULLEST_TIGHT) return {it.bytes < large_bytes_ / 64 ? -1 : 0, 0, -fullness_[stay] - (favour_ ? favour_[stay] : 0), 0, it.start};
-    const double earlier = favour_ ? favour_[stay] * step_ : 0;
+    if (way_ >= FULLEST_TIGHT) return {it.bytes < large_bytes_ / 64 ? -1 : 0, 0, -fullness_[stay] - (priority_ ? priority_[stay] : 0), 0, it.start};
+    const double earlier = priority_ ? priority_[stay] * step_ : 0;
     return {size(stay), rank(stay), way_ == BY_SIZE ? since_emptiest(it) - earlier : 0, it.start, -it.end};
   }
   // For each stay the share of the arena that is taken at the fullest of its positions, in steps, so that
@@ -323,7 +323,7 @@ class Stacking {
   i32 fullest_;
   double step_;
   i32 way_;
-  const double* favour_;  // of each stay: added to its fullness; may be null
+  const double* priority_;  // of each stay: added to its fullness; may be null
   double emptiest_;
   std::vector<double> fullness_;
   std::vector<i32> placed_;
