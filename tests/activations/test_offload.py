@@ -188,6 +188,20 @@ def test_a_storage_that_was_saved_in_two_ways_counts_once_while_it_is_in_use(eve
     assert everything.ledger.resident(Tier.DEVICE) == 0
 
 
+def test_batches_that_the_caller_keeps_count_no_longer_than_they_are_saved(everything):
+    model, batches = small_model(), [torch.randn(32, 64) for _ in range(10)]
+    resident = []
+    with everything:
+        for batch in batches:
+            loss = model(batch).square().mean()
+            loss.backward()
+            del loss
+            wait_until(lambda: not len(everything._engine._records))
+            everything._engine.settle()
+            resident.append(everything.ledger.resident(Tier.DEVICE))
+    assert resident == [0] * len(batches)
+
+
 def test_exception_between_forward_and_backward(everything):
     def step() -> None:
         loss = small_model()(torch.randn(32, 64)).sum()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +13,20 @@ from penstock.activations._record import Record
 from penstock.memory import Ledger, Tier
 
 _SWEEP = 8  # storages in use that one call looks at
+
+
+class _InUse(NamedTuple):
+    """A storage that was given up while autograd may be using it.
+
+    Attributes:
+        weak: The storage.
+        num_bytes: Bytes that count.
+        numbers: Of the records that gave it up.
+    """
+
+    weak: weakref.ref[torch.UntypedStorage]
+    num_bytes: int
+    numbers: frozenset[int]
 
 
 class DeviceAccount:
@@ -22,16 +37,15 @@ class DeviceAccount:
         self.ahead_bytes = 0  # prefetched and not asked for yet
         self._ledger = ledger
         self.ahead: dict[int, Record] = {}  # prefetched records by number
-        self._in_use: OrderedDict[int, tuple[weakref.ref[torch.UntypedStorage], int]]
-        self._in_use = OrderedDict()  # by the weak reference's identity
+        self._in_use: OrderedDict[int, _InUse] = OrderedDict()  # by the reference's identity
 
     def add(self, record: Record) -> None:
         """The record's bytes are, or are about to be, resident."""
         if not record.counted:
             record.counted = True
             # What was given up, and is taken back before it was gone, counts once.
-            _, back_bytes = self._in_use.pop(id(record.weak), (None, 0))
-            self._change(record.num_bytes - back_bytes)
+            in_use = self._in_use.pop(id(record.weak), None)
+            self._change(record.num_bytes - (in_use.num_bytes if in_use else 0))
 
     def remove(self, record: Record) -> None:
         """The record's bytes are resident no more."""
@@ -40,25 +54,41 @@ class DeviceAccount:
             self._change(-record.num_bytes)
 
     def release(self, record: Record) -> None:
-        """We gave the storage up, but autograd may be using it: it counts until it is gone."""
-        if record.counted and record.weak() is not None:
-            record.counted = False
-            # Two records may show one storage; it has one weak reference, and counts once.
-            _, known_bytes = self._in_use.pop(id(record.weak), (None, 0))
-            self._in_use[id(record.weak)] = record.weak, max(record.num_bytes, known_bytes)
-            self._change(-min(record.num_bytes, known_bytes))
-        else:
+        """We gave the storage up, but autograd may be using it: it counts until it is gone, or
+        until `end_use`.
+        """
+        if not record.counted or record.weak() is None:
             self.remove(record)
+            return
+        record.counted = False
+        # Two records may show one storage; it has one weak reference, and counts once.
+        known = self._in_use.pop(id(record.weak), _InUse(record.weak, 0, frozenset()))
+        num_bytes = max(record.num_bytes, known.num_bytes)
+        numbers = known.numbers | {record.number}
+        self._in_use[id(record.weak)] = _InUse(record.weak, num_bytes, numbers)
+        self._change(num_bytes - record.num_bytes - known.num_bytes)
+
+    def end_use(self, record: Record) -> None:
+        """The record is dead: a storage that is still there is the caller's, as a batch is."""
+        in_use = self._in_use.get(id(record.weak))
+        if in_use is None or record.number not in in_use.numbers:
+            return
+        numbers = in_use.numbers - {record.number}
+        if numbers:
+            self._in_use[id(record.weak)] = in_use._replace(numbers=numbers)
+        else:
+            del self._in_use[id(record.weak)]
+            self._change(-in_use.num_bytes)
 
     def sweep(self, at_most: int | None = _SWEEP) -> None:
         """Take off what was in use and is gone, looking at a few in turn; None: at all."""
         num = len(self._in_use) if at_most is None else min(at_most, len(self._in_use))
         for _ in range(num):
-            key, (weak, num_bytes) = self._in_use.popitem(last=False)
-            if weak() is None:
-                self._change(-num_bytes)
+            key, in_use = self._in_use.popitem(last=False)
+            if in_use.weak() is None:
+                self._change(-in_use.num_bytes)
             else:
-                self._in_use[key] = weak, num_bytes
+                self._in_use[key] = in_use
 
     def set_prefetched(self, record: Record, prefetched: bool) -> None:
         """Whether the record was read ahead, and nobody has asked for it yet."""
@@ -75,7 +105,7 @@ class DeviceAccount:
         records = list(records)
         self.sweep(None)
         resident = sum(record.num_bytes for record in records if record.counted)
-        resident += sum(num_bytes for _, num_bytes in self._in_use.values())
+        resident += sum(in_use.num_bytes for in_use in self._in_use.values())
         self._change(resident - self.resident_bytes)
         self.ahead = {record.number: record for record in records if record.prefetched}
         self.ahead_bytes = sum(record.num_bytes for record in self.ahead.values())

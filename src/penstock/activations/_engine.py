@@ -729,6 +729,7 @@ class Engine:
         self._account.set_prefetched(record, False)
         record.storage = None
         self._account.remove(record)
+        self._account.end_use(record)
         copy, record.copy = record.copy, None
         if copy is not None and record.route is not None:
             record.route.discard(copy)
