@@ -222,5 +222,5 @@ def _edges_of_nodes(ends: torch.Tensor, num_nodes: int) -> torch.Tensor:
         warnings.filterwarnings("ignore", "Sparse CSR tensor support")
         # MKL's products with int32 indices are the faster ones.
         return torch.sparse_csr_tensor(
-            starts.int(), order.int(), ones, (num_nodes, len(ends)), check_invariants=False
+            starts.int(), order.int(), ones, (num_nodes, len(ends)), check_invariants=True
         )

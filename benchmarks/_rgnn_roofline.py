@@ -167,7 +167,7 @@ def _seconds(run: Callable[[], object], device: str) -> list[float]:
 def _kernel_seconds(run: Callable[[], object]) -> float:
     activities = [torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         run()
         torch.cuda.synchronize()
     return sum(event.self_device_time_total for event in profiler.key_averages()) / 1e6

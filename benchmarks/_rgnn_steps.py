@@ -108,7 +108,9 @@ class Step:
             self.rough_seconds = self.timed()
             return torch.cuda.max_memory_allocated() - before
         activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        with torch.profiler.profile(
+            activities=activities, profile_memory=True, acc_events=True
+        ) as profiler:
             self.rough_seconds = self.timed()
         results = profiler.profiler and profiler.profiler.kineto_results
         assert results is not None

@@ -494,7 +494,7 @@ class TestUnavailable:
             from penstock.memory import CachingAllocator
             used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
             allocator = CachingAllocator.instance()
-            resource.setrlimit(resource.RLIMIT_AS, (2 << 30, -1))
+            resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), -1))
             assert not allocator.available()
             assert "reserve addresses" in allocator.reason
             resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 30), -1))
