@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import weakref
@@ -11,18 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.errors import PenstockError, PlanError
+from penstock.errors import PenstockError, PlanError, StoreError
 from penstock.executor._debug import poison
 from penstock.executor._device import Device, device_of
 from penstock.executor._distributed import refuse_ranks_apart
 from penstock.executor._execution import Execution
 from penstock.executor._initial import Initial, Initializer
+from penstock.executor._interrupts import heard_afterwards
 from penstock.executor._memory import Blocks, Layout, layout_of
 from penstock.executor._operators import (
     ALIGNMENT_BYTES,
     declared_workspace_bytes,
     executable,
 )
+from penstock.executor._refinement import Refinement
 from penstock.executor._report import ExecutionReport
 from penstock.executor._shadow import Shadow
 from penstock.graph import StepGraph
@@ -33,6 +36,10 @@ from penstock.planner import Plan, check
 
 _Extend = Callable[[Sequence[tuple[Plan, StepGraph]], Any], list[tuple[Plan, StepGraph]]]
 """Makes plans that share their memory with one for a further batch."""
+
+
+_Make = Callable[[Any, Blocks | None], list[Execution]]
+"""Binds the plans; in memory that others have before them, if that is given."""
 
 
 class PlannedStep:
@@ -51,7 +58,7 @@ class PlannedStep:
     def __init__(
         self,
         plan: Plan,
-        make: Callable[[Any], list[Execution]],
+        make: _Make,
         ready: list[Execution],
         initial: Initial,
         shadow: Shadow,
@@ -67,6 +74,7 @@ class PlannedStep:
         self._ended: list[ExecutionReport] = []  # of plans whose memory has been given back
         self._pairs: list[tuple[Plan, StepGraph]] = []
         self._extended: _Extend | None = None
+        self._refinement: Refinement | None = None
         if ready:
             self._use(ready)
 
@@ -92,7 +100,8 @@ class PlannedStep:
             if self._closed:
                 raise PenstockError("this planned step is closed; bind the plan again")
             if not self._executions:
-                self._use(self._make(batch))
+                self._use(self._make(batch, None))
+            self._refine()
             execution = self._execution_for(batch)
             with execution.interrupts:
                 if execution is not self._current:
@@ -180,15 +189,7 @@ class PlannedStep:
         current, self._current = self._current, None
         if current is None:
             return
-        self._finalizer.detach()
-        try:
-            current.drain()
-        finally:
-            _stop(executions)
-        ran = sorted((each for each in executions if each.num_steps), key=lambda e: e is current)
-        self._ended += [
-            each.report(self._shadow) for each in ran
-        ]  # the one that ran last is the last
+        self._end(executions, current)
         current.give_back()
         current.room.shared.close()
 
@@ -197,6 +198,53 @@ class PlannedStep:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _refine(self) -> None:
+        """Go on by another plan where the first steps of the current one say so."""
+        current = self._current
+        if self._refinement is None or current is None or not current.is_measured:
+            return
+        index = self._executions.index(current)
+        plan, graph = self._pairs[index]
+        if self._refinement.is_decided(graph):
+            return
+        held = {block.tier: block.num_bytes for block in current.room.shared}
+        with heard_afterwards():
+            found = self._refinement.decide(plan, graph, current.report(self._shadow), held)
+        if found is not plan:
+            self._pairs[index] = found, graph
+            try:
+                self._exchange(index)
+            except StoreError as error:  # the file has no room for both
+                self._pairs[index] = plan, graph
+                self._refinement.stay(graph, str(error))
+            del current
+            gc.collect()  # executions are cycles, and hold the memory that they had
+
+    def _exchange(self, index: int) -> None:
+        """Bind anew what are the plans now, and let them take over in the memory that there is."""
+        before, current = self._executions, self._current
+        assert current is not None
+        executions = self._make(None, current.room.shared)
+        with current.interrupts:
+            self._end(before, current)
+            self._executions, self._current = executions, executions[index]
+            self._current.take_turn()
+            current.stand_back()
+            current.room.shared.close(after=self._current.room.shared)
+            self._finalizer = weakref.finalize(self, _stop, executions)
+        current.interrupts.check()
+
+    def _end(self, executions: list[Execution], current: Execution) -> None:
+        """End threads, when what is under way has arrived, and keep the reports."""
+        self._finalizer.detach()
+        try:
+            current.drain()
+        finally:
+            _stop(executions)
+        ran = sorted((each for each in executions if each.num_steps), key=lambda e: e is current)
+        # The one that ran last is the last.
+        self._ended += [each.report(self._shadow) for each in ran]
 
     def _execution_for(self, batch: Any) -> Execution:
         first, *others = dict.fromkeys((self._current or self._executions[0], *self._executions))
@@ -296,12 +344,14 @@ def bind(
         )
     file_store = None if store is None else FileStore.of(store)
 
-    def executions(pairs: Sequence[tuple[Plan, StepGraph]]) -> list[Execution]:
+    def executions(
+        pairs: Sequence[tuple[Plan, StepGraph]], before: Blocks | None = None
+    ) -> list[Execution]:
         for _, each in pairs:
             refuse_ranks_apart(each)
-        return _executions(pairs, model, optimizer, loss, file_store, debug)
+        return _executions(pairs, model, optimizer, loss, file_store, debug, before)
 
-    def with_first_batch(batch: Any) -> list[Execution]:
+    def with_first_batch(batch: Any, _: Blocks | None) -> list[Execution]:
         from penstock.graph import capture
 
         found = capture(
@@ -311,8 +361,8 @@ def bind(
             [(plan, found if found.digest == plan.graph_digest else executable(found))]
         )
 
-    def again(_: Any) -> list[Execution]:
-        return executions(pairs)
+    def again(_: Any, before: Blocks | None) -> list[Execution]:
+        return executions(pairs, before)
 
     modules = [model, loss] if isinstance(loss, nn.Module) else [model]
     initial = Initial(modules, initialize)
@@ -331,16 +381,19 @@ def _executions(
     loss: object,
     store: FileStore | None,
     debug: bool,
+    before: Blocks | None,
 ) -> list[Execution]:
     """Bind plans to one memory; nothing of the model has moved yet."""
     layouts: list[Layout] = []
-    device = Device()
+    known = [] if before is None else [*before.layouts]
+    device = Device() if before is None else before.device
     for plan, graph in pairs:
-        device = device_of(graph)
+        if before is None:
+            device = device_of(graph)
         check(graph, plan)
         _check_alignment(plan)
-        layouts.append(layout_of(plan.planned_graph(graph), plan, layouts))
-    blocks = Blocks(layouts, store, device)
+        layouts.append(layout_of(plan.planned_graph(graph), plan, [*known, *layouts]))
+    blocks = Blocks(layouts, store, device, before)
     try:
         device.take_workspace(
             max(declared_workspace_bytes(plan.planned_graph(graph)) for plan, graph in pairs)
@@ -360,9 +413,9 @@ def _executions(
             for (plan, graph), layout in zip(pairs, layouts, strict=True)
         ]
     except BaseException:
-        blocks.close()
+        blocks.close(after=before)
         raise
-    if debug:
+    if debug and before is None:
         poison(blocks.arena)
     return found
 

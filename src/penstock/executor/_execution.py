@@ -115,6 +115,11 @@ class Execution:
         self._process = os.getpid()
 
     @property
+    def is_measured(self) -> bool:
+        """Whether as many steps have been timed as will be."""
+        return not self._timing.wanted
+
+    @property
     def num_full_masks(self) -> int:
         """Tensors of the batch that have to be masks of which nothing is masked."""
         return len(self._graph.metadata.get("full_masks", ()))
@@ -225,6 +230,10 @@ class Execution:
         """Give the user's tensors memory of their own."""
         self._seam.give_back()
 
+    def stand_back(self) -> None:
+        """Look at the user's tensors no more, which another plan has taken over."""
+        self._seam.let_go()
+
     def stop(self) -> None:
         """End the threads."""
         for link in self._links.values():
@@ -264,6 +273,7 @@ class Execution:
             predicted_file_bytes=plan.peak_file_bytes,
             num_copied_results=sum(map(copies_results, operators)),
             direct_io=None if file is None else file.file.direct,
+            is_refined=plan.times == "given",
             debug=self._debug is not None,
             num_shadow_steps=shadow.num_steps,
             num_captures_again=shadow.num_captures,

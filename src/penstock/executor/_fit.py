@@ -18,6 +18,7 @@ from penstock.executor._distributed import refuse_ranks_apart
 from penstock.executor._initial import Initializer
 from penstock.executor._operators import declared_workspace_bytes, executable
 from penstock.executor._plan_cache import Planned, plan_entry
+from penstock.executor._refinement import Refinement
 from penstock.executor._seam import initial_fill
 from penstock.graph import StepGraph, capture, measure
 from penstock.memory import FileStore, MachineProfile
@@ -53,6 +54,9 @@ def fit(
 ) -> PlannedStep:
     """Make a training step that keeps within a memory budget: capture, plan, check and bind.
 
+    If the first steps take more than a quarter longer than planned, the step is planned again with
+    the times that they have shown, once, before the seventh; the faster plan of the two is kept.
+
     Example:
         >>> step = penstock.fit(  # doctest: +SKIP
         ...     model, optimizer, batch, device_memory="4GiB", store="/mnt/nvme"
@@ -78,7 +82,8 @@ def fit(
         initialize: First numbers of what is on the meta device; as of `bind`.
         machine: What times are based on. None: this machine, whose links are probed and on which
             each distinct operator runs a few times.
-        time_limit: Seconds that planning may take.
+        time_limit: Seconds that planning may take, and planning again; this no more than 1,000
+            steps could save.
         seed: Of the planner.
         progress: Called with each improvement of the plan.
         cache: Whether plans are kept, and used again for the same step, budget and machine.
@@ -117,6 +122,8 @@ def fit(
         _logger.info("captured %d operators in %s", len(graph.operators), elapsed)
         return graph
 
+    keys: dict[str, list[object]] = {}  # of the cache, by planned graph
+
     def planned(graph: StepGraph, device_memory: int | None) -> Planned:
         within = dataclasses.replace(wanted, device_memory=device_memory)
         found = (_known_or_made if cache else _made)(graph, within, progress)
@@ -126,7 +133,13 @@ def fit(
             format_seconds(found.plan.step_seconds),
             format_seconds(found.plan.lower_bound_seconds),
         )
+        keys[found.graph.digest] = _key(graph, within)
         return found
+
+    def keep(graph: StepGraph, refined: Plan) -> None:
+        if cache:
+            with plan_entry(keys[graph.digest]) as entry:
+                entry.save(Planned(graph, refined))
 
     def together(found: list[Planned]) -> list[Planned]:
         return _within_one_arena(found, wanted.device_memory, planned)
@@ -155,6 +168,7 @@ def fit(
         return [(made, graph) for graph, made in found]
 
     step._extended = extended
+    step._refinement = Refinement(time_limit, keep)
     return step
 
 

@@ -24,6 +24,30 @@ _HELD_BACK = [
 _Handler = Callable[[int, FrameType | None], Any]
 
 
+@contextlib.contextmanager
+def heard_afterwards() -> Iterator[None]:
+    """Let Ctrl-C end early what stops at a `KeyboardInterrupt`, as planning does; its handler is
+    called after the block.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    came: list[FrameType | None] = []
+
+    def note(_: int, frame: FrameType | None) -> None:
+        came.append(frame)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(signal.SIGINT, came[0])
+
+
 class Interrupts:
     """Holds signals back during a `with` block, those that Python handles."""
 

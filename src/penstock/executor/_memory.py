@@ -56,6 +56,18 @@ class Block:
         """Let go of what holds the block; tensors that view it stay valid."""
 
 
+class HostBlock(Block):
+    """Host memory that the device's copies may go to and come from."""
+
+    def __init__(self, device: Device, num_bytes: int) -> None:
+        memory = device.host(num_bytes)
+        super().__init__(Tier.HOST, memory, num_bytes)
+        self._let_go = weakref.finalize(self, device.let_go, memory)
+
+    def close(self) -> None:
+        self._let_go()
+
+
 class FileBlock(Block):
     """One extent of a nameless file, preallocated, so that no transfer finds the disk full.
 
@@ -172,29 +184,45 @@ class Blocks:
         layouts: Of the plans.
         store: The file tier; None if there is none.
         device: Where operators run.
+        before: The memory of plans from which these take over; what of it is large enough stays.
+
+    Attributes:
+        layouts, device: As given.
+        born: Storages that have never been anywhere else, by name.
 
     Raises:
         StoreError: The file cannot be had, or has not enough room.
     """
 
-    def __init__(self, layouts: Sequence[Layout], store: FileStore | None, device: Device) -> None:
-        most = {
-            tier: max(layout.num_bytes[tier] for layout in layouts)
-            for tier in (Tier.DEVICE, Tier.HOST, Tier.FILE)
-        }
-        num_bytes = most[Tier.DEVICE]
-        self.arena = Block(Tier.DEVICE, device.arena(num_bytes), num_bytes)
-        self.below: dict[Tier, Block] = {}
-        self._device, self._store = device, store
+    def __init__(
+        self,
+        layouts: Sequence[Layout],
+        store: FileStore | None,
+        device: Device,
+        before: Blocks | None = None,
+    ) -> None:
+        self.layouts, self.device = layouts, device
+        self.born: set[str] = set() if before is None else before.born
+        self._store = store
         self._aside: list[weakref.finalize] = []
-        if most[Tier.HOST]:
-            host_bytes = most[Tier.HOST]
-            memory = device.host(host_bytes)
-            self.below[Tier.HOST] = Block(Tier.HOST, memory, host_bytes)
-            self._let_go = weakref.finalize(self, device.let_go, memory)
-        if most[Tier.FILE]:
-            assert store is not None
-            self.below[Tier.FILE] = FileBlock(store, most[Tier.FILE])
+        held = {} if before is None else {block.tier: block for block in before}
+        found: dict[Tier, Block] = {}
+        for tier in (Tier.DEVICE, Tier.HOST, Tier.FILE):
+            num_bytes = max(layout.num_bytes[tier] for layout in layouts)
+            if tier in held and num_bytes <= held[tier].num_bytes:
+                found[tier] = held[tier]
+            elif num_bytes or tier is Tier.DEVICE:
+                found[tier] = self._taken(tier, num_bytes)
+        self.arena = found.pop(Tier.DEVICE)
+        self.below = found
+
+    def _taken(self, tier: Tier, num_bytes: int) -> Block:
+        if tier is Tier.DEVICE:
+            return Block(tier, self.device.arena(num_bytes), num_bytes)
+        if tier is Tier.HOST:
+            return HostBlock(self.device, num_bytes)
+        assert self._store is not None
+        return FileBlock(self._store, num_bytes)
 
     def __iter__(self) -> Iterator[Block]:
         """All blocks, the arena first."""
@@ -212,22 +240,25 @@ class Blocks:
         """Take memory for a copy that is needed only if a step fails: below the device, and in a
         file where there is a store.
         """
-        if self._store is None or self._device.is_behind:
-            memory = self._device.host(num_bytes)
-            self._aside.append(weakref.finalize(self, self._device.let_go, memory))
+        if self._store is None or self.device.is_behind:
+            memory = self.device.host(num_bytes)
+            self._aside.append(weakref.finalize(self, self.device.let_go, memory))
             return memory
         block = FileBlock(self._store, num_bytes)
         self._aside.append(weakref.finalize(self, block.close))
         return block.tensor[:num_bytes]
 
-    def close(self) -> None:
-        """Let go of the file; tensors that look at the memory stay valid."""
+    def close(self, after: Blocks | None = None) -> None:
+        """Let go of the file; tensors that look at the memory stay valid.
+
+        Args:
+            after: The memory of plans that have taken over; what both have stays.
+        """
         for let_go in self._aside:
             let_go()
-        for block in self.below.values():
-            block.close()
-        if Tier.HOST in self.below:
-            self._let_go()
+        for tier, block in self.below.items():
+            if after is None or after.below.get(tier) is not block:
+                block.close()
 
 
 def _chains(graph: StepGraph, plan: Plan, tier: Tier) -> Iterator[list[int]]:

@@ -60,6 +60,8 @@ class ExecutionReport:
     """Operators of a step whose results are copied to their places, as torch cannot write there."""
     direct_io: bool | None
     """Whether the file is read and written past the page cache; None without a file."""
+    is_refined: bool
+    """Whether the plan was made with the times of earlier steps, as `Plan.refine` makes it."""
     debug: bool
     """Whether freed bytes are overwritten and transfers compared."""
     num_shadow_steps: int = 0

@@ -127,7 +127,6 @@ class Seam:
         self._bound: list[_Bound] = []
         self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
         self._eager_steps = EagerSteps(optimizer)
-        self._born: set[int] = set()  # storages that have never been anywhere else
 
     def take_over(self) -> None:
         """Move the user's tensors to their homes; each looks at its home from now on.
@@ -243,7 +242,7 @@ class Seam:
             if handle.now() is not tensor or tensor.data_ptr() != address:
                 continue
             storage = self._graph.storage_of_value[handle.view.value]
-            if storage in self._born or self._is_state_of_born(handle):
+            if self._is_born(handle):
                 continue
             if storage not in fresh:
                 home = self._home_bytes(storage, handle.view)
@@ -253,12 +252,20 @@ class Seam:
             tensor.data = _seen_in(fresh[storage], view, tensor)
             if flat := handle.flat():
                 flat[0].data = _seen_in(fresh[storage], flat[1], tensor)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Look at the user's tensors no more."""
         self._bound = []
         self._eager_steps.stop()
 
-    def _is_state_of_born(self, handle: _Handle) -> bool:
-        """Whether it is state of the optimizer, of a model that has never been anywhere else."""
-        return bool(self._born) and handle.name.startswith(_STATE)
+    def _is_born(self, handle: _Handle) -> bool:
+        """Whether a tensor has never been anywhere else; nor has the state of such a model."""
+        born = self._room.shared.born
+        return self._name_of(handle) in born or (bool(born) and handle.name.startswith(_STATE))
+
+    def _name_of(self, handle: _Handle) -> str:
+        return self._graph.storages[self._graph.storage_of_value[handle.view.value]].name
 
     def settled(self, changed: set[int]) -> Iterator[tuple[Stay, int]]:
         """Places where nothing arrives any more: homes, and all places of what was changed."""
@@ -302,7 +309,7 @@ class Seam:
         if tensor.is_meta:
             tensor = _materialized(handle, tensor, home)
             self._room.put_away(home)
-            self._born.add(self._graph.storage_of_value[handle.view.value])
+            self._room.shared.born.add(self._name_of(handle))
         elif content is not None and content.data_ptr() != home.data_ptr():
             copy_elements(content, home)
             self._room.put_away(home)

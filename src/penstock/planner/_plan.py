@@ -299,6 +299,24 @@ class Plan:
 
         return refine(self, report, graph, time_limit=time_limit, progress=progress)
 
+    def as_measured(self, report: Measured, graph: StepGraph) -> Plan:
+        """Return this plan as it is, with the times that running it has shown.
+
+        What it would take if nothing but times had been wrong, to be compared with what `refine`
+        finds for the same times. Its bound is that of the old times.
+
+        Args:
+            report: What `PlannedStep.report` returned after at least two steps.
+            graph: The graph that was planned.
+
+        Raises:
+            GraphFileError: The plan is for another graph.
+            ValueError: The report has no times of operators, or is of another plan.
+        """
+        from penstock.planner._refine import as_measured
+
+        return as_measured(self, report, graph)
+
     @property
     def lower_bound_seconds(self) -> float:
         """No plan under the same frozen decisions takes less."""

@@ -11,6 +11,7 @@ from penstock.graph import StepGraph
 from penstock.memory import Link, LinkProfile, MachineProfile
 from penstock.planner._api import plan_for
 from penstock.planner._plan import Found, Measured, Plan
+from penstock.planner._simulate import simulate
 
 
 def refine(
@@ -27,13 +28,7 @@ def refine(
             f"this plan is for the graph {plan.graph_digest[:12]} and not for {graph.digest[:12]}"
         )
     parts = plan.planned_graph(graph)
-    seconds = report.operator_seconds
-    if len(seconds) != len(parts.operators) or not any(seconds):
-        raise ValueError(
-            f"report: it has the times of {len(seconds)} operators and the plan is for "
-            f"{len(parts.operators)}; pass the report of a step that this plan has run at least "
-            "twice"
-        )
+    seconds = _measured(parts, report)
     found = plan_for(
         _timed(graph, parts, seconds),
         plan.budget,
@@ -43,6 +38,30 @@ def refine(
         progress=progress,
     )
     return dataclasses.replace(found, graph_digest=graph.digest)
+
+
+def as_measured(plan: Plan, report: Measured, graph: StepGraph) -> Plan:
+    """Time a plan anew; see `Plan.as_measured`."""
+    seconds = tuple(each or 0.0 for each in _measured(plan.planned_graph(graph), report))
+    timed = dataclasses.replace(
+        plan,
+        operator_seconds=seconds,
+        ideal_seconds=sum(seconds),
+        machine=_with_links(plan.machine, report),
+        times="given",
+    )
+    return dataclasses.replace(timed, step_seconds=simulate(graph, timed).step_seconds)
+
+
+def _measured(parts: StepGraph, report: Measured) -> Sequence[float | None]:
+    seconds = report.operator_seconds
+    if len(seconds) != len(parts.operators) or not any(seconds):
+        raise ValueError(
+            f"report: it has the times of {len(seconds)} operators and the plan is for "
+            f"{len(parts.operators)}; pass the report of a step that this plan has run at least "
+            "twice"
+        )
+    return seconds
 
 
 def _timed(graph: StepGraph, parts: StepGraph, seconds: Sequence[float | None]) -> StepGraph:
