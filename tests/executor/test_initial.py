@@ -244,12 +244,12 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 torch.manual_seed(0)
 batch = torch.randn(32, WIDTH)
 state_bytes = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
-if arm == "planned":
-    graph = executable(capture(model, optimizer, batch, loss=loss_of))
-    found = plan(graph, device_memory=allowed // 2, store=store, machine="h200", time_limit=2)
 if arm != "free":
     limit = memory_bytes("VmData") + allowed
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+if arm == "planned":
+    graph = executable(capture(model, optimizer, batch, loss=loss_of))
+    found = plan(graph, device_memory=allowed // 2, store=store, machine="h200", time_limit=2)
 torch.manual_seed(1)
 before = memory_bytes("VmRSS")
 if arm == "planned":

@@ -3,14 +3,15 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 import torch
 
 from graphs import chain_step
-from penstock.errors import GraphFileError, InfeasibleError, PlanError
+from penstock.errors import GraphFileError, InfeasibleError, PenstockError, PlanError
 from penstock.graph import capture
 from penstock.memory import Link
-from penstock.planner import Plan, check, plan, simulate
+from penstock.planner import Plan, _api, check, plan, simulate
 from penstock.planner.baselines._order import peak_of_program_order
 
 MIB = 2**20
@@ -250,3 +251,13 @@ def test_what_exact_cannot_plan_is_said(graph, options, message):
 def test_brute_force_is_no_method():
     with pytest.raises(ValueError, match="method='brute_force'"):
         plan(inference_step(1), machine="h200", method="brute_force")
+
+
+def test_too_little_memory_for_planning_is_said(monkeypatch):
+    def bound(*_):
+        return np.ones(2**62, np.uint8)
+
+    monkeypatch.setattr(_api, "_bound", bound)
+    graph = timed_chain(3)
+    with pytest.raises(PenstockError, match=r"planning \d+ operators .*plan\.save"):
+        plan(graph, device_memory="1MiB", machine="h200", time_limit=0.1)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from penstock.errors import InfeasibleError
+from penstock.errors import InfeasibleError, PenstockError
 from penstock.graph import StepGraph, operator_seconds, split
 from penstock.memory import (
     FileStore,
@@ -93,6 +93,7 @@ def plan(
         InfeasibleError: No plan fits the budgets, or none was found. With `proved` no plan fits
             less than `minimum_device_bytes`, in any order, because of `operator`;
             `sufficient_device_bytes` would do.
+        PenstockError: The process may not take the memory that planning needs.
         ValueError, TypeError: An argument is not what it must be.
     """
     _check_arguments(graph, method, time_limit, seed)
@@ -117,7 +118,14 @@ def plan(
         progress=progress,
     )
     planners = {"auto": _plan_auto, "exact": _plan_exact, "genetic": _plan_genetic}
-    found = _plan_whole_or_split(graph, request, planners[method], method, time_limit)
+    try:
+        found = _plan_whole_or_split(graph, request, planners[method], method, time_limit)
+    except MemoryError as error:
+        raise PenstockError(
+            f"planning {len(graph.operators)} operators needs more memory than this process may "
+            "take: raise its limit, or plan in another process (graph.save, plan.save) and load "
+            "the plan here"
+        ) from error
     if method != "genetic":
         _require_room_below(found)
     return dataclasses.replace(found, times="graph")

@@ -16,7 +16,8 @@ from penstock.memory import Link, LinkProfile
 from penstock.planner import Bound, Budget, check, min_working_set
 from penstock.planner.packing._pack import pack
 from penstock.planner.proofs._lives import operator_bytes
-from penstock.planner.search import _addresses
+from penstock.planner.search import _addresses, _auto
+from penstock.planner.search._auto import AutoSearch
 from penstock.planner.search._auto_plan import plan_auto
 from penstock.planner.search._engine import OperatorSequence, Problem
 
@@ -252,3 +253,30 @@ def test_an_interrupt_gives_the_best_plan_so_far():
     plan = planned(graph, seconds, peak // 2, time_limit=60, progress=interrupt)
     assert time.monotonic() - begin < 30
     check(graph, plan)
+
+
+@pytest.mark.parametrize("few", [0, 10**9])
+def test_a_search_remembers_few_candidates(monkeypatch, few):
+    """Whatever it forgets, the best, the program's order and one without second runs stay."""
+    sizes, quick = [], []
+    note = AutoSearch._note
+
+    def noted(search, candidate):
+        improved = note(search, candidate)
+        sizes.append(len(search._candidates))
+        quick.append(sum(len(order) for order, _ in search._quick) // 4)
+        kept = search._candidates.values()
+        assert min(each.seconds for each in kept) <= candidate.seconds
+        return improved
+
+    monkeypatch.setattr(AutoSearch, "_note", noted)
+    monkeypatch.setattr(_auto, "_MAX_CANDIDATES", 5)
+    monkeypatch.setattr(_auto, "_MAX_QUICK", 200)
+    monkeypatch.setattr(_auto, "_FEW_OPERATORS", few)
+    graph = chain_step(8, weight_bytes=4096, activation_bytes=65536)
+    seconds = [1.0] * len(graph.operators)
+    device_bytes = int(program(graph, seconds).base.max()) // 2
+    check(graph, planned(graph, seconds, device_bytes, time_limit=1.0))
+    assert len(sizes) > 20
+    assert max(sizes) == 5
+    assert max(quick) <= 2 * (200 + len(graph.operators))

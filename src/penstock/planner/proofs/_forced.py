@@ -193,24 +193,23 @@ def relatives(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
     """Ancestors and descendants of each operator, as packed bits."""
     num_operators = len(graph.operators)
     width = (num_operators + 7) // 8
-    own = np.zeros((num_operators, width), dtype=np.uint8)
-    index = np.arange(num_operators)
-    own[index, index // 8] = 128 >> (index % 8)
-    ancestors, descendants = np.zeros_like(own), np.zeros_like(own)
+    ancestors = np.zeros((num_operators, width), dtype=np.uint8)
+    descendants = np.zeros_like(ancestors)
     for operator, earlier in enumerate(graph.predecessors):
         for before in earlier:
-            ancestors[operator] |= ancestors[before] | own[before]
+            ancestors[operator] |= ancestors[before]
+            ancestors[operator, before // 8] |= 128 >> (before % 8)
     for operator in reversed(range(num_operators)):
         for before in graph.predecessors[operator]:
-            descendants[before] |= descendants[operator] | own[operator]
+            descendants[before] |= descendants[operator]
+            descendants[before, operator // 8] |= 128 >> (operator % 8)
     return ancestors, descendants
 
 
 def _sums(relatives: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     sums = np.zeros(len(seconds))
-    for start in range(0, len(seconds), 1024):
-        bits = np.unpackbits(relatives[start : start + 1024], axis=1, count=len(seconds))
-        sums[start : start + 1024] = bits @ seconds
+    for index, packed in enumerate(relatives):
+        sums[index] = seconds[np.unpackbits(packed, count=len(seconds)).astype(bool)].sum()
     return sums
 
 

@@ -26,6 +26,7 @@ from penstock.planner.search._residency import Below, Residency, ResidencySearch
 _FRACTIONS = (0.25, 0.5, 0.75)
 _NUM_FINALISTS, _APART = 3, 1.005
 _MAX_CANDIDATES = 32
+_MAX_QUICK = 100_000  # positions of sequences whose times are remembered, of some 250 bytes each
 _NUM_CROSSED = 3  # families of drops that are tried with all orders
 _MAX_FAILURES = 120  # changes of what is dropped, one after the other
 # Shares of the room for which the best is improved, so that there is some for addresses; and of the
@@ -252,6 +253,20 @@ class AutoSearch:
         chosen += others[: _NUM_FINALISTS - 1]
         return list(dict.fromkeys(chosen))
 
+    def _forget_one(self) -> None:
+        """Forget the slowest candidate; of longer sequences the one that is most like a faster one,
+        as finalists have to be apart there.
+        """
+        ranked = sorted(self._candidates, key=lambda key: self._candidates[key].seconds)
+        seconds = [self._candidates[key].seconds for key in ranked]
+        needed = {ranked[0], self._program.tobytes()}
+        needed |= {*[key for key in ranked if not self._candidates[key].dropped][:1]}
+        others = [index for index, key in enumerate(ranked) if key not in needed]
+        if len(self._program) > _FEW_OPERATORS:
+            del self._candidates[ranked[min(others, key=lambda i: seconds[i] / seconds[i - 1])]]
+        else:
+            del self._candidates[ranked[others[-1]]]
+
     def _refine_finalists(self) -> None:
         """Give each of the finalists that may win its share of a part of the time that is left."""
         assert self.best is not None
@@ -307,6 +322,8 @@ class AutoSearch:
             return None
         key = sequence.order.tobytes(), dropped
         if key not in self._quick:
+            if len(self._quick) * len(sequence.order) > _MAX_QUICK:
+                del self._quick[next(iter(self._quick))]
             search = ResidencySearch(sequence, self.capacity, self.below)
             self._quick[key] = search.quick()
         residency = self._quick[key]
@@ -322,9 +339,7 @@ class AutoSearch:
         if known is None or candidate.seconds < known.seconds:
             self._candidates[key] = candidate
             if len(self._candidates) > _MAX_CANDIDATES:
-                slowest = max(self._candidates, key=lambda k: self._candidates[k].seconds)
-                if slowest != self._program.tobytes():
-                    del self._candidates[slowest]
+                self._forget_one()
         if self.best is not None and candidate.seconds >= self.best.seconds * (1 - 1e-9):
             return False
         self.best = candidate
