@@ -8,19 +8,15 @@ namespace {
 i64 choose(const Sequence& s, const i64* capacity, i64 min_bytes, const double* bias, std::uint8_t* evicted) {
   const i32 n = s.length, num_gaps = static_cast<i32>(s.gaps.size());
   std::vector<i64> live(s.base);
-  auto release = [&](const Gap& gap, i64 amount) {
-    i32 first, last, wrapped;
-    span(s, gap, first, last, wrapped);
-    for (i32 p = first; p < last; ++p) live[p] += amount;
-    for (i32 p = 0; p < wrapped; ++p) live[p] += amount;
-  };
+  Changes released(n);  // of `live`, by what is evicted
   std::vector<std::vector<i32>> starting(n), wrapping(1);
   for (i32 g = 0; g < num_gaps; ++g) {
     const Gap& gap = s.gaps[g];
-    if (evicted[g]) release(gap, -s.problem.bytes[gap.object]);
+    if (evicted[g]) released.add(s, gap, -s.problem.bytes[gap.object]);
     if (gap.end > n || gap.start < 0) wrapping[0].push_back(g);
     if (gap.start + 1 < n && gap.start >= 0) starting[gap.start + 1].push_back(g);
   }
+  released.apply(live);
   i64 worst = 0;
   for (int pass = 0; pass < 2; ++pass) {
     // First large objects only; small ones where these are not enough.
@@ -33,9 +29,12 @@ i64 choose(const Sequence& s, const i64* capacity, i64 min_bytes, const double* 
       heap.push({end + (bias ? bias[g] : 0.0), g});
     };
     for (i32 g : wrapping[0]) push(g, s.gaps[g].start < 0 ? n : s.gaps[g].end - n);
+    i64 here = 0;  // what was evicted on the way changes here
+    std::vector<i64> ahead(n + 1, 0);  // and from each position on
     for (i32 position = 0; position < n; ++position) {
+      here += ahead[position];
       for (i32 g : starting[position]) push(g, s.gaps[g].end);
-      while (live[position] > capacity[position] && !heap.empty()) {
+      while (live[position] + here > capacity[position] && !heap.empty()) {
         const i32 g = heap.top().second;
         const Gap& gap = s.gaps[g];
         heap.pop();
@@ -43,11 +42,21 @@ i64 choose(const Sequence& s, const i64* capacity, i64 min_bytes, const double* 
         i32 first, last, wrapped;
         span(s, gap, first, last, wrapped);
         if (!((first <= position && position < last) || position < wrapped)) continue;
+        const i64 bytes = s.problem.bytes[gap.object];
         evicted[g] = 1;
-        release(gap, -s.problem.bytes[gap.object]);
+        released.add(s, gap, -bytes);
+        here -= bytes;
+        if (first <= position) {
+          ahead[last] += bytes;
+        } else {  // around the end of the step: it is used before it leaves
+          ahead[wrapped] += bytes;
+          ahead[first] -= bytes;
+          ahead[last] += bytes;
+        }
       }
-      worst = std::max(worst, live[position] - capacity[position]);
+      worst = std::max(worst, live[position] + here - capacity[position]);
     }
+    released.apply(live);
     if (worst <= 0) break;
   }
   // Take back, largest first, what fits after all.

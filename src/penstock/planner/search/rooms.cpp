@@ -22,8 +22,9 @@ class ByteRoom {
   static constexpr int kSteps = 3, kRead = 2, kReadOut = 1;  // steps replayed; those that are read off
   static constexpr bool kStopsWhenFull = false;
   ByteRoom(const Sequence& s, i64 capacity, const std::uint8_t* evicted)
-      : s_(s), capacity_(capacity), certain_((kSteps + 1) * s.length) {
+      : s_(s), capacity_(capacity), full_until_(s.gaps.size(), -1) {
     std::vector<i64> live(s.base);
+    Changes released(s.length);
     for (i32 g = 0; g < static_cast<i32>(s.gaps.size()); ++g) {
       const Gap& gap = s.gaps[g];
       const i64 bytes = s.problem.bytes[gap.object];
@@ -31,12 +32,13 @@ class ByteRoom {
         if (gap.end >= s.length || gap.start < 0) used_ += bytes;  // there when a step begins
         continue;
       }
-      i32 first, last, wrapped;
-      span(s, gap, first, last, wrapped);
-      for (i32 q = first; q < last; ++q) live[q] -= bytes;
-      for (i32 q = 0; q < wrapped; ++q) live[q] -= bytes;
+      released.add(s, gap, -bytes);
     }
-    for (size_t q = 0; q < certain_.size(); ++q) certain_[q] = live[q % s.length];
+    released.apply(live);
+    for (i32 step = 0; step <= kSteps; ++step) certain_.insert(certain_.end(), live.begin(), live.end());
+    most_.resize(certain_.size() / kBlock + 1, 0);
+    more_.resize(most_.size(), 0);
+    for (size_t block = 0; block < most_.size(); ++block) note_most(static_cast<i32>(block));
   }
   void need(i32 position) { need_ = s_.created[position] - s_.handed[position]; }
   void need_arrival(i32 gap) { need_ += bytes(gap); }
@@ -48,10 +50,11 @@ class ByteRoom {
   // Whether a gap's object may come back for a use at `use`, both counted over all steps.
   bool take_early(i32 gap, i32 absolute, i32 use) {
     const i64 more = bytes(gap);
-    if (used_ + more > capacity_) return false;
-    for (i32 q = use - 1; q >= absolute; --q)
-      if (certain_[q] + more > capacity_) return false;
-    for (i32 q = absolute; q < use; ++q) certain_[q] += more;
+    // What is certain at a position only grows.
+    if (used_ + more > capacity_ || absolute <= full_until_[gap]) return false;
+    full_until_[gap] = last_above(capacity_ - more, absolute, use);
+    if (full_until_[gap] >= absolute) return false;
+    add_certain(absolute, use, more);
     used_ += more;
     return true;
   }
@@ -66,16 +69,49 @@ class ByteRoom {
   }
 
  private:
+  static constexpr i32 kBlock = 64;  // positions
   i64 bytes(i32 gap) const { return s_.problem.bytes[s_.gaps[gap].object]; }
+  // The last position of [from, to) at which more is certain than `limit`; -1 if there is none.
+  i32 last_above(i64 limit, i32 from, i32 to) const {
+    for (i32 q = to - 1; q >= from;) {
+      const i32 block = q / kBlock, first = std::max(from, block * kBlock);
+      if (most_[block] > limit)
+        for (; q >= first; --q)
+          if (certain_[q] + more_[block] > limit) return q;
+      q = first - 1;
+    }
+    return -1;
+  }
+  void add_certain(i32 from, i32 to, i64 more) {
+    while (from < to) {
+      const i32 block = from / kBlock, end = std::min(to, (block + 1) * kBlock);
+      if (end - from == kBlock) {
+        more_[block] += more;
+        most_[block] += more;
+      } else {
+        for (i32 q = from; q < end; ++q) certain_[q] += more;
+        note_most(block);
+      }
+      from = end;
+    }
+  }
+  void note_most(i32 block) {
+    const size_t end = std::min<size_t>((block + 1) * kBlock, certain_.size());
+    most_[block] = 0;
+    for (size_t q = block * kBlock; q < end; ++q) most_[block] = std::max(most_[block], certain_[q] + more_[block]);
+  }
   const Sequence& s_;
   i64 capacity_, used_ = 0, need_ = 0;
-  std::vector<i64> certain_;  // live bytes by position, with what was fetched ahead
+  // Live bytes by position, with what was fetched ahead, less what all positions of a block have more;
+  // the most of each block; and until when each gap's object cannot come.
+  std::vector<i64> certain_, more_, most_;
+  std::vector<i32> full_until_;
 };
 
 // An object, or several of which each takes over the room of the one before, at one address.
 struct Stay {
   i64 offset, bytes;
-  double from, until;  // when it would like its room, and when that is free again, if all goes well
+  double from, until;  // when it needs its room, so that nothing waits, and when that is free again
   i32 start, end;  // from the first use to behind the last; an end beyond the step is in the next
   i32 arrives;     // gap after which it comes back; -1: made there, -2: there already
   i32 leaves;      // gap in which it leaves; -1: it is not needed any more, -2: it never ends

@@ -207,6 +207,33 @@ void span(const Sequence& s, const Gap& gap, i32& first, i32& last, i32& wrapped
   wrapped = std::max(0, gap.end - s.length);
 }
 
+// Changes of bytes over spans of positions, added up at once.
+class Changes {
+ public:
+  explicit Changes(i32 num_positions) : change_(num_positions + 1, 0) {}
+  void add(const Sequence& s, const Gap& gap, i64 amount) {
+    i32 first, last, wrapped;
+    span(s, gap, first, last, wrapped);
+    change_[first] += amount;
+    change_[last] -= amount;
+    if (!wrapped) return;
+    change_[0] += amount;
+    change_[wrapped] -= amount;
+  }
+  // Adds all changes since the last time to the bytes by position.
+  void apply(std::vector<i64>& live) {
+    i64 here = 0;
+    for (size_t position = 0; position < live.size(); ++position) {
+      here += change_[position];
+      live[position] += here;
+    }
+    std::fill(change_.begin(), change_.end(), 0);
+  }
+
+ private:
+  std::vector<i64> change_;
+};
+
 void add_span(RangeMax& live, const Sequence& s, const Gap& gap, i64 amount) {
   i32 first, last, wrapped;
   span(s, gap, first, last, wrapped);
