@@ -10,7 +10,11 @@ from hypothesis import strategies as st
 
 from graphs import chain_step, random_graph
 from penstock.graph import Kind, StepGraph, Storage, alignment_bytes
-from penstock.planner.search._addresses import PriorityStacking, improve_addresses
+from penstock.planner.search._addresses import (
+    PriorityStacking,
+    _with_offsets,
+    improve_addresses,
+)
 from penstock.planner.search._engine import (
     NUM_WAYS,
     STAY,
@@ -19,8 +23,10 @@ from penstock.planner.search._engine import (
     Rates,
 )
 from penstock.planner.search._residency import Below, ResidencySearch
+from penstock.planner.search._stays import chains_of, moves_of, stays_of
 
 BY_SIZE, FULLEST = 3, (4, 5)
+TINY = 4096  # parts of the arena of which one at most is tiny
 ALWAYS_THERE, FROM_AND_TO_NOWHERE = -2, -1
 
 
@@ -41,6 +47,12 @@ def stays_from(rows):
     stays["from"], stays["until"] = stays["start"], stays["end"]
     stays["arrives"] = stays["leaves"] = FROM_AND_TO_NOWHERE
     return stays
+
+
+def stays_of_choice(choice, rates):
+    """Stays as they are before they get addresses."""
+    chains = chains_of(stays_of(choice.sequence, moves_of(choice, choice.replay)))
+    return _with_offsets(choice, chains, [0] * len(chains), rates)
 
 
 def meetings(stays):
@@ -74,7 +86,7 @@ def some_stays(draw):
 @pytest.mark.parametrize("way", range(NUM_WAYS))
 @given(
     stays=some_stays(),
-    capacity=st.sampled_from([4096, 8192, 32768, 131072]),
+    capacity=st.sampled_from([4096, 8192, 32768, 131072, TINY * 1024]),
     seed=st.none() | st.integers(0, 9),
 )
 def test_nobody_meets_anybody_or_somebody_is_missed(way, stays, capacity, seed):
@@ -111,6 +123,42 @@ def test_the_fullest_position_is_laid_out_before_anybody_is_in_the_way():
         missing = SEQUENCE.stack(stays, 3 * 4096, step_seconds=1e3, way=way)
         assert missing.any() == (way not in FULLEST)
         assert way not in FULLEST or not meetings(stays)
+
+
+@pytest.mark.parametrize("way", range(NUM_WAYS))
+def test_tiny_stays_share_the_lowest_addresses(way):
+    # Two at a time, of which one is there whenever a step begins, and one that stays.
+    tiny = [(1024, k, k + 2) for k in range(NUM_POSITIONS)]
+    stays = stays_from([*tiny, (64, 0, 2 * NUM_POSITIONS), (2**20, 3, 30), (2**20, 5, 33)])
+    stays["until"][len(tiny)] = np.inf
+    assert not SEQUENCE.stack(stays, TINY * 1024, step_seconds=float(NUM_POSITIONS), way=way).any()
+    assert not meetings(stays)
+    is_tiny = stays["bytes"] <= 1024
+    ends = stays["offset"] + stays["bytes"]
+    assert ends[is_tiny].max() <= stays["offset"][~is_tiny].min()
+    assert ends[is_tiny].max() <= 4 * 1024 + 64
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_comes_in_is_due_as_late_as_its_link_allows(seed):
+    rng = random.Random(seed)
+    graph = random_graph(rng, 40)
+    problem = Problem(graph, [1.0] * 40, alignment=1)
+    sequence = OperatorSequence(problem, np.arange(40))
+    capacity = int(sequence.working_set.max()) + 1
+    rates = (Rates(2.0, 3.0),)
+    choice = ResidencySearch(sequence, capacity, Below(rates)).quick()
+    assert choice is not None
+    stays = stays_of_choice(choice, rates)
+    comes = np.flatnonzero(stays["arrives"] >= 0)
+    comes = comes[np.argsort(stays["start"][comes], kind="stable")]
+    assert len(comes) > 1
+    due, used = stays["from"][comes], choice.replay.starts[stays["start"][comes]]
+    ends = due + stays["bytes"][comes] / 3.0
+    following = np.append(due[1:], due[0] + choice.replay.step_seconds)
+    assert np.allclose(ends, np.minimum(used, following))
+    made = stays["arrives"] == FROM_AND_TO_NOWHERE
+    assert (stays["from"][made] == choice.replay.starts[stays["start"][made]]).all()
 
 
 def test_addresses_are_as_even_as_sizes():

@@ -47,7 +47,7 @@ _WORTH_IT = 0.999  # of the best time: choices that take longer in bytes alone a
 # Shares of the arena for which choices are made; so many are tried once before the best of them are
 # tried again, then some now and then.
 _ROOMS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.98, 0.94, 0.9, 0.8)
-_NUM_SURVEYED, _SHARE_OF_UNTRIED, _MAX_FAILURES = 6, 0.15, 150
+_NUM_SURVEYED, _SHARE_OF_UNTRIED, _MAX_FAILURES = 6, 0.15, 1000
 
 Addressed = tuple[Residency, list[int]]
 """A choice with the times that its addresses allow, and the offset of each chain of stays."""
@@ -106,7 +106,7 @@ def _stacked(
         if choice is None or choice.seconds >= worth or is_late:
             break
         chains = _chains(choice, _shrunk(choice, 0.0))
-        stays = _with_offsets(choice, chains, [0] * len(chains))
+        stays = _with_offsets(choice, chains, [0] * len(chains), below.rates)
         missing = choice.sequence.stack(
             stays, capacity, step_seconds=choice.replay.step_seconds, way=way
         )
@@ -163,7 +163,7 @@ class PriorityStacking:
         self._choice, self._below, self._way, self._random = choice, below, way, random
         self._capacity = capacity - capacity % choice.sequence.problem.alignment
         chains = _chains(choice, _shrunk(choice, 0.0))
-        self._stays = _with_offsets(choice, chains, [0] * len(chains))
+        self._stays = _with_offsets(choice, chains, [0] * len(chains), below.rates)
         self._starts = self._stays["start"] % len(choice.sequence.order)
         self._priority = np.zeros(len(chains))
         self._best_priority = self._priority.copy()
@@ -303,7 +303,7 @@ def packed(
                 failure = error
             continue
         offsets = list(packing.offsets)
-        stays = _with_offsets(residency, core, offsets)
+        stays = _with_offsets(residency, core, offsets, rates)
         replay = residency.sequence.replay(residency.evicted, stays, rates, tier=residency.tier)
         if replay.overflow <= 0 and (
             best is None or replay.step_seconds < best[0].replay.step_seconds
@@ -355,7 +355,10 @@ def _buffers(residency: Residency, chains: Sequence[Sequence[Stay]]) -> Iterator
 
 
 def _with_offsets(
-    residency: Residency, chains: Sequence[Sequence[Stay]], offsets: Sequence[int]
+    residency: Residency,
+    chains: Sequence[Sequence[Stay]],
+    offsets: Sequence[int],
+    rates: Sequence[Rates],
 ) -> np.ndarray:
     """The stays as the engine takes them."""
     stays = np.zeros(len(chains), STAY)
@@ -365,18 +368,36 @@ def _with_offsets(
     stays["end"] = [chain[-1].end for chain in chains]
     stays["arrives"] = [chain[0].arrives for chain in chains]
     stays["leaves"] = [chain[-1].leaves for chain in chains]
-    # When each would like its room, and when that is free again if nobody waits.
-    first, last = stays["start"].astype(np.int64), stays["end"].astype(np.int64)
+    # When each needs its room, and when that is free again if nobody waits.
+    last, goes = stays["end"].astype(np.int64), stays["leaves"] >= 0
     num_positions = len(residency.sequence.order)
-    comes, goes = stays["arrives"] >= 0, stays["leaves"] >= 0
-    early = residency.replay.in_start[stays["arrives"][comes]].astype(np.int64)
-    first[comes] = np.minimum(first[comes], np.maximum(early, -num_positions))
     left = residency.replay.out_end[stays["leaves"][goes]].astype(np.int64)
     around = np.where(last[goes] > num_positions, num_positions, 0)
     last[goes] = np.maximum(last[goes], np.minimum(left, 2 * num_positions) + around)
-    stays["from"] = _seconds(residency, first)
+    stays["from"] = _due(residency, stays, rates)
     stays["until"] = np.where(stays["leaves"] == -2, np.inf, _seconds(residency, last))
     return stays
+
+
+def _due(residency: Residency, stays: np.ndarray, rates: Sequence[Rates]) -> np.ndarray:
+    """When stays need their room so that nothing waits: what comes in as late as links allow.
+
+    What comes in earlier than that may wait for somebody who is on the way out. Transfers of a link
+    come in the order of their uses, so each has to end when the next one has to begin.
+    """
+    used = _seconds(residency, stays["start"].astype(np.int64))
+    due, gaps = used.copy(), stays["arrives"]
+    comes = np.flatnonzero(gaps >= 0)
+    comes = comes[np.argsort(stays["start"][comes], kind="stable")[::-1]]
+    tiers = np.zeros(len(comes)) if residency.tier is None else residency.tier[gaps[comes]]
+    for tier, rate in enumerate(rates):
+        end = np.inf
+        for step in (1, 0):  # the first transfers of the next step follow the last ones of this
+            for stay in comes[tiers == tier].tolist():
+                end = min(end, used[stay] + step * residency.replay.step_seconds)
+                end -= stays["bytes"][stay] / rate.back
+                due[stay] = end
+    return due
 
 
 def _seconds(residency: Residency, boundaries: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ namespace {
 // All others come in the order of their first use, each where it waits the least. Where an arena has
 // room for few large ones, they come first instead, and small ones find room in between; or those come
 // first that are there at the fullest positions, so that these are laid out before anybody is in the way.
+// The smallest, which are most of all and take next to nothing, have the lowest addresses to themselves.
 class Stacking {
  public:
   // Among places where it waits as little: the lowest, the highest, in the smallest piece; or the
@@ -17,6 +18,7 @@ class Stacking {
   // smallest piece, or by size.
   enum Way : i32 { LOW, HIGH, TIGHT, BY_SIZE, FULLEST_TIGHT, FULLEST_BY_SIZE };
   static constexpr i32 NUM_MOMENTS = 512;
+  static constexpr i64 kTinyRoom = 256;  // this part of the arena is for all that is tiny
 
   Stacking(Stay* stays, i32 num_stays, i32 num_positions, i64 capacity, i64 large_bytes, i32 fullest,
            double step_seconds, i32 way, const double* priority)
@@ -29,10 +31,14 @@ class Stacking {
   // one of them. Those are left out, so the others may meet less than they would.
   i32 run(i64* missing) {
     if (way_ >= FULLEST_TIGHT) note_fullness();
-    std::vector<i32> order(num_stays_);
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](i32 a, i32 b) { return key(a) < key(b); });
-    i64 top = 0;
+    for (i64 part = 1 << 12; part <= 1 << 20 && !reserve_tiny(capacity_ / part); part *= 4) {}
+    std::vector<i32> order;
+    for (i32 stay = 0; stay < num_stays_; ++stay)
+      if (!is_tiny(stay)) order.push_back(stay);
+    std::vector<Key> keys;
+    for (i32 stay = 0; stay < num_stays_; ++stay) keys.push_back(key(stay));
+    std::stable_sort(order.begin(), order.end(), [&](i32 a, i32 b) { return keys[a] < keys[b]; });
+    i64 top = lowest_;
     i32 num_lacking = 0;
     for (i32 stay : order) {
       Stay& it = stays_[stay];
@@ -75,19 +81,74 @@ class Stacking {
   }
   // By size, in the order in which they begin to come: then equal ones need no more places than there
   // are of them at a time.
-  std::tuple<int, int, double, i32, i32> key(i32 stay) const {
+  using Key = std::tuple<int, int, double, i32, i32>;
+  Key key(i32 stay) const {
     const Stay& it = stays_[stay];
     if (way_ >= FULLEST_TIGHT) return {it.bytes < large_bytes_ / 64 ? -1 : 0, 0, -fullness_[stay] - (priority_ ? priority_[stay] : 0), 0, it.start};
     const double earlier = priority_ ? priority_[stay] * step_ : 0;
     return {size(stay), rank(stay), way_ == BY_SIZE ? since_emptiest(it) - earlier : 0, it.start, -it.end};
+  }
+  bool is_tiny(i32 stay) const { return stays_[stay].bytes <= tiny_bytes_; }
+  // Gives the tiny stays addresses from 0 on, each the lowest that is free from when it begins to come
+  // until it is gone; none counts as tiny if together they take more than a small part of the arena.
+  bool reserve_tiny(i64 tiny_bytes) {
+    tiny_bytes_ = tiny_bytes;
+    lowest_ = 0;
+    const i64 most = capacity_ / kTinyRoom;
+    struct Begin { double from, until; i32 start, stay; };
+    std::vector<Begin> begins;
+    for (i32 stay = 0; stay < num_stays_; ++stay) {
+      if (!is_tiny(stay)) continue;
+      Stay& it = stays_[stay];
+      const double from = it.from - std::floor(it.from / step_) * step_, until = from + it.until - it.from;
+      if (it.end <= n_ && it.until - it.from < step_ && until < step_) {
+        begins.push_back({from, until, it.start, stay});
+      } else {  // it, or the one of the step before, is there when a step begins and when it ends
+        it.offset = lowest_;
+        lowest_ += it.bytes;
+      }
+    }
+    std::sort(begins.begin(), begins.end(), [](const Begin& a, const Begin& b) {
+      return std::tie(a.from, a.start, a.stay) < std::tie(b.from, b.start, b.stay);
+    });
+    std::map<i64, i64> free{{lowest_, most}};  // pieces: from, to
+    std::priority_queue<std::pair<double, i32>, std::vector<std::pair<double, i32>>, std::greater<>> there;
+    bool fits = lowest_ <= most;
+    for (const Begin& next : begins) {
+      while (!there.empty() && there.top().first <= next.from) {
+        const Stay& gone = stays_[there.top().second];
+        if (gone.end > next.start) break;  // operators in between take no time
+        there.pop();
+        i64 low = gone.offset, high = low + gone.bytes;
+        auto after = free.lower_bound(low);
+        if (after != free.end() && after->first == high) high = after->second, after = free.erase(after);
+        if (after != free.begin() && std::prev(after)->second == low) low = std::prev(after)->first;
+        free[low] = high;
+      }
+      Stay& it = stays_[next.stay];
+      auto piece = free.begin();
+      while (piece != free.end() && piece->second - piece->first < it.bytes) ++piece;
+      if (!(fits = fits && piece != free.end())) break;
+      it.offset = piece->first;
+      lowest_ = std::max(lowest_, it.offset + it.bytes);
+      const i64 to = piece->second;
+      free.erase(piece);
+      if (it.offset + it.bytes < to) free[it.offset + it.bytes] = to;
+      there.push({next.until, next.stay});
+    }
+    if (!fits) tiny_bytes_ = -1, lowest_ = 0;
+    return fits;
   }
   // For each stay the share of the arena that is taken at the fullest of its positions, in steps, so that
   // positions that are nearly as full count as equal; of equal ones the larger stay comes first.
   void note_fullness() {
     constexpr double steps = 16;
     std::vector<std::vector<i64>> most(1, std::vector<i64>(n_, 0));  // in 2^k positions from each on
+    std::vector<i64> change(2 * n_ + 1, 0);
     for (i32 stay = 0; stay < num_stays_; ++stay)
-      for (i32 p = stays_[stay].start; p < stays_[stay].end; ++p) most[0][p % n_] += stays_[stay].bytes;
+      change[stays_[stay].start] += stays_[stay].bytes, change[stays_[stay].end] -= stays_[stay].bytes;
+    i64 there = 0;
+    for (i32 p = 0; p < 2 * n_; ++p) most[0][p % n_] += there += change[p];
     for (i32 half = 1; 2 * half <= n_; half *= 2) {
       std::vector<i64> next(n_, 0);
       for (i32 p = 0; p + 2 * half <= n_; ++p) next[p] = std::max(most.back()[p], most.back()[p + half]);
@@ -142,7 +203,7 @@ class Stacking {
         if (start < it.end && it.start < end) others.push_back({std::max(start, it.start), other});
       }
     std::sort(others.begin(), others.end());
-    std::map<i64, i64> pieces{{0, capacity_}};  // from, to
+    std::map<i64, i64> pieces{{lowest_, capacity_}};  // from, to
     for (auto [since, other] : others) {
       const i64 low = stays_[other].offset, high = low + stays_[other].bytes;
       auto piece = pieces.upper_bound(low);
@@ -293,7 +354,7 @@ class Stacking {
     std::sort(ends.begin(), ends.end());
     ends.erase(std::unique(ends.begin(), ends.end()), ends.end());
     double least = std::numeric_limits<double>::infinity();
-    i64 best = -1, low = 0;
+    i64 best = -1, low = lowest_;
     for (auto [from, to] : blocked) {
       if (from - low >= it.bytes) {
         auto look = [&](i64 at) {
@@ -319,7 +380,7 @@ class Stacking {
 
   Stay* stays_;
   i32 num_stays_, n_;
-  i64 capacity_, large_bytes_;
+  i64 capacity_, large_bytes_, tiny_bytes_ = -1, lowest_ = 0;  // the lowest address beside the tiny ones
   i32 fullest_;
   double step_;
   i32 way_;
