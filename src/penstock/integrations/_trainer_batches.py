@@ -22,6 +22,7 @@ Kind = tuple[Any, ...]
 
 _TARGETS = ("labels", "decoder_input_ids", "decoder_attention_mask")
 _MASK = "attention_mask"
+_MASKS = (_MASK, "decoder_attention_mask")
 _IGNORED = -100  # a label that cross entropy leaves out
 _MOST_WASTE = 0.03  # of all positions, by padding up to a bucket
 
@@ -105,15 +106,37 @@ class Padding:
         return made
 
 
-def form_of(value: object) -> Kind:
-    """Return what of a batch, or of a part of one, a plan is for."""
+def form_of(value: object, *, with_masks: bool = False) -> Kind:
+    """Return what of a batch, or of a part of one, a plan is for.
+
+    Args:
+        value: The batch.
+        with_masks: Whether masks that mask nothing are a form of their own.
+    """
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape)
     if isinstance(value, Mapping):
-        return tuple((name, *form_of(each)) for name, each in sorted(value.items()))
+        full = [name for name in _MASKS if with_masks and _is_full(value.get(name))]
+        found = ((name, *form_of(each)) for name, each in sorted(value.items()))
+        return (*found, ("full", *full)) if full else tuple(found)
     if isinstance(value, list | tuple):
-        return tuple(map(form_of, value))
+        return tuple(form_of(each, with_masks=with_masks) for each in value)
     return (repr(value),)
+
+
+def masked(update: Update) -> Update:
+    """Return an update of the same form whose masks all mask something, to plan for any mask."""
+    made = []
+    for batch in update:
+        changed = {name: batch[name].clone() for name in _MASKS if _is_full(batch.get(name))}
+        for mask in changed.values():
+            mask[0, -1] = 0
+        made.append({**batch, **changed})
+    return made
+
+
+def _is_full(mask: object) -> bool:
+    return isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool((mask == 1).all())
 
 
 def rows_of(batch: Batch, num_rows: int) -> Batch:

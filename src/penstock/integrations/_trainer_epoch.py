@@ -25,13 +25,14 @@ _MAX_SECONDS = 20.0
 _MAX_BATCHES = 5000
 
 
-def batches_of_epoch(loader: object) -> list[Batch] | None:
+def batches_of_epoch(loader: object, *, with_masks: bool = False) -> list[Batch] | None:
     """Return the batches of an epoch as a trainer's loader would draw them.
 
     Batches of one form are one object.
 
     Args:
         loader: The trainer's; of a data set with indices.
+        with_masks: As of `form_of`.
 
     Returns:
         The batches, at most as many as can be read in 20 seconds; None if that cannot be done
@@ -47,7 +48,7 @@ def batches_of_epoch(loader: object) -> list[Batch] | None:
         except Exception as error:  # a sampler that cannot be copied; it is the user's code
             _logger.info("the sampler cannot be copied, lengths are learned in training: %s", error)
             return None
-        return _read(loader, indices)
+        return _read(loader, indices, with_masks)
 
 
 @contextmanager
@@ -70,11 +71,13 @@ def _indices(loader: DataLoader[Any]) -> list[list[int]]:
     return [list(each) for _, each in zip(range(_MAX_BATCHES), sampler, strict=False)]
 
 
-def _read(loader: DataLoader[Any], indices: list[list[int]]) -> list[Batch] | None:
+def _read(
+    loader: DataLoader[Any], indices: list[list[int]], with_masks: bool
+) -> list[Batch] | None:
     reader = DataLoader(
         loader.dataset,
         batch_sampler=indices,
-        collate_fn=_NewForms(loader.collate_fn),
+        collate_fn=_NewForms(loader.collate_fn, with_masks),
         num_workers=1,
         multiprocessing_context="fork",
         worker_init_fn=loader.worker_init_fn,
@@ -99,13 +102,13 @@ def _read(loader: DataLoader[Any], indices: list[list[int]]) -> list[Batch] | No
 class _NewForms:
     """A collator that returns the form of each batch, and the batch itself where that is new."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
+    def __init__(self, collate: Callable[[list[Any]], Any], with_masks: bool) -> None:
+        self._collate, self._with_masks = collate, with_masks
         self._known: set[Any] = set()
 
     def __call__(self, samples: list[Any]) -> tuple[Any, Batch | None]:
         batch = dict(self._collate(samples))
-        form = form_of(batch)
+        form = form_of(batch, with_masks=self._with_masks)
         if form in self._known:
             return form, None
         self._known.add(form)

@@ -26,6 +26,7 @@ from penstock.integrations._trainer_batches import (
     Update,
     buckets,
     form_of,
+    masked,
     rows_of,
     smallest_over,
     updates_of,
@@ -74,12 +75,18 @@ class PlannedShapes:
         self._planned: dict[Kind, list[Lengths]] = {}
         self._forms: set[Kind] = set()
         self._unplanned: Counter[Kind] = Counter()
+        # Transformers runs other kernels where a mask masks nothing; in half precision their
+        # roundings differ, so a plan for such masks is for no others.
+        self._dtypes = {each.dtype for each in loss.parameters() if each.dtype.is_floating_point}
+        self._is_half = trainer.args.bf16 or not self._dtypes <= _TOLERANCES.keys()
         self._num_ordinary = self._num_padded = 0
         self._positions = self._padded_positions = 0
         update, self._num_items = first
         epoch = self._updates(update)
         self._padding = self._reason_against_padding(epoch, lengths)
         chosen = self._chosen(epoch, lengths)
+        if self._pads:
+            chosen = [masked(each) for each in chosen]
         self._step = self._fit([self._note(each) for each in chosen])
         _logger.info(
             "planned for %d forms of batches; %s: %s",
@@ -137,7 +144,8 @@ class PlannedShapes:
     def _updates(self, first: Update) -> list[Update]:
         """The updates of an epoch, as far as they are known; the first one if they are not."""
         args = self._trainer.args
-        batches = batches_of_epoch(self._trainer.callback_handler.train_dataloader)
+        loader = self._trainer.callback_handler.train_dataloader
+        batches = batches_of_epoch(loader, with_masks=self._is_half)
         if not batches:
             return [first]
         prepared = {id(each): dict(self._trainer._prepare_inputs(each)) for each in batches}
@@ -146,9 +154,12 @@ class PlannedShapes:
         )
         return updates[: max(1, self._trainer.state.max_steps)]
 
+    def _form(self, update: Update) -> Kind:
+        return form_of(update, with_masks=self._is_half)
+
     def _fitting(self, update: Update) -> Update | None:
         """The update as there is a plan for it, padded if need be."""
-        if form_of(update) in self._forms:
+        if self._form(update) in self._forms:
             return update
         lengths = self._pad.lengths_of(update) if self._pads else None
         if lengths is None:
@@ -164,8 +175,8 @@ class PlannedShapes:
         counts: Counter[Kind] = Counter()
         if not self._pads:
             for each in epoch:
-                forms.setdefault(form_of(each), each)
-                counts[form_of(each)] += 1
+                forms.setdefault(self._form(each), each)
+                counts[self._form(each)] += 1
             return [forms[form] for form, _ in counts.most_common(_MOST_FORMS)]
         seen: dict[Kind, Counter[Lengths]] = {}
         for each in epoch:
@@ -204,7 +215,7 @@ class PlannedShapes:
 
     def _note(self, update: Update) -> Update:
         """Note that there is a plan for an update's form."""
-        self._forms.add(form_of(update))
+        self._forms.add(self._form(update))
         lengths = self._pad.lengths_of(update) if self._pads else None
         if lengths is not None:
             self._planned.setdefault(self._pad.kind_of(update), []).append(lengths)
@@ -218,11 +229,13 @@ class PlannedShapes:
             longer = tuple(max(each, min(most, -(-each * 9 // 64) * 8)) for each in lengths)
             update = self._pad.resize(update, longer)
         _logger.warning("no plan for a batch %s; planning for it now", _shown(update), stacklevel=2)
+        planned = masked(update) if self._pads else update
         try:
-            self._step.add(self._loss.batch_of(update, self._num_items))
+            self._step.add(self._loss.batch_of(planned, self._num_items))
         except InfeasibleError as error:
             raise InfeasibleError(f"a batch {_shown(update)}: {error}") from error
-        return self._note(update)
+        self._note(planned)
+        return update
 
     def _takes_ordinary(self, update: Update) -> bool:
         """Whether an update without a plan runs as an ordinary step: rare ones, with room."""
@@ -230,7 +243,7 @@ class PlannedShapes:
         if not isinstance(store, str | os.PathLike) or self._left() <= 0:
             return False
         lengths = self._pad.lengths_of(update) if self._pads else None
-        key = form_of(update) if lengths is None else ("padded", self._pad.kind_of(update))
+        key = self._form(update) if lengths is None else ("padded", self._pad.kind_of(update))
         self._unplanned[key] += 1
         if self._unplanned[key] > _RARE:
             return False
@@ -291,9 +304,9 @@ class PlannedShapes:
                 buffer.copy_(value)
         if is_random:
             return "not padded: the model draws random numbers (dropout), by positions"
-        dtypes = {each.dtype for each in self._loss.parameters() if each.dtype.is_floating_point}
-        is_half = self._trainer.args.bf16 or not dtypes <= _TOLERANCES.keys()
-        tolerance = _HALF_TOLERANCE if is_half else max(_TOLERANCES[each] for each in dtypes)
+        tolerance = (
+            _HALF_TOLERANCE if self._is_half else max(_TOLERANCES[each] for each in self._dtypes)
+        )
         if abs(losses[0] - losses[1]) > tolerance * abs(losses[0]):
             return f"not padded: the loss of a batch would be {losses[1]} instead of {losses[0]}"
         return "padded"
