@@ -75,3 +75,18 @@ def test_in_single_precision_one_plan_is_for_all_masks():
     expected = trained(masks, False, torch.float32)
     found = trained(masks, True, torch.float32)
     torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-6, atol=0)
+
+
+def test_a_step_for_any_mask_takes_full_ones_too():
+    """What is captured again beside the second step is for any mask, as the step is."""
+    torch.manual_seed(0)
+    model = Half(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    batch = {"input_ids": IDS, "labels": IDS, "attention_mask": PADDED}
+    arguments = {"device_memory": "64MiB", "machine": MACHINE, "time_limit": 0.2, "cache": False}
+    step = penstock.fit(model, optimizer, batch, **arguments)
+    expected = trained((PADDED, FULL), False)["losses"]
+    found = [step({**batch, "attention_mask": mask}) for mask in (PADDED, FULL)]
+    assert found[0].equal(expected[0])
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-2, atol=0)
+    assert step.report().num_captures_again == 1

@@ -301,8 +301,13 @@ def _copied(tensor: torch.Tensor, path: str) -> torch.Tensor:
 
 
 def _captured_like(graph: StepGraph, tensor: torch.Tensor, path: str) -> torch.Tensor:
-    """Return a tensor that lies in memory as the captured batch's did."""
+    """Return a tensor that lies in memory as the captured batch's did, and that is no full mask
+    where the graph is for any.
+    """
     view = graph.tensors[path]
+    if path not in graph.metadata.get("full_masks", ()) and is_full_mask(tensor):
+        tensor = tensor.clone()
+        tensor[0, -1] = 0
     if tensor.stride() == view.stride:
         return tensor
     made = torch.empty_strided(view.shape, view.stride, dtype=tensor.dtype, device=tensor.device)
