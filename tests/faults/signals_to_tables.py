@@ -16,6 +16,7 @@ import select
 import signal
 import sys
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -111,6 +112,8 @@ class Trial:
                 os.close(reading)
                 train(self.path, self.done, writing)
                 code = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(code)
         os.close(writing)
