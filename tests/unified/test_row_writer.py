@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from penstock.errors import StoreError, StoreFullError, StoreUnavailableError, S
 from penstock.unified import _row_journal, _row_writer, empty, unify
 from penstock.unified._row_file import RowLayout, create, native_layout, open_layout
 from penstock.unified._row_journal import forget_journal, recover
-from penstock.unified._row_writer import RowWriter, put_together
+from penstock.unified._row_writer import RowWriter, put_together, without_gradients
 
 ROWS = np.arange(0, 200, 2)
 NAMES = ("table", "table.mean", "table.step")  # the first one leads
@@ -517,3 +518,32 @@ def test_rows_without_bytes_are_written(folder):
     u = unify(create(folder / "table", (10, 0), torch.float32).path)
     u[torch.tensor([3])] = torch.ones(1, 0)
     assert u[[3]].shape == (1, 0)
+
+
+def test_a_signal_whose_handler_raises_leaves_gradients_as_they_were():
+    class Came(BaseException):
+        pass
+
+    def come(*_):
+        raise Came
+
+    @without_gradients
+    def nothing():
+        assert not torch.is_grad_enabled()
+
+    num_came, moments = 0, random.Random(0)
+    before = signal.signal(signal.SIGALRM, come)
+    try:
+        for _ in range(1000):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-6, 2e-5))
+                for _ in range(30):
+                    nothing()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except Came:
+                num_came += 1
+            assert torch.is_grad_enabled()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert num_came > 100

@@ -10,7 +10,7 @@ from penstock.unified._devices import GPU
 from penstock.unified._gather import INTEGERS, check_index, gather
 from penstock.unified._indexing import Rows, refused_key, row_numbers, split_key, within_rows
 from penstock.unified._operands import Operation, run
-from penstock.unified._row_writer import changing
+from penstock.unified._row_writer import changing, without_gradients
 from penstock.unified._tables import FileTable
 from penstock.unified._tensor import FileTensor, UnifiedTensor, copies_everything
 
@@ -90,11 +90,12 @@ def embedding(
     return rows
 
 
+@without_gradients
 def _renormalize(
     table: UnifiedTensor, index: torch.Tensor, max_norm: float, norm_type: float
 ) -> None:
     """Scale rows that are longer than `max_norm` down in place, as PyTorch's embeddings do."""
-    with torch.no_grad(), changing():
+    with changing():
         index = torch.unique(index).long().cpu()
         rows = torch.empty((len(index), *table.shape[1:]), dtype=table.dtype)
         table._table.gather(index, rows, negative=False)

@@ -16,7 +16,7 @@ from penstock.errors import StoreError
 from penstock.unified._row_file import split_source
 from penstock.unified._row_steps import RowStep
 from penstock.unified._row_updates import Groups, group_rows, state_dtype, update_rows
-from penstock.unified._row_writer import changing
+from penstock.unified._row_writer import changing, without_gradients
 from penstock.unified._tables import FileTable, HostTable, write_together
 from penstock.unified._tensor import UnifiedTensor
 from penstock.unified._unify import empty, unify
@@ -70,7 +70,7 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
                 )
         super().add_param_group({**param_group, "params": tables})
 
-    @torch.no_grad()
+    @without_gradients
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update the rows that have a gradient.
 

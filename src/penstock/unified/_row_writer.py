@@ -11,21 +11,26 @@ reads a part of a row; other processes are kept from writing by a lock on the fi
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
+import torch
 
 from penstock.errors import StoreFullError, StoreUnavailableError, StoreWriteError
 from penstock.unified._row_file import FULL_ERRORS, RowLayout
 from penstock.unified._row_journal import SUFFIX, Change, recover, try_lock, write_journal
 from penstock.unified._row_places import open_file, read_places
 from penstock.unified._row_places import write_places as _write_rows
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _files: weakref.WeakValueDictionary[tuple[int, int], TableFile] = weakref.WeakValueDictionary()
 _lock = threading.Lock()  # of `_files`
@@ -39,6 +44,24 @@ def changing() -> threading.RLock:  # type: ignore[valid-type]
     One for all files: a step changes several, and no two threads can wait for each other.
     """
     return _changing
+
+
+def without_gradients(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Run a function as under `torch.no_grad`, which a signal whose handler raises can leave on:
+    it may come within the context manager's own Python.
+    """
+    turn = torch._C._set_grad_enabled  # Python looks for signals after a call in C, not before
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **options: _P.kwargs) -> _R:
+        before = torch.is_grad_enabled()
+        try:
+            turn(False)
+            return function(*args, **options)
+        finally:
+            turn(before)
+
+    return call
 
 
 class TableFile:

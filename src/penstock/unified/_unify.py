@@ -16,7 +16,7 @@ from penstock.unified._hot_rows import HotRows, hot_rows_of
 from penstock.unified._row_file import FULL_ERRORS, create, is_path, split_source
 from penstock.unified._row_journal import forget_journal
 from penstock.unified._row_places import open_file, write_places
-from penstock.unified._row_writer import changing
+from penstock.unified._row_writer import changing, without_gradients
 from penstock.unified._tables import FileTable, HostTable
 from penstock.unified._tensor import UnifiedTensor, tensor_over
 
@@ -164,11 +164,12 @@ def empty(
     return tensor_over(table, requires_grad=requires_grad)
 
 
+@without_gradients
 def copy_to_file(table: UnifiedTensor, path: str | os.PathLike[str]) -> UnifiedTensor:
     """See `UnifiedTensor.save_rows`; no step changes the table meanwhile."""
     row_bytes = max(1, table.numel() // max(1, len(table)) * table.element_size())
     num_rows = max(1, _COPY_BYTES // row_bytes)
-    with torch.no_grad(), changing():
+    with changing():
         forget_journal(os.fspath(path))
         layout = create(path, tuple(table.shape), table.dtype)
         source = unify(table, cache=0)._table  # rows that are read once are not worth keeping
