@@ -39,8 +39,8 @@ MAX_EXACT_OPERATORS = 200
 # One data-centre NVMe drive, where a profile was made without a store: bytes per second.
 _ASSUMED_FILE_WRITE, _ASSUMED_FILE_READ = 2e9, 3e9
 _REFERENCE_SHARE = 0.05  # of the time limit, at least, for plans without a search
-_BOUND_SHARE, _MAX_BOUND_SECONDS = 0.2, 18.0  # of the time limit
-_FROZEN_BOUND_SHARE = 0.25  # for an order that may not change: its integer programs take longer
+_BOUND_SHARE, _MAX_BOUND_SECONDS = 0.2, 24.0  # of the time limit
+_FROZEN_BOUND_SHARE = 0.4  # for an order that may not change: its integer programs take longer
 _LEAST_SHARE = 0.3  # of the time limit, for a graph after another one was too large
 
 
