@@ -418,15 +418,25 @@ def _validate(graph: StepGraph) -> None:
 def _to_plain(item: Storage | Operator) -> dict[str, Any]:
     """Fields by name, without those that have their default."""
     plain = {}
-    for each in fields(item):
-        value = getattr(item, each.name)
-        default = {} if each.default_factory is not MISSING else each.default
+    for name, default in _defaults(type(item)):
+        value = getattr(item, name)
         if value != default:
-            plain[each.name] = _encode(value)
+            plain[name] = _encode(value)
     return plain
 
 
+@functools.cache
+def _defaults(kind: type[Storage] | type[Operator]) -> list[tuple[str, Any]]:
+    """Names of fields and their defaults."""
+    return [
+        (each.name, {} if each.default_factory is not MISSING else each.default)
+        for each in fields(kind)
+    ]
+
+
 def _encode(value: Any) -> Any:
+    if type(value) in (int, str, float, bool):  # most are
+        return value
     if isinstance(value, TensorView):
         return {"view": [value.value, value.dtype, [*value.shape], [*value.stride], value.offset]}
     if isinstance(value, tuple | list):

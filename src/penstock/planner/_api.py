@@ -41,6 +41,9 @@ _ASSUMED_FILE_WRITE, _ASSUMED_FILE_READ = 2e9, 3e9
 _REFERENCE_SHARE = 0.05  # of the time limit, at least, for plans without a search
 _BOUND_SHARE, _MAX_BOUND_SECONDS = 0.2, 24.0  # of the time limit
 _FROZEN_BOUND_SHARE = 0.4  # for an order that may not change: its integer programs take longer
+# To make a plan of what was found takes so many times as long as a first look at the graph, about;
+# at most this share of the time limit is kept for it.
+_PLAN_TIMES, _MAX_PLAN_SHARE = 2.0, 0.25
 _LEAST_SHARE = 0.3  # of the time limit, for a graph after another one was too large
 
 
@@ -198,8 +201,11 @@ def _plan_whole_or_split(
     time_limit: float,
 ) -> Plan:
     """Plan the first of the graphs to choose from for which there is a plan."""
-    deadline = time.monotonic() + time_limit
+    began = time.monotonic()
     choices = _split_choices(graph, request.budget.device_bytes, method)
+    # What comes after a search, the plan itself, takes longer where the graph or the load is larger.
+    looked = time.monotonic() - began
+    deadline = began + time_limit - min(_PLAN_TIMES * looked, _MAX_PLAN_SHARE * time_limit)
     for split_bytes in choices:
         parts = graph if split_bytes is None else split(graph, split_bytes)
         left = max(deadline - time.monotonic(), _LEAST_SHARE * time_limit)

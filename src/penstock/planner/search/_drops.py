@@ -7,6 +7,7 @@ places of the forward pass, where few bytes cross, as checkpointing does.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -99,8 +100,9 @@ class Drops:
             for key in sorted(members, key=lambda key: -weight[key]):
                 yield frozenset(members[key])
 
-    def _forward_intervals(self) -> Iterator[tuple[int, int, int]]:
-        """Storages with the time from when they are made to their last use in the forward pass."""
+    @functools.cached_property
+    def _forward_intervals(self) -> np.ndarray:
+        """Storages, when they are made, and their last use in the forward pass: columns."""
         graph = self.graph
         uses: dict[int, list[int]] = {}
         for index, operator in enumerate(graph.operators):
@@ -108,15 +110,18 @@ class Drops:
                 continue
             for value in (*operator.needs, *operator.makes):
                 uses.setdefault(graph.storage_of_value[value], []).append(index)
-        for item, at in uses.items():
-            if graph.storages[item].initial is None:
-                yield item, at[0], at[-1]
+        rows = [
+            (item, at[0], at[-1])
+            for item, at in uses.items()
+            if graph.storages[item].initial is None
+        ]
+        return np.array(rows, np.int64).reshape(-1, 3)
 
     def _crossing_bytes(self) -> np.ndarray:
         operators = self.graph.operators
         forward = [i for i, operator in enumerate(operators) if operator.phase is Phase.FORWARD]
         change = np.zeros((forward[-1] if forward else 0) + 2, np.int64)
-        for item, start, end in self._forward_intervals():
+        for item, start, end in self._forward_intervals.tolist():
             change[start] += self.graph.storages[item].num_bytes
             change[end] -= self.graph.storages[item].num_bytes
         return np.cumsum(change)[:-1]
@@ -132,9 +137,7 @@ class Drops:
         ]
 
     def _crossing_items(self, cuts: list[int]) -> frozenset[int]:
-        at = np.array(cuts)
-        return frozenset(
-            item
-            for item, start, end in self._forward_intervals()
-            if ((at >= start) & (at < end)).any()
-        )
+        items, start, end = self._forward_intervals.T
+        # The first cut from when it is made on lies before its last use.
+        at = np.append(np.sort(cuts), np.iinfo(np.int64).max)
+        return frozenset(items[at[np.searchsorted(at, start)] < end].tolist())
