@@ -203,7 +203,7 @@ def _plan_whole_or_split(
     """Plan the first of the graphs to choose from for which there is a plan."""
     began = time.monotonic()
     choices = _split_choices(graph, request.budget.device_bytes, method)
-    # What comes after a search, the plan itself, takes longer where the graph or the load is larger.
+    # What comes after a search, the plan itself, takes longer where graph or load is larger.
     looked = time.monotonic() - began
     deadline = began + time_limit - min(_PLAN_TIMES * looked, _MAX_PLAN_SHARE * time_limit)
     for split_bytes in choices:
