@@ -82,7 +82,7 @@ def fit(
         initialize: First numbers of what is on the meta device; as of `bind`.
         machine: What times are based on. None: this machine, whose links are probed and on which
             each distinct operator runs a few times.
-        time_limit: Seconds that planning may take, and planning again; this no more than 100
+        time_limit: Seconds that planning may take, and planning again; this no more than 10
             steps could save.
         seed: Of the planner.
         progress: Called with each improvement of the plan.

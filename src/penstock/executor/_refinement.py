@@ -17,7 +17,7 @@ _logger = logging.getLogger(__name__)
 
 _SLOWER = 1.25  # steps over planned: from here on planning again may pay
 _WORTH = 0.95  # by measured times, of the old plan: what a new one has to be below
-_PAID_BACK = 100  # steps that have to save what planning takes
+_PAID_BACK = 10  # steps that have to save what planning takes
 
 
 class Refinement:
