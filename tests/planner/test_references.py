@@ -66,7 +66,7 @@ def times_of_all(graph, share, machine):
                 machine=machine,
                 reorder=reorder,
                 recompute=recompute,
-                time_limit=4,
+                time_limit=30,  # they take less; a busy machine may not cut them short
             )
         except InfeasibleError:
             continue
