@@ -108,8 +108,12 @@ def _seeds() -> None:
     """The same random numbers in every run; torch only where the test module has imported it."""
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 (for libraries under test that use the global generator)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+    if (torch := sys.modules.get("torch")) is None:
+        return
+    torch.default_generator.manual_seed(0)
+    # Where CUDA is not there, `torch.manual_seed` writes down the stack for it, three times.
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture
