@@ -81,8 +81,8 @@ def everything(real_disk):
 def _no_test_case():
     """No search of the stack for a unittest.TestCase: it reads the source of every frame."""
     with (
-        mock.patch.object(common_utils, "extract_test_fn", lambda: None),
-        mock.patch.object(core, "extract_test_fn", lambda: None),
+        mock.patch.object(common_utils, "extract_test_fn", return_value=None),
+        mock.patch.object(core, "extract_test_fn", return_value=None),
     ):
         yield
 
