@@ -57,7 +57,7 @@ def outputs_of_ranks(program: list[str], *arguments: object, seconds: float = 12
 def spawn(work: Callable[[Path], Any], num_ranks: int, folder: Path) -> list[Any]:
     """Run `work(folder)` on ranks as torchrun would start them; return what each returns."""
     # Imports take most of the time: one process does them for all ranks of all tests.
-    libraries = ["torch", "accelerate", "lightning", "transformers", "penstock.batching"]
+    libraries = ["accelerate", "lightning", "transformers", "penstock.batching", "_sharded_cases"]
     multiprocessing.set_forkserver_preload(libraries)
     arguments = (num_ranks, _free_port(), work, str(folder))
     multiprocessing.start_processes(
@@ -72,7 +72,8 @@ def leave() -> NoReturn:
     Python is not finalised: a thread of gloo that lets go of its last tensor meanwhile is unwound
     where it waits for the GIL, and aborts the process (pytorch/pytorch#190489).
     """
-    distributed.destroy_process_group()
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
     gc.collect()
     left = [each.name for each in threading.enumerate() if each.name.startswith("penstock")]
     assert not left, f"threads are left: {left}"
@@ -95,9 +96,9 @@ def _one_rank(
         "TORCHELASTIC_RUN_ID": "test",
     }
     torch.set_num_threads(1)
+    gc.freeze()  # collections, and captures, would look at what all these libraries hold
     torch.save(work(Path(folder)), f"{folder}/{rank}.pt")
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
+    leave()
 
 
 def _free_port() -> int:

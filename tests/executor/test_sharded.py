@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from _ranks import NUM_RANKS, needs_gloo, outputs_of_ranks
+from _ranks import NUM_RANKS, needs_gloo, spawn
 
 pytest.importorskip("torch.distributed.fsdp", reason="this torch was built without distributed")
 
-WORKER = Path(__file__).with_name("sharded_worker.py")
+import _sharded_cases
+
 TRAINED = {
     "adamw": ["adamw, all memory", "adamw, host", "adamw, file"],
     "momentum": ["momentum, all memory", "momentum, host", "momentum, file"],
@@ -40,8 +41,7 @@ MESSAGES = {
 
 def found_by_ranks(names: list[str], output: Path, store: Path) -> list[dict[str, Any]]:
     """What each rank has found, by case."""
-    outputs_of_ranks([str(WORKER)], output, store, *names)
-    found = [json.loads((output / f"rank{rank}.json").read_text()) for rank in range(NUM_RANKS)]
+    found = spawn(functools.partial(_sharded_cases.found_in, names, store), NUM_RANKS, output)
     errors = [case["error"] for each in found for case in each.values() if "error" in case]
     assert not errors, errors[0]
     return found

@@ -1,15 +1,13 @@
-"""One process of `test_sharded`: trains models that FSDP2 shards, eagerly and as planned.
+"""What ranks of `test_sharded` do: train models that FSDP2 shards, eagerly and as planned.
 
-Arguments: rank, port, directory of the results, store, names of cases. Writes a JSON file of what
-each case has found: names of what differs from eager training, or what the case returns. A case
-that fails leaves its traceback there.
+A case returns names of what differs from eager training, or what it has measured. What a case that
+fails returns is its traceback.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,7 +22,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from _ranks import leave
 from penstock.codegen import _cache
 from penstock.errors import CaptureError
 from penstock.executor import PlannedStep, average_gradients, bind, executable
@@ -561,26 +558,14 @@ CASES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def main() -> None:
-    rank, port, output, store, *wanted = sys.argv[1:]
-    torch.set_num_threads(1)
-    _cache.private_directory = lambda folder: Path(output)  # plans of other runs stay out
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=int(rank),
-        world_size=NUM_RANKS,
-        timeout=timedelta(seconds=60),
-    )
-    results: dict[str, Any] = {}
-    for name in wanted:
+def found_in(names: list[str], store: Path, output: Path) -> dict[str, Any]:
+    """Run cases on this rank; return by name what each has found."""
+    _cache.private_directory = lambda folder: output  # plans of other runs stay out
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    found: dict[str, Any] = {}
+    for name in names:
         try:
-            results[name] = CASES[name](Path(store))
+            found[name] = CASES[name](store)
         except Exception:
-            results[name] = {"error": traceback.format_exc()}
-    Path(output, f"rank{rank}.json").write_text(json.dumps(results))
-    leave()
-
-
-if __name__ == "__main__":
-    main()
+            found[name] = {"error": traceback.format_exc()}
+    return found
