@@ -131,6 +131,21 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def samples_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The samples of torch's `op_db`, without what takes longer: looking at the stack.
+
+    For a unittest.TestCase on it, and to say later who has seeded a CUDA that is not there.
+    """
+    import torch
+    from torch.testing._internal import common_utils
+    from torch.testing._internal.opinfo import core
+
+    monkeypatch.setattr(torch, "manual_seed", torch.default_generator.manual_seed)
+    for module in (common_utils, core):
+        monkeypatch.setattr(module, "extract_test_fn", lambda: None)
+
+
+@pytest.fixture
 def simulated_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator["SimulatedCuda"]:
     """A CUDA device on which nothing runs before it is waited for; see `simulated_cuda.py`."""
     from simulated_cuda import SimulatedCuda

@@ -14,7 +14,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -25,11 +24,9 @@ import penstock
 pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from torch.testing._internal import common_utils
     from torch.testing._internal.autograd_function_db import autograd_function_db
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.custom_op_db import custom_op_db
-    from torch.testing._internal.opinfo import core
 
 OPERATORS = [op for op in (*op_db, *autograd_function_db, *custom_op_db) if op.supports_autograd]
 DTYPES = (torch.float64, torch.complex128)
@@ -77,16 +74,6 @@ def everything(real_disk):
     torch.set_num_threads(num_threads)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _no_test_case():
-    """No search of the stack for a unittest.TestCase: it reads the source of every frame."""
-    with (
-        mock.patch.object(common_utils, "extract_test_fn", return_value=None),
-        mock.patch.object(core, "extract_test_fn", return_value=None),
-    ):
-        yield
-
-
 Outcome = list[torch.Tensor | type[Exception] | None]
 Graph = tuple[list[GradientEdge], list[torch.Tensor]]
 
@@ -101,6 +88,7 @@ class Run:
     leaves_as_inputs: bool = False
 
 
+@pytest.mark.usefixtures("samples_at_once")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.formatted_name)
 def test_gradients_are_bit_equal(op, everything, tally):

@@ -29,11 +29,10 @@ from penstock.planner import plan
 pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from torch.testing._internal import common_methods_invocations, common_utils
+    from torch.testing._internal import common_methods_invocations
     from torch.testing._internal.common_methods_invocations import op_db
-    from torch.testing._internal.opinfo import core
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "samples_at_once")
 
 NUM_SAMPLES = 2  # of each operator and layout
 NUM_STEPS = 2
@@ -110,13 +109,6 @@ def _unseeded(monkeypatch):
     monkeypatch.setattr(
         common_methods_invocations, "wrapper_set_seed", lambda op, *args, **kw: op(*args, **kw)
     )
-
-
-@pytest.fixture(autouse=True)
-def _no_test_case(monkeypatch):
-    """No search of the stack for a unittest.TestCase: it reads the source of every frame."""
-    for module in (common_utils, core):
-        monkeypatch.setattr(module, "extract_test_fn", lambda: None)
 
 
 class Samples(nn.Module):

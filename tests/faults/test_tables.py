@@ -250,7 +250,9 @@ def test_a_file_that_is_truncated_while_rows_are_gathered(folder, method):
     assert torch.equal(u[index], table[index])
     spent = time.perf_counter() - start
     outcomes = set()
-    for number in range(30):
+    for number in range(300):
+        if number >= 30 and len(outcomes) == 2:  # a busy machine may take long for either
+            break
         delay = numbers.uniform(0, 1.5 * spent) if number else 0.0
         cut = threading.Timer(delay, os.truncate, (folder / "x.npy", len(content) // 2))
         cut.start()
