@@ -405,8 +405,8 @@ def disk(folder) -> BrokenDisk:
 
 def test_a_read_error_in_the_middle_of_a_batch(disk, method):
     reader = RowReader(disk.layout)
-    os.close(reader._fd)
-    reader._fd = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+    os.close(reader._file._fd)
+    reader._file._fd = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
     out = torch.empty(200, PAGE_BYTES, dtype=torch.uint8)
     index = torch.randint(0, 64, (200,))
     reader.gather(index, out)

@@ -7,9 +7,7 @@ slowly and with the same results.
 from __future__ import annotations
 
 import ctypes
-import errno
 import functools
-import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,13 +16,12 @@ import torch
 
 from penstock.codegen import load_optional_library
 from penstock.errors import CapacityError, StoreError, StoreReadError
+from penstock.unified._file_pool import PooledFile
 from penstock.unified._host_memory import TableMemory
 from penstock.unified._host_rows import as_index, checked_index, out_of_range
 from penstock.unified._report import Counters
 from penstock.unified._row_file import PAGE_BYTES, RowLayout
 from penstock.units import format_bytes
-
-logger = logging.getLogger(__name__)
 
 _SOURCES = [
     Path(__file__).with_name(name) for name in ("row_cache.cpp", "io_ring.cpp", "file_rows.cpp")
@@ -42,8 +39,8 @@ _OUT_OF_RANGE, _READ_FAILED = 1, 2
 class RowReader:
     """Reads rows of one file; thread-safe, and at home in a forked child.
 
-    All readers of a process share the queues or threads that read; each has a descriptor of its
-    file, and a cache of its own.
+    All readers of a process share the queues or threads that read, and the pool of descriptors;
+    each has a cache of its own.
 
     Attributes:
         method: "io_uring", "threads" or "python".
@@ -61,7 +58,7 @@ class RowReader:
                 f"{format_bytes(layout.row_bytes)}; give the cache room for many"
             )
         self._library = library()
-        self._fd, self._alignment = _open(layout.path, direct=self._library is not None)
+        self._file = PooledFile(layout.path, direct=self._library is not None)
         self._max_read_bytes = max(_READ_BYTES, layout.row_bytes + 2 * PAGE_BYTES)
         self._allow_ring = ring
         self._caches: dict[int, int | None] = {}  # by process: a forked child has one of its own
@@ -101,25 +98,26 @@ class RowReader:
         outcome = (ctypes.c_int64 * 8)()
         layout = self.layout
         long_bytes = min(_LONG_READ_BYTES, out.nbytes) if in_order else 0
-        self._library.penstock_read_rows(
-            _engines(os.getpid(), self._allow_ring),
-            self._cache(),
-            self._fd,
-            layout.offset,
-            layout.num_rows,
-            layout.row_bytes,
-            layout.rows_per_block,
-            layout.block_bytes,
-            index.data_ptr(),
-            index.element_size(),
-            index.numel(),
-            negative,
-            out.data_ptr(),
-            self._alignment,
-            max(self._max_read_bytes, long_bytes),
-            _GAP_BYTES,
-            outcome,
-        )
+        with self._file as fd:
+            self._library.penstock_read_rows(
+                _engines(os.getpid(), self._allow_ring),
+                self._cache(),
+                fd,
+                layout.offset,
+                layout.num_rows,
+                layout.row_bytes,
+                layout.rows_per_block,
+                layout.block_bytes,
+                index.data_ptr(),
+                index.element_size(),
+                index.numel(),
+                negative,
+                out.data_ptr(),
+                self._file.alignment,
+                max(self._max_read_bytes, long_bytes),
+                _GAP_BYTES,
+                outcome,
+            )
         status, position, offset, number, num_reads, num_bytes, num_hits, num_misses = outcome
         if status == _OUT_OF_RANGE:
             raise out_of_range(index, position, layout.num_rows)
@@ -157,14 +155,14 @@ class RowReader:
         pages = content.numpy().data
         layout = self.layout
 
-        def read(start: int) -> int:
+        def read(fd: int, start: int) -> int:
             part = pages[start : start + _PART_BYTES]
             wanted = min(len(part), layout.end - begin - start)
             row = max(0, begin + start - layout.offset) // layout.row_bytes
             done = 0
             while done < wanted:  # a read that is cut short goes on at a page
                 try:
-                    count = os.preadv(self._fd, [part[done:]], begin + start + done)
+                    count = os.preadv(fd, [part[done:]], begin + start + done)
                 except OSError as error:
                     raise self._failure(row, begin + start + done, error.errno) from error
                 if done + count < wanted and not (count := count // PAGE_BYTES * PAGE_BYTES):
@@ -172,28 +170,23 @@ class RowReader:
                 done += count
             return wanted
 
-        with ThreadPoolExecutor(_NUM_PART_THREADS) as threads:  # which it waits for in any case
-            for num_bytes in threads.map(read, range(0, len(pages), _PART_BYTES)):
+        # The threads are waited for in any case.
+        with self._file as fd, ThreadPoolExecutor(_NUM_PART_THREADS) as threads:
+            parts = range(0, len(pages), _PART_BYTES)
+            for num_bytes in threads.map(functools.partial(read, fd), parts):
                 self.counters.add(num_reads=1, bytes_read=num_bytes)
 
     @property
     def is_direct(self) -> bool:
         """Whether reads go past the page cache."""
-        return self._alignment > 1
+        return self._file.alignment > 1
 
     def be_direct(self, direct: bool) -> None:
         """Read past the page cache from now on, or through it; no batch may be under way.
 
         Nothing changes where the file cannot be opened so.
         """
-        try:  # the same file, whatever has its name by now
-            fd, alignment = _open(f"/proc/self/fd/{self._fd}", direct=direct)
-        except StoreError:
-            return
-        if not direct:  # pages that are asked for, and no others
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        before, self._fd, self._alignment = self._fd, fd, alignment
-        os.close(before)
+        self._file.be_direct(direct)
 
     def update_cache(self, rows: torch.Tensor, content: torch.Tensor) -> None:
         """Tell the cache of rows that have changed; int64 (n,) and (n, *row), contiguous."""
@@ -211,16 +204,15 @@ class RowReader:
 
     def status(self) -> os.stat_result:
         """The file as it is now."""
-        return os.fstat(self._fd)
+        with self._file as fd:
+            return os.fstat(fd)
 
     def close(self) -> None:
         """Close the file."""
         cache = self._caches.pop(os.getpid(), None)
         if cache is not None and self._library is not None:
             self._library.penstock_row_cache_free(cache)
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._file.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_caches"):
@@ -261,13 +253,13 @@ class RowReader:
         index = index.view(-1)
         rows = out.view(index.numel(), -1).view(torch.uint8).numpy()
 
-        def read(position: int) -> None:
+        def read(fd: int, position: int) -> None:
             row = int(index[position])
             start = layout.row_offset(row)
             begin = start // PAGE_BYTES * PAGE_BYTES
             end = -(-(start + layout.row_bytes) // PAGE_BYTES) * PAGE_BYTES
             try:
-                content = os.pread(self._fd, end - begin, begin)
+                content = os.pread(fd, end - begin, begin)
             except OSError as error:
                 raise self._failure(row, begin, error.errno) from error
             content = content[start - begin : start - begin + layout.row_bytes]
@@ -275,30 +267,10 @@ class RowReader:
                 raise self._failure(row, begin, None)
             rows[position] = memoryview(content)
 
-        with ThreadPoolExecutor(_NUM_PYTHON_THREADS) as threads:
-            for _ in threads.map(read, range(index.numel())):
+        with self._file as fd, ThreadPoolExecutor(_NUM_PYTHON_THREADS) as threads:
+            for _ in threads.map(functools.partial(read, fd), range(index.numel())):
                 pass
         self.counters.add(num_reads=index.numel(), bytes_read=index.numel() * layout.row_bytes)
-
-
-def _open(path: str, *, direct: bool) -> tuple[int, int]:
-    """A descriptor for reading, and the alignment that it demands."""
-    flags = os.O_RDONLY | os.O_CLOEXEC
-    try:
-        if direct:
-            try:
-                return os.open(path, flags | os.O_DIRECT), PAGE_BYTES
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-            logger.info("%s: the file system refuses direct I/O; rows pass the page cache", path)
-        return os.open(path, flags), 1
-    except OSError as error:
-        raise StoreError(
-            f"{path} cannot be opened: {os.strerror(error.errno or 0)}",
-            path=path,
-            errno=error.errno,
-        ) from error
 
 
 _engines_of: dict[tuple[int, bool], int] = {}

@@ -6,7 +6,9 @@ of them or none: the journal beside the first file has the rows of all.
 
 A process has one `TableFile` for each file, by whatever names and for however many tables it is
 open. Within the process rows are read and brought to their places in turns, so that no thread
-reads a part of a row; other processes are kept from writing by a lock on the file itself.
+reads a part of a row; other processes are kept from writing by a lock on the file itself. A process
+that writes to many files keeps the locks of the latest: what others write to one of the rest is
+found when this process is about to write there again, and refused.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import numpy as np
 import torch
 
 from penstock.errors import StoreFullError, StoreUnavailableError, StoreWriteError
+from penstock.unified._file_pool import replaced
 from penstock.unified._row_file import FULL_ERRORS, RowLayout
 from penstock.unified._row_journal import SUFFIX, Change, recover, try_lock, write_journal
 from penstock.unified._row_places import open_file, read_places
@@ -34,7 +37,9 @@ _R = TypeVar("_R")
 
 _files: weakref.WeakValueDictionary[tuple[int, int], TableFile] = weakref.WeakValueDictionary()
 _lock = threading.Lock()  # of `_files`
+_open_writers: dict[tuple[int, int], None] = {}  # by device and inode; last the latest to write
 TICK_NANOSECONDS = 20_000_000  # between two times that a file system tells apart, at most
+MAX_WRITERS = 128  # files that are open to be written, while no batch is
 _changing = threading.RLock()
 
 
@@ -81,6 +86,7 @@ class TableFile:
         self.modified: int | None = None
         self._path = ""
         self._fd = -1  # for writing; it is locked
+        self._last_written: int | None = None  # when this process gave the lock up, in nanoseconds
         self._was_of_parent = False  # who may have the lock
         self._batch: list[Part] = []  # whose journal, beside this file, is being written, or is
         self._is_in_journal = False  # the batch, whole
@@ -115,12 +121,33 @@ class TableFile:
                         f"{layout.path} is being written by {who}; only one may write at a time",
                         path=layout.path,
                     )
+                last, self._last_written = self._last_written, None
+                if last not in (None, os.fstat(fd).st_mtime_ns):
+                    raise StoreUnavailableError(
+                        f"{layout.path} was written to by another process since this one has; rows "
+                        "read before may be old: read them again. A process keeps others from the "
+                        f"{MAX_WRITERS} files that it was the latest to write to",
+                        path=layout.path,
+                    )
                 # Of a process that was killed since this one has opened the table.
                 recover(layout, held=frozenset({os.fstat(fd).st_ino}))
             except BaseException:
                 os.close(fd)
                 raise
             self._path, self._fd = layout.path, fd
+            if self.file_id is not None:
+                _open_writers[self.file_id] = None
+
+    def release(self) -> bool:
+        """Close the file, and give its lock up, unless that has to wait; return whether it did."""
+        if self._pending is not None or self._batch:
+            return False
+        status, fd = os.fstat(self._fd), self._fd
+        if time.time_ns() - status.st_mtime_ns <= TICK_NANOSECONDS:
+            return False  # another write at the same time could not be told from this one's
+        self._last_written, self._fd = status.st_mtime_ns, -1
+        os.close(fd)
+        return True
 
     def finish(self) -> None:
         """Wait for rows on their way to their places; bring them there if that has failed.
@@ -195,7 +222,7 @@ class TableFile:
         except FileNotFoundError:
             status = None
         if status is None or not os.path.samestat(status, os.fstat(self._fd)):
-            raise _replaced(layout)
+            raise replaced(layout.path)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -227,6 +254,8 @@ class TableFile:
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
             os.close(self._fd)
+            if self.file_id is not None:
+                _open_writers.pop(self.file_id, None)
 
 
 class RowWriter:
@@ -276,6 +305,18 @@ def put_together(parts: Sequence[Part]) -> None:
             writer.file.finish()  # what has failed before
             _check_directory(writer.layout.path, parts[0][0].layout.path)
         leader._write(list(parts))
+        _release_others([writer.file for writer, _, _ in parts])
+
+
+def _release_others(latest: list[TableFile]) -> None:
+    """Close what has not been written for the longest time, where more is open than may be."""
+    for file in latest:
+        if file.file_id is not None:
+            _open_writers[file.file_id] = _open_writers.pop(file.file_id, None)
+    for file_id in list(_open_writers)[:-MAX_WRITERS]:
+        file = _files.get(file_id)
+        if file is None or not file.is_writer or file.release():
+            _open_writers.pop(file_id, None)
 
 
 def table_file(layout: RowLayout) -> TableFile:
@@ -294,15 +335,7 @@ def _check_same_file(fd: int, layout: RowLayout) -> None:
     """Raise unless this is the very file whose header was read."""
     status = os.fstat(fd)
     if layout.file_id not in (None, (status.st_dev, status.st_ino)):
-        raise _replaced(layout)
-
-
-def _replaced(layout: RowLayout) -> StoreUnavailableError:
-    return StoreUnavailableError(
-        f"{layout.path} has been replaced by another file since the table was opened, or has "
-        "another name now; open it again",
-        path=layout.path,
-    )
+        raise replaced(layout.path)
 
 
 def _check_directory(path: str, leader: str) -> None:
@@ -318,6 +351,7 @@ def _check_directory(path: str, leader: str) -> None:
 def _start_child() -> None:
     global _lock, _changing
     _lock, _changing = threading.Lock(), threading.RLock()
+    _open_writers.clear()
     for file in list(_files.values()):
         file._be_a_child()
 
