@@ -243,6 +243,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if "mark.gpu" not in collection_path.read_text() else None
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than processors: some always wait, for child processes and the disk."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_collection_finish() -> None:
     """Take what the imports have made out of collections: hundreds of captures would look at it."""
     gc.collect()
