@@ -44,12 +44,12 @@ def draw(device_name: str, directory: Path, target: Path = FIGURE) -> None:
 
 
 def _largest(panel, rows: list[BenchmarkRow]) -> None:
+    arms = ("published rule, 0.1", "published rule, 0.5", "penstock")
     gains = {
         (row.case.split(" in batches of ")[0], row.arm): 100 * row.extra["gain"]
         for row in rows
-        if " in batches of " in row.case
+        if " in batches of " in row.case and row.arm in arms
     }
-    arms = ("published rule, 0.1", "published rule, 0.5", "penstock")
     names = list(dict.fromkeys(name for name, _ in gains))
     width = 0.8 / len(arms)
     for number, arm in enumerate(arms):

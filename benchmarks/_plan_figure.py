@@ -32,19 +32,19 @@ def draw(device_name: str, directory: Path, target: Path = FIGURE) -> None:
         return
     with plt.rc_context({"svg.hashsalt": "plan", "svg.fonttype": "none", "font.size": 8}):
         figure, panels = plt.subplots(
-            1, len(present), figsize=(3.1 * len(present), 3.0), sharey=True, squeeze=False
+            1, len(present), figsize=(3.1 * len(present), 3.2), sharey=True, squeeze=False
         )
         for panel, (name, some) in zip(panels[0], present.items(), strict=True):
             _draw_panel(panel, some)
             panel.set_title(CASES[name].title, fontsize=8)
         panels[0, 0].set_ylabel("throughput, % of unlimited memory")
-        figure.tight_layout(rect=(0, 0.09, 1, 1))
+        figure.tight_layout(rect=(0, 0.14, 1, 1))
         entries = {
             label: handle
             for panel in panels[0]
             for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
         }
-        figure.legend(entries.values(), entries.keys(), frameon=False, ncols=6, loc="lower center")
+        figure.legend(entries.values(), entries.keys(), frameon=False, ncols=3, loc="lower center")
         target.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(target, metadata={"Date": None})
         plt.close(figure)
