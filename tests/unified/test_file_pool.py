@@ -14,6 +14,7 @@ import torch
 import penstock
 from penstock.errors import StoreError, StoreUnavailableError
 from penstock.unified import _file_pool, _row_writer, empty, unify
+from penstock.unified._file_rows import RowReader
 
 ROW = torch.tensor([1])
 NUM_ROWS = 4
@@ -23,7 +24,7 @@ ALL = torch.arange(NUM_ROWS)
 @pytest.fixture
 def few(monkeypatch):
     """Two files of each kind may be open, so that the third closes one."""
-    monkeypatch.setattr(_file_pool, "MAX_IDLE", 2)
+    monkeypatch.setattr(_file_pool, "MAX_FILES", 2)
     monkeypatch.setattr(_row_writer, "MAX_WRITERS", 2)
 
 
@@ -49,7 +50,6 @@ def num_open(folder):
 
 def be_closed(table, others):
     """Use others until the file of a table is closed, for reading and for writing."""
-    time.sleep(2 * _row_writer.TICK_NANOSECONDS / 1e9)  # what has just been written stays open
     for other in others:
         other[ROW] = other[ROW]
     (file_table,) = table._table.file.watchers
@@ -57,16 +57,35 @@ def be_closed(table, others):
 
 
 def test_of_many_tables_few_files_are_open(tmp_path):
-    number = _file_pool.MAX_IDLE + _row_writer.MAX_WRITERS + 50
+    number = _file_pool.MAX_FILES + _row_writer.MAX_WRITERS + 50
     made = tables(tmp_path, number)
     for _ in range(2):
         for index, table in enumerate(made):
             assert (table[ROW] == index).all()
-    time.sleep(2 * _row_writer.TICK_NANOSECONDS / 1e9)
     made[0][ROW] = torch.full((1, 3), 7.0)
-    assert num_open(tmp_path) > _file_pool.MAX_IDLE
-    assert num_open(tmp_path) <= _file_pool.MAX_IDLE + _row_writer.MAX_WRITERS
+    assert num_open(tmp_path) > _file_pool.MAX_FILES
+    assert num_open(tmp_path) <= _file_pool.MAX_FILES + _row_writer.MAX_WRITERS
     assert (made[0][ROW] == 7).all() and (made[1][ROW] == 1).all()
+
+
+def test_many_tables_work_where_a_process_may_open_few_files(tmp_path):
+    code = """
+import os, resource, sys
+import torch
+from penstock.unified import empty
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+made = [empty((4, 3), path=f"{sys.argv[1]}/{index}") for index in range(150)]
+for round in range(2):
+    for index, table in enumerate(made):
+        table[[1]] = table[[1]] + index
+        assert (table[[1]] == (round + 1) * index).all()
+print(len(os.listdir("/proc/self/fd")))
+"""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    told = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    assert _file_pool.MAX_FILES < int(told.stdout) < 200
 
 
 def test_tables_are_read_and_written_by_turns_with_few_files(few, tmp_path):
@@ -76,8 +95,6 @@ def test_tables_are_read_and_written_by_turns_with_few_files(few, tmp_path):
             table[ROW] = table[ROW] + 10
             assert (table[ROW] == index + 10 * round_).all()
             assert (table[torch.tensor([0])] == index).all()
-    time.sleep(2 * _row_writer.TICK_NANOSECONDS / 1e9)
-    made[0][ROW] = made[0][ROW]
     assert num_open(tmp_path) <= 4
     del made, table
     assert num_open(tmp_path) == 0
@@ -120,6 +137,47 @@ def test_a_name_that_leads_elsewhere_is_refused(few, tmp_path, how):
         assert (table[ROW] == 0).all()
 
 
+def test_a_file_that_gets_the_inode_of_one_that_is_gone_is_another_one(
+    few, real_disk, tmp_path_factory
+):
+    """Disks give an inode that is free to the next file: the time of birth tells them apart."""
+    folder = tmp_path_factory.mktemp("tables")
+    *others, table = tables(folder, 4)
+    path = folder / "table3"
+    inode = os.stat(path).st_ino
+    be_closed(table, others)
+    path.unlink()
+    other = empty((2 * NUM_ROWS, 5), path=path)
+    if os.stat(path).st_ino != inode:
+        pytest.skip("this file system gives another inode")
+    assert other._table.file is not table._table.file
+    other[ROW] = torch.ones(1, 5)
+    with pytest.raises(StoreUnavailableError, match="table3 has been replaced"):
+        table[ROW]
+    with pytest.raises(StoreUnavailableError, match="table3 has been replaced"):
+        table[ROW] = torch.ones(1, 3)
+    assert (other[ROW] == 1).all()
+
+
+def test_a_file_that_is_replaced_when_its_header_has_been_read_is_not_opened(tmp_path):
+    layout = tables(tmp_path, 1)[0]._table.layout
+    os.rename(tmp_path / "table0", tmp_path / "kept")
+    tables(tmp_path, 1)
+    with pytest.raises(StoreUnavailableError, match="table0 has been replaced"):
+        RowReader(layout)
+
+
+def test_files_without_names_take_no_room_of_others(few, tmp_path):
+    gone = tables(tmp_path, 2)
+    for index in range(2):
+        (tmp_path / f"table{index}").unlink()
+    made = tables(tmp_path, 6, first=2)
+    for index, table in enumerate(made, 2):
+        assert (table[ROW] == index).all()
+    is_open = [table._table._reader._file._fd >= 0 for table in (*gone, *made)]
+    assert is_open == [True] * 2 + [False] * 4 + [True] * 2
+
+
 def test_a_file_without_its_name_stays_open(few, tmp_path):
     table, *others = tables(tmp_path, 4)
     assert (table[ROW] == 0).all()
@@ -154,10 +212,54 @@ def test_what_another_process_writes_meanwhile_is_not_overwritten_in_silence(few
     assert not written_by_another_process(tmp_path / "table0", 5.0)
     with pytest.raises(StoreUnavailableError, match=r"table0 was written to by another process"):
         table[ROW] = torch.zeros(1, 3)
+    assert not written_by_another_process(tmp_path / "table0", 5.0)
+    with pytest.raises(StoreUnavailableError, match=r"table0 was written to by another process"):
+        table[ROW] = torch.zeros(1, 3)
     assert (table[ROW] == 5).all()  # read again
     table[ROW] = table[ROW] + 1
     assert (unify(tmp_path / "table0")[ROW] == 6).all()
     assert (last[ROW] == 3).all()
+
+
+def test_a_lock_is_kept_until_the_next_write_has_another_time(tmp_path):
+    """By which another process's write is told from this one's."""
+    (table,) = tables(tmp_path, 1)
+    assert table._table.file.release() and not table._table.file.is_writer
+    age = time.time_ns() - os.stat(tmp_path / "table0").st_mtime_ns
+    assert age >= _row_writer.TICK_NANOSECONDS
+
+
+def test_a_lock_is_given_up_whoever_has_a_copy_of_the_descriptor(few, tmp_path):
+    """A child that is being forked has copies of all until it has closed them."""
+    table, *others = tables(tmp_path, 3)
+    table[ROW] = torch.full((1, 3), 4.0)
+    copy = os.dup(table._table.file._fd)
+    be_closed(table, others)
+    table[ROW] = torch.full((1, 3), 5.0)
+    os.close(copy)
+    assert (table[ROW] == 5).all()
+
+
+def test_a_forked_child_writes_where_its_parent_no_longer_does(few, tmp_path):
+    """What the parent has written is not taken for that of a stranger."""
+    table, *others = tables(tmp_path, 3)
+    table[ROW] = torch.full((1, 3), 4.0)
+    go, goes = os.pipe()
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            os.read(go, 1)
+            table[ROW] = table[ROW] + 1
+            status = 0
+        finally:
+            os._exit(status)
+    be_closed(table, others)
+    os.write(goes, b".")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (table[ROW] == 5).all()
+    os.close(go)
+    os.close(goes)
 
 
 def test_a_forked_child_opens_files_for_itself(few, tmp_path):

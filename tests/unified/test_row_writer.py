@@ -443,6 +443,22 @@ def test_a_writer_ends_what_was_interrupted_since_it_opened_the_table(folder):
     assert values_in(folder, "table") == {7}
 
 
+def test_rows_that_a_writer_mends_are_not_kept_as_they_were(folder):
+    """The process was killed when its journal was complete, and no row at its place."""
+    layout = make_files(folder)[0]
+    os.utime(layout.path, (0, 0))
+    u = unify(folder / "table", cache="1MiB")
+    assert not u[[0, 2]].any()
+
+    def work() -> None:
+        _row_writer._write_rows = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        RowWriter(layout).put(ROWS, content_of(layout, 100, 7))
+
+    assert killed_at(10**6, work)
+    u[[1]] = torch.zeros(1, 512)
+    assert (u[[0, 2]].view(torch.uint8) == 7).all()
+
+
 def test_a_reader_mends_what_was_interrupted_since_it_opened_the_table(folder):
     u = unify(make_files(folder)[0].path, cache="1MiB")
     assert not u[[0, 2]].any()

@@ -6,19 +6,22 @@ A process may have thousands of tables, and may have about a thousand files open
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import threading
+from operator import attrgetter
 
 from penstock.errors import StoreError, StoreUnavailableError
-from penstock.unified._row_file import PAGE_BYTES
+from penstock.unified._row_file import PAGE_BYTES, RowLayout, file_id
 
 logger = logging.getLogger(__name__)
 
-MAX_IDLE = 128  # open files that are not in use
+MAX_FILES = 64  # that are open, but for those that are in use or have lost their names
 
 _lock = threading.RLock()  # reentrant: a finaliser may close a file in a thread that has it
-_idle: dict[PooledFile, None] = {}  # the least recently used first
+_open_files: set[PooledFile] = set()
+_uses = itertools.count()
 
 
 class PooledFile:
@@ -28,7 +31,7 @@ class PooledFile:
     name again then, and has to be the same file. One that has lost its name stays open.
 
     Args:
-        path: The file's name.
+        layout: The file's, whose `file_id` it has to have, if there is one.
         direct: Whether to read past the page cache, where the file system can.
 
     Attributes:
@@ -36,31 +39,28 @@ class PooledFile:
 
     Raises:
         StoreError: The file cannot be opened.
+        StoreUnavailableError: It is another one now.
     """
 
-    def __init__(self, path: str, *, direct: bool) -> None:
-        self._path = path
+    def __init__(self, layout: RowLayout, *, direct: bool) -> None:
+        self._path, self._file_id = layout.path, layout.file_id
         self._direct, self._at_random = direct, False
-        self._num_users = 0
-        self._fd, self.alignment = self._open(path)
-        status = os.fstat(self._fd)
-        self._file_id = status.st_dev, status.st_ino
-        with _lock:
-            self._be_idle()
+        self._num_users, self._last_use = 0, 0
+        self._fd, self.alignment = -1, 1
+        with self as fd:
+            self._file_id = file_id(fd)
 
     def __enter__(self) -> int:
         with _lock:
-            _idle.pop(self, None)
             if self._fd < 0:
-                self._reopen()
+                self._open_again()
             self._num_users += 1
             return self._fd
 
     def __exit__(self, *_: object) -> None:
         with _lock:
             self._num_users -= 1
-            if self._num_users == 0:
-                self._be_idle()
+            self._last_use = next(_uses)
 
     def be_direct(self, direct: bool) -> None:
         """Read past the page cache from now on, or only what is asked for through it.
@@ -78,37 +78,27 @@ class PooledFile:
             os.close(before)
 
     def close(self) -> None:
-        """Close the file for good."""
+        """Close the file; another use opens it again."""
         with _lock:
-            _idle.pop(self, None)
-            self._close()
+            fd, self._fd = self._fd, -1
+            _open_files.discard(self)
+            if fd >= 0:
+                os.close(fd)
 
-    def _close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
+    def _open_again(self) -> None:
+        fd, alignment = self._open(self._path)
+        if self._file_id not in (None, file_id(fd)):
             os.close(fd)
-
-    def _be_idle(self) -> None:
-        _idle[self] = None
-        for file in list(_idle)[:-MAX_IDLE]:
-            _idle.pop(file, None)
-            if file._has_its_name():
-                file._close()
+            raise replaced(self._path)
+        _make_room()
+        self._fd, self.alignment = fd, alignment
+        _open_files.add(self)
 
     def _has_its_name(self) -> bool:
         try:
-            status = os.stat(self._path)
+            return file_id(self._path) == self._file_id
         except OSError:
             return False
-        return (status.st_dev, status.st_ino) == self._file_id
-
-    def _reopen(self) -> None:
-        fd, alignment = self._open(self._path)
-        status = os.fstat(fd)
-        if (status.st_dev, status.st_ino) != self._file_id:
-            os.close(fd)
-            raise replaced(self._path)
-        self._fd, self.alignment = fd, alignment
 
     def _open(self, path: str) -> tuple[int, int]:
         """Return a descriptor, and the alignment that it demands."""
@@ -122,6 +112,7 @@ class PooledFile:
                         raise
                 message = "%s: the file system refuses direct I/O; rows pass the page cache"
                 logger.info(message, self._path)
+                self._direct = False
             fd = os.open(path, flags)
         except OSError as error:
             raise StoreError(
@@ -132,6 +123,19 @@ class PooledFile:
         if self._at_random:  # pages that are asked for, and no others
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         return fd, 1
+
+
+def _make_room() -> None:
+    """Close the files that have not been used for the longest time, so that one may be opened."""
+    if len(_open_files) < MAX_FILES:
+        return
+    for file in sorted(_open_files, key=attrgetter("_last_use")):
+        if len(_open_files) < MAX_FILES:
+            return
+        if not file._num_users:
+            _open_files.discard(file)
+            if file._has_its_name():
+                file.close()
 
 
 def replaced(path: str) -> StoreUnavailableError:

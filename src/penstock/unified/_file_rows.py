@@ -58,7 +58,7 @@ class RowReader:
                 f"{format_bytes(layout.row_bytes)}; give the cache room for many"
             )
         self._library = library()
-        self._file = PooledFile(layout.path, direct=self._library is not None)
+        self._file = PooledFile(layout, direct=self._library is not None)
         self._max_read_bytes = max(_READ_BYTES, layout.row_bytes + 2 * PAGE_BYTES)
         self._allow_ring = ring
         self._caches: dict[int, int | None] = {}  # by process: a forked child has one of its own

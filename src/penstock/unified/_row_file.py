@@ -13,8 +13,10 @@ endian. What lies between rows is zero.
 from __future__ import annotations
 
 import ast
+import ctypes
 import dataclasses
 import errno
+import functools
 import io
 import json
 import math
@@ -37,6 +39,9 @@ FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _MAX_HEADER_BYTES = 64 * 2**20  # of a foreign file: more than this is no header
 _MAX_COUNT = 2**62  # of elements or bytes: offsets stay below 2^63
 _SAFETENSORS_FIELDS = ("dtype", "shape", "data_offsets")
+_AT_FDCWD, _AT_EMPTY_PATH = -100, 0x1000
+_STATX_INO, _STATX_BTIME = 0x100, 0x800
+_STATX = struct.Struct("=32xQ40x12s44xII112x")  # inode, time of birth, device
 _NUMPY_KINDS = {
     "f2": torch.float16,
     "f4": torch.float32,
@@ -73,6 +78,10 @@ _SAFETENSORS_KINDS = {
 }
 
 
+FileId = tuple[int, int, bytes]
+"""Device, inode and time of birth: a new file may get the inode of one that is gone."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowLayout:
     """Where the rows of a table lie in a file."""
@@ -91,8 +100,8 @@ class RowLayout:
     """From the first row of a block to the first row of the next."""
     key: str = ""
     """Of the tensor, in a file that holds several."""
-    file_id: tuple[int, int] | None = dataclasses.field(default=None, compare=False)
-    """Device and inode of the file whose header was read."""
+    file_id: FileId | None = dataclasses.field(default=None, compare=False)
+    """The file whose header was read."""
     file_bytes: int | None = dataclasses.field(default=None, compare=False)
     """Length of the file at that time."""
 
@@ -140,14 +149,14 @@ def open_layout(source: str | os.PathLike[str]) -> RowLayout:
                 layout = _npy_layout(file, path)
             else:
                 layout = _native_layout(file, path)
-            status = os.fstat(file.fileno())
+            identity = file_id(file.fileno())
+            num_bytes = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise StoreUnavailableError(
             f"{path} cannot be opened: {os.strerror(error.errno or 0)}",
             path=path,
             errno=error.errno,
         ) from error
-    num_bytes = status.st_size
     if num_bytes < layout.end:
         raise StoreError(
             f"{path} is shorter than its header says: a table of shape {layout.shape} and "
@@ -156,7 +165,26 @@ def open_layout(source: str | os.PathLike[str]) -> RowLayout:
             path=path,
             offset=num_bytes,
         )
-    return dataclasses.replace(layout, file_id=(status.st_dev, status.st_ino), file_bytes=num_bytes)
+    return dataclasses.replace(layout, file_id=identity, file_bytes=num_bytes)
+
+
+def file_id(file: int | str) -> FileId:
+    """Identify the file of a descriptor or a path, by `statx`.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    directory, path = (file, b"") if isinstance(file, int) else (_AT_FDCWD, os.fsencode(file))
+    status = ctypes.create_string_buffer(_STATX.size)
+    if _libc().statx(directory, path, _AT_EMPTY_PATH, _STATX_INO | _STATX_BTIME, status):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    inode, birth, *device = _STATX.unpack(status.raw)
+    return os.makedev(*device), inode, birth  # zeroes, where a file system does not keep it
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def split_source(source: str) -> tuple[str, str]:

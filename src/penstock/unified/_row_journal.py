@@ -469,3 +469,9 @@ def try_lock(fd: int) -> bool:
         if error.errno != errno.EBADF:  # a network's file system, for a file opened to be read
             raise
     return True
+
+
+def unlock(fd: int) -> None:
+    """Undo `try_lock`, for all descriptors that were copied from this one, too."""
+    with suppress(OSError):  # as there
+        fcntl.flock(fd, fcntl.LOCK_UN)

@@ -27,19 +27,19 @@ import torch
 
 from penstock.errors import StoreFullError, StoreUnavailableError, StoreWriteError
 from penstock.unified._file_pool import replaced
-from penstock.unified._row_file import FULL_ERRORS, RowLayout
-from penstock.unified._row_journal import SUFFIX, Change, recover, try_lock, write_journal
+from penstock.unified._row_file import FULL_ERRORS, FileId, RowLayout, file_id
+from penstock.unified._row_journal import SUFFIX, Change, recover, try_lock, unlock, write_journal
 from penstock.unified._row_places import open_file, read_places
 from penstock.unified._row_places import write_places as _write_rows
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_files: weakref.WeakValueDictionary[tuple[int, int], TableFile] = weakref.WeakValueDictionary()
+_files: weakref.WeakValueDictionary[FileId, TableFile] = weakref.WeakValueDictionary()
 _lock = threading.Lock()  # of `_files`
-_open_writers: dict[tuple[int, int], None] = {}  # by device and inode; last the latest to write
+_open_writers: dict[FileId, None] = {}  # last the latest to write
 TICK_NANOSECONDS = 20_000_000  # between two times that a file system tells apart, at most
-MAX_WRITERS = 128  # files that are open to be written, while no batch is
+MAX_WRITERS = 64  # files that are open to be written, while no batch is
 _changing = threading.RLock()
 
 
@@ -74,19 +74,20 @@ class TableFile:
 
     Attributes:
         lock: Held while rows are read, and while they are brought to their places.
-        watchers: Objects that are told of rows that have changed, by their method `rows_changed`.
+        watchers: Objects that are told of rows that have changed, by their method `rows_changed`,
+            or that any may have, by `clear_cache`.
         modified: When the file was last modified, as far as is known here; None if it may have
             been since.
     """
 
-    def __init__(self, file_id: tuple[int, int] | None) -> None:
+    def __init__(self, file_id: FileId | None) -> None:
         self.file_id = file_id
         self.lock = threading.RLock()
         self.watchers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.modified: int | None = None
         self._path = ""
         self._fd = -1  # for writing; it is locked
-        self._last_written: int | None = None  # when this process gave the lock up, in nanoseconds
+        self._last_written: int | None = None  # the file's time when the lock was given up
         self._was_of_parent = False  # who may have the lock
         self._batch: list[Part] = []  # whose journal, beside this file, is being written, or is
         self._is_in_journal = False  # the batch, whole
@@ -121,8 +122,9 @@ class TableFile:
                         f"{layout.path} is being written by {who}; only one may write at a time",
                         path=layout.path,
                     )
-                last, self._last_written = self._last_written, None
-                if last not in (None, os.fstat(fd).st_mtime_ns):
+                modified = os.fstat(fd).st_mtime_ns
+                if self._last_written not in (None, modified):
+                    self._last_written = modified  # what is written from now on is another error
                     raise StoreUnavailableError(
                         f"{layout.path} was written to by another process since this one has; rows "
                         "read before may be old: read them again. A process keeps others from the "
@@ -130,22 +132,30 @@ class TableFile:
                         path=layout.path,
                     )
                 # Of a process that was killed since this one has opened the table.
-                recover(layout, held=frozenset({os.fstat(fd).st_ino}))
+                if recover(layout, held=frozenset({os.fstat(fd).st_ino})):
+                    with self.lock:
+                        for watcher in list(self.watchers):
+                            watcher.clear_cache()
             except BaseException:
                 os.close(fd)
                 raise
-            self._path, self._fd = layout.path, fd
+            self._path, self._fd, self._last_written = layout.path, fd, None
             if self.file_id is not None:
                 _open_writers[self.file_id] = None
 
     def release(self) -> bool:
-        """Close the file, and give its lock up, unless that has to wait; return whether it did."""
+        """Close the file and give its lock up, unless it has a batch that is not finished.
+
+        Returns whether it did.
+        """
         if self._pending is not None or self._batch:
             return False
-        status, fd = os.fstat(self._fd), self._fd
-        if time.time_ns() - status.st_mtime_ns <= TICK_NANOSECONDS:
-            return False  # another write at the same time could not be told from this one's
-        self._last_written, self._fd = status.st_mtime_ns, -1
+        modified = os.fstat(self._fd).st_mtime_ns
+        # Another process's write at the same time could not be told from this one's.
+        if (wait := TICK_NANOSECONDS - (time.time_ns() - modified)) > 0:
+            time.sleep(min(wait, TICK_NANOSECONDS) / 1e9)
+        fd, self._last_written, self._fd = self._fd, modified, -1
+        unlock(fd)  # or a process that is being forked would have the lock for a while
         os.close(fd)
         return True
 
@@ -313,28 +323,26 @@ def _release_others(latest: list[TableFile]) -> None:
     for file in latest:
         if file.file_id is not None:
             _open_writers[file.file_id] = _open_writers.pop(file.file_id, None)
-    for file_id in list(_open_writers)[:-MAX_WRITERS]:
-        file = _files.get(file_id)
+    for each in list(_open_writers)[:-MAX_WRITERS]:
+        file = _files.get(each)
         if file is None or not file.is_writer or file.release():
-            _open_writers.pop(file_id, None)
+            _open_writers.pop(each, None)
 
 
 def table_file(layout: RowLayout) -> TableFile:
     """The object of a file in this process, whatever its name."""
-    file_id = layout.file_id
-    if file_id is None:
+    if layout.file_id is None:
         return TableFile(None)
     with _lock:
-        found = _files.get(file_id)
+        found = _files.get(layout.file_id)
         if found is None:
-            found = _files[file_id] = TableFile(file_id)
+            found = _files[layout.file_id] = TableFile(layout.file_id)
         return found
 
 
 def _check_same_file(fd: int, layout: RowLayout) -> None:
     """Raise unless this is the very file whose header was read."""
-    status = os.fstat(fd)
-    if layout.file_id not in (None, (status.st_dev, status.st_ino)):
+    if layout.file_id not in (None, file_id(fd)):
         raise replaced(layout.path)
 
 
