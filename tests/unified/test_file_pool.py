@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.errors import StoreError, StoreUnavailableError
+from penstock.errors import StoreError, StoreFullError, StoreUnavailableError
 from penstock.unified import _file_pool, _row_writer, empty, unify
 from penstock.unified._file_rows import RowReader
 
@@ -98,6 +99,23 @@ def test_tables_are_read_and_written_by_turns_with_few_files(few, tmp_path):
     assert num_open(tmp_path) <= 4
     del made, table
     assert num_open(tmp_path) == 0
+
+
+@pytest.mark.parametrize("how", ["of no rows", "that fail"])
+def test_writes_leave_few_files_open(few, tmp_path, monkeypatch, how):
+    made = [empty((NUM_ROWS, 3), path=tmp_path / f"table{index}") for index in range(6)]
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(_row_writer, "write_journal", fail)
+    for table in made:
+        if how == "of no rows":
+            table[ROW[:0]] = torch.ones(0, 3)
+        else:
+            with pytest.raises(StoreFullError, match="No space left"):
+                table[ROW] = torch.ones(1, 3)
+    assert num_open(tmp_path) == 4 and sum(table._table.file.is_writer for table in made) == 2
 
 
 def test_no_file_is_closed_under_a_thread_that_reads_it(few, tmp_path):

@@ -305,23 +305,24 @@ def put_together(parts: Sequence[Part]) -> None:
         StoreWriteError: the rows could not be written; opening the first table again ends the job.
         StoreUnavailableError: the files are not all in one directory, or were replaced.
     """
+    files = [writer.file for writer, _, _ in parts]
     parts = [part for part in parts if part[2].size]
-    if not parts:
-        return
-    leader = parts[0][0].file
     with _changing:
-        for writer, _, _ in parts:
-            writer.file.open(writer.layout)
-            writer.file.finish()  # what has failed before
-            _check_directory(writer.layout.path, parts[0][0].layout.path)
-        leader._write(list(parts))
-        _release_others([writer.file for writer, _, _ in parts])
+        try:
+            for writer, _, _ in parts:
+                writer.file.open(writer.layout)
+                writer.file.finish()  # what has failed before
+                _check_directory(writer.layout.path, parts[0][0].layout.path)
+            if parts:
+                parts[0][0].file._write(parts)
+        finally:
+            _release_others(files)
 
 
 def _release_others(latest: list[TableFile]) -> None:
     """Close what has not been written for the longest time, where more is open than may be."""
     for file in latest:
-        if file.file_id is not None:
+        if file.file_id is not None and file.is_writer:
             _open_writers[file.file_id] = _open_writers.pop(file.file_id, None)
     for each in list(_open_writers)[:-MAX_WRITERS]:
         file = _files.get(each)
