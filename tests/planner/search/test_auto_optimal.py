@@ -22,6 +22,12 @@ from penstock.planner.search import _auto_plan
 from penstock.planner.search._auto_plan import plan_auto
 from penstock.planner.search._engine import OperatorSequence, Problem
 
+# Of the first 150 seeds those of which brute force has too many plans to try in a moment.
+TOO_MANY = {
+    0, 5, 8, 10, 11, 12, 16, 18, 21, 33, 38, 39, 45, 46, 47, 59, 64, 65, 66, 67, 75, 76, 79, 80,
+    81, 82, 89, 93, 97, 100, 102, 103, 105, 106, 109, 110, 113, 116, 120, 121, 126, 137, 138,
+    139, 142, 144, 149,
+}  # fmt: skip
 LINKS = [(Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)]
 
 
@@ -74,10 +80,9 @@ def compared(seed, *, limit):
 
 @pytest.mark.slow
 def test_plans_of_small_graphs_are_the_fastest():
-    counts = Counter(compared(seed, limit=0.5) for seed in range(150))
-    known = counts.total() - counts["not known"]
-    assert known >= 100
-    assert counts["equal"] + counts["faster"] >= 0.95 * known
+    counts = Counter(compared(seed, limit=20) for seed in range(150) if seed not in TOO_MANY)
+    assert counts["not known"] == 0
+    assert counts["equal"] + counts["faster"] >= 0.95 * counts.total() > 95
 
 
 def test_the_finish_is_what_makes_them_so():
