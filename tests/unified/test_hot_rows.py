@@ -6,6 +6,7 @@ The "device" is the CPU; nothing in the cache knows the difference.
 from __future__ import annotations
 
 import logging
+import time
 
 import numpy as np
 import pytest
@@ -202,6 +203,23 @@ def test_a_table_that_is_copied_through_buffers_has_a_cache_too(tables):
     hits, misses = on.cache_report()
     assert hits > 0 and misses > 0
     assert (table.report().num_cache_hits, table.report().num_cache_misses) == (hits, misses)
+
+
+def test_what_another_process_writes_to_the_file_is_not_kept(tmp_path):
+    content = np.zeros((300, ROW), np.float32)
+    np.save(tmp_path / "x.npy", content)
+    table = unify(tmp_path / "x.npy")._table
+    table.hot_rows = HotRows(budget(300, 40))
+    index, out = torch.arange(30), torch.empty(30, ROW)
+    for value in range(4):
+        content[:] = value
+        with open(tmp_path / "x.npy", "r+b") as file:  # as a process without this table's lock
+            np.save(file, content)
+        for _ in range(3):  # the last time all rows are there
+            time.sleep(0.03)
+            table.on(CPU).gather(index, out, negative=False)
+            assert (out == value).all()
+    assert table.on(CPU).cache_report()[0] >= 4 * 30
 
 
 def test_a_write_through_another_tensor_over_the_table_is_seen():

@@ -238,7 +238,20 @@ class FileTable(_Table):
         self._reader = RowReader(self.layout, cache_bytes=cache_bytes)
         self.may_keep = may_keep and hot_rows is None
         self._source = RowSource(self._reader, is_free=self.may_keep)
+        self._is_outdated = False  # what GPUs keep
         self.file.watchers.add(self)
+
+    def on(self, device: torch.device) -> DeviceTable:
+        """The table as a GPU sees it, which keeps no row that another process has written since."""
+        found = super().on(device)
+        if self.hot_rows is not None:
+            with self.file.lock:
+                if self.file.is_readable:
+                    self._look_at_file()
+                is_outdated, self._is_outdated = self._is_outdated, False
+            if is_outdated:
+                self.forget()
+        return found
 
     def _make_on(self, device: torch.device) -> DeviceTable:
         layout = self.layout
@@ -330,8 +343,9 @@ class FileTable(_Table):
         file.modified = status.st_mtime_ns if is_past else None
 
     def clear_cache(self) -> None:
-        """Drop the rows that are kept in memory."""
+        """Drop the rows that are kept in memory, and on GPUs before they are asked for again."""
         self._source.drop()
+        self._is_outdated = True
 
     def report(self) -> UnifiedReport:
         """What was gathered so far."""
