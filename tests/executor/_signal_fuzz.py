@@ -131,7 +131,8 @@ def kill(count: int, tier: str, store: Path, *, seed: int = 0) -> Counter[str]:
 def _train_for_ever(tier: str, store: Path, writer: int) -> NoReturn:
     try:
         model, stepper = trainee(CASES[CASE], OPTIMIZER)
-        step = bound(CASE, OPTIMIZER, model, stepper, share=SHARE, tier=tier, store=store)
+        # Before torch 2.12 the fork of a process that has captured cannot differentiate.
+        step = bound(CASE, OPTIMIZER, model, stepper, share=SHARE, tier=tier, store=store, shadow=0)
         step(CASES[CASE].batch)
         os.write(writer, b".")
         while True:

@@ -29,6 +29,7 @@ _ELEMENTWISE = (
     *("mse_loss_backward", "huber_loss_backward", "smooth_l1_loss_backward"),
 )
 """Operators that work element by element without being marked so."""
+_SCATTERS = ("diagonal_scatter", "select_scatter", "slice_scatter", "as_strided_scatter")
 _NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm")
 
 
@@ -57,6 +58,8 @@ def corrected(
         return result
     if func._opname in ("max_unpool2d", "max_unpool3d"):
         return result.contiguous(memory_format=suggest_memory_format(args[0]))
+    if func._opname in _SCATTERS and _is_expanded(result):  # before torch 2.12, as its operand is
+        return torch.empty_like(args[0])
     if func is aten.mkldnn_rnn_layer.default:
         shapes = tuple(tuple(tensor.shape) for tensor in args[:7])
         num_bytes = _rnn_workspace_bytes(shapes, args[0].dtype, tuple(args[9:]))
@@ -120,6 +123,11 @@ def _dense_strides(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, 
             strides[dim] = step
             step *= shape[dim]
     return tuple(strides)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and not stride for size, stride in sizes)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
