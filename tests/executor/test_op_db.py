@@ -52,7 +52,7 @@ OTHER_BITS = {
 REFUSED_BY_TORCH = {
     "nn.functional.multilabel_margin_loss": "its decomposition wants no targets without dimensions",
 }
-if torch.__version__ < (2, 12):
+if torch.__version__ < "2.12":  # compared as a version
     REFUSED_BY_TORCH["view_copy"] = "its fake kernel takes no transposed tensors"
 """Operators some of whose samples no fake kernel takes."""
 
