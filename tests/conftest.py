@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -131,10 +132,10 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def samples_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The samples of torch's `op_db`, without what takes longer: looking at the stack.
+def quick_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The samples of torch's `op_db`, without the two looks at the stack that take longer.
 
-    For a unittest.TestCase on it, and to say later who has seeded a CUDA that is not there.
+    One is for a unittest.TestCase, the other to name what has seeded a CUDA that is not there.
     """
     import torch
     from torch.testing._internal import common_utils
@@ -241,6 +242,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr.strip() != "gpu" or collection_path.suffix != ".py":
         return None
     return True if "mark.gpu" not in collection_path.read_text() else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let pass what torch 2.11 says of sparse tensors whose invariants are checked, too."""
+    if metadata.version("torch").startswith("2.11."):
+        config.addinivalue_line(
+            "filterwarnings", "ignore:Sparse invariant checks are implicitly disabled:UserWarning"
+        )
 
 
 @pytest.hookimpl(optionalhook=True)

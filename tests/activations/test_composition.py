@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import penstock
+from _waiting import wait_until, wait_until_nothing_is_resident
 from penstock.activations import Offload
 from penstock.memory import Tier
 
@@ -33,7 +34,7 @@ def everything(store) -> Iterator[Offload]:
     yield offload
     gc.collect()
     offload.close()
-    assert all(offload.ledger.resident(tier) == 0 for tier in Tier)
+    wait_until_nothing_is_resident(offload)
 
 
 Trace = tuple[list[torch.Tensor], dict[str, torch.Tensor]]
@@ -547,16 +548,6 @@ def most_is_written(offload: Offload) -> bool:
     """The bar for policy="all"; a loop as small as these must wait for it before its backward."""
     report = offload.report()
     return report.bytes_written >= 0.85 * report.saved_bytes > 0
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Poll `condition`; transfers run in threads."""
-    event = threading.Event()
-    for _ in range(int(seconds / 0.005)):
-        if condition():
-            return
-        event.wait(0.005)
-    raise AssertionError("the condition did not come true in time")
 
 
 @pytest.mark.parametrize("name", ["LazyLinear", "LazyBatchNorm1d", "SAGEConv", "Linear"])

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.activations import Offload
+from _waiting import wait_until_written
 from penstock.activations._cuda import CudaCopies
 from penstock.activations._host_route import HostRoute
 from penstock.errors import StoreReadError
@@ -33,13 +33,6 @@ def offloading(store, *, host_memory=64 * MIB, file=None, min_bytes="0B", **opti
     with offload:
         yield offload
     offload.close()
-
-
-def wait_until_idle(offload: Offload) -> None:
-    deadline = time.monotonic() + 20
-    while offload._engine._backlog_bytes:
-        assert time.monotonic() < deadline
-        time.sleep(1e-3)
 
 
 def with_noise() -> torch.Tensor:
@@ -84,7 +77,7 @@ def test_memory_of_another_stream_is_not_given_out_before_its_kernels_have_run(
         with torch.cuda.stream(side):  # type: ignore[arg-type]
             z = y.sin()  # saves y
         del y
-        wait_until_idle(offload)  # it has left, and is free
+        wait_until_written(offload)  # it has left, and is free
         others = [torch.zeros(4096) + 7 for _ in range(4)]
         torch.cuda.current_stream().synchronize()
         side.synchronize()

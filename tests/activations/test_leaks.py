@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn.modules import module as module_globals
 
 import penstock
+from _waiting import wait_until, wait_until_nothing_is_resident
 from penstock.activations import Offload
 from penstock.activations._record import Record, SavedHandle
 from penstock.activations._small import Chunk, SmallHandle
-from penstock.memory import Tier
 
 MIB = 1024**2
 WIDTH = 128
@@ -171,7 +171,7 @@ def test_200_steps_in_one_block(store, work, policy):
     if work in ("step", "shapes"):  # graphs that are abandoned quickly count as one step
         assert report.num_steps == num_runs
     assert report.bytes_written > 0
-    wait_until(lambda: all(offload.ledger.resident(tier) == 0 for tier in Tier))
+    wait_until_nothing_is_resident(offload)
     assert offload._file is not None and offload._file.used_bytes == 0
     offload.close()
 
@@ -206,7 +206,7 @@ def test_200_steps_of_small_saves(work, budget, language, store):
         repeat_without_growth(functools.partial(WORK[work], model), 170)
     assert bool(offload.report().bytes_written) is (budget is not None)
     offload.close()
-    assert all(offload.ledger.resident(tier) == 0 for tier in Tier)
+    wait_until_nothing_is_resident(offload)
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
@@ -253,13 +253,3 @@ def test_a_graph_that_outlives_its_offload(store):
 
 def no_thread_of_ours() -> bool:
     return not any(thread.name.startswith("penstock") for thread in threading.enumerate())
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Poll `condition`; transfers run in threads."""
-    event = threading.Event()
-    for _ in range(int(seconds / 0.005)):
-        if condition():
-            return
-        event.wait(0.005)
-    raise AssertionError("the condition did not come true in time")

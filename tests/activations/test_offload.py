@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import penstock
+from _waiting import wait_until
 from penstock.memory import Tier
 
 
@@ -123,7 +124,7 @@ def test_bytes_leave_memory_and_come_back(store):
         assert torch.equal(saved, expected.exp())
         y.backward()
     assert offload.report().bytes_read >= 4 * 1024**2
-    assert offload.ledger.resident(Tier.FILE) == 0
+    wait_until(lambda: offload.ledger.resident(Tier.FILE) == 0)
     del saved, y
     offload.close()
 
@@ -190,14 +191,14 @@ def test_a_storage_that_was_saved_in_two_ways_counts_once_while_it_is_in_use(eve
 
 def test_batches_that_the_caller_keeps_count_no_longer_than_they_are_saved(everything):
     model, batches = small_model(), [torch.randn(32, 64) for _ in range(10)]
-    resident = []
+    engine, resident = everything._engine, []
     with everything:
         for batch in batches:
             loss = model(batch).square().mean()
             loss.backward()
             del loss
-            wait_until(lambda: not len(everything._engine._records))
-            everything._engine.settle()
+            wait_until(lambda: not (len(engine._records) or engine._busy))
+            engine.settle()
             resident.append(everything.ledger.resident(Tier.DEVICE))
     assert resident == [0] * len(batches)
 
@@ -440,13 +441,3 @@ def test_arguments_are_checked(store):
         penstock.offload(store, device_memory="8 bananas")
     with pytest.raises(ValueError, match="no GPU"):
         penstock.offload()
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Poll `condition`; transfers run in threads."""
-    event = threading.Event()
-    for _ in range(int(seconds / 0.005)):
-        if condition():
-            return
-        event.wait(0.005)
-    raise AssertionError("the condition did not come true in time")

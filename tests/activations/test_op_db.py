@@ -20,6 +20,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 import penstock
+from _waiting import wait_until_written
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
 with warnings.catch_warnings():
@@ -88,7 +89,7 @@ class Run:
     leaves_as_inputs: bool = False
 
 
-@pytest.mark.usefixtures("samples_at_once")
+@pytest.mark.usefixtures("quick_samples")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.formatted_name)
 def test_gradients_are_bit_equal(op, everything, tally):
@@ -101,7 +102,7 @@ def test_gradients_are_bit_equal(op, everything, tally):
         runs = stock_runs(op, dtype)
         with everything:
             for run, expected in runs:
-                found = differentiate(op, run, lambda: wait_until_written(everything))
+                found = differentiate(op, run, lambda: let_all_leave(everything))
                 if difference := compare(found, expected):
                     again = compare(differentiate(op, run, lambda: None), expected)
                     hint = "stock differs from itself, too" if again else "stock does not vary"
@@ -268,11 +269,8 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def wait_until_written(offload: penstock.activations.Offload) -> None:
+def let_all_leave(offload: penstock.activations.Offload) -> None:
     """Block until what has been saved is in the file; call it with `offload` entered."""
     # What has no history of its own (an index, a mask) leaves when the next operator saves.
     _ = torch.ones(1, requires_grad=True) * torch.ones(1)
-    deadline = time.monotonic() + 60
-    while offload._engine._backlog_bytes:
-        assert time.monotonic() < deadline
-        time.sleep(1e-4)
+    wait_until_written(offload)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
 import penstock
+from _waiting import wait_until_written
 from penstock.activations import Offload
 from penstock.activations._policy import Policy
 from penstock.memory import Tier
@@ -31,20 +30,12 @@ class KeepsTail(Policy):
         return self._num_asked <= self._num_leaving
 
 
-def wait_for_transfers(offload: Offload) -> None:
-    """Until nothing is queued or under way: what may move has moved."""
-    engine, deadline = offload._engine, time.monotonic() + 60
-    while engine._backlog_bytes or engine._num_loading or engine._readers.queue:
-        assert time.monotonic() < deadline
-        time.sleep(1e-4)
-
-
 def resident_in_backward(offload: Offload) -> list[int]:
     """Saved bytes in memory at every node of a backward pass that leaves the reads all the time."""
     resident = []
 
     def look(gradient: torch.Tensor) -> None:
-        wait_for_transfers(offload)
+        wait_until_written(offload)
         resident.append(offload.ledger.resident(Tier.DEVICE))
 
     with offload:
@@ -54,7 +45,7 @@ def resident_in_backward(offload: Offload) -> list[int]:
             hidden = hidden.sin()
         total = hidden.sum()
         del hidden
-        wait_for_transfers(offload)
+        wait_until_written(offload)
         total.backward()
     return resident
 

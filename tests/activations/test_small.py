@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.memory import Tier
+from _waiting import wait_until_nothing_is_resident
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread", "language")]
 KIB = 1024
@@ -43,7 +43,7 @@ def test_the_budget_holds_for_what_is_smaller_than_min_bytes(
     assert report.num_steps == 3
     assert report.peak_device_bytes <= budget + num_bytes
     assert policy == "all" or "device budget" in report.reason
-    assert all(offload.ledger.resident(tier) == 0 for tier in Tier)
+    wait_until_nothing_is_resident(offload)
     offload.close()
 
 
@@ -58,7 +58,7 @@ def test_without_a_budget_they_stay_and_are_counted(store):
     assert report.offloaded_bytes == 0 and report.num_steps == 2
     assert report.peak_device_bytes == 100 * 64
     assert "smaller than min_bytes" in report.reason
-    assert offload.ledger.resident(Tier.DEVICE) == 0
+    wait_until_nothing_is_resident(offload)
     offload.close()
 
 
@@ -97,7 +97,7 @@ def packing(store):
     offload = penstock.offload(store, device_memory=4 * KIB)
     yield offload
     offload.close()
-    assert all(offload.ledger.resident(tier) == 0 for tier in Tier)
+    wait_until_nothing_is_resident(offload)
 
 
 def test_a_graph_is_used_twice_and_differentiated_twice(packing):

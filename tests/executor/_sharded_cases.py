@@ -1,4 +1,4 @@
-"""What ranks of `test_sharded` do: train models that FSDP2 shards, eagerly and as planned.
+"""Cases for the ranks of `test_sharded`: models that FSDP2 shards train eagerly and as planned.
 
 A case returns names of what differs from eager training, or what it has measured. What a case that
 fails returns is its traceback.
@@ -558,7 +558,7 @@ CASES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def found_in(names: list[str], store: Path, output: Path) -> dict[str, Any]:
+def run_cases(names: list[str], store: Path, output: Path) -> dict[str, Any]:
     """Run cases on this rank; return by name what each has found."""
     _cache.private_directory = lambda folder: output  # plans of other runs stay out
     distributed.init_process_group("gloo", timeout=timedelta(seconds=60))

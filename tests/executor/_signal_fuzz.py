@@ -131,8 +131,10 @@ def kill(count: int, tier: str, store: Path, *, seed: int = 0) -> Counter[str]:
 def _train_for_ever(tier: str, store: Path, writer: int) -> NoReturn:
     try:
         model, stepper = trainee(CASES[CASE], OPTIMIZER)
-        # Before torch 2.12 the fork of a process that has captured cannot differentiate.
-        step = bound(CASE, OPTIMIZER, model, stepper, share=SHARE, tier=tier, store=store, shadow=0)
+        # In torch 2.11 the fork of a process that has captured cannot differentiate.
+        shadow = 0 if torch.__version__ < "2.12" else None
+        options = {"share": SHARE, "tier": tier, "store": store, "shadow": shadow}
+        step = bound(CASE, OPTIMIZER, model, stepper, **options)
         step(CASES[CASE].batch)
         os.write(writer, b".")
         while True:

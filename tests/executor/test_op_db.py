@@ -32,7 +32,7 @@ with warnings.catch_warnings():
     from torch.testing._internal import common_methods_invocations
     from torch.testing._internal.common_methods_invocations import op_db
 
-pytestmark = pytest.mark.usefixtures("one_thread", "samples_at_once")
+pytestmark = pytest.mark.usefixtures("one_thread", "quick_samples")
 
 NUM_SAMPLES = 2  # of each operator and layout
 NUM_STEPS = 2
@@ -45,16 +45,17 @@ OTHER_BITS = {
     "prod": "as masked.prod",
     "cumprod": "as masked.prod",
     "masked.cumprod": "as masked.prod",
-    "linalg.vander": "as masked.prod: before torch 2.12 its powers are a cumprod",
 }
 """Operators that are equal to 1e-5 only, and why."""
 
 REFUSED_BY_TORCH = {
     "nn.functional.multilabel_margin_loss": "its decomposition wants no targets without dimensions",
 }
-if torch.__version__ < "2.12":  # compared as a version
-    REFUSED_BY_TORCH["view_copy"] = "its fake kernel takes no transposed tensors"
 """Operators some of whose samples no fake kernel takes."""
+
+if torch.__version__ < "2.12":  # compared as a version
+    OTHER_BITS["linalg.vander"] = "as masked.prod: in torch 2.11 its powers are a cumprod"
+    REFUSED_BY_TORCH["view_copy"] = "in torch 2.11 its fake kernel takes no transposed tensors"
 
 
 class Sample(nn.Module):

@@ -41,7 +41,7 @@ MESSAGES = {
 
 def found_by_ranks(names: list[str], output: Path, store: Path) -> list[dict[str, Any]]:
     """What each rank has found, by case."""
-    found = spawn(functools.partial(_sharded_cases.found_in, names, store), NUM_RANKS, output)
+    found = spawn(functools.partial(_sharded_cases.run_cases, names, store), NUM_RANKS, output)
     errors = [case["error"] for each in found for case in each.values() if "error" in case]
     assert not errors, errors[0]
     return found

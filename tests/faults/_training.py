@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import os
-import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 import penstock
+from _waiting import wait_until
 from penstock.activations import Offload
 from penstock.memory import FileStore, Tier
 
@@ -96,11 +96,3 @@ def steps_until_stopped(offload: Offload) -> None:
     wait_until(lambda: stopped(offload))
     for _ in range(2):
         assert equal(gradients(forward()))
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Poll `condition`; transfers run in threads."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.005)

@@ -36,8 +36,8 @@ from _training import (
     offloading,
     steps_until_stopped,
     stopped,
-    wait_until,
 )
+from _waiting import wait_until
 from penstock.errors import (
     CapacityError,
     StoreFullError,

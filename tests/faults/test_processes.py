@@ -32,8 +32,8 @@ from _training import (
     forward,
     gradients,
     offloading,
-    wait_until,
 )
+from _waiting import wait_until
 from penstock.activations import Offload
 from penstock.errors import StoreError
 from penstock.memory import FileStore

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -15,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import _models
 import penstock
+from _waiting import wait_until
 from penstock.activations import Offload
 
 transformers = pytest.importorskip("transformers", reason="penstock[demo] installs Transformers")
@@ -223,13 +223,3 @@ def test_trainer(store, tmp_path, options):
     offload.close()
     assert report.num_steps == 4 * options.get("gradient_accumulation_steps", 1)
     assert report.bytes_written > 0
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Poll `condition`; transfers run in threads."""
-    event = threading.Event()
-    for _ in range(int(seconds / 0.005)):
-        if condition():
-            return
-        event.wait(0.005)
-    raise AssertionError("the condition did not come true in time")

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from _waiting import wait_until
 from penstock.errors import CapacityError
 from penstock.memory import StagingBuffer, StagingPool
 
@@ -17,13 +18,6 @@ def in_thread(work, *args) -> threading.Thread:
     thread = threading.Thread(target=work, args=args)
     thread.start()
     return thread
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_buffers_are_aligned_writable_and_separate():

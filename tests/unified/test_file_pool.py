@@ -155,13 +155,10 @@ def test_a_name_that_leads_elsewhere_is_refused(few, tmp_path, how):
         assert (table[ROW] == 0).all()
 
 
-def test_a_file_that_gets_the_inode_of_one_that_is_gone_is_another_one(
-    few, real_disk, tmp_path_factory
-):
+def test_a_file_that_gets_the_inode_of_one_that_is_gone_is_another_one(few, tmp_path):
     """Disks give an inode that is free to the next file: the time of birth tells them apart."""
-    folder = tmp_path_factory.mktemp("tables")
-    *others, table = tables(folder, 4)
-    path = folder / "table3"
+    *others, table = tables(tmp_path, 4)
+    path = tmp_path / "table3"
     inode = os.stat(path).st_ino
     be_closed(table, others)
     path.unlink()

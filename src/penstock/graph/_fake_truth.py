@@ -58,7 +58,7 @@ def corrected(
         return result
     if func._opname in ("max_unpool2d", "max_unpool3d"):
         return result.contiguous(memory_format=suggest_memory_format(args[0]))
-    if func._opname in _SCATTERS and _is_expanded(result):  # before torch 2.12, as its operand is
+    if func._opname in _SCATTERS and _is_expanded(result):  # in torch 2.11, as its operand is
         return torch.empty_like(args[0])
     if func is aten.mkldnn_rnn_layer.default:
         shapes = tuple(tuple(tensor.shape) for tensor in args[:7])

@@ -25,7 +25,7 @@ _uses = itertools.count()
 
 
 class PooledFile:
-    """A file that is open to be read while it is in use; thread-safe, and at home in a fork.
+    """A file that is open to be read while it is in use; thread-safe and fork-safe.
 
     As a context it gives the descriptor. While it is idle it may be closed; it is opened by its
     name again then, and has to be the same file. One that has lost its name stays open.
