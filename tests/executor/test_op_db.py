@@ -53,6 +53,9 @@ REFUSED_BY_TORCH = {
 }
 """Operators some of whose samples no fake kernel takes."""
 
+WANT_ROWS = {"torch.ops.aten._scaled_dot_product_flash_attention_for_cpu"}
+"""Operators that read what was never written where the last dimension is not contiguous."""
+
 if torch.__version__ < "2.12":  # compared as a version
     OTHER_BITS["linalg.vander"] = "as masked.prod: in torch 2.11 its powers are a cumprod"
     REFUSED_BY_TORCH["view_copy"] = "in torch 2.11 its fake kernel takes no transposed tensors"
@@ -199,7 +202,8 @@ def test_operators_train_as_they_do_eagerly(part):
         except RuntimeError:
             continue  # for other devices
         chosen = samples[:: max(1, len(samples) // NUM_SAMPLES)]
-        layouts = [(sample, swap) for sample in chosen for swap in (False, True)]
+        swaps = (False,) if op.name in WANT_ROWS else (False, True)
+        layouts = [(sample, swap) for sample in chosen for swap in swaps]
         trainable = [each for each in layouts if eagerly(op, [each]) is not None]
         together = bool(trainable) and op.name not in REFUSED_BY_TORCH
         for group in [trainable] if together else [[each] for each in trainable]:
