@@ -14,12 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    UnsupportedOperatorException,
-)
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,7 +31,7 @@ from penstock.graph._encoding import (
     encode_constant,
 )
 from penstock.graph._facts import Facts, facts_of, touched_bytes
-from penstock.graph._fake_truth import corrected
+from penstock.graph._fake_results import SYMBOLS, run_fake
 from penstock.graph._known import KnownValues
 from penstock.graph._scalars import Expression, ScalarNode, traced_float, views_of
 from penstock.graph._schemas import Schema, draws, schema_of, writes_nothing
@@ -58,7 +53,6 @@ _FACTORIES: dict[str, float | str | None] = {  # the number, or the argument tha
     **dict.fromkeys(("full", "full_like", "new_full"), "fill_value"),
     "scalar_tensor": "s",
 }
-_SYMBOLS = (torch.SymFloat, torch.SymInt, torch.SymBool)
 
 
 @dataclass(slots=True)
@@ -257,7 +251,7 @@ class Recorder(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             return self._number_of(args[0], func)
         if func.namespace == "prim":
-            return func(*args, **kwargs)
+            return _told(func, args, kwargs)
         schema = schema_of(func)
         if schema.composite:
             with self:
@@ -275,7 +269,7 @@ class Recorder(TorchDispatchMode):
         if schema.returns_first and self.phase is Phase.OPTIMIZER and args[0].dim():
             result = args[0]  # an update in place: there is nothing to find out about the result
         else:
-            result = _run_fake(func, args, kwargs)
+            result = run_fake(func, args, kwargs)
         self._write_down(func, schema, args, kwargs, result)
         return result
 
@@ -480,7 +474,7 @@ class Recorder(TorchDispatchMode):
             view = self.view(value)
             reads[view.value] = None
             return view
-        if isinstance(value, _SYMBOLS):
+        if isinstance(value, SYMBOLS):
             return self._encode_number(value.node, reads)
         if isinstance(value, (list, tuple)):
             return tuple(self._encode(item, reads) for item in value)
@@ -616,6 +610,15 @@ class Recorder(TorchDispatchMode):
         self._append(draft)
 
 
+def _told(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Answer a question about a tensor; that for its device, which most are, without asking."""
+    if func is torch.ops.prim.device.default:
+        tensor = args[0]
+        if isinstance(tensor, FakeTensor) and not tensor.fake_mode.in_kernel_invocation:
+            return tensor.fake_device
+    return func(*args, **kwargs)
+
+
 def _row_by_row(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether a softmax or its gradient may be written over an operand.
 
@@ -637,40 +640,6 @@ def _decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             f"{user_line()}: the course of {func} depends on the data; a captured step has one "
             "course of events: pass numbers instead of tensors, or do this outside of the step"
         ) from error
-
-
-def _run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    try:
-        result = func(*map(_hint, args), **{name: _hint(value) for name, value in kwargs.items()})
-        return corrected(func, args, kwargs, result)
-    except (DynamicOutputShapeException, DataDependentOutputException) as error:
-        raise CaptureError(
-            f"{user_line()}: the shape or value of the result of {error.func} depends on the data; "
-            f"a captured step has static shapes: {_way_around(func)}"
-        ) from error
-    except UnsupportedOperatorException as error:
-        raise CaptureError(
-            f"{user_line()}: operator {error.func} has no fake kernel, so that its result's shape "
-            "is unknown; register one with torch.library.register_fake"
-        ) from error
-
-
-def _way_around(func: Any) -> str:
-    if "ctc_loss" in func._opname:
-        return "CTC sizes its tables by the lengths; train such a model under penstock.offload"
-    return "pad to a fixed size, or mask with torch.where"
-
-
-def _hint(value: Any) -> Any:
-    """Replace traced numbers by numbers; shapes do not depend on them."""
-    if isinstance(value, _SYMBOLS):
-        return value.node.hint
-    if type(value) in (list, tuple):
-        return type(value)(map(_hint, value))
-    if type(value) is torch.Tensor:
-        wrapped = getattr(value, "_wrapped_number", None)
-        return value if wrapped is None else wrapped.node.hint
-    return value
 
 
 def _results_of(result: Any) -> list[torch.Tensor | None]:

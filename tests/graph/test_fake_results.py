@@ -1,0 +1,94 @@
+"""Results that are made from known forms are those of the fake kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from _traps import CASES as TRAPS
+from _zoo import CASES as ZOO
+from penstock.graph import _fake_results, _recorder, capture
+
+CASES = ZOO | TRAPS
+aten = torch.ops.aten
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def looks(result: Any, operands: list[torch.Tensor]) -> list[Any]:
+    """What can be told of results without numbers, and the operands whose bytes they are."""
+    return [
+        (
+            *(each.shape, each.stride(), each.storage_offset(), each.dtype, each.device),
+            *(each.untyped_storage().nbytes(), type(result), each.is_contiguous()),
+            [
+                number
+                for number, operand in enumerate(operands)
+                if operand.untyped_storage()._cdata == each.untyped_storage()._cdata
+            ],
+        )
+        for each in tensors_in(result)
+    ]
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[str]:
+    """Names of operators whose results were made, each time after a comparison."""
+    names: list[str] = []
+    make, run_fake = _fake_results._made, _fake_results.run_fake
+    is_made: list[bool] = []
+
+    def noted(*args: Any) -> Any:
+        is_made.append(True)
+        return make(*args)
+
+    def compared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_made.clear()
+        result = run_fake(func, args, kwargs)
+        if is_made:
+            names.append(func._opname)
+            args = tuple(map(_fake_results._hint, args))
+            kwargs = {name: _fake_results._hint(value) for name, value in kwargs.items()}
+            operands = tensors_in((args, kwargs))
+            anew = _fake_results._run(func, args, kwargs)
+            assert looks(result, operands) == looks(anew, operands), func
+        return result
+
+    monkeypatch.setattr(_fake_results, "_made", noted)
+    monkeypatch.setattr(_recorder, "run_fake", compared)
+    monkeypatch.setattr(_fake_results, "_known", {})
+    return names
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_they_are_as_those_of_the_kernels(name, made):
+    case = CASES[name]
+    model = case.make()
+    capture(model, torch.optim.AdamW(model.parameters()), case.batch, loss=case.loss)
+    assert len(made) > len(set(made)) > 3
+
+
+def test_what_is_no_matter_of_forms_is_not_kept(made):
+    """Numbers of other types, views of other operands, results that are operands."""
+    run = _recorder.run_fake
+    with FakeTensorMode():
+        x = torch.zeros(4, 6, dtype=torch.int64)
+        for number, dtype in ((1, torch.int64), (1.0, torch.float32), (True, torch.int64)) * 2:
+            assert run(aten.add.Tensor, (x, number), {}).dtype is dtype
+        for operand in (x, x.clone()):
+            view = run(aten.t.default, (operand,), {})
+            assert view.untyped_storage()._cdata == operand.untyped_storage()._cdata
+        for operand in (x[:2], x[2:]):
+            view = run(aten.t.default, (operand,), {})
+            assert view.storage_offset() == operand.storage_offset()
+        for _ in range(2):
+            assert run(aten.relu_.default, (x,), {}) is x
+            changed = run(aten._unsafe_view.default, (x, [6, 4]), {})
+            assert isinstance(changed, FakeTensor)
+    assert set(made) == {"add", "t"}
