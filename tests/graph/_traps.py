@@ -78,10 +78,29 @@ class OneBlock(nn.Module):
         return (left @ self.first @ self.second.t() - right).square().sum()
 
 
+class PicturesOfOne(nn.Module):
+    """Pictures of one pixel: strides of any layout are contiguous, and kernels differ by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(220, 220)
+        self.first, self.second = nn.Conv2d(220, 220, 1), nn.Conv2d(220, 220, 1)
+        self.norm, self.last = nn.BatchNorm2d(220), nn.BatchNorm2d(220)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 220).reshape(220, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        pixels = self.linear(x.permute(0, 2, 3, 1).reshape(len(x), 1, 220))
+        x = x + self.scale * pixels.reshape(len(x), 1, 1, 220).permute(0, 3, 1, 2)
+        x = x + self.scale * self.second(F.gelu(self.norm(x)))
+        return self.last(x).cos().mean()
+
+
 CASES = {
     "checkpointed": Case(lambda: Checkpointed(False), ROWS),
     "checkpointed, reentrant": Case(lambda: Checkpointed(True), ROWS.clone().requires_grad_()),
     "mixed precision": Case(MixedPrecision, ROWS),
     "aliases": Case(Aliases, IDS),
+    "pictures of one": Case(PicturesOfOne, torch.linspace(-2, 2, 660).sin().reshape(3, 220, 1, 1)),
     "one block": Case(OneBlock, (ROWS[:, :4], ROWS[:, 4:])),
 }

@@ -10,7 +10,7 @@ import functools
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
+from torch._prims_common import make_contiguous_strides_for, suggest_memory_format
 from torch.utils._mode_utils import no_dispatch
 
 aten = torch.ops.aten
@@ -86,7 +86,10 @@ def _with_true_layouts(
     is_random = torch.Tag.nondeterministic_seeded in func.tags
     is_plain = is_elementwise and not is_random
     is_plain = is_plain and not any(isinstance(each, torch.Tensor) for each in kwargs.values())
-    if all(each.is_contiguous() for each in full) or not is_plain:
+    # Where a size is one, strides of any layout are contiguous, and kernels look at them.
+    if all(each.stride() == make_contiguous_strides_for(each.shape) for each in full):
+        return result
+    if not is_plain:
         return result
     with no_dispatch(), torch._C._AutoDispatchBelowAutograd():
         small = [_small(each) if isinstance(each, torch.Tensor) else each for each in args]
