@@ -60,7 +60,7 @@ def test_the_whole_demo_small(real_disk: Path, tmp_path: Path):
     assert numbers["bitwise_equal"] is True
     assert [arm["arm"] for arm in numbers["arms"]] == [
         *("stock", "checkpoint", "penstock"),
-        *("planned-2", "planned-4", "planned-8", "planned-12"),
+        *("planned-2", "planned-4", "planned-8"),
     ]
     for arm in numbers["arms"]:
         assert (len(arm["step_seconds"]), len(arm["losses"])) == (2, 3)

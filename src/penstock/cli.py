@@ -273,7 +273,7 @@ def demo(
     plan_seconds: Annotated[int, _hidden_option("Seconds for each plan.")] = 8,
 ) -> None:
     """Train a small GPT-2 and compare: stock, checkpointing, Penstock, and planned steps in 1/2,
-    1/4, 1/8 and 1/12 of the memory.
+    1/4 and 1/8 of the memory.
 
     Each way runs in a process of its own, and they take turns, a step each. They learn from the
     Python sources of this machine; nothing is downloaded. Together they need about 8 GB. Shown are

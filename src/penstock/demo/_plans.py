@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from penstock.executor import PlannedStep
 
-DIVISORS = (2, 4, 8, 12)
+DIVISORS = (2, 4, 8)
 """Of the memory that a plan without limits needs, which is what the program itself does."""
 
 _NUM_RUNS = 3  # of each operator, where their times are measured

@@ -14,13 +14,17 @@ from torch._prims_common import make_contiguous_strides_for, suggest_memory_form
 from torch.utils._mode_utils import no_dispatch
 
 aten = torch.ops.aten
-_CONTIGUOUS = (
-    "native_batch_norm",
-    "_native_batch_norm_legit",
-    "_batch_norm_with_update",
-    "normal",
-)
-"""Operators whose results are contiguous where their first operand has no memory format."""
+_LAID_OUT_LIKE = {
+    **dict.fromkeys(
+        ("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"), 0
+    ),
+    **dict.fromkeys(("native_batch_norm_backward", "native_group_norm_backward"), 1),
+    "native_layer_norm_backward": None,
+    **dict.fromkeys(("native_dropout", "normal"), 0),
+}
+"""CPU kernels whose first result has the memory format of an operand, or is contiguous (None)."""
+_WITH_STRIDES = ("native_dropout",)
+"""Those of them that keep strides of an operand without a memory format; others are contiguous."""
 _ELEMENTWISE = (
     *("log_sigmoid_forward", "log_sigmoid_backward", "softplus_backward", "elu_backward"),
     *("gelu_backward", "silu_backward", "mish_backward", "sigmoid_backward", "tanh_backward"),
@@ -50,12 +54,11 @@ def corrected(
     result = _apart(result)
     if func._opname in _NORMS and args[0].device.type == "cpu":
         result = _with_statistics(args, result)
-    if func._opname in _CONTIGUOUS and isinstance(args[0], torch.Tensor):
-        if args[0].device.type == "cpu" and not _is_dense(args[0]):
-            first = result[0] if isinstance(result, tuple) else result
-            first = first.contiguous()
-            return (first, *result[1:]) if isinstance(result, tuple) else first
-        return result
+    if func._opname in _LAID_OUT_LIKE:
+        first, *others = result if isinstance(result, tuple) else (result,)
+        if isinstance(first, torch.Tensor) and first.device.type == "cpu":
+            first = _laid_out(func._opname, args, first)
+        return (first, *others) if isinstance(result, tuple) else first
     if func._opname in ("max_unpool2d", "max_unpool3d"):
         return result.contiguous(memory_format=suggest_memory_format(args[0]))
     if func._opname in _SCATTERS and _is_expanded(result):  # in torch 2.11, as its operand is
@@ -67,6 +70,26 @@ def corrected(
     if func.namespace == "aten" and not func._schema.is_mutable:
         return _with_true_layouts(func, args, kwargs, result)
     return result
+
+
+def _laid_out(name: str, args: tuple[Any, ...], first: torch.Tensor) -> torch.Tensor:
+    """The first result of one of these operators, as the real kernel lays it."""
+    position = _LAID_OUT_LIKE[name]
+    memory_format: torch.memory_format | None = torch.contiguous_format
+    if position is not None:
+        if not isinstance(args[position], torch.Tensor):
+            return first
+        if name == "native_batch_norm_backward" and _are_apart(*args[:2]):
+            return torch.empty_like(args[position])
+        memory_format = _memory_format(args[position])
+        if memory_format is None and name in _WITH_STRIDES:
+            return first
+    return torch.empty(
+        first.shape,
+        dtype=first.dtype,
+        device=first.device,
+        memory_format=memory_format or torch.contiguous_format,
+    )
 
 
 def _with_true_layouts(
@@ -133,14 +156,16 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
     return any(size > 1 and not stride for size, stride in sizes)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie in one of torch's memory formats."""
-    return any(
-        tensor.is_contiguous(memory_format=each)
-        for each in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
-        if each is torch.contiguous_format
-        or tensor.dim() == (4 if each is torch.channels_last else 5)
-    )
+def _are_apart(*tensors: torch.Tensor) -> bool:
+    """Whether torch would choose different memory formats for results of these alone."""
+    return len({suggest_memory_format(each) for each in tensors}) > 1
+
+
+def _memory_format(tensor: torch.Tensor) -> torch.memory_format | None:
+    """In which of torch's memory formats its elements lie, if in one; contiguous before others."""
+    formats = [torch.contiguous_format]
+    formats += {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(tensor.dim(), [])
+    return next((each for each in formats if tensor.is_contiguous(memory_format=each)), None)
 
 
 def _with_statistics(args: tuple[Any, ...], result: Any) -> Any:
