@@ -173,27 +173,36 @@ def _unnamed_files() -> set[str]:
     return found
 
 
-def _left_behind(threads: set[threading.Thread], files: set[str]) -> list[str]:
-    """Penstock's threads (named "penstock...") and any unnamed files that were not there before."""
+def _num_allocating() -> int:
+    """How many uses of the caching allocator have begun and not ended."""
+    allocators = sys.modules.get("penstock.memory._cpu_allocator")
+    return 0 if allocators is None else allocators.CachingAllocator.instance()._num_acquired
+
+
+def _left_behind(threads: set[threading.Thread], files: set[str], num_allocating: int) -> list[str]:
+    """What was not there before: Penstock's threads (named "penstock..."), unnamed files, and
+    uses of its allocator.
+    """
     names = [
         f"thread {thread.name}"
         for thread in threading.enumerate()
         if thread not in threads and thread.name.startswith("penstock")
     ]
-    return names + [f"file {name}" for name in sorted(_unnamed_files() - files)]
+    names += [f"file {name}" for name in sorted(_unnamed_files() - files)]
+    return names + ["the allocator, in use"] * (_num_allocating() - num_allocating)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
-    """Fail a test that leaves a thread of Penstock's running or an unnamed file open."""
-    threads, files = set(threading.enumerate()), _unnamed_files()
+    """Fail a test that leaves a thread running, an unnamed file open or the allocator in use."""
+    before = set(threading.enumerate()), _unnamed_files(), _num_allocating()
     yield
-    if not _left_behind(threads, files):
+    if not _left_behind(*before):
         return
     # Objects in reference cycles, tracebacks above all, end with the next collection.
     gc.collect()
     deadline = time.monotonic() + SECONDS_TO_END
-    while left := _left_behind(threads, files):
+    while left := _left_behind(*before):
         if time.monotonic() > deadline:
             pytest.fail(f"left behind by this test: {', '.join(left)}")
         time.sleep(0.01)

@@ -42,7 +42,7 @@ def test_the_whole_demo_small(real_disk: Path, tmp_path: Path):
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    planned = [f"planned, 1/{divisor}" for divisor in (2, 4, 8, 12)]
+    planned = [f"planned, 1/{divisor}" for divisor in (2, 4, 8)]
     for arm in ("stock PyTorch", "checkpointing", "Penstock", *planned):
         assert f"{arm:<13}  step 3 of 3" in done.stdout  # progress
         assert f"\n  {arm}  " in done.stdout  # the table
