@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import penstock
-from _waiting import wait_until, wait_until_nothing_is_resident
+from _waiting import wait_until
 from penstock.activations import Offload
 from penstock.memory import Tier
 
@@ -34,7 +34,7 @@ def everything(store) -> Iterator[Offload]:
     yield offload
     gc.collect()
     offload.close()
-    wait_until_nothing_is_resident(offload)
+    assert all(offload.ledger.resident(tier) == 0 for tier in Tier)
 
 
 Trace = tuple[list[torch.Tensor], dict[str, torch.Tensor]]

@@ -21,6 +21,7 @@ from _waiting import wait_until, wait_until_nothing_is_resident
 from penstock.activations import Offload
 from penstock.activations._record import Record, SavedHandle
 from penstock.activations._small import Chunk, SmallHandle
+from penstock.memory import Tier
 
 MIB = 1024**2
 WIDTH = 128
@@ -206,7 +207,7 @@ def test_200_steps_of_small_saves(work, budget, language, store):
         repeat_without_growth(functools.partial(WORK[work], model), 170)
     assert bool(offload.report().bytes_written) is (budget is not None)
     offload.close()
-    wait_until_nothing_is_resident(offload)
+    assert all(offload.ledger.resident(tier) == 0 for tier in Tier)
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])

@@ -9,6 +9,7 @@ import torch
 
 import penstock
 from _waiting import wait_until_nothing_is_resident
+from penstock.memory import Tier
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread", "language")]
 KIB = 1024
@@ -97,7 +98,7 @@ def packing(store):
     offload = penstock.offload(store, device_memory=4 * KIB)
     yield offload
     offload.close()
-    wait_until_nothing_is_resident(offload)
+    assert all(offload.ledger.resident(tier) == 0 for tier in Tier)
 
 
 def test_a_graph_is_used_twice_and_differentiated_twice(packing):

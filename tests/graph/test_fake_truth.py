@@ -14,7 +14,11 @@ from torch.utils._pytree import tree_map_only
 from penstock.graph._fake_results import run_fake
 
 aten = torch.ops.aten
-PICTURES = {1: ((8, 1, 1, 1), (8, 1, 8, 8)), 3: ((72, 9, 3, 1), (72, 1, 24, 8))}  # contiguous, not
+# Contiguous, with the channels last, and for some sizes in neither format.
+PICTURES = {
+    1: ((8, 1, 1, 1), (8, 1, 8, 8)),
+    3: ((72, 9, 3, 1), (72, 1, 24, 8), (9, 18, 3, 1), (144, 18, 6, 2)),
+}
 ROWS = (24, 4, 1), (24, 1, 6)
 
 

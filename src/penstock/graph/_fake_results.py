@@ -32,7 +32,7 @@ _PLAIN = (
 
 
 class _Form(NamedTuple):
-    """What there is to know of a tensor but for its numbers; in elements."""
+    """Form of a tensor: all of it but its numbers; strides and offset in elements."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -77,8 +77,9 @@ def run_fake(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     kwargs = {name: _hint(value) for name, value in kwargs.items()}
     operands: list[FakeTensor] = []
     key = _key(func, args, kwargs, operands) if _is_told_by_forms(func) else None
-    if key is not None and key in _known:
-        return _made(_known[key], operands[0])
+    known = None if key is None else _known.get(key)  # another thread may clear it
+    if known is not None:
+        return _made(known, operands[0])
     result = _run(func, args, kwargs)
     if key is not None and (known := _known_from(result, operands, func.is_view)) is not None:
         if len(_known) >= _MAX_KNOWN:
@@ -122,7 +123,7 @@ def _hint(value: Any) -> Any:
 
 @functools.cache
 def _is_told_by_forms(func: torch._ops.OpOverload) -> bool:
-    """Whether the forms of its operands tell those of its results."""
+    """Tell if the forms of operands decide on those of results."""
     tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     if func.namespace != "aten" or func._schema.is_mutable or tags & set(func.tags):
         return False
@@ -139,7 +140,7 @@ def _key(
     kwargs: dict[str, Any],
     operands: list[FakeTensor],
 ) -> Any:
-    """Everything that the results' forms depend on; None if that is more. Collects the operands."""
+    """Collect the operands; return all that results' forms depend on, or None if that is more."""
     try:
         forms = tuple([_argument(value, operands) for value in args])
         named = tuple([(name, _argument(value, operands)) for name, value in kwargs.items()])
@@ -175,7 +176,7 @@ def _form(tensor: FakeTensor) -> _Form:
 
 
 def _known_from(result: Any, operands: list[FakeTensor], is_view: bool) -> _Known | None:
-    """What makes a result again; None if it is neither new nor a view of the first operand."""
+    """Return the forms of a result; None if it is neither new nor a view of the first operand."""
     container = type(result) if type(result) in (tuple, list) else None
     results = [result] if container is None else list(result)
     if not all(each is None or isinstance(each, FakeTensor) for each in results):

@@ -1,4 +1,4 @@
-"""Where fake kernels promise something else than the real ones give, and what is true.
+"""Corrections of fake kernels that promise something else than the real ones give.
 
 A result of the wrong size would be overwritten by its neighbour in an arena, silently. `run`
 compares every result with its promise; what it found is corrected here.
@@ -73,15 +73,16 @@ def corrected(
 
 
 def _laid_out(name: str, args: tuple[Any, ...], first: torch.Tensor) -> torch.Tensor:
-    """The first result of one of these operators, as the real kernel lays it."""
+    """Lay the first result of one of these operators as the real kernel does."""
     position = _LAID_OUT_LIKE[name]
     memory_format: torch.memory_format | None = torch.contiguous_format
     if position is not None:
         if not isinstance(args[position], torch.Tensor):
             return first
-        if name == "native_batch_norm_backward" and _are_apart(*args[:2]):
-            return torch.empty_like(args[position])
         memory_format = _memory_format(args[position])
+        if name == "native_batch_norm_backward":
+            suggested = [suggest_memory_format(each) for each in args[:2]]
+            memory_format = memory_format if suggested[0] == suggested[1] else suggested[1]
         if memory_format is None and name in _WITH_STRIDES:
             return first
     return torch.empty(
@@ -95,7 +96,7 @@ def _laid_out(name: str, args: tuple[Any, ...], first: torch.Tensor) -> torch.Te
 def _with_true_layouts(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Any:
-    """Where operands do not lie one row after the other, ask the operator itself, on small ones.
+    """Ask the operator itself, on small operands, where these do not lie one row after the other.
 
     Fake kernels that are made of others choose otherwise which operand the result lies like, and
     a sum over it then adds in another order.
@@ -110,9 +111,8 @@ def _with_true_layouts(
     is_plain = is_elementwise and not is_random
     is_plain = is_plain and not any(isinstance(each, torch.Tensor) for each in kwargs.values())
     # Where a size is one, strides of any layout are contiguous, and kernels look at them.
-    if all(each.stride() == make_contiguous_strides_for(each.shape) for each in full):
-        return result
-    if not is_plain:
+    is_canonical = all(each.stride() == make_contiguous_strides_for(shape) for each in full)
+    if is_canonical or not is_plain:
         return result
     with no_dispatch(), torch._C._AutoDispatchBelowAutograd():
         small = [_small(each) if isinstance(each, torch.Tensor) else each for each in args]
@@ -127,7 +127,7 @@ def _with_true_layouts(
         ]
     made = tuple(
         each
-        if each.shape != full[0].shape or each.stride() == true
+        if each.shape != shape or each.stride() == true
         else torch.empty_strided(each.shape, true, dtype=each.dtype, device=each.device)
         for each, true in zip(results, strides, strict=True)
     )
@@ -156,13 +156,8 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
     return any(size > 1 and not stride for size, stride in sizes)
 
 
-def _are_apart(*tensors: torch.Tensor) -> bool:
-    """Whether torch would choose different memory formats for results of these alone."""
-    return len({suggest_memory_format(each) for each in tensors}) > 1
-
-
 def _memory_format(tensor: torch.Tensor) -> torch.memory_format | None:
-    """In which of torch's memory formats its elements lie, if in one; contiguous before others."""
+    """Return the memory format in which its elements lie, contiguous before others; None: none."""
     formats = [torch.contiguous_format]
     formats += {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(tensor.dim(), [])
     return next((each for each in formats if tensor.is_contiguous(memory_format=each)), None)

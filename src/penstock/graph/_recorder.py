@@ -176,11 +176,11 @@ class Recorder(TorchDispatchMode):
         )
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's storage has been written down."""
+        """Tell if the tensor's storage has been written down."""
         return tensor.untyped_storage()._cdata in self._block_of_handle
 
     def is_known(self, tensor: torch.Tensor) -> bool:
-        """Whether no data can change the tensor's elements, and they are known."""
+        """Tell if the tensor's elements are known, and no data can change them."""
         known = self.knows(tensor) and self._known.knows(self.view(tensor))
         return known and not self._masks_of(tensor)
 
@@ -193,7 +193,7 @@ class Recorder(TorchDispatchMode):
         self._masks.add(name)
 
     def follows_full_mask(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor comes from such a mask alone, and its bits may depend on the branch that
+        """Tell if a tensor comes from such a mask alone, and its bits may depend on the branch that
         a program takes for it: kernels of half precision round in other places.
 
         The step is then one for such masks.
@@ -274,7 +274,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def has_lifted(self, tensor: object) -> bool:
-        """Whether a real tensor from outside of the step has been used in it."""
+        """Tell if a real tensor from outside of the step has been used in it."""
         return id(tensor) in self._lifted
 
     def _lift(self, value: Any, is_literal: bool) -> Any:
@@ -620,7 +620,7 @@ def _told(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _row_by_row(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a softmax or its gradient may be written over an operand.
+    """Tell if a softmax or its gradient may be written over an operand.
 
     The CPU kernels over the last dimension have read a row when they write it, element by element.
     """
