@@ -49,6 +49,7 @@ class Planner:
         budget: Bytes of the tiers.
         machine: What is planned for.
         time_limit: Seconds, for arms that search.
+        bound_seconds: For each bound of `bound_of`; None: those of the plans.
         seed: Of their random numbers.
     """
 
@@ -59,9 +60,11 @@ class Planner:
         machine: MachineProfile,
         *,
         time_limit: float,
+        bound_seconds: float | None = None,
         seed: int,
     ) -> None:
         self.graph, self.budget, self.machine = graph, budget, machine
+        self.bound_seconds = bound_seconds
         self.operator_seconds = operator_seconds(graph, machine)
         self.time_limit, self.seed = time_limit, seed
 
@@ -69,6 +72,22 @@ class Planner:
     def bound(self) -> Bound:
         """What no plan of the captured graph beats, whatever it decides."""
         return lower_bound(self.graph, self.operator_seconds, self.budget, self.machine)
+
+    def bound_of(self, arm: str, plan: Plan) -> Bound:
+        """What no plan beats in which as much is frozen, of the graph that a plan is for."""
+        if self.bound_seconds is None:
+            return plan.bound
+        graph, free = plan.planned_graph(self.graph), ABLATIONS.get(arm, Freedom())
+        bound = lower_bound(
+            graph,
+            operator_seconds(graph, self.machine),
+            self.budget,
+            self.machine,
+            reorder=free.reorder,
+            recompute=free.recompute,
+            time_limit=self.bound_seconds,
+        )
+        return max(bound, plan.bound, key=lambda each: each.seconds)
 
     def plan(self, arm: str) -> Plan:
         """The plan of an arm.

@@ -16,7 +16,8 @@ that, the least that every arm's model allows (`minimum`) takes its place.
 
 Arms (`_plan_arms.py`): paging on demand, SwapAdvisor's genetic search, a linear program per layer
 in torchtitan's style, torch's activation memory budget, ours, and ours with decisions frozen. Those
-that search have `--time-limit` seconds each; a row says how many. `--resume` leaves out rows of the
+that search have `--time-limit` seconds each, and bounds of ours a part of them, or
+`--bound-seconds`; a row says how many. `--resume` leaves out rows of the
 same graph and time limit; what captures a graph is part of the name of the file that keeps it.
 """
 
@@ -123,7 +124,7 @@ def arm_row(
     extra["planning_cpu_seconds"] = time.process_time() - cpu_began  # the machine may be shared
     check(planner.graph, plan)
     # Ours know the bound of what was frozen, and of the graph that they split.
-    bound = plan.bound if arm in (OURS, *ABLATIONS) else planner.bound
+    bound = planner.bound_of(arm, plan) if arm in (OURS, *ABLATIONS) else planner.bound
     extra |= {
         "outcome": "planned",
         "bound_parts": dict(bound.seconds_of),
@@ -172,7 +173,14 @@ def measure(
     rows = []
     for share, num_bytes in budgets(graph, options.shares).items():
         budget = Budget(device_bytes=num_bytes, host_bytes=HOST_BYTES)
-        planner = Planner(graph, budget, machine, time_limit=options.time_limit, seed=options.seed)
+        planner = Planner(
+            graph,
+            budget,
+            machine,
+            time_limit=options.time_limit,
+            bound_seconds=options.bound_seconds,
+            seed=options.seed,
+        )
         case = f"{CASES[name].title}; {share} of its peak, {machine.name}"
         extra = {
             "model": name,
@@ -182,6 +190,7 @@ def measure(
             "num_operators": len(graph.operators),
             "graph_digest": graph.digest,
             "time_limit": options.time_limit,
+            "bound_seconds": options.bound_seconds,
             "seed": options.seed,
         }
         for arm in options.arms:
@@ -220,6 +229,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="leave out rows that are there")
     parser.add_argument("--swapadvisor", action="store_true", help="only the models of its table")
     parser.add_argument("--time-limit", type=float, default=None, metavar="SECONDS")
+    parser.add_argument(
+        "--bound-seconds",
+        type=float,
+        default=None,
+        metavar="SECONDS",
+        help="prove the bounds of our plans anew for so long, not for a part of the time limit",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--machine", default="v100-16gb-pcie3", metavar="NAME")
     parser.add_argument(

@@ -47,6 +47,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
+MANY_OBJECTS = 20_000
 SECONDS_TO_END = 5.0  # how long worker threads may take to notice that their owner is gone
 
 
@@ -268,9 +269,19 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_finish() -> None:
-    """Take what the imports have made out of collections: hundreds of captures would look at it."""
+    """Take what the imports have made out of collections, and out of captures, which look at all
+    objects there are (see `penstock.graph._generators`): there are thousands of these.
+    """
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Do the same where a test has left much: libraries that it imported, and caches."""
+    if len(gc.get_objects()) > MANY_OBJECTS:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

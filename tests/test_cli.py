@@ -321,7 +321,7 @@ def test_trainers_of_a_script_run_as_planned(store: Path, tmp_path: Path):
     (steps,) = report["planned"]
     assert steps["num_steps"] == 3
     assert steps["arena_bytes"] + steps["workspace_bytes"] <= 768 << 10
-    assert "3 steps by 1 plans in " in "".join(OURS.findall(planned.stderr))
+    assert "3 steps by 1 plan in " in "".join(OURS.findall(planned.stderr))
 
 
 LOOP = """

@@ -116,6 +116,15 @@ def test_a_compiler_that_is_none(monkeypatch: pytest.MonkeyPatch):
     assert "g++" in check.remedy
 
 
+def test_a_python_without_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(env.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    check = only(env._check_headers)
+    assert check.status == "note" and str(tmp_path) in check.value
+    assert "python3-dev" in check.remedy
+    (tmp_path / "Python.h").touch()
+    assert not list(env._check_headers())
+
+
 def test_a_compiler_that_cannot_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\necho 'no headers here' >&2\nexit 1\n")

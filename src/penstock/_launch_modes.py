@@ -159,7 +159,7 @@ def _offload_lines(report: OffloadReport) -> list[str]:
         return ["the script saved no activations for a backward pass; nothing was offloaded"]
     share = report.offloaded_bytes / max(report.saved_bytes, 1)
     return [
-        f"{report.num_steps} steps saved {format_bytes(report.saved_bytes)}; "
+        f"{_count(report.num_steps, 'step')} saved {format_bytes(report.saved_bytes)}; "
         f"{format_bytes(report.offloaded_bytes)} ({share:.0%}) left the device, "
         f"at most {format_bytes(report.peak_device_bytes)} were on it at once; "
         f"waited {format_seconds(report.stall_seconds)}",
@@ -192,7 +192,7 @@ def _script_line() -> str:
 
 def _planned_line(report: TrainingReport) -> str:
     line = (
-        f"{report.num_planned_steps} steps by {report.num_plans} plans in "
+        f"{_count(report.num_planned_steps, 'step')} by {_count(report.num_plans, 'plan')} in "
         f"{format_bytes(report.arena_bytes + report.workspace_bytes)}; "
         f"{format_bytes(sum(report.moved_bytes.values()))} moved in each; "
         f"{format_seconds(report.step_seconds)} a step (planned "
@@ -202,5 +202,9 @@ def _planned_line(report: TrainingReport) -> str:
     if report.num_padded_steps:
         line += f"; {report.num_padded_steps} padded"
     if report.num_ordinary_steps:
-        line += f"; {report.num_ordinary_steps} ordinary steps beside them"
+        line += f"; {_count(report.num_ordinary_steps, 'ordinary step')} beside them"
     return line
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -126,6 +126,19 @@ def test_rows_are_held_against_the_bound_of_what_was_frozen(planner):
     assert other.limit.value == pytest.approx(free.limit.value)
 
 
+def test_a_bound_may_be_proved_for_longer(planner):
+    """Of what was frozen, too; it is never lower than the one that the plan has."""
+    made = planner.plan(FROZEN)
+    assert planner.bound_of(FROZEN, made) is made.bound
+    planner.bound_seconds = 5.0
+    weak = dataclasses.replace(made.bound, seconds=0.0)
+    proved = planner.bound_of(FROZEN, dataclasses.replace(made, bound=weak))
+    assert not proved.reorder and not proved.recompute
+    assert proved.seconds == pytest.approx(made.bound.seconds)
+    strong = dataclasses.replace(made.bound, seconds=1e9)
+    assert planner.bound_of(FROZEN, dataclasses.replace(made, bound=strong)) is strong
+
+
 def test_rows_say_what_came_of_it(planner, tmp_path, capsys):
     where = environment("cpu")
     extra = {"share": "1/8", "model": "brnn-8k", "device_bytes": 1}

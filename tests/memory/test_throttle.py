@@ -1,7 +1,6 @@
 """The throttle keeps its rate, whoever asks and however much; mostly on a clock that tests move."""
 
 import threading
-import time
 
 import pytest
 from hypothesis import given
@@ -72,24 +71,53 @@ def test_the_rate_is_never_exceeded(rate: float, requests: list[tuple[int, float
             assert num_bytes <= rate * (clock.now - start + 0.010) * (1 + 1e-6)
 
 
-def test_threads_share_the_rate_and_none_is_starved():
-    throttle = Throttle(1e6)
+class SharedClock(Clock):
+    """Moves on to whoever wakes next once all its threads sleep, however busy the machine is."""
+
+    def __init__(self, num_threads: int) -> None:
+        super().__init__()
+        self.changed = threading.Condition()
+        self.num_awake = num_threads
+        self.wakes: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        with self.changed:
+            wake = self.now + seconds
+            self.wakes.append(wake)
+            self.stop()
+            self.changed.wait_for(lambda: self.now >= wake)
+
+    def stop(self) -> None:
+        """A thread sleeps, or has ended."""
+        with self.changed:
+            self.num_awake -= 1
+            if self.num_awake == 0 and self.wakes:
+                self.now = min(self.wakes)
+                self.num_awake = self.wakes.count(self.now)
+                self.wakes = [wake for wake in self.wakes if wake > self.now]
+                self.changed.notify_all()
+
+
+def test_threads_share_the_rate_and_none_is_starved(monkeypatch: pytest.MonkeyPatch):
+    clock = SharedClock(4)
+    monkeypatch.setattr(_throttle, "time", clock)
+    throttle, start = Throttle(1e6), clock.now
     ends: dict[int, float] = {}
 
     def work(index: int):
         for _ in range(5):
             throttle.acquire(5000)
-        ends[index] = time.monotonic()
+        ends[index] = clock.now - start
+        clock.stop()
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    start = time.monotonic()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert time.monotonic() - start >= 0.1 - 0.011
+    assert max(ends.values()) == pytest.approx(0.1, abs=0.011)
     # First come first served: the last turn of each lies in the last fifth of the time.
-    assert min(ends.values()) - start >= 0.06
+    assert min(ends.values()) >= 0.08 - 0.011
 
 
 def test_a_long_request_does_not_hold_the_lock_while_it_sleeps(monkeypatch: pytest.MonkeyPatch):

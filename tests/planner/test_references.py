@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import random
+import time
 
 import pytest
 import torch
@@ -136,3 +137,23 @@ def test_a_hopeless_plan_on_demand_gets_no_addresses(monkeypatch):
     monkeypatch.setattr(references, "plan_on_demand", None)
     task = references.ReferenceTask(graph, seconds, limits, machine, 0)
     assert references.fastest_with_references(task, fast, fast.bound, deadline=1e18) is fast
+
+
+def test_addresses_of_plans_on_demand_are_searched_for_no_longer_than_there_is_time(monkeypatch):
+    graph, share = random_step(2)
+    machine = graphs.machine(out=2.0 * UNIT, back=2.0 * UNIT)
+    seconds = operator_seconds(graph, machine)
+    limits = Budget(device_bytes=int(peak_of_program_order(graph) * share), host_bytes=1 << 40)
+    made = plan_on_demand(graph, operator_seconds=seconds, budget=limits, machine=machine)
+    asked = []
+
+    def find_nothing(buffers, *, time_limit, **options):
+        asked.append(time_limit)
+        time.sleep(time_limit)
+        raise InfeasibleError("nothing")
+
+    monkeypatch.setattr("penstock.planner.baselines._decisions.pack", find_nothing)
+    task = references.ReferenceTask(graph, seconds, limits, machine, 0)
+    deadline = time.monotonic() + 0.2
+    assert references.fastest_with_references(task, made, made.bound, deadline=deadline) is made
+    assert asked and sum(asked) <= 0.2

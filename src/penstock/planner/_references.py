@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,8 +29,6 @@ _logger = logging.getLogger(__name__)
 # A plan on demand that takes this many times as long in bytes alone gets no addresses; of short
 # steps all do.
 _HOPELESS, _FEW_OPERATORS = 1.25, 500
-# Addresses take so many times as long as the residency alone, about.
-_ADDRESSES_TIMES = 20
 
 
 @dataclass(frozen=True)
@@ -57,17 +56,18 @@ def fastest_with_references(
         task: The step and what it is planned for.
         found: The plan that a search found; None if it found none.
         bound: For the plan that is returned, if it is another one.
-        deadline: Time by `time.monotonic` after which nothing more is tried.
+        deadline: Time by `time.monotonic` after which nothing more is tried, if there is a plan.
 
     Returns:
         `found`, or what is faster; `notes["finalist"]` then says which. None if there is none.
     """
     best = found
     for arm in ON_DEMAND:
-        if time.monotonic() > deadline:
+        left = math.inf if best is None else deadline - time.monotonic()
+        if left <= 0:
             break
         try:
-            other = _plan_if_worth_it(task, arm, best, deadline)
+            other = _plan_if_worth_it(task, arm, best, left)
         except InfeasibleError:
             continue
         if other is None or (best is not None and _total_seconds(other) >= _total_seconds(best)):
@@ -81,11 +81,11 @@ def fastest_with_references(
 
 
 def _plan_if_worth_it(
-    task: ReferenceTask, arm: OnDemand, best: Plan | None, deadline: float
+    task: ReferenceTask, arm: OnDemand, best: Plan | None, seconds_left: float
 ) -> Plan | None:
-    """An arm's plan; None if it cannot be the fastest, or would come too late."""
+    """An arm's plan; None if it cannot be the fastest."""
+    began = time.monotonic()
     if best is not None and len(task.graph.operators) > _FEW_OPERATORS:
-        began = time.monotonic()
         seconds = seconds_by_bytes(
             task.graph,
             operator_seconds=task.operator_seconds,
@@ -93,9 +93,7 @@ def _plan_if_worth_it(
             machine=task.machine,
             arm=arm,
         )
-        now = time.monotonic()
-        is_late = now + (now - began) * _ADDRESSES_TIMES > deadline
-        if is_late or seconds > best.step_seconds * _HOPELESS:
+        if seconds > best.step_seconds * _HOPELESS:
             return None
     return plan_on_demand(
         task.graph,
@@ -103,6 +101,7 @@ def _plan_if_worth_it(
         budget=task.budget,
         machine=task.machine,
         arm=arm,
+        give_up_after=seconds_left - (time.monotonic() - began),
         seed=task.seed,
     )
 

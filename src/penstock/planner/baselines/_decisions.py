@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,9 +68,12 @@ def address_rooms(
     arrangement: Arrangement,
     *,
     capacity: int | None,
+    deadline: float,
     seed: int,
 ) -> tuple[list[int], int]:
     """Pack the rooms of a step, then those that are never free; a room keeps one address.
+
+    The search for addresses ends at a deadline, by `time.monotonic`, if it takes that long.
 
     Returns:
         Offsets of `residency.rooms`, `residency.always` and `residency.resident`, one after the
@@ -82,8 +86,9 @@ def address_rooms(
     lasting = [room.num_bytes for room in residency.always]
     lasting += [step.num_bytes[value] for value in residency.resident]
     buffers += [Buffer(0, num_positions, size, alignment=unit) for size in lasting]
+    left = min(PACK_SECONDS, max(deadline - time.monotonic(), 0.0))
     try:
-        packing = pack(buffers, capacity=capacity, time_limit=PACK_SECONDS, seed=seed)
+        packing = pack(buffers, capacity=capacity, time_limit=left, seed=seed)
     except InfeasibleError as error:
         given = capacity or 0
         return [], max(1, (error.minimum_device_bytes or 0) - given)

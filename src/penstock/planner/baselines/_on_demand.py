@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
@@ -50,6 +51,7 @@ def plan_on_demand(
     order: Sequence[int] | None = None,
     candidates: Collection[int] | None = None,
     time_limit: float = 60.0,
+    give_up_after: float = math.inf,
     seed: int = 0,
     progress: Progress | None = None,
     notes: dict[str, Any] | None = None,
@@ -71,6 +73,8 @@ def plan_on_demand(
         order: Operators by position, perhaps some of them repeatedly; the program's own if None.
         candidates: Values that may leave the device; any if None.
         time_limit: Not used: this takes seconds.
+        give_up_after: Seconds after which no other residency is tried, and addresses are searched
+            for no longer.
         seed: Of the packer.
         progress: Called with what is found before it has addresses.
         notes: For `Plan.notes`.
@@ -110,6 +114,7 @@ def plan_on_demand(
         idle_bytes=sum(step.num_bytes[value] for value in idle),
         budget=budget,
         seed=seed,
+        deadline=began + give_up_after,
         report=report,
     )
     return assemble(
@@ -181,6 +186,7 @@ def _with_addresses(
     idle_bytes: int,
     budget: Budget,
     seed: int,
+    deadline: float,
     report: Callable[[Arrangement], None],
 ) -> tuple[Residency, Arrangement, list[int]]:
     """The fastest residency that has addresses; it may have to do with fewer bytes than there are.
@@ -203,7 +209,9 @@ def _with_addresses(
             starving = attempt
             attempt = (starving + lacking) // 2
             continue
-        offsets, excess = address_rooms(step, residency, arrangement, capacity=limit, seed=seed)
+        offsets, excess = address_rooms(
+            step, residency, arrangement, capacity=limit, deadline=deadline, seed=seed
+        )
         if excess > 0:
             lacking = attempt
         else:
@@ -211,7 +219,8 @@ def _with_addresses(
             if fitting is None or arrangement.step_seconds < fitting[1].step_seconds:
                 fitting = (residency, arrangement, offsets)
             report(arrangement)
-        if limit is None or (fitting is not None and lacking - enough <= capacity * _CLOSE):
+        is_close = fitting is not None and lacking - enough <= capacity * _CLOSE
+        if limit is None or is_close or time.monotonic() > deadline:
             break
         middle = (max(enough, starving) + lacking) // 2
         less = attempt - max(excess, int(capacity * _MORE))
