@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import penstock
 from penstock.activations import _engine
 from penstock.activations._routes import FileRoute
 from penstock.activations._workers import Reaper
+from penstock.memory import Tier
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
 
@@ -53,6 +55,57 @@ def test_an_offload_is_collected_in_the_middle_of_its_own_graphs_backward(store,
     assert torch.equal(found, torch.autograd.grad(chain(x), x)[0])
     del loss, found
     assert closed.wait(20)  # when the graph was gone
+
+
+@pytest.fixture
+def slow_write(monkeypatch) -> tuple[threading.Event, threading.Event]:
+    """Set when the first write has begun; to be set when it may end."""
+    begun, go_on = threading.Event(), threading.Event()
+    store = FileRoute.store
+
+    def wait_and_store(*args: Any) -> Any:
+        begun.set()
+        assert go_on.wait(20)
+        return store(*args)
+
+    monkeypatch.setattr(FileRoute, "store", wait_and_store)
+    return begun, go_on
+
+
+def test_closing_waits_for_a_write_that_outlived_its_graph_and_the_block(store, slow_write):
+    begun, go_on = slow_write
+    offload = penstock.offload(store, policy="all", min_bytes=0)
+    with offload:
+        loss = chain(torch.randn(64, 64, requires_grad=True))
+        assert begun.wait(20)
+        del loss
+    closing = threading.Thread(target=offload.close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive() and offload.ledger.resident(Tier.DEVICE) > 0
+    go_on.set()
+    closing.join(20)
+    assert not closing.is_alive()
+    assert all(offload.ledger.resident(tier) == 0 for tier in Tier)
+
+
+def test_an_offload_that_is_gone_closes_after_a_write_that_outlived_it(
+    store, slow_write, monkeypatch
+):
+    begun, go_on = slow_write
+    close, closed = FileRoute.close, threading.Event()
+    monkeypatch.setattr(FileRoute, "close", lambda route: (close(route), closed.set()))
+    with penstock.offload(store, policy="all", min_bytes=0) as offload:
+        loss = chain(torch.randn(64, 64, requires_grad=True))
+        assert begun.wait(20)
+    ledger = offload.ledger
+    del offload
+    gc.collect()
+    del loss
+    assert not closed.wait(0.2)
+    go_on.set()
+    assert closed.wait(20)
+    assert all(ledger.resident(tier) == 0 for tier in Tier)
 
 
 def test_the_reaper_may_be_faster_than_a_thread_that_looks_up(monkeypatch):

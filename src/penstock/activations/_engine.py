@@ -813,10 +813,13 @@ class Engine:
         with self._lock:
             self._on_end = on_end
         if self.close():
-            self._run_on_end()
+            self._run_on_end([])
 
-    def _run_on_end(self) -> None:
-        on_end, self._on_end = self._on_end, None
+    def _run_on_end(self, threads: list[threading.Thread]) -> None:
+        """Call `on_end` once, after the transfers of dead records that `threads` are in."""
+        _join(threads)
+        with self._lock:
+            on_end, self._on_end = self._on_end, None
         if on_end is not None:
             on_end()
 
@@ -827,9 +830,9 @@ class Engine:
 
     def _stop_threads(self) -> None:
         self._reaper.stop()
-        self._stop_workers()
+        threads = self._stop_workers()
         if self._on_end is not None:
-            _thread.start_new_thread(self._run_on_end, ())
+            _thread.start_new_thread(self._run_on_end, (threads,))
 
     def disown(self) -> None:
         """In a forked child: the lock may be held by a thread that is not there."""

@@ -70,7 +70,7 @@ class Workers:
         self._rest = rest
         self._name = name
         self._num_threads = num_threads
-        self._threads: list[threading.Thread] = []
+        self._threads: list[threading.Thread] = []  # also told to stop: it may be in a transfer
         self._stop: list[bool] = [True]  # one flag per set of threads, shared with them
 
     def put(self, record: Record) -> None:
@@ -90,15 +90,19 @@ class Workers:
             for thread in threads:
                 thread.start()
             # Last: after an interrupt before it those that have started end, and others come.
-            self._threads, self._stop = threads, stop
+            living = [thread for thread in self._threads if thread.is_alive()]
+            self._threads, self._stop = living + threads, stop
         self._changed.notify_all()
 
     def stop(self) -> list[threading.Thread]:
-        """Tell the threads to end after the transfer they are in; returns them, to be joined."""
+        """Tell the threads to end after the transfer they are in.
+
+        Returns all that have not ended, to be joined: those that were told before, too.
+        """
         self._stop[0] = True
-        threads, self._threads = self._threads, []
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._changed.notify_all()
-        return threads
+        return list(self._threads)
 
     def _loop(self, stop: list[bool]) -> None:
         with self._changed.lock:
