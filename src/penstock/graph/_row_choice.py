@@ -103,7 +103,7 @@ class _Search:
         self.limit = max(max_bytes, *fixed, 0)
         self.chosen = {i for i in large if needed[i] > self.limit}
         self.touching: dict[int, list[int]] = {}
-        for index in range(len(graph.operators)):
+        for index in range(len(graph.operators) if self.chosen else 0):
             for storage in self.touched(index):
                 self.touching.setdefault(storage, []).append(index)
 

@@ -434,12 +434,17 @@ def _defaults(kind: type[Storage] | type[Operator]) -> list[tuple[str, Any]]:
     ]
 
 
+_PLAIN = frozenset({int, str, float, bool, type(None)})
+
+
 def _encode(value: Any) -> Any:
-    if type(value) in (int, str, float, bool):  # most are
+    if type(value) in _PLAIN:  # most are
         return value
     if isinstance(value, TensorView):
         return {"view": [value.value, value.dtype, [*value.shape], [*value.stride], value.offset]}
     if isinstance(value, tuple | list):
+        if _PLAIN.issuperset(map(type, value)):
+            return list(value)
         return [_encode(item) for item in value]
     if isinstance(value, Mapping):
         return {str(key): _encode(item) for key, item in value.items()}

@@ -130,26 +130,36 @@ def _visits(
     pinned: frozenset[int],
     in_place: bool,
 ) -> tuple[tuple[Visit, ...], dict[int, int]]:
-    """Scan the step from its end, twice, as it repeats: its visits, and `next_initial`."""
+    """Scan the step from its end: its visits, and `next_initial`."""
+    first_use = _first_uses(touches)
+    initials = {s.initial for s in graph.storages}
+    next_initial = {value: at for value, at in first_use.items() if value in initials}
+    # The step after needs what persistent storages hold, by this one's names.
+    lasting = {s.initial for s in graph.storages if s.persistent}
     num_positions = len(touches)
-    next_use: dict[int, int] = {}
-    next_initial: dict[int, int] = {}
-    visits: list[Visit] = []
-    for cycle in (1, 0):
-        visits = []
-        for position in range(num_positions - 1, -1, -1):
-            at = cycle * num_positions + position
-            visits.append(_visit(touches[position], next_use, at, num_bytes, pinned, in_place))
-        if cycle == 1:  # the step after needs what persistent storages hold, by this one's names
-            initials = {s.initial for s in graph.storages}
-            next_initial = {v: at - num_positions for v, at in next_use.items() if v in initials}
-            lasting = {s.initial for s in graph.storages if s.persistent}
-            next_use = {value: at for value, at in next_use.items() if value in lasting}
-            for final, initial in renamed.items():
-                if initial in next_use:
-                    next_use[final] = next_use.pop(initial)
+    next_use = {v: at + num_positions for v, at in first_use.items() if v in lasting}
+    for final, initial in renamed.items():
+        if initial in next_use:
+            next_use[final] = next_use.pop(initial)
+    visits = [
+        _visit(touches[position], next_use, position, num_bytes, pinned, in_place)
+        for position in range(num_positions - 1, -1, -1)
+    ]
     visits.reverse()
     return tuple(visits), next_initial
+
+
+def _first_uses(touches: Sequence[_Touch]) -> dict[int, int]:
+    """The position of the first use of each value that is there before the step makes any."""
+    first: dict[int, int] = {}
+    made: set[int] = set()
+    for position, touch in enumerate(touches):
+        for value in touch.needs:
+            if value not in made:
+                first.setdefault(value, position)
+        made.update(touch.creates)
+        made.update(new for _, new in touch.mutates)
+    return first
 
 
 @dataclass(frozen=True, slots=True)
