@@ -3,11 +3,12 @@
 units, errors, tables <- memory, codegen <- activations, unified, graph, rgnn, batching
   <- planner <- executor <- report <- integrations, cli
 
+No modules import each other in a circle, and none imports a private module of another package.
 Imports inside functions and under TYPE_CHECKING count as well: they are dependencies all the same.
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "penstock"
 
 LAYERS = [
-    {"units", "errors", "tables"},
+    {"units", "errors", "tables", "_version"},
     {"memory", "codegen"},
     {"activations", "unified", "graph", "rgnn", "batching"},
     {"planner"},
@@ -92,23 +93,70 @@ def room_of(module: str) -> str | None:
     return parts[1] if len(parts) > 1 else None
 
 
-def edges() -> list[tuple[str, str, str]]:
-    """Each import between rooms as (source room, target room, "file:line: imported name")."""
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def module_of(name: str) -> str:
+    """The module that a dotted name lies in, or is: "penstock.units" for "penstock.units.x"."""
+    while name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def imports() -> list[tuple[str, str, str]]:
+    """Each import as (module, imported module, "file:line: imported name")."""
     found = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        module = module_name(path)
-        source = room_of(module)
-        if source is None:  # __init__.py only names what the rooms offer
+    for module, path in MODULES.items():
+        if module == "penstock":  # only names what the rooms offer
             continue
         tree = ast.parse(path.read_text(), filename=str(path))
         is_package = path.name == "__init__.py"
         for line, name in imported_modules(tree, module=module, is_package=is_package):
-            target = room_of(name)
             where = f"{path.relative_to(PACKAGE.parent)}:{line}: {name}"
-            # `from penstock import offload` goes through the top; `__version__` lives there.
-            if target is not None and target != "__version__":
-                found.append((source, target, where))
+            found.append((module, module_of(name), where))
     return found
+
+
+def edges() -> list[tuple[str, str, str]]:
+    """Each import between rooms as (source room, target room, "file:line: imported name")."""
+    return [
+        (source, target, where)
+        for module, imported, where in imports()
+        if (source := room_of(module)) is not None and (target := room_of(imported)) is not None
+    ]
+
+
+def is_visible(module: str, target: str) -> bool:
+    """Whether a module may see another: what is private is so outside of its package."""
+    parts = target.split(".")
+    private = [i for i, part in enumerate(parts) if part.startswith("_") and part != "__main__"]
+    owner = parts[: private[0]] if private else []
+    return module.split(".")[: len(owner)] == owner
+
+
+def circle_in(graph: Mapping[str, Iterable[str]]) -> list[str]:
+    """The nodes of a circle in their order, the first one at both ends; empty if there is none."""
+    finished: set[str] = set()
+
+    def search(path: list[str]) -> list[str]:
+        for target in sorted(graph.get(path[-1], ())):
+            if target in path:
+                return [*path[path.index(target) :], target]
+            if target not in finished and (found := search([*path, target])):
+                return found
+        finished.add(path[-1])
+        return []
+
+    return next((found for node in sorted(graph) if (found := search([node]))), [])
+
+
+def graph_of(pairs: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
+    """What each source leads to, without itself."""
+    graph: dict[str, set[str]] = {}
+    for source, target in pairs:
+        if source != target:
+            graph.setdefault(source, set()).add(target)
+    return graph
 
 
 def test_every_room_has_its_place():
@@ -129,22 +177,24 @@ def test_imports_go_downward_only():
 
 
 def test_rooms_do_not_import_each_other_in_a_circle():
-    graph: dict[str, set[str]] = {}
-    for source, target, _ in edges():
-        if source != target:
-            graph.setdefault(source, set()).add(target)
-    finished: set[str] = set()
+    assert circle_in(graph_of((source, target) for source, target, _ in edges())) == []
 
-    def visit(room: str, path: tuple[str, ...]) -> None:
-        assert room not in path, f"circle: {' -> '.join([*path, room])}"
-        if room in finished:
-            return
-        for target in sorted(graph.get(room, ())):
-            visit(target, (*path, room))
-        finished.add(room)
 
-    for room in sorted(graph):
-        visit(room, ())
+def test_modules_do_not_import_each_other_in_a_circle():
+    assert circle_in(graph_of((module, target) for module, target, _ in imports())) == []
+
+
+def test_private_modules_are_imported_within_their_package_only():
+    assert [where for module, target, where in imports() if not is_visible(module, target)] == []
+
+
+def test_the_package_itself_is_imported_from_the_top_only():
+    wrong = [
+        where
+        for module, target, where in imports()
+        if target == "penstock" and room_of(module) not in LAYERS[-1]
+    ]
+    assert wrong == []
 
 
 def test_the_package_itself_imports_no_room_when_it_loads():
@@ -153,7 +203,7 @@ def test_the_package_itself_imports_no_room_when_it_loads():
     for node in at_load:
         assert isinstance(node, ast.ImportFrom)
         assert node.level == 0
-        assert node.module in {"importlib", "typing"}
+        assert node.module in {"importlib", "typing", "penstock._version"}
 
 
 @pytest.mark.parametrize(
@@ -192,3 +242,39 @@ def test_the_rule_itself(source: str, target: str, allowed: bool):
 def test_every_way_to_import_is_seen(statement: str, expected: str):
     seen = imported_modules(ast.parse(statement), module="penstock.memory._x", is_package=False)
     assert [name for _, name in seen] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("module", "target", "expected"),
+    [
+        ("penstock.graph._run", "penstock.graph._split", True),
+        ("penstock.planner.search._auto", "penstock.planner._plan", True),
+        ("penstock.planner._api", "penstock.planner.search._auto", False),
+        ("penstock.executor._fit", "penstock.graph._split", False),
+        ("penstock.executor._fit", "penstock.graph.encoding", True),
+        ("penstock.cli", "penstock._launch", True),
+        ("penstock.executor._fit", "penstock._version", True),
+    ],
+)
+def test_what_is_private_is_seen_from_its_package_only(module: str, target: str, expected: bool):
+    assert is_visible(module, target) is expected
+
+
+def test_a_circle_is_found_where_it_is_planted():
+    graph = {"a": {"b"}, "b": {"c", "d"}, "c": set[str](), "d": {"e"}}
+    assert circle_in(graph) == []
+    assert circle_in({**graph, "e": {"b"}}) == ["b", "d", "e", "b"]
+    assert circle_in({"a": {"b"}, "b": {"a"}}) == ["a", "b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("penstock.units.parse_bytes", "penstock.units"),
+        ("penstock.__version__", "penstock"),
+        ("penstock", "penstock"),
+        ("penstock.memory.Tier", "penstock.memory"),
+    ],
+)
+def test_a_name_lies_in_the_longest_module_that_is_there(name: str, module: str):
+    assert module_of(name) == module

@@ -8,6 +8,8 @@ touches no GPU, compiler, network or disk and does not import torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from penstock._version import __version__
+
 if TYPE_CHECKING:
     from penstock import (
         activations,
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
     from penstock.memory import FileStore, MachineProfile, probe
     from penstock.planner import Plan, plan
     from penstock.unified import UnifiedReport, UnifiedTensor, unify
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ExecutionReport",

@@ -140,7 +140,7 @@ def parse_device_memory(text: str | None, peak_bytes: int) -> int | None:
 def _task(graph: StepGraph, options: PlanOptions) -> _Task:
     from penstock.graph import operator_seconds
     from penstock.memory import machine, probe
-    from penstock.planner.baselines._order import peak_of_program_order
+    from penstock.planner.baselines import peak_of_program_order
 
     profile = probe(options.store) if options.machine is None else machine(options.machine)
     seconds = tuple(operator_seconds(graph, profile))
@@ -209,8 +209,7 @@ def _reference(method: str) -> Callable[..., Plan] | None:
     """The planner of a method that is there to compare with; None for those of `plan`."""
     import functools
 
-    from penstock.planner.baselines._layers_lp import plan_layers_lp
-    from penstock.planner.baselines._on_demand import plan_on_demand
+    from penstock.planner.baselines import plan_layers_lp, plan_on_demand
 
     planners: Mapping[str, Callable[..., Plan]] = {
         "layers-lp": plan_layers_lp,
@@ -298,7 +297,7 @@ def _run_sweep(task: _Task, out: Console, err: Console) -> None:
 
 def sweep_memory(task: _Task, err: Console) -> Sweep:
     """Plan for less and less memory until nothing fits; Ctrl-C ends the sweep."""
-    from penstock.planner.baselines._checkpointing import plan_checkpointing
+    from penstock.planner.baselines import plan_checkpointing
     from penstock.report import Sweep, SweepPoint
 
     ideal = sum(task.operator_seconds)

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from _planned import CASES, bound, trainee
 from penstock.executor import _operators
 from penstock.executor._entry_points import entry_point
-from penstock.graph._encoding import resolve
+from penstock.graph.encoding import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,7 +9,7 @@ from _planned import CASES, MACHINE, differences, everything, plan_within, train
 from penstock.errors import CaptureError, NonFiniteLossError
 from penstock.executor import bind, executable
 from penstock.graph import capture
-from penstock.graph._step_program import call_model, loss_of
+from penstock.graph.step_program import call_model, loss_of
 from penstock.planner import plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")

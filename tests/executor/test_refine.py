@@ -10,7 +10,7 @@ from _planned import plan_within
 from penstock.errors import GraphFileError
 from penstock.executor import bind, executable
 from penstock.graph import StepGraph, capture, measure
-from penstock.planner import check, plan
+from penstock.planner import check, plan, refine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -68,7 +68,7 @@ def test_costs_that_are_wrong_are_put_right(true_graph, share):
     _, report = run(found, graph, num_steps=3)
     true_seconds = tuple(operator.seconds or 0.0 for operator in true_graph.operators)
     report = dataclasses.replace(report, operator_seconds=true_seconds)
-    refined = found.refine(report, graph, time_limit=0.5)
+    refined = refine(found, report, graph, time_limit=0.5)
     check(graph, refined)
     assert refined.operator_seconds == pytest.approx(true_seconds)
     assert refined.ideal_seconds == pytest.approx(found.ideal_seconds / 3)
@@ -84,7 +84,7 @@ def test_a_refined_plan_predicts_what_is_measured(true_graph, share):
     graph = slowed(true_graph, 100)
     found = planned(graph, share)
     losses, report = run(found, graph)
-    refined = found.refine(report, graph, time_limit=0.5)
+    refined = refine(found, report, graph, time_limit=0.5)
     again, measured = run(refined, graph)
     assert again == losses
     error = abs(refined.step_seconds - measured.step_seconds)
@@ -120,7 +120,7 @@ def test_operators_that_were_taken_apart_take_what_their_parts_do():
         for _ in range(3):
             step(batch)
         report = step.report()
-    refined = found.refine(report, fused, time_limit=0.3)
+    refined = refine(found, report, fused, time_limit=0.3)
     measured = sum(seconds or 0 for seconds in report.operator_seconds)
     assert refined.ideal_seconds == pytest.approx(measured, rel=1e-6)
     assert refined.graph_digest == fused.digest
@@ -130,7 +130,7 @@ def test_a_report_without_times_is_refused(graph):
     found = plan(graph, machine="h200", time_limit=0.3)
     _, report = run(found, graph, num_steps=1)
     with pytest.raises(ValueError, match="at least twice"):
-        found.refine(report, graph)
+        refine(found, report, graph)
 
 
 def test_a_report_of_another_plan_is_refused(graph):
@@ -138,6 +138,6 @@ def test_a_report_of_another_plan_is_refused(graph):
     _, report = run(found, graph)
     other = dataclasses.replace(report, operator_seconds=report.operator_seconds[1:])
     with pytest.raises(ValueError, match="is for"):
-        found.refine(other, graph)
+        refine(found, other, graph)
     with pytest.raises(GraphFileError, match="not for"):
-        found.refine(report, dataclasses.replace(graph, device="cuda"))
+        refine(found, report, dataclasses.replace(graph, device="cuda"))

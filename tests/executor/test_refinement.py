@@ -27,7 +27,7 @@ from penstock.codegen import _cache
 from penstock.executor import _refinement
 from penstock.executor._refinement import Refinement
 from penstock.memory import FileStore, Link, Tier
-from penstock.planner import Plan
+from penstock.planner import Plan, as_measured, refine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CASE, OPTIMIZER = "mixture", "adamw"
@@ -70,7 +70,7 @@ def with_other_times(plan: Plan, graph, report, held_bytes) -> Plan:
     times = [s and s * (1 + i % 7) for i, s in enumerate(report.operator_seconds)]
     report = dataclasses.replace(report, operator_seconds=tuple(times))
     budget = _refinement._budget_within(plan.budget, report.workspace_bytes, held_bytes)
-    return dataclasses.replace(plan, budget=budget, seed=9).refine(report, graph, time_limit=0.5)
+    return refine(dataclasses.replace(plan, budget=budget, seed=9), report, graph, time_limit=0.5)
 
 
 @pytest.mark.parametrize("tier", ["host", "file"])
@@ -219,7 +219,7 @@ def test_operators_that_are_slower_than_thought_are_not_planned_again():
 @pytest.mark.parametrize("is_faster", [True, False])
 def test_the_faster_of_both_plans_stays(is_faster, caplog):
     said = Reported()
-    old = said.plan.as_measured(_with_links(said, 1e-3), said.graph)
+    old = as_measured(said.plan, _with_links(said, 1e-3), said.graph)
     found = said.decide(said.plan, step_seconds=old.step_seconds, links=1e-3)
     assert found is not said.plan
     assert found.step_seconds < 0.95 * old.step_seconds

@@ -19,7 +19,7 @@ from _planned import differences, everything, plan_within
 from penstock.errors import GraphFileError, PenstockError
 from penstock.executor import PlannedStep, bind, executable
 from penstock.graph import StepGraph, capture
-from penstock.graph._step_program import call_model
+from penstock.graph.step_program import call_model
 from penstock.planner import plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 
 from penstock.errors import StoreReadError
-from penstock.unified import _file_rows, _row_source, _row_writer, _unify, empty, unify
+from penstock.unified import _file_rows, _row_source, _row_writer, _tables, empty, unify
 from penstock.unified._file_rows import RowReader
 from penstock.unified._row_file import open_layout
 
@@ -254,7 +254,7 @@ def test_a_budget_for_rows_is_all_that_is_taken(path):
 
 def test_a_table_that_is_saved_is_not_kept(path, table, monkeypatch):
     """Each row is read once."""
-    monkeypatch.setattr(_unify, "_COPY_BYTES", TABLE_BYTES // 16)
+    monkeypatch.setattr(_tables, "_COPY_BYTES", TABLE_BYTES // 16)
     made = []
     monkeypatch.setattr(_row_source.RowSource, "_make_copy", made.append)
     unify(path).save_rows(path.with_name("y"))

@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from penstock.errors import CapacityError, WholeTableError
 from penstock.unified import UnifiedTensor, _host_memory, empty, unify
-from penstock.unified._placement import _NEW, HANDLERS
+from penstock.unified._placement import _NEW
+from penstock.unified._tensor import HANDLERS
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from torch import nn
 
 from penstock.errors import PenstockError, PlanError, StoreError
 from penstock.executor._debug import poison
-from penstock.executor._device import Device, device_of
+from penstock.executor._device import Device
+from penstock.executor._devices import device_of
 from penstock.executor._distributed import refuse_ranks_apart
 from penstock.executor._execution import Execution
 from penstock.executor._initial import Initial, Initializer
@@ -29,8 +30,8 @@ from penstock.executor._refinement import Refinement
 from penstock.executor._report import ExecutionReport
 from penstock.executor._shadow import Shadow
 from penstock.graph import StepGraph
-from penstock.graph._capture import check_optimizer
-from penstock.graph._step_program import StepProgram
+from penstock.graph.capturing import capture, check_optimizer
+from penstock.graph.step_program import StepProgram
 from penstock.memory import FileStore
 from penstock.planner import Plan, check
 
@@ -352,8 +353,6 @@ def bind(
         return _executions(pairs, model, optimizer, loss, file_store, debug, before)
 
     def with_first_batch(batch: Any, _: Blocks | None) -> list[Execution]:
-        from penstock.graph import capture
-
         found = capture(
             model, optimizer, batch, loss=loss, before_step=before_step, accumulate=accumulate
         )

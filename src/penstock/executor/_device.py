@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 
-from penstock.errors import GraphFileError
-from penstock.graph import StepGraph
 from penstock.memory import Link
-from penstock.memory._raw_memory import copy_bytes
+from penstock.memory.raw_memory import copy_bytes
 
 PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 * 2**20
@@ -111,24 +109,6 @@ class Device:
     def recorded(self, calls: Sequence[Callable[[], object]]) -> Callable[[], object] | None:
         """Run operators, and return what runs them again at once; None if there is no such way."""
         return None
-
-
-def device_of(graph: StepGraph) -> Device:
-    """Return the device that a step was captured for.
-
-    Raises:
-        GraphFileError: It is not here.
-    """
-    if graph.device == "cpu":
-        return Device()
-    if graph.device == "cuda" and torch.cuda.is_available():
-        from penstock.executor._cuda import CudaDevice
-
-        return CudaDevice()
-    raise GraphFileError(
-        f"the graph is of a step on {graph.device!r}, and there is no such device here: capture "
-        "the step with the model where it shall train"
-    )
 
 
 def anonymous(num_bytes: int) -> torch.Tensor:

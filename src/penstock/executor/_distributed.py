@@ -6,8 +6,8 @@ from torch import distributed, nn
 
 from penstock.errors import CaptureError
 from penstock.graph import StepGraph
-from penstock.graph._collectives import average_over_ranks_
-from penstock.graph._schemas import COLLECTIVES
+from penstock.graph.collectives import average_over_ranks_
+from penstock.graph.schemas import COLLECTIVES
 
 
 def average_gradients(model: nn.Module, group: distributed.ProcessGroup | None = None) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.graph._encoding import resolve
+from penstock.graph.encoding import resolve
 
 Function = Callable[..., Any]
 

@@ -34,7 +34,7 @@ from penstock.executor._stretches import Stretches
 from penstock.executor._timing import Timing, predicted_phase_seconds
 from penstock.executor._unchanged import Unchanged
 from penstock.graph import StepGraph
-from penstock.graph._bindings import bind_batch, bind_group_tensors, bind_numbers
+from penstock.graph.bindings import bind_batch, bind_group_tensors, bind_numbers
 from penstock.memory import Ledger, Link, Tier
 from penstock.planner import Plan, Transfer, simulate
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock._version import __version__
 from penstock.errors import InfeasibleError
 from penstock.executor._bind import PlannedStep, bind
 from penstock.executor._distributed import refuse_ranks_apart
@@ -237,8 +238,6 @@ def _made(graph: StepGraph, wanted: _Wanted, progress: Callable[[Found], None] |
 
 def _key(graph: StepGraph, wanted: _Wanted) -> list[object]:
     """What a plan depends on."""
-    from penstock import __version__
-
     where: object = None
     if wanted.store is not None:
         file_store = FileStore.of(wanted.store)

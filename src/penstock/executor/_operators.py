@@ -19,7 +19,7 @@ from penstock.executor._device import Device
 from penstock.executor._entry_points import entry_point
 from penstock.executor._numbers import Live, Numbers
 from penstock.graph import TENSOR_ALIGNMENT_BYTES, Operator, Phase, StepGraph
-from penstock.graph._encoding import (
+from penstock.graph.encoding import (
     CONSTANT,
     EMPTY,
     FULL,

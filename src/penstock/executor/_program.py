@@ -31,7 +31,7 @@ from penstock.executor._operators import (
 from penstock.executor._places import Places
 from penstock.executor._room import Room
 from penstock.graph import Kind, Operator, Phase, StepGraph, TensorView
-from penstock.graph._encoding import CONSTANT, GET_RNG_STATE, SCALAR, SET_RNG_STATE, decode
+from penstock.graph.encoding import CONSTANT, GET_RNG_STATE, SCALAR, SET_RNG_STATE, decode
 from penstock.memory import Link, Tier
 from penstock.planner import Plan
 

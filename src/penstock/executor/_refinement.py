@@ -10,7 +10,7 @@ from penstock.errors import InfeasibleError
 from penstock.executor._report import ExecutionReport
 from penstock.graph import StepGraph
 from penstock.memory import Tier
-from penstock.planner import Budget, Plan
+from penstock.planner import Budget, Plan, as_measured, refine
 from penstock.units import format_seconds
 
 _logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Refinement:
     ) -> Plan | None:
         if report.step_seconds <= _SLOWER * plan.step_seconds:
             return None
-        timed = plan.as_measured(report, graph)
+        timed = as_measured(plan, report, graph)
         saving = timed.step_seconds - timed.ideal_seconds
         if saving <= (1 - _WORTH) * timed.step_seconds:
             return None  # operators are slower than thought, and no plan changes that
@@ -97,8 +97,8 @@ class Refinement:
         )
         budget = _budget_within(plan.budget, report.workspace_bytes, held_bytes)
         try:
-            found = dataclasses.replace(plan, budget=budget).refine(
-                report, graph, time_limit=time_limit
+            found = refine(
+                dataclasses.replace(plan, budget=budget), report, graph, time_limit=time_limit
             )
         except InfeasibleError as error:
             _logger.info("no other plan was found: %s", error)

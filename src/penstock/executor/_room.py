@@ -10,7 +10,7 @@ import torch
 from penstock.executor._memory import Block, Blocks, FileBlock, Layout
 from penstock.executor._places import Places, Stay
 from penstock.graph import StepGraph, TensorView
-from penstock.graph._encoding import dtype_named
+from penstock.graph.encoding import dtype_named
 from penstock.memory import Tier
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from penstock.errors import StoreReadError
-from penstock.memory._raw_memory import MAX_VIEW_BYTES, view_at
+from penstock.memory.raw_memory import MAX_VIEW_BYTES, view_at
 
 _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},

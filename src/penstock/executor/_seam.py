@@ -21,8 +21,8 @@ from penstock.executor._moves import Move, move_all
 from penstock.executor._places import Places, Stay
 from penstock.executor._room import Room, once
 from penstock.graph import Kind, StepGraph, TensorView
-from penstock.graph._encoding import dtype_name, dtype_named
-from penstock.graph._shards import Shard, ShardedModel, local_of, sharded_like
+from penstock.graph.encoding import dtype_name, dtype_named
+from penstock.graph.shards import Shard, ShardedModel, local_of, sharded_like
 from penstock.memory import Tier
 from penstock.planner import Plan
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from penstock.errors import GraphFileError
 from penstock.graph import StepGraph
-from penstock.graph._modes import (
+from penstock.graph.modes import (
     autocast_of,
     evaluation_modules,
     frozen_parameters,

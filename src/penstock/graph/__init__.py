@@ -8,15 +8,15 @@ from penstock.graph._alignment import (
     alignment_bytes,
     least_alignment_bytes,
 )
-from penstock.graph._step_graph import Kind, Operator, Phase, StepGraph, Storage, TensorView
+from penstock.graph.step_graph import Kind, Operator, Phase, StepGraph, Storage, TensorView
 
 if TYPE_CHECKING:
-    from penstock.graph._capture import capture
     from penstock.graph._costs import operator_seconds
     from penstock.graph._measure import measure
     from penstock.graph._run import run
     from penstock.graph._split import split
     from penstock.graph._workspace import with_workspace
+    from penstock.graph.capturing import capture
 
 __all__ = [
     "TENSOR_ALIGNMENT_BYTES",
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _HOME_OF_NAME = {
-    "capture": "_capture",
+    "capture": "capturing",
     "measure": "_measure",
     "operator_seconds": "_costs",
     "run": "_run",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import math
 
-from penstock.graph._step_graph import StepGraph
+from penstock.graph.step_graph import StepGraph
 
 # At such addresses torch gives tensors, by device; kernels may calculate otherwise elsewhere.
 TENSOR_ALIGNMENT_BYTES = collections.defaultdict(lambda: 512, cpu=64)

@@ -6,7 +6,7 @@ its arithmetic or its traffic with memory, whichever is longer, and each has a s
 
 from __future__ import annotations
 
-from penstock.graph._step_graph import Operator, StepGraph, TensorView
+from penstock.graph.step_graph import Operator, StepGraph, TensorView
 from penstock.memory import MachineProfile, machine
 
 _FLOATS = ("float64", "float32", "bfloat16", "float16")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.graph._encoding import GET_RNG_STATE, SCALAR, SET_RNG_STATE
 from penstock.graph._recorder import Block, Draft, Recorder
-from penstock.graph._step_graph import Operator, StepGraph, Storage, TensorView
+from penstock.graph.encoding import GET_RNG_STATE, SCALAR, SET_RNG_STATE
+from penstock.graph.step_graph import Operator, StepGraph, Storage, TensorView
 
 
 def finish(

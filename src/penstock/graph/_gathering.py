@@ -19,18 +19,18 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 
 from penstock.errors import CaptureError
-from penstock.graph._collectives import (
+from penstock.graph._recorder import Draft, Recorder
+from penstock.graph.collectives import (
     all_gather_shards_,
     max_over_ranks_,
     reduce_scatter_mean_,
     sum_over_ranks_,
 )
-from penstock.graph._encoding import OWN_TARGETS, resolve
-from penstock.graph._recorder import Draft, Recorder
-from penstock.graph._schemas import schema_of
-from penstock.graph._shards import Shard, ShardedModel, ShardGroup
-from penstock.graph._stand_ins import StandIns
-from penstock.graph._step_graph import Phase
+from penstock.graph.encoding import OWN_TARGETS, resolve
+from penstock.graph.schemas import schema_of
+from penstock.graph.shards import Shard, ShardedModel, ShardGroup
+from penstock.graph.stand_ins import StandIns
+from penstock.graph.step_graph import Phase
 
 # Element by element, as those that torch marks so.
 _ELEMENTWISE = ("aten.copy_.", "aten._to_copy.", "aten.fill_.", "aten.zero_.", "aten.masked_fill_.")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from penstock.graph._row_choice import item_bytes
 from penstock.graph._row_forms import views_in
-from penstock.graph._step_graph import Kind, Operator, StepGraph, Storage, TensorView
+from penstock.graph.step_graph import Kind, Operator, StepGraph, Storage, TensorView
 
 _PREFIX = "part"
 _LEAST_SHARE = 1 / 16  # of what an operator may need: smaller inputs stay whole

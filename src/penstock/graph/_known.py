@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._mode_utils import no_dispatch
 
-from penstock.graph._encoding import (
+from penstock.graph.encoding import (
     CONSTANT,
     EMPTY,
     FULL,
@@ -22,7 +22,7 @@ from penstock.graph._encoding import (
     make,
     resolve,
 )
-from penstock.graph._step_graph import TensorView
+from penstock.graph.step_graph import TensorView
 
 _MAX_BYTES = 2**20  # of a value that is worth calculating during a capture
 

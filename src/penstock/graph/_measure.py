@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from penstock.graph._encoding import OWN_TARGETS, decode, dtype_named, flat_results, resolve
-from penstock.graph._schemas import COLLECTIVES
-from penstock.graph._step_graph import Operator, Phase, StepGraph, TensorView
+from penstock.graph.encoding import OWN_TARGETS, decode, dtype_named, flat_results, resolve
+from penstock.graph.schemas import COLLECTIVES
+from penstock.graph.step_graph import Operator, Phase, StepGraph, TensorView
 
 _logger = logging.getLogger(__name__)
 

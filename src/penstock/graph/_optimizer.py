@@ -12,11 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
 from penstock.errors import CaptureError
-from penstock.graph._encoding import CONSTANT, FULL, SCALAR, dtype_named
 from penstock.graph._recorder import Draft, Recorder
-from penstock.graph._stand_ins import StandIns
-from penstock.graph._step_graph import Kind, Phase, TensorView
 from penstock.graph._user_line import user_line
+from penstock.graph.encoding import CONSTANT, FULL, SCALAR, dtype_named
+from penstock.graph.stand_ins import StandIns
+from penstock.graph.step_graph import Kind, Phase, TensorView
 
 _SCHEDULED = ("lr", "momentum", "weight_decay", "betas")  # what schedulers change
 

@@ -8,11 +8,12 @@ else looks at its whole storages is taken by rows too, if that makes pieces of t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from penstock.graph._row_forms import ByRows, RowForm, row_form, views_in
-from penstock.graph._step_graph import Kind, Operator, StepGraph
+from penstock.graph.step_graph import Kind, Operator, StepGraph
 
 _MAX_PIECES = 64
 
@@ -102,10 +103,15 @@ class _Search:
         fixed = (needed[index] for index in large if self.form(index) is None)
         self.limit = max(max_bytes, *fixed, 0)
         self.chosen = {i for i in large if needed[i] > self.limit}
-        self.touching: dict[int, list[int]] = {}
-        for index in range(len(graph.operators) if self.chosen else 0):
+
+    @functools.cached_property
+    def touching(self) -> dict[int, list[int]]:
+        """For each storage the operators that need or make a value of it."""
+        found: dict[int, list[int]] = {}
+        for index in range(len(self.graph.operators)):
             for storage in self.touched(index):
-                self.touching.setdefault(storage, []).append(index)
+                found.setdefault(storage, []).append(index)
+        return found
 
     def form(self, index: int) -> RowForm | None:
         if index not in self._forms:

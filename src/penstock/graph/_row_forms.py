@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from penstock.graph._step_graph import Operator, StepGraph, TensorView
+from penstock.graph.step_graph import Operator, StepGraph, TensorView
 
 LOSS = "aten.nll_loss_forward.default"
 LOSS_BACKWARD = "aten.nll_loss_backward.default"

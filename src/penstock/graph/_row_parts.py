@@ -19,7 +19,7 @@ from penstock.graph._row_forms import (
     views_in,
 )
 from penstock.graph._row_reductions import Reduction
-from penstock.graph._step_graph import Kind, Operator, StepGraph, Storage, TensorView
+from penstock.graph.step_graph import Kind, Operator, StepGraph, Storage, TensorView
 
 _MAX_HOISTED = 16  # operators that a group lets pass
 _INTO = {  # what writes its result to a given place, and under which name it takes that

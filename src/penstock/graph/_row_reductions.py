@@ -3,16 +3,57 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from penstock.graph._row_choice import item_bytes
-from penstock.graph._row_forms import LOSS, NO_REDUCTION, SUM, ByRows, views_in
-from penstock.graph._step_graph import Operator, TensorView
-
-if TYPE_CHECKING:
-    from penstock.graph._row_parts import Writer
+from penstock.graph._row_forms import LOSS, NO_REDUCTION, SUM, ByRows, RowForm, views_in
+from penstock.graph.step_graph import Operator, StepGraph, Storage, TensorView
 
 _SUM_REDUCTION, _MEAN_REDUCTION = 2, 1  # torch's numbers
+
+
+class Writer(Protocol):
+    """A graph that is being written, as `_row_parts.py` does.
+
+    Attributes:
+        graph: The graph that it is made from.
+        forms: For each operator that is taken by rows its form.
+        storages: Of the graph that is written.
+        storage_of_value: Likewise.
+    """
+
+    graph: StepGraph
+    forms: dict[int, RowForm]
+    storages: list[Storage]
+    storage_of_value: list[int]
+
+    def new_value(self, storage: int) -> int:
+        """Add a value to a storage."""
+        ...
+
+    def new_storage(self, name: str, num_bytes: int) -> int:
+        """Add a storage of the step's own."""
+        ...
+
+    def add(self, operator: Operator) -> None:
+        """Write an operator behind the others."""
+        ...
+
+    def taken(self, item: Any, part: int, rows: tuple[int, int]) -> Any:
+        """An argument or result of a part."""
+        ...
+
+    def part(
+        self,
+        index: int,
+        part: int,
+        *,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: tuple[TensorView | None, ...],
+    ) -> Operator:
+        """One part of an operator."""
+        ...
 
 
 class Reduction:

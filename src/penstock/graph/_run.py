@@ -12,15 +12,17 @@ import torch
 from torch import nn
 
 from penstock.errors import PenstockError
-from penstock.graph import _collectives  # noqa: F401 (operators of graphs)
-from penstock.graph._bindings import (
+from penstock.graph import collectives  # noqa: F401 (operators of graphs)
+from penstock.graph._input_pieces import part_of_input
+from penstock.graph._scalars import evaluate
+from penstock.graph.bindings import (
     bind_batch,
     bind_group_tensors,
     bind_model,
     bind_numbers,
     bind_state,
 )
-from penstock.graph._encoding import (
+from penstock.graph.encoding import (
     CONSTANT,
     EMPTY,
     FULL,
@@ -35,10 +37,8 @@ from penstock.graph._encoding import (
     resolve,
     set_random_state,
 )
-from penstock.graph._input_pieces import part_of_input
-from penstock.graph._scalars import evaluate
-from penstock.graph._shards import ShardedModel
-from penstock.graph._step_graph import Kind, Operator, Phase, StepGraph, TensorView
+from penstock.graph.shards import ShardedModel
+from penstock.graph.step_graph import Kind, Operator, Phase, StepGraph, TensorView
 
 
 def run(

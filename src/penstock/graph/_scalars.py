@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock.graph._step_graph import TensorView
+from penstock.graph.step_graph import TensorView
 
 Expression = float | int | bool | TensorView | tuple[Any, ...]
 """A number, a 0-dimensional view whose number is meant, or `(operator, operand, ...)`."""

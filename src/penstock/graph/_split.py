@@ -15,7 +15,7 @@ from penstock.graph._input_pieces import inputs_in_pieces
 from penstock.graph._row_choice import choose_rows, working_set_bytes
 from penstock.graph._row_forms import views_in
 from penstock.graph._row_parts import share, taken_by_rows
-from penstock.graph._step_graph import Operator, StepGraph, TensorView
+from penstock.graph.step_graph import Operator, StepGraph, TensorView
 
 _LISTS = ("aten._foreach_", "aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad")
 

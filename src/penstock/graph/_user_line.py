@@ -12,11 +12,9 @@ from types import CodeType
 
 import torch
 
-import penstock
-
 _LIBRARIES = (
     f"{Path(torch.__file__).parent}{os.sep}",
-    f"{Path(penstock.__file__).parent}{os.sep}",
+    f"{Path(__file__).parents[1]}{os.sep}",
     f"{sysconfig.get_paths()['stdlib']}{os.sep}",
 )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from penstock.graph._step_graph import Operator, StepGraph
+from penstock.graph.step_graph import Operator, StepGraph
 
 _CPU_HALVES = {  # halves of the bytes of operands, and of results
     "convolution": (2, 2),

@@ -18,7 +18,6 @@ from penstock.errors import StoreError
 from penstock.memory import _fork
 from penstock.memory._extents import ALIGNMENT_BYTES
 from penstock.memory._file_space import FileSpace
-from penstock.memory._raw_memory import view_at
 from penstock.memory._store import (
     FileStore,
     OpenFile,
@@ -29,6 +28,7 @@ from penstock.memory._store import (
 )
 from penstock.memory._throttle import Throttle
 from penstock.memory._transfers import Transfers
+from penstock.memory.raw_memory import view_at
 from penstock.units import parse_bytes
 
 _ADDRESS_PERIOD_BYTES = 512

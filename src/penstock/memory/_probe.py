@@ -30,9 +30,9 @@ from penstock.memory._profile import (
 )
 from penstock.memory._profile_cache import profile_entry
 from penstock.memory._ram import installed_ram
-from penstock.memory._raw_memory import address_of, copy_bytes
 from penstock.memory._store import FileStore
 from penstock.memory._tiers import Link, Tier
+from penstock.memory.raw_memory import address_of, copy_bytes
 
 _log = logging.getLogger(__name__)
 

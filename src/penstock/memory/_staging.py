@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from penstock.errors import CapacityError
 from penstock.memory._extents import ALIGNMENT_BYTES, ExtentAllocator, round_up
 from penstock.memory._mailbox import Mailbox
-from penstock.memory._raw_memory import address_of
+from penstock.memory.raw_memory import address_of
 from penstock.units import format_bytes, parse_bytes
 
 

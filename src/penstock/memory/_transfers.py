@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from penstock.errors import StoreFullError, StoreReadError, StoreWriteError
 from penstock.memory import _fork
 from penstock.memory._file_space import FULL_ERRNOS
-from penstock.memory._raw_memory import MAX_VIEW_BYTES, BounceBuffers, copy_bytes, view_at
 from penstock.memory._throttle import Throttle
+from penstock.memory.raw_memory import MAX_VIEW_BYTES, BounceBuffers, copy_bytes, view_at
 
 _logger = logging.getLogger(__name__)
 

@@ -6,23 +6,20 @@ Needs no GPU and, for checking a plan, no torch.
 from penstock.planner._api import plan
 from penstock.planner._check import check
 from penstock.planner._plan import Bound, Budget, Copy, Found, Placement, Plan, Transfer
+from penstock.planner._refine import as_measured, refine
 from penstock.planner._simulate import Simulation, Stall, simulate
-from penstock.planner.optima._brute_force import brute_force
-from penstock.planner.optima._exact import exact
-from penstock.planner.optima._peak import Peak, min_peak, min_working_set
-from penstock.planner.packing._check import check_packing
-from penstock.planner.packing._pack import pack
-from penstock.planner.packing._types import Buffer, Packing
-from penstock.planner.proofs._bounds import lower_bound
-from penstock.planner.scratchpads._check import check_scratchpad
-from penstock.planner.scratchpads._scratchpad import scratchpad
-from penstock.planner.scratchpads._types import (
+from penstock.planner.optima import Peak, brute_force, exact, min_peak, min_working_set
+from penstock.planner.packing import Buffer, Packing, check_packing, pack
+from penstock.planner.proofs import lower_bound
+from penstock.planner.scratchpads import (
     NPU_POOLS,
     Residency,
     ScratchpadBuffer,
     ScratchpadGraph,
     ScratchpadOperator,
     ScratchpadPlan,
+    check_scratchpad,
+    scratchpad,
 )
 
 __all__ = [
@@ -44,6 +41,7 @@ __all__ = [
     "Simulation",
     "Stall",
     "Transfer",
+    "as_measured",
     "brute_force",
     "check",
     "check_packing",
@@ -54,6 +52,7 @@ __all__ = [
     "min_working_set",
     "pack",
     "plan",
+    "refine",
     "scratchpad",
     "simulate",
 ]

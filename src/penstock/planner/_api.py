@@ -25,11 +25,10 @@ from penstock.memory import (
 from penstock.memory import machine as known_machine
 from penstock.planner._plan import Bound, Budget, Found, Plan
 from penstock.planner._references import ReferenceTask, fastest_with_references
-from penstock.planner.baselines._genetic import plan_genetic
-from penstock.planner.baselines._order import peak_of_program_order
-from penstock.planner.optima._exact import exact
-from penstock.planner.proofs._bounds import lower_bound
-from penstock.planner.search._auto_plan import plan_auto
+from penstock.planner.baselines import peak_of_program_order, plan_genetic
+from penstock.planner.optima import exact
+from penstock.planner.proofs import lower_bound
+from penstock.planner.search import plan_auto
 from penstock.units import parse_bytes, parse_share
 
 _logger = logging.getLogger(__name__)

@@ -34,14 +34,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from penstock.errors import GraphFileError
 from penstock.graph import StepGraph, split
-from penstock.graph._step_graph import DAMAGES, checksum
+from penstock.graph.step_graph import DAMAGES, checksum
 from penstock.memory import Link, MachineProfile, Tier
 from penstock.tables import report_table
 
@@ -262,60 +262,6 @@ class Plan:
                 f"the graph into {len(parts.operators)}: plan again"
             )
         return parts
-
-    def refine(
-        self,
-        report: Measured,
-        graph: StepGraph,
-        *,
-        time_limit: float = 60,
-        progress: Callable[[Found], None] | None = None,
-    ) -> Plan:
-        """Plan again for the same budgets, with the times that running this plan has shown.
-
-        Operators take as long as they did beside the transfers, and links are as fast as they were
-        beside the operators, so the new plan's predictions are nearer to what happens.
-
-        Example:
-            >>> better = plan.refine(step.report(), graph)  # doctest: +SKIP
-            >>> step.close()  # doctest: +SKIP
-            >>> step = penstock.bind(better, model, optimizer, graph=graph)  # doctest: +SKIP
-
-        Args:
-            report: What `PlannedStep.report` returned after at least two steps.
-            graph: The graph that was planned.
-            time_limit: Seconds.
-            progress: Called with each improvement.
-
-        Returns:
-            A plan for the same graph; faster or not, its times are those of this machine.
-
-        Raises:
-            GraphFileError: The plan is for another graph.
-            ValueError: The report has no times of operators, or is of another plan.
-            InfeasibleError: The search found no plan; the old one stays good.
-        """
-        from penstock.planner._refine import refine
-
-        return refine(self, report, graph, time_limit=time_limit, progress=progress)
-
-    def as_measured(self, report: Measured, graph: StepGraph) -> Plan:
-        """Return this plan as it is, with the times that running it has shown.
-
-        What it would take if nothing but times had been wrong, to be compared with what `refine`
-        finds for the same times. Its bound is that of the old times.
-
-        Args:
-            report: What `PlannedStep.report` returned after at least two steps.
-            graph: The graph that was planned.
-
-        Raises:
-            GraphFileError: The plan is for another graph.
-            ValueError: The report has no times of operators, or is of another plan.
-        """
-        from penstock.planner._refine import as_measured
-
-        return as_measured(self, report, graph)
 
     @property
     def lower_bound_seconds(self) -> float:

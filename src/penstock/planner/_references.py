@@ -16,13 +16,8 @@ from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
 from penstock.memory import MachineProfile
 from penstock.planner._plan import Bound, Budget, Plan
-from penstock.planner.baselines._on_demand import (
-    ON_DEMAND,
-    OnDemand,
-    plan_on_demand,
-    seconds_by_bytes,
-)
-from penstock.planner.search._auto_plan import toll_of_byte
+from penstock.planner.baselines import ON_DEMAND, OnDemand, plan_on_demand, seconds_by_bytes
+from penstock.planner.search import toll_of_byte
 
 _logger = logging.getLogger(__name__)
 

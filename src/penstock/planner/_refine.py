@@ -19,10 +19,34 @@ def refine(
     report: Measured,
     graph: StepGraph,
     *,
-    time_limit: float,
-    progress: Callable[[Found], None] | None,
+    time_limit: float = 60,
+    progress: Callable[[Found], None] | None = None,
 ) -> Plan:
-    """Plan again; see `Plan.refine`."""
+    """Plan again for the same budgets, with the times that running a plan has shown.
+
+    Operators take as long as they did beside the transfers, and links are as fast as they were
+    beside the operators, so the new plan's predictions are nearer to what happens.
+
+    Example:
+        >>> better = refine(plan, step.report(), graph)  # doctest: +SKIP
+        >>> step.close()  # doctest: +SKIP
+        >>> step = penstock.bind(better, model, optimizer, graph=graph)  # doctest: +SKIP
+
+    Args:
+        plan: The plan that has run.
+        report: What `PlannedStep.report` returned after at least two steps.
+        graph: The graph that was planned.
+        time_limit: Seconds.
+        progress: Called with each improvement.
+
+    Returns:
+        A plan for the same graph; faster or not, its times are those of this machine.
+
+    Raises:
+        GraphFileError: The plan is for another graph.
+        ValueError: The report has no times of operators, or is of another plan.
+        InfeasibleError: The search found no plan; the old one stays good.
+    """
     if graph.digest != plan.graph_digest:
         raise GraphFileError(
             f"this plan is for the graph {plan.graph_digest[:12]} and not for {graph.digest[:12]}"
@@ -41,7 +65,20 @@ def refine(
 
 
 def as_measured(plan: Plan, report: Measured, graph: StepGraph) -> Plan:
-    """Time a plan anew; see `Plan.as_measured`."""
+    """Return a plan as it is, with the times that running it has shown.
+
+    What it would take if nothing but times had been wrong, to be compared with what `refine` finds
+    for the same times. Its bound is that of the old times.
+
+    Args:
+        plan: The plan that has run.
+        report: What `PlannedStep.report` returned after at least two steps.
+        graph: The graph that was planned.
+
+    Raises:
+        GraphFileError: The plan is for another graph.
+        ValueError: The report has no times of operators, or is of another plan.
+    """
     seconds = tuple(each or 0.0 for each in _measured(plan.planned_graph(graph), report))
     timed = dataclasses.replace(
         plan,

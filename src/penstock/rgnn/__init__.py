@@ -4,6 +4,7 @@ from penstock.rgnn import layers
 from penstock.rgnn._backends import BACKENDS
 from penstock.rgnn._compile import CompiledFunction, compile
 from penstock.rgnn._explain import Explanation
+from penstock.rgnn._formats import GraphNames
 from penstock.rgnn._functions import (
     combine,
     concat,
@@ -17,7 +18,7 @@ from penstock.rgnn._functions import (
     sigmoid,
     tanh,
 )
-from penstock.rgnn._graph import Graph, GraphNames
+from penstock.rgnn._graph import Graph
 from penstock.rgnn._plan import REWRITES
 from penstock.rgnn._stats import GraphStats
 from penstock.rgnn._where import TraceError

@@ -22,18 +22,44 @@ import hashlib
 import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from penstock.rgnn._graph import Graph
 from penstock.rgnn._graph_tensors import GraphTensors, graph_of, tensors_of
+from penstock.rgnn._rows import Counts
 from penstock.rgnn._run import Runner, Tensors
 from penstock.rgnn._traces import Traced
 
-if TYPE_CHECKING:
-    from penstock.rgnn._compile import CompiledFunction
+
+class CompiledFunction(Protocol):
+    """A compiled function, as `_compile.py` makes them.
+
+    Attributes:
+        registered: The name by which compiled code calls it.
+        programs: Its programs by digest; they live as long as it does.
+    """
+
+    registered: str
+    programs: dict[str, Any]
+
+    @property
+    def options(self) -> tuple[tuple[str, ...], str]:
+        """The rewrites that are left out, and the name of the backend."""
+        ...
+
+    def traced_symbolic(
+        self, graph: GraphTensors, arguments: tuple[Any, ...]
+    ) -> tuple[Traced, list[torch.Tensor], Callable[[], None] | None]:
+        """The trace of a call, the tensors that it takes, and a check to be made again."""
+        ...
+
+    def runner(self, traced: Traced, counts: Counts, wrt: tuple[str, ...]) -> Runner:
+        """Runs the program on graphs with such counts, with gradients for these inputs."""
+        ...
+
 
 _functions: weakref.WeakValueDictionary[str, CompiledFunction] = weakref.WeakValueDictionary()
 

@@ -14,18 +14,36 @@ from typing import IO, Any, NoReturn
 import numpy as np
 import torch
 
-from penstock.rgnn._graph import Graph, GraphNames, check_integers
-
 # A literal may have blanks and escaped quotes; nothing else ends a statement before its full stop.
 _NODE = r"<[^<>]*>|_:[^\s<>\"]+"
 _LITERAL = r'"(?:[^"\\]|\\.)*"(?:@[\w-]+|\^\^<[^<>]*>)?'
 _N_TRIPLE = re.compile(rf"({_NODE})\s*(<[^<>]*>)\s*({_NODE}|{_LITERAL})\s*\.\s*(?:#.*)?")
 _COMMENT = re.compile(r"#(?:\s|$)")
 _ID = re.compile(r"-?[0-9]{1,18}")
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def from_pyg(data: Any) -> Graph:
-    """See `Graph.from_pyg`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GraphNames:
+    """What the numbers of a graph stand for, where its source had names; else empty."""
+
+    nodes: tuple[str, ...] = ()
+    relations: tuple[str, ...] = ()
+    node_types: tuple[str, ...] = ()
+
+
+def check_integers(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"{name} must be a tensor of integers; got {type(value).__name__}. "
+            f"Make one with torch.as_tensor"
+        )
+    if value.dtype not in _INTEGERS:
+        raise TypeError(f"{name} must hold integers; got {value.dtype}. Convert with .long()")
+
+
+def parts_of_pyg(data: Any) -> dict[str, Any]:
+    """The arguments of `Graph` for PyG's `HeteroData`; see `Graph.from_pyg`."""
     if not hasattr(data, "metadata"):
         raise TypeError(
             f"data must be a torch_geometric.data.HeteroData; got {type(data).__name__}. Make a "
@@ -57,18 +75,18 @@ def from_pyg(data: Any) -> Graph:
         ends.append(edge_index + shift)
         relations.append(torch.full((edge_index.shape[1],), relation, device=edge_index.device))
     none = torch.empty(2, 0, dtype=torch.int64)
-    return Graph(
-        torch.cat(ends, dim=1) if ends else none,
-        torch.cat(relations) if relations else none[0],
-        num_nodes=num_nodes,
-        num_relations=len(edge_types),
-        node_type=torch.repeat_interleave(torch.tensor([*sizes.values()], dtype=torch.int64)),
-        num_node_types=len(node_types),
-        names=GraphNames(
+    return {
+        "edge_index": torch.cat(ends, dim=1) if ends else none,
+        "edge_type": torch.cat(relations) if relations else none[0],
+        "num_nodes": num_nodes,
+        "num_relations": len(edge_types),
+        "node_type": torch.repeat_interleave(torch.tensor([*sizes.values()], dtype=torch.int64)),
+        "num_node_types": len(node_types),
+        "names": GraphNames(
             node_types=tuple(node_types),
             relations=tuple(" ".join(edge_type) for edge_type in edge_types),
         ),
-    )
+    }
 
 
 def check_ends(
@@ -107,10 +125,10 @@ def check_ends(
                 )
 
 
-def from_triples(
-    triples: torch.Tensor | np.ndarray | str | os.PathLike[str], **kwargs: Any
-) -> Graph:
-    """See `Graph.from_triples`."""
+def parts_of_triples(
+    triples: torch.Tensor | np.ndarray | str | os.PathLike[str],
+) -> dict[str, Any]:
+    """The arguments of `Graph` for (head, relation, tail) triples; see `Graph.from_triples`."""
     names = None
     if isinstance(triples, str | os.PathLike):
         array, names = _read(Path(triples))
@@ -124,12 +142,12 @@ def from_triples(
             f"got {tuple(array.shape)}"
         )
     check_integers("triples", array)
+    parts: dict[str, Any] = {"edge_index": array[:, [0, 2]].T, "edge_type": array[:, 1]}
     if names is not None:
-        kwargs.setdefault("names", names)
+        parts["names"] = names
         if names.nodes:
-            kwargs.setdefault("num_nodes", len(names.nodes))
-            kwargs.setdefault("num_relations", len(names.relations))
-    return Graph(array[:, [0, 2]].T, array[:, 1], **kwargs)
+            parts |= {"num_nodes": len(names.nodes), "num_relations": len(names.relations)}
+    return parts
 
 
 def _of_array(array: np.ndarray) -> tuple[torch.Tensor, GraphNames | None]:

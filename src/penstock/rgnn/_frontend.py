@@ -110,8 +110,6 @@ class _Traced:
     __invert__ = __pos__ = __round__ = lambda self, *_: self.__mod__(None)
 
     def __matmul__(self, other: Any) -> Any:
-        from penstock.rgnn._functions import matmul
-
         assert isinstance(self, Argument | Value)
         return matmul(self, other)
 
@@ -458,3 +456,46 @@ def say(thing: object) -> str:
     if isinstance(thing, _Traced | _OfGraph):
         return repr(thing)
     return f"{type(thing).__name__} {thing!r:.60}"
+
+
+def matmul(x: Value | Argument, weight: Value | Argument) -> Value:
+    """What `x @ weight` does: each row of `x` times the matrix of its type.
+
+    Args:
+        x: Vectors, rows (k,) or (heads, k).
+        weight: `W[g.edges.type]`, `V[g.nodes.type]` or an argument that is the same for all rows;
+            one matrix (k, n), or one per head (heads, k, n).
+
+    Returns:
+        Rows (n,) or (heads, n).
+    """
+    if isinstance(x, Argument) and isinstance(weight, Argument):
+        raise TraceError(
+            f"{x.name} @ {weight.name}: say whose rows the left side has, for example "
+            f"g.edges.src({x.name}) @ {weight.name}[g.edges.type]"
+        )
+    operands = rows_of("@", x, weight)
+    assert not isinstance(operands, Argument)
+    vector, matrix = operands
+    node = matrix.node
+    if node.op != "gather" or node.map.into not in (
+        Space.RELATION,
+        Space.NODE_TYPE,
+        Space.ONE,
+    ):
+        raise TraceError(
+            f"@ needs a weight on its right: W[g.edges.type], V[g.nodes.type] or an argument as it "
+            f"is; got a value that differs from {node.space.value} to {node.space.value}"
+        )
+    if isinstance(weight, Argument) and len(vector.shape) == 1 and len(node.shape) == 3:
+        vector.trace.whole_weights.append((weight.name, node.shape[0], users_line().short))
+    if vector.shape:
+        vector = with_heads(vector, len(matrix.shape) - 1)
+    return apply("matmul", vector, matrix, transposed=False)
+
+
+def with_heads(value: Value, num_axes: int) -> Value:
+    """Vectors without heads as vectors with one, which serves all."""
+    if len(value.shape) != 1 or num_axes != 2:
+        return value
+    return apply("reshape", value, shape=(1, *value.shape))

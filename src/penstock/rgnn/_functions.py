@@ -9,9 +9,17 @@ import math
 from typing import Any
 
 from penstock.rgnn import _rows
-from penstock.rgnn._frontend import Argument, Value, apply, require_rows, rows_of, unary
+from penstock.rgnn._frontend import (
+    Argument,
+    Value,
+    apply,
+    require_rows,
+    rows_of,
+    unary,
+    with_heads,
+)
 from penstock.rgnn._rows import RowMap, Space
-from penstock.rgnn._where import TraceError, users_line
+from penstock.rgnn._where import TraceError
 
 _GROUPS = {"destination": _rows.EDGE_DST, "relation": _rows.EDGE_DST_PAIR}
 
@@ -60,43 +68,7 @@ def dot(left: Value, right: Value) -> Value:
     if isinstance(operands, Argument):
         raise TraceError("dot of arguments that have not been indexed, such as a[g.edges.type]")
     num_axes = max(len(value.shape) for value in operands)
-    return apply("dot", *(_with_heads(value, num_axes) for value in operands))
-
-
-def matmul(x: Value | Argument, weight: Value | Argument) -> Value:
-    """What `x @ weight` does: each row of `x` times the matrix of its type.
-
-    Args:
-        x: Vectors, rows (k,) or (heads, k).
-        weight: `W[g.edges.type]`, `V[g.nodes.type]` or an argument that is the same for all rows;
-            one matrix (k, n), or one per head (heads, k, n).
-
-    Returns:
-        Rows (n,) or (heads, n).
-    """
-    if isinstance(x, Argument) and isinstance(weight, Argument):
-        raise TraceError(
-            f"{x.name} @ {weight.name}: say whose rows the left side has, for example "
-            f"g.edges.src({x.name}) @ {weight.name}[g.edges.type]"
-        )
-    operands = rows_of("@", x, weight)
-    assert not isinstance(operands, Argument)
-    vector, matrix = operands
-    node = matrix.node
-    if node.op != "gather" or node.map.into not in (
-        Space.RELATION,
-        Space.NODE_TYPE,
-        Space.ONE,
-    ):
-        raise TraceError(
-            f"@ needs a weight on its right: W[g.edges.type], V[g.nodes.type] or an argument as it "
-            f"is; got a value that differs from {node.space.value} to {node.space.value}"
-        )
-    if isinstance(weight, Argument) and len(vector.shape) == 1 and len(node.shape) == 3:
-        vector.trace.whole_weights.append((weight.name, node.shape[0], users_line().short))
-    if vector.shape:
-        vector = _with_heads(vector, len(matrix.shape) - 1)
-    return apply("matmul", vector, matrix, transposed=False)
+    return apply("dot", *(with_heads(value, num_axes) for value in operands))
 
 
 def combine(coefficients: Value | Argument, bases: Argument) -> Any:
@@ -184,10 +156,3 @@ def _group(within: str) -> RowMap:
     if within not in _GROUPS:
         raise TraceError(f"within must be one of {sorted(_GROUPS)}; got {within!r}")
     return _GROUPS[within]
-
-
-def _with_heads(value: Value, num_axes: int) -> Value:
-    """Vectors without heads as vectors with one, which serves all."""
-    if len(value.shape) != 1 or num_axes != 2:
-        return value
-    return apply("reshape", value, shape=(1, *value.shape))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.rgnn import _rows
+from penstock.rgnn._formats import GraphNames, check_integers, parts_of_pyg, parts_of_triples
 from penstock.rgnn._indices import Indices, dtype_for
 from penstock.rgnn._stats import GraphStats
 
@@ -21,19 +22,9 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 _living: weakref.WeakValueDictionary[int, Graph] = weakref.WeakValueDictionary()
 """Graphs by the storage of their edges, which is nobody else's."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GraphNames:
-    """What the numbers of a graph stand for, where its source had names; else empty."""
-
-    nodes: tuple[str, ...] = ()
-    relations: tuple[str, ...] = ()
-    node_types: tuple[str, ...] = ()
 
 
 class Graph(Indices):
@@ -132,9 +123,7 @@ class Graph(Indices):
             TypeError: It is no `HeteroData`, or an `edge_index` does not hold integers.
             ValueError: A number of nodes or an `edge_index` is missing, or an id is out of range.
         """
-        from penstock.rgnn._formats import from_pyg
-
-        return from_pyg(data)
+        return cls(**parts_of_pyg(data))
 
     @classmethod
     def from_triples(
@@ -162,9 +151,7 @@ class Graph(Indices):
         Raises:
             ValueError: A line is no triple; the message has the file and the line.
         """
-        from penstock.rgnn._formats import from_triples
-
-        return from_triples(triples, **kwargs)
+        return cls(**(parts_of_triples(triples) | kwargs))
 
     def with_reverse_edges(self) -> Graph:
         """The graph with an edge back for each edge, of relation `r + num_relations`."""
@@ -276,16 +263,6 @@ def _copied(ids: torch.Tensor, count: int) -> torch.Tensor:
 
 def _sizes(starts: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(end - begin for begin, end in itertools.pairwise(starts))
-
-
-def check_integers(name: str, value: object) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(
-            f"{name} must be a tensor of integers; got {type(value).__name__}. "
-            f"Make one with torch.as_tensor"
-        )
-    if value.dtype not in _INTEGERS:
-        raise TypeError(f"{name} must hold integers; got {value.dtype}. Convert with .long()")
 
 
 def _check_shape(name: str, value: torch.Tensor, length: int, meaning: str) -> None:

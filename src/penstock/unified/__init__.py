@@ -1,6 +1,6 @@
 """Tables that are read where they lie: rows are gathered from memory larger than the device's."""
 
-from penstock.unified import optim
+from penstock.unified import _placement, optim  # noqa: F401 (which fills `_tensor.HANDLERS`)
 from penstock.unified._hot_rows import HotRows
 from penstock.unified._report import UnifiedReport
 from penstock.unified._sampler import Neighborhood, NeighborSampler

@@ -8,22 +8,20 @@ from __future__ import annotations
 import functools
 import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from penstock.unified._devices import GPU, gpu_of
 from penstock.unified._host_memory import in_huge_pages
-
-if TYPE_CHECKING:
-    from penstock.unified._tensor import UnifiedTensor
+from penstock.unified._table_tensor import TableTensor
 
 _NUM_THREADS = 2  # of `gather_rows_async`: one batch is read while another is copied
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
 
 def gather(
-    table: UnifiedTensor,
+    table: TableTensor,
     index: torch.Tensor,
     *,
     out: torch.Tensor | None = None,
@@ -52,7 +50,7 @@ def gather(
 class PendingRows:
     """Rows that are being gathered beside other work; see `UnifiedTensor.gather_rows_async`."""
 
-    def __init__(self, table: UnifiedTensor, index: torch.Tensor, stream: Any = None) -> None:
+    def __init__(self, table: TableTensor, index: torch.Tensor, stream: Any = None) -> None:
         self._table = table
         self._index = check_index(index)
         device = _device_of(table, index, None)
@@ -101,14 +99,14 @@ def check_index(index: Any) -> torch.Tensor:
     return index
 
 
-def _device_of(table: UnifiedTensor, index: torch.Tensor, out: torch.Tensor | None) -> torch.device:
+def _device_of(table: TableTensor, index: torch.Tensor, out: torch.Tensor | None) -> torch.device:
     """Where the rows go: to `out`, to the GPU that the index is on, or to the table's device."""
     if out is not None:
         return out.device
     return table._table.device if index.is_cpu else index.device
 
 
-def _check_out(table: UnifiedTensor, index: torch.Tensor, out: torch.Tensor) -> None:
+def _check_out(table: TableTensor, index: torch.Tensor, out: torch.Tensor) -> None:
     shape = index.shape + table.shape[1:]
     if out.dtype != table.dtype:
         raise TypeError(f"out: expected {table.dtype}, as the table has, got {out.dtype}")
@@ -128,7 +126,7 @@ def _check_devices(index: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _gathered(
-    table: UnifiedTensor, index: torch.Tensor, out: torch.Tensor | None, negative: bool
+    table: TableTensor, index: torch.Tensor, out: torch.Tensor | None, negative: bool
 ) -> torch.Tensor:
     device = _device_of(table, index, out)
     if out is not None and out.is_contiguous() and not out.is_conj() and not out.is_neg():
@@ -150,7 +148,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        table: UnifiedTensor,
+        table: TableTensor,
         index: torch.Tensor,
         negative: bool,
         padding_index: int | None,

@@ -13,7 +13,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from penstock.unified._devices import gpu_among
-from penstock.unified._tensor import UnifiedTensor, copies_everything
+from penstock.unified._table_tensor import TableTensor, copies_everything
+from penstock.unified._tables import HostTable
 
 Operation = Callable[..., Any]
 
@@ -37,9 +38,9 @@ def run(func: Operation, *args: Any, **kwargs: Any) -> Any:
 def _run_where_operands_are(func: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     if getattr(func, "__name__", "") in _ABOUT:
         return func(*args, **kwargs)
-    leaves = tree_leaves((args, kwargs))
+    found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, TableTensor)]
     # Those in files have no memory; their own dispatch refuses whatever reaches it.
-    tables: list[Any] = [each for each in leaves if type(each) is UnifiedTensor]
+    tables: list[Any] = [each for each in found if isinstance(each._table, HostTable)]
     device = gpu_among((*args, *kwargs.values()))
     if device is None or not tables:
         for table in tables:
@@ -57,7 +58,7 @@ def _run_where_operands_are(func: Operation, args: Any, kwargs: dict[str, Any]) 
     return result
 
 
-def _alias(table: UnifiedTensor, device: torch.device, func: Operation) -> torch.Tensor:
+def _alias(table: Any, device: torch.device, func: Operation) -> torch.Tensor:
     name = getattr(func, "__name__", str(func))
     if torch.is_grad_enabled() and table.requires_grad:
         raise copies_everything(

@@ -22,13 +22,9 @@ from penstock.unified._row_operations import (
     index_select,
     setitem,
 )
+from penstock.unified._table_tensor import copies_everything
 from penstock.unified._tables import FileTable, HostTable
-from penstock.unified._tensor import (
-    FileTensor,
-    UnifiedTensor,
-    copies_everything,
-    tensor_over,
-)
+from penstock.unified._tensor import HANDLERS, FileTensor, UnifiedTensor, tensor_over
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -277,9 +273,8 @@ RULES = (
     ),
 )
 
-HANDLERS: dict[Operation, Operation] = {
-    function: handler for rule in RULES for function, handler in rule.handlers.items()
-}
+for _rule in RULES:
+    HANDLERS.update(_rule.handlers)
 
 
 def placement_table() -> str:

@@ -11,8 +11,9 @@ from penstock.unified._gather import INTEGERS, check_index, gather
 from penstock.unified._indexing import Rows, refused_key, row_numbers, split_key, within_rows
 from penstock.unified._operands import Operation, run
 from penstock.unified._row_writer import changing, without_gradients
+from penstock.unified._table_tensor import copies_everything
 from penstock.unified._tables import FileTable
-from penstock.unified._tensor import FileTensor, UnifiedTensor, copies_everything
+from penstock.unified._tensor import FileTensor, UnifiedTensor
 
 _VIEWS = (int, slice, tuple)  # keys whose results PyTorch makes as fast, or without a copy
 _PLAIN_INTEGERS = INTEGERS - {torch.uint8}  # whose tensors are PyTorch's masks of old

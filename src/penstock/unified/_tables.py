@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.errors import StoreReadError
+from penstock.errors import StoreFullError, StoreReadError, StoreWriteError
 from penstock.unified import _host_rows
 from penstock.unified._device_table import DeviceTable, TableUse
 from penstock.unified._devices import check_process, gpu_of, in_forked_child
@@ -22,8 +23,9 @@ from penstock.unified._host_memory import TableMemory
 from penstock.unified._host_rows import as_index, checked_index
 from penstock.unified._hot_rows import HotRows
 from penstock.unified._report import Counters, UnifiedReport
-from penstock.unified._row_file import RowLayout, open_layout
-from penstock.unified._row_journal import recover
+from penstock.unified._row_file import FULL_ERRORS, RowLayout, create, open_layout
+from penstock.unified._row_journal import forget_journal, recover
+from penstock.unified._row_places import open_file, write_places
 from penstock.unified._row_source import RowSource
 from penstock.unified._row_writer import (
     TICK_NANOSECONDS,
@@ -31,8 +33,10 @@ from penstock.unified._row_writer import (
     changing,
     put_together,
     table_file,
+    without_gradients,
 )
 
+_COPY_BYTES = 64 * 2**20  # of a table, written to another file at a time
 _CPU = torch.device("cpu")
 
 
@@ -381,3 +385,46 @@ def write_together(parts: Sequence[tuple[FileTable, torch.Tensor, torch.Tensor]]
     for table, rows, _ in parts:
         for each in table.tables_over_file():
             each.refresh(rows)
+
+
+@without_gradients
+def copy_to_file(table: HostTable | FileTable, path: str | os.PathLike[str]) -> FileTable:
+    """Copy all rows to a new file, a block at a time; no step changes the table meanwhile.
+
+    Raises:
+        StoreError: The file exists, or has no room; nothing is left of it.
+    """
+    if isinstance(table, HostTable):
+        source, shape, dtype = table, tuple(table.rows.shape), table.rows.dtype
+    else:  # rows that are read once are not worth keeping
+        source = FileTable(table.source, may_keep=False)
+        shape, dtype = table.layout.shape, table.layout.dtype
+    row_bytes = max(1, math.prod(shape[1:]) * dtype.itemsize)
+    num_rows = max(1, _COPY_BYTES // row_bytes)
+    with changing():
+        forget_journal(os.fspath(path))
+        layout = create(path, shape, dtype)
+        file = open_file(layout.path, os.O_RDWR)
+        try:
+            for start in range(0, shape[0], num_rows):
+                index = torch.arange(start, min(start + num_rows, shape[0]))
+                rows = torch.empty((len(index), *shape[1:]), dtype=dtype)
+                source.gather(index, rows, negative=False)
+                if rows.numel():
+                    content = rows.view(len(index), -1).view(torch.uint8).numpy()
+                    write_places(file, layout, index.numpy(), content)
+            os.fsync(file)
+        except OSError as error:
+            os.unlink(layout.path)
+            kind = StoreFullError if error.errno in FULL_ERRORS else StoreWriteError
+            raise kind(
+                f"{layout.path} could not be written: {os.strerror(error.errno or 0)}",
+                path=layout.path,
+                errno=error.errno,
+            ) from error
+        except BaseException:
+            os.unlink(layout.path)
+            raise
+        finally:
+            os.close(file)
+    return FileTable(os.path.realpath(layout.path), device=table.device)

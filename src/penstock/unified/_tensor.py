@@ -21,20 +21,19 @@ from penstock.errors import WholeTableError
 from penstock.unified._devices import resolve_device
 from penstock.unified._gather import PendingRows, gather
 from penstock.unified._hot_rows import HotRows
+from penstock.unified._operands import run
 from penstock.unified._report import UnifiedReport
-from penstock.unified._tables import FileTable, HostTable
-from penstock.units import format_bytes
+from penstock.unified._table_tensor import TableTensor, copies_everything, size_of
+from penstock.unified._tables import FileTable, HostTable, copy_to_file
 
 _CPU = torch.device("cpu")
 
 
-class UnifiedTensor(torch.Tensor):
+class UnifiedTensor(TableTensor):
     """A table of shape (num_rows, *row), whose rows are gathered from where they lie.
 
     Made by `penstock.unified.unify` and `penstock.unified.empty`.
     """
-
-    _table: HostTable | FileTable
 
     @classmethod
     def __torch_function__(
@@ -129,10 +128,8 @@ class UnifiedTensor(torch.Tensor):
         Raises:
             StoreError: the file exists, or has no room.
         """
-        from penstock.unified._unify import copy_to_file
-
-        with torch._C.DisableTorchFunctionSubclass():
-            return copy_to_file(self, path)
+        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(mode=False):
+            return tensor_over(copy_to_file(self._table, path))
 
     def report(self) -> UnifiedReport:
         """What was gathered from the table so far, and where it came from."""
@@ -158,16 +155,15 @@ class UnifiedTensor(torch.Tensor):
         return f"UnifiedTensor({parts}{', requires_grad=True' if self.requires_grad else ''})"
 
 
-def _overridden(func: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None) -> Any:
-    """The function as `_placement.py` has it, or as PyTorch has it."""
-    from penstock.unified._operands import run
-    from penstock.unified._placement import HANDLERS
+HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""What runs in place of a function of PyTorch; `_placement.py` fills it."""
 
-    handler = HANDLERS.get(func)
+
+def _overridden(func: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None) -> Any:
+    """The function as `_placement.py` has it, or as PyTorch has it where its operands are."""
+    handler = HANDLERS.get(func, run)
     with torch._C.DisableTorchFunctionSubclass():
-        if handler is not None:
-            return handler(func, *args, **(kwargs or {}))
-        return run(func, *args, **(kwargs or {}))
+        return handler(func, *args, **(kwargs or {}))
 
 
 # Breaks in a compiled graph: the compiler sees what comes out, not how rows are gathered.
@@ -190,7 +186,7 @@ class FileTensor(UnifiedTensor):
         name = func.overloadpacket.__name__
         if func._schema.is_mutable:
             raise WholeTableError(
-                f"{name} would write the whole table of {_size(table)}: write rows of it, with "
+                f"{name} would write the whole table of {size_of(table)}: write rows of it, with "
                 "u[index] = rows or the optimizers of penstock.unified.optim."
             )
         raise copies_everything(table, name, "gather rows of it, or load all of it into a tensor")
@@ -236,15 +232,6 @@ def tensor_over(table: HostTable | FileTable, *, requires_grad: bool = False) ->
         )
     tensor._table = table
     return tensor
-
-
-def copies_everything(table: torch.Tensor, operation: str, remedy: str) -> WholeTableError:
-    """The error of an operation that would copy a whole table behind its user's back."""
-    return WholeTableError(f"{operation} would copy the whole table of {_size(table)}: {remedy}.")
-
-
-def _size(table: torch.Tensor) -> str:
-    return format_bytes(table.numel() * table.element_size())
 
 
 @torch.inference_mode(mode=False)

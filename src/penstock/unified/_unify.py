@@ -10,19 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.errors import StoreFullError, StoreWriteError
 from penstock.unified._devices import resolve_device
 from penstock.unified._hot_rows import HotRows, hot_rows_of
-from penstock.unified._row_file import FULL_ERRORS, create, is_path, split_source
+from penstock.unified._row_file import create, is_path, split_source
 from penstock.unified._row_journal import forget_journal
-from penstock.unified._row_places import open_file, write_places
-from penstock.unified._row_writer import changing, without_gradients
 from penstock.unified._tables import FileTable, HostTable
 from penstock.unified._tensor import UnifiedTensor, tensor_over
 
 logger = logging.getLogger(__name__)
-
-_COPY_BYTES = 64 * 2**20  # of a table, written to another file at a time
 
 
 @torch.inference_mode(mode=False)  # or nothing could be written to the table elsewhere
@@ -162,41 +157,6 @@ def empty(
         return unify(file, device=device, requires_grad=requires_grad)
     table = HostTable.empty(lengths, dtype, device=resolve_device(device))
     return tensor_over(table, requires_grad=requires_grad)
-
-
-@without_gradients
-def copy_to_file(table: UnifiedTensor, path: str | os.PathLike[str]) -> UnifiedTensor:
-    """See `UnifiedTensor.save_rows`; no step changes the table meanwhile."""
-    row_bytes = max(1, table.numel() // max(1, len(table)) * table.element_size())
-    num_rows = max(1, _COPY_BYTES // row_bytes)
-    with changing():
-        forget_journal(os.fspath(path))
-        layout = create(path, tuple(table.shape), table.dtype)
-        source = unify(table, cache=0)._table  # rows that are read once are not worth keeping
-        file = open_file(layout.path, os.O_RDWR)
-        try:
-            for start in range(0, len(table), num_rows):
-                index = torch.arange(start, min(start + num_rows, len(table)))
-                rows = torch.empty((len(index), *table.shape[1:]), dtype=table.dtype)
-                source.gather(index, rows, negative=False)
-                if rows.numel():
-                    content = rows.view(len(index), -1).view(torch.uint8).numpy()
-                    write_places(file, layout, index.numpy(), content)
-            os.fsync(file)
-        except OSError as error:
-            os.unlink(layout.path)
-            kind = StoreFullError if error.errno in FULL_ERRORS else StoreWriteError
-            raise kind(
-                f"{layout.path} could not be written: {os.strerror(error.errno or 0)}",
-                path=layout.path,
-                errno=error.errno,
-            ) from error
-        except BaseException:
-            os.unlink(layout.path)
-            raise
-        finally:
-            os.close(file)
-    return unify(layout.path, device=table._table.device)
 
 
 def _absolute(source: str | os.PathLike[str]) -> str:

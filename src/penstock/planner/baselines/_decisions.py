@@ -15,8 +15,7 @@ from penstock.planner._simulate import simulate
 from penstock.planner.baselines._order import OrderedStep
 from penstock.planner.baselines._timing import Arrangement, Speeds, sources_of_loads
 from penstock.planner.baselines._walk import Residency
-from penstock.planner.packing._pack import pack
-from penstock.planner.packing._types import Buffer
+from penstock.planner.packing import Buffer, pack
 
 PACK_SECONDS = 2.0  # for the addresses of one residency
 

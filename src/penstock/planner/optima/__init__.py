@@ -1,1 +1,23 @@
 """The best plans of small graphs."""
+
+from penstock.planner.optima._brute_force import (
+    Limit,
+    brute_force,
+    fastest_of_order,
+    orders_of,
+    with_more_runs,
+)
+from penstock.planner.optima._exact import exact
+from penstock.planner.optima._peak import Peak, min_peak, min_working_set
+
+__all__ = [
+    "Limit",
+    "Peak",
+    "brute_force",
+    "exact",
+    "fastest_of_order",
+    "min_peak",
+    "min_working_set",
+    "orders_of",
+    "with_more_runs",
+]

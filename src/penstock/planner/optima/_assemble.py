@@ -16,8 +16,7 @@ from penstock.graph import StepGraph, alignment_bytes
 from penstock.memory import MachineProfile, Tier
 from penstock.planner._plan import Bound, Budget, Copy, Placement, Plan, Transfer
 from penstock.planner._simulate import simulate
-from penstock.planner.packing._pack import pack
-from penstock.planner.packing._types import Buffer
+from penstock.planner.packing import Buffer, pack
 
 
 class Stay(NamedTuple):

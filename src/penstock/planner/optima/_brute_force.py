@@ -21,7 +21,7 @@ from penstock.planner._plan import Budget, Plan, Transfer
 from penstock.planner._simulate import step_seconds_of
 from penstock.planner.optima._assemble import Stay, assemble, packed_offsets
 from penstock.planner.optima._moves import Away, Life, last_read, live_bytes, lives_in, moves
-from penstock.planner.proofs._bounds import lower_bound
+from penstock.planner.proofs import lower_bound
 
 _SAME = 1 + 1e-6  # a plan this close to the bound, which is rounded down, is not searched further
 

@@ -25,8 +25,7 @@ from penstock.planner.optima._moves import last_read, lives_in, moves
 from penstock.planner.optima._peak import handovers, min_peak, min_working_set, workspace_bytes
 from penstock.planner.optima._program import Program, Residency
 from penstock.planner.optima._together import Together, apart, runs_together
-from penstock.planner.proofs._forced import made_anew
-from penstock.planner.proofs._lives import lives_of
+from penstock.planner.proofs import lives_of, made_anew
 
 _MAX_CUTS = 10
 _NEAR_STEPS = 2

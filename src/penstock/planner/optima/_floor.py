@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from penstock.graph import StepGraph
 from penstock.planner.optima._together import Together
-from penstock.planner.proofs._linear import LinearProgram
+from penstock.planner.proofs import LinearProgram
 
 _Terms = tuple[float, list[int], list[float]]  # a constant, columns and their factors
 

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from penstock.graph import StepGraph
 from penstock.planner.optima._assemble import with_places
-from penstock.planner.proofs._forced import forced_bytes
-from penstock.planner.proofs._lives import lives_of
+from penstock.planner.proofs import forced_bytes, lives_of
 
 _MAX_STATES = 200_000
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from penstock.graph import StepGraph
 from penstock.planner.optima._moves import Away, Life, last_read, lives_in
 from penstock.planner.optima._together import Together
-from penstock.planner.proofs._linear import LinearProgram
+from penstock.planner.proofs import LinearProgram
 
 _TOLERANCE = 1e-6
 

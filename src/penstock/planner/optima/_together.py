@@ -24,7 +24,7 @@ import numpy as np
 
 from penstock.graph import StepGraph
 from penstock.planner.optima._peak import handovers
-from penstock.planner.proofs._forced import relatives
+from penstock.planner.proofs import relatives
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,7 @@
 """Addresses for buffers whose lifetimes are known."""
+
+from penstock.planner.packing._check import check_packing
+from penstock.planner.packing._pack import pack
+from penstock.planner.packing._types import Buffer, Packing
+
+__all__ = ["Buffer", "Packing", "check_packing", "pack"]

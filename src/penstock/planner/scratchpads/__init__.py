@@ -1,1 +1,23 @@
 """What of a program stays in fixed scratchpads, and where."""
+
+from penstock.planner.scratchpads._check import check_scratchpad
+from penstock.planner.scratchpads._scratchpad import scratchpad
+from penstock.planner.scratchpads._types import (
+    NPU_POOLS,
+    Residency,
+    ScratchpadBuffer,
+    ScratchpadGraph,
+    ScratchpadOperator,
+    ScratchpadPlan,
+)
+
+__all__ = [
+    "NPU_POOLS",
+    "Residency",
+    "ScratchpadBuffer",
+    "ScratchpadGraph",
+    "ScratchpadOperator",
+    "ScratchpadPlan",
+    "check_scratchpad",
+    "scratchpad",
+]

@@ -11,8 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from penstock.errors import InfeasibleError
-from penstock.planner.packing._pack import pack
-from penstock.planner.packing._types import Buffer
+from penstock.planner.packing import Buffer, pack
 from penstock.planner.scratchpads._greedy import spill_greedily
 from penstock.planner.scratchpads._residency import (
     Gap,

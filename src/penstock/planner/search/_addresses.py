@@ -17,8 +17,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from penstock.errors import InfeasibleError
-from penstock.planner.packing._pack import pack
-from penstock.planner.packing._types import Buffer
+from penstock.planner.packing import Buffer, pack
 from penstock.planner.search._engine import (
     NUM_WAYS,
     PRIORITY_WAYS,

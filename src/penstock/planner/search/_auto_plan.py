@@ -21,8 +21,8 @@ from penstock.graph import StepGraph, alignment_bytes, least_alignment_bytes
 from penstock.memory import Link, MachineProfile, Tier
 from penstock.planner._plan import Bound, Budget, Found, Plan
 from penstock.planner._simulate import simulate
-from penstock.planner.optima._brute_force import Limit
-from penstock.planner.proofs._bounds import WorkingSet, working_set
+from penstock.planner.optima import Limit
+from penstock.planner.proofs import WorkingSet, working_set
 from penstock.planner.search._addresses import (
     FEW_POSITIONS,
     Addressed,

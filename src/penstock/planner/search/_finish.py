@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from penstock.graph import StepGraph
 from penstock.memory import MachineProfile
 from penstock.planner._plan import Budget, Plan
-from penstock.planner.optima._brute_force import Limit, fastest_of_order, orders_of, with_more_runs
+from penstock.planner.optima import Limit, fastest_of_order, orders_of, with_more_runs
 
 MAX_OPERATORS = 12
 MAX_SECONDS = 2.0  # of the processor

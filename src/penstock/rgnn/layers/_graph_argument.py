@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from penstock.rgnn._graph import Graph, check_integers
+from penstock.rgnn._formats import check_integers
+from penstock.rgnn._graph import Graph
 from penstock.rgnn._graph_tensors import GraphTensors, graph_of
 
 

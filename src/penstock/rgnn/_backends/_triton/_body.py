@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 
 from penstock.rgnn import _rows
-from penstock.rgnn._backends._triton import _operators
 from penstock.rgnn._backends._triton._index import (
     Axis,
     Index,
@@ -23,6 +22,7 @@ from penstock.rgnn._backends._triton._index import (
     sorted_axes,
     whole,
 )
+from penstock.rgnn._backends._triton._operators import RULES, Block
 from penstock.rgnn._backends._triton._tables import Maps
 from penstock.rgnn._ir import Program, Shape
 from penstock.rgnn._rows import RowMap, Space
@@ -33,16 +33,6 @@ SUMS = frozenset({"sum", "softmax"})
 
 class Inexpressible(Exception):
     """A traversal that cannot be written as one Triton kernel; the message says why."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Block:
-    """A variable: its leading axes (of groups and rows) and then those of features."""
-
-    name: str
-    axes: tuple[Axis, ...] = ()
-    is_shared: bool = False
-    """Whether it is the same for all rows of a group."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -172,7 +162,7 @@ class Body:
         assert not maps, (node, maps)
         if node.op == "softmax":
             return self._weight(position, indices)
-        return _operators.RULES[node.op](self, node, indices, name)
+        return RULES[node.op](self, node, indices, name)
 
     def total(self, position: int, shape: Shape, indices: Sequence[Index], part: str = "") -> Block:
         """A finished reduction of this kernel, as an axis of the block at hand for each of its own.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from penstock.rgnn._backends._triton._index import (
     ZERO,
@@ -15,11 +16,42 @@ from penstock.rgnn._backends._triton._index import (
 )
 from penstock.rgnn._ir import Node, Shape, broadcast
 
-if TYPE_CHECKING:
-    from penstock.rgnn._backends._triton._body import Block, Body
-
 Indices = tuple[Index, ...]
-Rule = Callable[["Body", Node, Indices, str], "Block"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Block:
+    """A variable: its leading axes (of groups and rows) and then those of features."""
+
+    name: str
+    axes: tuple[Axis, ...] = ()
+    is_shared: bool = False
+    """Whether it is the same for all rows of a group."""
+
+
+class Body(Protocol):
+    """The statements of a traversal, as `_body.py` writes them."""
+
+    nodes: tuple[Node, ...]
+
+    def read(self, position: int, indices: Indices) -> Block:
+        """The features of a value, as a variable."""
+        ...
+
+    def compute(self, template: str, *operands: Block, name: str) -> Block:
+        """An elementwise expression in which `{0}`, `{1}`, ... stand for operands."""
+        ...
+
+    def added_up(self, block: Block, axis: Axis, name: str) -> Block:
+        """The sum over an axis of features."""
+        ...
+
+    def is_between(self, index: Index, begin: int, end: int) -> Block:
+        """Where an index lies in a half-open interval."""
+        ...
+
+
+Rule = Callable[[Body, Node, Indices, str], Block]
 
 
 def _stretched(indices: Indices, shape: Shape) -> Indices:

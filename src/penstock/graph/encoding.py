@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from penstock.graph._step_graph import TensorView
+from penstock.graph.step_graph import TensorView
 
 CONSTANT = "penstock.constant"
 """Target that makes a tensor from bytes in the graph: `args = ({"bytes": ...},)`."""

@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from penstock.errors import CaptureError
-from penstock.graph._batches import replaced
+from penstock.graph.batches import replaced
 
 _KINDS_OF_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from penstock.graph._encoding import dtype_name
+from penstock.graph.encoding import dtype_name
 
 
 def modules_in(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -2,7 +2,7 @@
 
 Each rank captures, plans and runs its own step. A collective is an operator like any other, only
 that ranks must run them in one order, whatever their plans are: it counts as one that draws random
-numbers, whose order a plan keeps, and as one that must not run twice (`_schemas.COLLECTIVES`).
+numbers, whose order a plan keeps, and as one that must not run twice (`schemas.COLLECTIVES`).
 Results go to memory that is there already, which a plan has given an address.
 """
 

@@ -12,7 +12,7 @@ from torch import nn
 from penstock.errors import CaptureError
 from penstock.graph._gathering import Gathering
 from penstock.graph._recorder import Recorder
-from penstock.graph._step_graph import Kind, Phase
+from penstock.graph.step_graph import Kind, Phase
 
 _SCALER = (
     "torch.amp.GradScaler (unscale_) looks for infinities in a step's numbers, so that fp16 with "

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from penstock.errors import GraphFileError
-from penstock.graph._batches import constants_in, is_full_mask, tensors_in
-from penstock.graph._encoding import dtype_name, dtype_named
 from penstock.graph._input_pieces import part_of_input
 from penstock.graph._scalars import evaluate, views_of
-from penstock.graph._shards import local_of, sharded_like
-from penstock.graph._step_graph import StepGraph, TensorView
+from penstock.graph.batches import constants_in, is_full_mask, tensors_in
+from penstock.graph.encoding import dtype_name, dtype_named
+from penstock.graph.shards import local_of, sharded_like
+from penstock.graph.step_graph import StepGraph, TensorView
 
 _STATE, _GROUPS, _BATCH = "optimizer.state.", "optimizer.param_groups.", "batch"
 
