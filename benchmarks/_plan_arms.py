@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from _plan_torch_budget import plan_torch_budget
-from penstock.graph import StepGraph, operator_seconds
+from penstock.graph import StepGraph
 from penstock.memory import MachineProfile
-from penstock.planner import Bound, Budget, Plan, lower_bound, plan
+from penstock.planner import Bound, Budget, Plan, PlanRequest, lower_bound, plan
 from penstock.planner.baselines._layers_lp import plan_layers_lp
 from penstock.planner.baselines._on_demand import plan_on_demand
 
@@ -64,29 +65,23 @@ class Planner:
         seed: int,
     ) -> None:
         self.graph, self.budget, self.machine = graph, budget, machine
-        self.bound_seconds = bound_seconds
-        self.operator_seconds = operator_seconds(graph, machine)
-        self.time_limit, self.seed = time_limit, seed
+        self.request = PlanRequest(graph=graph, budget=budget, machine=machine, seed=seed)
+        self.bound_seconds, self.time_limit, self.seed = bound_seconds, time_limit, seed
 
     @functools.cached_property
     def bound(self) -> Bound:
         """What no plan of the captured graph beats, whatever it decides."""
-        return lower_bound(self.graph, self.operator_seconds, self.budget, self.machine)
+        return lower_bound(self.request)
 
     def bound_of(self, arm: str, plan: Plan) -> Bound:
         """What no plan beats in which as much is frozen, of the graph that a plan is for."""
         if self.bound_seconds is None:
             return plan.bound
         graph, free = plan.planned_graph(self.graph), ABLATIONS.get(arm, Freedom())
-        bound = lower_bound(
-            graph,
-            operator_seconds(graph, self.machine),
-            self.budget,
-            self.machine,
-            reorder=free.reorder,
-            recompute=free.recompute,
-            time_limit=self.bound_seconds,
+        request = dataclasses.replace(
+            self.request.of(graph), reorder=free.reorder, recompute=free.recompute
         )
+        bound = lower_bound(request.within(self.bound_seconds))
         return max(bound, plan.bound, key=lambda each: each.seconds)
 
     def plan(self, arm: str) -> Plan:
@@ -96,15 +91,7 @@ class Planner:
             InfeasibleError: It finds none.
         """
         if arm in REFERENCES:
-            return REFERENCES[arm](
-                self.graph,
-                operator_seconds=self.operator_seconds,
-                budget=self.budget,
-                machine=self.machine,
-                time_limit=self.time_limit,
-                seed=self.seed,
-                progress=None,
-            )
+            return REFERENCES[arm](self.request.within(self.time_limit))
         free = ABLATIONS.get(arm, Freedom())
         return plan(
             self.graph,

@@ -11,9 +11,9 @@ from typing import Any
 from _plan_arms import CHECKPOINTING, STOCK
 from _plan_models import CASES
 from _rows import BenchmarkRow
-from penstock.graph import StepGraph, operator_seconds
+from penstock.graph import StepGraph
 from penstock.memory import MachineProfile
-from penstock.planner import check
+from penstock.planner import Budget, PlanRequest, check
 from penstock.planner.baselines._checkpointing import plan_checkpointing
 from penstock.planner.baselines._order import peak_of_program_order
 
@@ -22,10 +22,9 @@ def point_rows(
     name: str, graph: StepGraph, machine: MachineProfile, where: Any
 ) -> list[BenchmarkRow]:
     """Rows of stock training and of checkpointing, at what each needs of the device."""
-    seconds = operator_seconds(graph, machine)
-    checkpointed = plan_checkpointing(graph, operator_seconds=seconds, machine=machine)
+    request = PlanRequest(graph=graph, budget=Budget(), machine=machine)
+    checkpointed, ideal = plan_checkpointing(request), request.compute_seconds
     check(graph, checkpointed)
-    ideal = sum(seconds)
     stock = (STOCK, peak_of_program_order(graph), ideal)
     found = (CHECKPOINTING, checkpointed.peak_device_bytes, checkpointed.step_seconds)
     return [

@@ -7,28 +7,15 @@ Nothing is swapped. The largest budget whose step fits is taken, as a user would
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from penstock.errors import InfeasibleError
-from penstock.graph import StepGraph
-from penstock.memory import MachineProfile
-from penstock.planner import Budget, Plan
+from penstock.planner import Plan, PlanRequest
 from penstock.planner.baselines._on_demand import plan_on_demand
 from penstock.planner.baselines._recompute import Recomputation
 
 BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
 
 
-def plan_torch_budget(
-    graph: StepGraph,
-    *,
-    operator_seconds: Sequence[float],
-    budget: Budget,
-    machine: MachineProfile,
-    time_limit: float = 60.0,
-    seed: int = 0,
-    progress: object = None,
-) -> Plan:
+def plan_torch_budget(request: PlanRequest) -> Plan:
     """Plan as `aot_autograd` would with the largest budget that fits.
 
     Raises:
@@ -36,12 +23,11 @@ def plan_torch_budget(
     """
     from torch._functorch._activation_checkpointing.knapsack import dp_knapsack
 
-    del time_limit, progress
-    recomputation = Recomputation(graph)
+    recomputation = Recomputation(request.graph)
     choices = [saved for saved in recomputation.saved() if saved.is_droppable]
     total = sum(saved.num_bytes for saved in choices)
     memory = [saved.num_bytes / max(1, total) for saved in choices]
-    seconds = [sum(operator_seconds[i] for i in saved.chain or ()) for saved in choices]
+    seconds = [sum(request.operator_seconds[i] for i in saved.chain or ()) for saved in choices]
     for share in BUDGETS:
         dropped = {saved.value for saved in choices}
         if choices and share < 1:
@@ -50,18 +36,15 @@ def plan_torch_budget(
         order, _ = recomputation.order_without(dropped if share < 1 else ())
         try:
             return plan_on_demand(
-                graph,
-                operator_seconds=operator_seconds,
-                budget=budget,
-                machine=machine,
+                request,
                 order=order,
                 candidates=(),
-                seed=seed,
                 method="torch-budget",
                 notes={"activation_memory_budget": share},
             )
         except InfeasibleError:
             continue
     raise InfeasibleError(
-        f"no activation memory budget fits device_memory={budget.device_bytes}", proved=False
+        f"no activation memory budget fits device_memory={request.budget.device_bytes}",
+        proved=False,
     )

@@ -49,7 +49,15 @@ from _rows import (
 from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
 from penstock.memory import machine
-from penstock.planner import Budget, check, exact, min_peak, min_working_set, plan
+from penstock.planner import (
+    Budget,
+    PlanRequest,
+    check,
+    exact,
+    min_peak,
+    min_working_set,
+    plan,
+)
 from penstock.planner.baselines._order import peak_of_program_order
 
 TOPIC = "cosma"
@@ -72,10 +80,14 @@ def traffic_of(arm: str, graph: StepGraph, num_bytes: int, options: Any) -> dict
     if arm == BASELINE:
         return {"traffic": belady_traffic(graph, num_bytes)}
     if arm == EXACT:
-        budget = Budget(device_bytes=num_bytes, host_bytes=HOST_BYTES)
-        seconds = [_INSTANT] * len(graph.operators)
+        request = PlanRequest(
+            graph=graph,
+            budget=Budget(device_bytes=num_bytes, host_bytes=HOST_BYTES),
+            machine=machine(MACHINE),
+            operator_seconds=[_INSTANT] * len(graph.operators),
+        )
         try:
-            found = exact(graph, seconds, budget, machine(MACHINE), time_limit=options.time_limit)
+            found = exact(request.within(options.time_limit))
         except InfeasibleError as error:
             return {"traffic": None, "least": 0, "proved": error.proved, "reason": str(error)}
         check(graph, found)

@@ -110,7 +110,7 @@ def arm_row(
     planner: Planner, arm: str, case: str, extra: dict[str, Any], where: Any
 ) -> BenchmarkRow:
     """Plan, check, and say how good it is; an arm without a plan has a time of 0."""
-    ideal = sum(planner.operator_seconds)
+    ideal = planner.request.compute_seconds
     began, cpu_began = time.perf_counter(), time.process_time()
     identity = {"topic": TOPIC, "case": case, "arm": arm, **where}
     extra = {**extra, "ideal_seconds": ideal}

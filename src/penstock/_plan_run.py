@@ -70,7 +70,6 @@ class _Task:
 
     graph: StepGraph
     machine: MachineProfile
-    operator_seconds: tuple[float, ...]
     peak_bytes: int
     options: PlanOptions
 
@@ -138,13 +137,11 @@ def parse_device_memory(text: str | None, peak_bytes: int) -> int | None:
 
 
 def _task(graph: StepGraph, options: PlanOptions) -> _Task:
-    from penstock.graph import operator_seconds
     from penstock.memory import machine, probe
     from penstock.planner.baselines import peak_of_program_order
 
     profile = probe(options.store) if options.machine is None else machine(options.machine)
-    seconds = tuple(operator_seconds(graph, profile))
-    return _Task(graph, profile, seconds, peak_of_program_order(graph), options)
+    return _Task(graph, profile, peak_of_program_order(graph), options)
 
 
 def _run_plan(task: _Task, out: Console, err: Console) -> None:
@@ -177,18 +174,18 @@ def make_plan(
 ) -> Plan:
     """One plan, with the method that was asked for."""
     options = task.options
+    from penstock.planner import PlanRequest, plan
+
     reference = _reference(options.method)
     if reference is not None:
-        return reference(
-            task.graph,
-            operator_seconds=task.operator_seconds,
+        request = PlanRequest(
+            graph=task.graph,
             budget=task.budget(device_bytes),
             machine=task.machine,
-            time_limit=options.time_limit,
             seed=options.seed,
             progress=progress,
         )
-    from penstock.planner import plan
+        return reference(request.within(options.time_limit))
 
     return plan(
         task.graph,
@@ -205,13 +202,13 @@ def make_plan(
     )
 
 
-def _reference(method: str) -> Callable[..., Plan] | None:
+def _reference(method: str) -> Callable[[PlanRequest], Plan] | None:
     """The planner of a method that is there to compare with; None for those of `plan`."""
     import functools
 
     from penstock.planner.baselines import plan_layers_lp, plan_on_demand
 
-    planners: Mapping[str, Callable[..., Plan]] = {
+    planners: Mapping[str, Callable[[PlanRequest], Plan]] = {
         "layers-lp": plan_layers_lp,
         "lru": functools.partial(plan_on_demand, arm="lru"),
         "lru-prefetch": functools.partial(plan_on_demand, arm="lru-prefetch"),
@@ -297,14 +294,13 @@ def _run_sweep(task: _Task, out: Console, err: Console) -> None:
 
 def sweep_memory(task: _Task, err: Console) -> Sweep:
     """Plan for less and less memory until nothing fits; Ctrl-C ends the sweep."""
+    from penstock.planner import Budget, PlanRequest
     from penstock.planner.baselines import plan_checkpointing
     from penstock.report import Sweep, SweepPoint
 
-    ideal = sum(task.operator_seconds)
+    request = PlanRequest(graph=task.graph, budget=Budget(), machine=task.machine)
+    checkpointed, ideal = plan_checkpointing(request), request.compute_seconds
     points = [SweepPoint(name="stock", device_bytes=task.peak_bytes, step_seconds=ideal)]
-    checkpointed = plan_checkpointing(
-        task.graph, operator_seconds=task.operator_seconds, machine=task.machine
-    )
     points.append(
         SweepPoint(
             name="checkpointing",

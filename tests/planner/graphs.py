@@ -1,13 +1,15 @@
 """Small step graphs, and random plans for them, that the tests of planners share."""
 
 import dataclasses
+import math
 import random
+import time
 
 from hypothesis import strategies as st
 
 from penstock.graph import Kind, Operator, Phase, StepGraph, Storage, TensorView
 from penstock.memory import Link, LinkProfile, MachineProfile, Tier, TierProfile
-from penstock.planner import Budget, Plan, Transfer
+from penstock.planner import Budget, Plan, PlanRequest, Transfer
 from penstock.planner.optima._assemble import Stay, assemble
 
 
@@ -27,6 +29,21 @@ def machine(*, out=1.0, back=1.0, file=0.5) -> MachineProfile:
         tiers={tier: TierProfile(1 << 40) for tier in Tier},
         links={link: LinkProfile(rate, (rate, rate), 1) for link, rate in rates.items()},
         memcpy=LinkProfile(1.0, (1.0, 1.0), 1),
+    )
+
+
+def request(graph, budget, profile=None, *, seconds=1.0, time_limit=None, **decisions):
+    """A request to plan `graph`; `seconds` of each operator, or of all."""
+    if isinstance(seconds, int | float):
+        seconds = [float(seconds)] * len(graph.operators)
+    deadline = math.inf if time_limit is None else time.monotonic() + time_limit
+    return PlanRequest(
+        graph=graph,
+        budget=budget,
+        machine=profile or machine(),
+        operator_seconds=seconds,
+        deadline=deadline,
+        **decisions,
     )
 
 
@@ -236,13 +253,15 @@ def random_plan(
     if seconds is None:
         seconds = [float(rng.randint(0, 6)) for _ in graph.operators]
     return assemble(
-        graph,
+        request(
+            graph,
+            budget=Budget(device_bytes=1 << 20, host_bytes=1 << 20),
+            profile=machine(out=rates[0], back=rates[1]),
+            seconds=seconds,
+        ),
         order,
         stays,
         transfers,
-        budget=Budget(device_bytes=1 << 20, host_bytes=1 << 20),
-        machine=machine(out=rates[0], back=rates[1]),
-        operator_seconds=seconds,
     )
 
 

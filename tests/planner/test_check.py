@@ -13,6 +13,7 @@ from graphs import (
     planned_steps,
     random_graph,
     random_plan,
+    request,
 )
 from penstock.errors import PlanError
 from penstock.graph import Kind, Operator, StepGraph, Storage
@@ -56,13 +57,15 @@ def plan_of(stays=STAYS, transfers=TRANSFERS) -> Plan:
     """A plan whose times and statements are right, whatever else is not."""
     transfers = sorted(transfers, key=lambda t: t.end)
     return assemble(
-        GRAPH,
+        request(
+            GRAPH,
+            budget=Budget(device_bytes=1000, host_bytes=100, file_bytes=100),
+            profile=machine(),
+            seconds=[5.0] * 10,
+        ),
         range(10),
         stays,
         transfers,
-        budget=Budget(device_bytes=1000, host_bytes=100, file_bytes=100),
-        machine=machine(),
-        operator_seconds=[5.0] * 10,
     )
 
 
@@ -378,13 +381,10 @@ def test_a_value_that_stays_over_the_end_keeps_its_address():
     operators = [Operator(name=f"op{i}", target="aten.op", reads=reads[i]) for i in range(3)]
     graph = StepGraph(storages=(weight,), storage_of_value=(0,), operators=tuple(operators))
     plan = assemble(
-        graph,
+        request(graph, budget=Budget(host_bytes=4), profile=machine(), seconds=[1.0] * 3),
         range(3),
         [Stay(0, 0, 1), Stay(0, 2, 3)],
         [Transfer(0, Link.HOST_TO_DEVICE, 4, 2, 2)],
-        budget=Budget(host_bytes=4),
-        machine=machine(),
-        operator_seconds=[1.0] * 3,
     )
     check(graph, plan)
     assert rule_of(moved(plan, 0, 2, 8), graph) == "steady_state"
@@ -402,14 +402,11 @@ def test_what_no_step_changes_and_stays_for_ever_overlaps_nothing(kind, offset):
         storages=tuple(weights), storage_of_value=(0, 1, 2), operators=tuple(operators)
     )
     plan = assemble(
-        graph,
+        request(graph, budget=Budget(), profile=machine(), seconds=[1.0] * 3),
         range(3),
         [Stay(value, 0, 3) for value in range(3)],
         (),
         offsets=[0, 8, 12],
-        budget=Budget(),
-        machine=machine(),
-        operator_seconds=[1.0] * 3,
     )
     check(graph, plan)
     for value in (1, 2):
@@ -426,5 +423,8 @@ def test_a_result_does_not_lie_over_the_rest_of_what_another_takes_over():
     graph = build.graph(other)
     stays = [Stay(x, 0, 0), Stay(small, 0, 1), Stay(other, 0, 1)]
     fields = {"budget": Budget(), "machine": machine(), "operator_seconds": [1.0]}
-    check(graph, assemble(graph, [0], stays, (), offsets=[0, 0, 8], **fields))
-    assert rule_of(assemble(graph, [0], stays, (), offsets=[0, 0, 4], **fields), graph) == "overlap"
+    check(graph, assemble(request(graph, **fields), [0], stays, (), offsets=[0, 0, 8]))
+    assert (
+        rule_of(assemble(request(graph, **fields), [0], stays, (), offsets=[0, 0, 4]), graph)
+        == "overlap"
+    )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs import chain_step, in_units, machine
+from graphs import chain_step, in_units, machine, request
 from penstock.errors import GraphFileError
 from penstock.graph import StepGraph
 from penstock.planner import Budget, Plan
@@ -24,10 +24,12 @@ def small_graph() -> StepGraph:
 def small_plan() -> Plan:
     graph = small_graph()
     return plan_on_demand(
-        graph,
-        operator_seconds=[1.0] * len(graph.operators),
-        budget=Budget(device_bytes=8 * UNIT, host_bytes=1 << 20),
-        machine=machine(out=UNIT, back=UNIT),
+        request(
+            graph,
+            budget=Budget(device_bytes=8 * UNIT, host_bytes=1 << 20),
+            profile=machine(out=UNIT, back=UNIT),
+            seconds=[1.0] * len(graph.operators),
+        ),
         arm="belady",
     )
 

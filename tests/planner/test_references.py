@@ -131,12 +131,12 @@ def test_a_hopeless_plan_on_demand_gets_no_addresses(monkeypatch):
     machine = graphs.machine(out=2.0 * UNIT, back=2.0 * UNIT)
     seconds = operator_seconds(graph, machine)
     limits = Budget(device_bytes=int(peak_of_program_order(graph) * share), host_bytes=1 << 40)
-    made = plan_on_demand(graph, operator_seconds=seconds, budget=limits, machine=machine)
+    made = plan_on_demand(graphs.request(graph, budget=limits, profile=machine, seconds=seconds))
     fast = dataclasses.replace(made, step_seconds=made.step_seconds / 100)
     monkeypatch.setattr(references, "_FEW_OPERATORS", 0)
     monkeypatch.setattr(references, "plan_on_demand", None)
-    task = references.ReferenceTask(graph, seconds, limits, machine, 0)
-    assert references.fastest_with_references(task, fast, fast.bound, deadline=1e18) is fast
+    asked = graphs.request(graph, limits, machine, seconds=seconds)
+    assert references.fastest_with_references(asked, fast, fast.bound) is fast
 
 
 def test_addresses_of_plans_on_demand_are_searched_for_no_longer_than_there_is_time(monkeypatch):
@@ -144,7 +144,7 @@ def test_addresses_of_plans_on_demand_are_searched_for_no_longer_than_there_is_t
     machine = graphs.machine(out=2.0 * UNIT, back=2.0 * UNIT)
     seconds = operator_seconds(graph, machine)
     limits = Budget(device_bytes=int(peak_of_program_order(graph) * share), host_bytes=1 << 40)
-    made = plan_on_demand(graph, operator_seconds=seconds, budget=limits, machine=machine)
+    made = plan_on_demand(graphs.request(graph, budget=limits, profile=machine, seconds=seconds))
     asked = []
 
     def find_nothing(buffers, *, time_limit, **options):
@@ -153,7 +153,6 @@ def test_addresses_of_plans_on_demand_are_searched_for_no_longer_than_there_is_t
         raise InfeasibleError("nothing")
 
     monkeypatch.setattr("penstock.planner.baselines._decisions.pack", find_nothing)
-    task = references.ReferenceTask(graph, seconds, limits, machine, 0)
-    deadline = time.monotonic() + 0.2
-    assert references.fastest_with_references(task, made, made.bound, deadline=deadline) is made
+    short = graphs.request(graph, limits, machine, seconds=seconds, time_limit=0.2)
+    assert references.fastest_with_references(short, made, made.bound) is made
     assert asked and sum(asked) <= 0.2

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs import GraphBuilder, chain_step, machine, planned_steps, random_graph, random_plan
+from graphs import (
+    GraphBuilder,
+    chain_step,
+    machine,
+    planned_steps,
+    random_graph,
+    random_plan,
+    request,
+)
 from penstock.errors import PlanError
 from penstock.graph import Kind
 from penstock.memory import Link, Tier
@@ -45,13 +53,15 @@ def streamed(num_layers, *, ahead, seconds=1.0, num_bytes=4) -> Plan:
         stays.append(Stay(result, layer, min(layer + 2, num_layers)))
     transfers.sort(key=lambda t: t.end)
     return assemble(
-        graph,
+        request(
+            graph,
+            budget=Budget(host_bytes=1 << 20),
+            profile=machine(back=4.0),
+            seconds=[seconds] * num_layers,
+        ),
         range(num_layers),
         stays,
         transfers,
-        budget=Budget(host_bytes=1 << 20),
-        machine=machine(back=4.0),
-        operator_seconds=[seconds] * num_layers,
     )
 
 

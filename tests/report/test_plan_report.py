@@ -38,10 +38,12 @@ def plan(graph):
     order, dropped = Recomputation(graph).order_without({saved[1].value})
     assert dropped
     return plan_on_demand(
-        graph,
-        operator_seconds=[0.5] * len(graph.operators),
-        budget=Budget(device_bytes=14 * UNIT, host_bytes=1 << 40),
-        machine=graphs.machine(out=UNIT, back=UNIT),
+        graphs.request(
+            graph,
+            budget=Budget(device_bytes=14 * UNIT, host_bytes=1 << 40),
+            profile=graphs.machine(out=UNIT, back=UNIT),
+            seconds=[0.5] * len(graph.operators),
+        ),
         order=order,
     )
 
@@ -138,10 +140,9 @@ def test_pictures_are_written(graph, plan, tmp_path):
 def test_a_plan_that_moves_nothing_is_drawn_too(graph, tmp_path):
     pytest.importorskip("matplotlib")
     plan = plan_on_demand(
-        graph,
-        operator_seconds=[0.5] * len(graph.operators),
-        budget=Budget(),
-        machine=graphs.machine(),
+        graphs.request(
+            graph, budget=Budget(), profile=graphs.machine(), seconds=[0.5] * len(graph.operators)
+        )
     )
     assert "nothing" in plan_table(graph, plan)
     assert draw_plan(graph, plan, tmp_path / "plan.png").exists()

@@ -7,6 +7,7 @@ from penstock.planner._api import plan
 from penstock.planner._check import check
 from penstock.planner._plan import Bound, Budget, Copy, Found, Placement, Plan, Transfer
 from penstock.planner._refine import as_measured, refine
+from penstock.planner._request import PlanRequest
 from penstock.planner._simulate import Simulation, Stall, simulate
 from penstock.planner.optima import Peak, brute_force, exact, min_peak, min_working_set
 from penstock.planner.packing import Buffer, Packing, check_packing, pack
@@ -33,6 +34,7 @@ __all__ = [
     "Peak",
     "Placement",
     "Plan",
+    "PlanRequest",
     "Residency",
     "ScratchpadBuffer",
     "ScratchpadGraph",

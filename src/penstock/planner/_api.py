@@ -8,11 +8,10 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from penstock.errors import InfeasibleError, PenstockError
-from penstock.graph import StepGraph, operator_seconds, split
+from penstock.graph import StepGraph, split
 from penstock.memory import (
     FileStore,
     Link,
@@ -24,7 +23,8 @@ from penstock.memory import (
 )
 from penstock.memory import machine as known_machine
 from penstock.planner._plan import Bound, Budget, Found, Plan
-from penstock.planner._references import ReferenceTask, fastest_with_references
+from penstock.planner._references import fastest_with_references
+from penstock.planner._request import PlanRequest
 from penstock.planner.baselines import peak_of_program_order, plan_genetic
 from penstock.planner.optima import exact
 from penstock.planner.proofs import lower_bound
@@ -109,107 +109,57 @@ def plan(
         device_memory = int(peak_of_program_order(graph) * share)
     profile = known_machine(machine) if isinstance(machine, str) else machine or probe(store)
     profile = profile.while_both_are_busy()
-    budget, links, profile = _tiers(profile, device_memory, host_memory, store)
-    request = _Request(
+    budget, profile = _tiers(profile, device_memory, host_memory, store)
+    if method == "exact":
+        _check_exact(graph, budget)
+    request = PlanRequest(
+        graph=graph,
         budget=budget,
-        links=links,
         machine=profile,
         reorder=reorder,
         recompute=recompute,
         seed=seed,
         progress=progress,
     )
-    planners = {"auto": _plan_auto, "exact": _plan_exact, "genetic": _plan_genetic}
-    try:
-        found = _plan_whole_or_split(graph, request, planners[method], method, time_limit)
-    except MemoryError as error:
-        raise PenstockError(
-            f"planning {len(graph.operators)} operators needs more memory than this process may "
-            "take: raise its limit, or plan in another process (graph.save, plan.save) and load "
-            "the plan here"
-        ) from error
-    if method != "genetic":
-        _require_room_below(found)
+    found = plan_request(request.within(time_limit), method=method)
     return dataclasses.replace(found, times="graph")
 
 
-def plan_for(
-    graph: StepGraph,
-    budget: Budget,
-    machine: MachineProfile,
-    *,
-    time_limit: float,
-    seed: int,
-    progress: Callable[[Found], None] | None,
-) -> Plan:
-    """Plan with budgets and a profile that another plan has, as its `budget` and `machine`.
-
-    Args:
-        graph: The step.
-        budget: What of each tier there is.
-        machine: A profile with the links to these tiers.
-        time_limit: Seconds.
-        seed: As of `plan`, like the rest.
-        progress: Called with each improvement.
+def plan_request(request: PlanRequest, *, method: str = "auto") -> Plan:
+    """Plan what is asked for; see `plan`.
 
     Raises:
         InfeasibleError: No plan was found.
+        PenstockError: The process may not take the memory that planning needs.
     """
-    request = _Request(
-        budget=budget,
-        links=_links_below(budget),
-        machine=machine,
-        reorder=True,
-        recompute=True,
-        seed=seed,
-        progress=progress,
-    )
-    found = _plan_whole_or_split(graph, request, _plan_auto, "auto", time_limit)
-    _require_room_below(found)
+    planners = {"auto": _plan_auto, "exact": exact, "genetic": plan_genetic}
+    try:
+        found = _plan_whole_or_split(request, planners[method], method)
+    except MemoryError as error:
+        raise PenstockError(
+            f"planning {len(request.graph.operators)} operators needs more memory than this "
+            "process may take: raise its limit, or plan in another process (graph.save, plan.save) "
+            "and load the plan here"
+        ) from error
+    if method != "genetic":
+        _require_room_below(found)
     return found
 
 
-def _links_below(budget: Budget) -> list[tuple[Link, Link]]:
-    """The links to the tiers below the device, the nearest first."""
-    below = []
-    if budget.host_bytes:
-        below.append((Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE))
-    if budget.file_bytes is not None:
-        below.append((Link.DEVICE_TO_FILE, Link.FILE_TO_DEVICE))
-    return below
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    """What planners are asked for, whatever graph they are given."""
-
-    budget: Budget
-    links: Sequence[tuple[Link, Link]]
-    machine: MachineProfile
-    reorder: bool
-    recompute: bool
-    seed: int
-    progress: Callable[[Found], None] | None
-
-
 def _plan_whole_or_split(
-    graph: StepGraph,
-    request: _Request,
-    planner: Callable[[StepGraph, _Request, float], Plan],
-    method: str,
-    time_limit: float,
+    request: PlanRequest, planner: Callable[[PlanRequest], Plan], method: str
 ) -> Plan:
     """Plan the first of the graphs to choose from for which there is a plan."""
-    began = time.monotonic()
+    graph, began, time_limit = request.graph, time.monotonic(), request.seconds_left()
     choices = _split_choices(graph, request.budget.device_bytes, method)
     # What comes after a search, the plan itself, takes longer where graph or load is larger.
     looked = time.monotonic() - began
     deadline = began + time_limit - min(_PLAN_TIMES * looked, _MAX_PLAN_SHARE * time_limit)
     for split_bytes in choices:
-        parts = graph if split_bytes is None else split(graph, split_bytes)
+        parts = request if split_bytes is None else request.of(split(graph, split_bytes))
         left = max(deadline - time.monotonic(), _LEAST_SHARE * time_limit)
         try:
-            found = planner(parts, request, left)
+            found = planner(parts.ending_in(left))
         except InfeasibleError:
             if split_bytes == choices[-1]:
                 raise
@@ -218,7 +168,7 @@ def _plan_whole_or_split(
             return found
         _logger.info(
             "planned for %d parts of operators (split_bytes=%d)",
-            len(parts.operators) - len(graph.operators),
+            len(parts.graph.operators) - len(graph.operators),
             split_bytes,
         )
         return dataclasses.replace(found, graph_digest=graph.digest, split_bytes=split_bytes)
@@ -242,95 +192,49 @@ def _split_choices(graph: StepGraph, device_bytes: int | None, method: str) -> l
     return choices or [None]
 
 
-def _plan_genetic(graph: StepGraph, request: _Request, time_limit: float) -> Plan:
-    return plan_genetic(
-        graph,
-        operator_seconds=operator_seconds(graph, request.machine),
-        budget=request.budget,
-        machine=request.machine,
-        time_limit=time_limit,
-        seed=request.seed,
-        progress=request.progress,
-    )
-
-
-def _plan_exact(graph: StepGraph, request: _Request, time_limit: float) -> Plan:
+def _check_exact(graph: StepGraph, budget: Budget) -> None:
     if len(graph.operators) > MAX_EXACT_OPERATORS:
         raise ValueError(
             f"method='exact' is for at most {MAX_EXACT_OPERATORS} operators and the graph has "
             f"{len(graph.operators)}; use method='auto'"
         )
-    if request.budget.device_bytes is None:
+    if budget.device_bytes is None:
         raise ValueError("method='exact' needs device_memory=: without a limit nothing moves")
-    return exact(
-        graph,
-        operator_seconds(graph, request.machine),
-        request.budget,
-        request.machine,
-        links=request.links[0] if request.links else None,  # the tier above the others
-        reorder=request.reorder,
-        time_limit=time_limit,
-    )
 
 
-def _plan_auto(graph: StepGraph, request: _Request, time_limit: float) -> Plan:
-    deadline = time.monotonic() + time_limit
-    seconds = operator_seconds(graph, request.machine)
-    search_until = deadline - time_limit * _REFERENCE_SHARE
+def _plan_auto(request: PlanRequest) -> Plan:
+    time_limit = request.seconds_left()
+    search_until = request.deadline - time_limit * _REFERENCE_SHARE
     try:
-        bound = _bound(graph, seconds, request, time_limit)
+        bound = _bound(request)
     except KeyboardInterrupt:  # then the first plan that is found
-        bound, search_until = _compute_bound(seconds), 0.0
+        bound, search_until = _compute_bound(request), 0.0
     found = failure = None
     try:
-        found = plan_auto(
-            graph,
-            operator_seconds=seconds,
-            budget=request.budget,
-            machine=request.machine,
-            links=request.links,
-            bound=bound,
-            reorder=request.reorder,
-            recompute=request.recompute,
-            time_limit=max(0.0, search_until - time.monotonic()),
-            seed=request.seed,
-            progress=request.progress,
-        )
+        left = max(0.0, search_until - time.monotonic())
+        found = plan_auto(request.ending_in(left), bound=bound)
     except InfeasibleError as error:
         if error.proved:
             raise
         failure = error
     with contextlib.suppress(KeyboardInterrupt):
-        task = ReferenceTask(graph, seconds, request.budget, request.machine, request.seed)
-        found = fastest_with_references(task, found, bound, deadline=deadline)
+        found = fastest_with_references(request, found, bound)
     if found is None:
         assert failure is not None
         raise failure
     return found
 
 
-def _bound(
-    graph: StepGraph, seconds: tuple[float, ...], request: _Request, time_limit: float
-) -> Bound:
+def _bound(request: PlanRequest) -> Bound:
+    share = _BOUND_SHARE if request.reorder else _FROZEN_BOUND_SHARE
     try:
-        return lower_bound(
-            graph,
-            seconds,
-            request.budget,
-            request.machine,
-            reorder=request.reorder,
-            recompute=request.recompute,
-            time_limit=min(
-                time_limit * (_BOUND_SHARE if request.reorder else _FROZEN_BOUND_SHARE),
-                _MAX_BOUND_SECONDS,
-            ),
-        )
+        return lower_bound(request.within(min(request.seconds_left() * share, _MAX_BOUND_SECONDS)))
     except InfeasibleError:  # the planner says so too, with what would do
-        return _compute_bound(seconds)
+        return _compute_bound(request)
 
 
-def _compute_bound(seconds: tuple[float, ...]) -> Bound:
-    total = sum(seconds)
+def _compute_bound(request: PlanRequest) -> Bound:
+    total = request.compute_seconds
     return Bound(seconds=total, binding="compute", seconds_of={"compute": total})
 
 
@@ -353,8 +257,8 @@ def _tiers(
     device_memory: int | str | None,
     host_memory: int | str | None,
     store: FileStore | str | os.PathLike[str] | None,
-) -> tuple[Budget, list[tuple[Link, Link]], MachineProfile]:
-    """Budgets in bytes, the links to the tiers below, and the profile with these links."""
+) -> tuple[Budget, MachineProfile]:
+    """Budgets in bytes, and the profile with the links to the tiers below."""
     links, tiers = dict(profile.links), dict(profile.tiers)
     host_bytes = None if host_memory is None else parse_bytes(host_memory, name="host_memory")
     if host_bytes is None and store is None and Tier.HOST in tiers:
@@ -376,16 +280,16 @@ def _tiers(
         host_bytes=host_bytes,
         file_bytes=file_bytes,
     )
-    below = _links_below(budget)
     if store is not None:
-        missing = [link.value for link in below[-1] if link not in links]
+        to_file = (Link.DEVICE_TO_FILE, Link.FILE_TO_DEVICE)
+        missing = [link.value for link in to_file if link not in links]
         if missing:
             raise ValueError(
                 f"store={os.fspath(FileStore.of(store).path)!r}: the profile of machine "
                 f"{profile.name!r} does not say how fast {missing[0]} is; pass "
                 "machine=penstock.probe(store)"
             )
-    return budget, below, dataclasses.replace(profile, links=links, tiers=tiers)
+    return budget, dataclasses.replace(profile, links=links, tiers=tiers)
 
 
 def _join_links(links: dict[Link, LinkProfile]) -> None:

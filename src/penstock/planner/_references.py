@@ -8,14 +8,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from penstock.errors import InfeasibleError
-from penstock.graph import StepGraph
-from penstock.memory import MachineProfile
-from penstock.planner._plan import Bound, Budget, Plan
+from penstock.planner._plan import Bound, Plan
+from penstock.planner._request import PlanRequest
 from penstock.planner.baselines import ON_DEMAND, OnDemand, plan_on_demand, seconds_by_bytes
 from penstock.planner.search import toll_of_byte
 
@@ -26,43 +22,28 @@ _logger = logging.getLogger(__name__)
 _HOPELESS, _FEW_OPERATORS = 1.25, 500
 
 
-@dataclass(frozen=True)
-class ReferenceTask:
-    """The arguments of `plan_auto` that paging on demand has as well."""
-
-    graph: StepGraph
-    operator_seconds: Sequence[float]
-    budget: Budget
-    machine: MachineProfile
-    seed: int
-
-
-def fastest_with_references(
-    task: ReferenceTask, found: Plan | None, bound: Bound, *, deadline: float
-) -> Plan | None:
+def fastest_with_references(request: PlanRequest, found: Plan | None, bound: Bound) -> Plan | None:
     """Return a plan, or one on demand for the same budget and machine that is faster.
 
     Example:
-        >>> fastest_with_references(  # doctest: +SKIP
-        ...     task, plan, bound, deadline=time.monotonic() + 9
-        ... )
+        >>> fastest_with_references(request, plan, bound)  # doctest: +SKIP
 
     Args:
-        task: The step and what it is planned for.
+        request: The step and what it is planned for. After its deadline nothing more is tried, if
+            there is a plan.
         found: The plan that a search found; None if it found none.
         bound: For the plan that is returned, if it is another one.
-        deadline: Time by `time.monotonic` after which nothing more is tried, if there is a plan.
 
     Returns:
         `found`, or what is faster; `notes["finalist"]` then says which. None if there is none.
     """
     best = found
     for arm in ON_DEMAND:
-        left = math.inf if best is None else deadline - time.monotonic()
-        if left <= 0:
+        if best is not None and not request.seconds_left():
             break
+        unlimited = dataclasses.replace(request, deadline=math.inf)
         try:
-            other = _plan_if_worth_it(task, arm, best, left)
+            other = _plan_if_worth_it(unlimited if best is None else request, arm, best)
         except InfeasibleError:
             continue
         if other is None or (best is not None and _total_seconds(other) >= _total_seconds(best)):
@@ -75,30 +56,13 @@ def fastest_with_references(
     return dataclasses.replace(best, bound=bound, method="auto", notes=notes)
 
 
-def _plan_if_worth_it(
-    task: ReferenceTask, arm: OnDemand, best: Plan | None, seconds_left: float
-) -> Plan | None:
+def _plan_if_worth_it(request: PlanRequest, arm: OnDemand, best: Plan | None) -> Plan | None:
     """An arm's plan; None if it cannot be the fastest."""
-    began = time.monotonic()
-    if best is not None and len(task.graph.operators) > _FEW_OPERATORS:
-        seconds = seconds_by_bytes(
-            task.graph,
-            operator_seconds=task.operator_seconds,
-            budget=task.budget,
-            machine=task.machine,
-            arm=arm,
-        )
+    if best is not None and len(request.graph.operators) > _FEW_OPERATORS:
+        seconds = seconds_by_bytes(request, arm=arm)
         if seconds > best.step_seconds * _HOPELESS:
             return None
-    return plan_on_demand(
-        task.graph,
-        operator_seconds=task.operator_seconds,
-        budget=task.budget,
-        machine=task.machine,
-        arm=arm,
-        give_up_after=seconds_left - (time.monotonic() - began),
-        seed=task.seed,
-    )
+    return plan_on_demand(dataclasses.replace(request, progress=None), arm=arm)
 
 
 def _total_seconds(plan: Plan) -> float:

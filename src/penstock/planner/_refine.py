@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from penstock.errors import GraphFileError
 from penstock.graph import StepGraph
 from penstock.memory import Link, LinkProfile, MachineProfile
-from penstock.planner._api import plan_for
+from penstock.planner._api import plan_request
 from penstock.planner._plan import Found, Measured, Plan
+from penstock.planner._request import PlanRequest
 from penstock.planner._simulate import simulate
 
 
@@ -53,14 +54,14 @@ def refine(
         )
     parts = plan.planned_graph(graph)
     seconds = _measured(parts, report)
-    found = plan_for(
-        _timed(graph, parts, seconds),
-        plan.budget,
-        _with_links(plan.machine, report),
-        time_limit=time_limit,
+    request = PlanRequest(
+        graph=_timed(graph, parts, seconds),
+        budget=plan.budget,
+        machine=_with_links(plan.machine, report),
         seed=plan.seed,
         progress=progress,
     )
+    found = plan_request(request.within(time_limit))
     return dataclasses.replace(found, graph_digest=graph.digest)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from penstock.errors import InfeasibleError, PlanError
 from penstock.graph import StepGraph, operator_seconds
 from penstock.planner._plan import Plan
+from penstock.planner._request import PlanRequest
 from penstock.planner._simulate import simulate
 from penstock.planner.proofs import lower_bound, quick_parts
 
@@ -119,19 +120,21 @@ def _check_bound(plan: Plan) -> None:
 def _claimed_bounds(parts: StepGraph, plan: Plan, *, bounds: bool) -> Iterator[str]:
     """Compute the parts of the bound again, the quick ones always."""
     bound, is_small = plan.bound, len(parts.operators) <= _FEW_OPERATORS
-    given = parts, plan.operator_seconds, plan.budget, plan.machine
+    request = PlanRequest(
+        graph=parts,
+        budget=plan.budget,
+        machine=plan.machine,
+        operator_seconds=plan.operator_seconds,
+        reorder=bound.reorder,
+        recompute=bound.recompute,
+    )
     if bounds:
         try:
-            true = lower_bound(
-                *given,
-                reorder=bound.reorder,
-                recompute=bound.recompute,
-                time_limit=_SECONDS_FOR_BOUNDS,
-            ).seconds_of
+            true = lower_bound(request.within(_SECONDS_FOR_BOUNDS)).seconds_of
         except InfeasibleError as error:
             raise PlanError(f"no plan fits this budget: {error}", rule="lower_bound") from error
     elif is_small and bound.seconds_of.keys() & {"cut", "persistent"}:
-        true = quick_parts(*given, recompute=bound.recompute)
+        true = quick_parts(request)
     else:
         true = {"compute": sum(plan.operator_seconds)}
     for name, stated in bound.seconds_of.items():

@@ -28,13 +28,15 @@ UNIT = 256
 
 def plan(graph, *, device_bytes, seed=0, time_limit=60.0, **options):
     return plan_genetic(
-        graph,
-        operator_seconds=[1.0] * len(graph.operators),
-        budget=Budget(device_bytes=device_bytes, host_bytes=1 << 40),
-        machine=graphs.machine(out=UNIT, back=UNIT),
-        seed=seed,
-        time_limit=time_limit,
-        **options,
+        graphs.request(
+            graph,
+            budget=Budget(device_bytes=device_bytes, host_bytes=1 << 40),
+            profile=graphs.machine(out=UNIT, back=UNIT),
+            seconds=[1.0] * len(graph.operators),
+            seed=seed,
+            time_limit=time_limit,
+            **options,
+        )
     )
 
 

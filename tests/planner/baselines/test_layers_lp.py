@@ -58,10 +58,12 @@ def layered_step(num_layers=4, *, inner=3, recomputable=True):
 
 def plan(graph, *, device_bytes, rate=UNIT):
     return plan_layers_lp(
-        graph,
-        operator_seconds=[1.0] * len(graph.operators),
-        budget=Budget(device_bytes=device_bytes, host_bytes=1 << 40),
-        machine=graphs.machine(out=rate, back=rate),
+        graphs.request(
+            graph,
+            budget=Budget(device_bytes=device_bytes, host_bytes=1 << 40),
+            profile=graphs.machine(out=rate, back=rate),
+            seconds=[1.0] * len(graph.operators),
+        )
     )
 
 

@@ -23,11 +23,13 @@ UNIT = 256
 
 def plan(graph, arm, *, device_bytes=None, seconds=None, rates=(1.0, 1.0), **options):
     return plan_on_demand(
-        graph,
+        graphs.request(
+            graph,
+            budget=Budget(device_bytes=device_bytes, host_bytes=1 << 40),
+            profile=graphs.machine(out=rates[0], back=rates[1]),
+            seconds=seconds or [1.0] * len(graph.operators),
+        ),
         arm=arm,
-        operator_seconds=seconds or [1.0] * len(graph.operators),
-        budget=Budget(device_bytes=device_bytes, host_bytes=1 << 40),
-        machine=graphs.machine(out=rates[0], back=rates[1]),
         **options,
     )
 
@@ -121,14 +123,9 @@ def test_a_result_may_be_made_again():
 
 def test_without_a_tier_below_nothing_leaves():
     graph = chain()
-    options = {
-        "operator_seconds": [1.0] * len(graph.operators),
-        "machine": graphs.machine(),
-        "arm": "belady",
-    }
     with pytest.raises(InfeasibleError):
-        plan_on_demand(graph, budget=Budget(device_bytes=10 * UNIT), **options)
-    found = plan_on_demand(graph, budget=Budget(device_bytes=40 * UNIT), **options)
+        plan_on_demand(graphs.request(graph, budget=Budget(device_bytes=10 * UNIT)))
+    found = plan_on_demand(graphs.request(graph, budget=Budget(device_bytes=40 * UNIT)))
     assert found.transfers == ()
 
 
@@ -136,10 +133,12 @@ def test_the_host_has_a_limit_too():
     graph = chain(6)
     with pytest.raises(InfeasibleError, match="host"):
         plan_on_demand(
-            graph,
-            operator_seconds=[1.0] * len(graph.operators),
-            budget=Budget(device_bytes=12 * UNIT, host_bytes=UNIT),
-            machine=graphs.machine(),
+            graphs.request(
+                graph,
+                budget=Budget(device_bytes=12 * UNIT, host_bytes=UNIT),
+                profile=graphs.machine(),
+                seconds=[1.0] * len(graph.operators),
+            ),
             arm="belady",
         )
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from graphs import GraphBuilder, chain_step, machine, random_graph, random_plan
+from graphs import GraphBuilder, chain_step, machine, random_graph, random_plan, request
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.planner import Budget, check
@@ -22,7 +22,11 @@ def test_no_random_plan_is_faster(rng, training, early):
     plan = random_plan(graph, rng, keep=rng.choice([0.2, 0.6]), rates=rates, early=early)
     assume(len(plan.recomputed) <= 1)
     budget = Budget(device_bytes=plan.peak_device_bytes, host_bytes=1000)
-    best = brute_force(graph, plan.operator_seconds, budget, plan.machine, time_limit=1)
+    best = brute_force(
+        request(
+            graph, budget=budget, profile=plan.machine, seconds=plan.operator_seconds, time_limit=1
+        )
+    )
     check(graph, best)
     assume(best.notes["complete"])
     assert best.step_seconds <= plan.step_seconds * (1 + 1e-9)
@@ -53,7 +57,9 @@ def read_twice(*, recomputable):
 def test_it_makes_again_what_is_slow_to_move(recomputable, device_bytes, step):
     graph = read_twice(recomputable=recomputable)
     budget = Budget(device_bytes=device_bytes, host_bytes=100)
-    plan = brute_force(graph, [1.0] * 5, budget, machine(out=2.0, back=2.0))
+    plan = brute_force(
+        request(graph, budget=budget, profile=machine(out=2.0, back=2.0), seconds=[1.0] * 5)
+    )
     check(graph, plan)
     assert plan.notes["complete"]
     assert plan.step_seconds == pytest.approx(step)
@@ -72,8 +78,10 @@ def test_a_frozen_order_is_kept():
     end = build.storage(1)
     build.run(reads=tuple(small), creates=(end,))
     graph, budget = build.graph(end), Budget(device_bytes=12, host_bytes=100)
-    free = brute_force(graph, [1.0] * 5, budget, machine())
-    frozen = brute_force(graph, [1.0] * 5, budget, machine(), reorder=False)
+    free = brute_force(request(graph, budget=budget, profile=machine(), seconds=[1.0] * 5))
+    frozen = brute_force(
+        request(graph, budget=budget, profile=machine(), seconds=[1.0] * 5, reorder=False)
+    )
     assert free.step_seconds == 5.0
     assert frozen.order == (0, 1, 2, 3, 4)
     assert frozen.step_seconds > 5.0
@@ -101,21 +109,44 @@ def test_a_result_without_bytes_takes_over_no_place():
     build.run(reads=(x, made), creates=(nothing,), may_overwrite=((made, nothing),))
     build.run(reads=(nothing,), creates=(end,))
     graph = build.graph(end)
-    plan = brute_force(graph, [1.0] * 3, Budget(device_bytes=8, host_bytes=99), machine())
+    plan = brute_force(
+        request(
+            graph,
+            budget=Budget(device_bytes=8, host_bytes=99),
+            profile=machine(),
+            seconds=[1.0] * 3,
+        )
+    )
     check(graph, plan)
     with pytest.raises(InfeasibleError):
-        brute_force(graph, [1.0] * 3, Budget(device_bytes=7, host_bytes=99), machine())
+        brute_force(
+            request(
+                graph,
+                budget=Budget(device_bytes=7, host_bytes=99),
+                profile=machine(),
+                seconds=[1.0] * 3,
+            )
+        )
 
 
 def test_what_nothing_fits_is_refused():
     with pytest.raises(InfeasibleError) as raised:
-        brute_force(chain_step(1), [1.0] * 4, Budget(device_bytes=5, host_bytes=99), machine())
+        brute_force(
+            request(
+                chain_step(1),
+                budget=Budget(device_bytes=5, host_bytes=99),
+                profile=machine(),
+                seconds=[1.0] * 4,
+            )
+        )
     assert raised.value.proved
 
 
 def test_with_no_budget_everything_stays():
     graph = random_graph(random.Random(3), 4)
-    plan = brute_force(graph, [1.0] * 4, Budget(host_bytes=99), machine())
+    plan = brute_force(
+        request(graph, budget=Budget(host_bytes=99), profile=machine(), seconds=[1.0] * 4)
+    )
     check(graph, plan)
     assert plan.transfers == ()
     assert plan.step_seconds == 4.0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import penstock
-from graphs import GraphBuilder, chain_step, machine, random_graph
+from graphs import GraphBuilder, chain_step, machine, random_graph, request
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind, StepGraph
 from penstock.planner import Budget, check
@@ -85,9 +85,9 @@ def assert_least_traffic(graph, device_bytes):
     least = least_traffic(graph, device_bytes)
     if least is None:
         with pytest.raises(InfeasibleError):
-            exact(graph, seconds, budget, machine())
+            exact(request(graph, budget=budget, profile=machine(), seconds=seconds))
         return
-    plan = exact(graph, seconds, budget, machine())
+    plan = exact(request(graph, budget=budget, profile=machine(), seconds=seconds))
     check(graph, plan)
     assert moved_bytes(plan.transfers) == plan.notes["non_compulsory_bytes"] == least
     assert plan.notes["lower_bound_bytes"] <= least
@@ -238,11 +238,25 @@ def test_a_skip_connection_leaves_at_the_tightest_budget():
     graph = build.graph(result)
     assert (min_working_set(graph), min_peak(graph).num_bytes) == (40, 50)
     seconds = [1.0] * len(graph.operators)
-    plan = exact(graph, seconds, Budget(device_bytes=40, host_bytes=HOST), machine())
+    plan = exact(
+        request(
+            graph,
+            budget=Budget(device_bytes=40, host_bytes=HOST),
+            profile=machine(),
+            seconds=seconds,
+        )
+    )
     check(graph, plan)
     assert plan.notes["non_compulsory_bytes"] == 20  # out once, back once
     assert plan.notes["proved"]
-    plan = exact(graph, seconds, Budget(device_bytes=50, host_bytes=HOST), machine())
+    plan = exact(
+        request(
+            graph,
+            budget=Budget(device_bytes=50, host_bytes=HOST),
+            profile=machine(),
+            seconds=seconds,
+        )
+    )
     assert plan.notes["non_compulsory_bytes"] == 0
 
 
@@ -253,15 +267,29 @@ def test_what_cannot_be_planned_is_refused():
     state = build.storage(4, Kind.BUFFER)
     build.run(reads=(state,), creates=(build.version(state),))
     with pytest.raises(ValueError, match="changed in place"):
-        exact(build.graph(), [1.0], Budget(device_bytes=100, host_bytes=HOST), machine())
+        exact(
+            request(
+                build.graph(),
+                budget=Budget(device_bytes=100, host_bytes=HOST),
+                profile=machine(),
+                seconds=[1.0],
+            )
+        )
     with pytest.raises(ValueError, match="device_bytes"):
-        exact(branches(1, 1), [1.0] * 2, Budget(), machine())
+        exact(request(branches(1, 1), budget=Budget(), profile=machine(), seconds=[1.0] * 2))
 
 
 def test_a_budget_below_the_working_set_is_refused():
     graph = branches(2, 3)
     with pytest.raises(InfeasibleError) as raised:
-        exact(graph, [1.0] * 7, Budget(device_bytes=31, host_bytes=HOST), machine())
+        exact(
+            request(
+                graph,
+                budget=Budget(device_bytes=31, host_bytes=HOST),
+                profile=machine(),
+                seconds=[1.0] * 7,
+            )
+        )
     assert raised.value.minimum_device_bytes == min_working_set(graph) == 32
     assert raised.value.operator == "op1"
 
@@ -276,7 +304,14 @@ def test_what_is_written_over_later_is_not_given_away_before():
     result = build.storage(4)
     build.run(reads=(changed,), creates=(result,))
     graph = build.graph(loss=result)
-    plan = exact(graph, [1.0] * 3, Budget(device_bytes=10, host_bytes=HOST), machine())
+    plan = exact(
+        request(
+            graph,
+            budget=Budget(device_bytes=10, host_bytes=HOST),
+            profile=machine(),
+            seconds=[1.0] * 3,
+        )
+    )
     check(graph, plan)
     assert not plan.transfers
 
@@ -309,7 +344,7 @@ def test_the_ends_of_a_step_choose_who_is_first_and_last():
         least = min(walked_traffic(graph, order, device_bytes) for order in _topological(graph))
         seconds = [1.0] * len(graph.operators)
         budget = Budget(device_bytes=device_bytes, host_bytes=HOST)
-        plan = exact(graph, seconds, budget, machine())
+        plan = exact(request(graph, budget=budget, profile=machine(), seconds=seconds))
         check(graph, plan)
         assert plan.notes["non_compulsory_bytes"] == least
         assert plan.order[0 if operator == 0 else -1] == operator

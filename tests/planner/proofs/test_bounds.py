@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs import GraphBuilder, chain_step, machine, occupied_bytes, random_graph, random_plan
+from graphs import (
+    GraphBuilder,
+    chain_step,
+    machine,
+    occupied_bytes,
+    random_graph,
+    random_plan,
+    request,
+)
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.planner import Budget, brute_force, lower_bound
@@ -38,13 +46,15 @@ def test_no_plan_is_faster(rng, training, keep, rates, again):
     for reorder in (False, True):
         for recompute in (True,) if len(first_runs) < len(plan.order) else (False, True):
             bound = lower_bound(
-                graph,
-                plan.operator_seconds,
-                budget,
-                plan.machine,
+                request(
+                    graph,
+                    budget=budget,
+                    profile=plan.machine,
+                    seconds=plan.operator_seconds,
+                    reorder=reorder,
+                    recompute=recompute,
+                ),
                 order=first_runs,
-                reorder=reorder,
-                recompute=recompute,
             )
             for name, seconds in bound.seconds_of.items():
                 assert seconds <= plan.step_seconds * (1 + 1e-7) + 1e-9, name
@@ -66,29 +76,40 @@ def test_the_fastest_plan_is_not_faster(rng, reorder, recompute, share):
     profile = machine(out=out, back=back)
     frozen = {"reorder": reorder, "recompute": recompute}
     try:
-        best = brute_force(graph, seconds, budget, profile, time_limit=0.3, **frozen)
+        best = brute_force(
+            request(
+                graph, budget=budget, profile=profile, seconds=seconds, time_limit=0.3, **frozen
+            )
+        )
     except InfeasibleError:
         return
-    bound = lower_bound(graph, seconds, budget, profile, **frozen)
+    bound = lower_bound(request(graph, budget=budget, profile=profile, seconds=seconds, **frozen))
     for name, least_seconds in bound.seconds_of.items():
         assert least_seconds <= best.step_seconds * (1 + 1e-6) + 1e-9, name
 
 
 def bound_of(graph, device_bytes, *, seconds=1.0, reorder=False, recompute=False, **rates):
     return lower_bound(
-        graph,
-        [seconds] * len(graph.operators),
-        Budget(device_bytes=device_bytes, host_bytes=HOST),
-        machine(**rates),
-        reorder=reorder,
-        recompute=recompute,
+        request(
+            graph,
+            budget=Budget(device_bytes=device_bytes, host_bytes=HOST),
+            profile=machine(**rates),
+            seconds=[seconds] * len(graph.operators),
+            reorder=reorder,
+            recompute=recompute,
+        )
     )
 
 
 def test_with_memory_enough_only_computing_counts():
     bound = bound_of(chain_step(3), 1 << 20)
     assert (bound.binding, bound.seconds) == ("compute", 10.0)
-    assert lower_bound(chain_step(3), [2.0] * 10, Budget(), machine()).seconds == 20.0
+    assert (
+        lower_bound(
+            request(chain_step(3), budget=Budget(), profile=machine(), seconds=[2.0] * 10)
+        ).seconds
+        == 20.0
+    )
 
 
 def saved_for_later(num_values, *, recomputable=False):
@@ -239,7 +260,9 @@ def test_operands_are_kept_where_that_is_less_than_making_them_again():
     seconds += [1.0] * 7
     budget = Budget(device_bytes=34, host_bytes=HOST)
     slow = machine(out=0.001, back=0.001)
-    bound = lower_bound(graph, seconds, budget, slow, reorder=True, recompute=True)
+    bound = lower_bound(
+        request(graph, budget=budget, profile=slow, seconds=seconds, reorder=True, recompute=True)
+    )
     # 27 bytes are missing: shares of values at a second for 9 bytes, a byte of ten kept for each.
     assert bound.seconds_of["remaking"] == pytest.approx(sum(seconds) + 27 / 9, rel=1e-3)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs import GraphBuilder, chain_step, machine, random_graph, step_graphs
+from graphs import GraphBuilder, chain_step, machine, random_graph, request, step_graphs
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.memory import Link, LinkProfile
@@ -41,17 +41,19 @@ def planned(
     file = LinkProfile(rate / 3, (rate / 3, rate / 3), 1)
     both = {**profile.links, Link.DEVICE_TO_FILE: file, Link.FILE_TO_DEVICE: file}
     file_bytes = 1 << 40 if len(links) > 1 else None
+    host_bytes = host_bytes if links else None
     return plan_auto(
-        graph,
-        operator_seconds=seconds,
-        budget=Budget(device_bytes=device_bytes, host_bytes=host_bytes, file_bytes=file_bytes),
-        machine=dataclasses.replace(
-            profile, links=both, device=device, memcpy=LinkProfile(rate, (rate, rate), 1)
+        request(
+            graph,
+            budget=Budget(device_bytes=device_bytes, host_bytes=host_bytes, file_bytes=file_bytes),
+            profile=dataclasses.replace(
+                profile, links=both, device=device, memcpy=LinkProfile(rate, (rate, rate), 1)
+            ),
+            seconds=seconds,
+            time_limit=options.pop("time_limit", 0.3),
+            **options,
         ),
-        links=links,
         bound=Bound(seconds=ideal, binding="compute", seconds_of={"compute": ideal}),
-        time_limit=options.pop("time_limit", 0.3),
-        **options,
     )
 
 

@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from graphs import chain_step, machine, random_graph
+from graphs import chain_step, machine, random_graph, request
 from penstock.errors import InfeasibleError
 from penstock.memory import Link
 from penstock.planner import Budget, brute_force, check, lower_bound
@@ -52,22 +52,19 @@ def compared(seed, *, limit):
     """How a plan compares with the fastest: "equal", "faster" (with more second runs), "slower"."""
     graph, seconds, budget, profile = case(seed)
     try:
-        best = brute_force(graph, seconds, budget, profile, time_limit=limit)
+        best = brute_force(
+            request(graph, budget=budget, profile=profile, seconds=seconds, time_limit=limit)
+        )
         complete = best.notes["complete"]
     except InfeasibleError as error:
         best, complete = None, error.proved
     if not complete:
         return "not known"
-    bound = lower_bound(graph, seconds, budget, profile)
+    bound = lower_bound(request(graph, budget=budget, profile=profile, seconds=seconds))
     try:
         plan = plan_auto(
-            graph,
-            operator_seconds=seconds,
-            budget=budget,
-            machine=profile,
-            links=LINKS,
+            request(graph, budget=budget, profile=profile, seconds=seconds, time_limit=4.0),
             bound=bound,
-            time_limit=4.0,
         )
     except InfeasibleError:
         return "slower" if best else "equal"

@@ -10,7 +10,7 @@ import random
 import sys
 from collections import Counter
 
-from graphs import chain_step, machine, random_graph
+from graphs import chain_step, machine, random_graph, request
 from penstock.errors import InfeasibleError
 from penstock.planner import Budget, brute_force, check, min_working_set, plan
 
@@ -50,7 +50,9 @@ def outcome(seed, *, limit):
     seconds = [o.seconds for o in graph.operators]
     budget = Budget(device_bytes=device_bytes, host_bytes=1 << 20)
     try:
-        best = brute_force(graph, seconds, budget, profile, time_limit=limit)
+        best = brute_force(
+            request(graph, budget=budget, profile=profile, seconds=seconds, time_limit=limit)
+        )
     except InfeasibleError as error:
         return "refused with proof" if refusal.proved else f"refused by both, {error.proved}"
     check(graph, best)

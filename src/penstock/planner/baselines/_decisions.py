@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import InfeasibleError
-from penstock.graph import StepGraph
-from penstock.memory import Link, MachineProfile, Tier
-from penstock.planner._plan import Bound, Budget, Copy, Found, Placement, Plan, Transfer
+from penstock.memory import Link, Tier
+from penstock.planner._plan import Bound, Budget, Copy, Placement, Plan, Transfer
+from penstock.planner._request import PlanRequest
 from penstock.planner._simulate import simulate
 from penstock.planner.baselines._order import OrderedStep
 from penstock.planner.baselines._timing import Arrangement, Speeds, sources_of_loads
@@ -18,9 +18,6 @@ from penstock.planner.baselines._walk import Residency
 from penstock.planner.packing import Buffer, pack
 
 PACK_SECONDS = 2.0  # for the addresses of one residency
-
-
-Progress = Callable[[Found], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +29,25 @@ class Below:
     back: Link
 
     @classmethod
-    def of(cls, machine: MachineProfile, budget: Budget) -> Below | None:
+    def of(cls, request: PlanRequest) -> Below | None:
         """The host, or the file store where there is no host memory; None without either."""
         ways = (
-            (cls(Tier.HOST, Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE), budget.host_bytes),
-            (cls(Tier.FILE, Link.DEVICE_TO_FILE, Link.FILE_TO_DEVICE), budget.file_bytes),
+            (cls(Tier.HOST, Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE), request.budget.host_bytes),
+            (cls(Tier.FILE, Link.DEVICE_TO_FILE, Link.FILE_TO_DEVICE), request.budget.file_bytes),
         )
         for below, limit in ways:
-            if limit is not None and {below.out, below.back} <= machine.links.keys():
+            if limit is not None and {below.out, below.back} <= request.machine.links.keys():
                 return below
         return None
 
 
-def speeds_of(
-    below: Below | None, machine: MachineProfile, operator_seconds: Sequence[float]
-) -> Speeds:
+def speeds_of(request: PlanRequest) -> Speeds:
     """What takes how long on a machine."""
+    below, links = Below.of(request), request.machine.links
     if below is None:
-        return Speeds(operator_seconds, 1.0, 1.0)  # nothing moves
-    out, back = machine.links[below.out], machine.links[below.back]
-    return Speeds(operator_seconds, out.bytes_per_second, back.bytes_per_second)
+        return Speeds(request.operator_seconds, 1.0, 1.0)  # nothing moves
+    rates = links[below.out].bytes_per_second, links[below.back].bytes_per_second
+    return Speeds(request.operator_seconds, *rates)
 
 
 def device_capacity(step: OrderedStep, budget: Budget) -> int:
@@ -107,16 +103,13 @@ def _buffer(start: int, end: int, num_bytes: int, num_positions: int, unit: int)
 
 
 def assemble(
+    request: PlanRequest,
     step: OrderedStep,
     residency: Residency,
     arrangement: Arrangement,
     offsets: Sequence[int],
     *,
-    operator_seconds: Sequence[float],
-    budget: Budget,
-    machine: MachineProfile,
     method: str,
-    seed: int,
     notes: Mapping[str, Any],
 ) -> Plan:
     """Say in the words of a `Plan` what was decided.
@@ -124,8 +117,7 @@ def assemble(
     Raises:
         InfeasibleError: What was swapped out does not fit the tier below.
     """
-    below = Below.of(machine, budget)
-    ideal = sum(operator_seconds)
+    below, budget, ideal = Below.of(request), request.budget, request.compute_seconds
     parts = {
         "order": step.order,
         "placements": tuple(_placements(step, residency, arrangement, offsets)),
@@ -133,13 +125,13 @@ def assemble(
         "copies": tuple(_copies(step, residency, arrangement, below)) if below else (),
         "graph_digest": step.graph.digest,
         "budget": budget,
-        "machine": machine,
-        "operator_seconds": tuple(operator_seconds),
+        "machine": request.machine,
+        "operator_seconds": tuple(request.operator_seconds),
         "ideal_seconds": ideal,
         "bound": Bound(seconds=ideal, binding="compute", seconds_of={"compute": ideal}),
         "workspace_bytes": step.workspace_bytes,
         "method": method,
-        "seed": seed,
+        "seed": request.seed,
         "notes": {"is_steady": residency.is_steady, **notes},
     }
     plan = Plan(**parts, step_seconds=arrangement.step_seconds)
@@ -253,13 +245,3 @@ def _copies(
         name = _name(step, value, shift - since // num_positions)
         copies.append(Copy(name, below.tier, num_bytes(name), start, end))
     return sorted(copies, key=lambda copy: (copy.start, copy.value))
-
-
-def require_times(graph: StepGraph, operator_seconds: Sequence[float]) -> None:
-    """Refuse times that are not those of the graph."""
-    if len(operator_seconds) != len(graph.operators):
-        raise ValueError(
-            f"operator_seconds has {len(operator_seconds)} times and the graph "
-            f"{len(graph.operators)} operators: pass penstock.graph.operator_seconds(graph, "
-            "machine)"
-        )

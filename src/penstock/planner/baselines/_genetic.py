@@ -13,20 +13,17 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
-from penstock.memory import MachineProfile
-from penstock.planner._plan import Budget, Plan
+from penstock.planner._plan import Found, Plan
+from penstock.planner._request import PlanRequest
 from penstock.planner.baselines._decisions import (
     Below,
-    Found,
-    Progress,
     assemble,
     device_capacity,
-    require_times,
     speeds_of,
 )
 from penstock.planner.baselines._genetic_engine import Evaluator
@@ -48,6 +45,7 @@ from penstock.planner.baselines._order import OrderedStep, ordered_step
 from penstock.planner.baselines._timing import Arrangement, Speeds, arrange
 from penstock.planner.baselines._walk import Pools, Residency, walk
 
+_DEFAULT_SECONDS = 60.0  # where the request has no deadline
 POPULATION = 100
 STAGNATION = (
     60  # generations without a better candidate that end the search, as the time limit does
@@ -94,7 +92,7 @@ class _Search:
         *,
         time_limit: float,
         seed: int,
-        progress: Progress | None,
+        progress: Callable[[Found], None] | None,
     ) -> None:
         self.evaluator, self.progress = evaluator, progress
         self.schedules = Schedules(graph)
@@ -140,33 +138,18 @@ class _Search:
         return None if found is None else Candidate(order, *found)
 
 
-def plan_genetic(
-    graph: StepGraph,
-    *,
-    operator_seconds: Sequence[float],
-    budget: Budget,
-    machine: MachineProfile,
-    time_limit: float = 60.0,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> Plan:
+def plan_genetic(request: PlanRequest) -> Plan:
     """Plan with SwapAdvisor's genetic algorithm.
 
     The same seed gives the same plan where the search ends before the time limit.
 
     Example:
-        >>> plan = plan_genetic(  # doctest: +SKIP
-        ...     graph, operator_seconds=seconds, budget=Budget(device_bytes=2**30), machine=machine
-        ... )
+        >>> plan = plan_genetic(request)  # doctest: +SKIP
 
     Args:
-        graph: A captured step.
-        operator_seconds: Time of each operator.
-        budget: Bytes of the tiers; without a limit of the device everything stays there.
-        machine: The links' bandwidths.
-        time_limit: Seconds after which the best candidate is taken.
-        seed: Of schedules, crossovers and mutations.
-        progress: Called with the best candidate, once a generation.
+        request: The step and what it is planned for. Without a limit of the device everything
+            stays there; without a deadline the search has 60 seconds. Called with progress is the
+            best candidate, once a generation.
 
     Returns:
         A plan that `check` accepts.
@@ -176,36 +159,38 @@ def plan_genetic(
         InfeasibleError: No candidate of the first population fits: a size class needs room for
             the operator that has most of its sizes, at all times.
     """
-    require_times(graph, operator_seconds)
-    below = Below.of(machine, budget)
-    if below is None:
+    graph = request.graph
+    if Below.of(request) is None:
         raise ValueError(
             "method='genetic' swaps values to the host or to files: give host_memory or a store "
             "(and a machine that has links to it), or use method='auto'"
         )
-    speeds = speeds_of(below, machine, operator_seconds)
-    evaluator = Evaluator(graph, device_capacity(ordered_step(graph), budget), speeds)
-    search = _Search(graph, evaluator, time_limit=time_limit, seed=seed, progress=progress)
+    speeds = speeds_of(request)
+    evaluator = Evaluator(graph, device_capacity(ordered_step(graph), request.budget), speeds)
+    search = _Search(
+        graph,
+        evaluator,
+        time_limit=request.ending(_DEFAULT_SECONDS).seconds_left(),
+        seed=request.seed,
+        progress=request.progress,
+    )
     search.run()
     if not search.population:
         raise InfeasibleError(
-            f"method='genetic' found no size classes for device_memory={budget.device_bytes}: "
-            "give more, or use method='auto'",
+            "method='genetic' found no size classes for "
+            f"device_memory={request.budget.device_bytes}: give more, or use method='auto'",
             proved=False,
         )
     best = min(search.population, key=lambda candidate: candidate.step_seconds)
     derived = derive(graph, best.order, best.allocation, evaluator.sizes, speeds)
     assert derived is not None
     return assemble(
+        request,
         derived.step,
         derived.residency,
         derived.arrangement,
         derived.offsets,
-        operator_seconds=operator_seconds,
-        budget=budget,
-        machine=machine,
         method="genetic",
-        seed=seed,
         notes={
             "planning_seconds": time.monotonic() - search.began,
             "num_generations": search.num_generations,

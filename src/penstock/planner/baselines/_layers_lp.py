@@ -8,22 +8,17 @@ optimizer's state stay as they are: what does not fit with them has no plan here
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import InfeasibleError
-from penstock.graph import Kind, Phase, StepGraph
-from penstock.memory import MachineProfile
-from penstock.planner._plan import Budget, Plan
-from penstock.planner.baselines._decisions import (
-    Below,
-    Found,
-    Progress,
-    device_capacity,
-    require_times,
-    speeds_of,
-)
+from penstock.graph import Kind, Phase
+from penstock.planner._plan import Found, Plan
+from penstock.planner._request import PlanRequest
+from penstock.planner.baselines._decisions import device_capacity, speeds_of
 from penstock.planner.baselines._on_demand import plan_on_demand
 from penstock.planner.baselines._order import ordered_step
 from penstock.planner.baselines._recompute import Recomputation, Saved
@@ -231,31 +226,15 @@ def choose_values(
     return dropped, offloaded
 
 
-def plan_layers_lp(
-    graph: StepGraph,
-    *,
-    operator_seconds: Sequence[float],
-    budget: Budget,
-    machine: MachineProfile,
-    time_limit: float = 60.0,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> Plan:
+def plan_layers_lp(request: PlanRequest) -> Plan:
     """Plan with a linear program per layer.
 
     Example:
-        >>> plan = plan_layers_lp(  # doctest: +SKIP
-        ...     graph, operator_seconds=seconds, budget=Budget(device_bytes=2**34), machine=machine
-        ... )
+        >>> plan = plan_layers_lp(request)  # doctest: +SKIP
 
     Args:
-        graph: A captured step.
-        operator_seconds: Time of each operator.
-        budget: Bytes of the tiers.
-        machine: The links' bandwidths.
-        time_limit: Seconds after which no further cap of the model's memory is tried.
-        seed: Of the packer.
-        progress: Called whenever there is a better plan.
+        request: The step and what it is planned for. After its deadline no further cap of the
+            model's memory is tried.
 
     Returns:
         A plan that `check` accepts: the fastest of several caps, as the memory model is a proxy.
@@ -263,27 +242,22 @@ def plan_layers_lp(
     Raises:
         InfeasibleError: Nothing fits: parameters, gradients and the optimizer's state stay.
     """
-    began = time.monotonic()
-    require_times(graph, operator_seconds)
+    began, graph = time.monotonic(), request.graph
     recomputation = Recomputation(graph)
-    layers = find_layers(recomputation, operator_seconds)
-    speeds = speeds_of(Below.of(machine, budget), machine, operator_seconds)
+    layers = find_layers(recomputation, request.operator_seconds)
     fixed = sum(s.num_bytes for s in graph.storages if s.persistent or s.kind is Kind.INPUT)
-    room = max(0, device_capacity(ordered_step(graph), budget) - fixed)
+    room = max(0, device_capacity(ordered_step(graph), request.budget) - fixed)
+    unlimited = dataclasses.replace(request, deadline=math.inf, progress=None)
     best: Plan | None = None
-    for cap, dropped, offloaded in _choices(layers, room, speeds):
-        if best is not None and time.monotonic() - began > time_limit:
+    for cap, dropped, offloaded in _choices(layers, room, speeds_of(request)):
+        if best is not None and not request.seconds_left():
             break
         order, really = recomputation.order_without(dropped)
         try:
             plan = plan_on_demand(
-                graph,
-                operator_seconds=operator_seconds,
-                budget=budget,
-                machine=machine,
+                unlimited,
                 order=order,
                 candidates=offloaded,
-                seed=seed,
                 method="layers-lp",
                 notes={"cap": cap, "num_dropped": len(really), "num_offloaded": len(offloaded)},
             )
@@ -291,14 +265,14 @@ def plan_layers_lp(
             continue
         if best is None or plan.step_seconds < best.step_seconds:
             best = plan
-            if progress is not None:
+            if request.progress is not None:
                 elapsed = time.monotonic() - began
-                progress(Found(elapsed, best.step_seconds, best.ideal_seconds))
+                request.progress(Found(elapsed, best.step_seconds, best.ideal_seconds))
     if best is None:
         raise InfeasibleError(
-            f"method='layers-lp' found nothing for device_memory={budget.device_bytes}: it keeps "
-            f"parameters, buffers and the optimizer's state on the device, {fixed} bytes; give "
-            "more, or use method='auto'",
+            f"method='layers-lp' found nothing for device_memory={request.budget.device_bytes}: it "
+            f"keeps parameters, buffers and the optimizer's state on the device, {fixed} bytes; "
+            "give more, or use method='auto'",
             proved=False,
         )
     return best

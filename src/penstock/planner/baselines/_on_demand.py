@@ -10,23 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 from penstock.errors import InfeasibleError
-from penstock.graph import StepGraph
-from penstock.memory import MachineProfile
-from penstock.planner._plan import Budget, Plan
+from penstock.planner._plan import Budget, Found, Plan
+from penstock.planner._request import PlanRequest
 from penstock.planner.baselines._decisions import (
     Below,
-    Found,
-    Progress,
     address_rooms,
     assemble,
     device_capacity,
-    require_times,
     speeds_of,
 )
 from penstock.planner.baselines._order import OrderedStep, ordered_step
@@ -42,41 +37,26 @@ _CLOSE = 0.02  # of the capacity: what lacks addresses and what has them need no
 
 
 def plan_on_demand(
-    graph: StepGraph,
+    request: PlanRequest,
     *,
-    operator_seconds: Sequence[float],
-    budget: Budget,
-    machine: MachineProfile,
     arm: OnDemand = "belady",
     order: Sequence[int] | None = None,
     candidates: Collection[int] | None = None,
-    time_limit: float = 60.0,
-    give_up_after: float = math.inf,
-    seed: int = 0,
-    progress: Progress | None = None,
     notes: dict[str, Any] | None = None,
     method: str | None = None,
 ) -> Plan:
     """Plan as a system would behave that swaps on demand.
 
     Example:
-        >>> plan = plan_on_demand(  # doctest: +SKIP
-        ...     graph, operator_seconds=seconds, budget=Budget(device_bytes=2**30), machine=machine
-        ... )
+        >>> plan = plan_on_demand(request)  # doctest: +SKIP
 
     Args:
-        graph: A captured step.
-        operator_seconds: Time of each operator.
-        budget: Bytes of the tiers.
-        machine: The links' bandwidths.
+        request: The step and what it is planned for. After its deadline no other residency is
+            tried, and addresses are searched for no longer. Called with progress is what is found
+            before it has addresses.
         arm: Which system.
         order: Operators by position, perhaps some of them repeatedly; the program's own if None.
         candidates: Values that may leave the device; any if None.
-        time_limit: Not used: this takes seconds.
-        give_up_after: Seconds after which no other residency is tried, and addresses are searched
-            for no longer.
-        seed: Of the packer.
-        progress: Called with what is found before it has addresses.
         notes: For `Plan.notes`.
         method: For `Plan.method`; the arm if None.
 
@@ -86,12 +66,10 @@ def plan_on_demand(
     Raises:
         InfeasibleError: An operator does not fit, or no addresses were found.
     """
-    del time_limit
     began = time.monotonic()
-    require_times(graph, operator_seconds)
-    step = ordered_step(graph, order)
-    below = Below.of(machine, budget)
-    speeds = speeds_of(below, machine, operator_seconds)
+    step = ordered_step(request.graph, order)
+    below = Below.of(request)
+    speeds = speeds_of(request)
     idle = () if below is not None else step.idle  # there is nowhere else for them
     decide = functools.partial(
         _decide,
@@ -103,51 +81,40 @@ def plan_on_demand(
     )
 
     def report(arrangement: Arrangement) -> None:
-        if progress is not None:
+        if request.progress is not None:
             elapsed = time.monotonic() - began
-            progress(Found(elapsed, arrangement.step_seconds, sum(operator_seconds)))
+            request.progress(Found(elapsed, arrangement.step_seconds, request.compute_seconds))
 
     residency, arrangement, offsets = _with_addresses(
         step,
         decide,
-        capacity=device_capacity(step, budget),
+        capacity=device_capacity(step, request.budget),
         idle_bytes=sum(step.num_bytes[value] for value in idle),
-        budget=budget,
-        seed=seed,
-        deadline=began + give_up_after,
+        budget=request.budget,
+        seed=request.seed,
+        deadline=request.deadline,
         report=report,
     )
     return assemble(
+        request,
         step,
         residency,
         arrangement,
         offsets,
-        operator_seconds=operator_seconds,
-        budget=budget,
-        machine=machine,
         method=method or arm,
-        seed=seed,
         notes={"planning_seconds": time.monotonic() - began, **(notes or {})},
     )
 
 
-def seconds_by_bytes(
-    graph: StepGraph,
-    *,
-    operator_seconds: Sequence[float],
-    budget: Budget,
-    machine: MachineProfile,
-    arm: OnDemand,
-) -> float:
+def seconds_by_bytes(request: PlanRequest, *, arm: OnDemand) -> float:
     """Return the time of an arm's step if all that fits in bytes had addresses; see its plan.
 
     Raises:
         InfeasibleError: An operator does not fit.
     """
-    step, below = ordered_step(graph, None), Below.of(machine, budget)
-    speeds = speeds_of(below, machine, operator_seconds)
+    step, below, speeds = ordered_step(request.graph), Below.of(request), speeds_of(request)
     idle = () if below is not None else step.idle
-    room = device_capacity(step, budget) - sum(step.num_bytes[value] for value in idle)
+    room = device_capacity(step, request.budget) - sum(step.num_bytes[value] for value in idle)
     candidates = None if below is not None else ()
     return _decide(step, speeds, room, arm=arm, candidates=candidates, idle=idle)[1].step_seconds
 

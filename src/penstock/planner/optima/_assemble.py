@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph, alignment_bytes
-from penstock.memory import MachineProfile, Tier
+from penstock.memory import Tier
 from penstock.planner._plan import Bound, Budget, Copy, Placement, Plan, Transfer
+from penstock.planner._request import PlanRequest
 from penstock.planner._simulate import simulate
 from penstock.planner.packing import Buffer, pack
 
@@ -34,14 +35,11 @@ class Stay(NamedTuple):
 
 
 def assemble(
-    graph: StepGraph,
+    request: PlanRequest,
     order: Sequence[int],
     stays: Sequence[Stay],
     transfers: Sequence[Transfer],
     *,
-    budget: Budget,
-    machine: MachineProfile,
-    operator_seconds: Sequence[float],
     offsets: Sequence[int] | None = None,
     bound: Bound | None = None,
     method: str = "assembled",
@@ -49,19 +47,15 @@ def assemble(
     """Complete a plan.
 
     Example:
-        >>> assemble(graph, order, stays, (), budget=Budget(), machine=machine,
-        ...          operator_seconds=seconds).peak_device_bytes  # doctest: +SKIP
+        >>> assemble(request, order, stays, ()).peak_device_bytes  # doctest: +SKIP
         4096
 
     Args:
-        graph: The step.
+        request: The step, and what the plan is for.
         order: Operators by position.
         stays: When values are on the device. A stay that ends at the operator that writes over it
             is handed over.
         transfers: What moves, those of one link in their order.
-        budget: What the plan is for.
-        machine: What times are based on.
-        operator_seconds: Time of each operator.
         offsets: Address of each stay; None: the first that fits, largest first.
         bound: What no plan can beat; None: the time to compute.
         method: Who decided.
@@ -72,7 +66,7 @@ def assemble(
     Raises:
         InfeasibleError: The first fit does not fit into the budget.
     """
-    workspace_bytes = max((operator.workspace_bytes for operator in graph.operators), default=0)
+    graph, budget, workspace_bytes = request.graph, request.budget, request.workspace_bytes
     if offsets is None:
         offsets = first_fit(graph, order, stays)
     placements = tuple(
@@ -87,7 +81,7 @@ def assemble(
             f"is {limit}",
             proved=False,
         )
-    ideal_seconds = sum(operator_seconds)
+    ideal_seconds = request.compute_seconds
     bound = bound or Bound(
         seconds=ideal_seconds, binding="compute", seconds_of={"compute": ideal_seconds}
     )
@@ -101,8 +95,8 @@ def assemble(
             *_unused(graph, len(order), stays, budget),
         ),
         budget=budget,
-        machine=machine,
-        operator_seconds=tuple(operator_seconds),
+        machine=request.machine,
+        operator_seconds=tuple(request.operator_seconds),
         step_seconds=0.0,
         ideal_seconds=ideal_seconds,
         bound=bound,
@@ -195,6 +189,7 @@ def first_fit(graph: StepGraph, order: Sequence[int], stays: Sequence[Stay]) -> 
     """Return an address for each stay; what is handed over keeps its address.
 
     Args:
+        request: The step, and what the plan is for.
         graph: The step.
         order: Operators by position.
         stays: When values are on the device.
@@ -235,6 +230,7 @@ def packed_offsets(
     """Return addresses within a budget, workspace included; None if none were found.
 
     Args:
+        request: The step, and what the plan is for.
         graph: The step.
         order: Operators by position.
         stays: When values are on the device.

@@ -16,8 +16,8 @@ import numpy as np
 
 from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
-from penstock.memory import MachineProfile
 from penstock.planner._plan import Budget, Plan, Transfer
+from penstock.planner._request import PlanRequest
 from penstock.planner._simulate import step_seconds_of
 from penstock.planner.optima._assemble import Stay, assemble, packed_offsets
 from penstock.planner.optima._moves import Away, Life, last_read, live_bytes, lives_in, moves
@@ -58,36 +58,19 @@ class _Case:
     taken: frozenset[tuple[int, int]]  # positions, and what takes the place of a life that ends
 
 
-def brute_force(
-    graph: StepGraph,
-    operator_seconds: Sequence[float],
-    budget: Budget,
-    machine: MachineProfile,
-    *,
-    reorder: bool = True,
-    recompute: bool = True,
-    max_again: int = 1,
-    time_limit: float = 60.0,
-) -> Plan:
+def brute_force(request: PlanRequest, *, max_again: int = 1) -> Plan:
     """Find the fastest plan by trying all.
 
     What comes back comes in the order in which it is needed, and what leaves leaves in the order in
     which it is free; all else is free. Host and device only.
 
     Example:
-        >>> brute_force(graph, seconds, Budget(device_bytes=64, host_bytes=1024),
-        ...             machine).step_seconds  # doctest: +SKIP
+        >>> brute_force(request).step_seconds  # doctest: +SKIP
         12.0
 
     Args:
-        graph: The step, of about nine operators at most.
-        operator_seconds: Time of each operator.
-        budget: With a host tier.
-        machine: Rates of the links.
-        reorder: Whether other orders than the program's are tried.
-        recompute: Whether operators may run again.
-        max_again: How many may, each once.
-        time_limit: Seconds.
+        request: A step of about nine operators at most, with a host tier.
+        max_again: How many operators may run again, each once.
 
     Returns:
         The plan; `notes["complete"]` says whether all were tried (or none can be faster).
@@ -95,23 +78,21 @@ def brute_force(
     Raises:
         InfeasibleError: No plan was found; `proved` says whether all were tried.
     """
-    limit = Limit(time.monotonic() + time_limit)
-    bound = lower_bound(
-        graph, operator_seconds, budget, machine, reorder=reorder, recompute=recompute
-    )
+    limit, bound = Limit(request.deadline), lower_bound(request)
     best: Plan | None = None
     complete = True
-    for order in orders_of(graph, reorder=reorder, max_again=max_again if recompute else 0):
+    max_again = max_again if request.recompute else 0
+    for order in orders_of(request.graph, reorder=request.reorder, max_again=max_again):
         if best is not None and best.step_seconds <= bound.seconds * _SAME:
             break
         if limit.is_over():
             complete = False
             break
-        best = fastest_of_order(graph, order, operator_seconds, budget, machine, best, limit)
+        best = fastest_of_order(request, order, best, limit)
     complete = complete and not limit.is_over()
     if best is None:
         raise InfeasibleError(
-            f"no plan for {budget.device_bytes} bytes was found among "
+            f"no plan for {request.budget.device_bytes} bytes was found among "
             + ("all" if complete else "those tried in time"),
             proved=complete,
         )
@@ -173,36 +154,24 @@ def _insert(
 
 
 def fastest_of_order(
-    graph: StepGraph,
+    request: PlanRequest,
     order: tuple[int, ...],
-    operator_seconds: Sequence[float],
-    budget: Budget,
-    machine: MachineProfile,
     best: Plan | None,
     limit: Limit,
     *,
     is_first_enough: bool = False,
 ) -> Plan | None:
     """Return the fastest plan of one order, or the first, or `best` if none is faster."""
+    graph, operator_seconds = request.graph, request.operator_seconds
     if best is not None and sum(operator_seconds[i] for i in order) >= best.step_seconds:
         return best
 
     def is_faster(transfers: Sequence[Transfer]) -> bool:
-        seconds = step_seconds_of(order, transfers, operator_seconds, machine)
+        seconds = step_seconds_of(order, transfers, operator_seconds, request.machine)
         return best is None or seconds < best.step_seconds * (1 - 1e-9)
 
-    for stays, transfers, offsets in residencies(graph, order, budget, limit, is_faster):
-        best = assemble(
-            graph,
-            order,
-            stays,
-            transfers,
-            budget=budget,
-            machine=machine,
-            operator_seconds=operator_seconds,
-            offsets=offsets,
-            method="brute_force",
-        )
+    for stays, transfers, offsets in residencies(graph, order, request.budget, limit, is_faster):
+        best = assemble(request, order, stays, transfers, offsets=offsets, method="brute_force")
         if is_first_enough:
             break
     return best

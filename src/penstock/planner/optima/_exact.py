@@ -17,8 +17,9 @@ import numpy as np
 
 from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
-from penstock.memory import Link, MachineProfile
-from penstock.planner._plan import Budget, Plan, Transfer
+from penstock.memory import Link
+from penstock.planner._plan import Plan, Transfer
+from penstock.planner._request import PlanRequest
 from penstock.planner.optima._assemble import Stay, assemble, packed_offsets, with_places
 from penstock.planner.optima._floor import Floor
 from penstock.planner.optima._moves import last_read, lives_in, moves
@@ -27,6 +28,7 @@ from penstock.planner.optima._program import Program, Residency
 from penstock.planner.optima._together import Together, apart, runs_together
 from penstock.planner.proofs import lives_of, made_anew
 
+_DEFAULT_SECONDS = 60.0  # where the request has no deadline
 _MAX_CUTS = 10
 _NEAR_STEPS = 2
 _ORDERED_SHARE = 0.6  # of the time that is left
@@ -35,21 +37,12 @@ _STAGE_SHARE = 0.25  # of the time that is left
 _LESS = (0.97, 0.9, 0.8, 0.7)  # of the capacity, where what needs all of it cannot be packed
 
 
-def exact(
-    graph: StepGraph,
-    operator_seconds: Sequence[float],
-    budget: Budget,
-    machine: MachineProfile,
-    *,
-    links: tuple[Link, Link] | None = (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE),
-    reorder: bool = True,
-    time_limit: float = 60.0,
-) -> Plan:
+def exact(request: PlanRequest) -> Plan:
     """Plan a small step, of training or inference, with the least bytes that leave and come back.
 
     Steps repeat: what a step leaves is what the next one begins with, wherever it is. Nothing runs
-    twice. There is one tier below. A result takes the place of an operand only where both have the
-    same bytes; places have multiples of 64 bytes, where anything has a kilobyte.
+    twice. What leaves goes to the nearest tier below. A result takes the place of an operand only
+    where both have the same bytes; places have multiples of 64 bytes, where anything has a kilobyte.
 
     Columns, for operators v, values u and time steps t: a(v, t), v runs at t, between the number of
     its ancestors and that of all but its descendants; r(u, t), u is on the device while t runs;
@@ -61,18 +54,13 @@ def exact(
     the sum of bytes of s and b (COSMA, equations 1 to 12 without 9 to 11).
 
     Example:
-        >>> plan = exact(graph, seconds, budget, machine)  # doctest: +SKIP
+        >>> plan = exact(request)  # doctest: +SKIP
         >>> plan.notes["non_compulsory_bytes"], plan.notes["proved"]  # doctest: +SKIP
         (3426564, True)
 
     Args:
-        graph: A step of about a hundred operators at most.
-        operator_seconds: Time of each operator; says nothing about what is best.
-        budget: With the tier below.
-        machine: Rates of the links.
-        links: Out of the device and back; None: there is nowhere to go.
-        reorder: Whether other orders than the program's are allowed.
-        time_limit: Seconds for the solver.
+        request: A step of about a hundred operators at most. Its times say nothing about what is
+            best. Without a deadline the solver has 60 seconds.
 
     Returns:
         The plan; `notes` has `non_compulsory_bytes`, `lower_bound_bytes` and `proved`.
@@ -82,17 +70,19 @@ def exact(
         ValueError: The budget has no device bytes, or an operator makes a persistent storage's
             content elsewhere instead of changing it.
     """
+    graph, budget = request.graph, request.budget
+    links = request.links[0] if request.links else None  # the tier above the others
+    time_limit = request.ending(_DEFAULT_SECONDS).seconds_left()
     require_kept_storages(graph)
     if budget.device_bytes is None:
         raise ValueError("budget.device_bytes is None: an exact plan is for a number of bytes")
     _require_working_set(graph, budget.device_bytes)
-    fields = {"budget": budget, "machine": machine, "operator_seconds": operator_seconds}
-    orders = _orders(graph) if reorder else [tuple(range(len(graph.operators)))]
+    orders = _orders(graph) if request.reorder else [tuple(range(len(graph.operators)))]
     for order in orders:
         stays = _resident(graph, order, unused=links is None)
         offsets = packed_offsets(graph, order, stays, budget.device_bytes, time_limit=10.0)
         if offsets is not None:
-            plan = assemble(graph, order, stays, (), offsets=offsets, method="exact", **fields)
+            plan = assemble(request, order, stays, (), offsets=offsets, method="exact")
             return _with_notes(plan, 0, 0, True)
     if links is None:
         raise InfeasibleError(
@@ -100,12 +90,12 @@ def exact(
             "there is no tier to which anything could leave: pass host_memory= or store=",
             proved=False,
         )
-    search = _Search(graph, budget.device_bytes, reorder=reorder, time_limit=time_limit)
+    search = _Search(graph, budget.device_bytes, reorder=request.reorder, time_limit=time_limit)
     best = search.run(orders)
     if best.found is None:
         raise InfeasibleError(
             f"no plan for {budget.device_bytes} bytes "
-            + ("runs nothing twice" if best.proved else f"was found within {time_limit} seconds"),
+            + ("runs nothing twice" if best.proved else f"was found in {time_limit:.3g} seconds"),
             minimum_device_bytes=min_working_set(graph),
         )
     out, back = links
@@ -114,7 +104,7 @@ def exact(
         for transfer in best.found.transfers
     ]
     order, stays, _, offsets = best.found
-    plan = assemble(graph, order, stays, transfers, offsets=offsets, method="exact", **fields)
+    plan = assemble(request, order, stays, transfers, offsets=offsets, method="exact")
     least = best.found.traffic if best.proved else best.least
     return _with_notes(plan, best.found.traffic, least, best.proved)
 

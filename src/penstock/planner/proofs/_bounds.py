@@ -20,9 +20,10 @@ import numpy as np
 
 from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
-from penstock.memory import MachineProfile, Tier
-from penstock.planner._plan import Bound, Budget
+from penstock.memory import Tier
+from penstock.planner._plan import Bound
 from penstock.planner._rates import Rates
+from penstock.planner._request import PlanRequest
 from penstock.planner.proofs._chain import chain_bound
 from penstock.planner.proofs._forced import MAX_OPERATORS, Forced, forced_bounds, forced_of
 from penstock.planner.proofs._lives import FixedOrder, Lives, lives_of, operator_bytes
@@ -35,25 +36,16 @@ _log = logging.getLogger(__name__)
 
 # Solvers stop within a tolerance of the optimum; bounds stay below it.
 _SAFETY = 1 - 1e-6
+_DEFAULT_SECONDS = 15.0  # where the request has no deadline
 
 _Solver = Callable[..., float | None]  # of time_limit=, in seconds
 
 
-def lower_bound(
-    graph: StepGraph,
-    operator_seconds: Sequence[float],
-    budget: Budget,
-    machine: MachineProfile,
-    *,
-    order: Sequence[int] | None = None,
-    reorder: bool = True,
-    recompute: bool = True,
-    time_limit: float = 15.0,
-) -> Bound:
+def lower_bound(request: PlanRequest, *, order: Sequence[int] | None = None) -> Bound:
     """Bound the time of a step from below, for every plan under the same frozen decisions.
 
     Example:
-        >>> bound = lower_bound(graph, seconds, budget, machine)  # doctest: +SKIP
+        >>> bound = lower_bound(request)  # doctest: +SKIP
         >>> bound.binding, bound.seconds  # doctest: +SKIP
         ('cut', 0.81)
 
@@ -77,17 +69,11 @@ def lower_bound(
       and what comes in has its place before (see `stretch_bound`).
 
     Args:
-        graph: The step.
-        operator_seconds: Time of each operator.
-        budget: Bytes of each tier; a tier of None does not exist, except the device, which then
-            is as large as needed.
-        machine: Rates of the links.
-        order: With `reorder=False`: the order of the first runs of the operators; None: that of
-            the program.
-        reorder: Whether other orders are allowed.
-        recompute: Whether operators may run again.
-        time_limit: Seconds of work after which no other part is begun; parts that are missing
-            then are logged, and not in the result.
+        request: The step, its memory, and what plans may decide. After its deadline no other part
+            is begun; parts that are missing then are logged, and not in the result. Without one
+            the solvers have 15 seconds.
+        order: Where it is frozen: the order of the first runs of the operators; None: that of the
+            program.
 
     Returns:
         The bound, its parts, and which of them binds.
@@ -99,19 +85,21 @@ def lower_bound(
     Forced-live cuts and the residency of a fixed order follow OLLA (Steiner et al. 2022) and
     Checkmate (Jain et al. 2020, section 4) in what they count; the bounds in time are our own.
     """
-    deadline = time.monotonic() + time_limit
-    compute = float(sum(operator_seconds))
-    parts = {"compute": compute}
-    frozen = None if reorder else list(range(len(graph.operators)) if order is None else order)
-    capacity = _arena_bytes(graph, budget)
+    graph, operator_seconds, recompute = request.graph, request.operator_seconds, request.recompute
+    deadline = request.ending(_DEFAULT_SECONDS).deadline
+    parts = {"compute": request.compute_seconds}
+    frozen = None
+    if not request.reorder:
+        frozen = list(range(len(graph.operators)) if order is None else order)
+    capacity = _arena_bytes(request)
     if capacity is None or not graph.operators:
-        return _bound(parts, reorder, recompute)
+        return _bound(parts, request)
     program_order = range(len(graph.operators))
     lives = lives_of(graph, program_order if frozen is None else frozen, again=recompute)
     _require_room(graph, frozen, lives, capacity)
-    rates = _rates(budget, machine)
+    rates = _rates(request)
     if rates.inward <= 0 or rates.outward <= 0:
-        return _bound(parts, reorder, recompute)
+        return _bound(parts, request)
     solvers: dict[str, _Solver] = {}
     if len(graph.operators) <= MAX_OPERATORS:
         forced = forced_of(graph, operator_seconds, recompute=recompute)
@@ -130,33 +118,20 @@ def lower_bound(
         solvers["windows, finer"] = functools.partial(window_bound, fixed, num_cuts=2 * NUM_CUTS)
         solvers["stretches"] = functools.partial(stretch_bound, fixed)  # takes all the time left
     _solve(solvers, deadline, parts)
-    return _bound(parts, reorder, recompute)
+    return _bound(parts, request)
 
 
-def quick_parts(
-    graph: StepGraph,
-    operator_seconds: Sequence[float],
-    budget: Budget,
-    machine: MachineProfile,
-    *,
-    recompute: bool,
-) -> dict[str, float]:
-    """Return the parts of `lower_bound` that take no solver: `compute`, `cut`, `persistent`.
-
-    Args:
-        graph: The step.
-        operator_seconds: Time of each operator.
-        budget: As of `lower_bound`.
-        machine: Rates of the links.
-        recompute: Whether operators may run again.
-    """
-    parts = {"compute": float(sum(operator_seconds))}
-    capacity, rates = _arena_bytes(graph, budget), _rates(budget, machine)
+def quick_parts(request: PlanRequest) -> dict[str, float]:
+    """Return the parts of `lower_bound` that take no solver: `compute`, `cut`, `persistent`."""
+    parts = {"compute": request.compute_seconds}
+    capacity, rates = _arena_bytes(request), _rates(request)
     has_links = rates.inward > 0 and rates.outward > 0
-    if capacity is None or not has_links or not 0 < len(graph.operators) <= MAX_OPERATORS:
+    is_small = 0 < len(request.graph.operators) <= MAX_OPERATORS
+    if capacity is None or not has_links or not is_small:
         return parts
-    forced = forced_of(graph, operator_seconds, recompute=recompute)
-    return parts | _of_any_order(forced, operator_seconds, capacity, rates)
+    seconds = request.operator_seconds
+    forced = forced_of(request.graph, seconds, recompute=request.recompute)
+    return parts | _of_any_order(forced, seconds, capacity, rates)
 
 
 def _of_any_order(
@@ -178,28 +153,27 @@ def _solve(solvers: Mapping[str, _Solver], deadline: float, parts: dict[str, flo
             parts[name] = max(bound * _SAFETY, parts.get(name, 0.0))
 
 
-def _bound(parts: dict[str, float], reorder: bool, recompute: bool) -> Bound:
+def _bound(parts: dict[str, float], request: PlanRequest) -> Bound:
     binding = max(parts, key=lambda name: parts[name])
     return Bound(
         seconds=parts[binding],
         binding=binding,
         seconds_of=parts,
-        reorder=reorder,
-        recompute=recompute,
+        reorder=request.reorder,
+        recompute=request.recompute,
     )
 
 
-def _arena_bytes(graph: StepGraph, budget: Budget) -> int | None:
+def _arena_bytes(request: PlanRequest) -> int | None:
     """What the device holds beside the workspace; None: as much as needed."""
-    if budget.device_bytes is None:
-        return None
-    return budget.device_bytes - max((o.workspace_bytes for o in graph.operators), default=0)
+    device_bytes = request.budget.device_bytes
+    return None if device_bytes is None else device_bytes - request.workspace_bytes
 
 
-def _rates(budget: Budget, machine: MachineProfile) -> Rates:
-    tiers = {Tier.HOST: budget.host_bytes, Tier.FILE: budget.file_bytes}
+def _rates(request: PlanRequest) -> Rates:
+    tiers = {Tier.HOST: request.budget.host_bytes, Tier.FILE: request.budget.file_bytes}
     inward = outward = 0.0
-    for link, profile in machine.links.items():
+    for link, profile in request.machine.links.items():
         if link.destination == Tier.DEVICE and tiers[link.source] is not None:
             inward += profile.bytes_per_second
         if link.source == Tier.DEVICE and tiers[link.destination] is not None:

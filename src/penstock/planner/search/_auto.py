@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.graph import StepGraph
+from penstock.planner._request import PlanRequest
 from penstock.planner.search._drop_moves import DropMoves
 from penstock.planner.search._drops import Drops
 from penstock.planner.search._engine import OperatorSequence, Problem, Taste
@@ -62,38 +62,30 @@ class AutoSearch:
     """One search.
 
     Args:
-        graph: The graph.
-        operator_seconds: Time of each operator.
+        request: The step, what may be decided, the seed of the random stretches, and when to stop.
         capacity: Bytes of the arena.
         below: Where bytes can go; None: nowhere.
-        reorder: Whether the order may change.
-        recompute: Whether operators may run again.
-        deadline: Time by `time.monotonic` at which to stop.
-        seed: Of the random stretches.
         on_better: Called with each improvement.
         alignment: Bytes of which addresses are multiples; None: what suits the graph.
     """
 
     def __init__(
         self,
-        graph: StepGraph,
-        operator_seconds: np.ndarray,
+        request: PlanRequest,
         *,
         capacity: int,
         below: Below | None,
-        reorder: bool,
-        recompute: bool,
-        deadline: float,
-        seed: int,
         on_better: Callable[[Candidate], None],
         alignment: int | None = None,
     ) -> None:
-        self.problem = Problem(graph, operator_seconds, alignment=alignment)
+        graph, seed = request.graph, request.seed
+        seconds = np.asarray(request.operator_seconds, np.float64)
+        self.problem = Problem(graph, seconds, alignment=alignment)
         self.capacity = capacity
         self.below = below
-        self.reorder = reorder
-        self.recompute = recompute
-        self.deadline = deadline
+        self.reorder = request.reorder
+        self.recompute = request.recompute
+        self.deadline = request.deadline
         self.random = np.random.default_rng(seed)
         self.best: Candidate | None = None
         self._candidates: dict[bytes, Candidate] = {}  # by the sequence of operators

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import InfeasibleError
-from penstock.graph import StepGraph, alignment_bytes, least_alignment_bytes
+from penstock.graph import alignment_bytes, least_alignment_bytes
 from penstock.memory import Link, MachineProfile, Tier
-from penstock.planner._plan import Bound, Budget, Found, Plan
+from penstock.planner._plan import Bound, Found, Plan
+from penstock.planner._request import PlanRequest
 from penstock.planner._simulate import simulate
 from penstock.planner.optima import Limit
 from penstock.planner.proofs import WorkingSet, working_set
@@ -37,6 +38,7 @@ from penstock.planner.search._finish import MAX_OPERATORS, MAX_SECONDS, any_plan
 from penstock.planner.search._residency import Below, Residency, ResidencySearch
 from penstock.units import format_bytes
 
+_DEFAULT_SECONDS = 60.0  # where the request has no deadline
 _SEARCH_SHARE = 0.65  # of the time; the rest is for addresses
 # What addresses take, some ten times over all stays, on a machine that others use as well.
 _ADDRESS_SECONDS_PER_OPERATOR = 1.5e-3
@@ -54,35 +56,12 @@ _NUM_LATE_TRIES = 3  # choices that are stacked even if there is no time
 _WORTH_IT = 0.998  # of the best time: nothing below it is looked for
 
 
-def plan_auto(
-    graph: StepGraph,
-    *,
-    operator_seconds: Sequence[float],
-    budget: Budget,
-    machine: MachineProfile,
-    links: Sequence[tuple[Link, Link]],
-    bound: Bound,
-    reorder: bool = True,
-    recompute: bool = True,
-    time_limit: float = 60,
-    seed: int = 0,
-    progress: Callable[[Found], None] | None = None,
-) -> Plan:
+def plan_auto(request: PlanRequest, *, bound: Bound) -> Plan:
     """Plan a step with the best that the search finds.
 
     Args:
-        graph: The step.
-        operator_seconds: Time of each operator.
-        budget: Of the tiers.
-        machine: Its links give the times of transfers.
-        links: Out of the device and back, for each tier below that may be used, the fastest first;
-            none: nothing may leave.
+        request: The step and what it is planned for.
         bound: What no plan under the same frozen decisions can beat.
-        reorder: Whether the order may change.
-        recompute: Whether operators may run again.
-        time_limit: Seconds.
-        seed: Of what is random.
-        progress: Called with each improvement.
 
     Returns:
         The plan.
@@ -90,27 +69,15 @@ def plan_auto(
     Raises:
         InfeasibleError: The device's budget is too small.
     """
-    began = time.monotonic()
-    task = _Task(
-        graph=graph,
-        operator_seconds=operator_seconds,
-        budget=budget,
-        machine=machine,
-        links=links,
-        bound=bound,
-        reorder=reorder,
-        recompute=recompute,
-        deadline=began + time_limit,
-        seed=seed,
-        alignment=alignment_bytes(graph),
-    )
+    began, request = time.monotonic(), request.ending(_DEFAULT_SECONDS)
+    task = _Task(request=request, bound=bound, alignment=alignment_bytes(request.graph))
 
     def report(seconds: float) -> None:
-        if progress is not None:
-            progress(Found(time.monotonic() - began, seconds, bound.seconds))
+        if request.progress is not None:
+            request.progress(Found(time.monotonic() - began, seconds, bound.seconds))
 
-    least = working_set(graph)
-    if budget.device_bytes is not None and budget.device_bytes < least.num_bytes:
+    least, device_bytes = working_set(request.graph), request.budget.device_bytes
+    if device_bytes is not None and device_bytes < least.num_bytes:
         raise _infeasible(task, least)
     found, failure = _searched_on_grids(task, report)
     better = _finished(task, found)
@@ -127,58 +94,45 @@ def plan_auto(
 
 @dataclass(frozen=True, kw_only=True)
 class _Task:
-    """What is to be planned: the arguments of `plan_auto`."""
+    """A request on one grid of addresses."""
 
-    graph: StepGraph
-    operator_seconds: Sequence[float]
-    budget: Budget
-    machine: MachineProfile
-    links: Sequence[tuple[Link, Link]]
+    request: PlanRequest
     bound: Bound
-    reorder: bool
-    recompute: bool
-    deadline: float
-    seed: int
     alignment: int
     overhang: int = 0  # bytes that the search has beyond the arena: its objects take multiples
 
     @functools.cached_property
-    def workspace(self) -> int:
-        """Bytes that operators may take beside the arena."""
-        return max((operator.workspace_bytes for operator in self.graph.operators), default=0)
-
-    @functools.cached_property
     def capacity(self) -> int:
         """Bytes of the arena."""
-        if self.budget.device_bytes is not None:
-            return max(0, self.budget.device_bytes - self.workspace)
+        if self.request.budget.device_bytes is not None:
+            return max(0, self.request.budget.device_bytes - self.request.workspace_bytes)
         # Room for the packer: addresses rarely need more than this beyond the live bytes.
         return int(self.program().base.max(initial=0) * 1.02) + 1
 
     @functools.cached_property
     def below(self) -> Below | None:
         """The tiers below the device; None if nothing may leave, or has to."""
-        if not self.links or self.budget.device_bytes is None:
+        links, machine, budget = self.request.links, self.request.machine, self.request.budget
+        if not links or budget.device_bytes is None:
             return None
         rates = tuple(
-            Rates(
-                self.machine.links[out].bytes_per_second, self.machine.links[back].bytes_per_second
-            )
-            for out, back in self.links
+            Rates(machine.links[out].bytes_per_second, machine.links[back].bytes_per_second)
+            for out, back in links
         )
-        is_host = self.links[0][0].destination == Tier.HOST
-        first_bytes = self.budget.host_bytes if is_host else self.budget.file_bytes
+        is_host = links[0][0].destination == Tier.HOST
+        first_bytes = budget.host_bytes if is_host else budget.file_bytes
         if first_bytes is not None and first_bytes >= sum(
-            storage.num_bytes for storage in self.graph.storages
+            storage.num_bytes for storage in self.request.graph.storages
         ):
             first_bytes = None  # it holds everything
-        tolls = tuple(toll_of_byte(out, self.machine) for out, _ in self.links)
+        tolls = tuple(toll_of_byte(out, machine) for out, _ in links)
         return Below(rates, first_bytes, tolls)
 
     def program(self) -> OperatorSequence:
         """The operators in the program's own order."""
-        problem = Problem(self.graph, self.operator_seconds, alignment=self.alignment)
-        return OperatorSequence(problem, np.arange(len(self.graph.operators)))
+        graph, seconds = self.request.graph, self.request.operator_seconds
+        problem = Problem(graph, seconds, alignment=self.alignment)
+        return OperatorSequence(problem, np.arange(len(graph.operators)))
 
 
 def toll_of_byte(link: Link, machine: MachineProfile) -> float:
@@ -209,54 +163,46 @@ def _searched_on_grids(
 def _grids(task: _Task) -> Iterator[_Task]:
     """Alignments to try, and whether the last object may end between two multiples."""
     yield task
-    least = least_alignment_bytes(task.graph)
+    least = least_alignment_bytes(task.request.graph)
     for alignment in dict.fromkeys((task.alignment, least)):
         if alignment < task.alignment:
             yield dataclasses.replace(task, alignment=alignment)
         overhang = -task.capacity % alignment
-        if overhang and task.budget.device_bytes is not None:
+        if overhang and task.request.budget.device_bytes is not None:
             yield dataclasses.replace(task, alignment=alignment, overhang=overhang)
 
 
 def _finished(task: _Task, found: Plan | None) -> Plan | None:
     """A better plan than the one that was found, for small graphs; None if there is none."""
-    budget = task.budget
-    is_small = len(task.graph.operators) <= MAX_OPERATORS and budget.device_bytes is not None
-    if not is_small or list(task.links) != [(Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)]:
+    request = task.request
+    budget, links = request.budget, request.links
+    is_small = len(request.graph.operators) <= MAX_OPERATORS and budget.device_bytes is not None
+    if not is_small or links != ((Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE),):
         return None
-    options = {"operator_seconds": task.operator_seconds, "budget": budget, "machine": task.machine}
-    freedom = task.reorder, task.recompute
+    freedom = request.reorder, request.recompute
     best = found
     if best is None:
-        best = any_plan(
-            task.graph, **options, reorder=freedom[0], recompute=freedom[1], deadline=task.deadline
-        )
+        best = any_plan(request)
     # A descent with decisions frozen may come further than one without: it goes first.
     for reorder, recompute in (*frozen_decisions(*freedom), freedom):
         # A busy machine finishes the same plans: that is why the time is the processor's.
-        limit = Limit(task.deadline, time.thread_time() + MAX_SECONDS)
-        best = finish(
-            task.graph, best, **options, reorder=reorder, recompute=recompute, limit=limit
-        )
+        limit = Limit(request.deadline, time.thread_time() + MAX_SECONDS)
+        frozen = dataclasses.replace(request, reorder=reorder, recompute=recompute)
+        best = finish(frozen, best, limit=limit)
     if best is None or best is found:
         return None
     if budget.host_bytes is not None and best.peak_host_bytes > budget.host_bytes:
         return None
-    return dataclasses.replace(best, bound=task.bound, method="auto", seed=task.seed)
+    return dataclasses.replace(best, bound=task.bound, method="auto", seed=request.seed)
 
 
 def _searched(task: _Task, report: Callable[[float], None]) -> Plan:
     """The search for plans of any size."""
-    began, deadline = time.monotonic(), task.deadline
+    request, deadline = task.request, task.request.deadline
     search = AutoSearch(
-        task.graph,
-        np.asarray(task.operator_seconds, np.float64),
+        dataclasses.replace(request, deadline=_search_deadline(request)),
         capacity=task.capacity + task.overhang,
         below=task.below,
-        reorder=task.reorder,
-        recompute=task.recompute,
-        deadline=_search_deadline(task, began),
-        seed=task.seed,
         on_better=lambda candidate: report(candidate.residency.replay.step_seconds),
         alignment=task.alignment,
     )
@@ -273,8 +219,8 @@ def _searched(task: _Task, report: Callable[[float], None]) -> Plan:
         _best_with_addresses,
         capacity=task.capacity,
         below=task.below,
-        workspace=task.workspace,
-        seed=task.seed,
+        workspace=request.workspace_bytes,
+        seed=request.seed,
     )
     try:
         residency, offsets = addressed(
@@ -283,7 +229,7 @@ def _searched(task: _Task, report: Callable[[float], None]) -> Plan:
     except KeyboardInterrupt:  # the best alone, without taking time
         residency, offsets = addressed(search.finalists()[:1], deadline=time.monotonic())
     except InfeasibleError as error:
-        if task.budget.device_bytes is not None:
+        if request.budget.device_bytes is not None:
             raise
         # No limit was given: the arena becomes what the packer needs.
         residency, offsets = addressed(
@@ -292,33 +238,35 @@ def _searched(task: _Task, report: Callable[[float], None]) -> Plan:
     return _plan(task, residency, offsets)
 
 
-def _search_deadline(task: _Task, began: float) -> float:
+def _search_deadline(request: PlanRequest) -> float:
     """When the search has to end, so that there is time for addresses."""
-    left = task.deadline - began
-    for_addresses = len(task.graph.operators) * _ADDRESS_SECONDS_PER_OPERATOR
+    began = time.monotonic()
+    left = request.deadline - began
+    for_addresses = len(request.graph.operators) * _ADDRESS_SECONDS_PER_OPERATOR
     return began + min(left * _SEARCH_SHARE, max(left - for_addresses, left / 2))
 
 
 def _plan(task: _Task, residency: Residency, offsets: Sequence[int]) -> Plan:
-    movement = emit(residency, offsets, task.links)
+    request = task.request
+    movement = emit(residency, offsets, request.links)
     plan = Plan(
-        graph_digest=task.graph.digest,
+        graph_digest=request.graph.digest,
         order=tuple(residency.sequence.order.tolist()),
         placements=movement.placements,
         transfers=movement.transfers,
         copies=movement.copies,
-        budget=task.budget,
-        machine=task.machine,
-        operator_seconds=tuple(map(float, task.operator_seconds)),
+        budget=request.budget,
+        machine=request.machine,
+        operator_seconds=tuple(request.operator_seconds),
         step_seconds=0.0,
-        ideal_seconds=float(sum(task.operator_seconds)),
+        ideal_seconds=request.compute_seconds,
         bound=task.bound,
-        workspace_bytes=task.workspace,
+        workspace_bytes=request.workspace_bytes,
         method="auto",
-        seed=task.seed,
+        seed=request.seed,
         notes={"replayed_seconds": residency.replay.step_seconds},
     )
-    return dataclasses.replace(plan, step_seconds=simulate(task.graph, plan).step_seconds)
+    return dataclasses.replace(plan, step_seconds=simulate(request.graph, plan).step_seconds)
 
 
 def _best_with_addresses(
@@ -453,16 +401,17 @@ def _ever_smaller(residency: Residency, capacity: int, below: Below | None) -> I
 
 def _infeasible(task: _Task, least: WorkingSet | None = None) -> InfeasibleError:
     """What would do, where the search found nothing, or where no plan fits (`least` is above)."""
-    sequence, below, capacity, workspace = task.program(), task.below, task.capacity, task.workspace
+    sequence, below, capacity = task.program(), task.below, task.capacity
+    request, workspace = task.request, task.request.workspace_bytes
     if below is not None and below.first_bytes is not None:
         anything_goes = dataclasses.replace(below, first_bytes=None)
         residency = ResidencySearch(sequence, capacity, anything_goes).quick()
         if residency is not None:
-            tier = task.links[0][0].destination
+            tier = request.links[0][0].destination
             return _too_little_below(residency, below.first_bytes, workspace, tier)
     needed = sequence.base if below is None else sequence.working_set
     position = int(np.argmax(needed))
-    name = task.graph.operators[int(sequence.order[position])].name
+    name = request.graph.operators[int(sequence.order[position])].name
     arena = int(needed[position])
     enough = _with_room_for_addresses(sequence, arena, below) + workspace
     reason = (
@@ -470,7 +419,9 @@ def _infeasible(task: _Task, least: WorkingSet | None = None) -> InfeasibleError
         if below is None
         else "nothing but its own operands and results is there then: raise it, or split it"
     )
-    given = f"device_memory={format_bytes(task.budget.device_bytes or 0)} is too little: operator "
+    given = (
+        f"device_memory={format_bytes(request.budget.device_bytes or 0)} is too little: operator "
+    )
     if least is not None:
         return InfeasibleError(
             f"{given}{least.operator!r} alone needs {format_bytes(least.num_bytes)} with its "

@@ -9,97 +9,64 @@ from order to order: one operator elsewhere, one second run more or less.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from penstock.graph import StepGraph
-from penstock.memory import MachineProfile
-from penstock.planner._plan import Budget, Plan
+from penstock.planner._plan import Plan
+from penstock.planner._request import PlanRequest
 from penstock.planner.optima import Limit, fastest_of_order, orders_of, with_more_runs
 
 MAX_OPERATORS = 12
 MAX_SECONDS = 2.0  # of the processor
 
 
-def any_plan(
-    graph: StepGraph,
-    *,
-    operator_seconds: Sequence[float],
-    budget: Budget,
-    machine: MachineProfile,
-    reorder: bool,
-    recompute: bool,
-    deadline: float,
-) -> Plan | None:
+def any_plan(request: PlanRequest) -> Plan | None:
     """Find a plan of a small graph, whatever its time, among all orders.
 
     Args:
-        graph: The step, of at most `MAX_OPERATORS` operators.
-        operator_seconds: Time of each operator.
-        budget: Of the device and the host.
-        machine: Rates of the links.
-        reorder: Whether the order may change.
-        recompute: Whether operators may run again; at most two do.
-        deadline: Time by `time.monotonic` at which to stop, once the processor had two seconds.
+        request: A step of at most `MAX_OPERATORS` operators, of which at most two run again. The
+            processor has two seconds beyond the deadline.
 
     Returns:
         The first plan found; None if there was none.
     """
-    limit = Limit(deadline, least_processor_seconds=time.thread_time() + MAX_SECONDS)
-    for order in orders_of(graph, reorder=reorder, max_again=2 if recompute else 0):
-        found = fastest_of_order(
-            graph, order, operator_seconds, budget, machine, None, limit, is_first_enough=True
-        )
+    limit = Limit(request.deadline, least_processor_seconds=time.thread_time() + MAX_SECONDS)
+    max_again = 2 if request.recompute else 0
+    for order in orders_of(request.graph, reorder=request.reorder, max_again=max_again):
+        found = fastest_of_order(request, order, None, limit, is_first_enough=True)
         if found is not None or limit.is_over():
             return found
     return None
 
 
-def finish(
-    graph: StepGraph,
-    plan: Plan | None,
-    *,
-    operator_seconds: Sequence[float],
-    budget: Budget,
-    machine: MachineProfile,
-    reorder: bool,
-    recompute: bool,
-    limit: Limit,
-) -> Plan | None:
+def finish(request: PlanRequest, plan: Plan | None, *, limit: Limit) -> Plan | None:
     """Improve a plan of a small graph.
 
     Example:
-        >>> finish(graph, plan, operator_seconds=seconds, budget=budget, machine=machine,
-        ...        reorder=True, recompute=True, limit=Limit(deadline))  # doctest: +SKIP
+        >>> finish(request, plan, limit=Limit(deadline))  # doctest: +SKIP
 
     Args:
-        graph: The step, of at most `MAX_OPERATORS` operators.
+        request: A step of at most `MAX_OPERATORS` operators.
         plan: Where to begin; None: with the program's order.
-        operator_seconds: Time of each operator.
-        budget: Of the device and the host.
-        machine: Rates of the links.
-        reorder: Whether the order may change.
-        recompute: Whether operators may run again.
-        limit: When to stop.
+        limit: When to stop, in place of the request's deadline.
 
     Returns:
         The best plan found; None if there was none and none was found.
     """
-    best = plan
+    graph, best = request.graph, plan
     program = tuple(range(len(graph.operators)))
     starts = [program] if plan is None else [plan.order, program]
     tried: set[tuple[int, ...]] = set()
     while starts:
         before = best
         for start in starts:
-            for order in _near(graph, start, reorder=reorder, recompute=recompute):
+            for order in _near(graph, start, reorder=request.reorder, recompute=request.recompute):
                 if order in tried:
                     continue
                 tried.add(order)
                 if limit.is_over():
                     return best
-                best = fastest_of_order(
-                    graph, order, operator_seconds, budget, machine, best, limit
-                )
+                best = fastest_of_order(request, order, best, limit)
         starts = [] if best is None or best is before else [best.order]
     return best
 

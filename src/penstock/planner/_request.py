@@ -1,0 +1,97 @@
+"""One request: a step, the machine and the memory that a plan is for, and what may be decided."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.graph import StepGraph, operator_seconds
+from penstock.memory import Link, MachineProfile
+from penstock.planner._plan import Budget, Found
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """A step to be planned; what every search, bound and method is given.
+
+    Example:
+        >>> PlanRequest(graph=graph, budget=Budget(device_bytes=2**30),
+        ...             machine=machine).links  # doctest: +SKIP
+        ()
+
+    Attributes:
+        graph: The step.
+        budget: Bytes of each tier; a tier of None does not exist, except the device, which then is
+            as large as needed.
+        machine: Rates of the links, and what operators take.
+        operator_seconds: Time of each operator; empty: as the graph has it, or by a roofline of
+            `machine`.
+        reorder: Whether the order of the program may change.
+        recompute: Whether operators may run again.
+        seed: Of random numbers.
+        deadline: Time by `time.monotonic` at which to end with the best that was found.
+        progress: Called with each improvement.
+    """
+
+    graph: StepGraph
+    budget: Budget
+    machine: MachineProfile
+    operator_seconds: Sequence[float] = ()
+    reorder: bool = True
+    recompute: bool = True
+    seed: int = 0
+    deadline: float = math.inf
+    progress: Callable[[Found], None] | None = None
+
+    def __post_init__(self) -> None:
+        seconds = self.operator_seconds
+        if not len(seconds):
+            seconds = operator_seconds(self.graph, self.machine)
+        if len(seconds) != len(self.graph.operators):
+            raise ValueError(
+                f"operator_seconds has {len(seconds)} times and the graph "
+                f"{len(self.graph.operators)} operators; pass one for each, or none"
+            )
+        object.__setattr__(self, "operator_seconds", tuple(map(float, seconds)))
+
+    @property
+    def links(self) -> tuple[tuple[Link, Link], ...]:
+        """Out of the device and back, for each tier below it, the nearest first."""
+        host = (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)
+        file = (Link.DEVICE_TO_FILE, Link.FILE_TO_DEVICE)
+        has_host, has_file = bool(self.budget.host_bytes), self.budget.file_bytes is not None
+        return (host,) * has_host + (file,) * has_file
+
+    @property
+    def compute_seconds(self) -> float:
+        """Time of all operators, each once."""
+        return float(sum(self.operator_seconds))
+
+    @property
+    def workspace_bytes(self) -> int:
+        """The largest workspace of an operator."""
+        return max((operator.workspace_bytes for operator in self.graph.operators), default=0)
+
+    def seconds_left(self) -> float:
+        """Time until the deadline; 0 after it."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def within(self, seconds: float) -> PlanRequest:
+        """The same with at most so much time, from now on."""
+        deadline = min(self.deadline, time.monotonic() + seconds)
+        return dataclasses.replace(self, deadline=deadline)
+
+    def ending(self, seconds: float) -> PlanRequest:
+        """The same; where it has no deadline, with one in so much time."""
+        return self if self.deadline < math.inf else self.within(seconds)
+
+    def ending_in(self, seconds: float) -> PlanRequest:
+        """The same with so much time, from now on, whatever the deadline was."""
+        return dataclasses.replace(self, deadline=time.monotonic() + seconds)
+
+    def of(self, graph: StepGraph) -> PlanRequest:
+        """The same of another graph, by the times that it has."""
+        return dataclasses.replace(self, graph=graph, operator_seconds=())
