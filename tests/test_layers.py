@@ -1,7 +1,7 @@
 """The import order of the package, read from the source: a room imports only from rooms below it.
 
 units, errors, tables <- memory, codegen <- activations, unified, graph, rgnn, batching
-  <- planner <- executor <- report <- integrations, cli
+  <- planner <- executor <- report <- integrations, cli, demo, env
 
 No modules import each other in a circle, and none imports a private module of another package.
 Imports inside functions and under TYPE_CHECKING count as well: they are dependencies all the same.
@@ -165,6 +165,13 @@ def test_every_room_has_its_place():
     }
     rooms |= {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert rooms - set(LEVEL) == set(), "say in LAYERS where the room stands"
+
+
+def test_contributors_are_shown_this_order():
+    guide = (PACKAGE.parents[1] / "CONTRIBUTING.md").read_text()
+    (shown,) = (block for block in guide.split("```") if "<-" in block)
+    rooms = [{room.strip() for room in layer.split(",")} for layer in shown.split("<-")]
+    assert rooms == [{room for room in layer if not room.startswith("_")} for layer in LAYERS]
 
 
 def test_imports_go_downward_only():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from penstock.graph import StepGraph
     from penstock.memory import MachineProfile
-    from penstock.planner import Budget, Plan
+    from penstock.planner import Budget, Plan, PlanRequest
     from penstock.report import Sweep
 
 SWEEP_SHARES = (

@@ -42,7 +42,7 @@ def exact(request: PlanRequest) -> Plan:
 
     Steps repeat: what a step leaves is what the next one begins with, wherever it is. Nothing runs
     twice. What leaves goes to the nearest tier below. A result takes the place of an operand only
-    where both have the same bytes; places have multiples of 64 bytes, where anything has a kilobyte.
+    where both have the same bytes; places have multiples of 64 bytes if anything has a kilobyte.
 
     Columns, for operators v, values u and time steps t: a(v, t), v runs at t, between the number of
     its ancestors and that of all but its descendants; r(u, t), u is on the device while t runs;
