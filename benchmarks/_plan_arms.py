@@ -11,8 +11,8 @@ from _plan_torch_budget import plan_torch_budget
 from penstock.graph import StepGraph
 from penstock.memory import MachineProfile
 from penstock.planner import Bound, Budget, Plan, PlanRequest, lower_bound, plan
-from penstock.planner.baselines._layers_lp import plan_layers_lp
 from penstock.planner.baselines._on_demand import plan_on_demand
+from planners.layers_lp import plan_layers_lp
 
 OURS = "penstock"
 

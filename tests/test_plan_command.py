@@ -23,29 +23,26 @@ from penstock.planner import Plan, check
 
 UNIT = 256
 SOURCES = str(Path(penstock.graph.__file__).parents[2])
+SWEEP = ("--sweep", "--time-limit", "0.3", "--machine", "test")
 OPTIONS = ModelOptions(batch=2, sequence=16, optimizer="sgd", dtype="float32")
 
 
 @pytest.fixture
 def on_a_machine(monkeypatch):
-    """A machine that needs no measuring, and operators that take a second each."""
+    """A machine that needs no measuring."""
 
     def machine(name):
         return graphs.machine(out=UNIT, back=UNIT)
 
     monkeypatch.setattr(penstock.memory, "machine", machine, raising=False)
-    monkeypatch.setattr(
-        penstock.graph,
-        "operator_seconds",
-        lambda graph, machine: (1.0,) * len(graph.operators),
-        raising=False,
-    )
 
 
 @pytest.fixture
 def saved(tmp_path):
     path = tmp_path / "graph.json"
-    graphs.chain_step(6, weight_bytes=UNIT, activation_bytes=2 * UNIT).save(path)
+    graph = graphs.chain_step(6, weight_bytes=UNIT, activation_bytes=2 * UNIT)
+    operators = tuple(dataclasses.replace(each, seconds=1.0) for each in graph.operators)
+    dataclasses.replace(graph, operators=operators).save(path)
     return path
 
 
@@ -58,7 +55,7 @@ def run(*arguments):
 def test_a_saved_graph_is_planned_and_everything_written(saved, tmp_path):
     pytest.importorskip("matplotlib")
     files = {name: tmp_path / "new" / name for name in ("plan.json", "trace.json", "plan.png")}
-    options = ("--device-memory", "60%", "--method", "belady", "--machine", "test")
+    options = ("--device-memory", "60%", "--time-limit", "1", "--machine", "test")
     paths = ("--save", files["plan.json"], "--trace", files["trace.json"])
     code, out, _ = run(saved, *options, *paths, "--picture", files["plan.png"])
     assert code == 0
@@ -67,7 +64,7 @@ def test_a_saved_graph_is_planned_and_everything_written(saved, tmp_path):
     graph = StepGraph.load(saved)
     plan = Plan.load(files["plan.json"], graph=graph)
     check(graph, plan)
-    assert plan.method == "belady"
+    assert plan.method == "auto"
     assert json.loads(files["trace.json"].read_text())["traceEvents"]
     assert files["plan.png"].stat().st_size > 1000
 
@@ -75,7 +72,7 @@ def test_a_saved_graph_is_planned_and_everything_written(saved, tmp_path):
 @pytest.mark.usefixtures("on_a_machine")
 def test_a_sweep_goes_down_until_nothing_fits(saved, tmp_path):
     path = tmp_path / "points.json"
-    code, out, _ = run(saved, "--sweep", "--method", "belady", "--machine", "test", "--save", path)
+    code, out, _ = run(saved, *SWEEP, "--save", path)
     assert code == 0
     points = json.loads(path.read_text())
     names = [point["name"] for point in points["points"]]
@@ -96,7 +93,7 @@ def test_ctrl_c_ends_a_sweep_with_what_there_is(saved, monkeypatch):
         return real(*arguments)
 
     monkeypatch.setattr(_plan_run, "make_plan", interrupted)
-    code, out, _ = run(saved, "--sweep", "--method", "belady", "--machine", "test")
+    code, out, _ = run(saved, *SWEEP)
     assert code == 0
     assert len(calls) == 3
     assert out.count("plan ") >= 2
@@ -114,9 +111,9 @@ def test_ctrl_c_during_the_capture_says_that_there_is_nothing(saved, monkeypatch
 
 @pytest.mark.usefixtures("on_a_machine")
 def test_what_does_not_fit_is_an_error_without_traceback(saved):
-    code, _, err = run(saved, "--device-memory", "1KiB", "--method", "lru", "--machine", "test")
+    code, _, err = run(saved, "--device-memory", "1KiB", "--machine", "test")
     assert code == 2
-    assert "penstock plan: operator" in err
+    assert "operator" in err and "is too little" in err
     assert "Traceback" not in err
 
 

@@ -44,8 +44,7 @@ _SEQUENCE = number_option(
 _OPTIMIZER = name_option("adamw, adam, or sgd (with momentum).")
 _DTYPE = name_option("Of parameters: float32, bfloat16, float16.")
 _METHOD = name_option(
-    "auto; exact, for inference of up to 200 operators; to compare with: genetic, lru, "
-    "lru-prefetch, belady, layers-lp."
+    "auto; exact, for up to 200 operators; genetic, SwapAdvisor's algorithm, to compare with."
 )
 _TIME_LIMIT = typer.Option(metavar="SECONDS", min=0.1, help="For a plan.")
 _SWEEP = typer.Option("--sweep", help="Plan for less and less memory, until nothing fits.")
@@ -58,7 +57,7 @@ _PICTURE = file_option(f"Draw it {NEEDS_VIZ}")
 
 _Optimizer = Literal["adamw", "adam", "sgd"]
 _Dtype = Literal["float32", "bfloat16", "float16"]
-_Method = Literal["auto", "exact", "genetic", "lru", "lru-prefetch", "belady", "layers-lp"]
+_Method = Literal["auto", "exact", "genetic"]
 
 
 def plan(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from penstock._plan_models import ModelOptions, load_graph
 from penstock.errors import InfeasibleError
-from penstock.memory import Link, Tier
 from penstock.units import format_bytes, format_seconds, parse_bytes, parse_share
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
     from penstock.graph import StepGraph
     from penstock.memory import MachineProfile
-    from penstock.planner import Budget, Plan, PlanRequest
+    from penstock.planner import Plan
     from penstock.report import Sweep
 
 SWEEP_SHARES = (
@@ -72,20 +71,6 @@ class _Task:
     machine: MachineProfile
     peak_bytes: int
     options: PlanOptions
-
-    def budget(self, device_bytes: int | None) -> Budget:
-        """The budgets of all tiers, for planners that are there to compare with."""
-        from penstock.planner import Budget
-
-        host, file = None, None
-        if self.options.host_memory is not None:
-            host = parse_bytes(self.options.host_memory, name="--host-memory")
-        elif Tier.HOST in self.machine.tiers:
-            host = self.machine.tiers[Tier.HOST].capacity_bytes
-        has_store = self.options.store is not None or Link.DEVICE_TO_FILE in self.machine.links
-        if has_store and Tier.FILE in self.machine.tiers:
-            file = self.machine.tiers[Tier.FILE].capacity_bytes
-        return Budget(device_bytes=device_bytes, host_bytes=host, file_bytes=file)
 
 
 def run(options: PlanOptions) -> None:
@@ -173,20 +158,9 @@ def make_plan(
     task: _Task, device_bytes: int | None, progress: Callable[[Any], None] | None
 ) -> Plan:
     """One plan, with the method that was asked for."""
+    from penstock.planner import plan
+
     options = task.options
-    from penstock.planner import PlanRequest, plan
-
-    reference = _reference(options.method)
-    if reference is not None:
-        request = PlanRequest(
-            graph=task.graph,
-            budget=task.budget(device_bytes),
-            machine=task.machine,
-            seed=options.seed,
-            progress=progress,
-        )
-        return reference(request.within(options.time_limit))
-
     return plan(
         task.graph,
         device_memory=device_bytes,
@@ -200,21 +174,6 @@ def make_plan(
         seed=options.seed,
         progress=progress,
     )
-
-
-def _reference(method: str) -> Callable[[PlanRequest], Plan] | None:
-    """The planner of a method that is there to compare with; None for those of `plan`."""
-    import functools
-
-    from penstock.planner.baselines import plan_layers_lp, plan_on_demand
-
-    planners: Mapping[str, Callable[[PlanRequest], Plan]] = {
-        "layers-lp": plan_layers_lp,
-        "lru": functools.partial(plan_on_demand, arm="lru"),
-        "lru-prefetch": functools.partial(plan_on_demand, arm="lru-prefetch"),
-        "belady": functools.partial(plan_on_demand, arm="belady"),
-    }
-    return planners.get(method)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from penstock.planner.baselines._checkpointing import plan_checkpointing
 from penstock.planner.baselines._genetic import plan_genetic
-from penstock.planner.baselines._layers_lp import plan_layers_lp
 from penstock.planner.baselines._on_demand import (
     ON_DEMAND,
     OnDemand,
@@ -17,7 +16,6 @@ __all__ = [
     "peak_of_program_order",
     "plan_checkpointing",
     "plan_genetic",
-    "plan_layers_lp",
     "plan_on_demand",
     "seconds_by_bytes",
 ]

@@ -270,9 +270,9 @@ def plan_layers_lp(request: PlanRequest) -> Plan:
                 request.progress(Found(elapsed, best.step_seconds, best.ideal_seconds))
     if best is None:
         raise InfeasibleError(
-            f"method='layers-lp' found nothing for device_memory={request.budget.device_bytes}: it "
+            f"a linear program per layer found nothing for {request.budget.device_bytes} bytes: it "
             f"keeps parameters, buffers and the optimizer's state on the device, {fixed} bytes; "
-            "give more, or use method='auto'",
+            "give more",
             proved=False,
         )
     return best

@@ -4,15 +4,15 @@ import graphs
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind, Phase
 from penstock.planner import Budget, check
-from penstock.planner.baselines._layers_lp import (
+from penstock.planner.baselines._order import peak_of_program_order
+from penstock.planner.baselines._recompute import Recomputation
+from planners.layers_lp import (
     Fractions,
     choose_values,
     find_layers,
     plan_layers_lp,
     solve_fractions,
 )
-from penstock.planner.baselines._order import peak_of_program_order
-from penstock.planner.baselines._recompute import Recomputation
 
 UNIT = 256
 
