@@ -17,7 +17,7 @@ from penstock.graph import Kind, StepGraph
 from penstock.planner import Budget, check
 from penstock.planner.optima import _exact
 from penstock.planner.optima._assemble import first_fit
-from penstock.planner.optima._brute_force import Limit, _cases, _topological, residencies
+from penstock.planner.optima._every_residency import Limit, _cases, _topological, residencies
 from penstock.planner.optima._exact import exact
 from penstock.planner.optima._floor import Floor
 from penstock.planner.optima._peak import min_peak, min_working_set, workspace_bytes

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from brute_force import brute_force
 from graphs import (
     GraphBuilder,
     chain_step,
@@ -19,7 +20,7 @@ from graphs import (
 )
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind
-from penstock.planner import Budget, brute_force, lower_bound
+from penstock.planner import Budget, lower_bound
 from penstock.planner.proofs._bounds import working_set
 from penstock.planner.proofs._linear import LinearProgram
 from penstock.planner.proofs._lives import lives_of

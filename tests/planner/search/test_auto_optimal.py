@@ -14,10 +14,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from brute_force import brute_force
 from graphs import chain_step, machine, random_graph, request
 from penstock.errors import InfeasibleError
 from penstock.memory import Link
-from penstock.planner import Budget, brute_force, check, lower_bound
+from penstock.planner import Budget, check, lower_bound
 from penstock.planner.search import _auto_plan
 from penstock.planner.search._auto_plan import plan_auto
 from penstock.planner.search._engine import OperatorSequence, Problem

@@ -10,9 +10,10 @@ import random
 import sys
 from collections import Counter
 
+from brute_force import brute_force
 from graphs import chain_step, machine, random_graph, request
 from penstock.errors import InfeasibleError
-from penstock.planner import Budget, brute_force, check, min_working_set, plan
+from penstock.planner import Budget, check, min_working_set, plan
 
 
 def tight_case(seed):

@@ -1,8 +1,7 @@
 """The best plans of small graphs."""
 
-from penstock.planner.optima._brute_force import (
+from penstock.planner.optima._every_residency import (
     Limit,
-    brute_force,
     fastest_of_order,
     orders_of,
     with_more_runs,
@@ -13,7 +12,6 @@ from penstock.planner.optima._peak import Peak, min_peak, min_working_set
 __all__ = [
     "Limit",
     "Peak",
-    "brute_force",
     "exact",
     "fastest_of_order",
     "min_peak",

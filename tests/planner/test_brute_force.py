@@ -6,12 +6,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from brute_force import brute_force
 from graphs import GraphBuilder, chain_step, machine, random_graph, random_plan, request
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.planner import Budget, check
 from penstock.planner.optima._assemble import Stay, packed_offsets
-from penstock.planner.optima._brute_force import brute_force
 
 
 @settings(max_examples=40, deadline=None)

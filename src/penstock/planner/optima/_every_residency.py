@@ -1,7 +1,7 @@
-"""Every plan of a tiny graph: what the planners are measured against.
+"""Every order of a tiny graph, and everything that may be on the device when.
 
-Orders, second runs, what leaves between two uses and when: all are tried, and the fastest plan that
-can be packed wins. It grows so fast with the graph that nine operators are about the limit.
+Second runs, what leaves between two uses and when: all are tried. It grows so fast with the graph
+that nine operators are about the limit.
 """
 
 from __future__ import annotations
@@ -14,16 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
 from penstock.planner._plan import Budget, Plan, Transfer
 from penstock.planner._request import PlanRequest
 from penstock.planner._simulate import step_seconds_of
 from penstock.planner.optima._assemble import Stay, assemble, packed_offsets
 from penstock.planner.optima._moves import Away, Life, last_read, live_bytes, lives_in, moves
-from penstock.planner.proofs import lower_bound
-
-_SAME = 1 + 1e-6  # a plan this close to the bound, which is rounded down, is not searched further
 
 
 @dataclass(frozen=True)
@@ -56,48 +52,6 @@ class _Case:
     live_bytes: np.ndarray  # at each position
     overwritten: dict[int, dict[int, set[int]]]  # per position and operand: what may take its place
     taken: frozenset[tuple[int, int]]  # positions, and what takes the place of a life that ends
-
-
-def brute_force(request: PlanRequest, *, max_again: int = 1) -> Plan:
-    """Find the fastest plan by trying all.
-
-    What comes back comes in the order in which it is needed, and what leaves leaves in the order in
-    which it is free; all else is free. Host and device only.
-
-    Example:
-        >>> brute_force(request).step_seconds  # doctest: +SKIP
-        12.0
-
-    Args:
-        request: A step of about nine operators at most, with a host tier.
-        max_again: How many operators may run again, each once.
-
-    Returns:
-        The plan; `notes["complete"]` says whether all were tried (or none can be faster).
-
-    Raises:
-        InfeasibleError: No plan was found; `proved` says whether all were tried.
-    """
-    limit, bound = Limit(request.deadline), lower_bound(request)
-    best: Plan | None = None
-    complete = True
-    max_again = max_again if request.recompute else 0
-    for order in orders_of(request.graph, reorder=request.reorder, max_again=max_again):
-        if best is not None and best.step_seconds <= bound.seconds * _SAME:
-            break
-        if limit.is_over():
-            complete = False
-            break
-        best = fastest_of_order(request, order, best, limit)
-    complete = complete and not limit.is_over()
-    if best is None:
-        raise InfeasibleError(
-            f"no plan for {request.budget.device_bytes} bytes was found among "
-            + ("all" if complete else "those tried in time"),
-            proved=complete,
-        )
-    fields = {name: getattr(best, name) for name in best.__dataclass_fields__}
-    return Plan(**{**fields, "bound": bound, "notes": {"complete": complete}})
 
 
 def orders_of(graph: StepGraph, *, reorder: bool, max_again: int) -> Iterator[tuple[int, ...]]:
