@@ -91,7 +91,7 @@ class Planner:
             InfeasibleError: It finds none.
         """
         if arm in REFERENCES:
-            return REFERENCES[arm](self.request.within(self.time_limit))
+            return REFERENCES[arm](self.request)
         free = ABLATIONS.get(arm, Freedom())
         return plan(
             self.graph,

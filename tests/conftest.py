@@ -225,9 +225,9 @@ def _every_plan_has_two_judges() -> None:
 
     make, replay = api._plan_whole_or_split, Replay.run
 
-    def plan_and_judge(graph, *args, **kwargs):
-        plan = make(graph, *args, **kwargs)
-        if wrong := judge(graph, plan):
+    def plan_and_judge(request, *args, **kwargs):
+        plan = make(request, *args, **kwargs)
+        if wrong := judge(request.graph, plan):
             pytest.fail(f"a plan that was made is wrong: {wrong}")
         return plan
 

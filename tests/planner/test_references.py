@@ -1,7 +1,6 @@
 """Freedom makes no plan slower, and no plan is slower than paging on demand."""
 
 import dataclasses
-import functools
 import itertools
 import random
 import time
@@ -76,10 +75,10 @@ def times_of_all(graph, share, machine):
         found[reorder, recompute] = made.step_seconds
     profile = machine.while_both_are_busy()
     for arm in ON_DEMAND:
-        page = functools.partial(plan_on_demand, graph, arm=arm, machine=profile)
         limits = Budget(device_bytes=budget, host_bytes=1 << 40)
+        seconds = operator_seconds(graph, profile)
         try:
-            made = page(operator_seconds=operator_seconds(graph, profile), budget=limits)
+            made = plan_on_demand(graphs.request(graph, limits, profile, seconds=seconds), arm=arm)
         except InfeasibleError:
             continue
         found[arm] = made.step_seconds
