@@ -422,9 +422,6 @@ def test_a_result_does_not_lie_over_the_rest_of_what_another_takes_over():
     build.run(reads=(x,), creates=(small, other), may_overwrite=((x, small),))
     graph = build.graph(other)
     stays = [Stay(x, 0, 0), Stay(small, 0, 1), Stay(other, 0, 1)]
-    fields = {"budget": Budget(), "machine": machine(), "operator_seconds": [1.0]}
-    check(graph, assemble(request(graph, **fields), [0], stays, (), offsets=[0, 0, 8]))
-    assert (
-        rule_of(assemble(request(graph, **fields), [0], stays, (), offsets=[0, 0, 4]), graph)
-        == "overlap"
-    )
+    asked = request(graph, Budget())
+    check(graph, assemble(asked, [0], stays, (), offsets=[0, 0, 8]))
+    assert rule_of(assemble(asked, [0], stays, (), offsets=[0, 0, 4]), graph) == "overlap"
