@@ -61,7 +61,7 @@ class ExecutionReport:
     direct_io: bool | None
     """Whether the file is read and written past the page cache; None without a file."""
     is_refined: bool
-    """Whether the plan was made with the times of earlier steps, as `Plan.refine` makes it."""
+    """Whether the plan was made with the times of earlier steps, as `penstock.planner.refine` makes it."""
     debug: bool
     """Whether freed bytes are overwritten and transfers compared."""
     num_shadow_steps: int = 0
@@ -77,7 +77,7 @@ class ExecutionReport:
     """Operators of a step that a GPU replays from CUDA graphs."""
     operator_seconds: tuple[float | None, ...] = ()
     """Of each operator of the planned graph, measured in the same steps; None where nothing runs.
-    `Plan.refine` takes them up."""
+    `penstock.planner.refine` takes them up."""
 
     @property
     def disk_alone_seconds(self) -> float:

@@ -109,7 +109,7 @@ class Copy(NamedTuple):
 
 
 class Measured(Protocol):
-    """What of a report on steps `Plan.refine` takes up."""
+    """What of a report on steps `penstock.planner.refine` takes up."""
 
     @property
     def operator_seconds(self) -> Sequence[float | None]:
