@@ -61,7 +61,7 @@ class ExecutionReport:
     direct_io: bool | None
     """Whether the file is read and written past the page cache; None without a file."""
     is_refined: bool
-    """Whether the plan was made with the times of earlier steps, as `penstock.planner.refine` makes it."""
+    """Whether the plan was made with times of earlier steps (`penstock.planner.refine`)."""
     debug: bool
     """Whether freed bytes are overwritten and transfers compared."""
     num_shadow_steps: int = 0
