@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import penstock
+from _waiting import wait_until, wait_until_nothing_is_resident
 from penstock.activations import _engine
 from penstock.activations._routes import FileRoute
 from penstock.activations._workers import Reaper
-from penstock.memory import Tier
+from penstock.memory import Tier, deferred_signals
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
 
@@ -106,6 +107,51 @@ def test_an_offload_that_is_gone_closes_after_a_write_that_outlived_it(
     go_on.set()
     assert closed.wait(20)
     assert all(ledger.resident(tier) == 0 for tier in Tier)
+
+
+def test_signals_wait_in_a_block_that_is_entered_while_the_last_graph_dies(store, monkeypatch):
+    """The thread that hears of the death ends the watch that the block has just begun."""
+    offload = penstock.offload(store, policy="all", min_bytes=0)
+    with offload:
+        losses = [chain(torch.randn(64, 64, requires_grad=True))]
+    watch, users = deferred_signals.watch, deferred_signals._users
+
+    def watch_and_forget(user: object) -> None:
+        watch(user)
+        if losses:
+            losses.clear()
+            wait_until(lambda: id(offload._engine) not in users)
+
+    monkeypatch.setattr(deferred_signals, "watch", watch_and_forget)
+    with offload:
+        assert not losses and id(offload._engine) in users
+    offload.close()
+    assert id(offload._engine) not in users
+
+
+def test_an_exception_as_the_last_watch_ends_leaves_the_block_whole(store, monkeypatch):
+    class Came(BaseException):
+        pass
+
+    unwatch = deferred_signals.unwatch
+
+    def unwatch_and_raise(user: object) -> None:
+        unwatch(user)
+        raise Came  # out of a signal's handler, which nothing holds back now
+
+    offload = penstock.offload(store, policy="all", min_bytes=0)
+    x = torch.randn(64, 64, requires_grad=True)
+    offload.__enter__()
+    torch.autograd.grad(chain(x), x)
+    wait_until_nothing_is_resident(offload)
+    monkeypatch.setattr(deferred_signals, "unwatch", unwatch_and_raise)
+    with pytest.raises(Came):
+        offload.__exit__(None, None, None)
+    monkeypatch.undo()
+    assert offload._allocator is None and offload._num_entered == 0
+    workers = (offload._engine._writers, offload._engine._readers, offload._engine._reaper)
+    assert all(each._stop[0] for each in workers)
+    offload.close()
 
 
 def test_the_reaper_may_be_faster_than_a_thread_that_looks_up(monkeypatch):

@@ -767,6 +767,8 @@ class Engine:
             return
         with self._lock:
             self._parked = False
+            # The last graph of an earlier block may have died since, and ended the watch.
+            deferred_signals.watch(self)
 
     @uninterrupted
     def park(self) -> None:
@@ -797,6 +799,7 @@ class Engine:
             threads = self._stop_workers()
             if idle:
                 self._reaper.stop()
+            deferred_signals.unwatch(self)  # last: from here on an exception may come
         _join(threads)
         return idle
 
@@ -824,7 +827,6 @@ class Engine:
             on_end()
 
     def _stop_workers(self) -> list[threading.Thread]:
-        deferred_signals.unwatch(self)
         workers = (self._writers, self._readers, self._reader_now)
         return [thread for each in workers for thread in each.stop()]
 
@@ -833,6 +835,7 @@ class Engine:
         threads = self._stop_workers()
         if self._on_end is not None:
             _thread.start_new_thread(self._run_on_end, (threads,))
+        deferred_signals.unwatch(self)  # last: from here on an exception may come
 
     def disown(self) -> None:
         """In a forked child: the lock may be held by a thread that is not there."""

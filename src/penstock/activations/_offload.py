@@ -200,10 +200,10 @@ class Offload:
 
     def _stop(self) -> None:
         self._modules.unwatch()
-        self._engine.park()
         if self._allocator is not None:
             self._allocator.release()
             self._allocator = None
+        self._engine.park()  # last: signals may not be held back any more
 
     @uninterrupted
     def close(self) -> None:
