@@ -38,7 +38,7 @@ class CudaMarks:
 
 
 class CudaCopies(CudaMarks):
-    """`DeviceCopies` for CUDA: one stream per device and direction."""
+    """Copies on one stream per device and direction."""
 
     def register(self, address: int, num_bytes: int) -> None:
         """Pin host memory."""

@@ -34,28 +34,8 @@ class DeviceFile(Protocol):
         ...
 
 
-class DeviceMemory(Protocol):
-    """Order of writes after the computation, and memory for reads."""
-
-    def mark(self, device: torch.device) -> Any:
-        """Return a token for all that was launched on the device until now."""
-        ...
-
-    def mark_again(self, ready: Any) -> Any:
-        """Return a token of the same computation, for all until now."""
-        ...
-
-    def wait(self, ready: Any, storage: torch.UntypedStorage) -> None:
-        """Block until `ready` has been computed; `storage` may be freed while it is computed on."""
-        ...
-
-    def allocate(self, num_bytes: int, device: torch.device, ready: Any) -> torch.UntypedStorage:
-        """Allocate memory that nothing on the device uses, for the computation of `ready`."""
-        ...
-
-
 class CudaMemory(CudaMarks):
-    """`DeviceMemory` for CUDA."""
+    """Order of writes after the computation, and memory for reads."""
 
     def wait(self, ready: Token, storage: torch.UntypedStorage) -> None:
         """Block this thread until the event has come."""
@@ -74,7 +54,7 @@ class GdsRoute:
     """Route from device to file and back; host memory is not touched."""
 
     def __init__(
-        self, file: ExtentFile, ledger: Ledger, *, device_file: DeviceFile, memory: DeviceMemory
+        self, file: ExtentFile, ledger: Ledger, *, device_file: DeviceFile, memory: CudaMemory
     ) -> None:
         self._file = file
         self._ledger = ledger

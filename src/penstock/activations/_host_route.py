@@ -15,10 +15,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from penstock.activations._cuda import CudaCopies
 from penstock.activations._routes import Declined
 from penstock.memory import (
     ExtentFile,
@@ -35,52 +36,6 @@ from penstock.memory.pages import DIRECT_IO_BYTES, round_up
 _SLAB_BYTES = 256 * 1024**2
 _BOUNCE_BYTES = 16 * 1024**2  # a file read on its way to the device passes through this much
 _DEFAULT_SHARE = 0.5  # of the RAM that is available, where host_memory is not given
-
-
-class DeviceCopies(Protocol):
-    """Copies between one kind of device and pinned host memory."""
-
-    def register(self, address: int, num_bytes: int) -> None:
-        """Pin host memory, so that copies need no staging."""
-        ...
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`."""
-        ...
-
-    def mark(self, device: torch.device) -> Any:
-        """Return a token for all that was launched on the device until now."""
-        ...
-
-    def mark_again(self, ready: Any) -> Any:
-        """Return a token of the same computation, for all until now."""
-        ...
-
-    def to_host(self, storage: torch.UntypedStorage, address: int, ready: Any) -> None:
-        """Copy the storage to `address` after `ready`; complete on return."""
-        ...
-
-    def allocate(self, num_bytes: int, device: torch.device, ready: Any) -> torch.UntypedStorage:
-        """Allocate device memory for the computation of `ready`."""
-        ...
-
-    def to_device(
-        self, address: int, storage: torch.UntypedStorage, start: int, end: int, ready: Any
-    ) -> Any:
-        """Start the copy of bytes [start, end) of `storage` from `address`; return a token."""
-        ...
-
-    def finish(self, token: Any) -> None:
-        """Block until the copy that `token` stands for has ended."""
-        ...
-
-    def has_ended(self, token: Any) -> bool:
-        """Return whether the copy that `token` stands for has ended."""
-        ...
-
-    def settle(self, token: Any, storage: torch.UntypedStorage | None) -> None:
-        """Order the computation, which may use `storage`, after the copy `token`."""
-        ...
 
 
 class HostCopy:
@@ -104,7 +59,7 @@ class HostRoute:
     def __init__(
         self,
         ledger: Ledger,
-        copies: DeviceCopies,
+        copies: CudaCopies,
         *,
         file: ExtentFile | None,
         host_memory: int | None,
@@ -124,15 +79,6 @@ class HostRoute:
         self._cached: OrderedDict[int, HostCopy] = OrderedDict()  # oldest first
         self._num_arriving = 0  # buffers that are being filled, and can be spilled afterwards
         self._leaving: deque[HostCopy] = deque()  # discarded, and still read by the device
-
-    @classmethod
-    def for_cuda(
-        cls, ledger: Ledger, *, file: ExtentFile | None, host_memory: int | None
-    ) -> HostRoute:
-        """Return the route from CUDA devices."""
-        from penstock.activations._cuda import CudaCopies
-
-        return cls(ledger, CudaCopies(), file=file, host_memory=host_memory)
 
     def mark(self, device: torch.device) -> Any:
         """Return a token for all that was launched on the device until now."""
