@@ -21,15 +21,7 @@ class WaitWhile(Protocol):
 
 
 class DeviceBudget:
-    """Limit on the saved bytes of the device tier, or without one on those that wait for a write.
-
-    Args:
-        limits: Of the `Offload`.
-        account: Saved bytes on the device tier.
-        writes: What leaves.
-        reads: What comes back.
-        wait_while: The engine's.
-    """
+    """Limit on the saved bytes of the device tier; without one, on those that wait for a write."""
 
     def __init__(
         self,

@@ -87,9 +87,9 @@ class CudaCopies(CudaMarks):
         """Return whether the copy has ended."""
         return token[1].query()
 
-    def settle(self, token: Token, storage: torch.UntypedStorage | None) -> None:
+    def settle(self, ready: Token, storage: torch.UntypedStorage | None) -> None:
         """Order the stream that computes here, and the memory's own, after the copy."""
-        compute, event = token
+        compute, event = ready
         compute.wait_event(event)
         current = torch.cuda.current_stream(compute.device)
         if current != compute:

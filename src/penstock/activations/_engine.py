@@ -147,7 +147,7 @@ class Engine:
     ) -> Record:
         num_bytes = storage.nbytes()
         entry = self.steps.note_saved(num_bytes, offloadable=offloadable)
-        record = Record(tensor, storage, route=route, offloadable=offloadable, entry=entry)
+        record = Record(tensor, storage, route, offloadable, entry)
         if offloadable and route is not None:
             record.ready = route.mark(record.device)
         if self._records.add(record):  # else: changed in place since, and saved again
@@ -173,7 +173,7 @@ class Engine:
             route = self.file_route if tensor.is_cpu and self.limits.has_budget else None
             may_leave, empty = route is not None, torch.UntypedStorage(0)
             entry = self.steps.note_saved(0, offloadable=may_leave)
-            record = Record(tensor, empty, route=route, offloadable=may_leave, entry=entry)
+            record = Record(tensor, empty, route, may_leave, entry)
             record.storage, record.unpacked, record.filled = None, True, False
             self._records.add(record)
             self._budget.reserve(record)

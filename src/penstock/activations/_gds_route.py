@@ -9,29 +9,13 @@ computing stream is done with it.
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from penstock.activations._cuda import CudaMarks, Token, bytes_of
 from penstock.errors import PenstockError, StoreReadError, StoreWriteError
 from penstock.memory import Extent, ExtentFile, Ledger, Link, Tier
-
-
-class DeviceFile(Protocol):
-    """File that device memory is written to and read from, such as `kvikio.CuFile`."""
-
-    def pwrite(self, buf: Any, size: int, file_offset: int) -> Any:
-        """Start a write; `get()` of the result waits and returns the bytes written."""
-        ...
-
-    def pread(self, buf: Any, size: int, file_offset: int) -> Any:
-        """Start a read; `get()` of the result waits and returns the bytes read."""
-        ...
-
-    def close(self) -> None:
-        """Close the file."""
-        ...
 
 
 class CudaMemory(CudaMarks):
@@ -54,11 +38,11 @@ class GdsRoute:
     """Route from device to file and back; host memory is not touched."""
 
     def __init__(
-        self, file: ExtentFile, ledger: Ledger, *, device_file: DeviceFile, memory: CudaMemory
+        self, file: ExtentFile, ledger: Ledger, *, device_file: Any, memory: CudaMemory
     ) -> None:
         self._file = file
         self._ledger = ledger
-        self._device_file = device_file
+        self._device_file = device_file  # a `kvikio.CuFile`
         self._memory = memory
         self.mark, self.mark_again = memory.mark, memory.mark_again
 

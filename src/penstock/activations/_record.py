@@ -8,6 +8,7 @@ dies, however the graph ended: by a backward pass, by being abandoned or by an e
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import itertools
 import weakref
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from penstock.activations._policy import SavedEntry
     from penstock.activations._routes import Route
 
-_NUMBERS = itertools.count()
-
 # How a tensor looks at its storage: offset, shape, stride, conjugate bit, negative bit.
 View: TypeAlias = tuple[int, torch.Size, tuple[int, ...], bool, bool]
 
@@ -40,6 +39,7 @@ class Activity(enum.Enum):
     LOADING = "loading"
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Record:
     """One saved storage. Every field is read and written under the engine's lock.
 
@@ -49,82 +49,50 @@ class Record:
     bytes after its start, so that file and memory addresses agree in their alignment.
     """
 
-    __slots__ = (
-        "activity",
-        "copy",
-        "counted",
-        "dead",
-        "device",
-        "entry",
-        "epoch",
-        "error",
-        "filled",
-        "key",
-        "leaves",
-        "num_bytes",
-        "num_small_counted",
-        "number",
-        "offloadable",
-        "origin",
-        "prefetched",
-        "probe",
-        "ready",
-        "reserved",
-        "returned",
-        "route",
-        "shift",
-        "small_bytes",
-        "small_keys",
-        "started",
-        "storage",
-        "unpacked",
-        "version",
-        "watches",
-        "weak",
-    )
+    tensor: dataclasses.InitVar[torch.Tensor]
+    storage: torch.UntypedStorage | None
+    route: Route | None
+    offloadable: bool
+    entry: SavedEntry
+    num_bytes: int = dataclasses.field(init=False)
+    device: torch.device = dataclasses.field(init=False)
+    # An address (`key`) names this storage only as long as the weak reference is alive.
+    key: int = dataclasses.field(init=False)
+    origin: weakref.ref[torch.UntypedStorage] = dataclasses.field(init=False)
+    weak: weakref.ref[torch.UntypedStorage] = dataclasses.field(init=False)  # as it is now
+    version: int = dataclasses.field(init=False)
+    probe: torch.Tensor = dataclasses.field(init=False)
+    shift: int = 0
+    copy: Any = None
+    ready: Any = None  # what the route must wait for before it may read the source
+    activity: Activity = Activity.IDLE
+    counted: bool = False  # its bytes are in the ledger's device tier
+    filled: bool = True  # the operator that saved it, and may write to it, has run
+    leaves: bool = False  # the policy sends it out
+    started: bool = False  # its write has been started once
+    returned: bool = False  # counted as forwarded
+    error: BaseException | None = None  # of a read for a thread that waits for it
+    prefetched: bool = False  # loaded ahead and not asked for yet
+    dead: bool = False
+    number: int = dataclasses.field(default_factory=itertools.count().__next__)
+    watches: dict[int, HandleWatch] = dataclasses.field(default_factory=dict)  # of living handles
+    # Of a chunk of small storages: their addresses, what was saved so far, what of it is in the
+    # totals, and whether they are in memory by themselves.
+    small_keys: set[int] = dataclasses.field(default_factory=set)
+    small_bytes: int = 0
+    num_small_counted: int = 0
+    unpacked: bool = False
+    reserved: bool = False  # its full length is reserved on the device tier
+    epoch: int = 0  # rises when the storage goes or comes
 
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        storage: torch.UntypedStorage,
-        *,
-        route: Route | None,
-        offloadable: bool,
-        entry: SavedEntry,
-    ) -> None:
-        self.storage: torch.UntypedStorage | None = storage
-        self.num_bytes = storage.nbytes()
+    def __post_init__(self, tensor: torch.Tensor) -> None:
+        assert self.storage is not None
+        self.num_bytes = self.storage.nbytes()
         self.device = tensor.device
-        self.route = route
-        self.offloadable = offloadable
-        self.entry = entry
-        # An address names this storage only as long as the weak reference is alive.
-        self.origin = weakref.ref(storage)
-        self.key: int = storage._cdata
-        self.weak = self.origin
-        self.shift = 0
+        self.key = self.storage._cdata
+        self.origin = self.weak = weakref.ref(self.storage)
         self.version = tensor._version
         self.probe = version_probe(tensor)
-        self.copy: Any = None
-        self.ready: Any = None  # what the route must wait for before it may read the source
-        self.activity = Activity.IDLE
-        self.counted = False  # its bytes are in the ledger's device tier
-        self.filled = True  # the operator that saved it, and may write to it, has run
-        self.leaves = False  # the policy sends it out
-        self.started = False  # its write has been started once
-        self.returned = False  # counted as forwarded
-        self.error: BaseException | None = None  # of a read for a thread that waits for it
-        self.prefetched = False  # loaded ahead and not asked for yet
-        self.dead = False
-        self.number = next(_NUMBERS)
-        self.watches: dict[int, HandleWatch] = {}  # of the living handles
-        # Of a chunk of small storages: their addresses, what was saved so far, what of it is in the
-        # totals, and whether they are in memory by themselves.
-        self.small_keys: set[int] = set()
-        self.small_bytes = self.num_small_counted = 0
-        self.unpacked = False
-        self.reserved = False  # its full length is reserved on the device tier
-        self.epoch = 0  # rises when the storage goes or comes
 
     def describes(self, tensor: torch.Tensor) -> bool:
         """Return whether the record's bytes are still what `tensor`, a view of them, shows."""

@@ -158,12 +158,6 @@ class Workers:
 class RecordWrites:
     """Records on their way out.
 
-    Args:
-        callbacks: The engine's.
-        steps: Clocks and sums of the step.
-        account: Of the device tier.
-        busy: Records in a transfer, dead or alive, by number; shared with `RecordReads`.
-
     Attributes:
         backlog_bytes: Bytes of records that are queued or being written.
         error: The reason for which nothing is offloaded any more; None as long as writes succeed.
@@ -270,14 +264,6 @@ class RecordWrites:
 
 class RecordReads:
     """Records on their way back.
-
-    Args:
-        callbacks: The engine's.
-        steps: Clocks and sums of the step.
-        account: Of the device tier.
-        busy: Records in a transfer, dead or alive, by number; shared with `RecordWrites`.
-        records: All living records.
-        limits: Of the engine: reads run ahead within them.
 
     Attributes:
         num_loading: Reads under way.
