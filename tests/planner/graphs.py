@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.graph import Kind, Operator, Phase, StepGraph, Storage, TensorView
 from penstock.memory import Link, LinkProfile, MachineProfile, Tier, TierProfile
 from penstock.planner import Budget, Plan, PlanRequest, Transfer
-from penstock.planner.optima._assemble import Stay, assemble
+from penstock.planner.exact._assemble import Stay, assemble
 
 
 def machine(*, out=1.0, back=1.0, file=0.5) -> MachineProfile:

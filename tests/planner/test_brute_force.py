@@ -11,7 +11,7 @@ from graphs import GraphBuilder, chain_step, machine, random_graph, random_plan,
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.planner import Budget, check
-from penstock.planner.optima._assemble import Stay, packed_offsets
+from penstock.planner.exact._assemble import Stay, packed_offsets
 
 
 @settings(max_examples=40, deadline=None)

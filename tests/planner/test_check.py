@@ -20,7 +20,7 @@ from penstock.graph import Kind, Operator, StepGraph, Storage
 from penstock.memory import Link, Tier
 from penstock.planner import Bound, Budget, Copy, Plan, Transfer, check, simulate
 from penstock.planner import plan as make_plan
-from penstock.planner.optima._assemble import Stay, assemble
+from penstock.planner.exact._assemble import Stay, assemble
 
 GRAPH = chain_step()
 # Operators: forward 0 to 2, loss 3; backward and update of layers 2 (4, 5), 1 (6, 7), 0 (8, 9).

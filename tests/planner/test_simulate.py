@@ -21,7 +21,7 @@ from penstock.errors import PlanError
 from penstock.graph import Kind
 from penstock.memory import Link, Tier
 from penstock.planner import Budget, Plan, Transfer, simulate
-from penstock.planner.optima._assemble import Stay, assemble
+from penstock.planner.exact._assemble import Stay, assemble
 
 
 def weights_step(num_layers, num_bytes=4):

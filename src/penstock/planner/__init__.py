@@ -9,9 +9,9 @@ from penstock.planner._plan import Bound, Budget, Copy, Found, Placement, Plan, 
 from penstock.planner._refine import as_measured, refine
 from penstock.planner._request import PlanRequest
 from penstock.planner._simulate import Simulation, Stall, simulate
-from penstock.planner.optima import Peak, exact, min_peak, min_working_set
+from penstock.planner.bounds import lower_bound
+from penstock.planner.exact import Peak, exact, min_peak, min_working_set
 from penstock.planner.packing import Buffer, Packing, check_packing, pack
-from penstock.planner.proofs import lower_bound
 from penstock.planner.scratchpads import (
     NPU_POOLS,
     Residency,

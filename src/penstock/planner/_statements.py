@@ -14,7 +14,7 @@ from penstock.graph import StepGraph, operator_seconds
 from penstock.planner._plan import Plan
 from penstock.planner._request import PlanRequest
 from penstock.planner._simulate import simulate
-from penstock.planner.proofs import lower_bound, quick_parts
+from penstock.planner.bounds import lower_bound, quick_parts
 
 _RELATIVE_TOLERANCE = 1e-6  # of times, which a planner may have added up in another order
 # Pairs of operators are what `cut` and `persistent` look at: a tenth of a second for so many.

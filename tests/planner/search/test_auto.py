@@ -14,8 +14,8 @@ from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.memory import Link, LinkProfile
 from penstock.planner import Bound, Budget, check, min_working_set
+from penstock.planner.bounds._lives import operator_bytes
 from penstock.planner.packing._pack import pack
-from penstock.planner.proofs._lives import operator_bytes
 from penstock.planner.search import _addresses, _auto
 from penstock.planner.search._auto import AutoSearch
 from penstock.planner.search._auto_plan import plan_auto

@@ -22,8 +22,8 @@ from penstock.memory import Link, MachineProfile, Tier
 from penstock.planner._plan import Bound, Found, Plan
 from penstock.planner._request import PlanRequest
 from penstock.planner._simulate import simulate
-from penstock.planner.optima import Limit
-from penstock.planner.proofs import WorkingSet, working_set
+from penstock.planner.bounds import WorkingSet, working_set
+from penstock.planner.exact import Limit
 from penstock.planner.search._addresses import (
     FEW_POSITIONS,
     Addressed,

@@ -2,7 +2,7 @@
 
 On a graph of a few operators a byte more or less of fragmentation, or a value that leaves a
 boundary later, can cost more than any order; the search counts in larger steps. There all choices
-of what leaves when are affordable for one order (`penstock.planner.optima`), so the plan descends
+of what leaves when are affordable for one order (`penstock.planner.exact`), so the plan descends
 from order to order: one operator elsewhere, one second run more or less.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from penstock.graph import StepGraph
 from penstock.planner._plan import Plan
 from penstock.planner._request import PlanRequest
-from penstock.planner.optima import Limit, fastest_of_order, orders_of, with_more_runs
+from penstock.planner.exact import Limit, fastest_of_order, orders_of, with_more_runs
 
 MAX_OPERATORS = 12
 MAX_SECONDS = 2.0  # of the processor

@@ -16,7 +16,7 @@ import numpy as np
 from penstock.graph import StepGraph
 from penstock.memory import Link
 from penstock.planner._plan import Transfer
-from penstock.planner.optima._assemble import Stay
+from penstock.planner.exact._assemble import Stay
 
 
 class Life(NamedTuple):

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.planner.proofs._forced import remake_costs
-from penstock.planner.proofs._lives import FixedOrder, Lives
-from penstock.planner.proofs._slots import NEVER, Absence, Slots, Spell, slots_bound
+from penstock.planner.bounds._forced import remake_costs
+from penstock.planner.bounds._lives import FixedOrder, Lives
+from penstock.planner.bounds._slots import NEVER, Absence, Slots, Spell, slots_bound
 
 NUM_CUTS = 48
 

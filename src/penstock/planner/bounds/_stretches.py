@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.planner.proofs._linear import LinearProgram
-from penstock.planner.proofs._lives import FixedOrder
+from penstock.planner.bounds._linear import LinearProgram
+from penstock.planner.bounds._lives import FixedOrder
 
 _LARGE = 1 / 16  # of the arena
 _PARTS = 256  # of the arena: what has to be missing is rounded down to so many parts of it

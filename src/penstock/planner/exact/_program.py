@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.graph import StepGraph
-from penstock.planner.optima._moves import Away, Life, last_read, lives_in
-from penstock.planner.optima._together import Together
-from penstock.planner.proofs import LinearProgram
+from penstock.planner.bounds import LinearProgram
+from penstock.planner.exact._moves import Away, Life, last_read, lives_in
+from penstock.planner.exact._together import Together
 
 _TOLERANCE = 1e-6
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.planner._rates import Rates
-from penstock.planner.proofs._linear import LinearProgram
+from penstock.planner.bounds._linear import LinearProgram
 
 NEVER = 1 << 20  # power of two of a cost that cannot be paid
 PARTS = 4  # of a power of two, to which costs are rounded down

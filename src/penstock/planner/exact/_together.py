@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.graph import StepGraph
-from penstock.planner.optima._peak import handovers
-from penstock.planner.proofs import relatives
+from penstock.planner.bounds import relatives
+from penstock.planner.exact._peak import handovers
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import numpy as np
 
 from penstock.graph import StepGraph
 from penstock.planner._rates import Rates
-from penstock.planner.proofs._lives import saved_bytes
-from penstock.planner.proofs._slots import cost_level, level_cost
+from penstock.planner.bounds._lives import saved_bytes
+from penstock.planner.bounds._slots import cost_level, level_cost
 
 MAX_OPERATORS = 20_000  # two bits for each pair: 100 MB
 

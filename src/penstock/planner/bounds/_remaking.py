@@ -13,8 +13,8 @@ import numpy as np
 
 from penstock.graph import StepGraph
 from penstock.planner._rates import Rates
-from penstock.planner.proofs._forced import Forced, made_anew
-from penstock.planner.proofs._linear import LinearProgram
+from penstock.planner.bounds._forced import Forced, made_anew
+from penstock.planner.bounds._linear import LinearProgram
 
 _NUM_OPERATORS = 2  # at which the program is solved
 

@@ -24,13 +24,13 @@ from penstock.memory import Tier
 from penstock.planner._plan import Bound
 from penstock.planner._rates import Rates
 from penstock.planner._request import PlanRequest
-from penstock.planner.proofs._chain import chain_bound
-from penstock.planner.proofs._forced import MAX_OPERATORS, Forced, forced_bounds, forced_of
-from penstock.planner.proofs._lives import FixedOrder, Lives, lives_of, operator_bytes
-from penstock.planner.proofs._remaking import remaking_bound
-from penstock.planner.proofs._residency import residency_bound
-from penstock.planner.proofs._stretches import stretch_bound
-from penstock.planner.proofs._windows import NUM_CUTS, window_bound
+from penstock.planner.bounds._chain import chain_bound
+from penstock.planner.bounds._forced import MAX_OPERATORS, Forced, forced_bounds, forced_of
+from penstock.planner.bounds._lives import FixedOrder, Lives, lives_of, operator_bytes
+from penstock.planner.bounds._remaking import remaking_bound
+from penstock.planner.bounds._residency import residency_bound
+from penstock.planner.bounds._stretches import stretch_bound
+from penstock.planner.bounds._windows import NUM_CUTS, window_bound
 
 _log = logging.getLogger(__name__)
 

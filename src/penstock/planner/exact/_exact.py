@@ -20,13 +20,13 @@ from penstock.graph import StepGraph
 from penstock.memory import Link
 from penstock.planner._plan import Plan, Transfer
 from penstock.planner._request import PlanRequest
-from penstock.planner.optima._assemble import Stay, assemble, packed_offsets, with_places
-from penstock.planner.optima._floor import Floor
-from penstock.planner.optima._moves import last_read, lives_in, moves
-from penstock.planner.optima._peak import handovers, min_peak, min_working_set, workspace_bytes
-from penstock.planner.optima._program import Program, Residency
-from penstock.planner.optima._together import Together, apart, runs_together
-from penstock.planner.proofs import lives_of, made_anew
+from penstock.planner.bounds import lives_of, made_anew
+from penstock.planner.exact._assemble import Stay, assemble, packed_offsets, with_places
+from penstock.planner.exact._floor import Floor
+from penstock.planner.exact._moves import last_read, lives_in, moves
+from penstock.planner.exact._peak import handovers, min_peak, min_working_set, workspace_bytes
+from penstock.planner.exact._program import Program, Residency
+from penstock.planner.exact._together import Together, apart, runs_together
 
 _DEFAULT_SECONDS = 60.0  # where the request has no deadline
 _MAX_CUTS = 10

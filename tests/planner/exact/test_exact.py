@@ -15,14 +15,14 @@ from graphs import GraphBuilder, chain_step, machine, random_graph, request
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind, StepGraph
 from penstock.planner import Budget, check
-from penstock.planner.optima import _exact
-from penstock.planner.optima._assemble import first_fit
-from penstock.planner.optima._every_residency import Limit, _cases, _topological, residencies
-from penstock.planner.optima._exact import exact
-from penstock.planner.optima._floor import Floor
-from penstock.planner.optima._peak import min_peak, min_working_set, workspace_bytes
-from penstock.planner.optima._together import runs_together
-from penstock.planner.proofs._lives import lives_of
+from penstock.planner.bounds._lives import lives_of
+from penstock.planner.exact import _exact
+from penstock.planner.exact._assemble import first_fit
+from penstock.planner.exact._every_residency import Limit, _cases, _topological, residencies
+from penstock.planner.exact._exact import exact
+from penstock.planner.exact._floor import Floor
+from penstock.planner.exact._peak import min_peak, min_working_set, workspace_bytes
+from penstock.planner.exact._together import runs_together
 from walk import walked_traffic
 
 HOST = 1 << 30

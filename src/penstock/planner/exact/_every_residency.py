@@ -18,8 +18,8 @@ from penstock.graph import StepGraph
 from penstock.planner._plan import Budget, Plan, Transfer
 from penstock.planner._request import PlanRequest
 from penstock.planner._simulate import step_seconds_of
-from penstock.planner.optima._assemble import Stay, assemble, packed_offsets
-from penstock.planner.optima._moves import Away, Life, last_read, live_bytes, lives_in, moves
+from penstock.planner.exact._assemble import Stay, assemble, packed_offsets
+from penstock.planner.exact._moves import Away, Life, last_read, live_bytes, lives_in, moves
 
 
 @dataclass(frozen=True)

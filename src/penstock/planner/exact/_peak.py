@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from penstock.graph import StepGraph
-from penstock.planner.optima._assemble import with_places
-from penstock.planner.proofs import forced_bytes, lives_of
+from penstock.planner.bounds import forced_bytes, lives_of
+from penstock.planner.exact._assemble import with_places
 
 _MAX_STATES = 200_000
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.planner.proofs._linear import LinearProgram
-from penstock.planner.proofs._lives import FixedOrder
+from penstock.planner.bounds._linear import LinearProgram
+from penstock.planner.bounds._lives import FixedOrder
 
 _Terms = tuple[list[int], list[float]]  # columns and their factors
 

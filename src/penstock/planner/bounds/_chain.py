@@ -15,8 +15,8 @@ import numpy as np
 
 from penstock.graph import StepGraph
 from penstock.planner._rates import Rates
-from penstock.planner.proofs._forced import Forced, made_anew, remake_costs
-from penstock.planner.proofs._slots import NEVER, Absence, Slots, Spell, slots_bound
+from penstock.planner.bounds._forced import Forced, made_anew, remake_costs
+from penstock.planner.bounds._slots import NEVER, Absence, Slots, Spell, slots_bound
 
 _NUM_CUTS = 32
 

@@ -1,13 +1,13 @@
 """The best plans of small graphs."""
 
-from penstock.planner.optima._every_residency import (
+from penstock.planner.exact._every_residency import (
     Limit,
     fastest_of_order,
     orders_of,
     with_more_runs,
 )
-from penstock.planner.optima._exact import exact
-from penstock.planner.optima._peak import Peak, min_peak, min_working_set
+from penstock.planner.exact._exact import exact
+from penstock.planner.exact._peak import Peak, min_peak, min_working_set
 
 __all__ = [
     "Limit",

@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from penstock.graph import StepGraph
-from penstock.planner.optima._together import Together
-from penstock.planner.proofs import LinearProgram
+from penstock.planner.bounds import LinearProgram
+from penstock.planner.exact._together import Together
 
 _Terms = tuple[float, list[int], list[float]]  # a constant, columns and their factors
 
