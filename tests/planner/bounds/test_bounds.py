@@ -22,8 +22,8 @@ from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.planner import Budget, lower_bound
 from penstock.planner.bounds._bounds import working_set
+from penstock.planner.bounds._fixed_order import tabulate_live_ranges
 from penstock.planner.bounds._linear import LinearProgram
-from penstock.planner.bounds._lives import lives_of
 
 HOST = 1 << 30
 
@@ -70,7 +70,7 @@ def test_the_fastest_plan_is_not_faster(rng, reorder, recompute, share):
     else:
         graph = random_graph(rng, rng.randint(2, 5), persistent=rng.random() < 0.6)
     seconds = [rng.choice([0.0, 0.1, 1.0, 3.0]) for _ in graph.operators]
-    lives = lives_of(graph, range(len(seconds)))
+    lives = tabulate_live_ranges(graph, range(len(seconds)))
     most, least = int(lives.live_bytes.max()), working_set(graph).num_bytes
     budget = Budget(device_bytes=least + round(share**2 * max(0, most - least)), host_bytes=HOST)
     out, back = rng.choice([(1.0, 1.0), (0.5, 1.0), (2.0, 3.0), (0.05, 0.05)])
@@ -333,7 +333,7 @@ def test_lives_are_what_an_all_resident_plan_holds(seed, num_operators):
         graph, operators=tuple(dataclasses.replace(o, may_overwrite=()) for o in graph.operators)
     )
     plan = random_plan(graph, rng, again=False, keep=1.1)
-    lives = lives_of(graph, plan.order)
+    lives = tabulate_live_ranges(graph, plan.order)
     held = np.zeros(len(plan.order), dtype=int)
     used = {value for value in range(len(graph.storage_of_value)) if graph.consumers[value]}
     made = {value for operator in graph.operators for value in operator.makes}

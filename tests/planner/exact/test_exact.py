@@ -15,14 +15,14 @@ from graphs import GraphBuilder, chain_step, machine, random_graph, request
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind, StepGraph
 from penstock.planner import Budget, check
-from penstock.planner.bounds._lives import lives_of
-from penstock.planner.exact import _exact
-from penstock.planner.exact._assemble import first_fit
-from penstock.planner.exact._every_residency import Limit, _cases, _topological, residencies
-from penstock.planner.exact._exact import exact
-from penstock.planner.exact._floor import Floor
+from penstock.planner.bounds._fixed_order import tabulate_live_ranges
+from penstock.planner.exact._addresses import first_fit
+from penstock.planner.exact._exact import exact, start_orders
+from penstock.planner.exact._exhaustive import Limit, _reuse_cases, _topological_orders, residencies
+from penstock.planner.exact._groups import group_operators
+from penstock.planner.exact._order_relaxation import OrderRelaxation
 from penstock.planner.exact._peak import min_peak, min_working_set, workspace_bytes
-from penstock.planner.exact._together import runs_together
+from penstock.planner.exact._traffic_search import TrafficSearch
 from walk import walked_traffic
 
 HOST = 1 << 30
@@ -56,9 +56,9 @@ def training_graph(rng, num_operators) -> StepGraph:
 
 def peak_bytes(graph: StepGraph) -> int:
     """Of the program's order, if nothing leaves."""
-    return int(lives_of(graph, range(len(graph.operators))).live_bytes.max()) + workspace_bytes(
-        graph
-    )
+    return int(
+        tabulate_live_ranges(graph, range(len(graph.operators))).live_bytes.max()
+    ) + workspace_bytes(graph)
 
 
 def least_traffic(graph: StepGraph, device_bytes: int) -> int | None:
@@ -68,7 +68,7 @@ def least_traffic(graph: StepGraph, device_bytes: int) -> int | None:
     def moves_less(transfers) -> bool:
         return least is None or moved_bytes(transfers) < least
 
-    for order in _topological(graph):
+    for order in _topological_orders(graph):
         for _, transfers, _ in residencies(graph, order, budget, Limit(), moves_less):
             least = moved_bytes(transfers)
     return least
@@ -91,7 +91,9 @@ def assert_least_traffic(graph, device_bytes):
     check(graph, plan)
     assert moved_bytes(plan.transfers) == plan.notes["non_compulsory_bytes"] == least
     assert plan.notes["lower_bound_bytes"] <= least
-    anywhere = min(walked_traffic(graph, order, device_bytes) for order in _topological(graph))
+    anywhere = min(
+        walked_traffic(graph, order, device_bytes) for order in _topological_orders(graph)
+    )
     assert plan.notes["proved"] or anywhere < least
     assert plan.notes["lower_bound_bytes"] == least or not plan.notes["proved"]
 
@@ -128,20 +130,20 @@ def test_a_walk_through_all_states_finds_the_same(rng, share, training):
     lowest, highest = min_working_set(graph), peak_bytes(graph)
     device_bytes = round(lowest + share * (highest - lowest))
     least = min(
-        (walked_traffic(graph, order, device_bytes) for order in _topological(graph)),
+        (walked_traffic(graph, order, device_bytes) for order in _topological_orders(graph)),
         default=math.inf,
     )
-    search = _exact._Search(graph, device_bytes, reorder=True, time_limit=60.0)
-    search.pack = lambda order, stays: first_fit(graph, order, stays)
-    best = search.run(_exact._orders(graph))
+    search = TrafficSearch(graph, device_bytes, reorder=True, time_limit=60.0)
+    search.find_offsets = lambda order, intervals: first_fit(graph, order, intervals)
+    best = search.run(start_orders(graph))
     assert best.proved
-    assert (math.inf if best.found is None else best.found.traffic) == least
-    frozen = _exact._Search(graph, device_bytes, reorder=False, time_limit=60.0)
-    frozen.pack = search.pack
+    assert (math.inf if best.packed is None else best.packed.traffic) == least
+    frozen = TrafficSearch(graph, device_bytes, reorder=False, time_limit=60.0)
+    frozen.find_offsets = search.find_offsets
     best = frozen.run(())
     assert best.proved
     program = walked_traffic(graph, tuple(range(len(graph.operators))), device_bytes)
-    assert (math.inf if best.found is None else best.found.traffic) == program
+    assert (math.inf if best.packed is None else best.packed.traffic) == program
 
 
 @settings(max_examples=60, deadline=None)
@@ -152,22 +154,22 @@ def test_the_floor_is_below_all_orders(rng, share, training):
     lowest, highest = min_working_set(graph), peak_bytes(graph)
     device_bytes = round(lowest + share * (highest - lowest))
     sizes = [storage.num_bytes for storage in graph.storages]
-    together = runs_together(graph)
-    least = min(walked_traffic(graph, order, device_bytes) for order in _topological(graph))
+    together = group_operators(graph)
+    least = min(walked_traffic(graph, order, device_bytes) for order in _topological_orders(graph))
     capacity = device_bytes - workspace_bytes(graph)
-    freely = runs_together(graph, at_ends=False)
+    freely = group_operators(graph, at_ends=False)
     for groups, is_ordered, at_ends in (
         (freely, False, False),
         (freely, True, False),
         (together, True, True),
     ):
-        floor = Floor(graph, sizes, capacity, groups, is_ordered=is_ordered, at_ends=at_ends).solve(
-            60.0
-        )
+        floor = OrderRelaxation(
+            graph, sizes, capacity, groups, is_ordered=is_ordered, at_ends=at_ends
+        ).solve(60.0)
         assert (math.inf if floor is None else floor) <= least
     kept = min(
         walked_traffic(graph, order, device_bytes)
-        for order in _topological(graph)
+        for order in _topological_orders(graph)
         if all(
             order[order.index(group[0]) :][: len(group)] == tuple(group)
             for group in together.groups
@@ -182,8 +184,8 @@ def test_the_least_peak_is_that_of_the_best_order(rng):
     graph = inference_graph(rng, rng.randint(1, 6))
     workspace_bytes = max(operator.workspace_bytes for operator in graph.operators)
     peaks = {}
-    for order in _topological(graph):
-        peaks[order] = min(int(case.live_bytes.max()) for case in _cases(graph, order))
+    for order in _topological_orders(graph):
+        peaks[order] = min(int(case.live_bytes.max()) for case in _reuse_cases(graph, order))
     found = min_peak(graph)
     assert found.proved
     assert found.num_bytes - workspace_bytes == min(peaks.values()) == peaks[found.order]
@@ -341,7 +343,9 @@ def test_the_ends_of_a_step_choose_who_is_first_and_last():
     build.run(reads=(b, after), mutates=((c, build.version(c)),))
     last = build.graph(result)
     for graph, device_bytes, operator in ((first, 12, 0), (last, 28, 2)):
-        least = min(walked_traffic(graph, order, device_bytes) for order in _topological(graph))
+        least = min(
+            walked_traffic(graph, order, device_bytes) for order in _topological_orders(graph)
+        )
         seconds = [1.0] * len(graph.operators)
         budget = Budget(device_bytes=device_bytes, host_bytes=HOST)
         plan = exact(request(graph, budget=budget, profile=machine(), seconds=seconds))

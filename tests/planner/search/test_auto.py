@@ -14,7 +14,7 @@ from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.memory import Link, LinkProfile
 from penstock.planner import Bound, Budget, check, min_working_set
-from penstock.planner.bounds._lives import operator_bytes
+from penstock.planner.bounds import operator_bytes
 from penstock.planner.packing._pack import pack
 from penstock.planner.search import _addresses, _auto
 from penstock.planner.search._auto import AutoSearch

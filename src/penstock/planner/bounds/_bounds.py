@@ -21,15 +21,20 @@ import numpy as np
 from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
 from penstock.memory import Tier
+from penstock.planner._link_rates import LinkRates
 from penstock.planner._plan import Bound
-from penstock.planner._rates import Rates
 from penstock.planner._request import PlanRequest
 from penstock.planner.bounds._chain import chain_bound
+from penstock.planner.bounds._fixed_order import (
+    FixedOrder,
+    LiveRangeTable,
+    operator_bytes,
+    tabulate_live_ranges,
+)
 from penstock.planner.bounds._forced import MAX_OPERATORS, Forced, forced_bounds, forced_of
-from penstock.planner.bounds._lives import FixedOrder, Lives, lives_of, operator_bytes
-from penstock.planner.bounds._remaking import remaking_bound
+from penstock.planner.bounds._recomputation import remaking_bound
 from penstock.planner.bounds._residency import residency_bound
-from penstock.planner.bounds._stretches import stretch_bound
+from penstock.planner.bounds._segments import stretch_bound
 from penstock.planner.bounds._windows import NUM_CUTS, window_bound
 
 _log = logging.getLogger(__name__)
@@ -95,8 +100,9 @@ def lower_bound(request: PlanRequest, *, order: Sequence[int] | None = None) -> 
     if capacity is None or not graph.operators:
         return _bound(parts, request)
     program_order = range(len(graph.operators))
-    lives = lives_of(graph, program_order if frozen is None else frozen, again=recompute)
-    _require_room(graph, frozen, lives, capacity)
+    first_runs = program_order if frozen is None else frozen
+    table = tabulate_live_ranges(graph, first_runs, may_grow=recompute)
+    _require_capacity(graph, frozen, table, capacity)
     rates = _rates(request)
     if rates.inward <= 0 or rates.outward <= 0:
         return _bound(parts, request)
@@ -112,7 +118,7 @@ def lower_bound(request: PlanRequest, *, order: Sequence[int] | None = None) -> 
     if frozen is not None:
         seconds = np.asarray(operator_seconds, dtype=np.float64)
         again = seconds if recompute else None
-        fixed = FixedOrder(graph, lives, seconds[frozen], capacity, rates, again)
+        fixed = FixedOrder(graph, table, seconds[frozen], capacity, rates, again)
         solvers["windows"] = functools.partial(window_bound, fixed)
         solvers["residency_lp"] = functools.partial(residency_bound, fixed)
         solvers["windows, finer"] = functools.partial(window_bound, fixed, num_cuts=2 * NUM_CUTS)
@@ -135,7 +141,7 @@ def quick_parts(request: PlanRequest) -> dict[str, float]:
 
 
 def _of_any_order(
-    forced: Forced, operator_seconds: Sequence[float], capacity: int, rates: Rates
+    forced: Forced, operator_seconds: Sequence[float], capacity: int, rates: LinkRates
 ) -> dict[str, float]:
     bounds = forced_bounds(forced, operator_seconds, capacity, rates)
     return {name: seconds * _SAFETY for name, seconds in bounds.items()}
@@ -170,7 +176,7 @@ def _arena_bytes(request: PlanRequest) -> int | None:
     return None if device_bytes is None else device_bytes - request.workspace_bytes
 
 
-def _rates(request: PlanRequest) -> Rates:
+def _rates(request: PlanRequest) -> LinkRates:
     tiers = {Tier.HOST: request.budget.host_bytes, Tier.FILE: request.budget.file_bytes}
     inward = outward = 0.0
     for link, profile in request.machine.links.items():
@@ -178,14 +184,14 @@ def _rates(request: PlanRequest) -> Rates:
             inward += profile.bytes_per_second
         if link.source == Tier.DEVICE and tiers[link.destination] is not None:
             outward += profile.bytes_per_second
-    return Rates(inward, outward)
+    return LinkRates(inward, outward)
 
 
-def _require_room(
-    graph: StepGraph, frozen: Sequence[int] | None, lives: Lives, capacity: int
+def _require_capacity(
+    graph: StepGraph, frozen: Sequence[int] | None, table: LiveRangeTable, capacity: int
 ) -> None:
     """Refuse what no plan can do: what has to be there while an operator runs does not fit."""
-    needed = lives.used_bytes if frozen is None else lives.live_bytes - lives.evictable_bytes()
+    needed = table.used_bytes if frozen is None else table.live_bytes - table.evictable_bytes()
     position = int(np.argmax(needed))
     if needed[position] <= capacity:
         return

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.graph import StepGraph
-from penstock.planner._rates import Rates
+from penstock.planner._link_rates import LinkRates
 from penstock.planner.bounds._forced import Forced, made_anew, remake_costs
 from penstock.planner.bounds._slots import NEVER, Absence, Slots, Spell, slots_bound
 
@@ -26,7 +26,7 @@ def chain_bound(
     forced: Forced,
     operator_seconds: Sequence[float],
     capacity: int,
-    rates: Rates,
+    rates: LinkRates,
     *,
     recompute: bool,
     time_limit: float,

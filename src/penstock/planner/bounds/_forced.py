@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.graph import StepGraph
-from penstock.planner._rates import Rates
-from penstock.planner.bounds._lives import saved_bytes
+from penstock.planner._link_rates import LinkRates
+from penstock.planner.bounds._fixed_order import saved_bytes
 from penstock.planner.bounds._slots import cost_level, level_cost
 
 MAX_OPERATORS = 20_000  # two bits for each pair: 100 MB
 
 
 def forced_bounds(
-    forced: Forced, operator_seconds: Sequence[float], capacity: int, rates: Rates
+    forced: Forced, operator_seconds: Sequence[float], capacity: int, rates: LinkRates
 ) -> dict[str, float]:
     """Bound the time of a step in any order.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from penstock.planner.bounds._fixed_order import FixedOrder
 from penstock.planner.bounds._linear import LinearProgram
-from penstock.planner.bounds._lives import FixedOrder
 
 _Terms = tuple[list[int], list[float]]  # columns and their factors
 
@@ -30,7 +30,7 @@ def residency_bound(order: FixedOrder, *, time_limit: float) -> float | None:
     if order.excess.max(initial=0) <= 0:
         return order.compute_seconds
     program = _Program(order)
-    for gap in range(len(order.lives.gap_life)):
+    for gap in range(len(order.table.hole_range)):
         program.add_gap(gap)
     program.add_second_runs()
     program.add_missing_bytes()
@@ -55,13 +55,13 @@ class _Program:
 
     def add_gap(self, gap: int) -> None:
         """What of a life leaves, or is made again, and when that is missing."""
-        order, lives = self.order, self.order.lives
-        life = int(lives.gap_life[gap])
+        order, lives = self.order, self.order.table
+        life = int(lives.hole_range[gap])
         size = self._size(life)
         shares = [self.program.column(upper=1.0)]
         self.moved_in[0].append(shares[0])
         self.moved_in[1].append(size)
-        if not lives.clean[life]:
+        if not lives.is_constant[life]:
             if life not in self.written:
                 self.written[life] = self.program.column(upper=1.0)
             self.program.row([self.written[life], shares[0]], [1.0, -1.0], lower=0.0)
@@ -71,7 +71,7 @@ class _Program:
             self.program.row(shares, [1.0, 1.0], upper=1.0)
             self.remade.setdefault(life, []).append(shares[1])
         num_positions = len(self.missing)
-        begin, end = int(lives.gap_begin[gap]) + 1, int(lives.gap_end[gap])
+        begin, end = int(lives.hole_begin[gap]) + 1, int(lives.hole_end[gap])
         for position, sign in ((begin, 1.0), (end, -1.0)):
             columns, factors = self.change[position % num_positions]
             columns += shares
@@ -84,7 +84,7 @@ class _Program:
         """An operator runs again at least as often as each of its results is made again."""
         self.runs: dict[int, int] = {}
         for life, columns in self.remade.items():
-            made_by = int(self.order.lives.made_by[life])
+            made_by = int(self.order.table.made_by[life])
             if made_by not in self.runs:
                 self.runs[made_by] = self.program.column()
             factors = [1.0, *[-1.0] * len(columns)]
@@ -115,7 +115,7 @@ class _Program:
         return None if bound is None else bound * scale
 
     def _size(self, life: int) -> float:
-        return float(self.order.lives.num_bytes[life]) / self.unit
+        return float(self.order.table.num_bytes[life]) / self.unit
 
     def _equal(self, columns: list[int], factors: list[float]) -> None:
         self.program.row(columns, factors, lower=0.0, upper=0.0)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from penstock.planner._rates import Rates
+from penstock.planner._link_rates import LinkRates
 from penstock.planner.bounds._linear import LinearProgram
 
 NEVER = 1 << 20  # power of two of a cost that cannot be paid
@@ -66,7 +66,7 @@ class Slots(NamedTuple):
 def slots_bound(
     slots: Slots,
     absences: Mapping[Absence, int],
-    rates: Rates,
+    rates: LinkRates,
     unit: float,
     *,
     time_limit: float,

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from penstock.planner.bounds._fixed_order import FixedOrder, LiveRangeTable
 from penstock.planner.bounds._forced import remake_costs
-from penstock.planner.bounds._lives import FixedOrder, Lives
 from penstock.planner.bounds._slots import NEVER, Absence, Slots, Spell, slots_bound
 
 NUM_CUTS = 48
@@ -67,16 +67,16 @@ def _cuts(seconds: np.ndarray, excess: np.ndarray, num_cuts: int) -> list[int]:
 
 def _absences(order: FixedOrder, cuts: list[int]) -> dict[Absence, int]:
     """Put gaps together; returns the bytes of each absence."""
-    lives, num_slots, num_positions = order.lives, len(cuts), len(order.seconds)
+    lives, num_slots, num_positions = order.table, len(cuts), len(order.seconds)
     unrolled = np.array([cut + step * num_positions for step in range(3) for cut in cuts])
-    first = np.searchsorted(unrolled, lives.gap_begin, side="right")
-    last = np.searchsorted(unrolled, lives.gap_end, side="left") - 1
-    born = np.searchsorted(unrolled, lives.born, side="right")
+    first = np.searchsorted(unrolled, lives.hole_begin, side="right")
+    last = np.searchsorted(unrolled, lives.hole_end, side="left") - 1
+    born = np.searchsorted(unrolled, lives.defined, side="right")
     writes = _writing_gaps(lives, last - first)
     absences: dict[Absence, int] = {}
     costs = {} if order.again is None else remake_costs(order.graph, order.again)
     for gap in np.flatnonzero(first <= last):
-        life = int(lives.gap_life[gap])
+        life = int(lives.hole_range[gap])
         since = int(born[life]) if gap in writes else None
         shift = int(first[gap]) if since is None else min(int(first[gap]), since)
         shift -= shift % num_slots
@@ -88,10 +88,10 @@ def _absences(order: FixedOrder, cuts: list[int]) -> dict[Absence, int]:
     return absences
 
 
-def _writing_gaps(lives: Lives, length: np.ndarray) -> set[int]:
+def _writing_gaps(lives: LiveRangeTable, length: np.ndarray) -> set[int]:
     """For each life that has to be written the gap over most cuts."""
     best: dict[int, int] = {}
-    for gap, life in enumerate(map(int, lives.gap_life)):
-        if not lives.clean[life] and (life not in best or length[gap] > length[best[life]]):
+    for gap, life in enumerate(map(int, lives.hole_range)):
+        if not lives.is_constant[life] and (life not in best or length[gap] > length[best[life]]):
             best[life] = gap
     return set(best.values())

@@ -1,6 +1,6 @@
 """The least memory of an inference graph: for each operator alone (M_R), for any order (M_P).
 
-Both are budgets of COSMA's tables (arXiv 2311.18246, V-A2); between them something has to leave.
+Both are budgets of COSMA's tables (arXiv 2311.18246, V-A2); between them values have to leave.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from penstock.graph import StepGraph
-from penstock.planner.bounds import forced_bytes, lives_of
-from penstock.planner.exact._assemble import with_places
+from penstock.planner.bounds import forced_bytes, operator_bytes
+from penstock.planner.exact._addresses import aligned_graph
 
 _MAX_STATES = 200_000
 
@@ -41,19 +41,20 @@ def min_working_set(graph: StepGraph) -> int:
         graph: The step.
 
     Returns:
-        Bytes of the largest operator's operands and results, in places as tensors may have them,
-        and the largest workspace.
+        Bytes of the largest operator's operands and results, aligned, and the largest workspace.
     """
-    lives = lives_of(with_places(graph), range(len(graph.operators)))
-    return int(lives.used_bytes.max(initial=0)) + workspace_bytes(graph)
+    return int(operator_bytes(aligned_graph(graph)).max(initial=0)) + workspace_bytes(graph)
 
 
 def min_peak(graph: StepGraph, *, max_states: int = _MAX_STATES) -> Peak:
     """Find M_P, the least peak of any order without spills (COSMA's "MPMF").
 
-    Best first over sets of operators that have run: what is alive depends on the set alone. An
-    operator that frees at least what it makes, within the peak so far, runs at once: exchanging it
-    with what runs before it in any other order never needs more.
+    Best-first search over sets S of operators that have run; the live bytes L(S) depend on S alone:
+
+        peak(S + v) = max(peak(S), L(S) + bytes that v makes - bytes reused in place).
+
+    An operator that frees at least what it makes, within the peak so far, runs at once: exchanging
+    it with operators that run before it in any other order never needs more.
 
     Example:
         >>> min_peak(graph).num_bytes  # doctest: +SKIP
@@ -75,6 +76,8 @@ def min_peak(graph: StepGraph, *, max_states: int = _MAX_STATES) -> Peak:
 
 
 class _PeakSearch:
+    """A search over sets of operators, written as the bits of an integer."""
+
     def __init__(self, graph: StepGraph) -> None:
         self.graph = graph
         self.before = [_bits(earlier) for earlier in graph.predecessors]
@@ -97,23 +100,23 @@ class _PeakSearch:
         """Bytes while the operator runs, and after it."""
         node, graph = self.graph.operators[operator], self.graph
         now = done | 1 << operator
-        handed = {old for old, _ in node.mutates}
+        changed = {old for old, _ in node.mutates}
         made = sum(map(graph.num_bytes, node.creates))
         dead = {value for value in node.reads if not self.readers[value] & ~now}
-        shared = sum(graph.num_bytes(read) for read, _ in handovers(graph, operator, dead))
+        shared = sum(graph.num_bytes(read) for read, _ in find_reuses(graph, operator, dead))
         during = live + made - shared
         after = live + made - sum(map(graph.num_bytes, dead))
         for value in node.makes:
-            if not self.readers[value]:  # nobody reads it
+            if not self.readers[value]:  # it is never read
                 after -= graph.num_bytes(value)
-        assert not handed & dead
+        assert not changed & dead
         return during, after
 
     def run(self, max_states: int) -> Peak:
         graph = self.graph
         everything = (1 << len(graph.operators)) - 1
         ready = frozenset(i for i, bits in enumerate(self.before) if not bits)
-        # No order is below what an operator forces to be there.
+        # No order is below the bytes that an operator forces to be live.
         least = max(self.given, int(forced_bytes(graph).max(initial=0)))
         heap: list[tuple[int, int, int, int]] = [(least, 0, self.given, 0)]
         parent: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
@@ -123,7 +126,7 @@ class _PeakSearch:
         while heap:
             peak, _, live, done = heapq.heappop(heap)
             if done == everything:
-                order = _walk(parent, done)
+                order = _read_order(parent, done)
                 return Peak(peak + workspace_bytes(graph), order, proved)
             if peak > best.get(done, peak):
                 continue
@@ -148,7 +151,7 @@ class _PeakSearch:
         raise AssertionError("a graph has an order")
 
 
-def _walk(parent: dict[int, tuple[int, tuple[int, ...]]], done: int) -> tuple[int, ...]:
+def _read_order(parent: dict[int, tuple[int, tuple[int, ...]]], done: int) -> tuple[int, ...]:
     order: list[int] = []
     while done:
         done, last = parent[done]
@@ -174,13 +177,13 @@ def require_inference(graph: StepGraph) -> None:
             )
 
 
-def handovers(graph: StepGraph, index: int, dead: Collection[int]) -> list[tuple[int, int]]:
-    """Pairs (read, created) of equal bytes in which a result takes the place of a dead operand."""
-    taken: set[int] = set()
+def find_reuses(graph: StepGraph, index: int, dead: Collection[int]) -> list[tuple[int, int]]:
+    """Return pairs (read, created) of equal bytes: results that reuse dead operands' places."""
+    reused: set[int] = set()
     pairs = []
     for read, created in graph.operators[index].may_overwrite:
-        alike = graph.num_bytes(read) == graph.num_bytes(created) > 0
-        if alike and read in dead and not {read, created} & taken:
-            taken |= {read, created}
+        is_equal = graph.num_bytes(read) == graph.num_bytes(created) > 0
+        if is_equal and read in dead and not {read, created} & reused:
+            reused |= {read, created}
             pairs.append((read, created))
     return pairs

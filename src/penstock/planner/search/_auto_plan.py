@@ -19,9 +19,9 @@ import numpy as np
 from penstock.errors import InfeasibleError
 from penstock.graph import alignment_bytes, least_alignment_bytes
 from penstock.memory import Link, MachineProfile, Tier
+from penstock.planner._assemble import assemble
 from penstock.planner._plan import Bound, Found, Plan
 from penstock.planner._request import PlanRequest
-from penstock.planner._simulate import simulate
 from penstock.planner.bounds import WorkingSet, working_set
 from penstock.planner.exact import Limit
 from penstock.planner.search._addresses import (
@@ -248,25 +248,17 @@ def _search_deadline(request: PlanRequest) -> float:
 
 def _plan(task: _Task, residency: Residency, offsets: Sequence[int]) -> Plan:
     request = task.request
-    movement = emit(residency, offsets, request.links)
-    plan = Plan(
-        graph_digest=request.graph.digest,
-        order=tuple(residency.sequence.order.tolist()),
-        placements=movement.placements,
-        transfers=movement.transfers,
-        copies=movement.copies,
-        budget=request.budget,
-        machine=request.machine,
-        operator_seconds=tuple(request.operator_seconds),
-        step_seconds=0.0,
-        ideal_seconds=request.compute_seconds,
-        bound=task.bound,
-        workspace_bytes=request.workspace_bytes,
+    placements, transfers, unused = emit(residency, offsets, request.links)
+    return assemble(
+        request,
+        residency.sequence.order.tolist(),
+        placements,
+        transfers,
         method="auto",
-        seed=request.seed,
+        bound=task.bound,
         notes={"replayed_seconds": residency.replay.step_seconds},
+        unused=unused,
     )
-    return dataclasses.replace(plan, step_seconds=simulate(request.graph, plan).step_seconds)
 
 
 def _best_with_addresses(

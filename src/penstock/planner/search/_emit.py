@@ -10,38 +10,24 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from penstock.graph import StepGraph
 from penstock.memory import Link, Tier
-from penstock.planner._plan import Copy, Placement, Transfer
+from penstock.planner._plan import Placement, Transfer
 from penstock.planner.search._engine import OperatorSequence
 from penstock.planner.search._residency import Residency
 from penstock.planner.search._stays import Move, Stay, chains_of, moves_of, stays_of
 
 
-@dataclass(frozen=True)
-class Movement:
-    """What `emit` found: everything of a plan but its times."""
-
-    placements: tuple[Placement, ...]
-    transfers: tuple[Transfer, ...]
-    copies: tuple[Copy, ...]
-    arena_bytes: int
-
-
 def emit(
     residency: Residency, offsets: Sequence[int], links: Sequence[tuple[Link, Link]]
-) -> Movement:
-    """Turn a choice of the engine into placements, transfers and copies.
+) -> tuple[list[Placement], list[Transfer], dict[int, Tier]]:
+    """Turn a choice of the engine into placements, transfers and values that rest below.
 
     Args:
         residency: The choice, with the times that its addresses allow.
         offsets: Of each chain of stays (`chains_of`).
         links: Out of the device to each tier and back.
-
-    Returns:
-        The movement.
     """
     sequence = residency.sequence
     values = _Values(sequence)
@@ -58,13 +44,12 @@ def emit(
         for tier, (out_link, back_link) in enumerate(links)
         for transfer in _transfers(values, moves, tier, out_link, back_link)
     ]
-    copies = _copies(sequence, values, moves, [out_link.destination for out_link, _ in links])
-    return Movement(
-        placements=tuple(sorted(placements, key=lambda p: (p.start, p.offset, p.value))),
-        transfers=tuple(transfers),
-        copies=tuple(sorted(copies, key=lambda c: (c.start, c.value))),
-        arena_bytes=max((p.offset + p.num_bytes for p in placements), default=0),
-    )
+    unused = {
+        values._initial(move.item): links[move.tier][0].destination
+        for move in moves
+        if move.never_used
+    }
+    return placements, transfers, unused
 
 
 class _Values:
@@ -160,30 +145,3 @@ def _transfers(
             value = values.after(move.item, move.use)
         ordered.append(Transfer(value, back_link, values.num_bytes(move.item), start, end))
     yield from sorted(ordered, key=lambda t: (t.start, t.end, t.value))
-
-
-def _copies(
-    sequence: OperatorSequence, values: _Values, moves: list[Move], tiers: Sequence[Tier]
-) -> Iterator[Copy]:
-    n = len(sequence.order)
-    by_item: dict[int, list[Move]] = defaultdict(list)
-    for move in moves:
-        by_item[move.item].append(move)
-    for item, own in by_item.items():
-        num_bytes, tier = values.num_bytes(item), tiers[own[0].tier]
-        writers = [index for index, move in enumerate(own) if move.dirty]
-        if not writers:  # no step changes it
-            yield Copy(values._initial(item), tier, num_bytes, 0, n)
-            continue
-        for index, writer in enumerate(writers):
-            move = own[writer]
-            around = index + 1 == len(writers)
-            readers = own[writer : writers[index + 1]] if not around else own[writer:]
-            end = max(reader.next_use for reader in readers) + 1
-            if around and sequence.problem.graph.storages[item].persistent and writers[0] > 0:
-                end = max(end, own[writers[0] - 1].next_use + n + 1)
-            start = move.use + 1
-            value = values.after(item, move.use)
-            if start == n:
-                value, start, end = values._initial(item), 0, end - n
-            yield Copy(value, tier, num_bytes, start, min(end, start + n))

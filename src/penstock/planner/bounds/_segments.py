@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.planner.bounds._fixed_order import FixedOrder
 from penstock.planner.bounds._linear import LinearProgram
-from penstock.planner.bounds._lives import FixedOrder
 
 _LARGE = 1 / 16  # of the arena
 _PARTS = 256  # of the arena: what has to be missing is rounded down to so many parts of it
@@ -214,7 +214,7 @@ class _Large:
 
     def __init__(self, order: FixedOrder) -> None:
         self.order = order
-        lives, num_positions = order.lives, len(order.seconds)
+        lives, num_positions = order.table, len(order.seconds)
         is_large = lives.num_bytes >= order.capacity * _LARGE
         if order.again is not None:
             again = [operator.recomputable for operator in order.graph.operators]
@@ -222,7 +222,7 @@ class _Large:
         self._gaps: list[_Gap] = []
         free = np.zeros(2 * num_positions + 1, np.int64)
         for life, begin, end in zip(
-            *(column.tolist() for column in (lives.gap_life, lives.gap_begin, lives.gap_end)),
+            *(column.tolist() for column in (lives.hole_range, lives.hole_begin, lives.hole_end)),
             strict=True,
         ):
             num_bytes = int(lives.num_bytes[life])
@@ -233,7 +233,7 @@ class _Large:
                 continue
             for shift in (0, num_positions):
                 if begin < shift + num_positions and end > shift:
-                    born = None if lives.clean[life] else int(lives.born[life]) - shift
+                    born = None if lives.is_constant[life] else int(lives.defined[life]) - shift
                     key = (life, shift)
                     self._gaps.append(_Gap(key, begin - shift, end - shift, num_bytes, born))
         small = np.cumsum(free[:-1]).reshape(2, num_positions).sum(0)

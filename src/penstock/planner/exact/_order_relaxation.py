@@ -1,8 +1,8 @@
-"""Bytes that move in any order, and an order that may move no more.
+"""A lower bound of the traffic in any order, and an order that may move no more.
 
-No time steps occur in this program, only who runs before whom where that is not certain: it is
-small, and its bound is good where the order is nearly given, as in training steps. It is a
-relaxation: every plan, of whatever order, is a solution with the same traffic.
+The program has no positions, only the columns of which operator runs before which where that is not
+certain: it is small, and its bound is good where the order is nearly given, as in training steps.
+It is a relaxation: every plan, of any order, is a solution with the same traffic.
 """
 
 from __future__ import annotations
@@ -13,33 +13,48 @@ from collections.abc import Iterator, Sequence
 
 from penstock.graph import StepGraph
 from penstock.planner.bounds import LinearProgram
-from penstock.planner.exact._together import Together
+from penstock.planner.exact._groups import OperatorGroups
 
 _Terms = tuple[float, list[int], list[float]]  # a constant, columns and their factors
 
 _TOLERANCE = 1e-6
-_END = -1  # the use of what the caller reads when the step ends
+_END = -1  # the use of a result, when the step ends
+
+# Operators v, storages S, uses c: operators that use S, or the end of the step for results. D(v)
+# are the bytes that v uses, M is the capacity, s(S) are bytes.
+#
+# Columns, from 0 to 1 (p and b integer):
+#   p(v, w)      v runs before w; a constant where that is certain
+#   b(S, c)      S comes back for its use c
+#   w(S, u)      the version u of S is written below
+#   x(S, v)      S is on the device while v runs, which does not use it
+#   f(S, c, v)   c is the first use of S after v, in this step or, of a persistent S, in the next,
+#                and S comes back for it
+#   h(u, n)      the result n reuses the place of the operand u
+#
+# minimise   sum of s(S) b(S, c) + sum of s(S) w(S, u)
+# subject to
+#   0 <= p(a, b) + p(b, c) - p(a, c) <= 1                            order is transitive
+#   b(S, c) <= w(S, the version that c needs)                        not for a constant S
+#   x(S, v) + sum over c of f(S, c, v) >= l                          for each l of `_live_terms`
+#   f(S, c, v) <= b(S, c),  f(S, c, v) <= p(v, c)
+#   f(S, c, v) <= p(d, v) + p(c, d)                                  for each other use d of S
+#   D(v) + sum of s(S) x(S, v) - sum of s(u) h(u, n) <= M
+#   1 - h(u, n) + sum over c of f(S, c, v) >= l                      n is a result of v, u of S
+#   sum over n of h(u, n) <= 1,  sum over u of h(u, n) <= 1
 
 
-class Floor:
-    """The least traffic of any order, from below.
-
-    Columns: before(v, w), operator v runs before w, which is transitive; ret(S, c), storage S comes
-    back for its use by operator c; out(S, u), its version u is written below; x(S, v), S is there
-    while v runs, which does not use it; cover(S, c, v) <= ret(S, c), c is the first use of S after
-    v (in this step or, of what lives on, in the next) and S comes back for it. Rows: what is alive
-    at v is there or comes back, x(S, v) + sum of cover(S, ., v) >= 1; ret(S, c) <= out(S, what c
-    needs); what is there while v runs fits. Where a result takes the place of an operand that is
-    needed again, that has to come back likewise.
+class OrderRelaxation:
+    """The least traffic of any order, from below, in a linear or integer program.
 
     Args:
-        graph: The step, with the bytes that places take.
+        graph: The step, with the bytes that placements take.
         moved_bytes: Bytes that each storage moves.
         capacity: Bytes of the arena.
-        together: Who surely runs before whom.
-        is_ordered: Whether the program decides who runs before whom; else it is quick and knows
-            only what is certain.
-        at_ends: Whether it knows what has to be there when the step begins and ends.
+        groups: Operators that stay together, and certain orders between them.
+        is_ordered: Whether p(v, w) are columns; else the program is quick and counts only what is
+            certain.
+        at_ends: Whether inputs have to be there when the step begins, and results when it ends.
     """
 
     def __init__(
@@ -47,12 +62,12 @@ class Floor:
         graph: StepGraph,
         moved_bytes: Sequence[int],
         capacity: int,
-        together: Together,
+        groups: OperatorGroups,
         *,
         is_ordered: bool,
         at_ends: bool = False,
     ) -> None:
-        self.graph, self.together = graph, together
+        self.graph, self.order_of_groups = graph, groups
         self.moved_bytes, self.unit = moved_bytes, float(max(capacity, 1))
         self.capacity = capacity
         self.is_ordered, self.at_ends = is_ordered, at_ends
@@ -65,7 +80,7 @@ class Floor:
                 self._note_use(value, index, None)
             for value in operator.needs:
                 self._note_use(value, index, value)
-        self.groups = together.groups
+        self.groups = groups.groups
         self.group_of = {v: number for number, group in enumerate(self.groups) for v in group}
         self._add_orders()
         for index in range(len(graph.operators)):
@@ -104,9 +119,9 @@ class Floor:
         return sum(self.program.values[columns] * factors) + constant > 0.5
 
     def _add_orders(self) -> None:
-        """Who runs before whom, between groups; of any three, none runs in a circle."""
+        """Add p(v, w) of groups, and that they are transitive."""
         heads = [group[0] for group in self.groups]
-        free = self.together.free_pairs()
+        free = self.order_of_groups.free_pairs()
         self.pairs = {
             pair: self.program.column(upper=1.0, integer=self.is_ordered) for pair in free
         }
@@ -123,10 +138,10 @@ class Floor:
             self._row(terms, lower=0.0, upper=1.0)
 
     def _before(self, first: int, second: int) -> _Terms:
-        """Whether an operator runs before another one: 0, 1, or a column."""
-        if first in self.together.ancestors[second]:
+        """Return p(first, second): 0, 1, or a column."""
+        if first in self.order_of_groups.ancestors[second]:
             return 1.0, [], []
-        if second in self.together.ancestors[first]:
+        if second in self.order_of_groups.ancestors[first]:
             return 0.0, [], []
         a, b = self.group_of[first], self.group_of[second]
         if a < b:
@@ -138,58 +153,58 @@ class Floor:
         self.program.row(columns, factors, lower=lower - constant, upper=upper - constant)
 
     def _add_operator(self, index: int) -> None:
-        """What is there while an operator runs fits."""
+        """Add the rows of one operator: what is on the device while it runs fits."""
         graph = self.graph
         operator = graph.operators[index]
         used = sum(map(graph.num_bytes, {*operator.reads, *operator.makes}))
         others = {
-            storage: alive
+            storage: live
             for storage, users in self.users.items()
-            if index not in users and (alive := self._alive(storage, index))
+            if index not in users and (live := self._live_terms(storage, index))
         }
         if used + sum(graph.storages[each].num_bytes for each in others) <= self.capacity:
             return
         columns, factors = [], []
-        for storage, alive in others.items():
-            there = self.program.column(upper=1.0)
-            covers = self._covers(storage, index)
-            for each in alive:
-                terms = _sum((0.0, [there, *covers], [1.0] * (len(covers) + 1)), _times(-1.0, each))
-                self._row(terms, lower=0.0)
-            for others_than in self._ends(storage, index):
-                self._row(_sum((-1.0, [there], [1.0]), *others_than), lower=0.0)
-            columns.append(there)
+        for storage, live in others.items():
+            resident = self.program.column(upper=1.0)
+            first_returns = self._first_returns(storage, index)
+            for term in live:
+                there = 0.0, [resident, *first_returns], [1.0] * (len(first_returns) + 1)
+                self._row(_sum(there, _times(-1.0, term)), lower=0.0)
+            for other_terms in self._ends(storage, index):
+                self._row(_sum((-1.0, [resident], [1.0]), *other_terms), lower=0.0)
+            columns.append(resident)
             factors.append(graph.storages[storage].num_bytes / self.unit)
-        for column, num_bytes in self._handed(index):
+        for column, num_bytes in self._reuses(index):
             columns.append(column)
             factors.append(-num_bytes / self.unit)
         self.program.row(columns, factors, upper=(self.capacity - used) / self.unit)
 
-    def _handed(self, index: int) -> Iterator[tuple[int, int]]:
-        """Places that results take over: a column each, and the bytes."""
+    def _reuses(self, index: int) -> Iterator[tuple[int, int]]:
+        """Yield h(u, n) of an operator's operands and results, and the bytes."""
         graph = self.graph
         rivals: dict[int, list[int]] = {}
         for read, created in graph.operators[index].may_overwrite:
             num_bytes = graph.num_bytes(read)
             if not num_bytes or num_bytes != graph.num_bytes(created):
                 continue
-            handed = self.program.column(upper=1.0)
+            reused = self.program.column(upper=1.0)
             storage = graph.storage_of_value[read]
-            alive = self._alive(storage, index)
-            covers = self._covers(storage, index) if alive else []
-            for each in alive:
-                taken = (1.0, [handed, *covers], [-1.0, *[1.0] * len(covers)])
-                self._row(_sum(taken, _times(-1.0, each)), lower=0.0)
-            for others_than in self._ends(storage, index) if alive else ():
-                self._row(_sum((0.0, [handed], [-1.0]), *others_than), lower=0.0)
+            live = self._live_terms(storage, index)
+            first_returns = self._first_returns(storage, index) if live else []
+            for term in live:
+                taken = (1.0, [reused, *first_returns], [-1.0, *[1.0] * len(first_returns)])
+                self._row(_sum(taken, _times(-1.0, term)), lower=0.0)
+            for other_terms in self._ends(storage, index) if live else ():
+                self._row(_sum((0.0, [reused], [-1.0]), *other_terms), lower=0.0)
             for value in (read, created):
-                rivals.setdefault(value, []).append(handed)
-            yield handed, num_bytes
+                rivals.setdefault(value, []).append(reused)
+            yield reused, num_bytes
         for columns in rivals.values():
             self.program.row(columns, [1.0] * len(columns), upper=1.0)
 
-    def _alive(self, storage_index: int, index: int) -> list[_Terms]:
-        """Terms of which one is 1 where a storage is needed after an operator, and made before."""
+    def _live_terms(self, storage_index: int, index: int) -> list[_Terms]:
+        """Return terms of which one is 1 if a storage is made before an operator, needed after."""
         storage, users = self.graph.storages[storage_index], self.users[storage_index]
         if storage.persistent:
             return [(1.0, [], [])]
@@ -212,25 +227,24 @@ class Floor:
         return [terms for terms in alive if _most(terms) > 0]
 
     def _ends(self, storage_index: int, index: int) -> Iterator[list[_Terms]]:
-        """Terms that add up to 0 where an operator is the first, or the last, and needs it there.
+        """Yield terms that add up to 0 if an operator is the first, or the last, of the step.
 
-        What the caller gives is there while the first operator runs, and what he reads while the
-        last one does.
+        Inputs are on the device while the first operator runs, results while the last one does.
         """
         storage = self.graph.storages[storage_index]
         if storage.persistent or not (self.at_ends and self.is_ordered):
             return
         heads = [group[0] for group in self.groups if index not in group]
-        if storage.initial is not None and not self.together.ancestors[index]:
+        if storage.initial is not None and not self.order_of_groups.ancestors[index]:
             yield [self._before(head, index) for head in heads]
-        if storage.final is not None and not self.together.descendants[index]:
+        if storage.final is not None and not self.order_of_groups.descendants[index]:
             yield [self._before(index, head) for head in heads]
 
-    def _covers(self, storage_index: int, index: int) -> list[int]:
-        """Columns of which one is 1 where a storage comes back for its first use after another."""
+    def _first_returns(self, storage_index: int, index: int) -> list[int]:
+        """Return f(S, c, v) for all uses of a storage."""
         storage, users = self.graph.storages[storage_index], self.users[storage_index]
         others = [user for user in users if user != index]
-        covers = []
+        first_returns = []
         for use in (user for user in others if users[user] is not None):
             conditions = [self._before(index, use)]
             conditions += [
@@ -238,31 +252,31 @@ class Floor:
                 for other in others
                 if other != use
             ]
-            covers += self._cover(storage_index, use, conditions)
+            first_returns += self._first_return(storage_index, use, conditions)
         ended = [self._before(other, index) for other in others]
         if storage.final is not None and not storage.persistent:
-            covers += self._cover(storage_index, _END, ended)
+            first_returns += self._first_return(storage_index, _END, ended)
         for use in users if storage.persistent else ():  # in the next step
             first = [self._before(use, other) for other in users if other != use]
-            covers += self._cover(storage_index, use, [*ended, *first])
-        return covers
+            first_returns += self._first_return(storage_index, use, [*ended, *first])
+        return first_returns
 
-    def _cover(self, storage_index: int, use: int, conditions: list[_Terms]) -> list[int]:
-        """The return for a use, where these terms are at least 1."""
+    def _first_return(self, storage_index: int, use: int, conditions: list[_Terms]) -> list[int]:
+        """Return f(S, c, v) for one use, the first if all these terms are at least 1."""
         if any(_most(terms) <= 0 for terms in conditions):
             return []
         open_conditions = [terms for terms in conditions if _least(terms) < 1]
         returned = self._return(storage_index, use)
         if not open_conditions or not self.is_ordered:
             return [returned]
-        cover = self.program.column(upper=1.0)
-        self.program.row([cover, returned], [1.0, -1.0], upper=0.0)
+        first = self.program.column(upper=1.0)
+        self.program.row([first, returned], [1.0, -1.0], upper=0.0)
         for terms in open_conditions:
-            self._row(_sum((0.0, [cover], [1.0]), _times(-1.0, terms)), upper=0.0)
-        return [cover]
+            self._row(_sum((0.0, [first], [1.0]), _times(-1.0, terms)), upper=0.0)
+        return [first]
 
     def _return(self, storage_index: int, use: int) -> int:
-        """The column for a storage that comes back for one of its uses."""
+        """Return b(S, c)."""
         key = storage_index, use
         if key not in self.returns:
             storage = self.graph.storages[storage_index]

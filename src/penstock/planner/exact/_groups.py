@@ -1,17 +1,16 @@
-"""Operators that may as well run one right after the other: fewer orders to choose from.
+"""Groups of operators that may run one right after the other: fewer orders to choose from.
 
-Two exchange arguments. Take any order with its residency; nothing moves more and nothing needs more
-room if
+Two exchange arguments. Take any order with its residency; it moves and needs no more bytes if
 
-- b *follows* a at once, where b needs what a needs or makes, makes nothing beyond what it takes the
-  place of, and what it takes the place of a has made (or it ends the step's last change of a
-  persistent storage): what lies somewhere between the two is then b's result instead of a's;
-- a *precedes* b at once, where a reads what b needs, and b alone needs all that a makes: what lies
-  somewhere between the two is then what a changes.
+- b *follows* a at once, where b needs only what a needs or makes, its results all reuse places of
+  what a has made (or it makes the last change of a persistent storage in the step): the bytes that
+  are on the device between the two are then those of b's result instead of a's;
+- a *precedes* b at once, where a reads only what b needs, and only b needs what a makes: the bytes
+  that are on the device between the two are then those that a changes.
 
-In both, nothing that has to run between the two may exist. What the caller gives is on the device
-while the first operator runs, and what he reads while the last one does: b is not moved if it may
-be the last, nor a if it may be the first, where another one in its place would need more room.
+In both, no operator that has to run between the two may exist. Inputs are on the device while the
+first operator runs, and results while the last one does: b is not moved if it may be the last, nor
+a if it may be the first, where another one in its place would need more bytes.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ import numpy as np
 
 from penstock.graph import StepGraph
 from penstock.planner.bounds import relatives
-from penstock.planner.exact._peak import handovers
+from penstock.planner.exact._peak import find_reuses
 
 
 @dataclass(frozen=True)
-class Together:
-    """What is left of the freedom of an order.
+class OperatorGroups:
+    """Operators that stay together, and certain orders between them.
 
     Attributes:
         groups: Operators that run one right after the other, in the order given. Operators
-            without bytes that wait for nobody are a group that runs first of all.
-        ancestors: Per operator those that run before it.
-        descendants: Per operator those that run after it.
+            without bytes that wait for none with bytes are a group that runs first of all.
+        ancestors: Per operator those that certainly run before it.
+        descendants: Per operator those that certainly run after it.
     """
 
     groups: list[list[int]]
@@ -43,7 +42,7 @@ class Together:
     descendants: list[set[int]]
 
     def free_pairs(self) -> list[tuple[int, int]]:
-        """Pairs of groups (indices) of which either may run first."""
+        """Return pairs of groups (indices) of which either may run first."""
         heads = [group[0] for group in self.groups]
         return [
             (a, b)
@@ -52,12 +51,12 @@ class Together:
         ]
 
 
-def runs_together(graph: StepGraph, *, at_ends: bool = True) -> Together:
-    """Find operators that may as well run one right after the other.
+def group_operators(graph: StepGraph, *, at_ends: bool = True) -> OperatorGroups:
+    """Group operators that may run one right after the other.
 
     Args:
         graph: The step.
-        at_ends: Whether what the caller gives and reads has to be there at the ends of the step.
+        at_ends: Whether inputs have to be there when the step begins, and results when it ends.
 
     Returns:
         Groups that cover all operators; an order with the least traffic runs them so.
@@ -66,7 +65,7 @@ def runs_together(graph: StepGraph, *, at_ends: bool = True) -> Together:
         [set(np.flatnonzero(np.unpackbits(row)).tolist()) for row in rows]
         for rows in relatives(graph)
     )
-    front = _front(graph)
+    front = _first_group(graph)
     passing = [s for s in graph.storages if s.num_bytes and not s.persistent]
     is_given = at_ends and any(storage.initial is not None for storage in passing)
     is_read = at_ends and any(storage.final is not None for storage in passing)
@@ -97,21 +96,23 @@ def runs_together(graph: StepGraph, *, at_ends: bool = True) -> Together:
                 groups[operator] = [operator, *groups.pop(first)]
                 break
     rest = [groups[first] for first in sorted(groups)]
-    return _closed(graph, [sorted(front), *rest] if front else rest, has_front=bool(front))
+    if front:
+        rest = [sorted(front), *rest]
+    return _with_certain_orders(graph, rest, has_front=bool(front))
 
 
-def apart(graph: StepGraph) -> Together:
-    """Every operator on its own, in the program's order."""
+def separate_operators(graph: StepGraph) -> OperatorGroups:
+    """Return each operator as a group of its own, in the program's order."""
     num_operators = len(graph.operators)
-    return Together(
+    return OperatorGroups(
         [[operator] for operator in range(num_operators)],
         [set(range(operator)) for operator in range(num_operators)],
         [set(range(operator + 1, num_operators)) for operator in range(num_operators)],
     )
 
 
-def _front(graph: StepGraph) -> set[int]:
-    """Operators without bytes that wait for none with bytes: wherever they run, nothing changes."""
+def _first_group(graph: StepGraph) -> set[int]:
+    """Return operators without bytes that wait for none with bytes: they may run anywhere."""
     front: set[int] = set()
     for index, operator in enumerate(graph.operators):
         touched = _with_bytes(graph, operator.needs + operator.makes)
@@ -124,8 +125,10 @@ def _front(graph: StepGraph) -> set[int]:
     return front
 
 
-def _closed(graph: StepGraph, groups: list[list[int]], *, has_front: bool) -> Together:
-    """Who runs before whom, if groups stay together."""
+def _with_certain_orders(
+    graph: StepGraph, groups: list[list[int]], *, has_front: bool
+) -> OperatorGroups:
+    """Return the groups with the orders between operators that follow from them."""
     group_of = {operator: number for number, group in enumerate(groups) for operator in group}
     before = [
         {group_of[p] for operator in group for p in graph.predecessors[operator]}.union(
@@ -152,7 +155,7 @@ def _closed(graph: StepGraph, groups: list[list[int]], *, has_front: bool) -> To
     for operator, earlier in enumerate(ancestors):
         for other in earlier:
             descendants[other].add(operator)
-    return Together(groups, ancestors, descendants)
+    return OperatorGroups(groups, ancestors, descendants)
 
 
 def _may_follow(graph: StepGraph, before: int, after: int) -> bool:
@@ -167,7 +170,7 @@ def _may_follow(graph: StepGraph, before: int, after: int) -> bool:
         if graph.consumers[value] == (after,)
         and graph.storages[graph.storage_of_value[value]].final != value
     }
-    placed = {created for _, created in handovers(graph, after, dead)}
+    placed = {created for _, created in find_reuses(graph, after, dead)}
     if not set(_with_bytes(graph, second.creates)) <= placed:
         return False
     return all(

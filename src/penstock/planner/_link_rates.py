@@ -1,12 +1,12 @@
-"""How fast bytes can get into the device and out of it."""
+"""Rates at which bytes can get into the device and out of it."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 
-class Rates(NamedTuple):
-    """Bytes per second of all links that a plan may use, together.
+class LinkRates(NamedTuple):
+    """Bytes per second of links that a plan may use.
 
     Attributes:
         inward: Into the device.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.graph import StepGraph
-from penstock.planner._rates import Rates
+from penstock.planner._link_rates import LinkRates
 from penstock.planner.bounds._forced import Forced, made_anew
 from penstock.planner.bounds._linear import LinearProgram
 
@@ -24,7 +24,7 @@ def remaking_bound(
     forced: Forced,
     operator_seconds: Sequence[float],
     capacity: int,
-    rates: Rates,
+    rates: LinkRates,
     *,
     time_limit: float,
 ) -> float | None:
@@ -166,7 +166,7 @@ class _Program:
                 columns.append(self._run(producer))
             self.program.row(columns, [-1.0, *[1.0] * (len(columns) - 1)], lower=0.0)
 
-    def require(self, excess: float, capacity: int, rates: Rates) -> None:
+    def require(self, excess: float, capacity: int, rates: LinkRates) -> None:
         """Add the rows of memory and time; times are in units of the time to compute."""
         program, unit = self.program, float(max(capacity, 1))
         self.scale = scale = max(float(self.seconds.sum()), 1e-30)
