@@ -18,11 +18,11 @@ from penstock.errors import InfeasibleError
 from penstock.graph import Kind, Phase
 from penstock.planner._plan import Found, Plan
 from penstock.planner._request import PlanRequest
-from penstock.planner.baselines._decisions import device_capacity, speeds_of
-from penstock.planner.baselines._on_demand import plan_on_demand
-from penstock.planner.baselines._order import ordered_step
-from penstock.planner.baselines._recompute import Recomputation, Saved
-from penstock.planner.baselines._timing import Speeds
+from penstock.planner.paging._accesses import ordered_step
+from penstock.planner.paging._decisions import device_capacity, speeds_of
+from penstock.planner.paging._plan_paging import plan_by_paging
+from penstock.planner.paging._recompute import Recomputation, Saved
+from penstock.planner.paging._timing import Speeds
 
 CAPS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.45, 0.3, 0.15, 0.0)  # of the modelled peak, tried in turn
 
@@ -254,7 +254,7 @@ def plan_layers_lp(request: PlanRequest) -> Plan:
             break
         order, really = recomputation.order_without(dropped)
         try:
-            plan = plan_on_demand(
+            plan = plan_by_paging(
                 unlimited,
                 order=order,
                 candidates=offloaded,

@@ -21,8 +21,8 @@ from graphs import (
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.planner import Budget, lower_bound
+from penstock.planner._linear_program import LinearProgram
 from penstock.planner.bounds._bounds import working_set
-from penstock.planner.bounds._linear import LinearProgram
 from penstock.planner.bounds._lives import lives_of
 
 HOST = 1 << 30

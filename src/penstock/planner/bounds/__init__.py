@@ -2,11 +2,9 @@
 
 from penstock.planner.bounds._bounds import WorkingSet, lower_bound, quick_parts, working_set
 from penstock.planner.bounds._forced import forced_bytes, made_anew, relatives
-from penstock.planner.bounds._linear import LinearProgram
 from penstock.planner.bounds._lives import lives_of
 
 __all__ = [
-    "LinearProgram",
     "WorkingSet",
     "forced_bytes",
     "lives_of",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.planner.bounds._linear import LinearProgram
+from penstock.planner._linear_program import LinearProgram
 from penstock.planner.bounds._lives import FixedOrder
 
 _Terms = tuple[list[int], list[float]]  # columns and their factors

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.planner.bounds._linear import LinearProgram
+from penstock.planner._linear_program import LinearProgram
 from penstock.planner.bounds._lives import FixedOrder
 
 _LARGE = 1 / 16  # of the arena

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.graph import StepGraph
-from penstock.planner.bounds import LinearProgram
+from penstock.planner._linear_program import LinearProgram
 from penstock.planner.exact._moves import Away, Life, last_read, lives_in
 from penstock.planner.exact._together import Together
 

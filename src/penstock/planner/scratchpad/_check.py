@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 
 from penstock.errors import PlanError
-from penstock.planner.scratchpads._types import Residency, ScratchpadGraph, ScratchpadPlan
+from penstock.planner.scratchpad._types import Residency, ScratchpadGraph, ScratchpadPlan
 
 
 def check_scratchpad(

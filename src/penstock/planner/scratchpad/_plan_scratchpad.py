@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 
 from penstock.errors import InfeasibleError
 from penstock.planner.packing import Buffer, pack
-from penstock.planner.scratchpads._greedy import spill_greedily
-from penstock.planner.scratchpads._residency import (
+from penstock.planner.scratchpad._greedy import spill_greedily
+from penstock.planner.scratchpad._residency import (
     Gap,
     ResidencyProgram,
     bound_for_all_orders,
     gaps_of,
 )
-from penstock.planner.scratchpads._search import search_orders
-from penstock.planner.scratchpads._types import (
+from penstock.planner.scratchpad._search import search_orders
+from penstock.planner.scratchpad._types import (
     Residency,
     ScratchpadGraph,
     ScratchpadOperator,

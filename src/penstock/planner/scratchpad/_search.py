@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.codegen import load_optional_library
 from penstock.planner._stoppable import run_stoppable
-from penstock.planner.scratchpads._types import ScratchpadGraph
+from penstock.planner.scratchpad._types import ScratchpadGraph
 
 _SOURCE = Path(__file__).with_name("search.cpp")
 _NUM_PROPOSALS = 150_000

@@ -7,21 +7,21 @@ from hypothesis import strategies as st
 import graphs
 from penstock.errors import InfeasibleError
 from penstock.planner import Budget, check
-from penstock.planner.baselines import _genetic
-from penstock.planner.baselines._genetic import derive, plan_genetic
-from penstock.planner.baselines._genetic_engine import Evaluator
-from penstock.planner.baselines._genetic_genes import (
+from penstock.planner.genetic import _genetic
+from penstock.planner.genetic._evaluator import Evaluator
+from penstock.planner.genetic._genes import (
     Schedules,
     cross_allocations,
     geometric_classes,
     mutate_allocation,
     random_classes,
 )
-from penstock.planner.baselines._order import (
+from penstock.planner.genetic._genetic import derive, plan_genetic
+from penstock.planner.paging._accesses import (
     ordered_step,
     peak_of_program_order,
 )
-from penstock.planner.baselines._timing import Speeds
+from penstock.planner.paging._timing import Speeds
 
 UNIT = 256
 

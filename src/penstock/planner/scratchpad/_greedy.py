@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from penstock.planner.scratchpads._residency import Gap
-from penstock.planner.scratchpads._types import ScratchpadGraph
+from penstock.planner.scratchpad._residency import Gap
+from penstock.planner.scratchpad._types import ScratchpadGraph
 
 
 def spill_greedily(

@@ -7,9 +7,9 @@ import heapq
 import itertools
 from collections.abc import Sequence
 
-from penstock.planner.baselines._order import OrderedStep
-from penstock.planner.baselines._timing import Prefetch, sources_of_loads
-from penstock.planner.baselines._walk import Residency, Room
+from penstock.planner.paging._accesses import OrderedStep
+from penstock.planner.paging._timing import Prefetch, sources_of_loads
+from penstock.planner.paging._walk import Residency, Room
 
 
 def assign_objects(residency: Residency, step: OrderedStep, counts: Sequence[int]) -> list[int]:

@@ -24,9 +24,9 @@ from penstock.planner import (
     check_scratchpad,
     scratchpad,
 )
-from penstock.planner.scratchpads import _search as search_module
-from penstock.planner.scratchpads._greedy import spill_greedily
-from penstock.planner.scratchpads._residency import (
+from penstock.planner.scratchpad import _search as search_module
+from penstock.planner.scratchpad._greedy import spill_greedily
+from penstock.planner.scratchpad._residency import (
     ResidencyProgram,
     bound_for_all_orders,
     gaps_of,

@@ -20,14 +20,8 @@ from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
 from penstock.planner._plan import Found, Plan
 from penstock.planner._request import PlanRequest
-from penstock.planner.baselines._decisions import (
-    Below,
-    assemble,
-    device_capacity,
-    speeds_of,
-)
-from penstock.planner.baselines._genetic_engine import Evaluator
-from penstock.planner.baselines._genetic_genes import (
+from penstock.planner.genetic._evaluator import Evaluator
+from penstock.planner.genetic._genes import (
     Allocation,
     Schedules,
     cross_allocations,
@@ -35,15 +29,21 @@ from penstock.planner.baselines._genetic_genes import (
     mutate_allocation,
     random_classes,
 )
-from penstock.planner.baselines._genetic_objects import (
+from penstock.planner.genetic._objects import (
     assign_objects,
     missing_objects,
     pools_of_rooms,
     room_by_objects,
 )
-from penstock.planner.baselines._order import OrderedStep, ordered_step
-from penstock.planner.baselines._timing import Arrangement, Speeds, arrange
-from penstock.planner.baselines._walk import Pools, Residency, walk
+from penstock.planner.paging._accesses import OrderedStep, ordered_step
+from penstock.planner.paging._decisions import (
+    Below,
+    assemble,
+    device_capacity,
+    speeds_of,
+)
+from penstock.planner.paging._timing import Arrangement, Speeds, arrange
+from penstock.planner.paging._walk import Pools, Residency, walk
 
 _DEFAULT_SECONDS = 60.0  # where the request has no deadline
 POPULATION = 100

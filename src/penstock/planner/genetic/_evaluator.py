@@ -18,9 +18,9 @@ import numpy as np
 
 from penstock.codegen import load_library
 from penstock.graph import StepGraph
-from penstock.planner.baselines._genetic_genes import Allocation
-from penstock.planner.baselines._order import OrderedStep, ordered_step
-from penstock.planner.baselines._timing import Speeds
+from penstock.planner.genetic._genes import Allocation
+from penstock.planner.paging._accesses import OrderedStep, ordered_step
+from penstock.planner.paging._timing import Speeds
 
 _SOURCES = [
     Path(__file__).with_name(name)

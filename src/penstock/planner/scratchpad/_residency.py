@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.planner.scratchpads._search import neighbours
-from penstock.planner.scratchpads._types import ScratchpadGraph
+from penstock.planner.scratchpad._search import neighbours
+from penstock.planner.scratchpad._types import ScratchpadGraph
 
 _INTEGRAL = 1e-6
 _MOST_OPERATORS = 4000  # of programs that get a bound for all orders
