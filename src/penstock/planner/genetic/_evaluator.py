@@ -1,34 +1,15 @@
-"""Candidates of the genetic search, evaluated in C++: from genes to the time of a step.
-
-The search asks for this thousands of times, and Python would take a second each. What a plan is
-made from is derived once, by the same steps in Python (`_genetic.derive`); both give the same time.
-"""
+"""Candidates of the genetic search: from an order and an allocation to the time of a step."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import math
-import weakref
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from penstock.codegen import load_library
 from penstock.graph import StepGraph
 from penstock.planner.genetic._genes import Allocation
-from penstock.planner.paging._accesses import OrderedStep, ordered_step
-from penstock.planner.paging._timing import Speeds
-
-_SOURCES = [
-    Path(__file__).with_name(name)
-    for name in ("evaluate_step.cpp", "evaluate_walk.cpp", "evaluate_timing.cpp")
-]
-# Without fused multiplications results are Python's to the last bit.
-_FLAGS = ("-O3", "-ffp-contract=off")
-_PASSES = 2  # of choosing ends of writes; the plan in the end takes more
+from penstock.planner.search._engine import OperatorSequence, Problem, Rates
+from penstock.planner.search._residency import Residency
 
 
 class Evaluator:
@@ -36,33 +17,40 @@ class Evaluator:
 
     Args:
         graph: The graph.
-        capacity: Bytes for objects.
-        speeds: What takes how long.
+        operator_seconds: Time of each operator.
+        rates: Of the links to the tier below the device.
+        capacity: Bytes of the device for values; None: as many as nothing has to leave for.
 
     Attributes:
         sizes: Distinct sizes of values, in rising order.
+        size_of_object: For each storage the index of its size; -1 for those without bytes.
+        capacity: Bytes of the device for values.
     """
 
-    def __init__(self, graph: StepGraph, capacity: int, speeds: Speeds) -> None:
-        self.capacity, self.speeds = capacity, speeds
-        step = ordered_step(graph)
-        self.sizes = tuple(sorted({num_bytes for num_bytes in step.num_bytes if num_bytes}))
-        library = _library()
-        arrays = _Arrays.of(step, self.sizes, speeds)
-        self._graph = ctypes.c_void_p(library.penstock_genetic_graph(ctypes.byref(arrays)))
-        weakref.finalize(self, library.penstock_genetic_free, self._graph)
+    def __init__(
+        self,
+        graph: StepGraph,
+        operator_seconds: Sequence[float],
+        rates: Rates,
+        capacity: int | None,
+    ) -> None:
+        self._problem = Problem(graph, operator_seconds)
+        self._rates = rates
+        num_bytes = self._problem.object_bytes
+        self.sizes: tuple[int, ...] = tuple(np.unique(num_bytes[num_bytes > 0]).tolist())
+        self.capacity = int(num_bytes.sum()) if capacity is None else capacity
+        self.size_of_object = np.searchsorted(self.sizes, num_bytes).astype(np.int32)
+        self.size_of_object[num_bytes == 0] = -1
 
-    def demand(self, order: Sequence[int]) -> list[int]:
-        """How many values of each size live at once in an order, at most."""
-        most = np.zeros(len(self.sizes), np.int64)
-        operators = np.array(order, np.int32)
-        _library().penstock_genetic_demand(self._graph, _pointer(operators), _pointer(most))
-        return most.tolist()
+    def count_values(self, order: Sequence[int]) -> list[int]:
+        """Return how many values of each size are live at once in an order, at most."""
+        sequence = OperatorSequence(self._problem, order)
+        return sequence.class_needs(self.size_of_object, len(self.sizes))[1].tolist()
 
     def evaluate(
-        self, order: Sequence[int], classes: Sequence[int], wanted: dict[int, int]
-    ) -> tuple[Allocation, float] | None:
-        """Repair an allocation and simulate.
+        self, order: Sequence[int], classes: Sequence[int], wanted: Mapping[int, int]
+    ) -> tuple[Allocation, Residency, list[int]] | None:
+        """Repair an allocation, and replay a step with the evictions that follow from it.
 
         Args:
             order: Operators by position, each once.
@@ -70,123 +58,54 @@ class Evaluator:
             wanted: Objects by class; they are made to hold every operator and to fit the capacity.
 
         Returns:
-            The repaired allocation and the time of a step; None where an operator does not fit.
+            The repaired allocation, the residency with its times, and the address of each chain of
+            stays; None where an operator does not fit.
         """
-        operators = np.array(order, np.int32)
-        class_of_size = np.array(classes, np.int32)
-        counts = np.array([wanted.get(name, 0) for name in range(len(self.sizes))], np.int64)
-        objects = np.zeros(len(self.sizes), np.int64)
-        seconds = _library().penstock_genetic_evaluate(
-            self._graph,
-            _pointer(operators),
-            _pointer(class_of_size),
-            _pointer(counts),
+        sequence = OperatorSequence(self._problem, order)
+        names = sorted(set(classes))
+        class_bytes = np.array([self.sizes[name] for name in names], np.int64)
+        class_of_size = np.append(np.searchsorted(names, classes), -1).astype(np.int32)
+        class_of_object = class_of_size[self.size_of_object]
+        least, most = sequence.class_needs(class_of_object, len(names))
+        counts = _repair(
+            np.array([wanted.get(name, 0) for name in names], np.int64),
+            least,
+            most,
+            class_bytes,
             self.capacity,
-            self.speeds.out_bytes_per_second,
-            self.speeds.in_bytes_per_second,
-            _PASSES,
-            _pointer(objects),
         )
-        if math.isinf(seconds):
+        if counts is None:
             return None
-        num_objects = {name: int(objects[name]) for name in sorted(set(classes))}
-        return Allocation(tuple(classes), num_objects), seconds
+        chosen = sequence.choose_in_classes(class_of_object, counts, class_bytes)
+        if chosen is None:
+            return None
+        evicted, stays = chosen
+        replay = sequence.replay(evicted, stays, (self._rates,))
+        if replay.overflow > 0:
+            return None
+        allocation = Allocation(tuple(classes), dict(zip(names, counts.tolist(), strict=True)))
+        residency = Residency(sequence, evicted, replay, np.ones(len(sequence.order)))
+        return allocation, residency, stays["offset"].tolist()
 
 
-class _Arrays(ctypes.Structure):
-    """`struct GraphArrays` of evaluate_timing.cpp, field by field."""
-
-    _counts: ClassVar = ("num_operators", "num_values", "num_storages", "num_sizes", "num_inputs")
-    _pointers: ClassVar = (
-        "seconds",
-        "storage_of_value",
-        "size_of_value",
-        "sizes",
-        "initial",
-        "final",
-        "persistent",
-        "first_need",
-        "needs",
-        "first_create",
-        "creates",
-        "first_mutate",
-        "mutates",
-        "first_overwrite",
-        "overwrites",
-        "initial_of_final",
-        "pinned",
-        "inputs",
-    )
-    _fields_: ClassVar = [
-        *((name, ctypes.c_int32) for name in _counts),
-        *((name, ctypes.c_void_p) for name in _pointers),
-    ]
-    kept: tuple[np.ndarray, ...]  # what the pointers point at
-
-    @classmethod
-    def of(cls, step: OrderedStep, sizes: Sequence[int], speeds: Speeds) -> _Arrays:
-        """The arrays of a graph; C++ copies them."""
-        graph, num_bytes = step.graph, step.num_bytes
-        index_of = {size: index for index, size in enumerate(sizes)}
-        operators, storages = graph.operators, graph.storages
-        renamed = np.full(len(num_bytes), -1, np.int32)
-        pinned = np.zeros(len(num_bytes), np.uint8)
-        for final, initial in step.renamed.items():
-            renamed[final] = initial
-        pinned[list(step.pinned)] = 1
-        lists = (
-            _lists([v for v in dict.fromkeys(o.needs) if num_bytes[v]] for o in operators),
-            _lists([v for v in o.creates if num_bytes[v]] for o in operators),
-            _lists(
-                [v for pair in o.mutates if num_bytes[pair[0]] for v in pair] for o in operators
-            ),
-            _lists([v for pair in o.may_overwrite for v in pair] for o in operators),
-        )
-        arrays = (
-            np.array(speeds.operator_seconds, np.float64),
-            _int32(graph.storage_of_value),
-            _int32(index_of.get(size, -1) for size in num_bytes),
-            np.array(sizes, np.int64),
-            _int32(-1 if s.initial is None else s.initial for s in storages),
-            _int32(-1 if s.final is None else s.final for s in storages),
-            np.array([s.persistent for s in storages], np.uint8),
-            *(array for pair in lists for array in pair),
-            renamed,
-            pinned,
-            _int32(step.inputs),
-        )
-        counts = len(operators), len(num_bytes), len(storages), len(sizes), len(step.inputs)
-        made = cls(*counts, *(array.ctypes.data for array in arrays))
-        made.kept = arrays
-        return made
-
-
-def _lists(parts: Iterable[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Lists of lists: where each one begins, and all items."""
-    parts = list(parts)
-    return _int32(np.cumsum([0, *map(len, parts)])), _int32(v for part in parts for v in part)
-
-
-def _int32(values: Iterable[int]) -> np.ndarray:
-    return np.array(list(values), np.int32)
-
-
-def _pointer(array: np.ndarray) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    pointer, double = ctypes.c_void_p, ctypes.c_double
-    evaluate = [*[pointer] * 4, ctypes.c_int64, double, double, ctypes.c_int32, pointer]
-    return load_library(
-        "planner_genetic",
-        _SOURCES,
-        flags=_FLAGS,
-        functions={
-            "penstock_genetic_graph": (pointer, [pointer]),
-            "penstock_genetic_free": (None, [pointer]),
-            "penstock_genetic_demand": (None, [pointer] * 3),
-            "penstock_genetic_evaluate": (double, evaluate),
-        },
-    )
+def _repair(
+    wanted: np.ndarray,
+    least: np.ndarray,
+    most: np.ndarray,
+    class_bytes: np.ndarray,
+    capacity: int,
+) -> np.ndarray | None:
+    """Return numbers of objects that fit the capacity and hold every operator, or None."""
+    free = capacity - int(class_bytes @ least)
+    if free < 0:
+        return None
+    more = np.minimum(wanted, most) - least
+    more = np.maximum(more, 0)
+    asked = int(class_bytes @ more)
+    counts = least + (more * min(1.0, free / asked) if asked else more).astype(np.int64)
+    free = capacity - int(class_bytes @ counts)
+    for name in range(len(counts) - 1, -1, -1):  # the rest is for the largest classes first
+        extra = min(free // int(class_bytes[name]), int(most[name] - counts[name]))
+        counts[name] += extra
+        free -= extra * int(class_bytes[name])
+    return counts

@@ -2,10 +2,10 @@
 
 Huang, Jin, Li: SwapAdvisor: Pushing Deep Learning Beyond the GPU Memory Limit via Smart Swapping,
 ASPLOS 2020 (doi 10.1145/3373376.3378530). Its code is not public; this follows the paper. A
-candidate is a schedule and an allocation (`_genetic_genes`). From both follows the swap plan
-(section 4): whoever is needed again the latest leaves its object, which whoever takes it waits for
-and nobody else does. How good a candidate is, a simulation of three streams says. Neither
-recomputation nor files are part of it, and there is no bound.
+candidate is a schedule and an allocation (`_genes`). The swap plan follows from both (section 4):
+where no object of a size class is free, the value of the class that is used again the latest is
+evicted, and the value that takes its object waits until it has left. A replay of three streams
+gives the time of a step. Neither recomputation nor files are part of it, and there is no bound.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from penstock.errors import InfeasibleError
-from penstock.graph import StepGraph
-from penstock.planner._plan import Found, Plan
+from penstock.memory import Tier
+from penstock.planner._plan import Bound, Found, Plan
 from penstock.planner._request import PlanRequest
+from penstock.planner._simulate import simulate
 from penstock.planner.genetic._evaluator import Evaluator
 from penstock.planner.genetic._genes import (
     Allocation,
@@ -29,21 +30,9 @@ from penstock.planner.genetic._genes import (
     mutate_allocation,
     random_classes,
 )
-from penstock.planner.genetic._objects import (
-    assign_objects,
-    missing_objects,
-    pools_of_rooms,
-    room_by_objects,
-)
-from penstock.planner.paging._accesses import OrderedStep, ordered_step
-from penstock.planner.paging._decisions import (
-    Below,
-    assemble,
-    device_capacity,
-    speeds_of,
-)
-from penstock.planner.paging._timing import Arrangement, Speeds, arrange
-from penstock.planner.paging._walk import Pools, Residency, walk
+from penstock.planner.search._emit import emit
+from penstock.planner.search._engine import Rates
+from penstock.planner.search._residency import Residency
 
 _DEFAULT_SECONDS = 60.0  # where the request has no deadline
 POPULATION = 100
@@ -53,53 +42,26 @@ STAGNATION = (
 MUTATION = 0.1  # probability that a child mutates, and that one of its genes does
 RATIOS = (1.0, 1.3, 2.0, 4.0, 8.0)  # of sizes within a class, with the framework's own order
 _MAX_TRIES = 5  # times the population, to find as many candidates that fit
-_SPARES = 6  # times that objects of a class are given up, so that rooms go round the step's end
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule, an allocation and what they are worth."""
+    """A schedule and an allocation, and the time of a step with them."""
 
     order: tuple[int, ...]
     allocation: Allocation
     step_seconds: float
 
 
-@dataclass(frozen=True)
-class Derived:
-    """The swap plan of a candidate.
-
-    Attributes:
-        step: The graph in the candidate's order.
-        residency: Who is on the device when.
-        arrangement: Transfers with their places.
-        offsets: Addresses of the residency's rooms, those that are never free last.
-    """
-
-    step: OrderedStep
-    residency: Residency
-    arrangement: Arrangement
-    offsets: list[int]
-
-
 class _Search:
-    """What does not change during a search, and how far it is."""
+    """A population of candidates, and how it evolves."""
 
-    def __init__(
-        self,
-        graph: StepGraph,
-        evaluator: Evaluator,
-        *,
-        time_limit: float,
-        seed: int,
-        progress: Callable[[Found], None] | None,
-    ) -> None:
-        self.evaluator, self.progress = evaluator, progress
-        self.schedules = Schedules(graph)
-        self.program = tuple(range(len(graph.operators)))
-        self.random = random.Random(seed)
+    def __init__(self, request: PlanRequest, evaluator: Evaluator) -> None:
+        self.request, self.evaluator = request, evaluator
+        self.schedules = Schedules(request.graph)
+        self.program = tuple(range(len(request.graph.operators)))
+        self.random = random.Random(request.seed)
         self.began = time.monotonic()
-        self.deadline = self.began + time_limit
         self.population: list[Candidate] = []
         self.num_evaluations = self.num_generations = 0
 
@@ -110,7 +72,7 @@ class _Search:
                 if candidate is not None:
                     self.population.append(candidate)
                     self.report()
-                if self.population and self.late():
+                if self.population and self.is_late():
                     break
             if self.population:
                 _evolve(self)
@@ -118,24 +80,27 @@ class _Search:
             if not self.population:
                 raise
 
-    def late(self) -> bool:
-        """Whether the time is over."""
-        return time.monotonic() > self.deadline
+    def is_late(self) -> bool:
+        """Return whether the time is over."""
+        return not self.request.seconds_left()
 
     def report(self) -> None:
-        """Tell whoever asked how good the best candidate is."""
-        if self.progress is not None:
+        """Report the time of the best candidate as progress."""
+        if self.request.progress is not None:
             best = min(candidate.step_seconds for candidate in self.population)
             elapsed = time.monotonic() - self.began
-            self.progress(Found(elapsed, best, sum(self.evaluator.speeds.operator_seconds)))
+            self.request.progress(Found(elapsed, best, self.request.compute_seconds))
 
     def evaluate(
         self, order: tuple[int, ...], classes: Sequence[int], wanted: dict[int, int]
     ) -> Candidate | None:
-        """Repair an allocation and simulate; None where an operator does not fit."""
+        """Repair an allocation and replay it; None where an operator does not fit."""
         self.num_evaluations += 1
         found = self.evaluator.evaluate(order, classes, wanted)
-        return None if found is None else Candidate(order, *found)
+        if found is None:
+            return None
+        allocation, residency, _ = found
+        return Candidate(order, allocation, residency.replay.step_seconds)
 
 
 def plan_genetic(request: PlanRequest) -> Plan:
@@ -156,24 +121,11 @@ def plan_genetic(request: PlanRequest) -> Plan:
 
     Raises:
         ValueError: There is no tier below the device, or the times are another graph's.
-        InfeasibleError: No candidate of the first population fits: a size class needs room for
+        InfeasibleError: No candidate of the first population fits: a size class needs objects for
             the operator that has most of its sizes, at all times.
     """
-    graph = request.graph
-    if Below.of(request) is None:
-        raise ValueError(
-            "method='genetic' swaps values to the host or to files: give host_memory or a store "
-            "(and a machine that has links to it), or use method='auto'"
-        )
-    speeds = speeds_of(request)
-    evaluator = Evaluator(graph, device_capacity(ordered_step(graph), request.budget), speeds)
-    search = _Search(
-        graph,
-        evaluator,
-        time_limit=request.ending(_DEFAULT_SECONDS).seconds_left(),
-        seed=request.seed,
-        progress=request.progress,
-    )
+    request = request.ending(_DEFAULT_SECONDS)
+    search = _Search(request, _evaluator(request))
     search.run()
     if not search.population:
         raise InfeasibleError(
@@ -182,91 +134,71 @@ def plan_genetic(request: PlanRequest) -> Plan:
             proved=False,
         )
     best = min(search.population, key=lambda candidate: candidate.step_seconds)
-    derived = derive(graph, best.order, best.allocation, evaluator.sizes, speeds)
-    assert derived is not None
-    return assemble(
-        request,
-        derived.step,
-        derived.residency,
-        derived.arrangement,
-        derived.offsets,
-        method="genetic",
-        notes={
-            "planning_seconds": time.monotonic() - search.began,
-            "num_generations": search.num_generations,
-            "num_evaluations": search.num_evaluations,
-        },
-    )
-
-
-def derive(
-    graph: StepGraph,
-    order: Sequence[int],
-    allocation: Allocation,
-    sizes: Sequence[int],
-    speeds: Speeds,
-    *,
-    passes: int = 4,
-) -> Derived | None:
-    """Return the swap plan of a schedule and an allocation; None where objects do not suffice.
-
-    `Evaluator.evaluate` does the same in C++ and keeps only the time.
-
-    Args:
-        graph: A captured step.
-        order: Operators by position, each once.
-        allocation: Classes of equal objects.
-        sizes: Distinct sizes of values, in rising order.
-        speeds: What takes how long.
-        passes: How often ends of writes are chosen.
-    """
-    step = ordered_step(graph, order)
-    names = sorted(allocation.num_objects)
-    pool_of_class = {name: pool for pool, name in enumerate(names)}
-    pool_of_bytes = {
-        size: pool_of_class[name]
-        for size, name in zip(sizes, allocation.class_of_size, strict=True)
+    classes, counts = best.allocation.class_of_size, best.allocation.num_objects
+    found = search.evaluator.evaluate(best.order, classes, counts)
+    assert found is not None
+    notes = {
+        "planning_seconds": time.monotonic() - search.began,
+        "num_generations": search.num_generations,
+        "num_evaluations": search.num_evaluations,
     }
-    counts = [allocation.num_objects[name] for name in names]
-    found = _walk_in_objects(step, counts, pool_of_bytes)
-    if found is None:
-        return None
-    residency, objects = found
-    prefetch = room_by_objects(step, residency, objects)
-    arrangement = arrange(step, residency, speeds, prefetch=prefetch, passes=passes)
-    starts, base = [], 0
-    for name, count in zip(names, counts, strict=True):
-        starts.append(base)
-        base += sizes[name] * count
-    offsets = [
-        starts[pool] + item * sizes[names[pool]]
-        for pool, item in zip(pools_of_rooms(residency), objects, strict=True)
-    ]
-    return Derived(step, residency, arrangement, offsets)
+    return _plan(request, *found[1:], notes)
 
 
-def _walk_in_objects(
-    step: OrderedStep, counts: Sequence[int], pool_of_bytes: dict[int, int]
-) -> tuple[Residency, list[int]] | None:
-    """A residency with an object for every room; None where there is none."""
-    used = list(counts)
-    for _ in range(_SPARES):
-        try:
-            residency = walk(step, Pools(tuple(used), pool_of_bytes), "belady")
-        except InfeasibleError:
-            return None
-        objects = assign_objects(residency, step, counts)
-        short = missing_objects(residency, objects, len(counts))
-        if not any(short):
-            return residency, objects
-        used = [max(0, count - less) for count, less in zip(used, short, strict=True)]
-    return None
+def _evaluator(request: PlanRequest) -> Evaluator:
+    links = request.machine.links
+    if not request.links or not set(request.links[0]) <= links.keys():
+        raise ValueError(
+            "method='genetic' swaps values to the host or to files: give host_memory or a store "
+            "(and a machine that has links to it), or use method='auto'"
+        )
+    rates = Rates(*(links[link].bytes_per_second for link in request.links[0]))
+    capacity = request.budget.device_bytes
+    if capacity is not None:
+        capacity -= request.workspace_bytes
+    return Evaluator(request.graph, request.operator_seconds, rates, capacity)
+
+
+def _plan(
+    request: PlanRequest, residency: Residency, offsets: Sequence[int], notes: dict[str, float]
+) -> Plan:
+    movement, budget = emit(residency, offsets, request.links[:1]), request.budget
+    ideal = request.compute_seconds
+    plan = Plan(
+        graph_digest=request.graph.digest,
+        order=tuple(residency.sequence.order.tolist()),
+        placements=movement.placements,
+        transfers=movement.transfers,
+        copies=movement.copies,
+        budget=budget,
+        machine=request.machine,
+        operator_seconds=tuple(request.operator_seconds),
+        step_seconds=0.0,
+        ideal_seconds=ideal,
+        bound=Bound(seconds=ideal, binding="compute", seconds_of={"compute": ideal}),
+        workspace_bytes=request.workspace_bytes,
+        method="genetic",
+        seed=request.seed,
+        notes=notes,
+    )
+    plan = replace(plan, step_seconds=simulate(request.graph, plan).step_seconds)
+    for tier, limit, peak in (
+        (Tier.HOST, budget.host_bytes, plan.peak_host_bytes),
+        (Tier.FILE, budget.file_bytes, plan.peak_file_bytes),
+    ):
+        if limit is not None and peak > limit:
+            raise InfeasibleError(
+                f"method='genetic' swaps {peak} bytes to the {tier} and may use {limit}: give "
+                f"{tier} memory of {peak} bytes, or use method='auto'",
+                proved=False,
+            )
+    return plan
 
 
 def _first_population(search: _Search) -> Iterator[Candidate | None]:
     """The framework's own order with several allocations; then near and random ones of both."""
     sizes, rng = search.evaluator.sizes, search.random
-    most = search.evaluator.demand(search.program)
+    most = search.evaluator.count_values(search.program)
     for number in range(_MAX_TRIES * POPULATION):
         if len(search.population) >= POPULATION:
             return
@@ -291,7 +223,7 @@ def _evolve(search: _Search) -> None:
         parents = search.population[: max(2, POPULATION // 2)]
         children: list[Candidate] = []
         while len(parents) + len(children) < POPULATION:
-            if search.late():
+            if search.is_late():
                 search.population = parents + children
                 return
             child = _child(search, parents)

@@ -26,6 +26,7 @@ _SOURCES = (
     "sequence.cpp",
     "choice.cpp",
     "rooms.cpp",
+    "size_classes.cpp",
     "replay.cpp",
     "stacking.cpp",
     "order.cpp",
@@ -383,6 +384,49 @@ class OperatorSequence:
         )
         return evicted, worst
 
+    def class_needs(
+        self, class_of_object: np.ndarray, num_classes: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the slots that each size class needs: at the least, and for nothing to leave.
+
+        Args:
+            class_of_object: For each object its class; -1 for those without bytes.
+            num_classes: Number of classes.
+        """
+        least, most = np.zeros((2, num_classes), np.int64)
+        _library().sequence_class_needs(
+            self._handle, _pointer(class_of_object), num_classes, _pointer(least), _pointer(most)
+        )
+        return least, most
+
+    def choose_in_classes(
+        self, class_of_object: np.ndarray, counts: np.ndarray, class_bytes: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Choose what leaves where memory consists of equal slots for each size class.
+
+        Args:
+            class_of_object: For each object its class; -1 for those without bytes.
+            counts: Slots of each class.
+            class_bytes: Bytes of a slot of each class.
+
+        Returns:
+            For each gap whether its object leaves, and a `STAY` with its address for each chain of
+            stays; None if that many slots are not enough.
+        """
+        evicted = np.zeros(len(self.gap_object), np.uint8)
+        most = len(self.gap_object) + len(self.order) + len(self.problem.access_object)
+        stays = np.zeros(most + len(self.problem.object_bytes), STAY)
+        num_stays = _library().sequence_choose_in_classes(
+            self._handle,
+            _pointer(class_of_object),
+            len(counts),
+            _pointer(counts),
+            _pointer(class_bytes),
+            _pointer(evicted),
+            _pointer(stays),
+        )
+        return None if num_stays < 0 else (evicted, stays[:num_stays])
+
     def dirty(self, evicted: np.ndarray) -> np.ndarray:
         """For each evicted gap whether its object has to be written before it is gone."""
         dirty = np.zeros(len(evicted), np.uint8)
@@ -557,6 +601,8 @@ def _library() -> ctypes.CDLL:
         "sequence_num_gaps": (i32, [pointer]),
         "sequence_read": (None, [pointer] * 7),
         "sequence_choose": (i64, [pointer, pointer, i64, pointer, pointer]),
+        "sequence_class_needs": (None, [pointer, pointer, i32, pointer, pointer]),
+        "sequence_choose_in_classes": (i32, [pointer, pointer, i32, *[pointer] * 4]),
         "sequence_dirty": (None, [pointer] * 3),
         "sequence_replay": (
             i64,
