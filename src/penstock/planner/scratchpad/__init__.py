@@ -1,4 +1,4 @@
-"""What of a program stays in fixed scratchpads, and where."""
+"""Plans of programs that run from fixed scratchpads: order, residency, offsets and spills."""
 
 from penstock.planner.scratchpad._check import check_scratchpad
 from penstock.planner.scratchpad._plan_scratchpad import scratchpad

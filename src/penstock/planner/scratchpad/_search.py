@@ -1,16 +1,16 @@
-"""The search for a good order of a program over scratchpads, in C++: how it is built and called."""
+"""The search for a good order of a program over scratchpads, which search.cpp does."""
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 
-from penstock.codegen import load_optional_library
+from penstock.codegen import load_optional_library, to_struct
 from penstock.planner._stoppable import run_stoppable
 from penstock.planner.scratchpad._types import ScratchpadGraph
 
@@ -20,44 +20,44 @@ _NUM_PROPOSALS = 150_000
 _TEMPERATURES = (0.02, 0.004)
 
 
-class _Request(ctypes.Structure):
-    """`struct Request` of search.cpp, field by field."""
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """`struct Request` of search.cpp."""
 
-    _fields_: ClassVar = [
-        ("num_operators", ctypes.c_int64),
-        ("num_buffers", ctypes.c_int64),
-        ("num_pools", ctypes.c_int64),
-        *[
-            (name, ctypes.c_void_p)
-            for name in (
-                *("first_predecessor", "predecessors", "first_use", "uses"),
-                *("pool", "size", "cost", "capacity", "is_anchor"),
-            )
-        ],
-        ("num_proposals", ctypes.c_int64),
-        ("time_limit", ctypes.c_double),
-        ("seed", ctypes.c_int64),
-        ("temperature", ctypes.c_double),
-        ("stop", ctypes.c_void_p),
-    ]
+    num_operators: int
+    num_buffers: int
+    num_pools: int
+    first_predecessor: np.ndarray
+    predecessors: np.ndarray
+    first_use: np.ndarray
+    uses: np.ndarray
+    pool: np.ndarray
+    size: np.ndarray
+    cost: np.ndarray
+    capacity: np.ndarray
+    is_anchor: np.ndarray
+    num_proposals: int
+    time_limit: float
+    seed: int
+    temperature: float
+    stop: np.ndarray
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """The search in C++, or None where there is no compiler; which one it is is logged once."""
-    arguments = [ctypes.POINTER(_Request), ctypes.c_void_p]
+def load_search() -> ctypes.CDLL | None:
+    """Return the search in C++, or None where there is no compiler."""
     return load_optional_library(
         "scratchpad",
         _SOURCE,
         flags=("-O3", "-march=native", "-pthread"),
-        functions={"penstock_scratchpad_order": (ctypes.c_int64, arguments)},
+        functions={"penstock_scratchpad_order": (ctypes.c_int64, [ctypes.c_void_p] * 2)},
         work="orders over scratchpads are searched",
         otherwise="not at all, the first one stays",
     )
 
 
-def neighbours(graph: ScratchpadGraph) -> tuple[list[list[int]], list[list[int]]]:
-    """The predecessors and the successors of each operator, each once, ascending."""
+def find_neighbours(graph: ScratchpadGraph) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the predecessors and the successors of each operator, each once, ascending."""
     predecessors: list[set[int]] = [set() for _ in graph.operators]
     successors: list[set[int]] = [set() for _ in graph.operators]
     for before, after in graph.edges:
@@ -66,12 +66,13 @@ def neighbours(graph: ScratchpadGraph) -> tuple[list[list[int]], list[list[int]]
     return [sorted(each) for each in predecessors], [sorted(each) for each in successors]
 
 
-def anchors(graph: ScratchpadGraph) -> np.ndarray:
-    """Which operators the search places by itself; the others run just before who needs them.
+def find_anchors(graph: ScratchpadGraph) -> np.ndarray:
+    """Return for each operator whether it is an anchor: the search gives it a place of its own.
 
-    Those others need nothing and are needed (loads), or prepare one operator only, from such loads.
+    The others run just before the operator that uses them. They use nothing and are used (loads),
+    or prepare one operator only, from such loads.
     """
-    predecessors, successors = neighbours(graph)
+    predecessors, successors = find_neighbours(graph)
     feeds = [False] * len(graph.operators)
     for op in graph.topological_order():
         if not predecessors[op]:
@@ -85,39 +86,24 @@ def anchors(graph: ScratchpadGraph) -> np.ndarray:
 def search_orders(
     graph: ScratchpadGraph, pools: Mapping[str, int], *, time_limit: float, seed: int
 ) -> list[tuple[int, ...]]:
-    """Orders worth solving exactly, the most promising first; the last is the first legal one."""
+    """Return orders worth solving exactly, the most promising first; the program's own is last."""
     first = graph.topological_order()
-    compiled = library()
-    if compiled is None or not graph.operators:
+    library = load_search()
+    if library is None or not graph.operators:
         return [first]
-    names, (predecessors, _) = list(pools), neighbours(graph)
-    arrays = [
-        *_rows(predecessors),
-        *_rows([operator.buffers for operator in graph.operators]),
-        np.array([names.index(buffer.pool) for buffer in graph.buffers], dtype=np.int64),
-        np.array([buffer.size for buffer in graph.buffers], dtype=np.int64),
-        np.array([buffer.spill_cost for buffer in graph.buffers], dtype=np.int64),
-        np.array([pools[name] for name in names], dtype=np.int64),
-        anchors(graph).astype(np.uint8),
-    ]
     stop = np.zeros(1, dtype=np.int32)
+    request = _request(graph, pools, time_limit, stop)
     orders = [np.array(first, dtype=np.int64) for _ in _TEMPERATURES]
     costs = [-1 for _ in _TEMPERATURES]
 
     def search(index: int) -> None:
-        request = _Request(
-            len(graph.operators),
-            len(graph.buffers),
-            len(pools),
-            *[array.ctypes.data for array in arrays],
-            _NUM_PROPOSALS,
-            time_limit,
-            seed * len(_TEMPERATURES) + index,
-            _TEMPERATURES[index],
-            stop.ctypes.data,
+        own = dataclasses.replace(
+            request,
+            seed=seed * len(_TEMPERATURES) + index,
+            temperature=_TEMPERATURES[index],
         )
-        costs[index] = compiled.penstock_scratchpad_order(
-            ctypes.byref(request), orders[index].ctypes.data
+        costs[index] = library.penstock_scratchpad_order(
+            ctypes.byref(to_struct(own)), orders[index].ctypes.data
         )
 
     searches = [functools.partial(search, index) for index in range(len(_TEMPERATURES))]
@@ -126,7 +112,34 @@ def search_orders(
     return list(dict.fromkeys([*(order for cost, order in found if cost >= 0), first]))
 
 
-def _rows(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Lists of numbers as one array with the beginnings of each."""
+def _request(
+    graph: ScratchpadGraph, pools: Mapping[str, int], time_limit: float, stop: np.ndarray
+) -> _Request:
+    names = list(pools)
+    first_predecessor, predecessors = _flatten(find_neighbours(graph)[0])
+    first_use, uses = _flatten([operator.buffers for operator in graph.operators])
+    return _Request(
+        num_operators=len(graph.operators),
+        num_buffers=len(graph.buffers),
+        num_pools=len(names),
+        first_predecessor=first_predecessor,
+        predecessors=predecessors,
+        first_use=first_use,
+        uses=uses,
+        pool=np.array([names.index(buffer.pool) for buffer in graph.buffers], dtype=np.int64),
+        size=np.array([buffer.size for buffer in graph.buffers], dtype=np.int64),
+        cost=np.array([buffer.spill_cost for buffer in graph.buffers], dtype=np.int64),
+        capacity=np.array([pools[name] for name in names], dtype=np.int64),
+        is_anchor=find_anchors(graph).astype(np.uint8),
+        num_proposals=_NUM_PROPOSALS,
+        time_limit=time_limit,
+        seed=0,
+        temperature=0.0,
+        stop=stop,
+    )
+
+
+def _flatten(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return lists of numbers as one array, with the beginnings of each."""
     first = np.cumsum([0, *map(len, rows)], dtype=np.int64)
     return first, np.array([value for row in rows for value in row] or [0], dtype=np.int64)
