@@ -30,6 +30,8 @@ from penstock.planner.genetic._genes import (
     mutate_allocation,
     random_classes,
 )
+from penstock.planner.paging import plan_by_paging
+from penstock.planner.search import load_engine
 from penstock.planner.search._emit import emit
 from penstock.planner.search._engine import Rates
 from penstock.planner.search._residency import Residency
@@ -117,7 +119,8 @@ def plan_genetic(request: PlanRequest) -> Plan:
             best candidate, once a generation.
 
     Returns:
-        A plan that `check` accepts.
+        A plan that `check` accepts. Without a C++ compiler nothing is searched, and it is Belady's:
+        `notes["searched"]` is False then.
 
     Raises:
         ValueError: There is no tier below the device, or the times are another graph's.
@@ -125,6 +128,8 @@ def plan_genetic(request: PlanRequest) -> Plan:
             the operator that has most of its sizes, at all times.
     """
     request = request.ending(_DEFAULT_SECONDS)
+    if load_engine() is None:  # Belady's plan is the candidate that the search would begin with
+        return plan_by_paging(request, policy="belady", notes={"searched": False})
     search = _Search(request, _evaluator(request))
     search.run()
     if not search.population:

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.codegen import load_library
+from penstock.codegen import load_optional_library, why_nothing_can_be_built
+from penstock.errors import BuildError
 from penstock.graph import Kind, Phase, StepGraph, alignment_bytes
 
 _SOURCES = (
@@ -585,8 +586,16 @@ def _pointer(array: np.ndarray) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
-@functools.cache
 def _library() -> ctypes.CDLL:
+    library = load_engine()
+    if library is None:
+        raise BuildError(f"nothing can be searched without C++: {why_nothing_can_be_built()}")
+    return library
+
+
+@functools.cache
+def load_engine() -> ctypes.CDLL | None:
+    """Return the engine, or None where there is no compiler."""
     pointer, i32, i64, double = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
     replay_tail = [*[pointer] * 4, i32, *[pointer] * 4]
     functions = {
@@ -617,4 +626,11 @@ def _library() -> ctypes.CDLL:
         "recipes_read": (None, [pointer, pointer]),
     }
     sources = [Path(__file__).with_name(name) for name in _SOURCES]
-    return load_library("planner_engine", sources, flags=("-O3",), functions=functions)
+    return load_optional_library(
+        "planner_engine",
+        sources,
+        flags=("-O3",),
+        functions=functions,
+        work="plans are made",
+        otherwise="by paging, without a search",
+    )
