@@ -52,7 +52,7 @@ from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
 from penstock.memory import MachineProfile
 from penstock.planner import Budget, Plan, check, simulate
-from penstock.planner.baselines._order import ordered_step, peak_of_program_order
+from penstock.planner.paging._accesses import ordered_step, peak_of_program_order
 
 TOPIC = "plan"
 SHARES = ("1/2", "1/4", "1/8", "1/12")

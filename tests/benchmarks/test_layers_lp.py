@@ -4,8 +4,8 @@ import graphs
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind, Phase
 from penstock.planner import Budget, check
-from penstock.planner.baselines._order import peak_of_program_order
-from penstock.planner.baselines._recompute import Recomputation
+from penstock.planner.paging._accesses import peak_of_program_order
+from penstock.planner.paging._recompute import Recomputation
 from planners.layers_lp import (
     Fractions,
     choose_values,

@@ -12,7 +12,7 @@ from penstock.planner._simulate import Simulation, Stall, simulate
 from penstock.planner.bounds import lower_bound
 from penstock.planner.exact import Peak, exact, min_peak, min_working_set
 from penstock.planner.packing import Buffer, Packing, check_packing, pack
-from penstock.planner.scratchpads import (
+from penstock.planner.scratchpad import (
     NPU_POOLS,
     Residency,
     ScratchpadBuffer,

@@ -25,10 +25,11 @@ from penstock.memory import machine as known_machine
 from penstock.planner._plan import Bound, Budget, Found, Plan
 from penstock.planner._references import fastest_with_references
 from penstock.planner._request import PlanRequest
-from penstock.planner.baselines import peak_of_program_order, plan_genetic
 from penstock.planner.bounds import lower_bound
 from penstock.planner.exact import exact
-from penstock.planner.search import plan_auto
+from penstock.planner.genetic import plan_genetic
+from penstock.planner.paging import peak_of_program_order
+from penstock.planner.search import load_engine, plan_auto
 from penstock.units import parse_bytes, parse_share
 
 _logger = logging.getLogger(__name__)
@@ -222,6 +223,8 @@ def _plan_auto(request: PlanRequest) -> Plan:
     if found is None:
         assert failure is not None
         raise failure
+    if load_engine() is None:
+        found = dataclasses.replace(found, notes={**found.notes, "searched": False})
     return found
 
 

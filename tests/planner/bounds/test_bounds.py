@@ -21,9 +21,9 @@ from graphs import (
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.planner import Budget, lower_bound
+from penstock.planner._linear_program import LinearProgram
 from penstock.planner.bounds._bounds import working_set
 from penstock.planner.bounds._fixed_order import tabulate_live_ranges
-from penstock.planner.bounds._linear import LinearProgram
 
 HOST = 1 << 30
 

@@ -3,10 +3,8 @@
 from penstock.planner.bounds._bounds import WorkingSet, lower_bound, quick_parts, working_set
 from penstock.planner.bounds._fixed_order import operator_bytes
 from penstock.planner.bounds._forced import forced_bytes, made_anew, relatives
-from penstock.planner.bounds._linear import LinearProgram
 
 __all__ = [
-    "LinearProgram",
     "WorkingSet",
     "forced_bytes",
     "lower_bound",

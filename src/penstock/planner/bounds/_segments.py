@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.planner._linear_program import LinearProgram
 from penstock.planner.bounds._fixed_order import FixedOrder
-from penstock.planner.bounds._linear import LinearProgram
 
 _LARGE = 1 / 16  # of the arena
 _PARTS = 256  # of the arena: what has to be missing is rounded down to so many parts of it

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.graph import StepGraph
+from penstock.planner._linear_program import LinearProgram
 from penstock.planner._live_ranges import LiveRange, live_ranges
-from penstock.planner.bounds import LinearProgram
 from penstock.planner.exact._evictions import Eviction, last_read
 from penstock.planner.exact._groups import OperatorGroups
 

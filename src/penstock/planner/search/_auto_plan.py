@@ -33,7 +33,7 @@ from penstock.planner.search._addresses import (
 )
 from penstock.planner.search._auto import AutoSearch, Candidate, frozen_decisions
 from penstock.planner.search._emit import emit
-from penstock.planner.search._engine import OperatorSequence, Problem, Rates
+from penstock.planner.search._engine import OperatorSequence, Problem, Rates, load_engine
 from penstock.planner.search._finish import MAX_OPERATORS, MAX_SECONDS, any_plan, finish
 from penstock.planner.search._residency import Below, Residency, ResidencySearch
 from penstock.units import format_bytes
@@ -79,7 +79,10 @@ def plan_auto(request: PlanRequest, *, bound: Bound) -> Plan:
     least, device_bytes = working_set(request.graph), request.budget.device_bytes
     if device_bytes is not None and device_bytes < least.num_bytes:
         raise _infeasible(task, least)
-    found, failure = _searched_on_grids(task, report)
+    if load_engine() is None:
+        found, failure = None, _without_engine(task)
+    else:
+        found, failure = _searched_on_grids(task, report)
     better = _finished(task, found)
     if better is not None:
         report(better.step_seconds)
@@ -391,8 +394,25 @@ def _ever_smaller(residency: Residency, capacity: int, below: Below | None) -> I
     yield from filter(None, [ResidencySearch(sequence, least, below, horizon=0).at(shares * 0)])
 
 
+def _without_engine(task: _Task) -> InfeasibleError:
+    return InfeasibleError(
+        f"device_memory={task.request.budget.device_bytes} bytes: plans are searched for by C++, "
+        "and without it nothing was found that fits; install a compiler, or give more",
+        proved=False,
+    )
+
+
 def _infeasible(task: _Task, least: WorkingSet | None = None) -> InfeasibleError:
     """What would do, where the search found nothing, or where no plan fits (`least` is above)."""
+    if least is not None and load_engine() is None:
+        return InfeasibleError(
+            f"device_memory={task.request.budget.device_bytes} bytes is too little: operator "
+            f"{least.operator!r} alone needs {least.num_bytes} bytes with its workspace: raise it, "
+            "or split it",
+            minimum_device_bytes=least.num_bytes,
+            operator=least.operator,
+            proved=True,
+        )
     sequence, below, capacity = task.program(), task.below, task.capacity
     request, workspace = task.request, task.request.workspace_bytes
     if below is not None and below.first_bytes is not None:

@@ -19,13 +19,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.codegen import load_library
+from penstock.codegen import load_optional_library, why_nothing_can_be_built
+from penstock.errors import BuildError
 from penstock.graph import Kind, Phase, StepGraph, alignment_bytes
 
 _SOURCES = (
     "sequence.cpp",
     "choice.cpp",
     "rooms.cpp",
+    "size_classes.cpp",
     "replay.cpp",
     "stacking.cpp",
     "order.cpp",
@@ -383,6 +385,49 @@ class OperatorSequence:
         )
         return evicted, worst
 
+    def class_needs(
+        self, class_of_object: np.ndarray, num_classes: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the slots that each size class needs: at the least, and for nothing to leave.
+
+        Args:
+            class_of_object: For each object its class; -1 for those without bytes.
+            num_classes: Number of classes.
+        """
+        least, most = np.zeros((2, num_classes), np.int64)
+        _library().sequence_class_needs(
+            self._handle, _pointer(class_of_object), num_classes, _pointer(least), _pointer(most)
+        )
+        return least, most
+
+    def choose_in_classes(
+        self, class_of_object: np.ndarray, counts: np.ndarray, class_bytes: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Choose what leaves where memory consists of equal slots for each size class.
+
+        Args:
+            class_of_object: For each object its class; -1 for those without bytes.
+            counts: Slots of each class.
+            class_bytes: Bytes of a slot of each class.
+
+        Returns:
+            For each gap whether its object leaves, and a `STAY` with its address for each chain of
+            stays; None if that many slots are not enough.
+        """
+        evicted = np.zeros(len(self.gap_object), np.uint8)
+        most = len(self.gap_object) + len(self.order) + len(self.problem.access_object)
+        stays = np.zeros(most + len(self.problem.object_bytes), STAY)
+        num_stays = _library().sequence_choose_in_classes(
+            self._handle,
+            _pointer(class_of_object),
+            len(counts),
+            _pointer(counts),
+            _pointer(class_bytes),
+            _pointer(evicted),
+            _pointer(stays),
+        )
+        return None if num_stays < 0 else (evicted, stays[:num_stays])
+
     def dirty(self, evicted: np.ndarray) -> np.ndarray:
         """For each evicted gap whether its object has to be written before it is gone."""
         dirty = np.zeros(len(evicted), np.uint8)
@@ -541,8 +586,16 @@ def _pointer(array: np.ndarray) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
-@functools.cache
 def _library() -> ctypes.CDLL:
+    library = load_engine()
+    if library is None:
+        raise BuildError(f"nothing can be searched without C++: {why_nothing_can_be_built()}")
+    return library
+
+
+@functools.cache
+def load_engine() -> ctypes.CDLL | None:
+    """Return the engine, or None where there is no compiler."""
     pointer, i32, i64, double = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
     replay_tail = [*[pointer] * 4, i32, *[pointer] * 4]
     functions = {
@@ -557,6 +610,8 @@ def _library() -> ctypes.CDLL:
         "sequence_num_gaps": (i32, [pointer]),
         "sequence_read": (None, [pointer] * 7),
         "sequence_choose": (i64, [pointer, pointer, i64, pointer, pointer]),
+        "sequence_class_needs": (None, [pointer, pointer, i32, pointer, pointer]),
+        "sequence_choose_in_classes": (i32, [pointer, pointer, i32, *[pointer] * 4]),
         "sequence_dirty": (None, [pointer] * 3),
         "sequence_replay": (
             i64,
@@ -571,4 +626,11 @@ def _library() -> ctypes.CDLL:
         "recipes_read": (None, [pointer, pointer]),
     }
     sources = [Path(__file__).with_name(name) for name in _SOURCES]
-    return load_library("planner_engine", sources, flags=("-O3",), functions=functions)
+    return load_optional_library(
+        "planner_engine",
+        sources,
+        flags=("-O3",),
+        functions=functions,
+        work="plans are made",
+        otherwise="by paging, without a search",
+    )

@@ -4,15 +4,17 @@ namespace {
 
 // Chooses what leaves: at every position that does not fit, the object with the latest next use
 // (Belady), shifted by `bias`; then takes back what was not necessary. `evicted` may hold a choice
-// to begin with. Returns how many bytes are still too many at the worst position.
-i64 choose(const Sequence& s, const i64* capacity, i64 min_bytes, const double* bias, std::uint8_t* evicted) {
+// to begin with. Objects have weights, in bytes or otherwise; `base` is what they sum up to if nothing
+// leaves, and what weighs nothing stays. Returns how much is still too much at the worst position.
+i64 choose(const Sequence& s, const std::vector<i64>& base, const i64* weights, const i64* capacity,
+           i64 min_weight, const double* bias, std::uint8_t* evicted) {
   const i32 n = s.length, num_gaps = static_cast<i32>(s.gaps.size());
-  std::vector<i64> live(s.base);
+  std::vector<i64> live(base);
   Changes released(n);  // of `live`, by what is evicted
   std::vector<std::vector<i32>> starting(n), wrapping(1);
   for (i32 g = 0; g < num_gaps; ++g) {
     const Gap& gap = s.gaps[g];
-    if (evicted[g]) released.add(s, gap, -s.problem.bytes[gap.object]);
+    if (evicted[g]) released.add(s, gap, -weights[gap.object]);
     if (gap.end > n || gap.start < 0) wrapping[0].push_back(g);
     if (gap.start + 1 < n && gap.start >= 0) starting[gap.start + 1].push_back(g);
   }
@@ -20,12 +22,12 @@ i64 choose(const Sequence& s, const i64* capacity, i64 min_bytes, const double* 
   i64 worst = 0;
   for (int pass = 0; pass < 2; ++pass) {
     // First large objects only; small ones where these are not enough.
-    const i64 least = pass == 0 ? min_bytes : 1;
+    const i64 least = pass == 0 ? min_weight : 1;
     worst = 0;
     std::priority_queue<std::pair<double, i32>> heap;
     auto push = [&](i32 g, i32 end) {
       const Gap& gap = s.gaps[g];
-      if (evicted[g] || s.problem.bytes[gap.object] < least || (s.problem.flags[gap.object] & kPinned)) return;
+      if (evicted[g] || weights[gap.object] < least || (s.problem.flags[gap.object] & kPinned)) return;
       heap.push({end + (bias ? bias[g] : 0.0), g});
     };
     for (i32 g : wrapping[0]) push(g, s.gaps[g].start < 0 ? n : s.gaps[g].end - n);
@@ -42,7 +44,7 @@ i64 choose(const Sequence& s, const i64* capacity, i64 min_bytes, const double* 
         i32 first, last, wrapped;
         span(s, gap, first, last, wrapped);
         if (!((first <= position && position < last) || position < wrapped)) continue;
-        const i64 bytes = s.problem.bytes[gap.object];
+        const i64 bytes = weights[gap.object];
         evicted[g] = 1;
         released.add(s, gap, -bytes);
         here -= bytes;
@@ -66,13 +68,13 @@ i64 choose(const Sequence& s, const i64* capacity, i64 min_bytes, const double* 
   for (i32 g = 0; g < num_gaps; ++g)
     if (evicted[g]) back.push_back(g);
   std::sort(back.begin(), back.end(), [&](i32 a, i32 b) {
-    const i64 x = s.problem.bytes[s.gaps[a].object], y = s.problem.bytes[s.gaps[b].object];
+    const i64 x = weights[s.gaps[a].object], y = weights[s.gaps[b].object];
     const i32 u = s.gaps[a].end - s.gaps[a].start, v = s.gaps[b].end - s.gaps[b].start;
     return x != y ? x > y : u != v ? u < v : a < b;
   });
   for (i32 g : back) {
     const Gap& gap = s.gaps[g];
-    const i64 bytes = s.problem.bytes[gap.object];
+    const i64 bytes = weights[gap.object];
     if (is_empty(s, gap) || max_span(tree, s, gap) + bytes <= 0) {
       evicted[g] = 0;
       add_span(tree, s, gap, bytes);

@@ -56,7 +56,19 @@ void sequence_read(const void* sequence, i32* gap_object, i32* gap_start, i32* g
 
 i64 sequence_choose(const void* sequence, const i64* capacity, i64 min_bytes, const double* bias,
                     std::uint8_t* evicted) {
-  return choose(*static_cast<const Sequence*>(sequence), capacity, min_bytes, bias, evicted);
+  const auto& s = *static_cast<const Sequence*>(sequence);
+  return choose(s, s.base, s.problem.bytes.data(), capacity, min_bytes, bias, evicted);
+}
+
+void sequence_class_needs(const void* sequence, const i32* class_of, i32 num_classes, i64* least, i64* most) {
+  class_needs(*static_cast<const Sequence*>(sequence), class_of, num_classes, least, most);
+}
+
+// Returns the number of stays with addresses, or -1 where a class has too few slots.
+i32 sequence_choose_in_classes(const void* sequence, const i32* class_of, i32 num_classes, const i64* counts,
+                               const i64* class_bytes, std::uint8_t* evicted, void* stays) {
+  const auto& s = *static_cast<const Sequence*>(sequence);
+  return choose_in_classes(s, {class_of, num_classes, counts, class_bytes}, evicted, static_cast<Stay*>(stays));
 }
 
 void sequence_dirty(const void* sequence, const std::uint8_t* evicted, std::uint8_t* dirty) {

@@ -14,6 +14,7 @@
 #include <map>
 #include <numeric>
 #include <queue>
+#include <set>
 #include <tuple>
 #include <vector>
 
@@ -84,6 +85,11 @@ struct Gap {
   i32 end;    // position of the use after it; beyond the sequence where it goes on in the next step
 };
 
+// An object from where it is made, or given, to its last use; an end beyond the sequence is in the next step.
+struct Life {
+  i32 object, begin, end;
+};
+
 // One sequence of operators and what follows from it alone.
 struct Sequence {
   const Problem& problem;
@@ -94,6 +100,7 @@ struct Sequence {
   std::vector<std::vector<std::uint8_t>> use_kinds;
   std::vector<Gap> gaps;
   std::vector<i32> first_gap;               // CSR over objects; in the order of their starts
+  std::vector<Life> lives;
   std::vector<i64> base;                    // live bytes per position if nothing is evicted
   std::vector<i64> handed;                  // bytes that a result takes over from an operand
   std::vector<i32> handed_from, handed_to;  // by position; up to one pair each, -1 for none
@@ -121,33 +128,42 @@ struct Sequence {
       uses[object].push_back(n - 1);
       use_kinds[object].push_back(kRead);
     }
-    std::vector<i64> change(2 * n + 2, 0);
     first_gap.push_back(0);
     for (i32 object = 0; object < p.num_objects; ++object) {
-      lives(object, change);
+      split_uses(object);
       first_gap.push_back(static_cast<i32>(gaps.size()));
     }
-    i64 live = 0;
-    std::vector<i64> unrolled(2 * n, 0);
-    for (i32 position = 0; position < 2 * n; ++position) {
-      live += change[position];
-      unrolled[position] = live;
-    }
-    for (i32 position = 0; position < n; ++position) base[position] = unrolled[position] + unrolled[position + n];
     for (i32 position = 0; position < n; ++position) hand_over(position);
+    base = live(p.bytes.data());
+  }
+
+  // Weights of the live objects by position if nothing is evicted; in-place reuse adds none.
+  std::vector<i64> live(const i64* weights) const {
+    std::vector<i64> change(2 * length + 1, 0), result(length, 0);
+    for (const Life& life : lives) {
+      change[life.begin] += weights[life.object];
+      change[life.end] -= weights[life.object];
+    }
+    i64 here = 0;
+    for (i32 position = 0; position < 2 * length; ++position) {
+      here += change[position];
+      result[position % length] += here;
+    }
+    for (i32 position = 0; position < length; ++position)
+      if (handed_from[position] >= 0) result[position] -= weights[handed_from[position]];
+    return result;
   }
 
  private:
   // Splits an object's uses into lives (a recomputed value begins a new one) and gaps.
-  void lives(i32 object, std::vector<i64>& change) {
+  void split_uses(i32 object) {
     const auto& at = uses[object];
     const auto& kinds = use_kinds[object];
     if (at.empty()) {
       // A persistent object that no operator touches still has to be somewhere: in its gap of a step.
       if (problem.flags[object] & kPersistent) {
         gaps.push_back({object, -1, length});
-        change[0] += problem.bytes[object];
-        change[length] -= problem.bytes[object];
+        lives.push_back({object, 0, length});
       }
       return;
     }
@@ -167,14 +183,12 @@ struct Sequence {
       }
       if (last && (problem.flags[object] & kPersistent)) {
         gaps.push_back({object, at[k], at[0] + length});
-        change[begin] += bytes;
-        change[at[0] + length] -= bytes;
+        lives.push_back({object, begin, at[0] + length});
         return;
       }
       const i32 end = last && (problem.flags[object] & kKept) ? length : at[k] + 1;
       if (end == at[k] + 1) dying[at[k]].push_back(object);
-      change[begin] += bytes;
-      change[end] -= bytes;
+      lives.push_back({object, begin, end});
       if (!last) begin = at[k + 1];
     }
   }
@@ -194,7 +208,6 @@ struct Sequence {
       handed[position] = problem.bytes[from];
       handed_from[position] = from;
       handed_to[position] = to;
-      base[position] -= problem.bytes[from];
       return;
     }
   }

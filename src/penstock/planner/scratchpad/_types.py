@@ -14,10 +14,10 @@ from penstock.tables import report_table
 
 @dataclasses.dataclass(frozen=True)
 class ScratchpadBuffer:
-    """Something that operators use in one of the pools."""
+    """A buffer that operators use in one of the pools."""
 
     pool: str
-    """Name of the scratchpad that it lives in."""
+    """Name of the scratchpad that it is in."""
     size: int
     """In the unit of the pools' capacities; more than zero."""
     spill_cost: int
@@ -36,7 +36,7 @@ class ScratchpadOperator:
 
 @dataclasses.dataclass(frozen=True)
 class ScratchpadGraph:
-    """A program: operators, buffers, and which operator has to wait for which.
+    """A program: operators, buffers, and the edges along which operators wait for each other.
 
     Example:
         >>> graph = ScratchpadGraph(
@@ -75,10 +75,10 @@ class ScratchpadGraph:
         self.topological_order()
 
     def topological_order(self) -> tuple[int, ...]:
-        """The legal order that runs, at each step, the first operator that can.
+        """Return the legal order that runs, at each step, the first operator that can.
 
         Raises:
-            ValueError: The edges form a circle.
+            ValueError: The edges form a cycle.
         """
         successors: list[list[int]] = [[] for _ in self.operators]
         num_waiting = [0] * len(self.operators)
@@ -95,7 +95,7 @@ class ScratchpadGraph:
                     heapq.heappush(ready, after)
         if len(order) < len(self.operators):
             stuck = next(op for op, waiting in enumerate(num_waiting) if waiting)
-            raise ValueError(f"edges form a circle that operator {stuck} is behind")
+            raise ValueError(f"edges form a cycle, which operator {stuck} is behind")
         return tuple(order)
 
     @classmethod
@@ -168,7 +168,7 @@ class ScratchpadPlan:
     order: tuple[int, ...]
     """The operators, in the order in which they run."""
     residencies: tuple[Residency, ...]
-    """Where each buffer is, and when. Between two residencies of a buffer it is spilled."""
+    """Residencies of all buffers. Between two residencies of a buffer it is spilled."""
     spill_cost: int
     """The sum of `spill_cost` of the buffers over all times that they come back."""
     num_spills: int
@@ -178,6 +178,8 @@ class ScratchpadPlan:
     """No plan with any order costs less."""
     optimal_for_order: bool
     """Whether `spill_cost` equals `order_lower_bound`."""
+    searched: bool
+    """Whether orders were searched, which takes a C++ compiler."""
     plan_seconds: float
 
     def to_dict(self) -> dict[str, Any]:

@@ -45,6 +45,7 @@ GOOD = ScratchpadPlan(
     order_lower_bound=4,
     lower_bound=0,
     optimal_for_order=False,
+    searched=True,
     plan_seconds=0.0,
 )
 

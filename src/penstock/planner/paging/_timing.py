@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.planner.baselines._order import OrderedStep
-from penstock.planner.baselines._walk import Residency, Room
+from penstock.planner.paging._accesses import OrderedStep
+from penstock.planner.paging._walk import Residency, Room
 
 _PASSES = 4  # of choosing ends of writes by the times of the pass before
 

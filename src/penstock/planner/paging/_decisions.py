@@ -12,10 +12,10 @@ from penstock.memory import Link, Tier
 from penstock.planner._plan import Bound, Budget, Copy, Placement, Plan, Transfer
 from penstock.planner._request import PlanRequest
 from penstock.planner._simulate import simulate
-from penstock.planner.baselines._order import OrderedStep
-from penstock.planner.baselines._timing import Arrangement, Speeds, sources_of_loads
-from penstock.planner.baselines._walk import Residency
 from penstock.planner.packing import Buffer, pack
+from penstock.planner.paging._accesses import OrderedStep
+from penstock.planner.paging._timing import Arrangement, Speeds, sources_of_loads
+from penstock.planner.paging._walk import Residency
 
 PACK_SECONDS = 2.0  # for the addresses of one residency
 

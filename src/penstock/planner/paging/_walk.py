@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.errors import InfeasibleError
-from penstock.planner.baselines._order import NEVER, OrderedStep
+from penstock.planner.paging._accesses import NEVER, OrderedStep
 from penstock.units import format_bytes
 
 MAX_CYCLES = 4  # of the walk, before what is resident when a step begins is laid down

@@ -17,29 +17,29 @@ from typing import Any, Literal
 from penstock.errors import InfeasibleError
 from penstock.planner._plan import Budget, Found, Plan
 from penstock.planner._request import PlanRequest
-from penstock.planner.baselines._decisions import (
+from penstock.planner.paging._accesses import OrderedStep, ordered_step
+from penstock.planner.paging._decisions import (
     Below,
     address_rooms,
     assemble,
     device_capacity,
     speeds_of,
 )
-from penstock.planner.baselines._order import OrderedStep, ordered_step
-from penstock.planner.baselines._timing import Arrangement, Speeds, arrange, room_by_bytes
-from penstock.planner.baselines._walk import Policy, Pools, Residency, walk
+from penstock.planner.paging._timing import Arrangement, Speeds, arrange, room_by_bytes
+from penstock.planner.paging._walk import Policy, Pools, Residency, walk
 
-OnDemand = Literal["lru", "lru-prefetch", "belady"]
-ON_DEMAND: tuple[OnDemand, ...] = ("belady", "lru-prefetch", "lru")
+PagingPolicy = Literal["lru", "lru-prefetch", "belady"]
+PAGING_POLICIES: tuple[PagingPolicy, ...] = ("belady", "lru-prefetch", "lru")
 
 _ATTEMPTS = 7  # to make a residency that has addresses within the budget
 _MORE = 0.002  # of the capacity that is given up beyond what the last packing lacked
 _CLOSE = 0.02  # of the capacity: what lacks addresses and what has them need not be closer
 
 
-def plan_on_demand(
+def plan_by_paging(
     request: PlanRequest,
     *,
-    arm: OnDemand = "belady",
+    policy: PagingPolicy = "belady",
     order: Sequence[int] | None = None,
     candidates: Collection[int] | None = None,
     notes: dict[str, Any] | None = None,
@@ -48,17 +48,17 @@ def plan_on_demand(
     """Plan as a system would behave that swaps on demand.
 
     Example:
-        >>> plan = plan_on_demand(request)  # doctest: +SKIP
+        >>> plan = plan_by_paging(request)  # doctest: +SKIP
 
     Args:
         request: The step and what it is planned for. After its deadline no other residency is
             tried, and addresses are searched for no longer. Called with progress is what is found
             before it has addresses.
-        arm: Which system.
+        policy: Which system.
         order: Operators by position, perhaps some of them repeatedly; the program's own if None.
         candidates: Values that may leave the device; any if None.
         notes: For `Plan.notes`.
-        method: For `Plan.method`; the arm if None.
+        method: For `Plan.method`; the policy if None.
 
     Returns:
         A plan that `check` accepts.
@@ -75,7 +75,7 @@ def plan_on_demand(
         _decide,
         step,
         speeds,
-        arm=arm,
+        policy=policy,
         candidates=candidates if below is not None else (),
         idle=idle,
     )
@@ -101,13 +101,13 @@ def plan_on_demand(
         residency,
         arrangement,
         offsets,
-        method=method or arm,
+        method=method or policy,
         notes={"planning_seconds": time.monotonic() - began, **(notes or {})},
     )
 
 
-def seconds_by_bytes(request: PlanRequest, *, arm: OnDemand) -> float:
-    """Return the time of an arm's step if all that fits in bytes had addresses; see its plan.
+def estimate_paging_seconds(request: PlanRequest, *, policy: PagingPolicy) -> float:
+    """Return the time of an policy's step if all that fits in bytes had addresses; see its plan.
 
     Raises:
         InfeasibleError: An operator does not fit.
@@ -116,7 +116,9 @@ def seconds_by_bytes(request: PlanRequest, *, arm: OnDemand) -> float:
     idle = () if below is not None else step.idle
     room = device_capacity(step, request.budget) - sum(step.num_bytes[value] for value in idle)
     candidates = None if below is not None else ()
-    return _decide(step, speeds, room, arm=arm, candidates=candidates, idle=idle)[1].step_seconds
+    return _decide(step, speeds, room, policy=policy, candidates=candidates, idle=idle)[
+        1
+    ].step_seconds
 
 
 def _decide(
@@ -124,16 +126,16 @@ def _decide(
     speeds: Speeds,
     capacity: int,
     *,
-    arm: OnDemand,
+    policy: PagingPolicy,
     candidates: Collection[int] | None,
     idle: Collection[int],
 ) -> tuple[Residency, Arrangement]:
     """Who is where when, and when transfers begin and end, in so many bytes."""
-    policy: Policy = "belady" if arm == "belady" else "lru"
-    residency = walk(step, Pools((capacity,)), policy, candidates=candidates)
+    eviction: Policy = "belady" if policy == "belady" else "lru"
+    residency = walk(step, Pools((capacity,)), eviction, candidates=candidates)
     residency = dataclasses.replace(residency, resident=(*residency.resident, *idle))
-    prefetch = None if arm == "lru" else room_by_bytes(step, residency, capacity)
-    arrangement = arrange(step, residency, speeds, prefetch=prefetch, early_writes=arm != "lru")
+    prefetch = None if policy == "lru" else room_by_bytes(step, residency, capacity)
+    arrangement = arrange(step, residency, speeds, prefetch=prefetch, early_writes=policy != "lru")
     return residency, arrangement
 
 

@@ -1,4 +1,4 @@
-"""Plan a program over fixed scratchpads: its order, its addresses, and what is spilled when.
+"""Plans of programs over fixed scratchpads: order, addresses and spills.
 
 This is COSMA's problem (arXiv 2311.18246) with several pools and a price for each buffer. The order
 is searched with a quick estimate; for the best orders the residency is solved exactly, and the
@@ -8,24 +8,21 @@ packer finds the addresses. A packing that fails comes back to the solver as a c
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from penstock.errors import InfeasibleError
 from penstock.planner.packing import Buffer, pack
-from penstock.planner.scratchpads._greedy import spill_greedily
-from penstock.planner.scratchpads._residency import (
-    Gap,
+from penstock.planner.scratchpad._bound import bound_all_orders
+from penstock.planner.scratchpad._greedy import spill_greedily
+from penstock.planner.scratchpad._residency import (
+    BufferHole,
     ResidencyProgram,
-    bound_for_all_orders,
-    gaps_of,
+    find_holes,
+    used_bytes,
 )
-from penstock.planner.scratchpads._search import search_orders
-from penstock.planner.scratchpads._types import (
-    Residency,
-    ScratchpadGraph,
-    ScratchpadOperator,
-    ScratchpadPlan,
-)
+from penstock.planner.scratchpad._search import load_search, search_orders
+from penstock.planner.scratchpad._types import Residency, ScratchpadGraph, ScratchpadPlan
 
 _SEARCH_SHARE = 0.6  # of the time limit; the rest is for residency and addresses
 _MOST_CUTS = 200
@@ -71,13 +68,12 @@ def scratchpad(
         InfeasibleError: The buffers of one operator exceed a pool (`operator` is its name); or no
             addresses were found (`proved` is False).
         ValueError: A buffer's pool is not in `pools`, or an argument is not what it must be.
-        ImportError: highspy is not installed.
     """
     if not time_limit >= 0:
         raise ValueError(f"time_limit={time_limit}: must be a number of seconds, zero or more")
     _check_pools(graph, pools)
     start = time.perf_counter()
-    lower_bound = bound_for_all_orders(graph, pools)
+    lower_bound = bound_all_orders(graph, pools)
     orders = [graph.topological_order()]
     if reorder:
         # The last one is that of the operators' numbers, which is known to be good for many.
@@ -87,24 +83,10 @@ def scratchpad(
         left = time_limit - (time.perf_counter() - start)
         if best is not None and (left <= 0 or best.spill_cost == lower_bound):
             break
-        most = None if best is None else best.spill_cost
         share = max(0.0, left) / (len(orders) - done)
-        planned = _plan_order(graph, pools, order, most=most, time_limit=share)
-        if planned is None and most is None:
-            planned = _plan_greedily(graph, pools, order)
-        if planned is None:
-            continue
-        residencies, spill_cost, num_spills, order_bound = planned
-        best = ScratchpadPlan(
-            order=order,
-            residencies=tuple(residencies),
-            spill_cost=spill_cost,
-            num_spills=num_spills,
-            order_lower_bound=max(order_bound, lower_bound),
-            lower_bound=lower_bound,
-            optimal_for_order=spill_cost == max(order_bound, lower_bound),
-            plan_seconds=time.perf_counter() - start,
-        )
+        found = _plan_order(graph, pools, order, best=best, time_limit=share)
+        if found is not None:
+            best = found.to_plan(graph, order, lower_bound)
     if best is None:
         raise InfeasibleError(
             f"for none of {len(orders)} orders a residency with addresses was found within "
@@ -112,7 +94,44 @@ def scratchpad(
             "there is none; allow more time, or larger pools",
             proved=False,
         )
-    return best
+    searched = reorder and load_search() is not None
+    return replace(best, searched=searched, plan_seconds=time.perf_counter() - start)
+
+
+@dataclass(frozen=True)
+class _Spilled:
+    """A residency of one order with addresses.
+
+    Attributes:
+        residencies: With their offsets.
+        holes: Those that are spilled.
+        bound: What any residency of the order costs at least.
+    """
+
+    residencies: list[Residency]
+    holes: list[BufferHole]
+    bound: int
+
+    def to_plan(
+        self, graph: ScratchpadGraph, order: tuple[int, ...], lower_bound: int
+    ) -> ScratchpadPlan:
+        spill_cost = _cost(graph, self.holes)
+        order_bound = max(self.bound, lower_bound)
+        return ScratchpadPlan(
+            order=order,
+            residencies=tuple(self.residencies),
+            spill_cost=spill_cost,
+            num_spills=len(self.holes),
+            order_lower_bound=order_bound,
+            lower_bound=lower_bound,
+            optimal_for_order=spill_cost == order_bound,
+            searched=False,
+            plan_seconds=0.0,
+        )
+
+
+def _cost(graph: ScratchpadGraph, holes: Iterable[BufferHole]) -> int:
+    return sum(graph.buffers[hole.buffer].spill_cost for hole in holes)
 
 
 def _check_pools(graph: ScratchpadGraph, pools: Mapping[str, int]) -> None:
@@ -139,10 +158,24 @@ def _plan_order(
     pools: Mapping[str, int],
     order: Sequence[int],
     *,
-    most: int | None,
+    best: ScratchpadPlan | None,
     time_limit: float,
-) -> tuple[list[Residency], int, int, int] | None:
-    """Residencies, their cost, the spills' number, a bound; None if not below `most`."""
+) -> _Spilled | None:
+    """Return a residency of an order that is cheaper than `best`, or None."""
+    found = _plan_exactly(graph, pools, order, best=best, time_limit=time_limit)
+    if found is None and best is None:
+        found = _plan_greedily(graph, pools, order)
+    return found
+
+
+def _plan_exactly(
+    graph: ScratchpadGraph,
+    pools: Mapping[str, int],
+    order: Sequence[int],
+    *,
+    best: ScratchpadPlan | None,
+    time_limit: float,
+) -> _Spilled | None:
     deadline = time.perf_counter() + time_limit
     program, bound = ResidencyProgram(graph, pools, order), None
     for _ in range(_MOST_CUTS):
@@ -151,16 +184,16 @@ def _plan_order(
             return None
         spilled, least = solution
         bound = least if bound is None else bound  # later ones hold for the cuts only
-        cost = sum(graph.buffers[program.gaps[index].buffer].spill_cost for index in spilled)
-        if most is not None and cost >= most:
+        holes = [program.holes[index] for index in spilled]
+        if best is not None and _cost(graph, holes) >= best.spill_cost:
             return None
-        residencies = _residencies(graph, order, [program.gaps[index] for index in spilled])
-        too_high = _place(graph, pools, residencies)
+        residencies = _residencies(graph, order, holes)
+        too_high = _assign_offsets(graph, pools, residencies)
         if not too_high:
-            return residencies, cost, len(spilled), bound
+            return _Spilled(residencies, holes, bound)
         if time.perf_counter() > deadline:
             return None
-        cut = _bridged_beside(graph, program.gaps, spilled, too_high)
+        cut = _find_kept_beside(graph, program.holes, spilled, too_high)
         if not cut:
             return None
         program.cut(cut)
@@ -169,94 +202,87 @@ def _plan_order(
 
 def _plan_greedily(
     graph: ScratchpadGraph, pools: Mapping[str, int], order: Sequence[int]
-) -> tuple[list[Residency], int, int, int] | None:
-    """The same without the solver: for pools that get smaller until there are addresses as well."""
-    gaps = gaps_of(graph, order)
-    least = {
-        pool: max(_used(graph, operator, pool) for operator in graph.operators) for pool in pools
-    }
-    room = dict(pools)
+) -> _Spilled | None:
+    """Spill greedily, for pools that get smaller until there are addresses as well."""
+    holes = find_holes(graph, order)
+    least = {pool: int(used_bytes(graph, order, pool).max()) for pool in pools}
+    usable = dict(pools)
     while True:
-        spilled = sorted(spill_greedily(graph, room, order, gaps))
-        residencies = _residencies(graph, order, [gaps[index] for index in spilled])
-        too_high = _place(graph, pools, residencies)
+        spilled = [holes[i] for i in sorted(spill_greedily(graph, usable, order, holes))]
+        residencies = _residencies(graph, order, spilled)
+        too_high = _assign_offsets(graph, pools, residencies)
         if not too_high:
-            cost = sum(graph.buffers[gaps[index].buffer].spill_cost for index in spilled)
-            return residencies, cost, len(spilled), 0
-        lacking = {graph.buffers[stay.buffer].pool for stay in too_high}
+            return _Spilled(residencies, spilled, bound=0)
+        lacking = {graph.buffers[residency.buffer].pool for residency in too_high}
         smaller = {
             pool: max(least[pool], int(size * _LESS_ROOM)) if pool in lacking else size
-            for pool, size in room.items()
+            for pool, size in usable.items()
         }
-        if smaller == room:
+        if smaller == usable:
             return None
-        room = smaller
-
-
-def _used(graph: ScratchpadGraph, operator: ScratchpadOperator, pool: str) -> int:
-    buffers = (graph.buffers[b] for b in operator.buffers)
-    return sum(buffer.size for buffer in buffers if buffer.pool == pool)
+        usable = smaller
 
 
 def _residencies(
-    graph: ScratchpadGraph, order: Sequence[int], spilled: Sequence[Gap]
+    graph: ScratchpadGraph, order: Sequence[int], spilled: Iterable[BufferHole]
 ) -> list[Residency]:
-    """From first to last use, without the spilled gaps; no offsets yet."""
+    """Return the residencies from first to last use without the spilled holes; no offsets yet."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for step, operator in enumerate(order):
         for b in graph.operators[operator].buffers:
             first.setdefault(b, step)
             last[b] = step + 1
-    leaves: dict[int, list[Gap]] = {}
-    for gap in sorted(spilled, key=lambda gap: gap.start):
-        leaves.setdefault(gap.buffer, []).append(gap)
+    holes_of: dict[int, list[BufferHole]] = {}
+    for hole in sorted(spilled, key=lambda hole: hole.start):
+        holes_of.setdefault(hole.buffer, []).append(hole)
     residencies = []
     for b, start in first.items():
-        for gap in leaves.get(b, ()):
-            residencies.append(Residency(buffer=b, start=start, end=gap.start, offset=-1))
-            start = gap.end
+        for hole in holes_of.get(b, ()):
+            residencies.append(Residency(buffer=b, start=start, end=hole.start, offset=-1))
+            start = hole.end
         residencies.append(Residency(buffer=b, start=start, end=last[b], offset=-1))
     return residencies
 
 
-def _place(
+def _assign_offsets(
     graph: ScratchpadGraph, pools: Mapping[str, int], residencies: list[Residency]
 ) -> list[Residency]:
     """Give the residencies their offsets, in place; return those that did not fit their pool."""
     too_high = []
     for pool, capacity in pools.items():
         inside = [i for i, r in enumerate(residencies) if graph.buffers[r.buffer].pool == pool]
-        stays = [residencies[i] for i in inside]
-        buffers = [Buffer(r.start, r.end, graph.buffers[r.buffer].size) for r in stays]
+        sizes = [graph.buffers[residencies[i].buffer].size for i in inside]
+        buffers = [
+            Buffer(residencies[i].start, residencies[i].end, size)
+            for i, size in zip(inside, sizes, strict=True)
+        ]
         try:
             packing = pack(buffers, capacity, time_limit=_PACK_SECONDS)
         except InfeasibleError:
             packing = pack(buffers, time_limit=0.0)
-        for i, stay, offset in zip(inside, stays, packing.offsets, strict=True):
-            residencies[i] = Residency(
-                buffer=stay.buffer, start=stay.start, end=stay.end, offset=offset
-            )
-            if offset + graph.buffers[stay.buffer].size > capacity:
+        for i, size, offset in zip(inside, sizes, packing.offsets, strict=True):
+            residencies[i] = replace(residencies[i], offset=offset)
+            if offset + size > capacity:
                 too_high.append(residencies[i])
     return too_high
 
 
-def _bridged_beside(
+def _find_kept_beside(
     graph: ScratchpadGraph,
-    gaps: Sequence[Gap],
+    holes: Sequence[BufferHole],
     spilled: set[int],
     too_high: Sequence[Residency],
 ) -> list[int]:
-    """The bridged gaps that share a pool and a step with what did not fit."""
+    """Return the holes that are not spilled and share a pool and a step with what did not fit."""
     return [
         index
-        for index, gap in enumerate(gaps)
+        for index, hole in enumerate(holes)
         if index not in spilled
         and any(
-            gap.start < stay.end
-            and stay.start < gap.end
-            and graph.buffers[gap.buffer].pool == graph.buffers[stay.buffer].pool
-            for stay in too_high
+            hole.start < residency.end
+            and residency.start < hole.end
+            and graph.buffers[hole.buffer].pool == graph.buffers[residency.buffer].pool
+            for residency in too_high
         )
     ]

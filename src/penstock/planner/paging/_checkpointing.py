@@ -6,8 +6,8 @@ import dataclasses
 
 from penstock.planner._plan import Budget, Plan
 from penstock.planner._request import PlanRequest
-from penstock.planner.baselines._on_demand import plan_on_demand
-from penstock.planner.baselines._recompute import Recomputation
+from penstock.planner.paging._plan_paging import plan_by_paging
+from penstock.planner.paging._recompute import Recomputation
 
 
 def plan_checkpointing(request: PlanRequest) -> Plan:
@@ -23,5 +23,5 @@ def plan_checkpointing(request: PlanRequest) -> Plan:
     recomputation = Recomputation(request.graph)
     dropped = {saved.value for saved in recomputation.saved() if saved.is_droppable}
     order, _ = recomputation.order_without(dropped)
-    plan = plan_on_demand(dataclasses.replace(request, budget=Budget()), order=order)
+    plan = plan_by_paging(dataclasses.replace(request, budget=Budget()), order=order)
     return dataclasses.replace(plan, method="checkpointing")

@@ -24,15 +24,14 @@ from penstock.planner import (
     check_scratchpad,
     scratchpad,
 )
-from penstock.planner.scratchpads import _search as search_module
-from penstock.planner.scratchpads._greedy import spill_greedily
-from penstock.planner.scratchpads._residency import (
+from penstock.planner.scratchpad import _plan_scratchpad as plan_module
+from penstock.planner.scratchpad import _search as search_module
+from penstock.planner.scratchpad._bound import bound_all_orders
+from penstock.planner.scratchpad._greedy import spill_greedily
+from penstock.planner.scratchpad._residency import (
     ResidencyProgram,
-    bound_for_all_orders,
-    gaps_of,
+    find_holes,
 )
-
-pytest.importorskip("highspy", reason="the residency of scratchpads is solved by HiGHS")
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 DATA = Path(os.environ.get("PENSTOCK_DATA", "")) / "npu_spill"
@@ -87,22 +86,22 @@ def fits_somewhere(stays: list[tuple[int, int, int]], capacity: int) -> bool:
 
 
 def least_cost(graph: ScratchpadGraph, order: tuple[int, ...], *, addresses: bool) -> int:
-    """By trying every set of spilled gaps along one order."""
-    gaps, best = gaps_of(graph, order), None
+    """By trying every set of spilled holes along one order."""
+    holes, best = find_holes(graph, order), None
     uses = [
         [step for step, op in enumerate(order) if b in graph.operators[op].buffers]
         for b in range(len(graph.buffers))
     ]
-    for spilled in itertools.product([False, True], repeat=len(gaps)):
-        chosen = [gap for gap, is_out in zip(gaps, spilled, strict=True) if is_out]
-        cost = sum(graph.buffers[gap.buffer].spill_cost for gap in chosen)
+    for spilled in itertools.product([False, True], repeat=len(holes)):
+        chosen = [hole for hole, is_out in zip(holes, spilled, strict=True) if is_out]
+        cost = sum(graph.buffers[hole.buffer].spill_cost for hole in chosen)
         if best is not None and cost >= best:
             continue
         stays: dict[str, list[tuple[int, int, int]]] = {pool: [] for pool in POOLS}
         for b, steps in enumerate(uses):
-            cuts = [gap for gap in chosen if gap.buffer == b]
-            starts = [steps[0], *(gap.end for gap in cuts)]
-            ends = [*(gap.start for gap in cuts), steps[-1] + 1]
+            cuts = [hole for hole in chosen if hole.buffer == b]
+            starts = [steps[0], *(hole.end for hole in cuts)]
+            ends = [*(hole.start for hole in cuts), steps[-1] + 1]
             buffer = graph.buffers[b]
             stays[buffer.pool] += [(s, e, buffer.size) for s, e in zip(starts, ends, strict=True)]
         for pool, inside in stays.items():
@@ -125,8 +124,8 @@ def test_the_residency_of_an_order_is_the_cheapest(seed: int):
     solution = ResidencyProgram(graph, POOLS, order).solve(10)
     assert solution is not None
     spilled, bound = solution
-    gaps = gaps_of(graph, order)
-    cost = sum(graph.buffers[gaps[index].buffer].spill_cost for index in spilled)
+    holes = find_holes(graph, order)
+    cost = sum(graph.buffers[holes[index].buffer].spill_cost for index in spilled)
     assert cost == bound == least_cost(graph, order, addresses=False)
 
 
@@ -147,7 +146,7 @@ def test_the_bound_for_all_orders_is_no_higher_than_any_order_and_not_always_zer
     positive = 0
     for seed in range(40):
         graph = random_graph(seed, num_operators=7)
-        bound = bound_for_all_orders(graph, POOLS)
+        bound = bound_all_orders(graph, POOLS)
         orders = itertools.islice(legal_orders(graph), 60)
         solved = [ResidencyProgram(graph, POOLS, order).solve(10) for order in orders]
         least = min(each[1] for each in solved if each is not None)
@@ -156,11 +155,15 @@ def test_the_bound_for_all_orders_is_no_higher_than_any_order_and_not_always_zer
     assert positive > 0
 
 
+@needs_compiler
 def test_without_a_compiler_the_first_order_is_planned(monkeypatch):
-    monkeypatch.setattr(search_module, "library", lambda: None)
     graph = random_graph(3, num_operators=8)
+    assert scratchpad(graph, POOLS, time_limit=20).searched
+    monkeypatch.setattr(plan_module, "load_search", lambda: None)
+    monkeypatch.setattr(search_module, "load_search", lambda: None)
     plan = scratchpad(graph, POOLS, time_limit=20)
     check_scratchpad(graph, POOLS, plan)
+    assert not plan.searched
     assert plan.order == graph.topological_order()
     assert plan.spill_cost == least_cost(graph, plan.order, addresses=True)
 
@@ -291,7 +294,7 @@ def test_wrong_arguments_are_named():
         ([(1,)], [1], [], r"operators\[0\]"),
         ([(0,)], [0], [], r"buffers\[0\]"),
         ([(0,)], [1], [(0, 1)], r"edges\[0\]"),
-        ([(0,), (0,)], [1], [(0, 1), (1, 0)], "circle"),
+        ([(0,), (0,)], [1], [(0, 1), (1, 0)], "cycle"),
     ],
 )
 def test_impossible_graphs_are_refused(operators, buffers, edges, message: str):
@@ -343,12 +346,12 @@ def test_greedy_residencies_fit_and_cost_no_less_than_exact_ones():
     for seed in range(30):
         graph = random_graph(seed, 9)
         order = graph.topological_order()
-        gaps = gaps_of(graph, order)
-        spilled = spill_greedily(graph, POOLS, order, gaps)
-        cost = sum(graph.buffers[gaps[index].buffer].spill_cost for index in spilled)
+        holes = find_holes(graph, order)
+        spilled = spill_greedily(graph, POOLS, order, holes)
+        cost = sum(graph.buffers[holes[index].buffer].spill_cost for index in spilled)
         solution = ResidencyProgram(graph, POOLS, order).solve(10.0)
         assert solution is not None
-        least = sum(graph.buffers[gaps[index].buffer].spill_cost for index in solution[0])
+        least = sum(graph.buffers[holes[index].buffer].spill_cost for index in solution[0])
         assert least <= cost <= 3 * least
 
 

@@ -1,4 +1,4 @@
-"""Check a scratchpad plan, independently of what made it: a replay, step by step."""
+"""The checker of scratchpad plans: a replay, step by step, independent of the planner."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 
 from penstock.errors import PlanError
-from penstock.planner.scratchpads._types import Residency, ScratchpadGraph, ScratchpadPlan
+from penstock.planner.scratchpad._types import Residency, ScratchpadGraph, ScratchpadPlan
 
 
 def check_scratchpad(
@@ -45,7 +45,7 @@ def check_scratchpad(
         PlanError: A rule is broken; `rule` is its name and the message says where.
     """
     position = _check_order(graph, plan)
-    stays = _stays(graph, plan)
+    residencies = _group_residencies(graph, plan)
     uses: list[list[int]] = [[] for _ in graph.buffers]
     for step, operator in enumerate(plan.order):
         for buffer in graph.operators[operator].buffers:
@@ -54,12 +54,12 @@ def check_scratchpad(
         if position[before] >= position[after]:
             raise PlanError(f"operator {after} runs before operator {before}", rule="precedence")
     for buffer, steps in enumerate(uses):
-        _check_stays(buffer, stays[buffer], steps)
+        _check_residencies(buffer, residencies[buffer], steps)
     _check_addresses(graph, pools, plan)
-    num_spills = sum(max(len(each) - 1, 0) for each in stays)
+    num_spills = sum(max(len(each) - 1, 0) for each in residencies)
     cost = sum(
         max(len(each) - 1, 0) * buffer.spill_cost
-        for each, buffer in zip(stays, graph.buffers, strict=True)
+        for each, buffer in zip(residencies, graph.buffers, strict=True)
     )
     if (cost, num_spills) != (plan.spill_cost, plan.num_spills):
         raise PlanError(
@@ -79,35 +79,35 @@ def _check_order(graph: ScratchpadGraph, plan: ScratchpadPlan) -> dict[int, int]
     return {operator: step for step, operator in enumerate(plan.order)}
 
 
-def _stays(graph: ScratchpadGraph, plan: ScratchpadPlan) -> list[list[Residency]]:
+def _group_residencies(graph: ScratchpadGraph, plan: ScratchpadPlan) -> list[list[Residency]]:
     """The residencies of each buffer, in their order."""
-    stays: list[list[Residency]] = [[] for _ in graph.buffers]
+    residencies: list[list[Residency]] = [[] for _ in graph.buffers]
     for residency in plan.residencies:
         if not 0 <= residency.buffer < len(graph.buffers):
             raise PlanError(f"{residency}: no such buffer", rule="residency")
         if not 0 <= residency.start < residency.end <= len(plan.order):
             raise PlanError(f"{residency}: no range of steps", rule="residency")
-        stays[residency.buffer].append(residency)
-    for each in stays:
+        residencies[residency.buffer].append(residency)
+    for each in residencies:
         each.sort(key=lambda residency: residency.start)
         for earlier, later in itertools.pairwise(each):
             if later.start < earlier.end:
                 raise PlanError(f"{earlier} and {later} overlap in time", rule="residency")
-    return stays
+    return residencies
 
 
-def _check_stays(buffer: int, stays: list[Residency], steps: list[int]) -> None:
-    if (stays[0].start if stays else None) != (steps[0] if steps else None):
+def _check_residencies(buffer: int, residencies: list[Residency], steps: list[int]) -> None:
+    if (residencies[0].start if residencies else None) != (steps[0] if steps else None):
         raise PlanError(f"buffer {buffer} does not arrive with its first use", rule="first use")
-    if stays and stays[-1].end != steps[-1] + 1:
+    if residencies and residencies[-1].end != steps[-1] + 1:
         raise PlanError(f"buffer {buffer} does not leave with its last use", rule="last use")
     for step in steps:
-        if not any(stay.start <= step < stay.end for stay in stays):
+        if not any(residency.start <= step < residency.end for residency in residencies):
             raise PlanError(f"buffer {buffer} is used at step {step}, not resident", rule="use")
     used = set(steps)
-    for stay in stays:
-        if stay.start not in used or stay.end - 1 not in used:
-            raise PlanError(f"{stay}: comes or stays where it is not used", rule="reload")
+    for residency in residencies:
+        if residency.start not in used or residency.end - 1 not in used:
+            raise PlanError(f"{residency}: begins or ends where it is not used", rule="reload")
 
 
 def _check_addresses(
@@ -127,11 +127,13 @@ def _check_addresses(
     resident: dict[str, list[Residency]] = {pool: [] for pool in pools}
     for step, arrivals in enumerate(arriving):
         for pool in resident:
-            resident[pool] = [stay for stay in resident[pool] if stay.end > step]
-        for stay in arrivals:
-            buffer = graph.buffers[stay.buffer]
+            resident[pool] = [residency for residency in resident[pool] if residency.end > step]
+        for residency in arrivals:
+            buffer = graph.buffers[residency.buffer]
             for other in resident[buffer.pool]:
                 other_end = other.offset + graph.buffers[other.buffer].size
-                if stay.offset < other_end and other.offset < stay.offset + buffer.size:
-                    raise PlanError(f"at step {step} {stay} and {other} overlap", rule="overlap")
-            resident[buffer.pool].append(stay)
+                if residency.offset < other_end and other.offset < residency.offset + buffer.size:
+                    raise PlanError(
+                        f"at step {step} {residency} and {other} overlap", rule="overlap"
+                    )
+            resident[buffer.pool].append(residency)

@@ -8,28 +8,28 @@ import graphs
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.planner import Budget, check
-from penstock.planner.baselines import _on_demand
-from penstock.planner.baselines._on_demand import plan_on_demand
-from penstock.planner.baselines._order import (
+from penstock.planner.paging import _plan_paging
+from penstock.planner.paging._accesses import (
     NEVER,
     ordered_step,
     peak_of_program_order,
 )
-from penstock.planner.baselines._timing import Move, replay
+from penstock.planner.paging._plan_paging import plan_by_paging
+from penstock.planner.paging._timing import Move, replay
 
-ARMS = ["lru", "lru-prefetch", "belady"]
+POLICIES = ["lru", "lru-prefetch", "belady"]
 UNIT = 256
 
 
-def plan(graph, arm, *, device_bytes=None, seconds=None, rates=(1.0, 1.0), **options):
-    return plan_on_demand(
+def plan(graph, policy, *, device_bytes=None, seconds=None, rates=(1.0, 1.0), **options):
+    return plan_by_paging(
         graphs.request(
             graph,
             budget=Budget(device_bytes=device_bytes, host_bytes=1 << 40),
             profile=graphs.machine(out=rates[0], back=rates[1]),
             seconds=seconds or [1.0] * len(graph.operators),
         ),
-        arm=arm,
+        policy=policy,
         **options,
     )
 
@@ -40,30 +40,30 @@ def chain(num_layers=4):
 
 
 @given(graph=graphs.step_graphs(max_operators=9), share=st.sampled_from([0.4, 0.6, 0.8, 1.0]))
-@pytest.mark.parametrize("arm", ARMS)
-def test_every_plan_passes_the_checker(arm, graph, share):
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_plan_passes_the_checker(policy, graph, share):
     budget = int(peak_of_program_order(graph) * share)
     try:
-        found = plan(graph, arm, device_bytes=budget, seconds=[2.0] * len(graph.operators))
+        found = plan(graph, policy, device_bytes=budget, seconds=[2.0] * len(graph.operators))
     except InfeasibleError:
         return
     check(graph, found)
     assert found.peak_device_bytes <= budget
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_with_all_the_memory_nothing_moves(arm):
+@pytest.mark.parametrize("policy", POLICIES)
+def test_with_all_the_memory_nothing_moves(policy):
     graph = chain()
-    found = plan(graph, arm)
+    found = plan(graph, policy)
     check(graph, found)
     assert found.transfers == ()
     assert found.step_seconds == found.ideal_seconds == len(graph.operators)
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_the_peak_of_the_program_is_enough_for_it(arm):
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_peak_of_the_program_is_enough_for_it(policy):
     graph = graphs.chain_step(4, weight_bytes=UNIT, activation_bytes=UNIT)
-    found = plan(graph, arm, device_bytes=peak_of_program_order(graph))
+    found = plan(graph, policy, device_bytes=peak_of_program_order(graph))
     assert found.transfers == ()
 
 
@@ -97,7 +97,7 @@ def test_an_operator_that_does_not_fit_is_named():
 
 def test_fewer_bytes_are_tried_until_there_are_addresses(monkeypatch):
     graph, attempts = chain(6), []
-    decide, address = _on_demand._decide, _on_demand.address_rooms
+    decide, address = _plan_paging._decide, _plan_paging.address_rooms
 
     def recorded(step, speeds, capacity, **options):
         attempts.append(capacity)
@@ -107,8 +107,8 @@ def test_fewer_bytes_are_tried_until_there_are_addresses(monkeypatch):
         enough = attempts[-1] <= 11 * UNIT
         return address(*arguments, **options) if enough else ([], 1 << 40)
 
-    monkeypatch.setattr(_on_demand, "_decide", recorded)
-    monkeypatch.setattr(_on_demand, "address_rooms", picky)
+    monkeypatch.setattr(_plan_paging, "_decide", recorded)
+    monkeypatch.setattr(_plan_paging, "address_rooms", picky)
     found = plan(graph, "belady", device_bytes=14 * UNIT)
     check(graph, found)
     assert attempts[0] == 14 * UNIT
@@ -124,22 +124,22 @@ def test_a_result_may_be_made_again():
 def test_without_a_tier_below_nothing_leaves():
     graph = chain()
     with pytest.raises(InfeasibleError):
-        plan_on_demand(graphs.request(graph, budget=Budget(device_bytes=10 * UNIT)))
-    found = plan_on_demand(graphs.request(graph, budget=Budget(device_bytes=40 * UNIT)))
+        plan_by_paging(graphs.request(graph, budget=Budget(device_bytes=10 * UNIT)))
+    found = plan_by_paging(graphs.request(graph, budget=Budget(device_bytes=40 * UNIT)))
     assert found.transfers == ()
 
 
 def test_the_host_has_a_limit_too():
     graph = chain(6)
     with pytest.raises(InfeasibleError, match="host"):
-        plan_on_demand(
+        plan_by_paging(
             graphs.request(
                 graph,
                 budget=Budget(device_bytes=12 * UNIT, host_bytes=UNIT),
                 profile=graphs.machine(),
                 seconds=[1.0] * len(graph.operators),
             ),
-            arm="belady",
+            policy="belady",
         )
 
 

@@ -1,9 +1,9 @@
 // Search for the order of a program's operators whose spills over fixed scratchpads cost least.
 //
-// For one order the question is which gaps (a buffer between two of its uses) are bridged in the
-// scratchpad; every other gap costs a spill. The search needs this answered thousands of times a
-// second, so it takes gaps greedily by what they save for the room and time they need. The exact
-// answer for the best orders, and the bound, come from a solver afterwards.
+// For one order it has to be chosen in which holes (between two uses of a buffer) the buffer is kept in
+// the scratchpad; every other hole costs a spill. The search needs this thousands of times a second,
+// so it keeps holes greedily by what they save for the bytes and time they take. The exact answer for
+// the best orders, and the bound, come from a solver afterwards.
 //
 // An order is decoded from a list of anchors: the operators that do more than prepare one other
 // operator. Each anchor is preceded by what it needs and what has not run yet, so every list of
@@ -21,7 +21,7 @@
 
 namespace {
 
-// Mirrored field by field in _scratchpad_search.py.
+// Mirrored field by field in `_search.py`.
 struct Request {
   int64_t num_operators, num_buffers, num_pools;
   const int64_t *first_predecessor, *predecessors;  // of each operator: CSR
@@ -36,7 +36,7 @@ struct Request {
   const std::atomic<int32_t>* stop;
 };
 
-struct Gap {
+struct Hole {
   int begin, end;  // the positions between two uses, half-open
   int64_t size, cost;
   double worth;
@@ -45,7 +45,7 @@ struct Gap {
 class Evaluator {
  public:
   explicit Evaluator(const Request& request) : request_(request), last_use_(request.num_buffers) {
-    gaps_.resize(request.num_pools);
+    holes_.resize(request.num_pools);
     load_.resize(request.num_pools);
     for (auto& load : load_) load.resize(request.num_operators);
     for (double exponent : {1.0, 0.6, 0.3}) {
@@ -65,7 +65,7 @@ class Evaluator {
       if (!contested(p)) continue;
       int64_t least = std::numeric_limits<int64_t>::max();
       for (const std::vector<double>& price : price_of_length_) {
-        least = std::min(least, bridge(p, price));
+        least = std::min(least, keep(p, price));
       }
       total += least;
     }
@@ -75,7 +75,7 @@ class Evaluator {
  private:
   void collect(const std::vector<int>& order) {
     std::fill(last_use_.begin(), last_use_.end(), -1);
-    for (auto& gaps : gaps_) gaps.clear();
+    for (auto& holes : holes_) holes.clear();
     for (auto& load : load_) std::fill(load.begin(), load.end(), 0);
     for (size_t t = 0; t < order.size(); ++t) {
       const int64_t op = order[t];
@@ -83,7 +83,7 @@ class Evaluator {
         const int64_t b = request_.uses[u], pool = request_.pool[b];
         load_[pool][t] += request_.size[b];
         if (last_use_[b] >= 0 && last_use_[b] + 1 < static_cast<int>(t)) {
-          gaps_[pool].push_back({last_use_[b] + 1, static_cast<int>(t), request_.size[b],
+          holes_[pool].push_back({last_use_[b] + 1, static_cast<int>(t), request_.size[b],
                                  request_.cost[b], 0.0});
         }
         last_use_[b] = static_cast<int>(t);
@@ -91,63 +91,63 @@ class Evaluator {
     }
   }
 
-  // Keep only the gaps over a step that would be too full if all were bridged; bridge the others.
+  // Leaves the holes over a step that would be too full if all were kept, and keeps all others.
   bool contested(int64_t pool) {
     std::vector<int64_t>& load = load_[pool];
     change_.assign(load.size() + 1, 0);
-    for (const Gap& gap : gaps_[pool]) change_[gap.begin] += gap.size, change_[gap.end] -= gap.size;
+    for (const Hole& hole : holes_[pool]) change_[hole.begin] += hole.size, change_[hole.end] -= hole.size;
     too_full_.assign(load.size() + 1, 0);
-    int64_t bridged = 0;
+    int64_t in_holes = 0;
     for (size_t t = 0; t < load.size(); ++t) {
-      bridged += change_[t];
-      too_full_[t + 1] = too_full_[t] + (load[t] + bridged > request_.capacity[pool]);
+      in_holes += change_[t];
+      too_full_[t + 1] = too_full_[t] + (load[t] + in_holes > request_.capacity[pool]);
     }
     if (too_full_.back() == 0) return false;
-    std::vector<Gap>& gaps = gaps_[pool];
-    size_t kept = 0;
-    for (const Gap& gap : gaps) {
-      if (too_full_[gap.begin] < too_full_[gap.end]) {
-        gaps[kept++] = gap;
+    std::vector<Hole>& holes = holes_[pool];
+    size_t num_left = 0;
+    for (const Hole& hole : holes) {
+      if (too_full_[hole.begin] < too_full_[hole.end]) {
+        holes[num_left++] = hole;
       } else {
-        for (int t = gap.begin; t < gap.end; ++t) load[t] += gap.size;
+        for (int t = hole.begin; t < hole.end; ++t) load[t] += hole.size;
       }
     }
-    gaps.resize(kept);
+    holes.resize(num_left);
     return true;
   }
 
-  // Bridge the gaps that are worth most; return what the others cost.
-  int64_t bridge(int64_t pool, const std::vector<double>& price_of_length) {
-    std::vector<Gap>& gaps = gaps_[pool];
-    for (Gap& gap : gaps) {
-      gap.worth = static_cast<double>(gap.cost) / static_cast<double>(gap.size) /
-                  price_of_length[gap.end - gap.begin];
+  // Keeps the holes that are worth most; returns what the others cost.
+  int64_t keep(int64_t pool, const std::vector<double>& price_of_length) {
+    std::vector<Hole>& holes = holes_[pool];
+    for (Hole& hole : holes) {
+      hole.worth = static_cast<double>(hole.cost) / static_cast<double>(hole.size) /
+                  price_of_length[hole.end - hole.begin];
     }
-    std::sort(gaps.begin(), gaps.end(), [](const Gap& one, const Gap& other) {
+    std::sort(holes.begin(), holes.end(), [](const Hole& one, const Hole& other) {
       if (one.worth != other.worth) return one.worth > other.worth;
       return one.begin != other.begin ? one.begin < other.begin : one.size > other.size;
     });
-    bridged_ = load_[pool];
+    kept_ = load_[pool];
     int64_t lost = 0;
-    for (const Gap& gap : gaps) {
+    for (const Hole& hole : holes) {
       int64_t most = 0;
-      for (int t = gap.begin; t < gap.end; ++t) most = std::max(most, bridged_[t]);
-      if (most + gap.size > request_.capacity[pool]) {
-        lost += gap.cost;
+      for (int t = hole.begin; t < hole.end; ++t) most = std::max(most, kept_[t]);
+      if (most + hole.size > request_.capacity[pool]) {
+        lost += hole.cost;
         continue;
       }
-      for (int t = gap.begin; t < gap.end; ++t) bridged_[t] += gap.size;
+      for (int t = hole.begin; t < hole.end; ++t) kept_[t] += hole.size;
     }
     return lost;
   }
 
   const Request& request_;
   std::vector<int> last_use_;
-  std::vector<std::vector<Gap>> gaps_;
+  std::vector<std::vector<Hole>> holes_;
   std::vector<std::vector<int64_t>> load_;
-  std::vector<int64_t> bridged_, change_;
+  std::vector<int64_t> kept_, change_;
   std::vector<int> too_full_;
-  std::vector<std::vector<double>> price_of_length_;  // how a gap's time counts, in several ways
+  std::vector<std::vector<double>> price_of_length_;  // how a hole's time counts, in several ways
 };
 
 class OrderSearch {
@@ -156,7 +156,7 @@ class OrderSearch {
       : request_(request), evaluator_(request), random_(request.seed),
         done_(request.num_operators) {}
 
-  // Improve `order` in place; returns its cost, or -1 where it is not possible at all.
+  // Improves `order` in place; returns its cost, or -1 where it is not possible at all.
   int64_t run(int64_t* order) {
     const auto start = std::chrono::steady_clock::now();
     std::vector<int> anchors, best(order, order + request_.num_operators);
@@ -183,7 +183,7 @@ class OrderSearch {
       const double chance = std::exp(static_cast<double>(cost - new_cost) / temperature);
       std::uniform_real_distribution<double> draw(0, 1);
       if (new_cost > cost && draw(random_) >= chance) continue;
-      // What was pulled forward by its users keeps the place that it got.
+      // What runs earlier for its users keeps the place that it got.
       anchors.clear();
       for (int op : decoded) {
         if (request_.is_anchor[op]) anchors.push_back(op);

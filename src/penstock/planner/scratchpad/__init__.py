@@ -1,8 +1,8 @@
-"""What of a program stays in fixed scratchpads, and where."""
+"""Plans of programs that run from fixed scratchpads: order, residency, offsets and spills."""
 
-from penstock.planner.scratchpads._check import check_scratchpad
-from penstock.planner.scratchpads._scratchpad import scratchpad
-from penstock.planner.scratchpads._types import (
+from penstock.planner.scratchpad._check import check_scratchpad
+from penstock.planner.scratchpad._plan_scratchpad import scratchpad
+from penstock.planner.scratchpad._types import (
     NPU_POOLS,
     Residency,
     ScratchpadBuffer,

@@ -1,5 +1,6 @@
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,21 +8,22 @@ from hypothesis import strategies as st
 import graphs
 from penstock.errors import InfeasibleError
 from penstock.planner import Budget, check
-from penstock.planner.baselines import _genetic
-from penstock.planner.baselines._genetic import derive, plan_genetic
-from penstock.planner.baselines._genetic_engine import Evaluator
-from penstock.planner.baselines._genetic_genes import (
+from penstock.planner.genetic import _genetic
+from penstock.planner.genetic._evaluator import Evaluator
+from penstock.planner.genetic._genes import (
     Schedules,
     cross_allocations,
     geometric_classes,
     mutate_allocation,
     random_classes,
 )
-from penstock.planner.baselines._order import (
+from penstock.planner.genetic._genetic import plan_genetic
+from penstock.planner.paging._accesses import (
     ordered_step,
     peak_of_program_order,
 )
-from penstock.planner.baselines._timing import Speeds
+from penstock.planner.search import _addresses
+from penstock.planner.search._engine import Rates
 
 UNIT = 256
 
@@ -102,8 +104,18 @@ def test_children_and_mutants_are_topological_orders(graph, seed):
 
 
 def evaluator(graph, *, share):
-    speeds = Speeds([1.0 + 0.1 * index for index in range(len(graph.operators))], 97.0, 131.0)
-    return Evaluator(graph, int(peak_of_program_order(graph) * share), speeds)
+    seconds = [1.0 + 0.1 * index for index in range(len(graph.operators))]
+    capacity = int(peak_of_program_order(graph) * share)
+    return Evaluator(graph, seconds, Rates(97.0, 131.0), capacity)
+
+
+def random_candidate(graph, seed, share):
+    """The evaluation of random genes, None where they do not fit, and the evaluator."""
+    rng = random.Random(seed)
+    engine = evaluator(graph, share=share)
+    order = Schedules(graph).mutate(range(len(graph.operators)), rng.random(), rng)
+    classes = geometric_classes(engine.sizes, rng.choice([1.0, 2.0, 4.0]))
+    return engine.evaluate(order, classes, {name: rng.randint(0, 4) for name in classes}), engine
 
 
 @settings(max_examples=200)
@@ -112,41 +124,76 @@ def evaluator(graph, *, share):
     seed=st.integers(0, 1000),
     share=st.sampled_from([0.7, 1.0, 1.5]),
 )
-def test_the_engine_finds_what_python_derives(graph, seed, share):
-    rng = random.Random(seed)
-    engine = evaluator(graph, share=share)
-    order = Schedules(graph).mutate(range(len(graph.operators)), rng.random(), rng)
-    classes = geometric_classes(engine.sizes, rng.choice([1.0, 2.0, 4.0]))
-    found = engine.evaluate(order, classes, {name: rng.randint(0, 4) for name in classes})
+def test_stays_have_slots_of_their_class_for_themselves(graph, seed, share):
+    found, engine = random_candidate(graph, seed, share)
     if found is None:
         return
-    allocation, seconds = found
-    derived = derive(graph, order, allocation, engine.sizes, engine.speeds, passes=2)
-    assert derived is not None
-    assert derived.arrangement.step_seconds == seconds  # the same operations in the same order
+    allocation, residency, offsets = found
+    sequence = residency.sequence
+    num_positions, num_bytes = len(sequence.order), sequence.problem.object_bytes.tolist()
+    slots = {}  # the class of each slot, by its address
+    base = 0
+    for name, count in sorted(allocation.num_objects.items()):
+        slots |= {base + slot * engine.sizes[name]: name for slot in range(count)}
+        base += count * engine.sizes[name]
+    chains = _addresses._chains(residency, _addresses._shrunk(residency, 0.0))
+    taken = set()
+    for chain, offset in zip(chains, offsets, strict=True):
+        name = allocation.class_of_size[engine.sizes.index(num_bytes[chain[0].item])]
+        assert slots[offset] == name
+        for position in range(chain[0].start, chain[-1].end):
+            assert (offset, position % num_positions) not in taken
+            taken.add((offset, position % num_positions))
 
 
-def test_the_engine_finds_it_where_much_is_swapped():
+@settings(max_examples=200)
+@given(
+    graph=graphs.step_graphs(max_operators=14),
+    seed=st.integers(0, 1000),
+    share=st.sampled_from([0.7, 1.0, 1.5]),
+)
+def test_stays_of_the_engine_are_those_of_plans(graph, seed, share):
+    found, engine = random_candidate(graph, seed, share)
+    if found is None:
+        return
+    allocation, residency, _ = found
+    sequence, names = residency.sequence, sorted(allocation.num_objects)
+    class_of_size = [names.index(name) for name in allocation.class_of_size]
+    class_of_object = np.array([class_of_size[i] if i >= 0 else -1 for i in engine.size_of_object])
+    evicted, stays = sequence.choose_in_classes(
+        class_of_object.astype(np.int32),
+        np.array([allocation.num_objects[name] for name in names], np.int64),
+        np.array([engine.sizes[name] for name in names], np.int64),
+    )
+    assert evicted.tolist() == residency.evicted.tolist()
+    chains = _addresses._chains(residency, _addresses._shrunk(residency, 0.0))
+    expected = [(c[0].start, c[-1].end, c[0].arrives, c[-1].leaves) for c in chains]
+    assert stays[["start", "end", "arrives", "leaves"]].tolist() == expected
+
+
+def test_what_leaves_is_written_and_comes_back():
     graph = graphs.chain_step(30, weight_bytes=3 * UNIT, activation_bytes=8 * UNIT)
     engine = evaluator(graph, share=0.4)
-    classes = geometric_classes(engine.sizes, 1.0)
-    found = engine.evaluate(range(len(graph.operators)), classes, {})
+    found = engine.evaluate(range(len(graph.operators)), geometric_classes(engine.sizes, 1.0), {})
     assert found is not None
-    order = range(len(graph.operators))
-    derived = derive(graph, order, found[0], engine.sizes, engine.speeds, passes=2)
-    assert derived is not None
-    assert len(derived.arrangement.writes) > 20
-    assert derived.arrangement.step_seconds == found[1]
+    _, residency, _ = found
+    assert residency.sequence.dirty(residency.evicted).sum() > 20
+    made = plan(graph, device_bytes=int(peak_of_program_order(graph) * 0.4), time_limit=0.5)
+    check(graph, made)
+    assert made.transfers
 
 
 @given(graph=graphs.step_graphs(min_operators=2, max_operators=9))
-def test_demand_is_what_lives_at_once(graph):
+def test_values_are_counted_where_most_live_at_once(graph):
     engine = evaluator(graph, share=1.0)
     step = ordered_step(graph)
     most = sum(
-        size * count for size, count in zip(engine.sizes, engine.demand(step.order), strict=True)
+        size * count
+        for size, count in zip(engine.sizes, engine.count_values(step.order), strict=True)
     )
-    assert most + step.workspace_bytes >= peak_of_program_order(graph, in_place=True)
+    used = {value for visit in step.visits for value in visit.needs}
+    unused = sum(step.num_bytes[value] for value in step.inputs if value not in used)
+    assert most + unused + step.workspace_bytes >= peak_of_program_order(graph, in_place=True)
 
 
 @given(seed=st.integers(0, 1000))

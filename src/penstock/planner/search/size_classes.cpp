@@ -1,0 +1,197 @@
+// Memory in size classes: each class is a number of equal slots, and a value takes one of its class.
+//
+// This is the memory of SwapAdvisor (Huang, Jin, Li, ASPLOS 2020, section 4): where no slot of a class
+// is free, the value of the class that is used again the latest leaves, and what takes its slot waits
+// until it has left.
+
+namespace {
+
+struct SizeClasses {
+  const i32* class_of;  // of each object; -1 for objects without bytes
+  i32 num_classes;
+  const i64 *counts, *bytes;  // slots of each class, and bytes of a slot
+};
+
+std::vector<i64> members(const Sequence& s, const i32* class_of, i32 name) {
+  std::vector<i64> weights(s.problem.num_objects);
+  for (i32 object = 0; object < s.problem.num_objects; ++object) weights[object] = class_of[object] == name;
+  return weights;
+}
+
+i64 largest(const std::vector<i64>& values) { return values.empty() ? 0 : *std::max_element(values.begin(), values.end()); }
+
+// For each class the slots that its values use at once, with all that can leave outside, and with nothing.
+void class_needs(const Sequence& s, const i32* class_of, i32 num_classes, i64* least, i64* most) {
+  for (i32 name = 0; name < num_classes; ++name) {
+    const std::vector<i64> weights = members(s, class_of, name);
+    std::vector<i64> live = s.live(weights.data());
+    most[name] = largest(live);
+    Changes outside(s.length);
+    for (const Gap& gap : s.gaps) outside.add(s, gap, -weights[gap.object]);
+    outside.apply(live);
+    least[name] = largest(live);
+  }
+}
+
+// The stays of objects between their evicted gaps, by uses alone: transfers take no room.
+class Stays {
+ public:
+  Stays(const Sequence& s, const std::uint8_t* evicted) : s_(s), evicted_(evicted) {
+    for (i32 object = 0; object < s.problem.num_objects; ++object) {
+      if (s.problem.bytes[object] == 0) continue;
+      if (s.problem.flags[object] & kPersistent) add_persistent(object);
+      else add_temporary(object);
+    }
+    join();
+  }
+  struct Part {
+    i32 object, start, end, arrives, leaves;
+    i32 next = -1;  // what takes over its room
+    bool is_first = true;
+  };
+  std::vector<Part> parts;
+
+ private:
+  void add_persistent(i32 object) {
+    const i32 n = s_.length;
+    std::vector<i32> out;
+    for (i32 g = s_.first_gap[object]; g < s_.first_gap[object + 1]; ++g)
+      if (evicted_[g]) out.push_back(g);
+    if (out.empty()) parts.push_back({object, 0, n, -2, -2});
+    for (size_t k = 0; k < out.size() && s_.gaps[out[k]].start >= 0; ++k) {
+      const bool around = k + 1 == out.size();
+      const i32 following = around ? out[0] : out[k + 1], start = s_.gaps[out[k]].end;
+      const i32 end = s_.gaps[following].start + 1 + (around ? n : 0), shift = start >= n ? n : 0;
+      parts.push_back({object, start - shift, end - shift, out[k], following});
+    }
+  }
+  void add_temporary(i32 object) {
+    const auto& at = s_.uses[object];
+    const auto& kinds = s_.use_kinds[object];
+    const i32 count = static_cast<i32>(at.size());
+    i32 g = s_.first_gap[object], arrives = -1;
+    i32 begin = s_.problem.flags[object] & kInput ? 0 : -1;
+    for (i32 k = 0; k < count; ++k) {
+      if (begin < 0) begin = at[k];
+      const bool last = k + 1 == count;
+      const bool has_gap = g < s_.first_gap[object + 1] && s_.gaps[g].start == at[k] && (last || at[k + 1] > at[k]);
+      if (has_gap && evicted_[g]) {
+        parts.push_back({object, begin, at[k] + 1, arrives, g});
+        begin = s_.gaps[g].end, arrives = g;
+      } else if (last || kinds[k + 1] == kCreate) {
+        const bool kept = last && (s_.problem.flags[object] & kKept);
+        parts.push_back({object, begin, kept ? s_.length : at[k] + 1, arrives, -1});
+        begin = arrives = -1;
+      }
+      if (has_gap) ++g;
+    }
+  }
+  // In-place reuse: a result goes on in the slot of its operand.
+  void join() {
+    std::map<std::pair<i32, i32>, i32> ending, starting;
+    for (i32 index = 0; index < static_cast<i32>(parts.size()); ++index) {
+      ending[{parts[index].object, parts[index].end}] = index;
+      starting[{parts[index].object, parts[index].start}] = index;
+    }
+    for (i32 position = 0; position < s_.length; ++position) {
+      if (s_.handed_from[position] < 0) continue;
+      const auto old = ending.find({s_.handed_from[position], position + 1});
+      const auto made = starting.find({s_.handed_to[position], position});
+      if (old == ending.end() || made == starting.end()) continue;
+      parts[old->second].end = position;
+      parts[old->second].next = made->second;
+      parts[made->second].is_first = false;
+    }
+  }
+  const Sequence& s_;
+  const std::uint8_t* evicted_;
+};
+
+// Gives the stays of one class a slot each, the same one in every step: `offset` is its number, or -1.
+// What is there over the end of the step comes first, then the others by their start; each takes the
+// slot that is free the shortest of those that are free for long enough.
+void assign_slots(const std::vector<Stay*>& stays, i64 count, i32 num_positions) {
+  std::vector<std::pair<i64, i64>> windows(count, {0, num_positions});  // of each slot: free from, until
+  i64 whole = count;  // slots that are free for all the step; the last ones are taken first
+  std::vector<Stay*> inside;
+  for (Stay* stay : stays) {
+    stay->offset = -1;
+    if (stay->end <= num_positions && stay->leaves != -2) {
+      inside.push_back(stay);
+    } else if (whole > 0) {
+      stay->offset = --whole;
+      windows[whole] = stay->leaves == -2 ? std::pair<i64, i64>{0, 0} : std::pair<i64, i64>{stay->end - num_positions, stay->start};
+    }
+  }
+  std::stable_sort(inside.begin(), inside.end(), [](const Stay* a, const Stay* b) { return a->start < b->start; });
+  using Slot = std::tuple<i64, i64, i64>;  // free from, free until, number
+  std::priority_queue<Slot, std::vector<Slot>, std::greater<Slot>> busy;
+  for (i64 slot = 0; slot < count; ++slot) busy.emplace(windows[slot].first, windows[slot].second, slot);
+  std::vector<Slot> free;  // those that are free the longest first
+  for (Stay* stay : inside) {
+    for (; !busy.empty() && std::get<0>(busy.top()) <= stay->start; busy.pop()) free.push_back(busy.top());
+    const auto slot = std::find_if(free.begin(), free.end(), [&](const Slot& it) { return std::get<1>(it) >= stay->end; });
+    if (slot == free.end()) continue;
+    stay->offset = std::get<2>(*slot);
+    busy.emplace(stay->end, std::get<1>(*slot), std::get<2>(*slot));
+    free.erase(slot);
+  }
+}
+
+// How many stays without a slot there are at once, at most.
+i64 most_without_slot(const std::vector<Stay*>& stays, i32 num_positions) {
+  std::vector<i64> change(2 * num_positions + 1, 0), at_once(num_positions, 0);
+  for (const Stay* stay : stays)
+    if (stay->offset < 0) ++change[stay->start], --change[stay->end];
+  i64 here = 0;
+  for (i32 position = 0; position < 2 * num_positions; ++position)
+    at_once[position % num_positions] += here += change[position];
+  return largest(at_once);
+}
+
+// Chooses what leaves so that every class has slots enough; `stays` receives one for each chain of
+// in-place reuse, with its address. Stays over the end of the step can block more slots than their
+// number says: then the choice is made for fewer. Returns the number of stays; -1 if nothing fits.
+i32 choose_in_classes(const Sequence& s, const SizeClasses& classes, std::uint8_t* evicted, Stay* stays) {
+  constexpr int kTries = 6;
+  const i32 n = s.length, num_classes = classes.num_classes;
+  std::vector<i64> usable(classes.counts, classes.counts + num_classes);
+  std::vector<i32> needs_choice(num_classes, 1);
+  std::vector<std::vector<std::uint8_t>> chosen(num_classes);
+  for (int attempt = 0; attempt < kTries; ++attempt) {
+    std::fill(evicted, evicted + s.gaps.size(), 0);
+    for (i32 name = 0; name < num_classes; ++name) {
+      if (needs_choice[name]) {
+        const std::vector<i64> weights = members(s, classes.class_of, name), capacity(n, usable[name]);
+        chosen[name].assign(s.gaps.size(), 0);
+        if (choose(s, s.live(weights.data()), weights.data(), capacity.data(), 1, nullptr, chosen[name].data()) > 0) return -1;
+      }
+      for (size_t g = 0; g < s.gaps.size(); ++g) evicted[g] |= chosen[name][g];
+    }
+    const Stays found(s, evicted);
+    std::vector<std::vector<Stay*>> of_class(num_classes);
+    i32 num_stays = 0;
+    for (const Stays::Part& part : found.parts) {
+      if (!part.is_first) continue;
+      const Stays::Part* last = &part;
+      while (last->next >= 0) last = &found.parts[last->next];
+      stays[num_stays] = {0, s.problem.bytes[part.object], 0, 0, part.start, last->end, part.arrives, last->leaves};
+      of_class[classes.class_of[part.object]].push_back(&stays[num_stays++]);
+    }
+    bool all_fit = true;
+    i64 base = 0;
+    for (i32 name = 0; name < num_classes; ++name) {
+      assign_slots(of_class[name], classes.counts[name], n);
+      const i64 missing = most_without_slot(of_class[name], n);
+      needs_choice[name] = missing > 0;
+      all_fit = all_fit && missing == 0;
+      usable[name] = std::max<i64>(0, usable[name] - missing);
+      for (Stay* stay : of_class[name]) stay->offset = base + stay->offset * classes.bytes[name];
+      base += classes.counts[name] * classes.bytes[name];
+    }
+    if (all_fit) return num_stays;
+  }
+  return -1;
+}
+
+}  // namespace
