@@ -1,4 +1,4 @@
-"""Rates at which bytes can get into the device and out of it."""
+"""Rates at which bytes can get out of the device and into it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ class LinkRates(NamedTuple):
     """Bytes per second of links that a plan may use.
 
     Attributes:
-        inward: Into the device.
         outward: Out of the device.
+        inward: Into the device.
     """
 
-    inward: float
     outward: float
+    inward: float

@@ -18,7 +18,7 @@ from penstock.planner.paging import (
     estimate_paging_seconds,
     plan_by_paging,
 )
-from penstock.planner.search import toll_of_byte
+from penstock.planner.search import interference_per_byte
 
 _logger = logging.getLogger(__name__)
 
@@ -74,5 +74,5 @@ def _total_seconds(plan: Plan) -> float:
     """Time of a step with what its copies cost computing, which is what the search minimises."""
     moved = plan.bytes_moved.items()
     return plan.step_seconds + sum(
-        num_bytes * toll_of_byte(link, plan.machine) for link, num_bytes in moved
+        num_bytes * interference_per_byte(link, plan.machine) for link, num_bytes in moved
     )

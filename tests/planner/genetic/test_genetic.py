@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import graphs
 from penstock.errors import InfeasibleError
 from penstock.planner import Budget, check
+from penstock.planner._link_rates import LinkRates
 from penstock.planner.genetic import _genetic
 from penstock.planner.genetic._evaluator import Evaluator
 from penstock.planner.genetic._genes import (
@@ -22,8 +23,7 @@ from penstock.planner.paging._accesses import (
     ordered_step,
     peak_of_program_order,
 )
-from penstock.planner.search import _addresses
-from penstock.planner.search._engine import Rates
+from penstock.planner.search import _offsets
 
 UNIT = 256
 
@@ -106,7 +106,7 @@ def test_children_and_mutants_are_topological_orders(graph, seed):
 def evaluator(graph, *, share):
     seconds = [1.0 + 0.1 * index for index in range(len(graph.operators))]
     capacity = int(peak_of_program_order(graph) * share)
-    return Evaluator(graph, seconds, Rates(97.0, 131.0), capacity)
+    return Evaluator(graph, seconds, LinkRates(97.0, 131.0), capacity)
 
 
 def random_candidate(graph, seed, share):
@@ -136,10 +136,10 @@ def test_stays_have_slots_of_their_class_for_themselves(graph, seed, share):
     for name, count in sorted(allocation.num_objects.items()):
         slots |= {base + slot * engine.sizes[name]: name for slot in range(count)}
         base += count * engine.sizes[name]
-    chains = _addresses._chains(residency, _addresses._shrunk(residency, 0.0))
+    chains = _offsets._chains(residency, _offsets._shrink_windows(residency, 0.0))
     taken = set()
     for chain, offset in zip(chains, offsets, strict=True):
-        name = allocation.class_of_size[engine.sizes.index(num_bytes[chain[0].item])]
+        name = allocation.class_of_size[engine.sizes.index(num_bytes[chain[0].storage])]
         assert slots[offset] == name
         for position in range(chain[0].start, chain[-1].end):
             assert (offset, position % num_positions) not in taken
@@ -160,15 +160,15 @@ def test_stays_of_the_engine_are_those_of_plans(graph, seed, share):
     sequence, names = residency.sequence, sorted(allocation.num_objects)
     class_of_size = [names.index(name) for name in allocation.class_of_size]
     class_of_object = np.array([class_of_size[i] if i >= 0 else -1 for i in engine.size_of_object])
-    evicted, stays = sequence.choose_in_classes(
+    evicted, intervals = sequence.evict_in_classes(
         class_of_object.astype(np.int32),
         np.array([allocation.num_objects[name] for name in names], np.int64),
         np.array([engine.sizes[name] for name in names], np.int64),
     )
     assert evicted.tolist() == residency.evicted.tolist()
-    chains = _addresses._chains(residency, _addresses._shrunk(residency, 0.0))
+    chains = _offsets._chains(residency, _offsets._shrink_windows(residency, 0.0))
     expected = [(c[0].start, c[-1].end, c[0].arrives, c[-1].leaves) for c in chains]
-    assert stays[["start", "end", "arrives", "leaves"]].tolist() == expected
+    assert intervals[["start", "end", "arrives", "leaves"]].tolist() == expected
 
 
 def test_what_leaves_is_written_and_comes_back():

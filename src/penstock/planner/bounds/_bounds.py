@@ -184,7 +184,7 @@ def _rates(request: PlanRequest) -> LinkRates:
             inward += profile.bytes_per_second
         if link.source == Tier.DEVICE and tiers[link.destination] is not None:
             outward += profile.bytes_per_second
-    return LinkRates(inward, outward)
+    return LinkRates(outward=outward, inward=inward)
 
 
 def _require_capacity(

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from penstock.graph import StepGraph
+from penstock.planner._link_rates import LinkRates
 from penstock.planner.genetic._genes import Allocation
-from penstock.planner.search._engine import OperatorSequence, Problem, Rates
-from penstock.planner.search._residency import Residency
+from penstock.planner.search._engine import OperatorSequence, Problem
+from penstock.planner.search._residency import EvictionChoice
 
 
 class Evaluator:
@@ -31,7 +32,7 @@ class Evaluator:
         self,
         graph: StepGraph,
         operator_seconds: Sequence[float],
-        rates: Rates,
+        rates: LinkRates,
         capacity: int | None,
     ) -> None:
         self._problem = Problem(graph, operator_seconds)
@@ -49,7 +50,7 @@ class Evaluator:
 
     def evaluate(
         self, order: Sequence[int], classes: Sequence[int], wanted: Mapping[int, int]
-    ) -> tuple[Allocation, Residency, list[int]] | None:
+    ) -> tuple[Allocation, EvictionChoice, list[int]] | None:
         """Repair an allocation, and replay a step with the evictions that follow from it.
 
         Args:
@@ -59,7 +60,7 @@ class Evaluator:
 
         Returns:
             The repaired allocation, the residency with its times, and the address of each chain of
-            stays; None where an operator does not fit.
+            intervals; None where an operator does not fit.
         """
         sequence = OperatorSequence(self._problem, order)
         names = sorted(set(classes))
@@ -76,16 +77,16 @@ class Evaluator:
         )
         if counts is None:
             return None
-        chosen = sequence.choose_in_classes(class_of_object, counts, class_bytes)
+        chosen = sequence.evict_in_classes(class_of_object, counts, class_bytes)
         if chosen is None:
             return None
-        evicted, stays = chosen
-        replay = sequence.replay(evicted, stays, (self._rates,))
+        evicted, intervals = chosen
+        replay = sequence.replay(evicted, intervals, (self._rates,))
         if replay.overflow > 0:
             return None
         allocation = Allocation(tuple(classes), dict(zip(names, counts.tolist(), strict=True)))
-        residency = Residency(sequence, evicted, replay, np.ones(len(sequence.order)))
-        return allocation, residency, stays["offset"].tolist()
+        residency = EvictionChoice(sequence, evicted, replay, np.ones(len(sequence.order)))
+        return allocation, residency, intervals["offset"].tolist()
 
 
 def _repair(

@@ -14,13 +14,13 @@ import math
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from penstock.errors import InfeasibleError
 from penstock.memory import Tier
-from penstock.planner._plan import Bound, Found, Plan
+from penstock.planner._link_rates import LinkRates
+from penstock.planner._plan import Found, Plan
 from penstock.planner._request import PlanRequest
-from penstock.planner._simulate import simulate
 from penstock.planner.genetic._evaluator import Evaluator
 from penstock.planner.genetic._genes import (
     Allocation,
@@ -32,9 +32,8 @@ from penstock.planner.genetic._genes import (
 )
 from penstock.planner.paging import plan_by_paging
 from penstock.planner.search import load_engine
-from penstock.planner.search._emit import emit
-from penstock.planner.search._engine import Rates
-from penstock.planner.search._residency import Residency
+from penstock.planner.search._plan_residency import plan_residency
+from penstock.planner.search._residency import EvictionChoice
 
 _DEFAULT_SECONDS = 60.0  # where the request has no deadline
 POPULATION = 100
@@ -157,7 +156,7 @@ def _evaluator(request: PlanRequest) -> Evaluator:
             "method='genetic' swaps values to the host or to files: give host_memory or a store "
             "(and a machine that has links to it), or use method='auto'"
         )
-    rates = Rates(*(links[link].bytes_per_second for link in request.links[0]))
+    rates = LinkRates(*(links[link].bytes_per_second for link in request.links[0]))
     capacity = request.budget.device_bytes
     if capacity is not None:
         capacity -= request.workspace_bytes
@@ -165,28 +164,10 @@ def _evaluator(request: PlanRequest) -> Evaluator:
 
 
 def _plan(
-    request: PlanRequest, residency: Residency, offsets: Sequence[int], notes: dict[str, float]
+    request: PlanRequest, choice: EvictionChoice, offsets: Sequence[int], notes: dict[str, float]
 ) -> Plan:
-    movement, budget = emit(residency, offsets, request.links[:1]), request.budget
-    ideal = request.compute_seconds
-    plan = Plan(
-        graph_digest=request.graph.digest,
-        order=tuple(residency.sequence.order.tolist()),
-        placements=movement.placements,
-        transfers=movement.transfers,
-        copies=movement.copies,
-        budget=budget,
-        machine=request.machine,
-        operator_seconds=tuple(request.operator_seconds),
-        step_seconds=0.0,
-        ideal_seconds=ideal,
-        bound=Bound(seconds=ideal, binding="compute", seconds_of={"compute": ideal}),
-        workspace_bytes=request.workspace_bytes,
-        method="genetic",
-        seed=request.seed,
-        notes=notes,
-    )
-    plan = replace(plan, step_seconds=simulate(request.graph, plan).step_seconds)
+    budget = request.budget
+    plan = plan_residency(request, choice, offsets, method="genetic", notes=notes)
     for tier, limit, peak in (
         (Tier.HOST, budget.host_bytes, plan.peak_host_bytes),
         (Tier.FILE, budget.file_bytes, plan.peak_file_bytes),

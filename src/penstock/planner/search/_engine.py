@@ -1,8 +1,8 @@
-"""The planner's inner loop, in C++: what leaves between two uses, when it moves, how long it takes.
+"""The planner's inner loop, in C++: evictions, the times of transfers, and the time of a step.
 
-The C++ beside this file does the work on arrays; this file turns a step graph into them. An
-*object* is a storage with bytes; a *gap* lies between two uses of an object, and the last gap of a
-persistent object goes on at the beginning of the next step.
+The C++ beside this file works on arrays; this file turns a step graph into them. An *object* is a
+storage with bytes; a *hole* lies between two uses of an object, and the last hole of a persistent
+object goes on at the beginning of the next step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,14 +21,15 @@ import numpy as np
 from penstock.codegen import load_optional_library, why_nothing_can_be_built
 from penstock.errors import BuildError
 from penstock.graph import Kind, Phase, StepGraph, alignment_bytes
+from penstock.planner._link_rates import LinkRates
 
 _SOURCES = (
     "sequence.cpp",
-    "choice.cpp",
-    "rooms.cpp",
+    "evictions.cpp",
+    "allocators.cpp",
     "size_classes.cpp",
     "replay.cpp",
-    "stacking.cpp",
+    "offset_assignment.cpp",
     "order.cpp",
     "recompute.cpp",
     "engine.cpp",
@@ -40,19 +40,19 @@ _PERSISTENT, _INPUT, _KEPT, _PINNED = 1, 2, 4, 8
 
 # Smaller objects leave only where larger ones are not enough: a transfer has a fixed cost.
 MIN_EVICTED_BYTES = 64 * 1024
-# How far ahead, in positions, values are fetched.
-HORIZON = 4096
+# Positions ahead of their use at which values may be fetched, at most.
+MAX_PREFETCH_DISTANCE = 4096
 
 
-# `out_end` of what has not left by the end of the replay: it leaves as late as it may.
+# `out_end` of an object that has not left by the end of the replay: it leaves as late as it may.
 NEVER = np.iinfo(np.int32).max
-NUM_WAYS = 6
-PRIORITY_WAYS = (5, 4, 3)  # the fullest positions first, or by size
+NUM_STRATEGIES = 6
+PRIORITY_STRATEGIES = (5, 4, 3)  # the fullest positions first, or by size
 _MAX_CHAIN = 512  # operators run again for one operand
-# This part of the arena is large, where large and small stays lie apart.
+# Intervals of at least this part of the arena are large, where large and small ones lie apart.
 _LARGE = 8
-# A stay as `struct Stay` of rooms.cpp has it.
-STAY = np.dtype(
+# An interval of an object on the device, with the fields of `struct Interval` of allocators.cpp.
+INTERVAL = np.dtype(
     [
         ("offset", np.int64),
         ("bytes", np.int64),
@@ -66,22 +66,14 @@ STAY = np.dtype(
 )
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Bytes per second out of the device and back."""
-
-    out: float
-    back: float
-
-
-class Replay(NamedTuple):
-    """What a replay of a choice found.
+class ReplayTimes(NamedTuple):
+    """Times of a step with evictions.
 
     Attributes:
         step_seconds: Time of a step once steps repeat.
-        overflow: Bytes that are too many at the worst moment; at most 0 if it fits.
-        out_end: For each gap the boundary by which its object has left.
-        in_start: For each gap the boundary at which its object begins to come back; negative in
+        overflow: Bytes above the capacity at the worst moment; at most 0 if all fits.
+        out_end: For each hole the boundary by which its object has left.
+        in_start: For each hole the boundary at which its object begins to come back; negative in
             the step before.
         starts: When each position's operator starts, in seconds since the step began.
     """
@@ -93,21 +85,25 @@ class Replay(NamedTuple):
     starts: np.ndarray
 
 
-def bytes_there(stays: np.ndarray, num_positions: int) -> np.ndarray:
-    """Bytes of the stays (`STAY`) at each position; what is there over the end counts in both."""
+def resident_bytes(intervals: np.ndarray, num_positions: int) -> np.ndarray:
+    """Return the bytes of intervals by position; those across the end count in both steps."""
     change = np.zeros(2 * num_positions + 1, np.int64)
-    np.add.at(change, stays["start"], stays["bytes"])
-    np.add.at(change, stays["end"], -stays["bytes"])
+    np.add.at(change, intervals["start"], intervals["bytes"])
+    np.add.at(change, intervals["end"], -intervals["bytes"])
     return np.cumsum(change)[:-1].reshape(2, num_positions).sum(0)
 
 
-class Taste(NamedTuple):
-    """What a greedy order prefers; weights of bytes, and of operators overtaken.
+class GreedyWeights(NamedTuple):
+    """Weights of bytes, and of operators overtaken, in the score of a greedy order.
+
+    The ready operator with the least score runs next:
+
+        fetch * bytes fetched + create * bytes made - release * bytes freed + late * overtaken
 
     Attributes:
         fetch: Of operands that were last used long ago.
         create: Of new results.
-        release: Of operands that nobody needs afterwards.
+        release: Of operands that are used for the last time.
         late: Of each earlier operator of the program that has to wait, in bytes.
         capacity: Bytes touched since its last use after which an operand counts as far away.
         window: Number of candidates, the earliest in the program first.
@@ -150,10 +146,10 @@ class Problem:
         self.access_object = np.array([o for part in accesses for o, _ in part], dtype=np.int32)
         self.access_kind = np.array([kind for part in accesses for _, kind in part], dtype=np.uint8)
         self.first_access = first_access
-        handovers = [_handovers(graph, operator) for operator in range(len(graph.operators))]
-        first_handover = _offsets(handovers)
-        handed_from = np.array([a for part in handovers for a, _ in part], dtype=np.int32)
-        handed_to = np.array([b for part in handovers for _, b in part], dtype=np.int32)
+        reuses = [_reuses(graph, operator) for operator in range(len(graph.operators))]
+        first_reuse = _offsets(reuses)
+        reused_from = np.array([a for part in reuses for a, _ in part], dtype=np.int32)
+        reused_by = np.array([b for part in reuses for _, b in part], dtype=np.int32)
         self._handle = _library().problem_new(
             len(graph.operators),
             len(graph.storages),
@@ -163,9 +159,9 @@ class Problem:
             _pointer(first_access),
             _pointer(self.access_object),
             _pointer(self.access_kind),
-            _pointer(first_handover),
-            _pointer(handed_from),
-            _pointer(handed_to),
+            _pointer(first_reuse),
+            _pointer(reused_from),
+            _pointer(reused_by),
         )
         weakref.finalize(self, _library().problem_free, self._handle)
         self._first_predecessor = np.cumsum([0, *map(len, graph.predecessors)], dtype=np.int32)
@@ -176,7 +172,7 @@ class Problem:
     def greedy_order(
         self,
         base: np.ndarray,
-        taste: Taste,
+        weights: GreedyWeights,
         *,
         begin: int = 0,
         end: int | None = None,
@@ -186,10 +182,10 @@ class Problem:
 
         Args:
             base: A valid order, each operator once.
-            taste: What is preferred.
+            weights: Weights of the score.
             begin: First position that may change.
             end: Last one, exclusive; None: the end.
-            noise: For each operator by which fraction its score is off.
+            noise: For each operator the fraction by which its score is changed.
 
         Returns:
             A valid order.
@@ -204,15 +200,15 @@ class Problem:
             _pointer(base),
             begin,
             len(base) if end is None else end,
-            *taste,
+            *weights,
             None if noise is None else _pointer(noise),
             _pointer(order),
         )
         return order
 
 
-class Recipes:
-    """How the values of a graph can be made again, as the engine sees it.
+class OrderExpander:
+    """Orders with second runs that make the values of a graph again.
 
     Args:
         graph: The graph.
@@ -236,7 +232,7 @@ class Recipes:
         initial = np.array([-1 if value is None else value for value in given], np.int32)
         is_forward = np.array([o.phase is Phase.FORWARD for o in graph.operators], np.uint8)
         pointers = ctypes.c_void_p * len(lists)
-        self._handle = _library().recipes_new(
+        self._handle = _library().expander_new(
             len(graph.operators),
             len(graph.storages),
             len(object_of),
@@ -246,88 +242,88 @@ class Recipes:
             pointers(*(array.ctypes.data for array in first)),
             pointers(*(array.ctypes.data for array in items)),
         )
-        weakref.finalize(self, _library().recipes_free, self._handle)
+        weakref.finalize(self, _library().expander_free, self._handle)
 
     def expand(self, order: np.ndarray, dropped: Collection[int]) -> np.ndarray | None:
-        """Put what makes the dropped storages again before the operators that need them.
+        """Insert second runs before the operators that need dropped storages.
 
         Args:
             order: Operators, each once.
-            dropped: As of `Recomputation.expand`.
+            dropped: Storages, and complements of those that are dropped briefly.
         """
         order = np.ascontiguousarray(order, np.int32)
         items = np.fromiter(dropped, np.int32, len(dropped))
-        length = _library().recipes_expand(
+        length = _library().expander_expand(
             self._handle, _pointer(order), len(order), _pointer(items), len(items), _MAX_CHAIN
         )
         if length < 0:
             return None
         expanded = np.empty(length, np.int32)
-        _library().recipes_read(self._handle, _pointer(expanded))
+        _library().expander_read(self._handle, _pointer(expanded))
         return expanded
 
 
 class OperatorSequence:
-    """A sequence of operators, and what follows from it alone.
+    """A sequence of operators with its holes and live bytes.
 
     Args:
         problem: The graph.
         order: Operators by position, each at least once; from its second time on it is recomputed.
 
     Attributes:
-        gap_object: For each gap its object.
-        gap_start: The position of the use before it; -1 for an object that is never used.
-        gap_end: The position of the use after it; beyond the sequence in the next step.
+        hole_object: For each hole its object.
+        hole_start: The position of the use before it; -1 for an object that is never used.
+        hole_end: The position of the use after it; beyond the sequence in the next step.
         base: Live bytes by position if nothing leaves.
-        handed: By position the objects (from, to) of which the second takes the room of the
-            first; -1 for none.
+        reused: By position the objects (operand, result) of which the second reuses the place of
+            the first; -1 for none.
     """
 
     def __init__(self, problem: Problem, order: SequenceOf[int] | np.ndarray) -> None:
         self.problem = problem
         self.order = np.ascontiguousarray(order, dtype=np.int32)
-        self.again = recomputed(self.order, len(problem.operator_seconds))
+        self.again = find_second_runs(self.order, len(problem.operator_seconds))
         library = _library()
         self._handle = library.sequence_new(
             problem._handle, _pointer(self.order), _pointer(self.again), len(self.order)
         )
         weakref.finalize(self, library.sequence_free, self._handle)
-        num_gaps = library.sequence_num_gaps(self._handle)
-        self.gap_object = np.empty(num_gaps, np.int32)
-        self.gap_start = np.empty(num_gaps, np.int32)
-        self.gap_end = np.empty(num_gaps, np.int32)
+        num_holes = library.sequence_num_holes(self._handle)
+        self.hole_object = np.empty(num_holes, np.int32)
+        self.hole_start = np.empty(num_holes, np.int32)
+        self.hole_end = np.empty(num_holes, np.int32)
         self.base = np.empty(len(self.order), np.int64)
-        handed_from = np.empty(len(self.order), np.int32)
-        handed_to = np.empty(len(self.order), np.int32)
+        reused_from = np.empty(len(self.order), np.int32)
+        reused_by = np.empty(len(self.order), np.int32)
         library.sequence_read(
             self._handle,
-            _pointer(self.gap_object),
-            _pointer(self.gap_start),
-            _pointer(self.gap_end),
+            _pointer(self.hole_object),
+            _pointer(self.hole_start),
+            _pointer(self.hole_end),
             _pointer(self.base),
-            _pointer(handed_from),
-            _pointer(handed_to),
+            _pointer(reused_from),
+            _pointer(reused_by),
         )
-        self.handed = np.stack([handed_from, handed_to], axis=1)
+        self.reused = np.stack([reused_from, reused_by], axis=1)
 
     @property
-    def gap_bytes(self) -> np.ndarray:
-        """Bytes of each gap's object."""
-        return self.problem.object_bytes[self.gap_object]
+    def hole_bytes(self) -> np.ndarray:
+        """Bytes of each hole's object."""
+        return self.problem.object_bytes[self.hole_object]
 
     @functools.cached_property
     def working_set(self) -> np.ndarray:
-        """By position the least bytes with which its operator can run."""
+        """Least bytes by position with which its operator can run."""
         live = np.concatenate([self.base, np.zeros(len(self.base), np.int64)])
         change = np.zeros(len(live) + 1, np.int64)
-        np.add.at(change, self.gap_start + 1, self.gap_bytes)
-        np.add.at(change, self.gap_end, -self.gap_bytes)
+        np.add.at(change, self.hole_start + 1, self.hole_bytes)
+        np.add.at(change, self.hole_end, -self.hole_bytes)
         live = live - np.cumsum(change[:-1])
         return live[: len(self.base)] + live[len(self.base) :]
 
     @functools.cached_property
     def uses(self) -> dict[int, list[tuple[int, int]]]:
-        """For each object its uses: position and kind."""
+        """Uses of each object: position and kind."""
         problem = self.problem
         uses: dict[int, list[tuple[int, int]]] = defaultdict(list)
         first, objects, kinds, flags, again = (
@@ -346,7 +342,7 @@ class OperatorSequence:
                 if not (again[position] and kind != READ and flags[item] & _PERSISTENT):
                     uses[item].append((position, kind))
         last = len(self.order) - 1
-        for item, own in uses.items():  # the caller reads them when the step ends
+        for item, own in uses.items():  # results are read when the step ends
             if flags[item] & _KEPT and not flags[item] & _PERSISTENT and own[-1][0] < last:
                 own.append((last, READ))
         return uses
@@ -356,27 +352,27 @@ class OperatorSequence:
         """Time of the operators alone."""
         return float(self.problem.operator_seconds[self.order].sum())
 
-    def choose(
+    def evict(
         self,
         capacity: int | np.ndarray,
         *,
         bias: np.ndarray | None = None,
         evicted: np.ndarray | None = None,
     ) -> tuple[np.ndarray, int]:
-        """Choose what leaves so that live bytes never exceed the capacity.
+        """Choose evictions so that live bytes never exceed the capacity.
 
         Args:
             capacity: Bytes, for all positions or for each.
-            bias: Added to the next use of each gap, in positions: what leaves first.
+            bias: Added to the next use of each hole, in positions; the latest leaves first.
             evicted: A choice to begin with.
 
         Returns:
-            For each gap whether its object leaves, and by how many bytes the worst position
+            For each hole whether its object leaves, and by how many bytes the worst position
             exceeds the capacity (at most 0 if it fits).
         """
-        evicted = np.zeros(len(self.gap_object), np.uint8) if evicted is None else evicted.copy()
+        evicted = np.zeros(len(self.hole_object), np.uint8) if evicted is None else evicted.copy()
         capacities = np.full(len(self.order), capacity, np.int64)
-        worst = _library().sequence_choose(
+        worst = _library().sequence_evict(
             self._handle,
             _pointer(capacities),
             MIN_EVICTED_BYTES,
@@ -400,10 +396,10 @@ class OperatorSequence:
         )
         return least, most
 
-    def choose_in_classes(
+    def evict_in_classes(
         self, class_of_object: np.ndarray, counts: np.ndarray, class_bytes: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Choose what leaves where memory consists of equal slots for each size class.
+        """Choose evictions where memory consists of equal slots for each size class.
 
         Args:
             class_of_object: For each object its class; -1 for those without bytes.
@@ -411,25 +407,25 @@ class OperatorSequence:
             class_bytes: Bytes of a slot of each class.
 
         Returns:
-            For each gap whether its object leaves, and a `STAY` with its address for each chain of
-            stays; None if that many slots are not enough.
+            For each hole whether its object leaves, and an `INTERVAL` with its address for each
+            chain of intervals; None if that many slots are not enough.
         """
-        evicted = np.zeros(len(self.gap_object), np.uint8)
-        most = len(self.gap_object) + len(self.order) + len(self.problem.access_object)
-        stays = np.zeros(most + len(self.problem.object_bytes), STAY)
-        num_stays = _library().sequence_choose_in_classes(
+        evicted = np.zeros(len(self.hole_object), np.uint8)
+        most = len(self.hole_object) + len(self.order) + len(self.problem.access_object)
+        intervals = np.zeros(most + len(self.problem.object_bytes), INTERVAL)
+        num_intervals = _library().sequence_evict_in_classes(
             self._handle,
             _pointer(class_of_object),
             len(counts),
             _pointer(counts),
             _pointer(class_bytes),
             _pointer(evicted),
-            _pointer(stays),
+            _pointer(intervals),
         )
-        return None if num_stays < 0 else (evicted, stays[:num_stays])
+        return None if num_intervals < 0 else (evicted, intervals[:num_intervals])
 
     def dirty(self, evicted: np.ndarray) -> np.ndarray:
-        """For each evicted gap whether its object has to be written before it is gone."""
+        """Return for each evicted hole whether its object has to be written before it is gone."""
         dirty = np.zeros(len(evicted), np.uint8)
         _library().sequence_dirty(self._handle, _pointer(evicted), _pointer(dirty))
         return dirty
@@ -437,63 +433,68 @@ class OperatorSequence:
     def replay(
         self,
         evicted: np.ndarray,
-        room: int | np.ndarray,
-        rates: SequenceOf[Rates],
+        memory: int | np.ndarray,
+        rates: SequenceOf[LinkRates],
         *,
         tier: np.ndarray | None = None,
-        horizon: int = HORIZON,
-    ) -> Replay:
-        """Time a step in which the objects of the evicted gaps leave and come back.
+        prefetch_distance: int = MAX_PREFETCH_DISTANCE,
+    ) -> ReplayTimes:
+        """Time a step in which the objects of the evicted holes leave and come back.
 
         Args:
-            evicted: For each gap whether its object leaves.
-            room: Bytes of the arena; or stays with addresses (`STAY`), which then wait for
-                each other.
-            rates: Of the links to the tier below, and of those to a second one, if any.
-            tier: For each gap to which of them its object goes; None: to the first.
-            horizon: How many positions ahead values may be fetched.
+            evicted: For each hole whether its object leaves.
+            memory: Bytes of the arena; or intervals with addresses (`INTERVAL`), of which those at
+                one address wait for each other.
+            rates: Of the links to the first lower tier, and of those to a second one, if any.
+            tier: For each hole the lower tier of its object; None: the first.
+            prefetch_distance: Positions ahead of their use at which values may be fetched.
         """
         library = _library()
-        if isinstance(room, np.ndarray):
-            where = (_pointer(room), len(room))
-            return self._replay(library.sequence_replay_at, where, evicted, rates, tier, horizon)
-        return self._replay(library.sequence_replay, (room,), evicted, rates, tier, horizon)
+        if isinstance(memory, np.ndarray):
+            where = (_pointer(memory), len(memory))
+            return self._replay(
+                library.sequence_replay_at, where, evicted, rates, tier, prefetch_distance
+            )
+        return self._replay(
+            library.sequence_replay, (memory,), evicted, rates, tier, prefetch_distance
+        )
 
-    def stack(
+    def assign_offsets(
         self,
-        stays: np.ndarray,
+        intervals: np.ndarray,
         capacity: int,
         *,
         step_seconds: float,
-        way: int,
+        strategy: int,
         priority: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Give stays offsets at which they wait little for each other.
+        """Assign offsets to intervals so that transfers wait little for addresses.
 
         Args:
-            stays: `STAY`s; gets the offsets.
+            intervals: `INTERVAL`s, which receive the offsets.
             capacity: Bytes of the arena.
             step_seconds: Time of a step, as far as it is known.
-            way: Which place is preferred among equals, below `NUM_WAYS`.
-            priority: For each stay what is added to the share of the arena that is taken at its
-                fullest position, or by what share of a step it comes earlier, by which the
-                `PRIORITY_WAYS` order stays; None: nothing.
+            strategy: Number of the strategy, below `NUM_STRATEGIES`: `Strategy` of
+                offset_assignment.cpp.
+            priority: For each interval an addition to its rank in `PRIORITY_STRATEGIES`: to the
+                share of the arena that is taken at its fullest position, or, of a step, to its
+                earliness; None: nothing.
 
         Returns:
-            For each position how many bytes its largest piece lacks for one that found no room;
-            nowhere any if all have an offset.
+            For each position the bytes that its largest free piece lacks for an interval without
+            an offset; 0 everywhere if all have one.
         """
         num_positions = len(self.order)
         missing = np.zeros(num_positions, np.int64)
-        _library().stack(
-            _pointer(stays),
-            len(stays),
+        _library().assign_offsets(
+            _pointer(intervals),
+            len(intervals),
             num_positions,
             capacity,
             capacity // _LARGE,
-            int(bytes_there(stays, num_positions).argmax()),
+            int(resident_bytes(intervals, num_positions).argmax()),
             step_seconds,
-            way,
+            strategy,
             None if priority is None else _pointer(priority),
             _pointer(missing),
         )
@@ -504,10 +505,10 @@ class OperatorSequence:
         function: Callable[..., int],
         where: tuple[Any, ...],
         evicted: np.ndarray,
-        rates: SequenceOf[Rates],
+        rates: SequenceOf[LinkRates],
         tier: np.ndarray | None,
-        horizon: int,
-    ) -> Replay:
+        prefetch_distance: int,
+    ) -> ReplayTimes:
         out_end = np.full(len(evicted), NEVER, np.int32)
         in_start = np.full(len(evicted), np.iinfo(np.int32).min, np.int32)
         starts = np.empty(len(self.order))
@@ -516,30 +517,32 @@ class OperatorSequence:
         overflow = function(
             self._handle,
             *where,
-            pace(*(1 / rate.out for rate in rates)),
-            pace(*(1 / rate.back for rate in rates)),
+            pace(*(1 / rate.outward for rate in rates)),
+            pace(*(1 / rate.inward for rate in rates)),
             None if tier is None else _pointer(tier),
             _pointer(evicted),
-            horizon,
+            prefetch_distance,
             _pointer(out_end),
             _pointer(in_start),
             _pointer(starts),
             ctypes.byref(seconds),
         )
-        return Replay(seconds.value, overflow, out_end, in_start, starts)
+        return ReplayTimes(seconds.value, overflow, out_end, in_start, starts)
 
     def tiers(self, evicted: np.ndarray, host_bytes: int) -> np.ndarray:
-        """For each evicted gap 0 if its object goes to the host, 1 if to the file.
+        """Return for each evicted hole the tier of its object: 0 the host, 1 the file.
 
-        The host takes what moves often and stays there briefly, as long as there is room.
+        The host takes objects that move often and stay there briefly, as long as they fit.
         """
         tier = np.zeros(len(evicted), np.uint8)
-        _library().sequence_place_below(self._handle, _pointer(evicted), host_bytes, _pointer(tier))
+        _library().sequence_assign_tiers(
+            self._handle, _pointer(evicted), host_bytes, _pointer(tier)
+        )
         return tier
 
 
-def recomputed(order: np.ndarray, num_operators: int) -> np.ndarray:
-    """For each position whether its operator has run before."""
+def find_second_runs(order: np.ndarray, num_operators: int) -> np.ndarray:
+    """Return for each position whether its operator has run before."""
     again, first = np.ones(len(order), np.uint8), np.empty(num_operators, np.int64)
     first[order[::-1]] = np.arange(len(order))[::-1]  # of equal indices the last one counts
     again[first[order]] = 0
@@ -555,7 +558,7 @@ def _flags(graph: StepGraph, index: int) -> int:
 
 
 def _accesses(graph: StepGraph, index: int) -> list[tuple[int, int]]:
-    """The objects that an operator touches, and how; each once."""
+    """Return the objects that an operator accesses and the kinds of access, each object once."""
     operator = graph.operators[index]
     kinds: dict[int, int] = {}
     for value in operator.reads:
@@ -568,7 +571,7 @@ def _accesses(graph: StepGraph, index: int) -> list[tuple[int, int]]:
     return [(o, kind) for o, kind in kinds.items() if graph.storages[o].num_bytes]
 
 
-def _handovers(graph: StepGraph, index: int) -> list[tuple[int, int]]:
+def _reuses(graph: StepGraph, index: int) -> list[tuple[int, int]]:
     operator = graph.operators[index]
     return [
         (graph.storage_of_value[read], graph.storage_of_value[created])
@@ -607,23 +610,23 @@ def load_engine() -> ctypes.CDLL | None:
         ),
         "sequence_new": (pointer, [pointer, pointer, pointer, i32]),
         "sequence_free": (None, [pointer]),
-        "sequence_num_gaps": (i32, [pointer]),
+        "sequence_num_holes": (i32, [pointer]),
         "sequence_read": (None, [pointer] * 7),
-        "sequence_choose": (i64, [pointer, pointer, i64, pointer, pointer]),
+        "sequence_evict": (i64, [pointer, pointer, i64, pointer, pointer]),
         "sequence_class_needs": (None, [pointer, pointer, i32, pointer, pointer]),
-        "sequence_choose_in_classes": (i32, [pointer, pointer, i32, *[pointer] * 4]),
+        "sequence_evict_in_classes": (i32, [pointer, pointer, i32, *[pointer] * 4]),
         "sequence_dirty": (None, [pointer] * 3),
         "sequence_replay": (
             i64,
             [pointer, i64, *replay_tail],
         ),
         "sequence_replay_at": (i64, [pointer, pointer, i32, *replay_tail]),
-        "stack": (i32, [pointer, i32, i32, i64, i64, i32, double, i32, pointer, pointer]),
-        "sequence_place_below": (None, [pointer, pointer, i64, pointer]),
-        "recipes_new": (pointer, [i32, i32, i32, *[pointer] * 5]),
-        "recipes_free": (None, [pointer]),
-        "recipes_expand": (i32, [pointer, pointer, i32, pointer, i32, i32]),
-        "recipes_read": (None, [pointer, pointer]),
+        "assign_offsets": (i32, [pointer, i32, i32, i64, i64, i32, double, i32, pointer, pointer]),
+        "sequence_assign_tiers": (None, [pointer, pointer, i64, pointer]),
+        "expander_new": (pointer, [i32, i32, i32, *[pointer] * 5]),
+        "expander_free": (None, [pointer]),
+        "expander_expand": (i32, [pointer, pointer, i32, pointer, i32, i32]),
+        "expander_read": (None, [pointer, pointer]),
     }
     sources = [Path(__file__).with_name(name) for name in _SOURCES]
     return load_optional_library(

@@ -1,14 +1,13 @@
-"""Recomputation: which values are dropped after the forward pass, and the order that makes them
-again just before they are needed.
+"""Recomputation: dropping values after the forward pass, and making them again before their use.
 
-What is dropped is decided by storage. A dropped storage's value is made again by running the
-operators that made it, on operands that are there, that are brought back, or that are made again
-themselves; operands live on until then. A parameter that was updated in the meantime cannot be had
-back, and an order that would need it does not exist.
+Drops are decided by storage. The value of a dropped storage is made again by running the operators
+that made it, on operands that are on the device, that come back, or that are made again themselves;
+operands live on until then. A parameter that was updated in the meantime cannot come back, and an
+order that would need it does not exist.
 
-What is made again stays until its last use. Where it is large and its uses are far apart, it may be
-given up after each of them, and made again for each: such a storage is dropped *briefly* too, which
-sets of storages write as its complement (`~storage`).
+A value that was made again is kept until its last use. Where it is large and its uses are far
+apart, it may be dropped after each of them, and made again for each: such a storage is dropped
+*briefly* too, which sets of storages write as its complement (`~storage`).
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from penstock.graph import StepGraph
-from penstock.planner.search._engine import Recipes
+from penstock.planner.search._engine import OrderExpander
 
 
-def briefly(items: Iterable[int]) -> frozenset[int]:
-    """What says of storages that they are given up after each use of the backward pass."""
+def mark_brief(items: Iterable[int]) -> frozenset[int]:
+    """Return the marks of storages that are dropped after each use in the backward pass."""
     return frozenset(~item for item in items)
 
 
-class Recomputation:
-    """How the values of a graph can be made again.
+class RecomputeChains:
+    """Chains of operators by which the values of a graph can be made again.
 
     Args:
         graph: The graph.
@@ -46,7 +45,7 @@ class Recomputation:
         self.chain_of = {
             item: chain for item, chain in writers.items() if self._can_drop(item, chain)
         }
-        self._recipes = Recipes(graph, self.chain_of)
+        self._expander = OrderExpander(graph, self.chain_of)
 
     def _can_drop(self, item: int, chain: list[int]) -> bool:
         storage = self.graph.storages[item]
@@ -55,7 +54,7 @@ class Recomputation:
         return storage.num_bytes > 0 and all(self._runs_again(index, item) for index in chain)
 
     def _runs_again(self, index: int, item: int) -> bool:
-        """Whether an operator may run again for the sake of an object."""
+        """Return whether an operator may run again to make a storage's value."""
         operator = self.graph.operators[index]
         if not operator.recomputable:
             return False
@@ -64,15 +63,15 @@ class Recomputation:
         return all(self._storage_of[new] == item for _, new in operator.mutates)
 
     def expand(self, order: np.ndarray, dropped: Collection[int]) -> np.ndarray | None:
-        """Put what makes the dropped storages again before the operators that need them.
+        """Insert second runs before the operators that need dropped storages.
 
         Args:
             order: Operators, each once.
-            dropped: Storages that are given up after their last use in the forward pass, and
-                after their last use; the complements of those that are given up after each use in
-                the backward pass.
+            dropped: Storages that are dropped after their last use in the forward pass, and after
+                their last use; the complements of those that are dropped after each use in the
+                backward pass.
 
         Returns:
-            The longer order; None if an operand cannot be had.
+            The longer order; None if an operand is not available.
         """
-        return self._recipes.expand(order, dropped)
+        return self._expander.expand(order, dropped)

@@ -16,7 +16,7 @@ struct Lists {
 };
 
 // How the values of a graph can be made again.
-struct Recipes {
+struct OrderExpander {
   i32 num_objects;
   std::vector<i32> object_of;             // of each value
   std::vector<i32> initial;               // of each object: the value that it holds at first; -1: none
@@ -30,10 +30,10 @@ struct Recipes {
 // One walk through an order.
 class Expansion {
  public:
-  Expansion(Recipes& recipes, const i32* order, i32 length, i32 max_chain)
+  Expansion(OrderExpander& recipes, const i32* order, i32 length, i32 max_chain)
       : r_(recipes), order_(order), length_(length), max_chain_(max_chain), content_(recipes.initial),
         gone_(recipes.num_objects, 0), is_dropped_(recipes.num_objects, 0), is_brief_(recipes.num_objects, 0),
-        given_up_(length) {
+        dropped_at_(length) {
     r_.expanded.clear();
   }
 
@@ -52,7 +52,7 @@ class Expansion {
         if (!provide(value, 0)) return false;
       r_.expanded.push_back(op);
       for (i32 value : r_.makes[op]) hold(value);
-      for (i32 object : given_up_[position]) gone_[object] = 1;
+      for (i32 object : dropped_at_[position]) gone_[object] = 1;
       if (!any_brief || r_.is_forward[op]) continue;
       for (size_t ran = num_before; ran < r_.expanded.size(); ++ran)
         touched(r_.expanded[ran], [&](i32 object) {
@@ -77,8 +77,8 @@ class Expansion {
     }
     for (i32 object = 0; object < r_.num_objects; ++object) {
       if (!is_dropped_[object] || last[object] < 0) continue;
-      given_up_[last[object]].push_back(object);
-      if (last_forward[object] >= 0) given_up_[last_forward[object]].push_back(object);
+      dropped_at_[last[object]].push_back(object);
+      if (last_forward[object] >= 0) dropped_at_[last_forward[object]].push_back(object);
     }
   }
 
@@ -104,7 +104,7 @@ class Expansion {
         if (!provide(needed, depth + 1)) return false;
       const auto makes = r_.makes_again[op];
       for (i32 made : makes)
-        if (disturbs(made, object)) return false;
+        if (would_overwrite(made, object)) return false;
       r_.expanded.push_back(op);
       for (i32 made : makes) hold(made);
       if (std::find(makes.begin(), makes.end(), value) != makes.end()) return true;
@@ -113,17 +113,17 @@ class Expansion {
   }
 
   // Whether making a value again would put back an object that has gone on since.
-  bool disturbs(i32 made, i32 object) const {
+  bool would_overwrite(i32 made, i32 object) const {
     const i32 other = r_.object_of[made], held = content_[other];
     return other != object && held >= 0 && held != made && !gone_[other];
   }
 
-  Recipes& r_;
+  OrderExpander& r_;
   const i32* order_;
   i32 length_, max_chain_;
   std::vector<i32> content_;  // of each object: the value that it holds; -1: none
   std::vector<std::uint8_t> gone_, is_dropped_, is_brief_;
-  std::vector<std::vector<i32>> given_up_;  // objects by position
+  std::vector<std::vector<i32>> dropped_at_;  // objects by position
 };
 
 }  // namespace

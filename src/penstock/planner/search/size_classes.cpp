@@ -27,16 +27,16 @@ void class_needs(const Sequence& s, const i32* class_of, i32 num_classes, i64* l
     std::vector<i64> live = s.live(weights.data());
     most[name] = largest(live);
     Changes outside(s.length);
-    for (const Gap& gap : s.gaps) outside.add(s, gap, -weights[gap.object]);
+    for (const Hole& hole : s.holes) outside.add(s, hole, -weights[hole.object]);
     outside.apply(live);
     least[name] = largest(live);
   }
 }
 
-// The stays of objects between their evicted gaps, by uses alone: transfers take no room.
-class Stays {
+// The intervals of objects between their evicted holes, by uses alone: transfers take no allocator.
+class Intervals {
  public:
-  Stays(const Sequence& s, const std::uint8_t* evicted) : s_(s), evicted_(evicted) {
+  Intervals(const Sequence& s, const std::uint8_t* evicted) : s_(s), evicted_(evicted) {
     for (i32 object = 0; object < s.problem.num_objects; ++object) {
       if (s.problem.bytes[object] == 0) continue;
       if (s.problem.flags[object] & kPersistent) add_persistent(object);
@@ -55,13 +55,13 @@ class Stays {
   void add_persistent(i32 object) {
     const i32 n = s_.length;
     std::vector<i32> out;
-    for (i32 g = s_.first_gap[object]; g < s_.first_gap[object + 1]; ++g)
+    for (i32 g = s_.first_hole[object]; g < s_.first_hole[object + 1]; ++g)
       if (evicted_[g]) out.push_back(g);
     if (out.empty()) parts.push_back({object, 0, n, -2, -2});
-    for (size_t k = 0; k < out.size() && s_.gaps[out[k]].start >= 0; ++k) {
+    for (size_t k = 0; k < out.size() && s_.holes[out[k]].start >= 0; ++k) {
       const bool around = k + 1 == out.size();
-      const i32 following = around ? out[0] : out[k + 1], start = s_.gaps[out[k]].end;
-      const i32 end = s_.gaps[following].start + 1 + (around ? n : 0), shift = start >= n ? n : 0;
+      const i32 following = around ? out[0] : out[k + 1], start = s_.holes[out[k]].end;
+      const i32 end = s_.holes[following].start + 1 + (around ? n : 0), shift = start >= n ? n : 0;
       parts.push_back({object, start - shift, end - shift, out[k], following});
     }
   }
@@ -69,21 +69,21 @@ class Stays {
     const auto& at = s_.uses[object];
     const auto& kinds = s_.use_kinds[object];
     const i32 count = static_cast<i32>(at.size());
-    i32 g = s_.first_gap[object], arrives = -1;
+    i32 g = s_.first_hole[object], arrives = -1;
     i32 begin = s_.problem.flags[object] & kInput ? 0 : -1;
     for (i32 k = 0; k < count; ++k) {
       if (begin < 0) begin = at[k];
       const bool last = k + 1 == count;
-      const bool has_gap = g < s_.first_gap[object + 1] && s_.gaps[g].start == at[k] && (last || at[k + 1] > at[k]);
-      if (has_gap && evicted_[g]) {
+      const bool has_hole = g < s_.first_hole[object + 1] && s_.holes[g].start == at[k] && (last || at[k + 1] > at[k]);
+      if (has_hole && evicted_[g]) {
         parts.push_back({object, begin, at[k] + 1, arrives, g});
-        begin = s_.gaps[g].end, arrives = g;
+        begin = s_.holes[g].end, arrives = g;
       } else if (last || kinds[k + 1] == kCreate) {
         const bool kept = last && (s_.problem.flags[object] & kKept);
         parts.push_back({object, begin, kept ? s_.length : at[k] + 1, arrives, -1});
         begin = arrives = -1;
       }
-      if (has_gap) ++g;
+      if (has_hole) ++g;
     }
   }
   // In-place reuse: a result goes on in the slot of its operand.
@@ -94,9 +94,9 @@ class Stays {
       starting[{parts[index].object, parts[index].start}] = index;
     }
     for (i32 position = 0; position < s_.length; ++position) {
-      if (s_.handed_from[position] < 0) continue;
-      const auto old = ending.find({s_.handed_from[position], position + 1});
-      const auto made = starting.find({s_.handed_to[position], position});
+      if (s_.reused_from[position] < 0) continue;
+      const auto old = ending.find({s_.reused_from[position], position + 1});
+      const auto made = starting.find({s_.reused_by[position], position});
       if (old == ending.end() || made == starting.end()) continue;
       parts[old->second].end = position;
       parts[old->second].next = made->second;
@@ -107,76 +107,76 @@ class Stays {
   const std::uint8_t* evicted_;
 };
 
-// Gives the stays of one class a slot each, the same one in every step: `offset` is its number, or -1.
+// Gives the intervals of one class a slot each, the same one in every step: `offset` is its number, or -1.
 // What is there over the end of the step comes first, then the others by their start; each takes the
 // slot that is free the shortest of those that are free for long enough.
-void assign_slots(const std::vector<Stay*>& stays, i64 count, i32 num_positions) {
+void assign_slots(const std::vector<Interval*>& intervals, i64 count, i32 num_positions) {
   std::vector<std::pair<i64, i64>> windows(count, {0, num_positions});  // of each slot: free from, until
   i64 whole = count;  // slots that are free for all the step; the last ones are taken first
-  std::vector<Stay*> inside;
-  for (Stay* stay : stays) {
-    stay->offset = -1;
-    if (stay->end <= num_positions && stay->leaves != -2) {
-      inside.push_back(stay);
+  std::vector<Interval*> inside;
+  for (Interval* interval : intervals) {
+    interval->offset = -1;
+    if (interval->end <= num_positions && interval->leaves != -2) {
+      inside.push_back(interval);
     } else if (whole > 0) {
-      stay->offset = --whole;
-      windows[whole] = stay->leaves == -2 ? std::pair<i64, i64>{0, 0} : std::pair<i64, i64>{stay->end - num_positions, stay->start};
+      interval->offset = --whole;
+      windows[whole] = interval->leaves == -2 ? std::pair<i64, i64>{0, 0} : std::pair<i64, i64>{interval->end - num_positions, interval->start};
     }
   }
-  std::stable_sort(inside.begin(), inside.end(), [](const Stay* a, const Stay* b) { return a->start < b->start; });
+  std::stable_sort(inside.begin(), inside.end(), [](const Interval* a, const Interval* b) { return a->start < b->start; });
   using Slot = std::tuple<i64, i64, i64>;  // free from, free until, number
   std::priority_queue<Slot, std::vector<Slot>, std::greater<Slot>> busy;
   for (i64 slot = 0; slot < count; ++slot) busy.emplace(windows[slot].first, windows[slot].second, slot);
   std::vector<Slot> free;  // those that are free the longest first
-  for (Stay* stay : inside) {
-    for (; !busy.empty() && std::get<0>(busy.top()) <= stay->start; busy.pop()) free.push_back(busy.top());
-    const auto slot = std::find_if(free.begin(), free.end(), [&](const Slot& it) { return std::get<1>(it) >= stay->end; });
+  for (Interval* interval : inside) {
+    for (; !busy.empty() && std::get<0>(busy.top()) <= interval->start; busy.pop()) free.push_back(busy.top());
+    const auto slot = std::find_if(free.begin(), free.end(), [&](const Slot& it) { return std::get<1>(it) >= interval->end; });
     if (slot == free.end()) continue;
-    stay->offset = std::get<2>(*slot);
-    busy.emplace(stay->end, std::get<1>(*slot), std::get<2>(*slot));
+    interval->offset = std::get<2>(*slot);
+    busy.emplace(interval->end, std::get<1>(*slot), std::get<2>(*slot));
     free.erase(slot);
   }
 }
 
-// How many stays without a slot there are at once, at most.
-i64 most_without_slot(const std::vector<Stay*>& stays, i32 num_positions) {
+// How many intervals without a slot there are at once, at most.
+i64 most_without_slot(const std::vector<Interval*>& intervals, i32 num_positions) {
   std::vector<i64> change(2 * num_positions + 1, 0), at_once(num_positions, 0);
-  for (const Stay* stay : stays)
-    if (stay->offset < 0) ++change[stay->start], --change[stay->end];
+  for (const Interval* interval : intervals)
+    if (interval->offset < 0) ++change[interval->start], --change[interval->end];
   i64 here = 0;
   for (i32 position = 0; position < 2 * num_positions; ++position)
     at_once[position % num_positions] += here += change[position];
   return largest(at_once);
 }
 
-// Chooses what leaves so that every class has slots enough; `stays` receives one for each chain of
-// in-place reuse, with its address. Stays over the end of the step can block more slots than their
-// number says: then the choice is made for fewer. Returns the number of stays; -1 if nothing fits.
-i32 choose_in_classes(const Sequence& s, const SizeClasses& classes, std::uint8_t* evicted, Stay* stays) {
+// Chooses what leaves so that every class has slots enough; `intervals` receives one for each chain of
+// in-place reuse, with its address. Intervals over the end of the step can block more slots than their
+// number says: then the choice is made for fewer. Returns the number of intervals; -1 if nothing fits.
+i32 evict_in_classes(const Sequence& s, const SizeClasses& classes, std::uint8_t* evicted, Interval* intervals) {
   constexpr int kTries = 6;
   const i32 n = s.length, num_classes = classes.num_classes;
   std::vector<i64> usable(classes.counts, classes.counts + num_classes);
   std::vector<i32> needs_choice(num_classes, 1);
   std::vector<std::vector<std::uint8_t>> chosen(num_classes);
   for (int attempt = 0; attempt < kTries; ++attempt) {
-    std::fill(evicted, evicted + s.gaps.size(), 0);
+    std::fill(evicted, evicted + s.holes.size(), 0);
     for (i32 name = 0; name < num_classes; ++name) {
       if (needs_choice[name]) {
         const std::vector<i64> weights = members(s, classes.class_of, name), capacity(n, usable[name]);
-        chosen[name].assign(s.gaps.size(), 0);
-        if (choose(s, s.live(weights.data()), weights.data(), capacity.data(), 1, nullptr, chosen[name].data()) > 0) return -1;
+        chosen[name].assign(s.holes.size(), 0);
+        if (evict(s, s.live(weights.data()), weights.data(), capacity.data(), 1, nullptr, chosen[name].data()) > 0) return -1;
       }
-      for (size_t g = 0; g < s.gaps.size(); ++g) evicted[g] |= chosen[name][g];
+      for (size_t g = 0; g < s.holes.size(); ++g) evicted[g] |= chosen[name][g];
     }
-    const Stays found(s, evicted);
-    std::vector<std::vector<Stay*>> of_class(num_classes);
-    i32 num_stays = 0;
-    for (const Stays::Part& part : found.parts) {
+    const Intervals found(s, evicted);
+    std::vector<std::vector<Interval*>> of_class(num_classes);
+    i32 num_intervals = 0;
+    for (const Intervals::Part& part : found.parts) {
       if (!part.is_first) continue;
-      const Stays::Part* last = &part;
+      const Intervals::Part* last = &part;
       while (last->next >= 0) last = &found.parts[last->next];
-      stays[num_stays] = {0, s.problem.bytes[part.object], 0, 0, part.start, last->end, part.arrives, last->leaves};
-      of_class[classes.class_of[part.object]].push_back(&stays[num_stays++]);
+      intervals[num_intervals] = {0, s.problem.bytes[part.object], 0, 0, part.start, last->end, part.arrives, last->leaves};
+      of_class[classes.class_of[part.object]].push_back(&intervals[num_intervals++]);
     }
     bool all_fit = true;
     i64 base = 0;
@@ -186,10 +186,10 @@ i32 choose_in_classes(const Sequence& s, const SizeClasses& classes, std::uint8_
       needs_choice[name] = missing > 0;
       all_fit = all_fit && missing == 0;
       usable[name] = std::max<i64>(0, usable[name] - missing);
-      for (Stay* stay : of_class[name]) stay->offset = base + stay->offset * classes.bytes[name];
+      for (Interval* interval : of_class[name]) interval->offset = base + interval->offset * classes.bytes[name];
       base += classes.counts[name] * classes.bytes[name];
     }
-    if (all_fit) return num_stays;
+    if (all_fit) return num_intervals;
   }
   return -1;
 }

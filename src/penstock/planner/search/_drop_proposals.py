@@ -1,29 +1,29 @@
-"""Small changes of what is recomputed: some of the values made in a stretch of the forward pass.
+"""Small changes of the set of dropped values: some of those made in a window of the forward pass.
 
-Families of drops (`_drops.py`) take all that one price or one kind of operator covers. What they
-leave is a choice by place and by single values: what moves on an idle link need not be made again,
-and what nothing has the time to move may be. A change adds or removes the values of a random
-stretch, all, those of one kind or one role, those of a range of prices, or one value; or lets them
-be made again for each of their uses.
+Families of drops (`_drops.py`) hold all storages of one price or one kind of operator. Beyond them
+the choice is one by place and by single values: a value that an idle link can move need not be made
+again, and one that no link has time for may be. A change adds or removes the values of a random
+window, all, those of one kind or one role, those of a range of prices, or one value; or it has them
+made again for each of their uses.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from penstock.planner.search._drops import Drops
-from penstock.planner.search._recompute import briefly
+from penstock.planner.search._drops import DropFamilies
+from penstock.planner.search._recompute import mark_brief
 
 
-class DropMoves:
-    """Proposes changes.
+class DropProposals:
+    """A source of random changes.
 
     Args:
-        drops: What can be dropped, when it is made, and its price.
-        random: Where the changes come from.
+        drops: Storages that can be dropped, where they are made, and their prices.
+        random: Generator of the changes.
     """
 
-    def __init__(self, drops: Drops, random: np.random.Generator) -> None:
+    def __init__(self, drops: DropFamilies, random: np.random.Generator) -> None:
         self._random = random
         graph = drops.graph
         items = sorted(drops.made_at, key=lambda item: drops.made_at[item])
@@ -56,10 +56,10 @@ class DropMoves:
         elif kind <= 4:
             chosen &= self._role == self._role[centre]
         members = frozenset(self._items[chosen].tolist())
-        # The value in the middle says which way.
+        # The value in the middle decides the direction.
         item, more = int(self._items[centre]), bool(random.integers(2))
         if item not in dropped:
-            return dropped | members | (briefly(members) if more else frozenset())
+            return dropped | members | (mark_brief(members) if more else frozenset())
         if ~item in dropped:
-            return dropped - briefly(members) - (frozenset() if more else members)
-        return dropped | briefly(members) if more else dropped - members - briefly(members)
+            return dropped - mark_brief(members) - (frozenset() if more else members)
+        return dropped | mark_brief(members) if more else dropped - members - mark_brief(members)

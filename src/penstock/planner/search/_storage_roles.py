@@ -1,4 +1,4 @@
-"""Roles of storages: repeated layers are folded, so that what is decided for one goes for all.
+"""Roles of storages: repeated layers are folded, so that a decision for one is made for all.
 
 Two storages have the same role if operators of the same kind make and use them, on operands and for
 results of the same roles, a few operators around. In a stack of equal layers that puts the n-th
@@ -14,8 +14,8 @@ from penstock.graph import StepGraph
 _NUM_ROUNDS = 3  # operators around a storage that its role looks at, in either direction
 
 
-def roles_of(graph: StepGraph) -> list[int]:
-    """Return the role of each storage, as numbers from 0 on.
+def find_roles(graph: StepGraph) -> list[int]:
+    """Find the role of each storage, as numbers from 0 on.
 
     This is colour refinement (Weisfeiler and Leman 1968) of the graph of operators and storages: a
     storage's colour in the next round is its own with those of the operators that touch it, an
@@ -31,16 +31,16 @@ def roles_of(graph: StepGraph) -> list[int]:
     for index, items in enumerate(touched):
         for item in dict.fromkeys(items):
             users[item].append(index)
-    colours = _numbered([(storage.num_bytes, storage.kind) for storage in graph.storages])
+    colours = _number([(storage.num_bytes, storage.kind) for storage in graph.storages])
     for _ in range(_NUM_ROUNDS):
-        of_operator = _numbered(
+        of_operator = _number(
             [
                 (kind, *(colours[item] for item in items))
                 for kind, items in zip(kinds, touched, strict=True)
             ]
         )
-        # Not how often each: a tensor that all layers share has one more user with each of them.
-        colours = _numbered(
+        # Each once: a tensor that all layers share has one more user with each of them.
+        colours = _number(
             [
                 (colour, *sorted({of_operator[index] for index in using}))
                 for colour, using in zip(colours, users, strict=True)
@@ -49,6 +49,6 @@ def roles_of(graph: StepGraph) -> list[int]:
     return colours
 
 
-def _numbered(keys: list[Hashable]) -> list[int]:
+def _number(keys: list[Hashable]) -> list[int]:
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(key, len(numbers)) for key in keys]

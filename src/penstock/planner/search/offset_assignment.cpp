@@ -1,122 +1,122 @@
-// Addresses for stays.
+// Addresses for intervals.
 
 namespace {
 
-// Gives stays addresses. They may not meet anybody between their first use and their last, and should
-// not meet anybody who is still on the way out or already on the way in, for then one of the two waits.
+// Gives intervals addresses. They may not meet anybody between their first use and their last, and should
+// not meet anybody who is still on the strategy out or already on the strategy in, for then one of the two waits.
 //
 // Whoever is there at the fullest position lies on a stack, in the order in which they come: what a
 // step keeps until its turn is freed in the opposite order, so the room above the stack is one piece.
 // All others come in the order of their first use, each where it waits the least. Where an arena has
 // room for few large ones, they come first instead, and small ones find room in between; or those come
-// first that are there at the fullest positions, so that these are laid out before anybody is in the way.
+// first that are there at the fullest positions, so that these are laid out before anybody is in the strategy.
 // The smallest, which are most of all and take next to nothing, have the lowest addresses to themselves.
-class Stacking {
+class OffsetAssignment {
  public:
   // Among places where it waits as little: the lowest, the highest, in the smallest piece; or the
   // highest for large ones and the lowest for small ones. With the fullest positions first: in the
   // smallest piece, or by size.
-  enum Way : i32 { LOW, HIGH, TIGHT, BY_SIZE, FULLEST_TIGHT, FULLEST_BY_SIZE };
+  enum Strategy : i32 { LOW, HIGH, TIGHT, BY_SIZE, FULLEST_TIGHT, FULLEST_BY_SIZE };
   static constexpr i32 NUM_MOMENTS = 512;
-  static constexpr i64 kTinyRoom = 256;  // this part of the arena is for all that is tiny
+  static constexpr i64 kTinyShare = 256;  // this part of the arena is for all that is tiny
 
-  Stacking(Stay* stays, i32 num_stays, i32 num_positions, i64 capacity, i64 large_bytes, i32 fullest,
-           double step_seconds, i32 way, const double* priority)
-      : stays_(stays), num_stays_(num_stays), n_(num_positions), capacity_(capacity), large_bytes_(large_bytes),
-        fullest_(fullest), step_(step_seconds), way_(way), priority_(priority), emptiest_(when_emptiest()), there_(NUM_MOMENTS),
+  OffsetAssignment(Interval* intervals, i32 num_intervals, i32 num_positions, i64 capacity, i64 large_bytes, i32 fullest,
+           double step_seconds, i32 strategy, const double* priority)
+      : intervals_(intervals), num_intervals_(num_intervals), n_(num_positions), capacity_(capacity), large_bytes_(large_bytes),
+        fullest_(fullest), step_(step_seconds), strategy_(strategy), priority_(priority), least_occupied_(find_least_occupied()), there_(NUM_MOMENTS),
         beginning_(NUM_MOMENTS),
-        seen_(num_stays, 0) {}
+        seen_(num_intervals, 0) {}
 
-  // Returns how many found no room, with for each position the bytes that its largest piece lacks for
+  // Returns how many found no room, with for each position the bytes that its largest piece shortage for
   // one of them. Those are left out, so the others may meet less than they would.
   i32 run(i64* missing) {
-    if (way_ >= FULLEST_TIGHT) note_fullness();
+    if (strategy_ >= FULLEST_TIGHT) note_fullness();
     for (i64 part = 1 << 12; part <= 1 << 20 && !reserve_tiny(capacity_ / part); part *= 4) {}
     std::vector<i32> order;
-    for (i32 stay = 0; stay < num_stays_; ++stay)
-      if (!is_tiny(stay)) order.push_back(stay);
+    for (i32 interval = 0; interval < num_intervals_; ++interval)
+      if (!is_tiny(interval)) order.push_back(interval);
     std::vector<Key> keys;
-    for (i32 stay = 0; stay < num_stays_; ++stay) keys.push_back(key(stay));
+    for (i32 interval = 0; interval < num_intervals_; ++interval) keys.push_back(key(interval));
     std::stable_sort(order.begin(), order.end(), [&](i32 a, i32 b) { return keys[a] < keys[b]; });
     i64 top = lowest_;
-    i32 num_lacking = 0;
-    for (i32 stay : order) {
-      Stay& it = stays_[stay];
+    i32 num_failed = 0;
+    for (i32 interval : order) {
+      Interval& it = intervals_[interval];
       i32 position = it.start % n_;
-      i64 lacks = 0;
-      if (way_ < BY_SIZE && rank(stay) < 3) {
-        lacks = std::max<i64>(top + it.bytes - capacity_, 0);
+      i64 shortage = 0;
+      if (strategy_ < BY_SIZE && rank(interval) < 3) {
+        shortage = std::max<i64>(top + it.bytes - capacity_, 0);
         it.offset = top;
-        if (!lacks) top += it.bytes;
-      } else if (!place(stay)) {
-        std::tie(position, lacks) = lacking(stay);
+        if (!shortage) top += it.bytes;
+      } else if (!place(interval)) {
+        std::tie(position, shortage) = find_shortage(interval);
       }
-      if (lacks) {
-        missing[position] = std::max(missing[position], lacks);
-        ++num_lacking;
+      if (shortage) {
+        missing[position] = std::max(missing[position], shortage);
+        ++num_failed;
       } else {
-        put(stay);
+        put(interval);
       }
     }
-    return num_lacking;
+    return num_failed;
   }
 
  private:
   // Always there; there when a step begins; there when most is there; the rest. By size, steps begin
   // when the least is there.
-  int rank(i32 stay) const {
-    const Stay& it = stays_[stay];
+  int rank(i32 interval) const {
+    const Interval& it = intervals_[interval];
     if (it.arrives == -2) return 0;
-    if (way_ == BY_SIZE) return since_emptiest(it) + it.until - it.from > step_ ? 1 : 3;
+    if (strategy_ == BY_SIZE) return since_least_occupied(it) + it.until - it.from > step_ ? 1 : 3;
     if (it.end > n_) return 1;
     return it.start <= fullest_ && fullest_ < it.end ? 2 : 3;
   }
   // By size: the tiny ones, then the large ones, then the others by what power of two they have. So
   // ones of like sizes share few places, which nobody smaller has cut in two.
-  int size(i32 stay) const {
-    if (way_ != BY_SIZE) return 0;
-    const i64 bytes = stays_[stay].bytes;
+  int size(i32 interval) const {
+    if (strategy_ != BY_SIZE) return 0;
+    const i64 bytes = intervals_[interval].bytes;
     if (bytes < large_bytes_ / 64) return -2;
     return bytes < large_bytes_ ? std::ilogb(static_cast<double>(large_bytes_) / bytes) : -1;
   }
   // By size, in the order in which they begin to come: then equal ones need no more places than there
   // are of them at a time.
   using Key = std::tuple<int, int, double, i32, i32>;
-  Key key(i32 stay) const {
-    const Stay& it = stays_[stay];
-    if (way_ >= FULLEST_TIGHT) return {it.bytes < large_bytes_ / 64 ? -1 : 0, 0, -fullness_[stay] - (priority_ ? priority_[stay] : 0), 0, it.start};
-    const double earlier = priority_ ? priority_[stay] * step_ : 0;
-    return {size(stay), rank(stay), way_ == BY_SIZE ? since_emptiest(it) - earlier : 0, it.start, -it.end};
+  Key key(i32 interval) const {
+    const Interval& it = intervals_[interval];
+    if (strategy_ >= FULLEST_TIGHT) return {it.bytes < large_bytes_ / 64 ? -1 : 0, 0, -fullness_[interval] - (priority_ ? priority_[interval] : 0), 0, it.start};
+    const double earlier = priority_ ? priority_[interval] * step_ : 0;
+    return {size(interval), rank(interval), strategy_ == BY_SIZE ? since_least_occupied(it) - earlier : 0, it.start, -it.end};
   }
-  bool is_tiny(i32 stay) const { return stays_[stay].bytes <= tiny_bytes_; }
-  // Gives the tiny stays addresses from 0 on, each the lowest that is free from when it begins to come
+  bool is_tiny(i32 interval) const { return intervals_[interval].bytes <= tiny_bytes_; }
+  // Gives the tiny intervals addresses from 0 on, each the lowest that is free from when it begins to come
   // until it is gone; none counts as tiny if together they take more than a small part of the arena.
   bool reserve_tiny(i64 tiny_bytes) {
     tiny_bytes_ = tiny_bytes;
     lowest_ = 0;
-    const i64 most = capacity_ / kTinyRoom;
-    struct Begin { double from, until; i32 start, stay; };
+    const i64 most = capacity_ / kTinyShare;
+    struct Begin { double from, until; i32 start, interval; };
     std::vector<Begin> begins;
-    for (i32 stay = 0; stay < num_stays_; ++stay) {
-      if (!is_tiny(stay)) continue;
-      Stay& it = stays_[stay];
+    for (i32 interval = 0; interval < num_intervals_; ++interval) {
+      if (!is_tiny(interval)) continue;
+      Interval& it = intervals_[interval];
       const double from = it.from - std::floor(it.from / step_) * step_, until = from + it.until - it.from;
       if (it.end <= n_ && it.until - it.from < step_ && until < step_) {
-        begins.push_back({from, until, it.start, stay});
+        begins.push_back({from, until, it.start, interval});
       } else {  // it, or the one of the step before, is there when a step begins and when it ends
         it.offset = lowest_;
         lowest_ += it.bytes;
       }
     }
     std::sort(begins.begin(), begins.end(), [](const Begin& a, const Begin& b) {
-      return std::tie(a.from, a.start, a.stay) < std::tie(b.from, b.start, b.stay);
+      return std::tie(a.from, a.start, a.interval) < std::tie(b.from, b.start, b.interval);
     });
     std::map<i64, i64> free{{lowest_, most}};  // pieces: from, to
     std::priority_queue<std::pair<double, i32>, std::vector<std::pair<double, i32>>, std::greater<>> there;
     bool fits = lowest_ <= most;
     for (const Begin& next : begins) {
       while (!there.empty() && there.top().first <= next.from) {
-        const Stay& gone = stays_[there.top().second];
+        const Interval& gone = intervals_[there.top().second];
         if (gone.end > next.start) break;  // operators in between take no time
         there.pop();
         i64 low = gone.offset, high = low + gone.bytes;
@@ -125,7 +125,7 @@ class Stacking {
         if (after != free.begin() && std::prev(after)->second == low) low = std::prev(after)->first;
         free[low] = high;
       }
-      Stay& it = stays_[next.stay];
+      Interval& it = intervals_[next.interval];
       auto piece = free.begin();
       while (piece != free.end() && piece->second - piece->first < it.bytes) ++piece;
       if (!(fits = fits && piece != free.end())) break;
@@ -134,19 +134,19 @@ class Stacking {
       const i64 to = piece->second;
       free.erase(piece);
       if (it.offset + it.bytes < to) free[it.offset + it.bytes] = to;
-      there.push({next.until, next.stay});
+      there.push({next.until, next.interval});
     }
     if (!fits) tiny_bytes_ = -1, lowest_ = 0;
     return fits;
   }
-  // For each stay the share of the arena that is taken at the fullest of its positions, in steps, so that
-  // positions that are nearly as full count as equal; of equal ones the larger stay comes first.
+  // For each interval the share of the arena that is taken at the fullest of its positions, in steps, so that
+  // positions that are nearly as full count as equal; of equal ones the larger interval comes first.
   void note_fullness() {
     constexpr double steps = 16;
     std::vector<std::vector<i64>> most(1, std::vector<i64>(n_, 0));  // in 2^k positions from each on
     std::vector<i64> change(2 * n_ + 1, 0);
-    for (i32 stay = 0; stay < num_stays_; ++stay)
-      change[stays_[stay].start] += stays_[stay].bytes, change[stays_[stay].end] -= stays_[stay].bytes;
+    for (i32 interval = 0; interval < num_intervals_; ++interval)
+      change[intervals_[interval].start] += intervals_[interval].bytes, change[intervals_[interval].end] -= intervals_[interval].bytes;
     i64 there = 0;
     for (i32 p = 0; p < 2 * n_; ++p) most[0][p % n_] += there += change[p];
     for (i32 half = 1; 2 * half <= n_; half *= 2) {
@@ -159,23 +159,23 @@ class Stacking {
       const i32 k = std::ilogb(to - from);
       return std::max(most[k][from], most[k][to - (1 << k)]);
     };
-    fullness_.resize(num_stays_);
-    for (i32 stay = 0; stay < num_stays_; ++stay) {
-      const Stay& it = stays_[stay];
+    fullness_.resize(num_intervals_);
+    for (i32 interval = 0; interval < num_intervals_; ++interval) {
+      const Interval& it = intervals_[interval];
       const i32 start = it.start % n_, end = start + std::min(it.end - it.start, n_);
       const auto bytes = static_cast<double>(std::max(between(start, std::min(end, n_)), between(0, end - n_)));
-      fullness_[stay] = std::floor(steps * bytes / capacity_) / steps + 1e-3 * it.bytes / capacity_;
+      fullness_[interval] = std::floor(steps * bytes / capacity_) / steps + 1e-3 * it.bytes / capacity_;
     }
   }
-  double since_emptiest(const Stay& it) const {
-    const double since = std::fmod(it.from - emptiest_, step_);
+  double since_least_occupied(const Interval& it) const {
+    const double since = std::fmod(it.from - least_occupied_, step_);
     return since < 0 ? since + step_ : since;
   }
-  // When the fewest bytes of large stays are there, in seconds since a step began.
-  double when_emptiest() const {
+  // When the fewest bytes of large intervals are there, in seconds since a step began.
+  double find_least_occupied() const {
     std::vector<std::pair<double, i64>> changes{{0, 0}};
-    for (i32 stay = 0; stay < num_stays_; ++stay) {
-      const Stay& it = stays_[stay];
+    for (i32 interval = 0; interval < num_intervals_; ++interval) {
+      const Interval& it = intervals_[interval];
       if (it.arrives == -2 || it.bytes < large_bytes_ || it.until - it.from >= step_) continue;
       const double from = it.from - std::floor(it.from / step_) * step_, until = from + it.until - it.from;
       changes.push_back({from, it.bytes});
@@ -192,20 +192,20 @@ class Stacking {
     }
     return when;
   }
-  // The first position of a stay at which those who are there by then leave no piece that is large
-  // enough, and what the largest lacks.
-  std::pair<i32, i64> lacking(i32 stay) const {
-    const Stay& it = stays_[stay];
+  // The first position of a interval at which those who are there by then leave no piece that is large
+  // enough, and what the largest shortage.
+  std::pair<i32, i64> find_shortage(i32 interval) const {
+    const Interval& it = intervals_[interval];
     std::vector<std::pair<i32, i32>> others;  // since when, and who
     for (i32 other : placed_)
       for (int around = -1; around <= 1; ++around) {
-        const i32 start = stays_[other].start + around * n_, end = stays_[other].end + around * n_;
+        const i32 start = intervals_[other].start + around * n_, end = intervals_[other].end + around * n_;
         if (start < it.end && it.start < end) others.push_back({std::max(start, it.start), other});
       }
     std::sort(others.begin(), others.end());
     std::map<i64, i64> pieces{{lowest_, capacity_}};  // from, to
     for (auto [since, other] : others) {
-      const i64 low = stays_[other].offset, high = low + stays_[other].bytes;
+      const i64 low = intervals_[other].offset, high = low + intervals_[other].bytes;
       auto piece = pieces.upper_bound(low);
       if (piece != pieces.begin()) --piece;
       while (piece != pieces.end() && piece->first < high) {
@@ -225,44 +225,44 @@ class Stacking {
     return {it.start % n_, 1};
   }
 
-  void put(i32 stay) {
-    const Stay& it = stays_[stay];
-    placed_.push_back(stay);
+  void put(i32 interval) {
+    const Interval& it = intervals_[interval];
+    placed_.push_back(interval);
     if (it.arrives == -2) {
       if (always_.empty() || always_.back().second != it.offset) always_.push_back({it.offset, it.offset});
       always_.back().second += it.bytes;
     } else if (is_long(it)) {
-      long_.push_back(stay);
+      long_.push_back(interval);
     } else {
       for_each_moment(it, [&](i32 moment, bool is_first) {
-        there_[moment].push_back(stay);
-        if (is_first) beginning_[moment].push_back(stay);
+        there_[moment].push_back(interval);
+        if (is_first) beginning_[moment].push_back(interval);
       });
     }
   }
 
-  // Who is there, on the way in or on the way out while a stay is, and more; but not always.
-  const std::vector<i32>& around(i32 stay) {
-    if (stays_[stay].arrives == -2 || is_long(stays_[stay])) {
+  // Who is there, on the strategy in or on the strategy out while a interval is, and more; but not always.
+  const std::vector<i32>& around(i32 interval) {
+    if (intervals_[interval].arrives == -2 || is_long(intervals_[interval])) {
       met_.clear();
       for (i32 other : placed_)
-        if (stays_[other].arrives != -2) met_.push_back(other);
+        if (intervals_[other].arrives != -2) met_.push_back(other);
       return met_;
     }
     met_ = long_;
     ++round_;
-    for_each_moment(stays_[stay], [&](i32 moment, bool is_first) {
+    for_each_moment(intervals_[interval], [&](i32 moment, bool is_first) {
       for (i32 other : is_first ? there_[moment] : beginning_[moment])
         if (seen_[other] != round_) seen_[other] = round_, met_.push_back(other);
     });
     return met_;
   }
 
-  bool is_long(const Stay& it) const { return !(it.until - it.from < step_ * (1 - 1.0 / NUM_MOMENTS)); }
+  bool is_long(const Interval& it) const { return !(it.until - it.from < step_ * (1 - 1.0 / NUM_MOMENTS)); }
 
-  // The parts of a step that a stay touches, from when it begins to come until it is gone.
+  // The parts of a step that a interval touches, from when it begins to come until it is gone.
   template <class Visit>
-  void for_each_moment(const Stay& it, Visit visit) const {
+  void for_each_moment(const Interval& it, Visit visit) const {
     const double part = step_ / NUM_MOMENTS;
     const i64 first = static_cast<i64>(std::floor(it.from / part));
     const i64 last = static_cast<i64>(std::floor(it.until / part));
@@ -327,12 +327,12 @@ class Stacking {
     std::vector<i32> next_;
   };
 
-  bool place(i32 stay) {
-    Stay& it = stays_[stay];
+  bool place(i32 interval) {
+    Interval& it = intervals_[interval];
     std::vector<Other> others;
     std::vector<std::pair<i64, i64>> blocked = always_;
-    for (i32 other : around(stay)) {
-      const Stay& that = stays_[other];
+    for (i32 other : around(interval)) {
+      const Interval& that = intervals_[other];
       bool meets = false;
       double wait = 0;
       for (int around = -1; around <= 1; ++around) {
@@ -358,9 +358,9 @@ class Stacking {
     for (auto [from, to] : blocked) {
       if (from - low >= it.bytes) {
         auto look = [&](i64 at) {
-          const bool by_size = way_ == BY_SIZE || way_ == FULLEST_BY_SIZE;
-          const bool tight = way_ == TIGHT || way_ == FULLEST_TIGHT;
-          const bool low_first = way_ == LOW || (by_size && it.bytes < large_bytes_);
+          const bool by_size = strategy_ == BY_SIZE || strategy_ == FULLEST_BY_SIZE;
+          const bool tight = strategy_ == TIGHT || strategy_ == FULLEST_TIGHT;
+          const bool low_first = strategy_ == LOW || (by_size && it.bytes < large_bytes_);
           const double tie = static_cast<double>(low_first ? at : tight ? from - low : capacity_ - at);
           double cost = 1e-9 * step_ * tie / static_cast<double>(capacity_);
           if (cost >= least) return;
@@ -378,14 +378,14 @@ class Stacking {
     return best >= 0;
   }
 
-  Stay* stays_;
-  i32 num_stays_, n_;
+  Interval* intervals_;
+  i32 num_intervals_, n_;
   i64 capacity_, large_bytes_, tiny_bytes_ = -1, lowest_ = 0;  // the lowest address beside the tiny ones
   i32 fullest_;
   double step_;
-  i32 way_;
-  const double* priority_;  // of each stay: added to its fullness; may be null
-  double emptiest_;
+  i32 strategy_;
+  const double* priority_;  // of each interval: added to its fullness; may be null
+  double least_occupied_;
   std::vector<double> fullness_;
   std::vector<i32> placed_;
   // Those that have a place, by the parts of the step, and by the first of these; those for all of it;

@@ -5,18 +5,18 @@ namespace {
 // Chooses what leaves: at every position that does not fit, the object with the latest next use
 // (Belady), shifted by `bias`; then takes back what was not necessary. `evicted` may hold a choice
 // to begin with. Objects have weights, in bytes or otherwise; `base` is what they sum up to if nothing
-// leaves, and what weighs nothing stays. Returns how much is still too much at the worst position.
-i64 choose(const Sequence& s, const std::vector<i64>& base, const i64* weights, const i64* capacity,
+// leaves, and what weighs nothing intervals. Returns how much is still too much at the worst position.
+i64 evict(const Sequence& s, const std::vector<i64>& base, const i64* weights, const i64* capacity,
            i64 min_weight, const double* bias, std::uint8_t* evicted) {
-  const i32 n = s.length, num_gaps = static_cast<i32>(s.gaps.size());
+  const i32 n = s.length, num_holes = static_cast<i32>(s.holes.size());
   std::vector<i64> live(base);
   Changes released(n);  // of `live`, by what is evicted
   std::vector<std::vector<i32>> starting(n), wrapping(1);
-  for (i32 g = 0; g < num_gaps; ++g) {
-    const Gap& gap = s.gaps[g];
-    if (evicted[g]) released.add(s, gap, -weights[gap.object]);
-    if (gap.end > n || gap.start < 0) wrapping[0].push_back(g);
-    if (gap.start + 1 < n && gap.start >= 0) starting[gap.start + 1].push_back(g);
+  for (i32 g = 0; g < num_holes; ++g) {
+    const Hole& hole = s.holes[g];
+    if (evicted[g]) released.add(s, hole, -weights[hole.object]);
+    if (hole.end > n || hole.start < 0) wrapping[0].push_back(g);
+    if (hole.start + 1 < n && hole.start >= 0) starting[hole.start + 1].push_back(g);
   }
   released.apply(live);
   i64 worst = 0;
@@ -26,27 +26,27 @@ i64 choose(const Sequence& s, const std::vector<i64>& base, const i64* weights, 
     worst = 0;
     std::priority_queue<std::pair<double, i32>> heap;
     auto push = [&](i32 g, i32 end) {
-      const Gap& gap = s.gaps[g];
-      if (evicted[g] || weights[gap.object] < least || (s.problem.flags[gap.object] & kPinned)) return;
+      const Hole& hole = s.holes[g];
+      if (evicted[g] || weights[hole.object] < least || (s.problem.flags[hole.object] & kPinned)) return;
       heap.push({end + (bias ? bias[g] : 0.0), g});
     };
-    for (i32 g : wrapping[0]) push(g, s.gaps[g].start < 0 ? n : s.gaps[g].end - n);
-    i64 here = 0;  // what was evicted on the way changes here
+    for (i32 g : wrapping[0]) push(g, s.holes[g].start < 0 ? n : s.holes[g].end - n);
+    i64 here = 0;  // what was evicted on the strategy changes here
     std::vector<i64> ahead(n + 1, 0);  // and from each position on
     for (i32 position = 0; position < n; ++position) {
       here += ahead[position];
-      for (i32 g : starting[position]) push(g, s.gaps[g].end);
+      for (i32 g : starting[position]) push(g, s.holes[g].end);
       while (live[position] + here > capacity[position] && !heap.empty()) {
         const i32 g = heap.top().second;
-        const Gap& gap = s.gaps[g];
+        const Hole& hole = s.holes[g];
         heap.pop();
         if (evicted[g]) continue;
         i32 first, last, wrapped;
-        span(s, gap, first, last, wrapped);
+        span(s, hole, first, last, wrapped);
         if (!((first <= position && position < last) || position < wrapped)) continue;
-        const i64 bytes = weights[gap.object];
+        const i64 bytes = weights[hole.object];
         evicted[g] = 1;
-        released.add(s, gap, -bytes);
+        released.add(s, hole, -bytes);
         here -= bytes;
         if (first <= position) {
           ahead[last] += bytes;
@@ -65,29 +65,29 @@ i64 choose(const Sequence& s, const std::vector<i64>& base, const i64* weights, 
   for (i32 position = 0; position < n; ++position) live[position] -= capacity[position];
   RangeMax tree(live);
   std::vector<i32> back;
-  for (i32 g = 0; g < num_gaps; ++g)
+  for (i32 g = 0; g < num_holes; ++g)
     if (evicted[g]) back.push_back(g);
   std::sort(back.begin(), back.end(), [&](i32 a, i32 b) {
-    const i64 x = weights[s.gaps[a].object], y = weights[s.gaps[b].object];
-    const i32 u = s.gaps[a].end - s.gaps[a].start, v = s.gaps[b].end - s.gaps[b].start;
+    const i64 x = weights[s.holes[a].object], y = weights[s.holes[b].object];
+    const i32 u = s.holes[a].end - s.holes[a].start, v = s.holes[b].end - s.holes[b].start;
     return x != y ? x > y : u != v ? u < v : a < b;
   });
   for (i32 g : back) {
-    const Gap& gap = s.gaps[g];
-    const i64 bytes = weights[gap.object];
-    if (is_empty(s, gap) || max_span(tree, s, gap) + bytes <= 0) {
+    const Hole& hole = s.holes[g];
+    const i64 bytes = weights[hole.object];
+    if (is_empty(s, hole) || max_span(tree, s, hole) + bytes <= 0) {
       evicted[g] = 0;
-      add_span(tree, s, gap, bytes);
+      add_span(tree, s, hole, bytes);
     }
   }
   return worst;
 }
 
 // Whether what is evicted has to be written first: not if a copy below is still right.
-std::vector<std::uint8_t> dirty_gaps(const Sequence& s, const std::uint8_t* evicted) {
-  std::vector<std::uint8_t> dirty(s.gaps.size(), 0);
+std::vector<std::uint8_t> find_dirty_holes(const Sequence& s, const std::uint8_t* evicted) {
+  std::vector<std::uint8_t> dirty(s.holes.size(), 0);
   for (i32 object = 0; object < s.problem.num_objects; ++object) {
-    const i32 begin = s.first_gap[object], end = s.first_gap[object + 1];
+    const i32 begin = s.first_hole[object], end = s.first_hole[object + 1];
     if (begin == end) continue;
     const auto& at = s.uses[object];
     const auto& kinds = s.use_kinds[object];
@@ -98,7 +98,7 @@ std::vector<std::uint8_t> dirty_gaps(const Sequence& s, const std::uint8_t* evic
       i32 g = begin;
       for (size_t k = 0; k < at.size(); ++k) {
         if (kinds[k] != kRead) stale = true;
-        if (g < end && s.gaps[g].start == at[k] && (k + 1 == at.size() || at[k + 1] > at[k])) {
+        if (g < end && s.holes[g].start == at[k] && (k + 1 == at.size() || at[k + 1] > at[k])) {
           if (evicted[g]) {
             dirty[g] = stale;
             stale = false;
@@ -111,22 +111,22 @@ std::vector<std::uint8_t> dirty_gaps(const Sequence& s, const std::uint8_t* evic
   return dirty;
 }
 
-// Which tier each evicted gap goes to: the host first, for what moves much and stays there briefly.
-// All gaps of an object go to one tier, for what is written once may come back often. What does not
+// Which tier each evicted hole goes to: the host first, for what moves much and intervals there briefly.
+// All holes of an object go to one tier, for what is written once may come back often. What does not
 // fit into `host_bytes` goes to the file.
-void place_below(const Sequence& s, const std::uint8_t* evicted, i64 host_bytes, std::uint8_t* tier) {
+void assign_tiers(const Sequence& s, const std::uint8_t* evicted, i64 host_bytes, std::uint8_t* tier) {
   const Problem& p = s.problem;
   const i32 n = s.length;
-  const auto dirty = dirty_gaps(s, evicted);
+  const auto dirty = find_dirty_holes(s, evicted);
   struct Item { double worth; i32 object; };
   std::vector<Item> items;
   std::vector<std::vector<std::pair<i32, i32>>> spans(p.num_objects);  // of its copies below
   for (i32 object = 0; object < p.num_objects; ++object) {
-    const i32 begin = s.first_gap[object], end = s.first_gap[object + 1];
+    const i32 begin = s.first_hole[object], end = s.first_hole[object + 1];
     i32 moves = 0, first_dirty = -1;
     for (i32 g = begin; g < end; ++g)
       if (evicted[g]) {
-        moves += s.gaps[g].start >= 0;
+        moves += s.holes[g].start >= 0;
         moves += dirty[g];
         if (dirty[g] && first_dirty < 0) first_dirty = g;
       }
@@ -135,17 +135,17 @@ void place_below(const Sequence& s, const std::uint8_t* evicted, i64 host_bytes,
     for (i32 g = begin; g < end; ++g) any = any || evicted[g];
     if (!any) continue;
     if (first_dirty < 0) own.push_back({0, n});  // no step changes it: a copy for ever
-    // A copy lasts from the gap in which it is written to the last gap before the next writing.
+    // A copy lasts from the hole in which it is written to the last hole before the next writing.
     for (i32 g = begin; g < end; ++g) {
       if (!evicted[g] || !dirty[g]) continue;
-      i32 until = s.gaps[g].end + 1;
+      i32 until = s.holes[g].end + 1;
       i32 h = g + 1;
       for (; h < end && !(evicted[h] && dirty[h]); ++h)
-        if (evicted[h]) until = s.gaps[h].end + 1;
+        if (evicted[h]) until = s.holes[h].end + 1;
       if (h == end && (p.flags[object] & kPersistent))
         for (h = begin; h < first_dirty; ++h)
-          if (evicted[h]) until = s.gaps[h].end + n + 1;
-      own.push_back({s.gaps[g].start + 1, std::min(until, s.gaps[g].start + 1 + n)});
+          if (evicted[h]) until = s.holes[h].end + n + 1;
+      own.push_back({s.holes[g].start + 1, std::min(until, s.holes[g].start + 1 + n)});
     }
     i64 length = 0;
     for (auto [from, to] : own) length += to - from;
@@ -170,7 +170,7 @@ void place_below(const Sequence& s, const std::uint8_t* evicted, i64 host_bytes,
     if (!fits)
       for (auto interval : spans[item.object])
         parts(interval, [&](i32 from, i32 to) { taken.add(from, to, -bytes); });
-    for (i32 g = s.first_gap[item.object]; g < s.first_gap[item.object + 1]; ++g) tier[g] = fits ? 0 : 1;
+    for (i32 g = s.first_hole[item.object]; g < s.first_hole[item.object + 1]; ++g) tier[g] = fits ? 0 : 1;
   }
 }
 

@@ -1,9 +1,9 @@
-"""Small graphs are finished exactly: near the plan that was found, everything is tried.
+"""A descent near the plan of a small graph: all residencies of all orders around it.
 
-On a graph of a few operators a byte more or less of fragmentation, or a value that leaves a
-boundary later, can cost more than any order; the search counts in larger steps. There all choices
-of what leaves when are affordable for one order (`penstock.planner.exact`), so the plan descends
-from order to order: one operator elsewhere, one second run more or less.
+On a graph of a few operators a byte more or less of fragmentation, or an eviction a boundary later,
+can cost more than any order; the search counts in larger steps. All residencies of one order are
+affordable there (`penstock.planner.exact`), so the plan descends from order to order: one operator
+elsewhere, one second run more or less.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MAX_OPERATORS = 12
 MAX_SECONDS = 2.0  # of the processor
 
 
-def any_plan(request: PlanRequest) -> Plan | None:
-    """Find a plan of a small graph, whatever its time, among all orders.
+def find_any_plan(request: PlanRequest) -> Plan | None:
+    """Find a plan of a small graph among all orders, the first that fits.
 
     Args:
         request: A step of at most `MAX_OPERATORS` operators, of which at most two run again. The
@@ -39,16 +39,16 @@ def any_plan(request: PlanRequest) -> Plan | None:
     return None
 
 
-def finish(request: PlanRequest, plan: Plan | None, *, limit: Limit) -> Plan | None:
+def descend(request: PlanRequest, plan: Plan | None, *, limit: Limit) -> Plan | None:
     """Improve a plan of a small graph.
 
     Example:
-        >>> finish(request, plan, limit=Limit(deadline))  # doctest: +SKIP
+        >>> descend(request, plan, limit=Limit(deadline))  # doctest: +SKIP
 
     Args:
         request: A step of at most `MAX_OPERATORS` operators.
-        plan: Where to begin; None: with the program's order.
-        limit: When to stop, in place of the request's deadline.
+        plan: The plan to begin near; None: the program's order.
+        limit: End of the search, in place of the request's deadline.
 
     Returns:
         The best plan found; None if there was none and none was found.
@@ -60,7 +60,9 @@ def finish(request: PlanRequest, plan: Plan | None, *, limit: Limit) -> Plan | N
     while starts:
         before = best
         for start in starts:
-            for order in _near(graph, start, reorder=request.reorder, recompute=request.recompute):
+            for order in _neighbours(
+                graph, start, reorder=request.reorder, recompute=request.recompute
+            ):
                 if order in tried:
                     continue
                 tried.add(order)
@@ -71,10 +73,10 @@ def finish(request: PlanRequest, plan: Plan | None, *, limit: Limit) -> Plan | N
     return best
 
 
-def _near(
+def _neighbours(
     graph: StepGraph, order: tuple[int, ...], *, reorder: bool, recompute: bool
 ) -> Iterator[tuple[int, ...]]:
-    """The order itself, and what differs from it in one run."""
+    """Yield the order itself, and orders that differ from it in one run."""
     yield order
     for position in range(len(order)):
         without = order[:position] + order[position + 1 :]
@@ -93,7 +95,7 @@ def _near(
 
 
 def _is_valid(graph: StepGraph, order: tuple[int, ...]) -> bool:
-    """Whether first runs are in order and second ones find what they read."""
+    """Return whether first runs are in order and operands of second ones are not overwritten."""
     first: dict[int, int] = {}
     for position, operator in enumerate(order):
         first.setdefault(operator, position)
