@@ -19,7 +19,7 @@ from _rows import BenchmarkRow, Limit, write_rows
 from penstock.graph import StepGraph, operator_seconds
 from penstock.memory import Link, MachineProfile
 from penstock.planner import Found, check, plan
-from penstock.planner.paging._accesses import peak_of_program_order
+from penstock.planner.paging import peak_of_program_order
 from penstock.planner.search._engine import OperatorSequence, Problem, Rates
 
 SIMULATED = "gpt2-20"

@@ -14,13 +14,12 @@ import math
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from penstock.errors import InfeasibleError
-from penstock.memory import Tier
-from penstock.planner._plan import Bound, Found, Plan
+from penstock.planner._assemble import assemble
+from penstock.planner._plan import Found, Plan
 from penstock.planner._request import PlanRequest
-from penstock.planner._simulate import simulate
 from penstock.planner.genetic._evaluator import Evaluator
 from penstock.planner.genetic._genes import (
     Allocation,
@@ -30,11 +29,16 @@ from penstock.planner.genetic._genes import (
     mutate_allocation,
     random_classes,
 )
-from penstock.planner.paging import plan_by_paging
+from penstock.planner.paging import (
+    count_arena_bytes,
+    find_swap_links,
+    find_swap_rates,
+    plan_by_paging,
+    require_tiers,
+)
 from penstock.planner.search import load_engine
 from penstock.planner.search._emit import emit
 from penstock.planner.search._engine import Rates
-from penstock.planner.search._residency import Residency
 
 _DEFAULT_SECONDS = 60.0  # where the request has no deadline
 POPULATION = 100
@@ -147,57 +151,34 @@ def plan_genetic(request: PlanRequest) -> Plan:
         "num_generations": search.num_generations,
         "num_evaluations": search.num_evaluations,
     }
-    return _plan(request, *found[1:], notes)
+    _, residency, offsets = found
+    placements, transfers, unused = emit(residency, offsets, request.links)
+    plan = assemble(
+        request,
+        best.order,
+        placements,
+        transfers,
+        method="genetic",
+        notes=notes,
+        unused=unused,
+    )
+    require_tiers(plan)
+    return plan
 
 
 def _evaluator(request: PlanRequest) -> Evaluator:
-    links = request.machine.links
-    if not request.links or not set(request.links[0]) <= links.keys():
+    if find_swap_links(request) is None:
         raise ValueError(
             "method='genetic' swaps values to the host or to files: give host_memory or a store "
             "(and a machine that has links to it), or use method='auto'"
         )
-    rates = Rates(*(links[link].bytes_per_second for link in request.links[0]))
-    capacity = request.budget.device_bytes
-    if capacity is not None:
-        capacity -= request.workspace_bytes
-    return Evaluator(request.graph, request.operator_seconds, rates, capacity)
-
-
-def _plan(
-    request: PlanRequest, residency: Residency, offsets: Sequence[int], notes: dict[str, float]
-) -> Plan:
-    movement, budget = emit(residency, offsets, request.links[:1]), request.budget
-    ideal = request.compute_seconds
-    plan = Plan(
-        graph_digest=request.graph.digest,
-        order=tuple(residency.sequence.order.tolist()),
-        placements=movement.placements,
-        transfers=movement.transfers,
-        copies=movement.copies,
-        budget=budget,
-        machine=request.machine,
-        operator_seconds=tuple(request.operator_seconds),
-        step_seconds=0.0,
-        ideal_seconds=ideal,
-        bound=Bound(seconds=ideal, binding="compute", seconds_of={"compute": ideal}),
-        workspace_bytes=request.workspace_bytes,
-        method="genetic",
-        seed=request.seed,
-        notes=notes,
+    rates = find_swap_rates(request)
+    return Evaluator(
+        request.graph,
+        request.operator_seconds,
+        Rates(rates.outward, rates.inward),
+        count_arena_bytes(request),
     )
-    plan = replace(plan, step_seconds=simulate(request.graph, plan).step_seconds)
-    for tier, limit, peak in (
-        (Tier.HOST, budget.host_bytes, plan.peak_host_bytes),
-        (Tier.FILE, budget.file_bytes, plan.peak_file_bytes),
-    ):
-        if limit is not None and peak > limit:
-            raise InfeasibleError(
-                f"method='genetic' swaps {peak} bytes to the {tier} and may use {limit}: give "
-                f"{tier} memory of {peak} bytes, or use method='auto'",
-                proved=False,
-            )
-    return plan
 
 
 def _first_population(search: _Search) -> Iterator[Candidate | None]:
