@@ -6,10 +6,10 @@ step is p + N.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.graph import StepGraph, alignment_bytes
+from penstock.graph import StepGraph, Storage, alignment_bytes
 
 NEVER = 1 << 60  # the next use of a value that is not used again
 
@@ -111,19 +111,15 @@ def order_step(
         next_initial=next_initial,
         renamed=renamed,
         results=results,
-        inputs=tuple(
-            s.initial
-            for s in graph.storages
-            if s.initial is not None and not s.persistent and s.num_bytes
-        ),
-        unused=tuple(
-            s.initial
-            for s in persistent
-            if s.initial is not None and s.num_bytes and s.initial not in next_initial
-        ),
+        inputs=tuple(_initials(s for s in graph.storages if not s.persistent)),
+        unused=tuple(value for value in _initials(persistent) if value not in next_initial),
         num_bytes=num_bytes,
         alignment=unit,
     )
+
+
+def _initials(storages: Iterable[Storage]) -> Iterator[int]:
+    return (s.initial for s in storages if s.initial is not None and s.num_bytes)
 
 
 def _scan_step(

@@ -63,19 +63,15 @@ def plan_by_paging(
         InfeasibleError: An operator does not fit, or no addresses were found.
     """
     began, paging = time.monotonic(), _Paging.of(request, policy, order, candidates)
-    attempt = _find_addresses(paging, began)
-    links = find_swap_links(request)
+    found, links = _find_addresses(paging, began), find_swap_links(request)
+    seconds = time.monotonic() - began
     plan = assemble(
         request,
         paging.step.order,
-        make_placements(paging.step, attempt.paged, attempt.times, attempt.offsets),
-        make_transfers(paging.step, attempt.paged, attempt.times, links) if links else (),
+        make_placements(paging.step, found.paged, found.times, found.offsets),
+        make_transfers(paging.step, found.paged, found.times, links) if links else (),
         method=method or policy,
-        notes={
-            "is_steady": attempt.paged.is_steady,
-            "planning_seconds": time.monotonic() - began,
-            **(notes or {}),
-        },
+        notes={"is_steady": found.paged.is_steady, "planning_seconds": seconds, **(notes or {})},
     )
     require_tiers(plan)
     return plan

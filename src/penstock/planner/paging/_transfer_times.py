@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -88,11 +88,7 @@ def time_transfers(
     finish_of_write = _finish_without_waiting(seconds, writes)
     best: TransferTimes | None = None
     for _ in range(_PASSES):
-        ends = [a.end if a.written else a.last_use + 1 for a in allocations]
-        for write, boundary in zip(writes, finish_of_write, strict=True):
-            latest = allocations[write.allocation].end
-            earliest = allocations[write.allocation].last_use + 1
-            write.end = ends[write.allocation] = min(latest, max(earliest, boundary))
+        ends = _end_writes(allocations, writes, finish_of_write)
         begins = [allocations[index].first_use for index in by_use]
         if prefetch_bytes is not None:
             earliest = _find_free_boundaries(step, paged, prefetch_bytes, ends, by_use)
@@ -111,8 +107,9 @@ def time_transfers(
             starts = [allocation.start for allocation in allocations]
             for load in loads:
                 starts[load.allocation] = load.start
-            kept = tuple(TimedTransfer(w.allocation, w.start, w.end, w.seconds) for w in writes)
-            best = TransferTimes(tuple(starts), tuple(ends), kept, tuple(loads), step_seconds)
+            best = TransferTimes(
+                tuple(starts), tuple(ends), tuple(map(replace, writes)), tuple(loads), step_seconds
+            )
         if not writes:
             break
     assert best is not None
@@ -134,6 +131,18 @@ def _writes(
     ]
     writes.sort(key=lambda write: (write.start, allocations[write.allocation].end))
     return writes
+
+
+def _end_writes(
+    allocations: Sequence[Allocation], writes: Sequence[TimedTransfer], finish: Sequence[int]
+) -> list[int]:
+    """Choose the ends of writes by when they finish; return those of allocations."""
+    ends = [a.end if a.written else a.last_use + 1 for a in allocations]
+    for write, boundary in zip(writes, finish, strict=True):
+        allocation = allocations[write.allocation]
+        write.end = min(allocation.end, max(allocation.last_use + 1, boundary))
+        ends[write.allocation] = write.end
+    return ends
 
 
 def _delay_to_order(begins: list[int], uses: list[int], num_positions: int) -> list[int]:
@@ -202,14 +211,12 @@ def simulate_streams(
             for index in load_ends[position]:
                 clock = max(clock, finish_load[index])
             clock += seconds[position]
-    period = clock - began
-    boundaries.append(clock)
-    times = [at - began for at in boundaries]
-    reached = []
-    for write, finish in zip(writes, finish_write, strict=True):
-        boundary = _find_boundary(times, period, finish - began)
-        reached.append(boundary if write.start < num_positions else boundary + num_positions)
-    return period, reached
+    times, period = [at - began for at in (*boundaries, clock)], clock - began
+    finished = (_find_boundary(times, period, finish - began) for finish in finish_write)
+    return period, [
+        boundary if write.start < num_positions else boundary + num_positions
+        for boundary, write in zip(finished, writes, strict=True)
+    ]
 
 
 def _group_by_boundary(
