@@ -11,7 +11,7 @@ from _plan_torch_budget import plan_torch_budget
 from penstock.graph import StepGraph
 from penstock.memory import MachineProfile
 from penstock.planner import Bound, Budget, Plan, PlanRequest, lower_bound, plan
-from penstock.planner.paging._plan_paging import plan_by_paging
+from penstock.planner.paging import plan_by_paging
 from planners.layers_lp import plan_layers_lp
 
 OURS = "penstock"

@@ -20,7 +20,7 @@ from penstock.graph import StepGraph, operator_seconds
 from penstock.memory import Link, MachineProfile
 from penstock.planner import Found, check, plan
 from penstock.planner._link_rates import LinkRates
-from penstock.planner.paging._accesses import peak_of_program_order
+from penstock.planner.paging import peak_of_program_order
 from penstock.planner.search._engine import OperatorSequence, Problem
 
 SIMULATED = "gpt2-20"

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from penstock.errors import InfeasibleError
 from penstock.planner import Plan, PlanRequest
-from penstock.planner.paging._plan_paging import plan_by_paging
-from penstock.planner.paging._recompute import Recomputation
+from penstock.planner.paging import Recomputation, plan_by_paging
 
 BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
 

@@ -17,13 +17,15 @@ from dataclasses import dataclass
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind, Phase
 from penstock.planner._linear_program import LinearProgram
+from penstock.planner._link_rates import LinkRates
 from penstock.planner._plan import Found, Plan
 from penstock.planner._request import PlanRequest
-from penstock.planner.paging._accesses import ordered_step
-from penstock.planner.paging._decisions import device_capacity, speeds_of
-from penstock.planner.paging._plan_paging import plan_by_paging
-from penstock.planner.paging._recompute import Recomputation, Saved
-from penstock.planner.paging._timing import Speeds
+from penstock.planner.paging._checkpointing import Recomputation, Saved
+from penstock.planner.paging._plan_paging import (
+    count_arena_bytes,
+    find_swap_rates,
+    plan_by_paging,
+)
 
 CAPS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.45, 0.3, 0.15, 0.0)  # of the modelled peak, tried in turn
 
@@ -93,17 +95,13 @@ def find_layers(
 
 
 def solve_fractions(
-    layers: Sequence[Layer],
-    capacity: float,
-    *,
-    out_bytes_per_second: float,
-    in_bytes_per_second: float,
+    layers: Sequence[Layer], capacity: float, rates: LinkRates
 ) -> list[Fractions] | None:
     """Return the fractions of each layer that cost the least time, so that what is kept fits.
 
-    With k, r and o the bytes of a layer that are kept, recomputed and offloaded (k + r + o is n, all
-    that it saves), cost[i] the seconds that a byte takes to recompute, and w the seconds for which
-    links are waited:
+    With k, r and o the bytes of a layer that are kept, recomputed and offloaded (k + r + o is all
+    n that it saves), cost[i] the seconds that a byte takes to recompute, and w the seconds of
+    waiting for links:
 
         min  sum_i cost[i] r[i]  +  w_out + w_in  +  1e-6 sum_i o[i]
         r[i] + o[i] <= n[i]                                            for each layer i
@@ -114,8 +112,7 @@ def solve_fractions(
     Args:
         layers: In the order of forward.
         capacity: Bytes for what layers save.
-        out_bytes_per_second: Of the link out of the device.
-        in_bytes_per_second: Of the link into it.
+        rates: B of the links out of the device and into it.
 
     Returns:
         The fractions of each layer; None if the linear program has no solution.
@@ -127,8 +124,8 @@ def solve_fractions(
     for index in range(len(layers)):
         behind, moved = layers[index + 1 :], offloaded[index:]
         for rate, wait, seconds in (
-            (out_bytes_per_second, waits[0], sum(layer.forward_seconds for layer in behind)),
-            (in_bytes_per_second, waits[1], sum(layer.backward_seconds for layer in behind)),
+            (rates.outward, waits[0], sum(layer.forward_seconds for layer in behind)),
+            (rates.inward, waits[1], sum(layer.backward_seconds for layer in behind)),
         ):
             program.row([*moved, wait], [*[scale / rate] * len(moved), -1.0], upper=seconds)
     if program.solve(time_limit=math.inf) is None:
@@ -220,10 +217,10 @@ def plan_layers_lp(request: PlanRequest) -> Plan:
     recomputation = Recomputation(graph)
     layers = find_layers(recomputation, request.operator_seconds)
     fixed = sum(s.num_bytes for s in graph.storages if s.persistent or s.kind is Kind.INPUT)
-    room = max(0, device_capacity(ordered_step(graph), request.budget) - fixed)
+    capacity = max(0, count_arena_bytes(request) - fixed)
     unlimited = dataclasses.replace(request, deadline=math.inf, progress=None)
     best: Plan | None = None
-    for cap, dropped, offloaded in _choices(layers, room, speeds_of(request)):
+    for cap, dropped, offloaded in _choices(request, layers, capacity):
         if best is not None and not request.seconds_left():
             break
         order, really = recomputation.order_without(dropped)
@@ -253,22 +250,18 @@ def plan_layers_lp(request: PlanRequest) -> Plan:
 
 
 def _choices(
-    layers: Sequence[Layer], room: int, speeds: Speeds
+    request: PlanRequest, layers: Sequence[Layer], capacity: int
 ) -> Iterator[tuple[float, frozenset[int], frozenset[int]]]:
     """For each cap of the model's memory what is dropped and offloaded; each choice once."""
-    modelled = min(room, sum(layer.num_bytes for layer in layers))
+    rates = find_swap_rates(request)
+    modelled = min(capacity, sum(layer.num_bytes for layer in layers))
     tried: set[tuple[frozenset[int], frozenset[int]]] = set()
     for cap in CAPS if layers else ():
-        fractions = solve_fractions(
-            layers,
-            cap * modelled,
-            out_bytes_per_second=speeds.out_bytes_per_second,
-            in_bytes_per_second=speeds.in_bytes_per_second,
-        )
+        fractions = solve_fractions(layers, cap * modelled, rates)
         if fractions is None:  # less than its largest layer
             continue
         chosen = [
-            choose_values(*pair, speeds.operator_seconds)
+            choose_values(*pair, request.operator_seconds)
             for pair in zip(layers, fractions, strict=True)
         ]
         dropped = frozenset().union(*(values for values, _ in chosen))

@@ -12,7 +12,7 @@ from graphs import chain_step, in_units, machine, request
 from penstock.errors import GraphFileError
 from penstock.graph import StepGraph
 from penstock.planner import Budget, Plan
-from penstock.planner.paging._plan_paging import plan_by_paging
+from penstock.planner.paging import plan_by_paging
 
 UNIT = 256
 

@@ -8,8 +8,7 @@ import graphs
 from penstock.graph import Kind
 from penstock.memory import Link, Tier
 from penstock.planner import Budget, simulate
-from penstock.planner.paging._plan_paging import plan_by_paging
-from penstock.planner.paging._recompute import Recomputation
+from penstock.planner.paging import Recomputation, plan_by_paging
 from penstock.report import (
     Sweep,
     SweepPoint,

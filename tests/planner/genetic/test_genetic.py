@@ -20,7 +20,7 @@ from penstock.planner.genetic._genes import (
 )
 from penstock.planner.genetic._genetic import plan_genetic
 from penstock.planner.paging._accesses import (
-    ordered_step,
+    order_step,
     peak_of_program_order,
 )
 from penstock.planner.search import _offsets
@@ -186,12 +186,12 @@ def test_what_leaves_is_written_and_comes_back():
 @given(graph=graphs.step_graphs(min_operators=2, max_operators=9))
 def test_values_are_counted_where_most_live_at_once(graph):
     engine = evaluator(graph, share=1.0)
-    step = ordered_step(graph)
+    step = order_step(graph)
     most = sum(
         size * count
         for size, count in zip(engine.sizes, engine.count_values(step.order), strict=True)
     )
-    used = {value for visit in step.visits for value in visit.needs}
+    used = {value for accesses in step.accesses for value in accesses.needs}
     unused = sum(step.num_bytes[value] for value in step.inputs if value not in used)
     assert most + unused + step.workspace_bytes >= peak_of_program_order(graph, in_place=True)
 
@@ -200,7 +200,7 @@ def test_values_are_counted_where_most_live_at_once(graph):
 def test_allocations_fit_and_hold_every_operator(seed):
     rng = random.Random(seed)
     graph = graphs.in_units(graphs.random_graph(rng, 9), UNIT)
-    step = ordered_step(graph)
+    step = order_step(graph)
     engine = evaluator(graph, share=1.5)
     sizes = engine.sizes
     first = engine.evaluate(step.order, geometric_classes(sizes, 1.0), {})
@@ -215,8 +215,8 @@ def test_allocations_fit_and_hold_every_operator(seed):
         used = sum(sizes[name] * count for name, count in allocation.num_objects.items())
         assert used <= engine.capacity
         assert set(allocation.class_of_size) == set(allocation.num_objects)
-        for visit in step.visits:
-            at_once = {*visit.needs, *visit.creates}
+        for accesses in step.accesses:
+            at_once = {*accesses.needs, *accesses.creates}
             names = [allocation.class_of_size[sizes.index(step.num_bytes[v])] for v in at_once]
             assert all(names.count(name) <= allocation.num_objects[name] for name in names)
 

@@ -8,14 +8,13 @@ import graphs
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.planner import Budget, check
-from penstock.planner.paging import _plan_paging
+from penstock.planner.paging import _plan_paging, plan_by_paging
 from penstock.planner.paging._accesses import (
     NEVER,
-    ordered_step,
+    order_step,
     peak_of_program_order,
 )
-from penstock.planner.paging._plan_paging import plan_by_paging
-from penstock.planner.paging._timing import Move, replay
+from penstock.planner.paging._transfer_times import TimedTransfer, simulate_streams
 
 POLICIES = ["lru", "lru-prefetch", "belady"]
 UNIT = 256
@@ -97,18 +96,18 @@ def test_an_operator_that_does_not_fit_is_named():
 
 def test_fewer_bytes_are_tried_until_there_are_addresses(monkeypatch):
     graph, attempts = chain(6), []
-    decide, address = _plan_paging._decide, _plan_paging.address_rooms
+    try_capacity, assign = _plan_paging._Paging.try_capacity, _plan_paging.assign_offsets
 
-    def recorded(step, speeds, capacity, **options):
+    def recorded(paging, capacity):
         attempts.append(capacity)
-        return decide(step, speeds, capacity, **options)
+        return try_capacity(paging, capacity)
 
     def picky(*arguments, **options):
         enough = attempts[-1] <= 11 * UNIT
-        return address(*arguments, **options) if enough else ([], 1 << 40)
+        return assign(*arguments, **options) if enough else ([], 1 << 40)
 
-    monkeypatch.setattr(_plan_paging, "_decide", recorded)
-    monkeypatch.setattr(_plan_paging, "address_rooms", picky)
+    monkeypatch.setattr(_plan_paging._Paging, "try_capacity", recorded)
+    monkeypatch.setattr(_plan_paging, "assign_offsets", picky)
     found = plan(graph, "belady", device_bytes=14 * UNIT)
     check(graph, found)
     assert attempts[0] == 14 * UNIT
@@ -170,10 +169,10 @@ def test_own_times_are_those_of_the_simulation(seed):
     out = [t for t in found.transfers if t.link.source == "device"]
     back = [t for t in found.transfers if t.link.source != "device"]
     of_order = [seconds[index] for index in found.order]
-    own, _ = replay(
+    own, _ = simulate_streams(
         of_order,
-        [Move(0, t.start, t.end, t.num_bytes / rates[0]) for t in out],
-        [Move(0, t.start, t.end, t.num_bytes / rates[1]) for t in back],
+        [TimedTransfer(0, t.start, t.end, t.num_bytes / rates[0]) for t in out],
+        [TimedTransfer(0, t.start, t.end, t.num_bytes / rates[1]) for t in back],
     )
     assert own == pytest.approx(found.step_seconds, rel=1e-3)
 
@@ -196,9 +195,9 @@ def test_uses_go_on_in_the_next_step():
     y = build.storage(UNIT)
     build.run(reads=(weight, x), creates=(y,))
     build.run(reads=(y,), mutates=((weight, build.version(weight)),))
-    step = ordered_step(build.graph())
-    first, second = step.visits
+    step = order_step(build.graph())
+    first, second = step.accesses
     assert dict(zip(first.needs, first.next_needs, strict=True)) == {weight: 1, x: NEVER}
     assert dict(zip(second.needs, second.next_needs, strict=True)) == {y: NEVER, weight: NEVER}
-    assert second.handovers == ((weight, 3),)
+    assert second.reuses == ((weight, 3),)
     assert second.next_makes == (2,)  # position 0 of the next step

@@ -20,7 +20,7 @@ class Evaluator:
         graph: The graph.
         operator_seconds: Time of each operator.
         rates: Of the links to the tier below the device.
-        capacity: Bytes of the device for values; None: as many as nothing has to leave for.
+        capacity: Bytes of the device for values.
 
     Attributes:
         sizes: Distinct sizes of values, in rising order.
@@ -33,13 +33,13 @@ class Evaluator:
         graph: StepGraph,
         operator_seconds: Sequence[float],
         rates: LinkRates,
-        capacity: int | None,
+        capacity: int,
     ) -> None:
         self._problem = Problem(graph, operator_seconds)
         self._rates = rates
         num_bytes = self._problem.object_bytes
         self.sizes: tuple[int, ...] = tuple(np.unique(num_bytes[num_bytes > 0]).tolist())
-        self.capacity = int(num_bytes.sum()) if capacity is None else capacity
+        self.capacity = capacity
         self.size_of_object = np.searchsorted(self.sizes, num_bytes).astype(np.int32)
         self.size_of_object[num_bytes == 0] = -1
 

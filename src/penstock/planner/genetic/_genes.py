@@ -1,4 +1,4 @@
-"""What SwapAdvisor's search varies: schedules and allocations, and how they cross and mutate.
+"""Genes of SwapAdvisor's search: schedules and allocations, their crossover and mutation.
 
 Huang, Jin, Li: SwapAdvisor, ASPLOS 2020 (doi 10.1145/3373376.3378530), section 5. A schedule is a
 topological order of the operators. An allocation maps every distinct size of values to a class of
@@ -30,7 +30,7 @@ class Allocation:
 
 
 def geometric_classes(sizes: Sequence[int], ratio: float) -> tuple[int, ...]:
-    """Classes whose sizes lie within a ratio; 1.0 gives every size its own."""
+    """Return classes whose sizes lie within a ratio; 1.0 gives every size its own."""
     classes = [0] * len(sizes)
     top = len(sizes) - 1
     for index in range(len(sizes) - 1, -1, -1):
@@ -41,7 +41,7 @@ def geometric_classes(sizes: Sequence[int], ratio: float) -> tuple[int, ...]:
 
 
 def random_classes(sizes: Sequence[int], rng: random.Random) -> tuple[int, ...]:
-    """Classes of sizes next to each other, as many and as large as chance has it."""
+    """Return random classes of sizes next to each other."""
     if not sizes:
         return ()
     last = len(sizes) - 1
@@ -56,20 +56,20 @@ def random_classes(sizes: Sequence[int], rng: random.Random) -> tuple[int, ...]:
 def cross_allocations(
     first: Allocation, second: Allocation, rng: random.Random
 ) -> tuple[list[int], dict[int, int]]:
-    """One-point crossover of map and counts; to be repaired."""
+    """Cross two allocations, map and counts, at one point; the result is to be repaired."""
     cut = rng.randrange(len(first.class_of_size) + 1)
     classes = [*first.class_of_size[:cut], *second.class_of_size[cut:]]
     wanted = {}
     for name in set(classes):
         sources = (first, second) if name < cut else (second, first)
         wanted[name] = sources[0].num_objects.get(name, sources[1].num_objects.get(name, 0))
-    return _closed(classes), wanted
+    return _name_by_largest(classes), wanted
 
 
 def mutate_allocation(
     classes: list[int], wanted: dict[int, int], probability: float, rng: random.Random
 ) -> tuple[list[int], dict[int, int]]:
-    """Give genes a value near the old one, each with some probability; to be repaired."""
+    """Give genes a value near the old one, each with some probability, to be repaired."""
     classes = list(classes)
     for index in range(len(classes)):
         if rng.random() < probability:
@@ -81,10 +81,10 @@ def mutate_allocation(
         else count
         for name, count in wanted.items()
     }
-    return _closed(classes), wanted
+    return _name_by_largest(classes), wanted
 
 
-def _closed(classes: list[int]) -> list[int]:
+def _name_by_largest(classes: list[int]) -> list[int]:
     """Name each class by the largest size that is in it."""
     largest: dict[int, int] = {}
     for index, name in enumerate(classes):
@@ -105,7 +105,7 @@ class Schedules:
     def cross(
         self, first: Sequence[int], second: Sequence[int], rng: random.Random
     ) -> tuple[int, ...]:
-        """The first one up to a random cut, then the rest in the order of the second one."""
+        """Return the first one up to a random cut, then the rest in the order of the second."""
         cut = rng.randrange(len(first) + 1)
         taken = set(first[:cut])
         return (*first[:cut], *(index for index in second if index not in taken))
@@ -120,13 +120,13 @@ class Schedules:
         rank = [0] * len(order)
         for position, index in enumerate(order):
             rank[index] = position
-        missing = [len(before) for before in self._predecessors]
-        heap = [rank[index] for index, count in enumerate(missing) if count == 0]
+        num_waiting = [len(before) for before in self._predecessors]
+        heap = [rank[index] for index, count in enumerate(num_waiting) if count == 0]
         heapq.heapify(heap)
-        ready, place = [], {}  # the same operators, for a random choice
+        ready, slot_of = [], {}  # the same operators, for a random choice
 
         def add(index: int) -> None:
-            place[index] = len(ready)
+            slot_of[index] = len(ready)
             ready.append(index)
 
         for position in heap:
@@ -136,17 +136,17 @@ class Schedules:
             if rng.random() < probability:
                 chosen = ready[rng.randrange(len(ready))]
             else:
-                while order[heap[0]] not in place:
+                while order[heap[0]] not in slot_of:
                     heapq.heappop(heap)
                 chosen = order[heap[0]]
             last = ready.pop()
-            hole = place.pop(chosen)
+            slot = slot_of.pop(chosen)
             if last != chosen:
-                ready[hole], place[last] = last, hole
+                ready[slot], slot_of[last] = last, slot
             result.append(chosen)
             for later in self._successors[chosen]:
-                missing[later] -= 1
-                if missing[later] == 0:
+                num_waiting[later] -= 1
+                if num_waiting[later] == 0:
                     heapq.heappush(heap, rank[later])
                     add(later)
         return tuple(result)

@@ -17,8 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import InfeasibleError
-from penstock.memory import Tier
-from penstock.planner._link_rates import LinkRates
 from penstock.planner._plan import Found, Plan
 from penstock.planner._request import PlanRequest
 from penstock.planner.genetic._evaluator import Evaluator
@@ -30,10 +28,15 @@ from penstock.planner.genetic._genes import (
     mutate_allocation,
     random_classes,
 )
-from penstock.planner.paging import plan_by_paging
+from penstock.planner.paging import (
+    count_arena_bytes,
+    find_swap_links,
+    find_swap_rates,
+    plan_by_paging,
+    require_tiers,
+)
 from penstock.planner.search import load_engine
 from penstock.planner.search._plan_residency import plan_residency
-from penstock.planner.search._residency import EvictionChoice
 
 _DEFAULT_SECONDS = 60.0  # where the request has no deadline
 POPULATION = 100
@@ -146,39 +149,24 @@ def plan_genetic(request: PlanRequest) -> Plan:
         "num_generations": search.num_generations,
         "num_evaluations": search.num_evaluations,
     }
-    return _plan(request, *found[1:], notes)
+    _, choice, offsets = found
+    plan = plan_residency(request, choice, offsets, method="genetic", notes=notes)
+    require_tiers(plan)
+    return plan
 
 
 def _evaluator(request: PlanRequest) -> Evaluator:
-    links = request.machine.links
-    if not request.links or not set(request.links[0]) <= links.keys():
+    if find_swap_links(request) is None:
         raise ValueError(
             "method='genetic' swaps values to the host or to files: give host_memory or a store "
             "(and a machine that has links to it), or use method='auto'"
         )
-    rates = LinkRates(*(links[link].bytes_per_second for link in request.links[0]))
-    capacity = request.budget.device_bytes
-    if capacity is not None:
-        capacity -= request.workspace_bytes
-    return Evaluator(request.graph, request.operator_seconds, rates, capacity)
-
-
-def _plan(
-    request: PlanRequest, choice: EvictionChoice, offsets: Sequence[int], notes: dict[str, float]
-) -> Plan:
-    budget = request.budget
-    plan = plan_residency(request, choice, offsets, method="genetic", notes=notes)
-    for tier, limit, peak in (
-        (Tier.HOST, budget.host_bytes, plan.peak_host_bytes),
-        (Tier.FILE, budget.file_bytes, plan.peak_file_bytes),
-    ):
-        if limit is not None and peak > limit:
-            raise InfeasibleError(
-                f"method='genetic' swaps {peak} bytes to the {tier} and may use {limit}: give "
-                f"{tier} memory of {peak} bytes, or use method='auto'",
-                proved=False,
-            )
-    return plan
+    return Evaluator(
+        request.graph,
+        request.operator_seconds,
+        find_swap_rates(request),
+        count_arena_bytes(request),
+    )
 
 
 def _first_population(search: _Search) -> Iterator[Candidate | None]:

@@ -56,6 +56,12 @@ def check_scratchpad(
     for buffer, steps in enumerate(uses):
         _check_residencies(buffer, residencies[buffer], steps)
     _check_addresses(graph, pools, plan)
+    _check_cost(graph, plan, residencies)
+
+
+def _check_cost(
+    graph: ScratchpadGraph, plan: ScratchpadPlan, residencies: list[list[Residency]]
+) -> None:
     num_spills = sum(max(len(each) - 1, 0) for each in residencies)
     cost = sum(
         max(len(each) - 1, 0) * buffer.spill_cost

@@ -241,7 +241,7 @@ class OffsetAssignment {
     }
   }
 
-  // Who is there, on the strategy in or on the strategy out while a interval is, and more; but not always.
+  // Who is there, on its way in or on its way out while a interval is, and more; but not always.
   const std::vector<i32>& around(i32 interval) {
     if (intervals_[interval].arrives == -2 || is_long(intervals_[interval])) {
       met_.clear();
