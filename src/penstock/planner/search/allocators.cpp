@@ -1,4 +1,4 @@
-// What it means that there is room: enough bytes, or a free address.
+// Allocators of the replay: by bytes, or by addresses.
 
 namespace {
 
@@ -16,10 +16,10 @@ struct Links {
   i32 of(i32 hole) const { return tier ? tier[hole] : 0; }
 };
 
-// Allocator by bytes: whatever fits fits, wherever it may lie.
+// Allocates by bytes, wherever these may lie.
 class ByteAllocator {
  public:
-  static constexpr int kSteps = 3, kRead = 2, kReadOut = 1;  // steps replayed; those that are read off
+  static constexpr int kSteps = 3, kRead = 2, kReadOut = 1;  // steps replayed; those that times are read from
   static constexpr bool kStopsWhenFull = false;
   ByteAllocator(const Sequence& s, i64 capacity, const std::uint8_t* evicted)
       : s_(s), capacity_(capacity), full_until_(s.holes.size(), -1) {
@@ -47,10 +47,11 @@ class ByteAllocator {
     used_ += need_;
     return used_ - capacity_;
   }
-  // Whether a hole's object may come back for a use at `use`, both counted over all steps.
+  // Allocates for a hole's object that comes back for `use`, if it fits up to there; positions are
+  // counted over all steps.
   bool allocate_early(i32 hole, i32 absolute, i32 use) {
     const i64 more = bytes(hole);
-    // What is certain at a position only grows.
+    // Committed bytes at a position only grow.
     if (used_ + more > capacity_ || absolute <= full_until_[hole]) return false;
     full_until_[hole] = last_above(capacity_ - more, absolute, use);
     if (full_until_[hole] >= absolute) return false;
@@ -71,7 +72,7 @@ class ByteAllocator {
  private:
   static constexpr i32 kBlock = 64;  // positions
   i64 bytes(i32 hole) const { return s_.problem.bytes[s_.holes[hole].object]; }
-  // The last position of [from, to) at which more is certain than `limit`; -1 if there is none.
+  // The last position of [from, to) at which more bytes than `limit` are committed; -1 if there is none.
   i32 last_above(i64 limit, i32 from, i32 to) const {
     for (i32 q = to - 1; q >= from;) {
       const i32 block = q / kBlock, first = std::max(from, block * kBlock);
@@ -102,29 +103,29 @@ class ByteAllocator {
   }
   const Sequence& s_;
   i64 capacity_, used_ = 0, need_ = 0;
-  // Live bytes by position, with what was fetched ahead, less what all positions of a block have more;
-  // the most of each block; and until when each hole's object cannot come.
+  // Live and prefetched bytes by position, less those that all positions of a block have in common;
+  // these; the maximum of each block; and the position up to which each hole's object does not fit.
   std::vector<i64> committed_, more_, most_;
   std::vector<i32> full_until_;
 };
 
-// An object, or several of which each takes over the room of the one before, at one address.
+// An object, or several of which each reuses the place of the one before, at one address.
 struct Interval {
   i64 offset, bytes;
-  double from, until;  // when it needs its room, so that nothing waits, and when that is free again
+  double from, until;  // seconds from which its place is occupied, and free again, if no transfer waits
   i32 start, end;  // from the first use to behind the last; an end beyond the step is in the next
   i32 arrives;     // hole after which it comes back; -1: made there, -2: there already
   i32 leaves;      // hole in which it leaves; -1: it is not needed any more, -2: it never ends
 };
 
-// Allocator by addresses: who comes to an address waits until all who were there before have gone.
+// Allocates by addresses: an interval waits until all earlier ones at its addresses have ended.
 class AddressAllocator {
  public:
   static constexpr int kSteps = 4, kRead = 2, kReadOut = 2;
   static constexpr bool kStopsWhenFull = true;
   AddressAllocator(const Sequence& s, const Interval* intervals, i32 num_intervals)
       : s_(s), intervals_(intervals), num_intervals_(num_intervals), successors_(num_intervals), num_before_(num_intervals, 0),
-        gone_(num_intervals, 0), made_(s.length), dying_(s.length), arriving_(s.holes.size(), -1),
+        ended_(num_intervals, 0), made_(s.length), dying_(s.length), arriving_(s.holes.size(), -1),
         leaving_(s.holes.size(), -1) {
     std::vector<i32> by_start(num_intervals);
     std::iota(by_start.begin(), by_start.end(), 0);
@@ -148,21 +149,21 @@ class AddressAllocator {
     i64 missing = 0;
     for (i32 interval : needed_) {
       if (!is_free(interval)) missing += intervals_[interval].bytes;
-      gone_[interval] -= num_before_[interval];
+      ended_[interval] -= num_before_[interval];
     }
     return missing;
   }
   bool allocate_early(i32 hole, i32, i32) {
     const i32 interval = arriving_[hole];
     if (!is_free(interval)) return false;
-    gone_[interval] -= num_before_[interval];
+    ended_[interval] -= num_before_[interval];
     return true;
   }
   void release(i32 hole) { end(leaving_[hole]); }
   void end_position(i32 position) {
     for (i32 interval : dying_[position]) end(interval);
   }
-  // Whoever leaves has left when the next one at its address comes, in all steps.
+  // Ends transfers out by the start of the next interval at their addresses, in all steps.
   void clamp(const i32* in_start, i32* out_end) const {
     const i32 n = s_.length;
     for (i32 before = 0; before < num_intervals_; ++before) {
@@ -177,11 +178,11 @@ class AddressAllocator {
   }
 
  private:
-  bool is_free(i32 interval) const { return gone_[interval] >= num_before_[interval]; }
+  bool is_free(i32 interval) const { return ended_[interval] >= num_before_[interval]; }
   void end(i32 interval) {
-    for (auto [after, next_step] : successors_[interval]) ++gone_[after];
+    for (auto [after, next_step] : successors_[interval]) ++ended_[after];
   }
-  // Notes who was last at the addresses of a interval; the second round also knows the step before.
+  // Notes the intervals before one at its addresses; the second round sees those of the step before too.
   void put(i32 interval, i32 round) {
     const Interval& it = intervals_[interval];
     const i64 low = it.offset, high = it.offset + it.bytes;
@@ -200,7 +201,7 @@ class AddressAllocator {
       const bool next_step = piece.round < round;
       successors_[piece.interval].push_back({interval, next_step});
       ++num_before_[interval];
-      if (next_step && intervals_[piece.interval].end <= s_.length) ++gone_[interval];
+      if (next_step && intervals_[piece.interval].end <= s_.length) ++ended_[interval];
     }
     last_[low] = {high, interval, round};
   }
@@ -209,7 +210,7 @@ class AddressAllocator {
   const Interval* intervals_;
   i32 num_intervals_;
   std::vector<std::vector<std::pair<i32, bool>>> successors_;  // and whether in the next step
-  std::vector<i32> num_before_, gone_;
+  std::vector<i32> num_before_, ended_;
   std::vector<std::vector<i32>> made_, dying_;  // by position
   std::vector<i32> arriving_, leaving_;         // interval by hole
   std::vector<i32> needed_;

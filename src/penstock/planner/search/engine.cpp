@@ -1,4 +1,4 @@
-// What `_engine.py` calls.
+// Functions for `_engine.py`.
 
 extern "C" {
 
@@ -40,7 +40,7 @@ i32 sequence_num_holes(const void* sequence) {
   return static_cast<i32>(static_cast<const Sequence*>(sequence)->holes.size());
 }
 
-// The holes by object and start, live bytes by position with everything resident, and the reuses.
+// The holes by object and start, live bytes by position with everything resident, and the reuses in place.
 void sequence_read(const void* sequence, i32* hole_object, i32* hole_start, i32* hole_end, i64* base,
                    i32* reused_from, i32* reused_by) {
   const auto& s = *static_cast<const Sequence*>(sequence);

@@ -1,11 +1,11 @@
-// What leaves, and to which tier.
+// Evictions, and the tier of each.
 
 namespace {
 
-// Chooses what leaves: at every position that does not fit, the object with the latest next use
-// (Belady), shifted by `bias`; then takes back what was not necessary. `evicted` may hold a choice
-// to begin with. Objects have weights, in bytes or otherwise; `base` is what they sum up to if nothing
-// leaves, and what weighs nothing intervals. Returns how much is still too much at the worst position.
+// Chooses evictions: at every position that does not fit, the object with the latest next use (Belady),
+// shifted by `bias`; then keeps those that fit after all. `evicted` may hold a choice to begin with.
+// Objects have weights, in bytes or otherwise; `base` is their sum by position if nothing leaves, and an
+// object without weight never does. Returns the excess over the capacity at the worst position.
 i64 evict(const Sequence& s, const std::vector<i64>& base, const i64* weights, const i64* capacity,
            i64 min_weight, const double* bias, std::uint8_t* evicted) {
   const i32 n = s.length, num_holes = static_cast<i32>(s.holes.size());
@@ -31,7 +31,7 @@ i64 evict(const Sequence& s, const std::vector<i64>& base, const i64* weights, c
       heap.push({end + (bias ? bias[g] : 0.0), g});
     };
     for (i32 g : wrapping[0]) push(g, s.holes[g].start < 0 ? n : s.holes[g].end - n);
-    i64 here = 0;  // what was evicted on the strategy changes here
+    i64 here = 0;  // change of live bytes by the evictions so far, here
     std::vector<i64> ahead(n + 1, 0);  // and from each position on
     for (i32 position = 0; position < n; ++position) {
       here += ahead[position];
@@ -61,7 +61,7 @@ i64 evict(const Sequence& s, const std::vector<i64>& base, const i64* weights, c
     released.apply(live);
     if (worst <= 0) break;
   }
-  // Take back, largest first, what fits after all.
+  // Keep, largest first, the objects that fit after all.
   for (i32 position = 0; position < n; ++position) live[position] -= capacity[position];
   RangeMax tree(live);
   std::vector<i32> back;
@@ -83,7 +83,7 @@ i64 evict(const Sequence& s, const std::vector<i64>& base, const i64* weights, c
   return worst;
 }
 
-// Whether what is evicted has to be written first: not if a copy below is still right.
+// Whether an evicted object has to be written first: not if a copy below is still valid.
 std::vector<std::uint8_t> find_dirty_holes(const Sequence& s, const std::uint8_t* evicted) {
   std::vector<std::uint8_t> dirty(s.holes.size(), 0);
   for (i32 object = 0; object < s.problem.num_objects; ++object) {
@@ -111,9 +111,9 @@ std::vector<std::uint8_t> find_dirty_holes(const Sequence& s, const std::uint8_t
   return dirty;
 }
 
-// Which tier each evicted hole goes to: the host first, for what moves much and intervals there briefly.
-// All holes of an object go to one tier, for what is written once may come back often. What does not
-// fit into `host_bytes` goes to the file.
+// Assigns tiers to the evicted holes: the host first to objects that move often and lie there briefly, as
+// far as `host_bytes` go, else the file. All holes of an object have one tier, as a copy that is written
+// once may come back often.
 void assign_tiers(const Sequence& s, const std::uint8_t* evicted, i64 host_bytes, std::uint8_t* tier) {
   const Problem& p = s.problem;
   const i32 n = s.length;

@@ -1,34 +1,34 @@
-// Addresses for intervals.
+// Offset assignment: addresses for intervals of objects on the device.
 
 namespace {
 
-// Gives intervals addresses. They may not meet anybody between their first use and their last, and should
-// not meet anybody who is still on the strategy out or already on the strategy in, for then one of the two waits.
+// Assigns offsets to intervals. Two intervals at one address must not overlap between their first and
+// last uses, and should not overlap with a transfer of the other, for then one of the two waits.
 //
-// Whoever is there at the fullest position lies on a stack, in the order in which they come: what a
-// step keeps until its turn is freed in the opposite order, so the room above the stack is one piece.
-// All others come in the order of their first use, each where it waits the least. Where an arena has
-// room for few large ones, they come first instead, and small ones find room in between; or those come
-// first that are there at the fullest positions, so that these are laid out before anybody is in the strategy.
-// The smallest, which are most of all and take next to nothing, have the lowest addresses to themselves.
+// Intervals at the fullest position lie on each other, in the order of their starts: values that a step
+// keeps are freed in the opposite order, so the bytes above them are one piece. All others come in the
+// order of their first use, each where it waits the least. Where an arena holds few large ones, these
+// come first, and small ones are placed in between; or those at the fullest positions come first, while
+// all addresses are free. The tiniest, which are most of all and take few bytes, share the lowest
+// addresses.
 class OffsetAssignment {
  public:
-  // Among places where it waits as little: the lowest, the highest, in the smallest piece; or the
-  // highest for large ones and the lowest for small ones. With the fullest positions first: in the
-  // smallest piece, or by size.
+  // The choice among places with equal waits: the lowest, the highest, or in the smallest free piece; by
+  // size the highest for large intervals and the lowest for small ones. With the fullest positions
+  // first: in the smallest piece, or by size.
   enum Strategy : i32 { LOW, HIGH, TIGHT, BY_SIZE, FULLEST_TIGHT, FULLEST_BY_SIZE };
   static constexpr i32 NUM_MOMENTS = 512;
-  static constexpr i64 kTinyShare = 256;  // this part of the arena is for all that is tiny
+  static constexpr i64 kTinyShare = 256;  // this part of the arena is for tiny intervals
 
   OffsetAssignment(Interval* intervals, i32 num_intervals, i32 num_positions, i64 capacity, i64 large_bytes, i32 fullest,
            double step_seconds, i32 strategy, const double* priority)
       : intervals_(intervals), num_intervals_(num_intervals), n_(num_positions), capacity_(capacity), large_bytes_(large_bytes),
-        fullest_(fullest), step_(step_seconds), strategy_(strategy), priority_(priority), least_occupied_(find_least_occupied()), there_(NUM_MOMENTS),
+        fullest_(fullest), step_(step_seconds), strategy_(strategy), priority_(priority), least_occupied_(find_least_occupied()), resident_(NUM_MOMENTS),
         beginning_(NUM_MOMENTS),
         seen_(num_intervals, 0) {}
 
-  // Returns how many found no room, with for each position the bytes that its largest piece shortage for
-  // one of them. Those are left out, so the others may meet less than they would.
+  // Returns the number of intervals without a place, and for each position the bytes that its largest
+  // free piece lacks for one of them. Those are left out, so the others may wait less than they would.
   i32 run(i64* missing) {
     if (strategy_ >= FULLEST_TIGHT) note_fullness();
     for (i64 part = 1 << 12; part <= 1 << 20 && !reserve_tiny(capacity_ / part); part *= 4) {}
@@ -62,8 +62,8 @@ class OffsetAssignment {
   }
 
  private:
-  // Always there; there when a step begins; there when most is there; the rest. By size, steps begin
-  // when the least is there.
+  // 0: always resident; 1: when a step begins; 2: at the fullest position; 3: the rest. By size, steps
+  // begin when the fewest bytes are resident.
   int rank(i32 interval) const {
     const Interval& it = intervals_[interval];
     if (it.arrives == -2) return 0;
@@ -71,16 +71,16 @@ class OffsetAssignment {
     if (it.end > n_) return 1;
     return it.start <= fullest_ && fullest_ < it.end ? 2 : 3;
   }
-  // By size: the tiny ones, then the large ones, then the others by what power of two they have. So
-  // ones of like sizes share few places, which nobody smaller has cut in two.
+  // By size: tiny ones, then large ones, then the others by the power of two of their bytes. So
+  // intervals of similar sizes share few places, which no smaller one has cut in two.
   int size(i32 interval) const {
     if (strategy_ != BY_SIZE) return 0;
     const i64 bytes = intervals_[interval].bytes;
     if (bytes < large_bytes_ / 64) return -2;
     return bytes < large_bytes_ ? std::ilogb(static_cast<double>(large_bytes_) / bytes) : -1;
   }
-  // By size, in the order in which they begin to come: then equal ones need no more places than there
-  // are of them at a time.
+  // By size, in the order of their transfers: equal ones then need no more places than are resident at
+  // once.
   using Key = std::tuple<int, int, double, i32, i32>;
   Key key(i32 interval) const {
     const Interval& it = intervals_[interval];
@@ -89,8 +89,9 @@ class OffsetAssignment {
     return {size(interval), rank(interval), strategy_ == BY_SIZE ? since_least_occupied(it) - earlier : 0, it.start, -it.end};
   }
   bool is_tiny(i32 interval) const { return intervals_[interval].bytes <= tiny_bytes_; }
-  // Gives the tiny intervals addresses from 0 on, each the lowest that is free from when it begins to come
-  // until it is gone; none counts as tiny if together they take more than a small part of the arena.
+  // Assigns addresses from 0 on to the tiny intervals, each the lowest that is free from the start of its
+  // transfer in to the end of its transfer out; none counts as tiny if together they take more than a
+  // small part of the arena.
   bool reserve_tiny(i64 tiny_bytes) {
     tiny_bytes_ = tiny_bytes;
     lowest_ = 0;
@@ -103,7 +104,7 @@ class OffsetAssignment {
       const double from = it.from - std::floor(it.from / step_) * step_, until = from + it.until - it.from;
       if (it.end <= n_ && it.until - it.from < step_ && until < step_) {
         begins.push_back({from, until, it.start, interval});
-      } else {  // it, or the one of the step before, is there when a step begins and when it ends
+      } else {  // resident when a step begins and when it ends
         it.offset = lowest_;
         lowest_ += it.bytes;
       }
@@ -139,8 +140,8 @@ class OffsetAssignment {
     if (!fits) tiny_bytes_ = -1, lowest_ = 0;
     return fits;
   }
-  // For each interval the share of the arena that is taken at the fullest of its positions, in steps, so that
-  // positions that are nearly as full count as equal; of equal ones the larger interval comes first.
+  // For each interval the share of the arena that is occupied at the fullest of its positions, in steps,
+  // so that nearly equal ones count as equal; of equal ones the larger interval comes first.
   void note_fullness() {
     constexpr double steps = 16;
     std::vector<std::vector<i64>> most(1, std::vector<i64>(n_, 0));  // in 2^k positions from each on
@@ -171,7 +172,7 @@ class OffsetAssignment {
     const double since = std::fmod(it.from - least_occupied_, step_);
     return since < 0 ? since + step_ : since;
   }
-  // When the fewest bytes of large intervals are there, in seconds since a step began.
+  // The time at which the fewest bytes of large intervals are resident, in seconds since a step began.
   double find_least_occupied() const {
     std::vector<std::pair<double, i64>> changes{{0, 0}};
     for (i32 interval = 0; interval < num_intervals_; ++interval) {
@@ -192,11 +193,11 @@ class OffsetAssignment {
     }
     return when;
   }
-  // The first position of a interval at which those who are there by then leave no piece that is large
-  // enough, and what the largest shortage.
+  // The first position of an interval at which those placed before leave no piece that is large enough,
+  // and the bytes that the largest one lacks.
   std::pair<i32, i64> find_shortage(i32 interval) const {
     const Interval& it = intervals_[interval];
-    std::vector<std::pair<i32, i32>> others;  // since when, and who
+    std::vector<std::pair<i32, i32>> others;  // start, interval
     for (i32 other : placed_)
       for (int around = -1; around <= 1; ++around) {
         const i32 start = intervals_[other].start + around * n_, end = intervals_[other].end + around * n_;
@@ -235,32 +236,33 @@ class OffsetAssignment {
       long_.push_back(interval);
     } else {
       for_each_moment(it, [&](i32 moment, bool is_first) {
-        there_[moment].push_back(interval);
+        resident_[moment].push_back(interval);
         if (is_first) beginning_[moment].push_back(interval);
       });
     }
   }
 
-  // Who is there, on its way in or on its way out while a interval is, and more; but not always.
+  // A superset of the intervals, but for those that are always resident, that overlap with an interval
+  // or its transfers.
   const std::vector<i32>& around(i32 interval) {
     if (intervals_[interval].arrives == -2 || is_long(intervals_[interval])) {
-      met_.clear();
+      near_.clear();
       for (i32 other : placed_)
-        if (intervals_[other].arrives != -2) met_.push_back(other);
-      return met_;
+        if (intervals_[other].arrives != -2) near_.push_back(other);
+      return near_;
     }
-    met_ = long_;
+    near_ = long_;
     ++round_;
     for_each_moment(intervals_[interval], [&](i32 moment, bool is_first) {
-      for (i32 other : is_first ? there_[moment] : beginning_[moment])
-        if (seen_[other] != round_) seen_[other] = round_, met_.push_back(other);
+      for (i32 other : is_first ? resident_[moment] : beginning_[moment])
+        if (seen_[other] != round_) seen_[other] = round_, near_.push_back(other);
     });
-    return met_;
+    return near_;
   }
 
   bool is_long(const Interval& it) const { return !(it.until - it.from < step_ * (1 - 1.0 / NUM_MOMENTS)); }
 
-  // The parts of a step that a interval touches, from when it begins to come until it is gone.
+  // Visits the parts of a step that an interval overlaps, its transfers included.
   template <class Visit>
   void for_each_moment(const Interval& it, Visit visit) const {
     const double part = step_ / NUM_MOMENTS;
@@ -270,13 +272,13 @@ class OffsetAssignment {
       visit(static_cast<i32>((moment % NUM_MOMENTS + NUM_MOMENTS) % NUM_MOMENTS), moment == first);
   }
 
-  // A place that may be taken, if one waits for it.
+  // A place that may be used, after a wait.
   struct Other { i64 low, high; double wait; };
 
   // The longest wait for any of a range of addresses: maxima over 2^k parts between places' ends.
   class LongestWait {
    public:
-    // Others come by their waits, the longest first.
+    // `others` are sorted by their waits, the longest first.
     void note(const std::vector<Other>& others) {
       ends_.clear();
       for (const Other& other : others) ends_.push_back(other.low), ends_.push_back(other.high);
@@ -333,23 +335,23 @@ class OffsetAssignment {
     std::vector<std::pair<i64, i64>> blocked = always_;
     for (i32 other : around(interval)) {
       const Interval& that = intervals_[other];
-      bool meets = false;
+      bool overlaps = false;
       double wait = 0;
       for (int around = -1; around <= 1; ++around) {
         const i32 start = that.start + around * n_, end = that.end + around * n_;
-        if (start < it.end && it.start < end) meets = true;
+        if (start < it.end && it.start < end) overlaps = true;
         else if (end <= it.start) wait = std::max(wait, that.until + around * step_ - it.from);
         else wait = std::max(wait, it.until - that.from - around * step_);
       }
-      if (meets) blocked.push_back({that.offset, that.offset + that.bytes});
+      if (overlaps) blocked.push_back({that.offset, that.offset + that.bytes});
       else if (wait > 0) others.push_back({that.offset, that.offset + that.bytes, wait});
     }
     blocked.push_back({capacity_, capacity_});
     std::sort(blocked.begin(), blocked.end());
-    // The longest wait first, as `LongestWait` asks for.
+    // The longest wait first, as `LongestWait` requires.
     std::sort(others.begin(), others.end(), [](const Other& a, const Other& b) { return a.wait > b.wait; });
     longest_wait_.note(others);
-    std::vector<i64> ends;  // offsets beside one that is waited for
+    std::vector<i64> ends;  // offsets next to a place with a wait
     for (const Other& other : others) ends.push_back(other.high), ends.push_back(other.low - it.bytes);
     std::sort(ends.begin(), ends.end());
     ends.erase(std::unique(ends.begin(), ends.end()), ends.end());
@@ -380,7 +382,7 @@ class OffsetAssignment {
 
   Interval* intervals_;
   i32 num_intervals_, n_;
-  i64 capacity_, large_bytes_, tiny_bytes_ = -1, lowest_ = 0;  // the lowest address beside the tiny ones
+  i64 capacity_, large_bytes_, tiny_bytes_ = -1, lowest_ = 0;  // the lowest address above the tiny ones
   i32 fullest_;
   double step_;
   i32 strategy_;
@@ -388,13 +390,13 @@ class OffsetAssignment {
   double least_occupied_;
   std::vector<double> fullness_;
   std::vector<i32> placed_;
-  // Those that have a place, by the parts of the step, and by the first of these; those for all of it;
-  // where others always are.
-  std::vector<std::vector<i32>> there_, beginning_;
+  // Placed intervals by part of the step, and by their first part; those of a whole step; the addresses
+  // of those that are always resident.
+  std::vector<std::vector<i32>> resident_, beginning_;
   std::vector<i32> long_;
   std::vector<std::pair<i64, i64>> always_;
   LongestWait longest_wait_;
-  std::vector<i32> seen_, met_;
+  std::vector<i32> seen_, near_;
   i32 round_ = 0;
 };
 

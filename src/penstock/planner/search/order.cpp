@@ -2,11 +2,12 @@
 
 namespace {
 
-// What a greedy order prefers: little to fetch, little new room, much freed, early in the program.
+// Weights of the score of a greedy order; the ready operator with the least score runs next:
+// fetch * bytes to fetch + create * bytes made - release * bytes freed + late * operators overtaken.
 struct GreedyWeights {
   double fetch, create, release, late;
-  i64 capacity;  // bytes touched since an object's last use after which it counts as gone
-  i32 window;    // candidates that are looked at, the earliest of the program first
+  i64 capacity;  // bytes touched since an object's last use after which it counts as evicted
+  i32 window;    // candidates, the earliest of the program first
 };
 
 // List scheduling of positions [begin, end) of `base`; the others interval where they are.
@@ -39,7 +40,7 @@ void order_greedily(const Problem& p, const i32* first_predecessor, const i32* p
   };
   for (i32 k = 0; k < p.first_access[n]; ++k) ++uses[p.access_object[k]];
   for (i32 position = 0; position < begin; ++position) touch(base[position]);
-  // Ready operators by rank: few are looked at, so a sorted vector of ranks will do.
+  // Ready operators by rank: few are candidates, so a sorted vector of ranks will do.
   std::vector<i32> ready;
   for (i32 position = begin; position < end; ++position)
     if (waiting[base[position]] == 0) ready.push_back(position);

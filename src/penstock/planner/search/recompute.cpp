@@ -1,8 +1,8 @@
-// The order that makes dropped values again: `_recompute.py` says what the words mean.
+// Orders with second runs that make dropped values again: `_recompute.py` defines the words.
 
 namespace {
 
-// Lists of numbers, one behind the other: list i is at [first[i], first[i + 1]).
+// Lists of numbers in one array (CSR): list i is at [first[i], first[i + 1]).
 struct Lists {
   std::vector<i32> first, items;
   Lists(const i32* first_of, i32 count, const i32* all)
@@ -15,7 +15,7 @@ struct Lists {
   Range operator[](i32 i) const { return {items.data() + first[i], items.data() + first[i + 1]}; }
 };
 
-// How the values of a graph can be made again.
+// Accesses and chains by which the values of a graph are made again.
 struct OrderExpander {
   i32 num_objects;
   std::vector<i32> object_of;             // of each value
@@ -23,7 +23,7 @@ struct OrderExpander {
   std::vector<std::uint8_t> is_forward;   // of each operator
   Lists needs, makes;                     // values of each operator
   Lists needs_again, makes_again;         // the same where it runs again
-  Lists chain;                            // of each object that can be dropped: who makes it
+  Lists chain;                            // of each object that can be dropped: operators that make it
   std::vector<i32> expanded;              // the last result
 };
 
@@ -37,7 +37,7 @@ class Expansion {
     r_.expanded.clear();
   }
 
-  // `dropped`: objects, and complements of those that are given up after each use.
+  // `dropped`: objects, and complements of those that are dropped after each use.
   bool run(const i32* dropped, i32 num_dropped) {
     bool any_brief = false;
     for (i32 k = 0; k < num_dropped; ++k) {
@@ -63,7 +63,7 @@ class Expansion {
   }
 
  private:
-  // What is dropped is given up after its last use, and after that in the forward pass.
+  // Dropped objects go after their last use in the forward pass, and after their last use.
   void find_drops() {
     std::vector<i32> last(r_.num_objects, -1), last_forward(r_.num_objects, -1);
     std::vector<std::uint8_t> is_over(r_.num_objects, 0);  // whether it was used by another phase
@@ -94,7 +94,7 @@ class Expansion {
     gone_[object] = 0;
   }
 
-  // Makes sure that an object holds a value, by running what makes it again if need be.
+  // Makes an object hold a value, by second runs of the operators that make it if need be.
   bool provide(i32 value, i32 depth) {
     const i32 object = r_.object_of[value];
     if (content_[object] == value && !gone_[object]) return true;
@@ -112,7 +112,7 @@ class Expansion {
     return false;
   }
 
-  // Whether making a value again would put back an object that has gone on since.
+  // Whether making a value again would set back an object that has a later value now.
   bool would_overwrite(i32 made, i32 object) const {
     const i32 other = r_.object_of[made], held = content_[other];
     return other != object && held >= 0 && held != made && !gone_[other];

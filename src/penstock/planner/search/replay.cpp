@@ -1,9 +1,13 @@
-// A step in time, for either sort of allocator.
+// A replay of steps in time, for either allocator.
 
 namespace {
 
-// Replays some steps: what is evicted leaves as soon as it may, what is needed comes back as early
-// as there is room for good, in the order of its use. A late step gives the times and the windows.
+// Replays some steps: evicted objects leave as soon as they may, and come back as early as they fit up
+// to their use, in the order of their uses. A late step gives the times and the boundaries.
+//
+//   start(p)  = max(end(p - 1), end of transfers in for p, end of transfers out that p waits for)
+//   end(p)    = start(p) + seconds(p)
+//   link free = max(link free, boundary at which the transfer may begin) + bytes / rate
 template <class Allocator>
 Timing replay(const Sequence& s, const Links& links, const std::uint8_t* evicted, i32 prefetch_distance, Allocator& allocator,
               i32* out_end, i32* in_start, double* starts) {
@@ -29,9 +33,9 @@ Timing replay(const Sequence& s, const Links& links, const std::uint8_t* evicted
   size_t head[kTiers] = {};
   double out_free[kTiers] = {}, in_free[kTiers] = {};
   i64 next[kTiers] = {};  // of all arrivals in the order of use: step = next / arriving.size()
-  // By hole: the step whose hole has left by now, so that it may come back.
+  // By hole: the step whose object has left by now, so that it may come back.
   std::vector<i32> left(s.holes.size(), -1);
-  std::vector<double> due(total + n, 0.0);  // when what was fetched ahead for a position is there
+  std::vector<double> due(total + n, 0.0);  // end of the prefetches for a position
   double now = 0, previous_end = 0;
   Timing timing;
 
@@ -51,7 +55,7 @@ Timing replay(const Sequence& s, const Links& links, const std::uint8_t* evicted
     auto note_in = [&](int t, i64 index) {
       if (in_start && index / static_cast<i64>(arriving[t].size()) == kRead) in_start[hole_of(t, index)] = absolute - kRead * n;
     };
-    // What has left by now.
+    // Objects that have left by now.
     auto pop = [&](int t) {
       const Leaving& done = queue[t][head[t]++];
       allocator.release(done.hole);
@@ -78,7 +82,7 @@ Timing replay(const Sequence& s, const Links& links, const std::uint8_t* evicted
         allocator.add_arrival(hole_of(t, last_needed[t]++));
     }
     while (!allocator.fits() && wait()) {}
-    // What has to come back may still be on its strategy out.
+    // An object that has to come back may still be on its way out.
     for (int t = 0; t < kTiers; ++t)
       for (i64 index = next[t]; index < last_needed[t]; ++index) {
         const i32 hole_step = start_of(t, index) >= 0 ? start_of(t, index) / n : -1;
@@ -102,7 +106,7 @@ Timing replay(const Sequence& s, const Links& links, const std::uint8_t* evicted
         const i32 use = position_of(t, next[t]), before = start_of(t, next[t]), g = hole_of(t, next[t]);
         if (use >= total + n || use > absolute + prefetch_distance) break;
         if (before >= absolute) break;  // still in use
-        if (before >= 0 && left[g] < before / n) break;  // still on its strategy out
+        if (before >= 0 && left[g] < before / n) break;  // still on its way out
         if (!allocator.allocate_early(g, absolute, use)) break;
         in_free[t] = std::max(in_free[t], boundary) + p.bytes[s.holes[g].object] * links.in[t];
         due[use] = std::max(due[use], in_free[t]);

@@ -1,6 +1,6 @@
-// The planner's inner loop: what leaves the device between two uses, when it moves, how long a step
-// takes. `_engine.py` says what the functions mean and owns all memory; nothing here outlives a call
-// except the problem itself.
+// The planner's inner loop: evictions between two uses, the times of transfers, and the time of a step.
+// `_engine.py` documents the functions and owns all memory; nothing here outlives a call except the
+// problem itself.
 //
 // An object is a storage. Between two uses of an object lies a hole; an evicted hole is one in which
 // the object is not on the device. Positions are those of the sequence of operators; steps repeat, so
@@ -34,7 +34,7 @@ struct Problem {
   std::vector<i32> first_access;        // CSR over operators
   std::vector<i32> access_object;
   std::vector<std::uint8_t> access_kind;
-  std::vector<i32> first_reuse;      // CSR over operators: (operand, result) that may share room
+  std::vector<i32> first_reuse;      // CSR over operators: (operand, result) in one place
   std::vector<i32> reuse_from, reuse_by;
 };
 
@@ -85,7 +85,8 @@ struct Hole {
   i32 end;    // position of the use after it; beyond the sequence where it goes on in the next step
 };
 
-// An object from where it is made, or given, to its last use; an end beyond the sequence is in the next step.
+// An object from its definition, or the start of the step, to its last use; an end beyond the sequence
+// is in the next step.
 struct LiveRange {
   i32 object, begin, end;
 };
@@ -102,10 +103,10 @@ struct Sequence {
   std::vector<i32> first_hole;               // CSR over objects; in the order of their starts
   std::vector<LiveRange> live_ranges;
   std::vector<i64> base;                    // live bytes per position if nothing is evicted
-  std::vector<i64> reused;                  // bytes that a result takes over from an operand
+  std::vector<i64> reused;                  // bytes of the place that a result reuses
   std::vector<i32> reused_from, reused_by;  // by position; up to one pair each, -1 for none
   std::vector<i64> created;                 // bytes that appear at a position, without reused
-  std::vector<std::vector<i32>> dying;      // objects whose last use (of this live_range) is there
+  std::vector<std::vector<i32>> dying;      // objects whose last use (of a live range) is there
 
   Sequence(const Problem& p, const i32* order, const std::uint8_t* recomputed, i32 n)
       : problem(p), length(n), operators(order, order + n), again(recomputed, recomputed + n),
@@ -121,7 +122,7 @@ struct Sequence {
         use_kinds[object].push_back(kind);
       }
     }
-    // The caller reads what is kept when the step ends: until then it may be elsewhere.
+    // A result is read when the step ends: until then it may be elsewhere.
     for (i32 object = 0; object < p.num_objects; ++object) {
       const bool kept = (p.flags[object] & kKept) && !(p.flags[object] & kPersistent);
       if (!kept || uses[object].empty() || uses[object].back() >= n - 1) continue;
@@ -155,7 +156,7 @@ struct Sequence {
   }
 
  private:
-  // Splits an object's uses into live_ranges (a recomputed value begins a new one) and holes.
+  // Splits an object's uses into live ranges (a recomputed value begins a new one) and holes.
   void split_uses(i32 object) {
     const auto& at = uses[object];
     const auto& kinds = use_kinds[object];
@@ -193,7 +194,7 @@ struct Sequence {
     }
   }
 
-  // An operand that dies here may give its room to a result.
+  // A result may reuse the place of an operand whose live range ends here.
   void note_reuse(i32 position) {
     const i32 op = operators[position];
     for (i32 k = problem.first_reuse[op]; k < problem.first_reuse[op + 1]; ++k) {
@@ -202,7 +203,7 @@ struct Sequence {
       auto& dead = dying[position];
       if (std::find(dead.begin(), dead.end(), from) == dead.end()) continue;
       if (problem.flags[from] & kPersistent) continue;
-      // A value that is made anew while it is there already has its allocator.
+      // A value that is made anew while it is resident already has its place.
       const auto use = std::lower_bound(uses[to].begin(), uses[to].end(), position);
       if (use_kinds[to][use - uses[to].begin()] != kCreate) continue;
       reused[position] = problem.bytes[from];

@@ -33,7 +33,7 @@ void class_needs(const Sequence& s, const i32* class_of, i32 num_classes, i64* l
   }
 }
 
-// The intervals of objects between their evicted holes, by uses alone: transfers take no allocator.
+// The intervals of objects between their evicted holes, by uses alone: transfers take no time.
 class Intervals {
  public:
   Intervals(const Sequence& s, const std::uint8_t* evicted) : s_(s), evicted_(evicted) {
@@ -46,7 +46,7 @@ class Intervals {
   }
   struct Part {
     i32 object, start, end, arrives, leaves;
-    i32 next = -1;  // what takes over its room
+    i32 next = -1;  // the part that reuses its place
     bool is_first = true;
   };
   std::vector<Part> parts;
@@ -107,7 +107,7 @@ class Intervals {
   const std::uint8_t* evicted_;
 };
 
-// Gives the intervals of one class a slot each, the same one in every step: `offset` is its number, or -1.
+// Assigns a slot to each interval of one class, the same one in every step: `offset` is its number, or -1.
 // What is there over the end of the step comes first, then the others by their start; each takes the
 // slot that is free the shortest of those that are free for long enough.
 void assign_slots(const std::vector<Interval*>& intervals, i64 count, i32 num_positions) {
