@@ -21,7 +21,8 @@ from penstock.memory import Link, MachineProfile
 from penstock.planner import Found, check, plan
 from penstock.planner._link_rates import LinkRates
 from penstock.planner.paging import peak_of_program_order
-from penstock.planner.search._engine import OperatorSequence, Problem
+from penstock.planner.search._problem import Problem
+from penstock.planner.search._sequence import OperatorSequence
 
 SIMULATED = "gpt2-20"
 PLANNED = "gpt2-72"

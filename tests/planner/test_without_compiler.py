@@ -8,14 +8,14 @@ from penstock.memory import machine
 from penstock.planner import check, plan
 from penstock.planner.packing import _native
 from penstock.planner.paging import peak_of_program_order
-from penstock.planner.search import _engine
+from penstock.planner.search import _library
 
 UNIT = 2**20
 
 
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch):
-    libraries = (_engine.load_engine, _native.library)
+    libraries = (_library.load_engine, _native.library)
     monkeypatch.setenv("CXX", "no-such-compiler")
     for library in libraries:
         library.cache_clear()

@@ -19,7 +19,8 @@ from penstock.planner.packing._pack import pack
 from penstock.planner.search import _auto, _offsets
 from penstock.planner.search._auto import AutoSearch
 from penstock.planner.search._auto_plan import plan_auto
-from penstock.planner.search._engine import OperatorSequence, Problem
+from penstock.planner.search._problem import Problem
+from penstock.planner.search._sequence import OperatorSequence
 
 FILE_LINKS = [(Link.DEVICE_TO_FILE, Link.FILE_TO_DEVICE)]
 LINKS = [(Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)]

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from graphs import chain_step, random_graph
 from penstock.graph import Kind, StepGraph, Storage, alignment_bytes
 from penstock.planner._link_rates import LinkRates
-from penstock.planner.search._engine import INTERVAL, NUM_STRATEGIES, OperatorSequence, Problem
 from penstock.planner.search._intervals import (
     chain_intervals,
     cut_into_intervals,
@@ -19,7 +18,9 @@ from penstock.planner.search._intervals import (
 )
 from penstock.planner.search._offsets import engine_intervals
 from penstock.planner.search._priority_search import PrioritySearch, improve_offsets
+from penstock.planner.search._problem import Problem
 from penstock.planner.search._residency import Arena, LowerTiers, ResidencySearch
+from penstock.planner.search._sequence import INTERVAL, NUM_STRATEGIES, OperatorSequence
 
 BY_SIZE, FULLEST = 3, (4, 5)
 TINY = 4096  # parts of the arena of which one at most is tiny

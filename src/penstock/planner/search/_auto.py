@@ -19,10 +19,11 @@ import numpy as np
 from penstock.planner._request import PlanRequest
 from penstock.planner.search._drop_proposals import DropProposals
 from penstock.planner.search._drops import DropFamilies
-from penstock.planner.search._engine import GreedyWeights, OperatorSequence, Problem
 from penstock.planner.search._orders import move_gradients_late, move_updates_early
+from penstock.planner.search._problem import GreedyWeights, Problem
 from penstock.planner.search._recompute import RecomputeChains, mark_brief
 from penstock.planner.search._residency import Arena, EvictionChoice, ResidencySearch
+from penstock.planner.search._sequence import OperatorSequence
 
 _FRACTIONS = (0.25, 0.5, 0.75)
 _NUM_FINALISTS, _DISTINCT = 3, 1.005

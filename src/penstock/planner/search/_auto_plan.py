@@ -21,10 +21,10 @@ from penstock.planner.bounds import working_set
 from penstock.planner.exact import Limit
 from penstock.planner.search._auto import AutoSearch, frozen_decisions
 from penstock.planner.search._descent import MAX_OPERATORS, MAX_SECONDS, descend, find_any_plan
-from penstock.planner.search._engine import load_engine
 from penstock.planner.search._finalists import offsets_of_fastest
 from penstock.planner.search._grid import GridRequest
 from penstock.planner.search._infeasible import explain_infeasible, explain_missing_engine
+from penstock.planner.search._library import load_engine
 from penstock.planner.search._offsets import sufficient_bytes
 from penstock.planner.search._plan_residency import plan_residency
 

@@ -14,8 +14,9 @@ from penstock.memory import Link, MachineProfile, Tier
 from penstock.planner._link_rates import LinkRates
 from penstock.planner._plan import Bound
 from penstock.planner._request import PlanRequest
-from penstock.planner.search._engine import OperatorSequence, Problem
+from penstock.planner.search._problem import Problem
 from penstock.planner.search._residency import Arena, LowerTiers
+from penstock.planner.search._sequence import OperatorSequence
 
 # Time of operators on two cores that moving a byte costs, in copies of it by one thread: that copy,
 # and the core that waits for the one which copies. Measured on Llama, 512 wide, at 1/4 of its

@@ -11,11 +11,12 @@ from penstock.errors import InfeasibleError
 from penstock.memory import Tier
 from penstock.planner._request import PlanRequest
 from penstock.planner.bounds import WorkingSet
-from penstock.planner.search._engine import OperatorSequence, load_engine
 from penstock.planner.search._finalists import find_offsets
 from penstock.planner.search._grid import GridRequest
+from penstock.planner.search._library import load_engine
 from penstock.planner.search._offsets import sufficient_bytes
 from penstock.planner.search._residency import Arena, EvictionChoice, ResidencySearch
+from penstock.planner.search._sequence import OperatorSequence
 from penstock.units import format_bytes
 
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.graph import Storage
-from penstock.planner.search._engine import CREATE, OperatorSequence, ReplayTimes
+from penstock.planner.search._problem import CREATE
 from penstock.planner.search._residency import EvictionChoice
+from penstock.planner.search._sequence import OperatorSequence, ReplayTimes
 
 NO_HOLE, ALWAYS = -1, -2  # in place of the hole at an end of an interval
 

@@ -19,7 +19,6 @@ import numpy as np
 from penstock.errors import InfeasibleError
 from penstock.planner._link_rates import LinkRates
 from penstock.planner.packing import Buffer, pack
-from penstock.planner.search._engine import INTERVAL, NUM_STRATEGIES, ReplayTimes, resident_bytes
 from penstock.planner.search._intervals import (
     ALWAYS,
     StorageInterval,
@@ -28,6 +27,7 @@ from penstock.planner.search._intervals import (
     list_evicted_holes,
 )
 from penstock.planner.search._residency import Arena, EvictionChoice, ResidencySearch
+from penstock.planner.search._sequence import INTERVAL, NUM_STRATEGIES, ReplayTimes, resident_bytes
 
 # Share of the arena by which it is lowered where an interval found no place; twice as much each
 # time that this was not enough.

@@ -15,7 +15,6 @@ from penstock.memory import Link
 from penstock.planner._assemble import assemble
 from penstock.planner._plan import Bound, Placement, Plan, Transfer
 from penstock.planner._request import PlanRequest
-from penstock.planner.search._engine import OperatorSequence
 from penstock.planner.search._intervals import (
     EvictedHole,
     StorageInterval,
@@ -24,6 +23,7 @@ from penstock.planner.search._intervals import (
     list_evicted_holes,
 )
 from penstock.planner.search._residency import EvictionChoice
+from penstock.planner.search._sequence import OperatorSequence
 
 
 def plan_residency(

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from penstock.planner.search._engine import PRIORITY_STRATEGIES
 from penstock.planner.search._intervals import ALWAYS
 from penstock.planner.search._offsets import Addressed, engine_intervals
 from penstock.planner.search._residency import Arena, EvictionChoice, ResidencySearch
+from penstock.planner.search._sequence import PRIORITY_STRATEGIES
 
 # A wait, as a share of the step, from which on an interval gets a higher priority.
 _LONG_WAIT = 1e-4

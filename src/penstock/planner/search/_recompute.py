@@ -12,12 +12,16 @@ apart, it may be dropped after each of them, and made again for each: such a sto
 
 from __future__ import annotations
 
+import ctypes
+import weakref
 from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from penstock.graph import StepGraph
-from penstock.planner.search._engine import OrderExpander
+from penstock.graph import Phase, StepGraph
+from penstock.planner.search._library import engine, pointer_to
+
+_MAX_CHAIN = 512  # operators run again for one operand
 
 
 def mark_brief(items: Iterable[int]) -> frozenset[int]:
@@ -45,7 +49,38 @@ class RecomputeChains:
         self.chain_of = {
             item: chain for item, chain in writers.items() if self._can_drop(item, chain)
         }
-        self._expander = OrderExpander(graph, self.chain_of)
+        self._expander = self._make_expander()
+        weakref.finalize(self, engine().expander_free, self._expander)
+
+    def _make_expander(self) -> int:
+        """Return the engine's object, which has the accesses of first and second runs."""
+        graph = self.graph
+        again = [operator.recompute_target is not None for operator in graph.operators]
+        operators = list(zip(graph.operators, again, strict=True))
+        lists = (
+            [operator.needs for operator in graph.operators],
+            [operator.makes for operator in graph.operators],
+            [operator.reads if other else operator.needs for operator, other in operators],
+            [operator.creates if other else operator.makes for operator, other in operators],
+            [self.chain_of.get(item, ()) for item in range(len(graph.storages))],
+        )
+        first = [np.cumsum([0, *map(len, parts)], dtype=np.int32) for parts in lists]
+        items = [np.array([i for part in parts for i in part], np.int32) for parts in lists]
+        object_of = np.array(graph.storage_of_value, np.int32)
+        given = [storage.initial for storage in graph.storages]
+        initial = np.array([-1 if value is None else value for value in given], np.int32)
+        is_forward = np.array([o.phase is Phase.FORWARD for o in graph.operators], np.uint8)
+        pointers = ctypes.c_void_p * len(lists)
+        return engine().expander_new(
+            len(graph.operators),
+            len(graph.storages),
+            len(object_of),
+            pointer_to(object_of),
+            pointer_to(initial),
+            pointer_to(is_forward),
+            pointers(*(array.ctypes.data for array in first)),
+            pointers(*(array.ctypes.data for array in items)),
+        )
 
     def _can_drop(self, item: int, chain: list[int]) -> bool:
         storage = self.graph.storages[item]
@@ -74,4 +109,13 @@ class RecomputeChains:
         Returns:
             The longer order; None if an operand is not available.
         """
-        return self._expander.expand(order, dropped)
+        order = np.ascontiguousarray(order, np.int32)
+        items = np.fromiter(dropped, np.int32, len(dropped))
+        length = engine().expander_expand(
+            self._expander, pointer_to(order), len(order), pointer_to(items), len(items), _MAX_CHAIN
+        )
+        if length < 0:
+            return None
+        expanded = np.empty(length, np.int32)
+        engine().expander_read(self._expander, pointer_to(expanded))
+        return expanded

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.planner._link_rates import LinkRates
-from penstock.planner.search._engine import MAX_PREFETCH_DISTANCE, OperatorSequence, ReplayTimes
+from penstock.planner.search._sequence import MAX_PREFETCH_DISTANCE, OperatorSequence, ReplayTimes
 
 SHARES = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.25)
 _QUICK_SHARES = (1.0, 0.92, 0.8, 0.65, 0.45)

@@ -1,4 +1,4 @@
-// Functions for `_engine.py`.
+// Functions for `_sequence.py`.
 
 extern "C" {
 

@@ -1,5 +1,5 @@
 // The planner's inner loop: evictions between two uses, the times of transfers, and the time of a step.
-// `_engine.py` documents the functions and owns all memory; nothing here outlives a call except the
+// `_sequence.py` documents the functions and owns all memory; nothing here outlives a call except the
 // problem itself.
 //
 // An object is a storage. Between two uses of an object lies a hole; an evicted hole is one in which
