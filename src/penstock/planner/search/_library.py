@@ -24,9 +24,9 @@ _SOURCES = (
 )
 
 
-def pointer_to(array: np.ndarray) -> ctypes.c_void_p:
-    """Return the address of an array's data."""
-    return ctypes.c_void_p(array.ctypes.data)
+def pointer_to(array: np.ndarray | None) -> ctypes.c_void_p | None:
+    """Return the address of an array's data; None for None."""
+    return None if array is None else ctypes.c_void_p(array.ctypes.data)
 
 
 def engine() -> ctypes.CDLL:
@@ -44,31 +44,24 @@ def engine() -> ctypes.CDLL:
 @functools.cache
 def load_engine() -> ctypes.CDLL | None:
     """Return the engine, or None where there is no compiler."""
-    pointer, i32, i64, double = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
-    replay_tail = [*[pointer] * 4, i32, *[pointer] * 4]
+    pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     functions = {
-        "problem_new": (pointer, [i32, i32, *[pointer] * 9]),
+        "problem_new": (pointer, [pointer]),
         "problem_free": (None, [pointer]),
-        "problem_greedy_order": (
-            None,
-            [*[pointer] * 4, i32, i32, *[double] * 4, i64, i32, pointer, pointer],
-        ),
+        "problem_greedy_order": (None, [pointer] * 2),
         "sequence_new": (pointer, [pointer, pointer, pointer, i32]),
         "sequence_free": (None, [pointer]),
         "sequence_num_holes": (i32, [pointer]),
-        "sequence_read": (None, [pointer] * 7),
+        "sequence_read": (None, [pointer] * 2),
         "sequence_evict": (i64, [pointer, pointer, i64, pointer, pointer]),
         "sequence_class_needs": (None, [pointer, pointer, i32, pointer, pointer]),
-        "sequence_evict_in_classes": (i32, [pointer, pointer, i32, *[pointer] * 4]),
+        "sequence_evict_in_classes": (i32, [pointer] * 2),
         "sequence_dirty": (None, [pointer] * 3),
-        "sequence_replay": (
-            i64,
-            [pointer, i64, *replay_tail],
-        ),
-        "sequence_replay_at": (i64, [pointer, pointer, i32, *replay_tail]),
-        "assign_offsets": (i32, [pointer, i32, i32, i64, i64, i32, double, i32, pointer, pointer]),
+        "sequence_replay": (i64, [pointer] * 2),
+        "sequence_replay_at": (i64, [pointer] * 2),
         "sequence_assign_tiers": (None, [pointer, pointer, i64, pointer]),
-        "expander_new": (pointer, [i32, i32, i32, *[pointer] * 5]),
+        "assign_offsets": (i32, [pointer]),
+        "expander_new": (pointer, [pointer]),
         "expander_free": (None, [pointer]),
         "expander_expand": (i32, [pointer, pointer, i32, pointer, i32, i32]),
         "expander_read": (None, [pointer, pointer]),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from penstock.codegen import to_struct
 from penstock.graph import Kind, StepGraph, alignment_bytes
-from penstock.planner.search._library import engine, pointer_to
+from penstock.planner.search._library import engine
 
 READ, WRITE, CREATE = 0, 1, 2
 PERSISTENT, INPUT, KEPT, PINNED = 1, 2, 4, 8
@@ -39,6 +42,42 @@ class GreedyWeights(NamedTuple):
     window: int = 128
 
 
+@dataclass(frozen=True)
+class _ProblemArguments:
+    """`struct ProblemArguments` of engine.cpp."""
+
+    num_operators: int
+    num_objects: int
+    seconds: np.ndarray
+    bytes: np.ndarray
+    flags: np.ndarray
+    first_access: np.ndarray
+    access_object: np.ndarray
+    access_kind: np.ndarray
+    first_reuse: np.ndarray
+    reuse_from: np.ndarray
+    reuse_by: np.ndarray
+
+
+@dataclass(frozen=True)
+class _GreedyArguments:
+    """`struct GreedyArguments` of engine.cpp."""
+
+    first_predecessor: np.ndarray
+    predecessors: np.ndarray
+    base: np.ndarray
+    begin: int
+    end: int
+    fetch: float
+    create: float
+    release: float
+    late: float
+    capacity: int
+    window: int
+    noise: np.ndarray | None
+    order: np.ndarray
+
+
 class Problem:
     """A step graph as the engine sees it.
 
@@ -64,28 +103,25 @@ class Problem:
             [_flags(graph, i) for i in range(len(graph.storages))], np.uint8
         )
         accesses = [_accesses(graph, operator) for operator in range(len(graph.operators))]
-        first_access = _offsets(accesses)
+        reuses = [_reuses(graph, operator) for operator in range(len(graph.operators))]
+        self.first_access = _offsets(accesses)
         self.access_object = np.array([o for part in accesses for o, _ in part], dtype=np.int32)
         self.access_kind = np.array([kind for part in accesses for _, kind in part], dtype=np.uint8)
-        self.first_access = first_access
-        reuses = [_reuses(graph, operator) for operator in range(len(graph.operators))]
-        first_reuse = _offsets(reuses)
-        reused_from = np.array([a for part in reuses for a, _ in part], dtype=np.int32)
-        reused_by = np.array([b for part in reuses for _, b in part], dtype=np.int32)
-        self._handle = engine().problem_new(
-            len(graph.operators),
-            len(graph.storages),
-            pointer_to(self.operator_seconds),
-            pointer_to(self.object_bytes),
-            pointer_to(self.object_flags),
-            pointer_to(first_access),
-            pointer_to(self.access_object),
-            pointer_to(self.access_kind),
-            pointer_to(first_reuse),
-            pointer_to(reused_from),
-            pointer_to(reused_by),
+        arguments = _ProblemArguments(
+            num_operators=len(graph.operators),
+            num_objects=len(graph.storages),
+            seconds=self.operator_seconds,
+            bytes=self.object_bytes,
+            flags=self.object_flags,
+            first_access=self.first_access,
+            access_object=self.access_object,
+            access_kind=self.access_kind,
+            first_reuse=_offsets(reuses),
+            reuse_from=np.array([a for part in reuses for a, _ in part], dtype=np.int32),
+            reuse_by=np.array([b for part in reuses for _, b in part], dtype=np.int32),
         )
-        weakref.finalize(self, engine().problem_free, self._handle)
+        self.handle = engine().problem_new(ctypes.byref(to_struct(arguments)))
+        weakref.finalize(self, engine().problem_free, self.handle)
         self._first_predecessor = np.cumsum([0, *map(len, graph.predecessors)], dtype=np.int32)
         self._predecessors = np.array(
             [before for part in graph.predecessors for before in part], dtype=np.int32
@@ -112,21 +148,18 @@ class Problem:
         Returns:
             A valid order.
         """
-        base = np.ascontiguousarray(base, np.int32)
-        order = np.empty_like(base)
-        noise = None if noise is None else np.ascontiguousarray(noise, np.float32)
-        engine().problem_greedy_order(
-            self._handle,
-            pointer_to(self._first_predecessor),
-            pointer_to(self._predecessors),
-            pointer_to(base),
-            begin,
-            len(base) if end is None else end,
-            *weights,
-            None if noise is None else pointer_to(noise),
-            pointer_to(order),
+        arguments = _GreedyArguments(
+            first_predecessor=self._first_predecessor,
+            predecessors=self._predecessors,
+            base=np.ascontiguousarray(base, np.int32),
+            begin=begin,
+            end=len(base) if end is None else end,
+            **weights._asdict(),
+            noise=None if noise is None else np.ascontiguousarray(noise, np.float32),
+            order=np.empty(len(base), np.int32),
         )
-        return order
+        engine().problem_greedy_order(self.handle, ctypes.byref(to_struct(arguments)))
+        return arguments.order
 
 
 def _flags(graph: StepGraph, index: int) -> int:

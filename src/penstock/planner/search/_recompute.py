@@ -15,9 +15,11 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.codegen import to_struct
 from penstock.graph import Phase, StepGraph
 from penstock.planner.search._library import engine, pointer_to
 
@@ -27,6 +29,20 @@ _MAX_CHAIN = 512  # operators run again for one operand
 def mark_brief(items: Iterable[int]) -> frozenset[int]:
     """Return the marks of storages that are dropped after each use in the backward pass."""
     return frozenset(~item for item in items)
+
+
+@dataclass(frozen=True)
+class _ExpanderArguments:
+    """`struct ExpanderArguments` of engine.cpp; `first` and `items` hold addresses of arrays."""
+
+    num_operators: int
+    num_objects: int
+    num_values: int
+    object_of: np.ndarray
+    initial: np.ndarray
+    is_forward: np.ndarray
+    first: np.ndarray
+    items: np.ndarray
 
 
 class RecomputeChains:
@@ -70,17 +86,17 @@ class RecomputeChains:
         given = [storage.initial for storage in graph.storages]
         initial = np.array([-1 if value is None else value for value in given], np.int32)
         is_forward = np.array([o.phase is Phase.FORWARD for o in graph.operators], np.uint8)
-        pointers = ctypes.c_void_p * len(lists)
-        return engine().expander_new(
-            len(graph.operators),
-            len(graph.storages),
-            len(object_of),
-            pointer_to(object_of),
-            pointer_to(initial),
-            pointer_to(is_forward),
-            pointers(*(array.ctypes.data for array in first)),
-            pointers(*(array.ctypes.data for array in items)),
+        arguments = _ExpanderArguments(
+            num_operators=len(graph.operators),
+            num_objects=len(graph.storages),
+            num_values=len(object_of),
+            object_of=object_of,
+            initial=initial,
+            is_forward=is_forward,
+            first=np.array([array.ctypes.data for array in first], np.uintp),
+            items=np.array([array.ctypes.data for array in items], np.uintp),
         )
+        return engine().expander_new(ctypes.byref(to_struct(arguments)))
 
     def _can_drop(self, item: int, chain: list[int]) -> bool:
         storage = self.graph.storages[item]

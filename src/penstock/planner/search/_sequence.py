@@ -1,8 +1,8 @@
 """A sequence of operators in the engine: its holes, evictions, times of transfers, and offsets.
 
-The engine's C++ beside this file works on arrays. An *object* is a storage with bytes; a *hole* lies
-between two uses of an object, and the last hole of a persistent object goes on at the beginning of
-the next step.
+The engine's C++ beside this file works on arrays. An *object* is a storage with bytes; a *hole*
+lies between two uses of an object, and the last hole of a persistent object goes on at the
+beginning of the next step.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import ctypes
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from penstock.codegen import to_struct
 from penstock.planner._link_rates import LinkRates
 from penstock.planner.search._library import engine, pointer_to
 from penstock.planner.search._problem import KEPT, PERSISTENT, READ, Problem
@@ -24,8 +26,6 @@ from penstock.planner.search._problem import KEPT, PERSISTENT, READ, Problem
 MIN_EVICTED_BYTES = 64 * 1024
 # Positions ahead of their use at which values may be fetched, at most.
 MAX_PREFETCH_DISTANCE = 4096
-
-
 # `out_end` of an object that has not left by the end of the replay: it leaves as late as it may.
 NEVER = np.iinfo(np.int32).max
 NUM_STRATEGIES = 6
@@ -74,6 +74,66 @@ def resident_bytes(intervals: np.ndarray, num_positions: int) -> np.ndarray:
     return np.cumsum(change)[:-1].reshape(2, num_positions).sum(0)
 
 
+@dataclass(frozen=True)
+class _SequenceArrays:
+    """`struct SequenceArrays` of engine.cpp."""
+
+    hole_object: np.ndarray
+    hole_start: np.ndarray
+    hole_end: np.ndarray
+    base: np.ndarray
+    reused_from: np.ndarray
+    reused_by: np.ndarray
+
+
+@dataclass(frozen=True)
+class _ClassArguments:
+    """`struct ClassArguments` of engine.cpp."""
+
+    class_of: np.ndarray
+    num_classes: int
+    counts: np.ndarray
+    bytes: np.ndarray
+    evicted: np.ndarray
+    intervals: np.ndarray
+
+
+@dataclass(frozen=True)
+class _ReplayArguments:
+    """`struct ReplayArguments` of engine.cpp."""
+
+    capacity: int
+    intervals: np.ndarray | None
+    num_intervals: int
+    out_seconds_per_byte: float
+    in_seconds_per_byte: float
+    second_out_seconds_per_byte: float
+    second_in_seconds_per_byte: float
+    tier: np.ndarray | None
+    evicted: np.ndarray
+    prefetch_distance: int
+    out_end: np.ndarray
+    in_start: np.ndarray
+    starts: np.ndarray
+    step_seconds: float = 0.0  # the engine's answer
+
+
+@dataclass(frozen=True)
+class _OffsetArguments:
+    """`struct OffsetArguments` of engine.cpp."""
+
+    intervals: np.ndarray
+    num_intervals: int
+    num_positions: int
+    capacity: int
+    large_bytes: int
+    fullest: int
+    step_seconds: float
+    strategy: int
+    priority: np.ndarray | None
+    missing: np.ndarray
+
+
 class OperatorSequence:
     """A sequence of operators with its holes and live bytes.
 
@@ -96,26 +156,20 @@ class OperatorSequence:
         self.again = find_second_runs(self.order, len(problem.operator_seconds))
         library = engine()
         self._handle = library.sequence_new(
-            problem._handle, pointer_to(self.order), pointer_to(self.again), len(self.order)
+            problem.handle, pointer_to(self.order), pointer_to(self.again), len(self.order)
         )
         weakref.finalize(self, library.sequence_free, self._handle)
-        num_holes = library.sequence_num_holes(self._handle)
+        num_holes, num_positions = library.sequence_num_holes(self._handle), len(self.order)
         self.hole_object = np.empty(num_holes, np.int32)
         self.hole_start = np.empty(num_holes, np.int32)
         self.hole_end = np.empty(num_holes, np.int32)
-        self.base = np.empty(len(self.order), np.int64)
-        reused_from = np.empty(len(self.order), np.int32)
-        reused_by = np.empty(len(self.order), np.int32)
-        library.sequence_read(
-            self._handle,
-            pointer_to(self.hole_object),
-            pointer_to(self.hole_start),
-            pointer_to(self.hole_end),
-            pointer_to(self.base),
-            pointer_to(reused_from),
-            pointer_to(reused_by),
+        self.base = np.empty(num_positions, np.int64)
+        reused = np.empty((2, num_positions), np.int32)
+        arrays = _SequenceArrays(
+            self.hole_object, self.hole_start, self.hole_end, self.base, reused[0], reused[1]
         )
-        self.reused = np.stack([reused_from, reused_by], axis=1)
+        library.sequence_read(self._handle, ctypes.byref(to_struct(arrays)))
+        self.reused = np.ascontiguousarray(reused.T)
 
     @property
     def hole_bytes(self) -> np.ndarray:
@@ -187,7 +241,7 @@ class OperatorSequence:
             self._handle,
             pointer_to(capacities),
             MIN_EVICTED_BYTES,
-            None if bias is None else pointer_to(bias),
+            pointer_to(bias),
             pointer_to(evicted),
         )
         return evicted, worst
@@ -225,19 +279,21 @@ class OperatorSequence:
             For each hole whether its object leaves, and an `INTERVAL` with its address for each
             chain of intervals; None if that many slots are not enough.
         """
-        evicted = np.zeros(len(self.hole_object), np.uint8)
         most = len(self.hole_object) + len(self.order) + len(self.problem.access_object)
-        intervals = np.zeros(most + len(self.problem.object_bytes), INTERVAL)
-        num_intervals = engine().sequence_evict_in_classes(
-            self._handle,
-            pointer_to(class_of_object),
-            len(counts),
-            pointer_to(counts),
-            pointer_to(class_bytes),
-            pointer_to(evicted),
-            pointer_to(intervals),
+        arguments = _ClassArguments(
+            class_of=class_of_object,
+            num_classes=len(counts),
+            counts=counts,
+            bytes=class_bytes,
+            evicted=np.zeros(len(self.hole_object), np.uint8),
+            intervals=np.zeros(most + len(self.problem.object_bytes), INTERVAL),
         )
-        return None if num_intervals < 0 else (evicted, intervals[:num_intervals])
+        num_intervals = engine().sequence_evict_in_classes(
+            self._handle, ctypes.byref(to_struct(arguments))
+        )
+        if num_intervals < 0:
+            return None
+        return arguments.evicted, arguments.intervals[:num_intervals]
 
     def dirty(self, evicted: np.ndarray) -> np.ndarray:
         """Return for each evicted hole whether its object has to be written before it is gone."""
@@ -264,14 +320,31 @@ class OperatorSequence:
             tier: For each hole the lower tier of its object; None: the first.
             prefetch_distance: Positions ahead of their use at which values may be fetched.
         """
-        library = engine()
-        if isinstance(memory, np.ndarray):
-            where = (pointer_to(memory), len(memory))
-            return self._replay(
-                library.sequence_replay_at, where, evicted, rates, tier, prefetch_distance
-            )
-        return self._replay(
-            library.sequence_replay, (memory,), evicted, rates, tier, prefetch_distance
+        has_addresses = isinstance(memory, np.ndarray)
+        arguments = _ReplayArguments(
+            capacity=0 if has_addresses else int(memory),
+            intervals=memory if has_addresses else None,
+            num_intervals=len(memory) if has_addresses else 0,
+            out_seconds_per_byte=1 / rates[0].outward,
+            in_seconds_per_byte=1 / rates[0].inward,
+            second_out_seconds_per_byte=1 / rates[-1].outward,
+            second_in_seconds_per_byte=1 / rates[-1].inward,
+            tier=tier,
+            evicted=evicted,
+            prefetch_distance=prefetch_distance,
+            out_end=np.full(len(evicted), NEVER, np.int32),
+            in_start=np.full(len(evicted), np.iinfo(np.int32).min, np.int32),
+            starts=np.empty(len(self.order)),
+        )
+        library, struct = engine(), to_struct(arguments)
+        replay = library.sequence_replay_at if has_addresses else library.sequence_replay
+        overflow = replay(self._handle, ctypes.byref(struct))
+        return ReplayTimes(
+            struct.step_seconds,
+            overflow,
+            arguments.out_end,
+            arguments.in_start,
+            arguments.starts,
         )
 
     def assign_offsets(
@@ -300,49 +373,20 @@ class OperatorSequence:
             an offset; 0 everywhere if all have one.
         """
         num_positions = len(self.order)
-        missing = np.zeros(num_positions, np.int64)
-        engine().assign_offsets(
-            pointer_to(intervals),
-            len(intervals),
-            num_positions,
-            capacity,
-            capacity // _LARGE,
-            int(resident_bytes(intervals, num_positions).argmax()),
-            step_seconds,
-            strategy,
-            None if priority is None else pointer_to(priority),
-            pointer_to(missing),
+        arguments = _OffsetArguments(
+            intervals=intervals,
+            num_intervals=len(intervals),
+            num_positions=num_positions,
+            capacity=capacity,
+            large_bytes=capacity // _LARGE,
+            fullest=int(resident_bytes(intervals, num_positions).argmax()),
+            step_seconds=step_seconds,
+            strategy=strategy,
+            priority=priority,
+            missing=np.zeros(num_positions, np.int64),
         )
-        return missing
-
-    def _replay(
-        self,
-        function: Callable[..., int],
-        where: tuple[Any, ...],
-        evicted: np.ndarray,
-        rates: Sequence[LinkRates],
-        tier: np.ndarray | None,
-        prefetch_distance: int,
-    ) -> ReplayTimes:
-        out_end = np.full(len(evicted), NEVER, np.int32)
-        in_start = np.full(len(evicted), np.iinfo(np.int32).min, np.int32)
-        starts = np.empty(len(self.order))
-        seconds = ctypes.c_double()
-        pace = ctypes.c_double * 2
-        overflow = function(
-            self._handle,
-            *where,
-            pace(*(1 / rate.outward for rate in rates)),
-            pace(*(1 / rate.inward for rate in rates)),
-            None if tier is None else pointer_to(tier),
-            pointer_to(evicted),
-            prefetch_distance,
-            pointer_to(out_end),
-            pointer_to(in_start),
-            pointer_to(starts),
-            ctypes.byref(seconds),
-        )
-        return ReplayTimes(seconds.value, overflow, out_end, in_start, starts)
+        engine().assign_offsets(ctypes.byref(to_struct(arguments)))
+        return arguments.missing
 
     def tiers(self, evicted: np.ndarray, host_bytes: int) -> np.ndarray:
         """Return for each evicted hole the tier of its object: 0 the host, 1 the file.
