@@ -1,8 +1,8 @@
 """A sequence of operators in the engine: its holes, evictions, times of transfers, and offsets.
 
-The engine's C++ beside this file works on arrays. An *object* is a storage with bytes; a *hole* lies
-between two uses of an object, and the last hole of a persistent object goes on at the beginning of
-the next step.
+The engine's C++ beside this file works on arrays. An *object* is a storage with bytes; a *hole*
+lies between two uses of an object, and the last hole of a persistent object goes on at the
+beginning of the next step.
 """
 
 from __future__ import annotations
