@@ -22,7 +22,7 @@ from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
 from penstock.memory import Tier
 from penstock.planner._link_rates import LinkRates
-from penstock.planner._plan import Bound
+from penstock.planner._plan_records import Bound
 from penstock.planner._request import PlanRequest
 from penstock.planner.bounds._chain import chain_bound
 from penstock.planner.bounds._fixed_order import (
