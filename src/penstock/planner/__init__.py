@@ -5,7 +5,8 @@ Needs no GPU and, for checking a plan, no torch.
 
 from penstock.planner._api import plan
 from penstock.planner._check import check
-from penstock.planner._plan import Bound, Budget, Copy, Found, Placement, Plan, Transfer
+from penstock.planner._plan import Plan
+from penstock.planner._plan_records import Bound, Budget, Copy, Found, Placement, Transfer
 from penstock.planner._refine import as_measured, refine
 from penstock.planner._request import PlanRequest
 from penstock.planner._simulate import Simulation, Stall, simulate

@@ -22,7 +22,8 @@ from penstock.memory import (
     probe,
 )
 from penstock.memory import machine as known_machine
-from penstock.planner._plan import Bound, Budget, Found, Plan
+from penstock.planner._plan import Plan
+from penstock.planner._plan_records import Bound, Budget, Found
 from penstock.planner._references import fastest_with_references
 from penstock.planner._request import PlanRequest
 from penstock.planner.bounds import lower_bound

@@ -9,7 +9,8 @@ from typing import Any
 
 from penstock.graph import StepGraph, Storage
 from penstock.memory import Tier
-from penstock.planner._plan import Bound, Copy, Placement, Plan, Transfer
+from penstock.planner._plan import Plan
+from penstock.planner._plan_records import Bound, Copy, Placement, Transfer
 from penstock.planner._request import PlanRequest
 from penstock.planner._simulate import simulate
 

@@ -11,7 +11,8 @@ import math
 from penstock.errors import PlanError
 from penstock.graph import StepGraph, split
 from penstock.memory import Link, Tier
-from penstock.planner._plan import Copy, Placement, Plan, Transfer
+from penstock.planner._plan import Plan
+from penstock.planner._plan_records import Copy, Placement, Transfer
 from penstock.planner._replay import Replay
 from penstock.planner._statements import check_statements
 

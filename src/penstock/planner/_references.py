@@ -10,7 +10,8 @@ import logging
 import math
 
 from penstock.errors import InfeasibleError
-from penstock.planner._plan import Bound, Plan
+from penstock.planner._plan import Plan
+from penstock.planner._plan_records import Bound
 from penstock.planner._request import PlanRequest
 from penstock.planner.paging import (
     PAGING_POLICIES,

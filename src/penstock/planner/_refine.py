@@ -10,7 +10,8 @@ from penstock.errors import GraphFileError
 from penstock.graph import StepGraph
 from penstock.memory import Link, LinkProfile, MachineProfile
 from penstock.planner._api import plan_request
-from penstock.planner._plan import Found, Measured, Plan
+from penstock.planner._plan import Plan
+from penstock.planner._plan_records import Found, Measured
 from penstock.planner._request import PlanRequest
 from penstock.planner._simulate import simulate
 

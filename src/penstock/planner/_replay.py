@@ -19,7 +19,8 @@ from typing import NamedTuple, NoReturn
 from penstock.errors import PlanError
 from penstock.graph import StepGraph
 from penstock.memory import Tier
-from penstock.planner._plan import Copy, Placement, Plan
+from penstock.planner._plan import Plan
+from penstock.planner._plan_records import Copy, Placement
 
 _Version = tuple[int, int]  # value, step
 _Run = tuple[int, int]  # transfer, step

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from penstock.graph import StepGraph, operator_seconds
 from penstock.memory import Link, MachineProfile
-from penstock.planner._plan import Budget, Found
+from penstock.planner._plan_records import Budget, Found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """How long a planned step takes once steps repeat: one compute stream and one queue per link.
 
-Time is a consequence of the plan's boundaries (`penstock.planner._plan`): a transfer begins when
+Time is a consequence of the plan's boundaries (`penstock.planner._plan_records`): a transfer begins when
 its boundary has been reached and its link is free; an operator begins when the one before it has
 finished and everything that has to be finished by its boundary is. A step that follows another
 begins while transfers of the other still run, so the step is repeated until the state at its end
@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from penstock.errors import PlanError
 from penstock.graph import Kind, StepGraph
 from penstock.memory import Link, MachineProfile, Tier
-from penstock.planner._plan import Plan, Transfer
+from penstock.planner._plan import Plan
+from penstock.planner._plan_records import Transfer
 
 _TOLERANCE = 1e-12  # of the step: states of successive steps that differ by less are the same
 _MAX_STEPS = 100

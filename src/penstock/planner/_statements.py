@@ -20,7 +20,7 @@ _RELATIVE_TOLERANCE = 1e-6  # of times, which a planner may have added up in ano
 # Pairs of operators are what `cut` and `persistent` look at: a tenth of a second for so many.
 _FEW_OPERATORS = 2500
 _QUICK = ("compute", "cut", "persistent")
-_SLOW = ("chain", "remaking", "residency_lp", "stretches", "windows")
+_SLOW = ("chain", "remaking", "residency_lp", "segments", "windows")
 _SECONDS_FOR_BOUNDS = 600.0
 
 

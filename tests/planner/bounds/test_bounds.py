@@ -129,7 +129,7 @@ def test_what_leaves_before_the_middle_comes_back_after_it():
     # then come back at 5 bytes per second. Values are whole: 41 bytes are five of them.
     bound = bound_of(saved_for_later(6), 20, seconds=0.001, out=2.0, back=5.0)
     assert bound.seconds_of["windows"] == pytest.approx(41 / 2 + 41 / 5, rel=0.01)
-    assert bound.binding == "stretches"
+    assert bound.binding == "segments"
     assert bound.seconds == pytest.approx(50 / 2 + 50 / 5, rel=0.01)
     assert bound.seconds_of["residency_lp"] == pytest.approx(41 / 2, rel=1e-3)
 
@@ -149,7 +149,7 @@ def test_a_share_of_a_large_value_is_no_value():
     # the second and the third have one place: the third comes in, 10 bytes at 2 bytes per second,
     # when the second operator has run. If it does not, it comes in as well as the third.
     bound = bound_of(three_layers(), 27, seconds=1.0, back=2.0)
-    assert bound.binding == "stretches"
+    assert bound.binding == "segments"
     assert bound.seconds == pytest.approx(1 + (1 + 5) + 1, rel=1e-3)
     assert bound.seconds_of["windows"] < 4.5
 
@@ -158,7 +158,7 @@ def test_large_values_leave_before_they_are_missing_and_come_back_after():
     # While the third value is made one of the first two is missing, whole: it has gone out before
     # and comes back after it.
     bound = bound_of(saved_for_later(3), 25, seconds=0.001, out=2.0, back=5.0)
-    assert bound.seconds_of["stretches"] == pytest.approx(10 / 2 + 10 / 5, rel=1e-2)
+    assert bound.seconds_of["segments"] == pytest.approx(10 / 2 + 10 / 5, rel=1e-2)
     assert bound.seconds_of["windows"] == pytest.approx(6 / 2 + 6 / 5, rel=1e-2)
 
 
@@ -166,11 +166,11 @@ def test_what_has_no_place_while_an_operator_runs_moves_before_or_after_it():
     # One weight fits beside an operand and a result: the next comes in, 10 bytes at 2 bytes per
     # second, when the operator that needs this one has run.
     bound = bound_of(three_layers(), 13, seconds=1.0, back=2.0)
-    assert bound.seconds_of["stretches"] == pytest.approx(3 * (1 + 10 / 2), rel=1e-3)
+    assert bound.seconds_of["segments"] == pytest.approx(3 * (1 + 10 / 2), rel=1e-3)
     # The first of two values goes out after it has been made and before the second is; it comes in
     # again after the second has been used.
     bound = bound_of(saved_for_later(2), 12, seconds=1.0, out=2.0, back=5.0)
-    assert bound.seconds_of["stretches"] == pytest.approx(4 + 10 / 2 + 10 / 5, rel=1e-3)
+    assert bound.seconds_of["segments"] == pytest.approx(4 + 10 / 2 + 10 / 5, rel=1e-3)
 
 
 def test_in_a_free_order_the_same_values_need_not_be_alive_together():

@@ -1,11 +1,11 @@
-"""What no plan can beat: lower bounds of the time of a step, each with its proof.
+"""Lower bounds of the time of a step, each with its proof.
 
-Words: C is the time to compute, every operator once; M the arena, that is the budget without the
+C is the time to compute, every operator once; M the arena, that is the budget without the
 workspace; `in` and `out` the rates of all links into and out of the device together. In a plan
-whose steps repeat, what moves on a link in a step takes at most the step's time T, and when an
-operator starts at most M bytes have a place on the device. A value that has none has left
-completely before that, or lies below because no step changes it, and comes back completely after
-it (or is made again), before it is next used.
+whose steps repeat, transfers on a link take at most the step's time T in a step, and when an
+operator starts at most M bytes have a place on the device. A value without a place has left
+completely before that, or lies below because no step changes it, and returns completely after it
+(or is recomputed), before its next use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
 from penstock.memory import Tier
 from penstock.planner._link_rates import LinkRates
-from penstock.planner._plan import Bound
+from penstock.planner._plan_records import Bound
 from penstock.planner._request import PlanRequest
 from penstock.planner.bounds._chain import chain_bound
 from penstock.planner.bounds._fixed_order import (
@@ -31,10 +31,10 @@ from penstock.planner.bounds._fixed_order import (
     operator_bytes,
     tabulate_live_ranges,
 )
-from penstock.planner.bounds._forced import MAX_OPERATORS, Forced, forced_bounds, forced_of
-from penstock.planner.bounds._recomputation import remaking_bound
+from penstock.planner.bounds._forced import MAX_OPERATORS, Forced, find_forced, forced_bounds
+from penstock.planner.bounds._recomputation import recomputation_bound
 from penstock.planner.bounds._residency import residency_bound
-from penstock.planner.bounds._segments import stretch_bound
+from penstock.planner.bounds._segments import segment_bound
 from penstock.planner.bounds._windows import NUM_CUTS, window_bound
 
 _log = logging.getLogger(__name__)
@@ -60,18 +60,16 @@ def lower_bound(request: PlanRequest, *, order: Sequence[int] | None = None) -> 
     - `persistent` and `cut`: hold for any order (see `forced_bounds`).
     - `chain`: for any order; along operators that run one after the other in all of them (see
       `chain_bound`).
-    - `remaking`: for any order, if operators may run again; what is made again needs its operands,
-      and they theirs (see `remaking_bound`).
-    - `residency_lp`: for a frozen order. Variables say which share of a value leaves in each gap
-      between two uses (or is made again, if recomputation is free); at every position what is left
-      fits into M; what leaves comes back; what leaves for the first time and changes in the step
-      goes out. T is at least the time to compute, with what is made again, and the time of the
-      bytes on each direction. Every plan of this order is a solution with shares 0 and 1, so the
-      optimum with shares in between is not above it (see `residency_bound`).
+    - `remaking`: for any order, if operators may run again; recomputed values need their operands,
+      and these theirs (see `recomputation_bound`).
+    - `residency_lp`: for a frozen order, with shares of the values that are absent in each hole
+      between two uses (or recomputed, if recomputation is free). Every plan of this order is a
+      solution with shares 0 and 1, so the optimum with shares in between is not above it (see
+      `residency_bound`).
     - `windows`: for a frozen order; bytes that leave before a position and return after it need
       time before and after it (see `window_bound`).
-    - `stretches`: for a frozen order; large values are there or missing, and nothing in between,
-      and what comes in has its place before (see `stretch_bound`).
+    - `segments`: for a frozen order; large values are resident or absent, and nothing in between,
+      and a value that comes in has its place before (see `segment_bound`).
 
     Args:
         request: The step, its memory, and what plans may decide. After its deadline no other part
@@ -84,11 +82,11 @@ def lower_bound(request: PlanRequest, *, order: Sequence[int] | None = None) -> 
         The bound, its parts, and which of them binds.
 
     Raises:
-        InfeasibleError: One operator alone, with what cannot be elsewhere while it runs, does not
-            fit.
+        InfeasibleError: One operator alone, with all that has to be resident while it runs, does
+            not fit.
 
-    Forced-live cuts and the residency of a fixed order follow OLLA (Steiner et al. 2022) and
-    Checkmate (Jain et al. 2020, section 4) in what they count; the bounds in time are our own.
+    Cuts and the residency of a fixed order count bytes as OLLA (Steiner et al. 2022) and Checkmate
+    (Jain et al. 2020, section 4) do; the bounds in time are our own.
     """
     graph, operator_seconds, recompute = request.graph, request.operator_seconds, request.recompute
     deadline = request.ending(_DEFAULT_SECONDS).deadline
@@ -108,11 +106,11 @@ def lower_bound(request: PlanRequest, *, order: Sequence[int] | None = None) -> 
         return _bound(parts, request)
     solvers: dict[str, _Solver] = {}
     if len(graph.operators) <= MAX_OPERATORS:
-        forced = forced_of(graph, operator_seconds, recompute=recompute)
-        parts |= _of_any_order(forced, operator_seconds, capacity, rates)
+        forced = find_forced(graph, operator_seconds, recompute=recompute)
+        parts |= _bounds_of_any_order(forced, operator_seconds, capacity, rates)
         step = (graph, forced, operator_seconds, capacity, rates)
         if recompute:
-            solvers["remaking"] = functools.partial(remaking_bound, *step)
+            solvers["remaking"] = functools.partial(recomputation_bound, *step)
         if frozen is None:
             solvers["chain"] = functools.partial(chain_bound, *step, recompute=recompute)
     if frozen is not None:
@@ -122,7 +120,7 @@ def lower_bound(request: PlanRequest, *, order: Sequence[int] | None = None) -> 
         solvers["windows"] = functools.partial(window_bound, fixed)
         solvers["residency_lp"] = functools.partial(residency_bound, fixed)
         solvers["windows, finer"] = functools.partial(window_bound, fixed, num_cuts=2 * NUM_CUTS)
-        solvers["stretches"] = functools.partial(stretch_bound, fixed)  # takes all the time left
+        solvers["segments"] = functools.partial(segment_bound, fixed)  # takes all the time left
     _solve(solvers, deadline, parts)
     return _bound(parts, request)
 
@@ -136,11 +134,11 @@ def quick_parts(request: PlanRequest) -> dict[str, float]:
     if capacity is None or not has_links or not is_small:
         return parts
     seconds = request.operator_seconds
-    forced = forced_of(request.graph, seconds, recompute=request.recompute)
-    return parts | _of_any_order(forced, seconds, capacity, rates)
+    forced = find_forced(request.graph, seconds, recompute=request.recompute)
+    return parts | _bounds_of_any_order(forced, seconds, capacity, rates)
 
 
-def _of_any_order(
+def _bounds_of_any_order(
     forced: Forced, operator_seconds: Sequence[float], capacity: int, rates: LinkRates
 ) -> dict[str, float]:
     bounds = forced_bounds(forced, operator_seconds, capacity, rates)
@@ -148,7 +146,7 @@ def _of_any_order(
 
 
 def _solve(solvers: Mapping[str, _Solver], deadline: float, parts: dict[str, float]) -> None:
-    """Add what solvers find until the deadline; each may take half of what is left."""
+    """Add the bounds of solvers until the deadline; each may take half of the time left."""
     for done, (name, solve) in enumerate(solvers.items()):
         left = (deadline - time.monotonic()) / (1 if done + 1 == len(solvers) else 2)
         bound = solve(time_limit=left) if left > 0 else None
@@ -171,7 +169,7 @@ def _bound(parts: dict[str, float], request: PlanRequest) -> Bound:
 
 
 def _arena_bytes(request: PlanRequest) -> int | None:
-    """What the device holds beside the workspace; None: as much as needed."""
+    """Return the bytes beside the workspace; None: as many as needed."""
     device_bytes = request.budget.device_bytes
     return None if device_bytes is None else device_bytes - request.workspace_bytes
 
@@ -190,7 +188,7 @@ def _rates(request: PlanRequest) -> LinkRates:
 def _require_capacity(
     graph: StepGraph, frozen: Sequence[int] | None, table: LiveRangeTable, capacity: int
 ) -> None:
-    """Refuse what no plan can do: what has to be there while an operator runs does not fit."""
+    """Refuse budgets that an operator's bytes exceed, with those that cannot be absent."""
     needed = table.used_bytes if frozen is None else table.live_bytes - table.evictable_bytes()
     position = int(np.argmax(needed))
     if needed[position] <= capacity:
@@ -207,7 +205,7 @@ def _require_capacity(
 
 
 class WorkingSet(NamedTuple):
-    """What some operator alone needs, whatever the order: no plan takes less.
+    """Bytes that some operator alone needs in any order: no plan takes less.
 
     Attributes:
         num_bytes: Of the device, workspace included; bytes as they are, without alignment.

@@ -1,8 +1,7 @@
-"""Bounds that hold for every order: what has to be alive when an operator runs, wherever it runs.
+"""Bounds that hold for every order: bytes that have to be live when an operator runs, anywhere.
 
-A value that an ancestor of operator v makes and a descendant of v needs is alive when v runs for
-the first time. So are the operands and results of v, and every storage that lives from step to
-step.
+A value that an ancestor of operator v makes and a descendant of v needs is live when v runs for the
+first time. So are the operands and results of v, and every persistent storage.
 """
 
 from __future__ import annotations
@@ -25,28 +24,29 @@ def forced_bounds(
 ) -> dict[str, float]:
     """Bound the time of a step in any order.
 
-    Let F(v) be the bytes of the values that are alive when v runs for the first time and needed
-    after it in the same step; at least D = F(v) - M of them are missing then. Let X of these be
-    brought back and the others be made again, which costs W(D - X), where the cheapest bytes come
-    first; without recomputation X = D. All X come in after v has started. Those that the step has
-    made (all but the persistent storages' first values, P bytes) went out before. So
+    Let F(v) be the bytes of the values that are live when v runs for the first time and needed
+    after it in the same step, M the arena, c(...) the time of operators, C that of all. At least D
+    = F(v) - M bytes are absent then. Let X of them return and the others be recomputed, which costs
+    W(D - X), the cheapest bytes first; without recomputation X = D. All X come in after v has
+    started. Those that the step has made (all but the first values of persistent storages, P bytes)
+    have left before. So
 
         cut: T >= max(c(ancestors), (X - P) / out) + max(c(v) + c(descendants) + W(D - X), X / in).
 
-    Let G(v) be the bytes of all persistent storages that some operator uses and of the values that
-    are forced to be alive when v runs, Q of them in storages that no step changes. Whatever is
-    missing at v comes back within a cycle, or is made again, and what is not in Q went out within
-    the cycle before. With D = G(v) - M
+    Let G(v) be the bytes of all persistent storages that are used and of the values that are forced
+    to be live when v runs, Q of them in storages that no step changes. A value that is absent at v
+    returns within a cycle, or is recomputed, and unless it is in Q it has left within the cycle
+    before. With D = G(v) - M
 
         persistent: T >= max(C + W(D - X), X / in, (X - Q) / out).
 
-    Both are at their least for the X that is best for the plan, and hold for the v that is worst.
-    An operator that runs again makes all its results: bytes cost at least its time over their sum.
-    Only values that an operator with `recomputable` makes can be made again. A persistent storage
-    that such an operator changes does not count in G.
+    Both are at their least for the X that is best for the plan, and hold for the worst v. An
+    operator that runs again makes all its results: bytes cost at least its time over their sum.
+    Only values of operators with `recomputable` can be recomputed. A persistent storage that such
+    an operator changes does not count in G.
 
     Args:
-        forced: Of `forced_of`, which says whether operators may run again.
+        forced: Live bytes of all operators, from `find_forced`.
         operator_seconds: Time of each operator.
         capacity: Bytes of the arena.
         rates: Of the links.
@@ -56,17 +56,17 @@ def forced_bounds(
     """
     compute = float(sum(operator_seconds))
 
-    def cut(brought: np.ndarray) -> np.ndarray:
-        shed = np.maximum(forced.here - capacity - brought, 0.0)
-        out = np.maximum(brought - forced.first_values, 0.0) / rates.outward
-        after = forced.seconds_after + _remaking_seconds(forced, shed)
-        return np.maximum(forced.seconds_before, out) + np.maximum(after, brought / rates.inward)
+    def cut(returning: np.ndarray) -> np.ndarray:
+        remade = np.maximum(forced.here - capacity - returning, 0.0)
+        out = np.maximum(returning - forced.first_values, 0.0) / rates.outward
+        after = forced.seconds_after + _recompute_seconds(forced, remade)
+        return np.maximum(forced.seconds_before, out) + np.maximum(after, returning / rates.inward)
 
-    def cycle(brought: np.ndarray) -> np.ndarray:
-        shed = np.maximum(forced.anywhere - capacity - brought, 0.0)
-        out = np.maximum(brought - forced.constant_bytes, 0.0) / rates.outward
-        seconds = np.maximum(compute + _remaking_seconds(forced, shed), out)
-        return np.maximum(seconds, brought / rates.inward)
+    def cycle(returning: np.ndarray) -> np.ndarray:
+        remade = np.maximum(forced.anywhere - capacity - returning, 0.0)
+        out = np.maximum(returning - forced.constant_bytes, 0.0) / rates.outward
+        seconds = np.maximum(compute + _recompute_seconds(forced, remade), out)
+        return np.maximum(seconds, returning / rates.inward)
 
     return {
         "cut": _least(cut, forced.here - capacity, forced),
@@ -76,7 +76,7 @@ def forced_bounds(
 
 @dataclass(frozen=True, kw_only=True)
 class Forced:
-    """Per operator v what is alive when it runs, in any order; bytes and seconds."""
+    """Live bytes and seconds per operator v, in any order."""
 
     here: np.ndarray  # F(v)
     first_values: np.ndarray  # P: of those, first values of persistent storages
@@ -84,7 +84,7 @@ class Forced:
     constant_bytes: int  # Q
     seconds_before: np.ndarray
     seconds_after: np.ndarray  # of v and its descendants
-    remakable: dict[int, np.ndarray]  # by class of the seconds per byte: bytes of F(v)
+    recomputable_bytes: dict[int, np.ndarray]  # by class of the seconds per byte: bytes of F(v)
     ancestors: np.ndarray  # packed bits
     descendants: np.ndarray
 
@@ -100,9 +100,9 @@ class Forced:
 def _least(
     seconds: Callable[[np.ndarray], np.ndarray], excess: np.ndarray, forced: Forced
 ) -> float:
-    """Return the largest, over operators, of the least over how much is brought back."""
-    remakable = sum(forced.remakable.values(), np.zeros_like(excess))
-    low, high = np.maximum(excess - remakable, 0.0), np.maximum(excess, 0.0)
+    """Return the largest, over operators, of the least over X."""
+    recomputable_bytes = sum(forced.recomputable_bytes.values(), np.zeros_like(excess))
+    low, high = np.maximum(excess - recomputable_bytes, 0.0), np.maximum(excess, 0.0)
     for _ in range(60):  # the seconds are convex in the bytes
         third = (high - low) / 3
         better = seconds(low + third) <= seconds(high - third)
@@ -110,18 +110,18 @@ def _least(
     return float(seconds((low + high) / 2).max(initial=0.0))
 
 
-def _remaking_seconds(forced: Forced, shed: np.ndarray) -> np.ndarray:
-    """Return W: the least time in which so many bytes can be made again."""
-    seconds, left = np.zeros_like(shed), shed.copy()
-    for level, num_bytes in sorted(forced.remakable.items()):
+def _recompute_seconds(forced: Forced, remade: np.ndarray) -> np.ndarray:
+    """Return W: the least time in which so many bytes can be recomputed."""
+    seconds, left = np.zeros_like(remade), remade.copy()
+    for level, num_bytes in sorted(forced.recomputable_bytes.items()):
         taken = np.minimum(left, num_bytes)
         seconds += taken * level_cost(level)
         left -= taken
     return seconds
 
 
-def forced_of(graph: StepGraph, operator_seconds: Sequence[float], *, recompute: bool) -> Forced:
-    """Find what is alive when operators run.
+def find_forced(graph: StepGraph, operator_seconds: Sequence[float], *, recompute: bool) -> Forced:
+    """Find the bytes that are live when operators run.
 
     Args:
         graph: The step, of at most `MAX_OPERATORS` operators.
@@ -133,21 +133,21 @@ def forced_of(graph: StepGraph, operator_seconds: Sequence[float], *, recompute:
     seconds = np.asarray(operator_seconds, dtype=np.float64)
     here, first_values = np.zeros(num_operators), np.zeros(num_operators)
     anywhere = np.zeros(num_operators)
-    remakable: dict[int, np.ndarray] = {}
-    costs = remake_costs(graph, seconds) if recompute else {}
-    everyone = np.full(ancestors.shape[1], 255, dtype=np.uint8)
+    recomputable_bytes: dict[int, np.ndarray] = {}
+    costs = recompute_levels(graph, seconds) if recompute else {}
+    every_operator = np.full(ancestors.shape[1], 255, dtype=np.uint8)
     for value, storage_index in enumerate(graph.storage_of_value):
         storage = graph.storages[storage_index]
         if not storage.num_bytes:
             continue
         producer, consumers = graph.producers[value], graph.consumers[value]
-        later = np.zeros_like(everyone)
+        later = np.zeros_like(every_operator)
         for consumer in consumers:
             later |= ancestors[consumer]
         if storage.final == value and not storage.persistent:
-            later = everyone  # it has to be there at the end
-        alive = later & (everyone if producer is None else descendants[producer])
-        at = np.unpackbits(alive, count=num_operators).astype(bool)
+            later = every_operator  # it has to be there at the end
+        live = later & (every_operator if producer is None else descendants[producer])
+        at = np.unpackbits(live, count=num_operators).astype(bool)
         at[list(consumers)] = True
         if producer is not None:
             at[producer] = True
@@ -158,10 +158,12 @@ def forced_of(graph: StepGraph, operator_seconds: Sequence[float], *, recompute:
             first_values[at] += storage.num_bytes
         level = costs.get(producer) if producer is not None else None
         if level is not None:
-            inside = at.copy()  # what v itself needs or makes is there
+            inside = at.copy()  # operands and results of v are resident
             inside[list(consumers)] = False
             inside[producer] = False
-            remakable.setdefault(level, np.zeros(num_operators))[inside] += storage.num_bytes
+            recomputable_bytes.setdefault(level, np.zeros(num_operators))[inside] += (
+                storage.num_bytes
+            )
     shared = np.array([saved_bytes(graph, index) for index in range(num_operators)], dtype=float)
     changed = np.zeros(num_operators)  # old and new are one
     changed_here = np.zeros(num_operators)
@@ -178,19 +180,19 @@ def forced_of(graph: StepGraph, operator_seconds: Sequence[float], *, recompute:
         constant_bytes=constant,
         seconds_before=_sums(ancestors, seconds),
         seconds_after=_sums(descendants, seconds) + seconds,
-        remakable=remakable,
+        recomputable_bytes=recomputable_bytes,
         ancestors=ancestors,
         descendants=descendants,
     )
 
 
 def forced_bytes(graph: StepGraph) -> np.ndarray:
-    """Return F(v), the bytes that have to be alive when each operator runs, in any order."""
-    return forced_of(graph, [0.0] * len(graph.operators), recompute=False).here
+    """Return F(v), the bytes that have to be live when each operator runs, in any order."""
+    return find_forced(graph, [0.0] * len(graph.operators), recompute=False).here
 
 
 def relatives(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
-    """Ancestors and descendants of each operator, as packed bits."""
+    """Return the ancestors and descendants of each operator, as packed bits."""
     num_operators = len(graph.operators)
     width = (num_operators + 7) // 8
     ancestors = np.zeros((num_operators, width), dtype=np.uint8)
@@ -217,8 +219,8 @@ def _sums(relatives: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     return sums
 
 
-def remake_costs(graph: StepGraph, seconds: np.ndarray) -> dict[int, int]:
-    """Seconds per byte of running each operator again, by `cost_level`, where it can."""
+def recompute_levels(graph: StepGraph, seconds: np.ndarray) -> dict[int, int]:
+    """Return the class of the seconds per byte of each operator that may run again."""
     costs = {}
     for index, operator in enumerate(graph.operators):
         made_bytes = sum(map(graph.num_bytes, operator.makes))
@@ -228,7 +230,7 @@ def remake_costs(graph: StepGraph, seconds: np.ndarray) -> dict[int, int]:
 
 
 def made_anew(graph: StepGraph, *, recompute: bool) -> set[int]:
-    """Persistent storages of which an operator may make the content without having had it."""
+    """Return persistent storages whose content an operator may make without having had it."""
     found = set()
     for index, operator in enumerate(graph.operators):
         made = operator.makes if recompute and operator.recomputable else operator.creates
@@ -239,7 +241,7 @@ def made_anew(graph: StepGraph, *, recompute: bool) -> set[int]:
 
 
 def _persistent_bytes(graph: StepGraph, *, recompute: bool) -> tuple[int, int]:
-    """Bytes of persistent storages that are used, and of those that no step changes."""
+    """Return the bytes of persistent storages that are used, and of those that no step changes."""
     consumed = {
         storage
         for value, storage in enumerate(graph.storage_of_value)

@@ -1,8 +1,8 @@
-"""A bound for any order that knows what making values again takes: operands, and theirs.
+"""A bound for any order that counts what recomputing values takes: operands, and theirs.
 
-`cut` prices a byte that is made again at the time of the one operator that makes it. But that
-operator needs its operands, and what nobody needs any more is not there: it has to be made again
-too, or to be kept, where it takes the room that was to be had, or to leave and come back.
+`cut` prices a recomputed byte at the time of the one operator that makes it. But that operator
+needs its operands, and those that are not needed any more are not resident: they have to be
+recomputed too, or be kept, where they take bytes, or leave and return.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.planner.bounds._forced import Forced, made_anew
 _NUM_OPERATORS = 2  # at which the program is solved
 
 
-def remaking_bound(
+def recomputation_bound(
     graph: StepGraph,
     forced: Forced,
     operator_seconds: Sequence[float],
@@ -28,24 +28,11 @@ def remaking_bound(
     *,
     time_limit: float,
 ) -> float | None:
-    """Bound the time of a step in any order, with second runs, by what is missing at an operator v.
-
-    Before and after are meant from the start of the first run of v, within the step. Columns: for
-    each value that is alive at v and not of its operands or results, x, the share that leaves and
-    comes back, and z, that is made again, after v; for each operator that runs before v, u, that it
-    runs again after v; for each value b that an ancestor of v makes and that is not forced to be
-    alive at v, k, that it is there at v all the same, and y, that it is below; the times before and
-    after. Rows: missing bytes, s (x + z), are at least what is too much, and s k; z is at most u of
-    the operator that makes the value; u of an operator is at most k + y + u of the operator that
-    makes b, for each operand b of the kind just said: whatever it reads after v was made after v
-    by a second run, or lay somewhere at v. What is below went out before v and comes in after v.
-    The time after v is at least that of v, its descendants and all u, and of what comes in; that
-    before v that of its ancestors and of what goes out; both together at least all operators and
-    all u. Persistent storages, as of `forced_bounds`, leave and come back within the cycle.
+    """Bound the time of a step in any order, with second runs, by absent bytes at an operator.
 
     Args:
         graph: The step.
-        forced: What is alive when operators run, and who precedes whom.
+        forced: Bytes that are live when operators run, and their ancestors and descendants.
         operator_seconds: Time of each operator.
         capacity: Bytes of the arena.
         rates: Of the links.
@@ -62,15 +49,43 @@ def remaking_bound(
     worst += [int(np.argmax(later))] if later.max() > 0 else []
     found = []
     for v in worst[:_NUM_OPERATORS]:
-        program = _Program(graph, forced, np.asarray(operator_seconds, dtype=np.float64), v)
+        program = _RecomputationProgram(graph, forced, np.asarray(operator_seconds), v)
         program.require(float(excess[v]), capacity, rates)
         found.append(program.solve(time_limit / len(worst)))
     known = [bound for bound in found if bound is not None]
     return max(known, default=None)
 
 
-class _Program:
-    """The linear program at one operator."""
+# At an operator v; before and after it are counted from the start of its first run. Values u are
+# live at v and neither operands nor results of v; values b are made by an ancestor of v and not
+# forced to be live at v; operators o run before v. s are bytes, E(v) is the excess, c are times, C
+# all of them.
+#
+# Columns:
+#   x(u)   the share that leaves before v and returns after it        0 <= x <= 1
+#   z(u)   the share that is recomputed after v                       0 <= z <= 1
+#   r(o)   a second run of o after v                                  0 <= r <= 1
+#   k(b)   the share that is on the device at v all the same          0 <= k <= 1
+#   y(b)   the share that is below at v                               0 <= y <= 1
+#   B, A   the times before and after v
+#
+# minimise   B + A
+# subject to
+#   sum of s(u) (x(u) + z(u)) - sum of s(b) k(b) >= E(v),  x(u) + z(u) <= 1
+#   z(u) <= r(o)                              o makes u
+#   r(o) <= k(b) + y(b) + r(o')               o' makes the operand b of o: whatever o reads after v
+#                                             was recomputed after v, or lay somewhere at v
+#   B >= c(ancestors of v),  A >= c(v) + c(descendants of v) + sum of c(o) r(o)
+#   B + A >= C + sum of c(o) r(o)
+#   B >= bytes out before v / out,  A >= bytes in after v / in
+#   B + A >= all bytes out / out,   B + A >= all bytes in / in
+#
+# Persistent storages, as of `forced_bounds`, leave and return within the cycle: they count in x,
+# and in the bytes of the sums B + A.
+
+
+class _RecomputationProgram:
+    """The linear program above."""
 
     def __init__(self, graph: StepGraph, forced: Forced, seconds: np.ndarray, v: int) -> None:
         self.graph, self.seconds, self.v = graph, seconds, v
@@ -86,15 +101,15 @@ class _Program:
         self.out_sometime: list[tuple[int, int]] = []
         self.in_sometime: list[tuple[int, int]] = []
         self._forced_values: set[int] = set()
-        self._operators: list[int] = []  # whose operands are still to be looked at
+        self._operators: list[int] = []  # whose operands are still to be added
         self._lower: dict[int, tuple[int, int]] = {}  # value: columns k and y
         for value in range(len(graph.storage_of_value)):
-            self._alive(value)
-        self._persistent()
+            self._add_live_value(value)
+        self._add_persistent()
         while self._operators:
-            self._operands(self._operators.pop())
+            self._add_operands(self._operators.pop())
 
-    def _alive(self, value: int) -> None:
+    def _add_live_value(self, value: int) -> None:
         graph, program = self.graph, self.program
         storage = graph.storages[graph.storage_of_value[value]]
         producer, consumers = graph.producers[value], graph.consumers[value]
@@ -116,9 +131,9 @@ class _Program:
             again = program.column(upper=1.0)
             self.missing.append((again, storage.num_bytes))
             program.row([moved, again], [1.0, 1.0], upper=1.0)
-            program.row([again, self._run(producer)], [-1.0, 1.0], lower=0.0)
+            program.row([again, self._second_run(producer)], [-1.0, 1.0], lower=0.0)
 
-    def _persistent(self) -> None:
+    def _add_persistent(self) -> None:
         graph = self.graph
         anew = made_anew(graph, recompute=True)
         touching: dict[int, set[int]] = {}
@@ -137,14 +152,14 @@ class _Program:
             if storage.initial != storage.final:
                 self.out_sometime.append((moved, storage.num_bytes))
 
-    def _run(self, operator: int) -> int:
-        """The column of a second run after v."""
+    def _second_run(self, operator: int) -> int:
+        """Return r of an operator."""
         if operator not in self.runs:
             self.runs[operator] = self.program.column(upper=1.0)
             self._operators.append(operator)
         return self.runs[operator]
 
-    def _operands(self, index: int) -> None:
+    def _add_operands(self, index: int) -> None:
         graph = self.graph
         operator = graph.operators[index]
         needed = operator.reads if operator.recompute_args is not None else operator.needs
@@ -163,15 +178,15 @@ class _Program:
                 self.in_after.append((below, storage.num_bytes))
             columns = [self.runs[index], *self._lower[value]]
             if graph.operators[producer].recomputable:
-                columns.append(self._run(producer))
+                columns.append(self._second_run(producer))
             self.program.row(columns, [-1.0, *[1.0] * (len(columns) - 1)], lower=0.0)
 
     def require(self, excess: float, capacity: int, rates: LinkRates) -> None:
         """Add the rows of memory and time; times are in units of the time to compute."""
         program, unit = self.program, float(max(capacity, 1))
         self.scale = scale = max(float(self.seconds.sum()), 1e-30)
-        room = [*self.missing, *((column, -num_bytes) for column, num_bytes in self.kept)]
-        columns, sizes = [c for c, _ in room], [num_bytes / unit for _, num_bytes in room]
+        absent = [*self.missing, *((column, -num_bytes) for column, num_bytes in self.kept)]
+        columns, sizes = [c for c, _ in absent], [num_bytes / unit for _, num_bytes in absent]
         program.row(columns, sizes, lower=excess / unit)
         both = [self.before, self.after]
         runs = [*self.runs.values()]
@@ -200,7 +215,7 @@ class _Program:
             program.row([*times, *columns], [*[1.0] * len(times), *factors], lower=0.0)
 
     def _in_step(self) -> list[tuple[int, int]]:
-        """What comes in after v without what is in `in_sometime` as well."""
+        """Return what comes in after v and is not in `in_sometime` as well."""
         counted = {column for column, _ in self.in_sometime}
         return [(column, num_bytes) for column, num_bytes in self.in_after if column not in counted]
 

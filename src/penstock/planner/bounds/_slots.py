@@ -1,7 +1,7 @@
-"""A linear program over slots of a step: what is missing at a cut left before it and comes back.
+"""A linear program over slots of a step: bytes absent at a cut left before it and return after it.
 
 A step is cut at the starts of some operators into slots; slot k ends with cut k, and slot 0 also
-holds what runs after the last cut. Values that may be missing at the same cuts, for as long, are
+holds what runs after the last cut. Values that may be absent at the same cuts, for as long, are
 put together: the rows hold for their sum.
 """
 
@@ -19,26 +19,35 @@ PARTS = 4  # of a power of two, to which costs are rounded down
 FREE = -200 * PARTS
 
 
-class Spell(NamedTuple):
-    """A cut at which values may be missing; slots and cuts count on over the end of the step."""
+class CutWindow(NamedTuple):
+    """A cut at which values may be absent; slots and cuts count on over the end of the step.
+
+    Attributes:
+        cut: The cut.
+        until: Last slot in which they may return.
+        since: First slot in which they may have left; None: they need not have.
+    """
 
     cut: int
-    until: int  # last slot in which they may come back
-    since: int | None  # first slot in which they may have left; None: they need not have
+    until: int
+    since: int | None
 
 
 class Absence(NamedTuple):
-    """Values that may be missing at the same cuts.
+    """Values that may be absent at the same cuts.
 
-    What comes in in a slot serves all cuts before it, and what goes out all after it.
+    Attributes:
+        windows: The cuts. Bytes that return in a slot serve all cuts before it, and bytes that
+            leave serve all cuts after it.
+        recompute_level: Class of the cost of recomputing a byte, as of `cost_level`.
     """
 
-    spells: tuple[Spell, ...]
-    remake_cost: int  # of making a byte again, as of `cost_level`
+    windows: tuple[CutWindow, ...]
+    recompute_level: int
 
 
 def cost_level(seconds_per_byte: float) -> int:
-    """Return in which class a cost is: costs of a class are at least `level_cost` of it."""
+    """Return the class of a cost: costs of a class are at least `level_cost` of it."""
     if seconds_per_byte <= 0:
         return FREE
     return max(FREE, math.floor(math.log2(seconds_per_byte) * PARTS - 1e-9))
@@ -53,7 +62,7 @@ class Slots(NamedTuple):
     """The slots of a step.
 
     Attributes:
-        excess: Per cut: bytes that have to be missing when its operator starts.
+        excess: Per cut: bytes that have to be absent when its operator starts.
         work: Per slot: seconds of the operators that have to run in it.
         compute: Seconds of all operators.
     """
@@ -73,14 +82,6 @@ def slots_bound(
 ) -> float | None:
     """Solve for the least time of a step.
 
-    Columns, in bytes, for each absence: m, what is missing at each of its cuts; for each slot i and
-    o, what comes in and goes out, and w, what is made again; for each slot its time t. Rows: at
-    each cut what is missing is at least what is too much; m is at most the sum of i and w over the
-    slots after the cut until they have to be back, and at most the sum of o over those before it
-    since they could leave, plus that of w; t is at least the operators' time and the cost of w, and
-    at least the time that i and o take; all t together are at least the time to compute and the
-    cost of all w.
-
     Args:
         slots: The slots.
         absences: Bytes of each.
@@ -91,53 +92,98 @@ def slots_bound(
     Returns:
         The bound in seconds; None if it takes too long.
     """
-    num_slots, scale = len(slots.work), max(slots.compute, 1e-30)
-    program = LinearProgram()
-    times = [program.column(cost=1.0) for _ in slots.work]
-    inward: list[list[int]] = [[] for _ in slots.work]
-    outward: list[list[int]] = [[] for _ in slots.work]
-    remade: list[tuple[list[int], list[float]]] = [([], []) for _ in slots.work]
-    missing: list[list[int]] = [[] for _ in slots.work]
+    program = _SlotsProgram(slots, rates, unit)
     for absence, num_bytes in absences.items():
-        comes: dict[int, int] = {}
-        goes: dict[int, int] = {}
-        makes: dict[int, int] = {}
-        cost = level_cost(absence.remake_cost) * unit / scale
-        for cut, until, since in absence.spells:
+        program.add_absence(absence, num_bytes)
+    return program.least_seconds(time_limit)
+
+
+# Absences a of s(a) bytes, cuts c of a with a window from slot `since` to slot `until`, slots k;
+# E(c) is the excess at a cut, W(k) the work of a slot, C the time of all operators, q(a) the
+# seconds for which a byte of a is recomputed.
+#
+# Columns, in units of bytes and of C:
+#   m(a, c)  bytes that are absent at c            0 <= m(a, c) <= s(a)
+#   i(a, k)  bytes that return in k
+#   o(a, k)  bytes that leave in k
+#   w(a, k)  bytes that are recomputed in k
+#   t(k)     time of k
+#
+# minimise   sum of t(k)
+# subject to
+#   sum over a of m(a, c) >= E(c)
+#   m(a, c) <= sum of i(a, k) + w(a, k) over c < k <= until(c)
+#   m(a, c) <= sum of o(a, k) over since(c) <= k <= c + sum of w(a, k) over c < k <= until(c)
+#   t(k) >= W(k) + sum over a of q(a) w(a, k)
+#   t(k) >= sum over a of i(a, k) / in,  t(k) >= sum over a of o(a, k) / out
+#   sum of t(k) >= C + sum of q(a) w(a, k)
+
+
+class _SlotsProgram:
+    """The linear program above."""
+
+    def __init__(self, slots: Slots, rates: LinkRates, unit: float) -> None:
+        self.slots, self.rates, self.unit = slots, rates, unit
+        self.scale = max(slots.compute, 1e-30)
+        self.program = LinearProgram()
+        self.times = [self.program.column(cost=1.0) for _ in slots.work]
+        self.inward: list[list[int]] = [[] for _ in slots.work]
+        self.outward: list[list[int]] = [[] for _ in slots.work]
+        self.remade: list[tuple[list[int], list[float]]] = [([], []) for _ in slots.work]
+        self.missing: list[list[int]] = [[] for _ in slots.work]
+
+    def add_absence(self, absence: Absence, num_bytes: int) -> None:
+        """Add the columns of an absence, and the rows of m."""
+        program, num_slots = self.program, len(self.slots.work)
+        returning: dict[int, int] = {}
+        leaving: dict[int, int] = {}
+        remade: dict[int, int] = {}
+        cost = level_cost(absence.recompute_level) * self.unit / self.scale
+        for cut, until, since in absence.windows:
             after = {slot % num_slots for slot in range(cut + 1, until + 1)}
             before = (
                 {slot % num_slots for slot in range(since, cut + 1)} if since is not None else ()
             )
-            for slot in after - comes.keys():
-                comes[slot] = program.column()
-                inward[slot].append(comes[slot])
-                if absence.remake_cost < NEVER:
-                    makes[slot] = program.column()
-                    remade[slot][0].append(makes[slot])
-                    remade[slot][1].append(-cost)
-            for slot in set(before) - goes.keys():
-                goes[slot] = program.column()
-                outward[slot].append(goes[slot])
-            away = program.column(upper=num_bytes / unit)
-            missing[cut % num_slots].append(away)
-            made = [makes[slot] for slot in after if slot in makes]
-            back = [comes[slot] for slot in after]
-            program.row([away, *back, *made], [-1.0, *[1.0] * len(back + made)], lower=0.0)
+            for slot in after - returning.keys():
+                returning[slot] = program.column()
+                self.inward[slot].append(returning[slot])
+                if absence.recompute_level < NEVER:
+                    remade[slot] = program.column()
+                    self.remade[slot][0].append(remade[slot])
+                    self.remade[slot][1].append(-cost)
+            for slot in set(before) - leaving.keys():
+                leaving[slot] = program.column()
+                self.outward[slot].append(leaving[slot])
+            missing = program.column(upper=num_bytes / self.unit)
+            self.missing[cut % num_slots].append(missing)
+            made = [remade[slot] for slot in after if slot in remade]
+            back = [returning[slot] for slot in after]
+            program.row([missing, *back, *made], [-1.0, *[1.0] * len(back + made)], lower=0.0)
             if since is not None:
-                left = [goes[slot] for slot in before]
-                program.row([away, *left, *made], [-1.0, *[1.0] * len(left + made)], lower=0.0)
-    for slot, excess in enumerate(slots.excess):
-        if excess > 0:
-            program.row(missing[slot], [1.0] * len(missing[slot]), lower=excess / unit)
-    for slot, work in enumerate(slots.work):
-        columns, factors = remade[slot]
-        program.row([times[slot], *columns], [1.0, *factors], lower=work / scale)
-        for columns, rate in ((inward[slot], rates.inward), (outward[slot], rates.outward)):
-            factor = -unit / rate / scale
-            program.row([times[slot], *columns], [1.0, *[factor] * len(columns)], lower=0.0)
-    columns = [column for part, _ in remade for column in part]
-    factors = [factor for _, part in remade for factor in part]
-    ones = [1.0] * num_slots
-    program.row([*times, *columns], [*ones, *factors], lower=slots.compute / scale)
-    bound = program.solve(time_limit=time_limit)
-    return None if bound is None else bound * scale
+                left = [leaving[slot] for slot in before]
+                program.row([missing, *left, *made], [-1.0, *[1.0] * len(left + made)], lower=0.0)
+
+    def least_seconds(self, time_limit: float) -> float | None:
+        """Add the rows of E and t, and solve."""
+        program, scale = self.program, self.scale
+        for slot, excess in enumerate(self.slots.excess):
+            if excess > 0:
+                columns = self.missing[slot]
+                program.row(columns, [1.0] * len(columns), lower=excess / self.unit)
+        for slot, work in enumerate(self.slots.work):
+            columns, factors = self.remade[slot]
+            program.row([self.times[slot], *columns], [1.0, *factors], lower=work / scale)
+            for columns, rate in (
+                (self.inward[slot], self.rates.inward),
+                (self.outward[slot], self.rates.outward),
+            ):
+                factor = -self.unit / rate / scale
+                factors = [1.0, *[factor] * len(columns)]
+                program.row([self.times[slot], *columns], factors, lower=0.0)
+        columns = [column for part, _ in self.remade for column in part]
+        factors = [factor for _, part in self.remade for factor in part]
+        ones = [1.0] * len(self.times)
+        compute = self.slots.compute / scale
+        program.row([*self.times, *columns], [*ones, *factors], lower=compute)
+        bound = program.solve(time_limit=time_limit)
+        return None if bound is None else bound * scale

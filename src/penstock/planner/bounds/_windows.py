@@ -1,9 +1,9 @@
-"""A bound in time for a fixed order: what leaves before a position comes back after it.
+"""A bound in time for a fixed order: bytes that leave before a position return after it.
 
-The order is cut at some positions into slots. For every cut the values that are alive there and not
-needed at it may be missing; those that are have left in the slots before it, since they were made,
-and come back in the slots after it, until they are used. A slot takes at least the time of its
-operators and of the bytes that move in it.
+The order is cut at some positions into slots. At every cut values in a hole may be absent; those
+that are have left in the slots before it, since they were made, and return in the slots after it,
+until they are used. A slot takes at least the time of its operators and of the bytes that move in
+it.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.planner.bounds._fixed_order import FixedOrder, LiveRangeTable
-from penstock.planner.bounds._forced import remake_costs
-from penstock.planner.bounds._slots import NEVER, Absence, Slots, Spell, slots_bound
+from penstock.planner.bounds._forced import recompute_levels
+from penstock.planner.bounds._slots import NEVER, Absence, CutWindow, Slots, slots_bound
 
 NUM_CUTS = 48
 
 
 def window_bound(order: FixedOrder, *, time_limit: float, num_cuts: int = NUM_CUTS) -> float | None:
-    """Solve the linear program of what moves when in a fixed order (see `slots_bound`).
+    """Solve the linear program of `slots_bound` for the slots of a fixed order.
 
     It holds since every plan of the order, averaged over its steps, is a solution. A value is
-    missing at a cut if it has no place when the operator there starts: then its transfers out have
-    ended, and those that bring it back begin later. Of the gaps of one life only one asks for bytes
-    to go out, for the copy may serve all.
+    absent at a cut if it has no place when the operator there starts: then its transfers out have
+    ended, and those that bring it back begin later. Of the holes of one live range only one
+    requires bytes to leave, as one copy may serve all.
 
     Args:
         order: The step.
         time_limit: Seconds.
-        num_cuts: Into how many slots the step is cut, at most.
+        num_cuts: Number of slots of the step, at most.
 
     Returns:
         The bound in seconds; None if it takes too long.
@@ -49,7 +49,7 @@ def window_bound(order: FixedOrder, *, time_limit: float, num_cuts: int = NUM_CU
 
 
 def _cuts(seconds: np.ndarray, excess: np.ndarray, num_cuts: int) -> list[int]:
-    """Positions to cut at: in each of equal parts of the time the one where most is too much."""
+    """Return positions to cut at: the one of the largest excess in each of equal parts of time."""
     num_positions = len(seconds)
     total = seconds.sum()
     if total > 0 and num_positions > num_cuts:
@@ -66,32 +66,34 @@ def _cuts(seconds: np.ndarray, excess: np.ndarray, num_cuts: int) -> list[int]:
 
 
 def _absences(order: FixedOrder, cuts: list[int]) -> dict[Absence, int]:
-    """Put gaps together; returns the bytes of each absence."""
-    lives, num_slots, num_positions = order.table, len(cuts), len(order.seconds)
+    """Return the bytes of each absence; holes with the same cuts and costs are put together."""
+    table, num_slots, num_positions = order.table, len(cuts), len(order.seconds)
     unrolled = np.array([cut + step * num_positions for step in range(3) for cut in cuts])
-    first = np.searchsorted(unrolled, lives.hole_begin, side="right")
-    last = np.searchsorted(unrolled, lives.hole_end, side="left") - 1
-    born = np.searchsorted(unrolled, lives.defined, side="right")
-    writes = _writing_gaps(lives, last - first)
+    first = np.searchsorted(unrolled, table.hole_begin, side="right")
+    last = np.searchsorted(unrolled, table.hole_end, side="left") - 1
+    defined = np.searchsorted(unrolled, table.defined, side="right")
+    writing = _writing_holes(table, last - first)
     absences: dict[Absence, int] = {}
-    costs = {} if order.again is None else remake_costs(order.graph, order.again)
-    for gap in np.flatnonzero(first <= last):
-        life = int(lives.hole_range[gap])
-        since = int(born[life]) if gap in writes else None
-        shift = int(first[gap]) if since is None else min(int(first[gap]), since)
+    costs = {} if order.again is None else recompute_levels(order.graph, order.again)
+    for hole in np.flatnonzero(first <= last):
+        live_range = int(table.hole_range[hole])
+        since = int(defined[live_range]) if hole in writing else None
+        shift = int(first[hole]) if since is None else min(int(first[hole]), since)
         shift -= shift % num_slots
         since = None if since is None else since - shift
-        until = int(last[gap]) + 1 - shift
-        spells = tuple(Spell(cut, until, since) for cut in range(int(first[gap]) - shift, until))
-        kind = Absence(spells, costs.get(int(lives.made_by[life]), NEVER))
-        absences[kind] = absences.get(kind, 0) + int(lives.num_bytes[life])
+        until = int(last[hole]) + 1 - shift
+        inside = range(int(first[hole]) - shift, until)
+        windows = tuple(CutWindow(cut, until, since) for cut in inside)
+        absence = Absence(windows, costs.get(int(table.made_by[live_range]), NEVER))
+        absences[absence] = absences.get(absence, 0) + int(table.num_bytes[live_range])
     return absences
 
 
-def _writing_gaps(lives: LiveRangeTable, length: np.ndarray) -> set[int]:
-    """For each life that has to be written the gap over most cuts."""
+def _writing_holes(table: LiveRangeTable, length: np.ndarray) -> set[int]:
+    """Return for each live range that has to be written the hole over most cuts."""
     best: dict[int, int] = {}
-    for gap, life in enumerate(map(int, lives.hole_range)):
-        if not lives.is_constant[life] and (life not in best or length[gap] > length[best[life]]):
-            best[life] = gap
+    for hole, live_range in enumerate(map(int, table.hole_range)):
+        is_better = live_range not in best or length[hole] > length[best[live_range]]
+        if not table.is_constant[live_range] and is_better:
+            best[live_range] = hole
     return set(best.values())

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph, alignment_bytes
 from penstock.planner._live_ranges import ResidentInterval
-from penstock.planner._plan import Placement
+from penstock.planner._plan_records import Placement
 from penstock.planner.packing import Buffer, pack
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from penstock.graph import StepGraph
 from penstock.memory import Link
 from penstock.planner._live_ranges import LiveRange, ResidentInterval
-from penstock.planner._plan import Transfer
+from penstock.planner._plan_records import Transfer
 
 
 class Eviction(NamedTuple):

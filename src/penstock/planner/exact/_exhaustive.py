@@ -17,7 +17,8 @@ import numpy as np
 from penstock.graph import StepGraph
 from penstock.planner._assemble import assemble
 from penstock.planner._live_ranges import LiveRange, ResidentInterval, live_ranges
-from penstock.planner._plan import Budget, Plan, Transfer
+from penstock.planner._plan import Plan
+from penstock.planner._plan_records import Budget, Transfer
 from penstock.planner._request import PlanRequest
 from penstock.planner._simulate import step_seconds_of
 from penstock.planner.exact._addresses import find_offsets, place

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from penstock.graph import StepGraph
 from penstock.planner._live_ranges import ResidentInterval
-from penstock.planner._plan import Transfer
+from penstock.planner._plan_records import Transfer
 from penstock.planner.exact._addresses import aligned_graph, find_offsets
 from penstock.planner.exact._evictions import derive_movement
 from penstock.planner.exact._exact_program import ExactProgram, Solution

@@ -9,9 +9,7 @@ import numpy as np
 from penstock.graph import StepGraph
 from penstock.planner._link_rates import LinkRates
 from penstock.planner.genetic._genes import Allocation
-from penstock.planner.search._problem import Problem
-from penstock.planner.search._residency import EvictionChoice
-from penstock.planner.search._sequence import OperatorSequence
+from penstock.planner.search import EvictionChoice, OperatorSequence, Problem
 
 
 class Evaluator:

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import InfeasibleError
-from penstock.planner._plan import Found, Plan
+from penstock.planner._plan import Plan
+from penstock.planner._plan_records import Found
 from penstock.planner._request import PlanRequest
 from penstock.planner.genetic._evaluator import Evaluator
 from penstock.planner.genetic._genes import (
@@ -35,8 +36,7 @@ from penstock.planner.paging import (
     plan_by_paging,
     require_tiers,
 )
-from penstock.planner.search import load_engine
-from penstock.planner.search._plan_residency import plan_residency
+from penstock.planner.search import load_engine, plan_residency
 
 _DEFAULT_SECONDS = 60.0  # where the request has no deadline
 POPULATION = 100

@@ -10,7 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from penstock.graph import Kind, Phase, StepGraph
-from penstock.planner._plan import Budget, Plan
+from penstock.planner._plan import Plan
+from penstock.planner._plan_records import Budget
 from penstock.planner._request import PlanRequest
 from penstock.planner.paging._plan_paging import plan_by_paging
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from penstock.errors import InfeasibleError
 from penstock.memory import Link
-from penstock.planner._plan import Placement, Transfer
+from penstock.planner._plan_records import Placement, Transfer
 from penstock.planner.packing import Buffer, pack
 from penstock.planner.paging._accesses import OrderedStep
 from penstock.planner.paging._eviction import PagedStep

@@ -17,7 +17,8 @@ from penstock.errors import InfeasibleError
 from penstock.memory import Link, Tier
 from penstock.planner._assemble import assemble
 from penstock.planner._link_rates import LinkRates
-from penstock.planner._plan import Found, Plan
+from penstock.planner._plan import Plan
+from penstock.planner._plan_records import Found
 from penstock.planner._request import PlanRequest
 from penstock.planner.paging._accesses import OrderedStep, order_step
 from penstock.planner.paging._eviction import PagedStep, page_step

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from penstock.errors import InfeasibleError
 from penstock.graph import alignment_bytes
 from penstock.memory import Link
-from penstock.planner._plan import Bound, Found, Plan
+from penstock.planner._plan import Plan
+from penstock.planner._plan_records import Bound, Found
 from penstock.planner._request import PlanRequest
 from penstock.planner.bounds import working_set
 from penstock.planner.exact import Limit

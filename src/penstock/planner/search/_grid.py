@@ -12,7 +12,7 @@ import numpy as np
 from penstock.graph import least_alignment_bytes
 from penstock.memory import Link, MachineProfile, Tier
 from penstock.planner._link_rates import LinkRates
-from penstock.planner._plan import Bound
+from penstock.planner._plan_records import Bound
 from penstock.planner._request import PlanRequest
 from penstock.planner.search._problem import Problem
 from penstock.planner.search._residency import Arena, LowerTiers

@@ -13,7 +13,8 @@ from typing import Any
 
 from penstock.memory import Link
 from penstock.planner._assemble import assemble
-from penstock.planner._plan import Bound, Placement, Plan, Transfer
+from penstock.planner._plan import Plan
+from penstock.planner._plan_records import Bound, Placement, Transfer
 from penstock.planner._request import PlanRequest
 from penstock.planner.search._intervals import (
     EvictedHole,
