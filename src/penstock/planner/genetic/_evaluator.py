@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.graph import StepGraph
 from penstock.planner._link_rates import LinkRates
-from penstock.planner.genetic._genes import Allocation
+from penstock.planner.genetic._genes import SizeClasses
 from penstock.planner.search import EvictionChoice, OperatorSequence, Problem
 
 
@@ -49,7 +49,7 @@ class Evaluator:
 
     def evaluate(
         self, order: Sequence[int], classes: Sequence[int], wanted: Mapping[int, int]
-    ) -> tuple[Allocation, EvictionChoice, list[int]] | None:
+    ) -> tuple[SizeClasses, EvictionChoice, list[int]] | None:
         """Repair an allocation, and replay a step with the evictions that follow from it.
 
         Args:
@@ -83,7 +83,7 @@ class Evaluator:
         replay = sequence.replay(evicted, intervals, (self._rates,))
         if replay.overflow > 0:
             return None
-        allocation = Allocation(tuple(classes), dict(zip(names, counts.tolist(), strict=True)))
+        allocation = SizeClasses(tuple(classes), dict(zip(names, counts.tolist(), strict=True)))
         residency = EvictionChoice(sequence, evicted, replay, np.ones(len(sequence.order)))
         return allocation, residency, intervals["offset"].tolist()
 

@@ -16,8 +16,8 @@ from penstock.graph import StepGraph
 
 
 @dataclass(frozen=True)
-class Allocation:
-    """Classes of equal objects.
+class SizeClasses:
+    """An allocation: classes of equal objects, and their numbers.
 
     Attributes:
         class_of_size: For each distinct size, in rising order, the class that it is in; a class is
@@ -54,7 +54,7 @@ def random_classes(sizes: Sequence[int], rng: random.Random) -> tuple[int, ...]:
 
 
 def cross_allocations(
-    first: Allocation, second: Allocation, rng: random.Random
+    first: SizeClasses, second: SizeClasses, rng: random.Random
 ) -> tuple[list[int], dict[int, int]]:
     """Cross two allocations, map and counts, at one point; the result is to be repaired."""
     cut = rng.randrange(len(first.class_of_size) + 1)

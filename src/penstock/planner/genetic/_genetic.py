@@ -22,8 +22,8 @@ from penstock.planner._plan_records import Found
 from penstock.planner._request import PlanRequest
 from penstock.planner.genetic._evaluator import Evaluator
 from penstock.planner.genetic._genes import (
-    Allocation,
     Schedules,
+    SizeClasses,
     cross_allocations,
     geometric_classes,
     mutate_allocation,
@@ -53,7 +53,7 @@ class Candidate:
     """A schedule and an allocation, and the time of a step with them."""
 
     order: tuple[int, ...]
-    allocation: Allocation
+    allocation: SizeClasses
     step_seconds: float
 
 

@@ -102,8 +102,8 @@ def order_step(
     results = frozenset(
         s.final for s in graph.storages if s.final is not None and not s.persistent and s.num_bytes
     )
-    runs = _runs(graph, order, num_bytes)
-    accesses, next_initial = _scan_step(graph, runs, num_bytes, renamed, results, in_place)
+    runs = _runs(graph, order, num_bytes, in_place=in_place)
+    accesses, next_initial = _scan_step(graph, runs, num_bytes, renamed, results)
     return OrderedStep(
         graph=graph,
         order=order,
@@ -128,7 +128,6 @@ def _scan_step(
     num_bytes: Sequence[int],
     renamed: Mapping[int, int],
     results: frozenset[int],
-    in_place: bool,
 ) -> tuple[tuple[Accesses, ...], dict[int, int]]:
     """Scan the step from its end; return its accesses and `next_initial`."""
     first_use = _first_uses(runs)
@@ -141,7 +140,7 @@ def _scan_step(
         if initial in next_use:
             next_use[final] = next_use.pop(initial)
     accesses = [
-        _scan_run(runs[position], next_use, position, num_bytes, results if in_place else None)
+        _scan_run(runs[position], next_use, position, num_bytes, results)
         for position in range(len(runs) - 1, -1, -1)
     ]
     return tuple(reversed(accesses)), next_initial
@@ -170,7 +169,9 @@ class _Run:
     may_overwrite: tuple[tuple[int, int], ...]
 
 
-def _runs(graph: StepGraph, order: Sequence[int], num_bytes: Sequence[int]) -> list[_Run]:
+def _runs(
+    graph: StepGraph, order: Sequence[int], num_bytes: Sequence[int], *, in_place: bool
+) -> list[_Run]:
     """Return the run at each position; a second one with `recompute_args` only creates again."""
     seen: set[int] = set()
     runs = []
@@ -184,7 +185,7 @@ def _runs(graph: StepGraph, order: Sequence[int], num_bytes: Sequence[int]) -> l
                 tuple(v for v in dict.fromkeys(needs) if num_bytes[v]),
                 tuple(v for v in operator.creates if num_bytes[v]),
                 () if again else tuple(pair for pair in operator.mutates if num_bytes[pair[0]]),
-                operator.may_overwrite,
+                operator.may_overwrite if in_place else (),
             )
         )
     return runs
@@ -195,17 +196,14 @@ def _scan_run(
     next_use: dict[int, int],
     at: int,
     num_bytes: Sequence[int],
-    results: frozenset[int] | None,
+    results: frozenset[int],
 ) -> Accesses:
-    """Return the accesses of a run, in a scan from the end of the step; updates `next_use`.
-
-    `results` are not overwritten; None: nothing is, but by operators that change their operands.
-    """
+    """Return the accesses of a run, in a scan from the end of the step; updates `next_use`."""
     mutated = {old for old, _ in run.mutates}
     next_needs = [NEVER if v in mutated else next_use.get(v, NEVER) for v in run.needs]
     lasting = {v for v, after in zip(run.needs, next_needs, strict=True) if after != NEVER}
     reuses = list(run.mutates)
-    for old, new in () if results is None else run.may_overwrite:
+    for old, new in run.may_overwrite:
         is_free = old not in lasting and old not in results
         fits = 0 < num_bytes[old] == num_bytes[new]
         if is_free and fits and all(old != a and new != b for a, b in reuses):
