@@ -38,10 +38,12 @@ class Intervals {
  public:
   Intervals(const Sequence& s, const std::uint8_t* evicted) : s_(s), evicted_(evicted) {
     for (i32 object = 0; object < s.problem.num_objects; ++object) {
+      first_.push_back(static_cast<i32>(parts.size()));
       if (s.problem.bytes[object] == 0) continue;
       if (s.problem.flags[object] & kPersistent) add_persistent(object);
       else add_temporary(object);
     }
+    first_.push_back(static_cast<i32>(parts.size()));
     join();
   }
   struct Part {
@@ -88,23 +90,24 @@ class Intervals {
   }
   // In-place reuse: a result goes on in the slot of its operand.
   void join() {
-    std::map<std::pair<i32, i32>, i32> ending, starting;
-    for (i32 index = 0; index < static_cast<i32>(parts.size()); ++index) {
-      ending[{parts[index].object, parts[index].end}] = index;
-      starting[{parts[index].object, parts[index].start}] = index;
-    }
     for (i32 position = 0; position < s_.length; ++position) {
       if (s_.reused_from[position] < 0) continue;
-      const auto old = ending.find({s_.reused_from[position], position + 1});
-      const auto made = starting.find({s_.reused_by[position], position});
-      if (old == ending.end() || made == starting.end()) continue;
-      parts[old->second].end = position;
-      parts[old->second].next = made->second;
-      parts[made->second].is_first = false;
+      Part* old = find(s_.reused_from[position], &Part::end, position + 1);
+      Part* made = find(s_.reused_by[position], &Part::start, position);
+      if (!old || !made) continue;
+      old->end = position;
+      old->next = static_cast<i32>(made - parts.data());
+      made->is_first = false;
     }
+  }
+  Part* find(i32 object, i32 Part::*boundary, i32 position) {
+    for (i32 index = first_[object]; index < first_[object + 1]; ++index)
+      if (parts[index].*boundary == position) return &parts[index];
+    return nullptr;
   }
   const Sequence& s_;
   const std::uint8_t* evicted_;
+  std::vector<i32> first_;  // part of each object
 };
 
 // Assigns a slot to each interval of one class, the same one in every step: `offset` is its number, or -1.
@@ -157,14 +160,17 @@ i32 evict_in_classes(const Sequence& s, const SizeClasses& classes, std::uint8_t
   const i32 n = s.length, num_classes = classes.num_classes;
   std::vector<i64> usable(classes.counts, classes.counts + num_classes);
   std::vector<i32> needs_choice(num_classes, 1);
-  std::vector<std::vector<std::uint8_t>> chosen(num_classes);
+  std::vector<std::vector<std::uint8_t>> chosen(num_classes, std::vector<std::uint8_t>(s.holes.size(), 0));
   for (int attempt = 0; attempt < kTries; ++attempt) {
     std::fill(evicted, evicted + s.holes.size(), 0);
     for (i32 name = 0; name < num_classes; ++name) {
       if (needs_choice[name]) {
         const std::vector<i64> weights = members(s, classes.class_of, name), capacity(n, usable[name]);
-        chosen[name].assign(s.holes.size(), 0);
-        if (evict(s, s.live(weights.data()), weights.data(), capacity.data(), 1, nullptr, chosen[name].data()) > 0) return -1;
+        const std::vector<i64> live = s.live(weights.data());
+        std::uint8_t* own = chosen[name].data();
+        std::fill(own, own + s.holes.size(), 0);
+        const bool fits = largest(live) <= usable[name];
+        if (!fits && evict(s, live, weights.data(), capacity.data(), 1, nullptr, own) > 0) return -1;
       }
       for (size_t g = 0; g < s.holes.size(); ++g) evicted[g] |= chosen[name][g];
     }
