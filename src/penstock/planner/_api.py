@@ -22,6 +22,7 @@ from penstock.memory import (
     probe,
 )
 from penstock.memory import machine as known_machine
+from penstock.planner._assemble import compute_bound
 from penstock.planner._plan import Plan
 from penstock.planner._plan_records import Bound, Budget, Found
 from penstock.planner._references import fastest_with_references
@@ -212,7 +213,7 @@ def _plan_auto(request: PlanRequest) -> Plan:
     try:
         bound = _bound(request)
     except KeyboardInterrupt:  # then the first plan that is found
-        bound, search_until = _compute_bound(request), 0.0
+        bound, search_until = compute_bound(request), 0.0
     found = failure = None
     try:
         left = max(0.0, search_until - time.monotonic())
@@ -236,12 +237,7 @@ def _bound(request: PlanRequest) -> Bound:
     try:
         return lower_bound(request.within(min(request.seconds_left() * share, _MAX_BOUND_SECONDS)))
     except InfeasibleError:  # the planner raises it too, with the bytes that suffice
-        return _compute_bound(request)
-
-
-def _compute_bound(request: PlanRequest) -> Bound:
-    total = request.compute_seconds
-    return Bound(seconds=total, binding="compute", seconds_of={"compute": total})
+        return compute_bound(request)
 
 
 def _check_arguments(graph: StepGraph, method: str, time_limit: float, seed: int) -> None:

@@ -60,14 +60,12 @@ class Problem:
         self.actual_bytes = np.array([s.num_bytes for s in graph.storages], dtype=np.int64)
         self.alignment = alignment_bytes(graph) if alignment is None else alignment
         self.object_bytes = -(-self.actual_bytes // self.alignment) * self.alignment
-        self.object_flags = np.array(
-            [_flags(graph, i) for i in range(len(graph.storages))], np.uint8
-        )
+        flags = [_flags(graph, storage) for storage in range(len(graph.storages))]
+        self.object_flags = np.array(flags, np.uint8)
         accesses = [_accesses(graph, operator) for operator in range(len(graph.operators))]
-        first_access = _offsets(accesses)
         self.access_object = np.array([o for part in accesses for o, _ in part], dtype=np.int32)
         self.access_kind = np.array([kind for part in accesses for _, kind in part], dtype=np.uint8)
-        self.first_access = first_access
+        self.first_access = _offsets(accesses)
         reuses = [_reuses(graph, operator) for operator in range(len(graph.operators))]
         first_reuse = _offsets(reuses)
         reused_from = np.array([a for part in reuses for a, _ in part], dtype=np.int32)
@@ -78,7 +76,7 @@ class Problem:
             pointer_to(self.operator_seconds),
             pointer_to(self.object_bytes),
             pointer_to(self.object_flags),
-            pointer_to(first_access),
+            pointer_to(self.first_access),
             pointer_to(self.access_object),
             pointer_to(self.access_kind),
             pointer_to(first_reuse),
