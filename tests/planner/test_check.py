@@ -190,8 +190,8 @@ FAULTS = {
             changed(TRANSFERS, X_IN, X_IN._replace(end=9)),
         ),
     ),
-    "made and no place": ("room", lambda: with_interval(Interval(15, 8, 10))),
-    "brought to no place": ("room", lambda: with_interval(Interval(1, 6, 9))),
+    "made and no place": ("placement", lambda: with_interval(Interval(15, 8, 10))),
+    "brought to no place": ("placement", lambda: with_interval(Interval(1, 6, 9))),
     "placed and nobody brings it": ("cause", lambda: with_transfer(X_IN)),
     "made and brought": (
         "cause",
@@ -227,14 +227,14 @@ FAULTS = {
     "nowhere to write": ("copy", lambda: but(copies=())),
     "written twice": ("copy", lambda: with_transfer(X_OUT, X_OUT, X_OUT)),
     "freed while it leaves": ("in_flight", lambda: with_transfer(X_OUT, X_OUT._replace(end=3))),
-    "handed over to another address": ("handover", lambda: moved(plan_of(), 17, 9, 500)),
+    "handed over to another address": ("reuse", lambda: moved(plan_of(), 17, 9, 500)),
     "not handed over and not kept": ("residency", lambda: moved(plan_of(), 10, 4, 600)),
     "written over and still there": (
-        "handover",
+        "reuse",
         lambda: with_interval(Interval(1, 6, 9), Interval(1, 6, 10)),
     ),
     "written over while it leaves": (
-        "handover",
+        "reuse",
         lambda: plan_of(
             INTERVALS,
             [

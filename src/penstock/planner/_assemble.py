@@ -49,16 +49,9 @@ def assemble(
     """
     graph, ideal_seconds = request.graph, request.compute_seconds
     placements = sorted(placements, key=lambda p: (p.start, p.offset, p.value))
+    resting = _rest_below(request, placements, transfers) | dict(unused or {})
     copies = [*_copies(graph, len(order), transfers)]
-    resting = unused or {}
-    if request.links:
-        nearest = request.links[0][0].destination
-        placed = {placement.value for placement in placements}
-        placed |= {transfer.value for transfer in transfers}
-        resting = dict.fromkeys(_unused_values(graph, placed), nearest) | dict(resting)
-    copies += [
-        Copy(value, tier, graph.num_bytes(value), 0, len(order)) for value, tier in resting.items()
-    ]
+    copies += [Copy(v, tier, graph.num_bytes(v), 0, len(order)) for v, tier in resting.items()]
     plan = Plan(
         graph_digest=graph.digest,
         order=tuple(order),
@@ -70,8 +63,7 @@ def assemble(
         operator_seconds=tuple(request.operator_seconds),
         step_seconds=0.0,
         ideal_seconds=ideal_seconds,
-        bound=bound
-        or Bound(seconds=ideal_seconds, binding="compute", seconds_of={"compute": ideal_seconds}),
+        bound=bound or compute_bound(request),
         workspace_bytes=request.workspace_bytes,
         method=method,
         seed=request.seed,
@@ -80,14 +72,27 @@ def assemble(
     return dataclasses.replace(plan, step_seconds=simulate(graph, plan).step_seconds)
 
 
-def _unused_values(graph: StepGraph, placed: set[int]) -> list[int]:
-    """Return values that live from step to step and are neither on the device nor moved."""
+def compute_bound(request: PlanRequest) -> Bound:
+    """Return the weakest lower bound of a request: the time to compute."""
+    seconds = request.compute_seconds
+    return Bound(seconds=seconds, binding="compute", seconds_of={"compute": seconds})
+
+
+def _rest_below(
+    request: PlanRequest, placements: Iterable[Placement], transfers: Sequence[Transfer]
+) -> dict[int, Tier]:
+    """Return the nearest lower tier for values that last, and neither are placed nor move."""
+    if not request.links:
+        return {}
+    used = {placement.value for placement in placements}
+    used |= {transfer.value for transfer in transfers}
     values = (
         storage.initial
-        for storage in graph.storages
+        for storage in request.graph.storages
         if storage.persistent and storage.num_bytes and storage.initial == storage.final
     )
-    return [value for value in values if value is not None and value not in placed]
+    nearest = request.links[0][0].destination
+    return {value: nearest for value in values if value is not None and value not in used}
 
 
 def _copies(graph: StepGraph, num_positions: int, transfers: Sequence[Transfer]) -> Iterator[Copy]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -29,26 +30,14 @@ def _content(plan: Any) -> dict[str, Any]:
         "graph_digest": plan.graph_digest,
         "order": list(plan.order),
         "offsets": [
-            {"value": p.value, "offset": p.offset, "bytes": p.num_bytes}
-            | {"start": p.start, "end": p.end}
-            for p in plan.placements
+            {"value": p.value, "offset": p.offset} | _extent_of(p) for p in plan.placements
         ],
         "transfers": [
-            {"value": t.value, "link": t.link.value, "bytes": t.num_bytes}
-            | {"start": t.start, "end": t.end}
-            for t in plan.transfers
+            {"value": t.value, "link": t.link.value} | _extent_of(t) for t in plan.transfers
         ],
-        "copies": [
-            {"value": c.value, "tier": c.tier.value, "bytes": c.num_bytes}
-            | {"start": c.start, "end": c.end}
-            for c in plan.copies
-        ],
+        "copies": [{"value": c.value, "tier": c.tier.value} | _extent_of(c) for c in plan.copies],
         "recomputed": list(plan.recomputed),
-        "budget": {
-            "device_bytes": plan.budget.device_bytes,
-            "host_bytes": plan.budget.host_bytes,
-            "file_bytes": plan.budget.file_bytes,
-        },
+        "budget": dataclasses.asdict(plan.budget),
         "machine": plan.machine.to_dict(),
         "operator_seconds": list(plan.operator_seconds),
         "step_seconds": plan.step_seconds,
@@ -72,6 +61,10 @@ def _content(plan: Any) -> dict[str, Any]:
         "split_bytes": plan.split_bytes,
         "times": plan.times,
     }
+
+
+def _extent_of(interval: Placement | Transfer | Copy) -> dict[str, int]:
+    return {"bytes": interval.num_bytes, "start": interval.start, "end": interval.end}
 
 
 def decode_plan(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def tabulate_live_ranges(
     holes: list[tuple[int, int, int]] = []
     live = np.zeros(num_positions + 1, dtype=np.int64)
     for index, live_range in enumerate(ranges):
-        holes += [(index, *hole) for hole in live_range.holes if hole.positions]
+        holes += [(index, hole.begin, hole.end) for hole in live_range.holes if hole.positions]
         num_bytes = graph.num_bytes(live_range.value)
         _add(live, live_range.uses[0], live_range.end, num_bytes)
     columns = np.array(holes, dtype=np.int64).reshape(-1, 3)

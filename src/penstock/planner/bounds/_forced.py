@@ -165,13 +165,7 @@ def find_forced(graph: StepGraph, operator_seconds: Sequence[float], *, recomput
                 storage.num_bytes
             )
     shared = np.array([saved_bytes(graph, index) for index in range(num_operators)], dtype=float)
-    changed = np.zeros(num_operators)  # old and new are one
-    changed_here = np.zeros(num_operators)
-    for index, operator in enumerate(graph.operators):
-        for old, _ in operator.mutates:
-            changed_here[index] += graph.num_bytes(old)
-            if not graph.storages[graph.storage_of_value[old]].persistent:
-                changed[index] += graph.num_bytes(old)
+    changed, changed_here = _changed_bytes(graph)
     persistent, constant = _persistent_bytes(graph, recompute=recompute)
     return Forced(
         here=here - shared - changed_here,
@@ -184,6 +178,20 @@ def find_forced(graph: StepGraph, operator_seconds: Sequence[float], *, recomput
         ancestors=ancestors,
         descendants=descendants,
     )
+
+
+def _changed_bytes(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
+    """Return per operator the bytes it changes in place, without persistent ones, and all.
+
+    Old and new value are one there.
+    """
+    changed, changed_here = np.zeros((2, len(graph.operators)))
+    for index, operator in enumerate(graph.operators):
+        for old, _ in operator.mutates:
+            changed_here[index] += graph.num_bytes(old)
+            if not graph.storages[graph.storage_of_value[old]].persistent:
+                changed[index] += graph.num_bytes(old)
+    return changed, changed_here
 
 
 def forced_bytes(graph: StepGraph) -> np.ndarray:

@@ -82,12 +82,32 @@ def group_operators(graph: StepGraph, *, at_ends: bool = True) -> OperatorGroups
         else:
             groups[operator] = [operator]
     groups = {members[0]: members for members in groups.values()}  # by their first
+    free_first = is_given and not front
+    _prepend_operators(graph, groups, ancestors, descendants, free_first=free_first)
+    rest = [groups[first] for first in sorted(groups)]
+    if front:
+        rest = [sorted(front), *rest]
+    return _with_certain_orders(graph, rest, has_front=bool(front))
+
+
+def _prepend_operators(
+    graph: StepGraph,
+    groups: dict[int, list[int]],
+    ancestors: list[set[int]],
+    descendants: list[set[int]],
+    *,
+    free_first: bool,
+) -> None:
+    """Join single operators to the groups before which they may run; groups are by their first.
+
+    `free_first`: whether operators that may be the first of the step stay as they are.
+    """
     successors: list[set[int]] = [set() for _ in graph.operators]
     for operator, earlier in enumerate(graph.predecessors):
         for before in earlier:
             successors[before].add(operator)
     for operator in reversed(range(len(graph.operators))):
-        may_be_first = is_given and not front and not ancestors[operator]
+        may_be_first = free_first and not ancestors[operator]
         if len(groups.get(operator, ())) != 1 or may_be_first:
             continue
         for first in sorted(successors[operator]):
@@ -95,10 +115,6 @@ def group_operators(graph: StepGraph, *, at_ends: bool = True) -> OperatorGroups
             if is_next and _may_precede(graph, operator, first):
                 groups[operator] = [operator, *groups.pop(first)]
                 break
-    rest = [groups[first] for first in sorted(groups)]
-    if front:
-        rest = [sorted(front), *rest]
-    return _with_certain_orders(graph, rest, has_front=bool(front))
 
 
 def separate_operators(graph: StepGraph) -> OperatorGroups:

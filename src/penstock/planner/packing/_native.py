@@ -1,4 +1,4 @@
-"""The packer in C++: how it is built, and how it is called."""
+"""The packer in C++: its build, and its call."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _NUM_THREADS = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """What an engine answers."""
+class EngineResult:
+    """Offsets that an engine found, with what it proved."""
 
     offsets: tuple[int, ...]
     height: int
@@ -84,7 +84,7 @@ def pack_native(
     capacity: int | None,
     time_limit: float,
     seed: int,
-) -> Found:
+) -> EngineResult:
     """Pack buffers of at least one byte each; Ctrl-C stops it."""
     all_spans = [buffer.spans for buffer in buffers]
     request = _Request(
@@ -106,7 +106,7 @@ def pack_native(
     arguments = (ctypes.byref(to_struct(request)), ctypes.byref(answer), offsets.ctypes.data)
     run = functools.partial(compiled.penstock_pack, *arguments)
     run_stoppable([run], request.stop, name="pack")
-    return Found(
+    return EngineResult(
         offsets=tuple(offsets.tolist()),
         height=answer.height,
         lower_bound=answer.lower_bound,

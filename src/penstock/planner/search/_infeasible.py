@@ -33,14 +33,7 @@ def explain_infeasible(grid: GridRequest, least: WorkingSet | None = None) -> In
     """Return the error of a search that found nothing, or of a budget below the working set."""
     request, arena, workspace_bytes = grid.request, grid.arena, grid.request.workspace_bytes
     if least is not None and load_engine() is None:
-        return InfeasibleError(
-            f"device_memory={request.budget.device_bytes} bytes is too little: operator "
-            f"{least.operator!r} alone needs {least.num_bytes} bytes with its workspace: raise it, "
-            "or split it",
-            minimum_device_bytes=least.num_bytes,
-            operator=least.operator,
-            proved=True,
-        )
+        return _explain_working_set(request, least)
     sequence = grid.program()
     if arena.lower is not None and arena.lower.first_bytes is not None:
         unlimited = dataclasses.replace(arena.lower, first_bytes=None)
@@ -75,6 +68,18 @@ def explain_infeasible(grid: GridRequest, least: WorkingSet | None = None) -> In
         f"it, and no other order was found that needs less; {reason}",
         operator=name,
         sufficient_device_bytes=enough,
+    )
+
+
+def _explain_working_set(request: PlanRequest, least: WorkingSet) -> InfeasibleError:
+    """Return the error of a budget below the working set, where nothing can be searched."""
+    return InfeasibleError(
+        f"device_memory={request.budget.device_bytes} bytes is too little: operator "
+        f"{least.operator!r} alone needs {least.num_bytes} bytes with its workspace: raise it, or "
+        "split it",
+        minimum_device_bytes=least.num_bytes,
+        operator=least.operator,
+        proved=True,
     )
 
 

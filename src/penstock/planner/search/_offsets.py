@@ -153,9 +153,8 @@ def pack_offsets(
         intervals = engine_intervals(choice, rates, core)
         intervals["offset"] = packing.offsets
         replay = choice.sequence.replay(choice.evicted, intervals, rates, tier=choice.tier)
-        if replay.overflow <= 0 and (
-            best is None or replay.step_seconds < best[0].replay.step_seconds
-        ):
+        is_better = best is None or replay.step_seconds < best[0].replay.step_seconds
+        if replay.overflow <= 0 and is_better:
             best = dataclasses.replace(choice, replay=replay), list(packing.offsets)
             if best[0].seconds <= choice.seconds * _AS_GOOD:
                 break

@@ -56,13 +56,9 @@ def plan_residency(
         for interval in chain
         for placement in values.placements(interval, offset)
     ]
-    transfers = [
-        transfer
-        for tier, (out_link, back_link) in enumerate(links)
-        for transfer in _transfers(
-            values, [hole for hole in holes if hole.tier == tier], out_link, back_link
-        )
-    ]
+    transfers: list[Transfer] = []
+    for tier, tier_links in enumerate(links):
+        transfers += _transfers(values, [h for h in holes if h.tier == tier], *tier_links)
     unused = {
         values.initial(hole.storage): links[hole.tier][0].destination
         for hole in holes

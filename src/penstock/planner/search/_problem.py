@@ -99,9 +99,8 @@ class Problem:
         self.actual_bytes = np.array([s.num_bytes for s in graph.storages], dtype=np.int64)
         self.alignment = alignment_bytes(graph) if alignment is None else alignment
         self.object_bytes = -(-self.actual_bytes // self.alignment) * self.alignment
-        self.object_flags = np.array(
-            [_flags(graph, i) for i in range(len(graph.storages))], np.uint8
-        )
+        flags = [_flags(graph, storage) for storage in range(len(graph.storages))]
+        self.object_flags = np.array(flags, np.uint8)
         accesses = [_accesses(graph, operator) for operator in range(len(graph.operators))]
         reuses = [_reuses(graph, operator) for operator in range(len(graph.operators))]
         self.first_access = _offsets(accesses)
