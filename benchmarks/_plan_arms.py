@@ -11,7 +11,7 @@ from _plan_torch_budget import plan_torch_budget
 from penstock.graph import StepGraph
 from penstock.memory import MachineProfile
 from penstock.planner import Bound, Budget, Plan, PlanRequest, lower_bound, plan
-from penstock.planner.baselines._on_demand import plan_on_demand
+from penstock.planner.paging import plan_by_paging
 from planners.layers_lp import plan_layers_lp
 
 OURS = "penstock"
@@ -32,9 +32,9 @@ ABLATIONS: Mapping[str, Freedom] = {
 ODSWAP = "LRU with prefetch (ODSwap)"
 STOCK, CHECKPOINTING = "stock", "checkpointing every layer"  # not in the table: points of a picture
 REFERENCES: Mapping[str, Callable[..., Plan]] = {
-    "on demand, LRU": functools.partial(plan_on_demand, arm="lru"),
-    ODSWAP: functools.partial(plan_on_demand, arm="lru-prefetch"),
-    "Belady, earliest prefetch": functools.partial(plan_on_demand, arm="belady"),
+    "on demand, LRU": functools.partial(plan_by_paging, policy="lru"),
+    ODSWAP: functools.partial(plan_by_paging, policy="lru-prefetch"),
+    "Belady, earliest prefetch": functools.partial(plan_by_paging, policy="belady"),
     "LP per layer (torchtitan)": plan_layers_lp,
     "torch's memory budget": plan_torch_budget,
 }

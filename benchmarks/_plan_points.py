@@ -14,8 +14,7 @@ from _rows import BenchmarkRow
 from penstock.graph import StepGraph
 from penstock.memory import MachineProfile
 from penstock.planner import Budget, PlanRequest, check
-from penstock.planner.baselines._checkpointing import plan_checkpointing
-from penstock.planner.baselines._order import peak_of_program_order
+from penstock.planner.paging import peak_of_program_order, plan_checkpointing
 
 
 def point_rows(

@@ -19,8 +19,10 @@ from _rows import BenchmarkRow, Limit, write_rows
 from penstock.graph import StepGraph, operator_seconds
 from penstock.memory import Link, MachineProfile
 from penstock.planner import Found, check, plan
-from penstock.planner.baselines._order import peak_of_program_order
-from penstock.planner.search._engine import OperatorSequence, Problem, Rates
+from penstock.planner._link_rates import LinkRates
+from penstock.planner.paging import peak_of_program_order
+from penstock.planner.search._problem import Problem
+from penstock.planner.search._sequence import OperatorSequence
 
 SIMULATED = "gpt2-20"
 PLANNED = "gpt2-72"
@@ -39,8 +41,8 @@ def simulation_row(
     capacity = peak_of_program_order(graph) // SHARE
     target = np.maximum(int(capacity * 0.8), sequence.working_set)
     out, back = machine.links[Link.DEVICE_TO_HOST], machine.links[Link.HOST_TO_DEVICE]
-    rates = (Rates(out.bytes_per_second, back.bytes_per_second),)
-    evicted, _ = sequence.choose(target)
+    rates = (LinkRates(out.bytes_per_second, back.bytes_per_second),)
+    evicted, _ = sequence.evict(target)
     seconds, choosing = [], []
     for _ in range(_NUM_BATCHES):
         began = time.perf_counter()
@@ -49,7 +51,7 @@ def simulation_row(
         seconds.append((time.perf_counter() - began) / 100)
         began = time.perf_counter()
         for _ in range(20):
-            sequence.choose(target)
+            sequence.evict(target)
         choosing.append((time.perf_counter() - began) / 20)
     return BenchmarkRow.of(
         seconds,
@@ -91,7 +93,7 @@ def planning_row(
         extra={
             "step_seconds": found.step_seconds,
             "ideal_seconds": found.ideal_seconds,
-            "gap": found.gap,
+            "hole": found.hole,
             "num_progress": len(progress),
             "first_progress_seconds": progress[0].elapsed_seconds if progress else None,
         },

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from penstock.errors import InfeasibleError
 from penstock.planner import Plan, PlanRequest
-from penstock.planner.baselines._on_demand import plan_on_demand
-from penstock.planner.baselines._recompute import Recomputation
+from penstock.planner.paging import Recomputation, plan_by_paging
 
 BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
 
@@ -35,7 +34,7 @@ def plan_torch_budget(request: PlanRequest) -> Plan:
             dropped -= {choices[index].value for index in kept}
         order, _ = recomputation.order_without(dropped if share < 1 else ())
         try:
-            return plan_on_demand(
+            return plan_by_paging(
                 request,
                 order=order,
                 candidates=(),

@@ -58,7 +58,7 @@ from penstock.planner import (
     min_working_set,
     plan,
 )
-from penstock.planner.baselines._order import peak_of_program_order
+from penstock.planner.paging import peak_of_program_order
 
 TOPIC = "cosma"
 BASELINE, EXACT, AUTO = "TFLite arena, Belady", "exact", "auto"

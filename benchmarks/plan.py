@@ -52,7 +52,7 @@ from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
 from penstock.memory import MachineProfile
 from penstock.planner import Budget, Plan, check, simulate
-from penstock.planner.baselines._order import ordered_step, peak_of_program_order
+from penstock.planner.paging._accesses import order_step, peak_of_program_order
 
 TOPIC = "plan"
 SHARES = ("1/2", "1/4", "1/8", "1/12")
@@ -86,10 +86,10 @@ def _capture_digest() -> str:
 
 def minimum_bytes(graph: StepGraph) -> int:
     """The largest operands and results of an operator, each value once, and the workspace."""
-    step = ordered_step(graph)
+    step = order_step(graph)
     return step.workspace_bytes + max(
-        sum(step.num_bytes[value] for value in {*visit.needs, *visit.creates})
-        for visit in step.visits
+        sum(step.num_bytes[value] for value in {*accesses.needs, *accesses.creates})
+        for accesses in step.accesses
     )
 
 

@@ -1,4 +1,4 @@
-"""A linear program per layer: which fractions of its activations are kept, recomputed, offloaded.
+"""A linear program over layers: fractions of activations that are kept, recomputed, offloaded.
 
 This is the style of planning that training frameworks have begun to ship (pytorch/torchtitan, pull
 requests 3943 and 4636): an outer linear program over layers, whose memory model is a proxy, and a
@@ -16,24 +16,28 @@ from dataclasses import dataclass
 
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind, Phase
-from penstock.planner._plan import Found, Plan
+from penstock.planner._linear_program import LinearProgram
+from penstock.planner._link_rates import LinkRates
+from penstock.planner._plan import Plan
+from penstock.planner._plan_records import Found
 from penstock.planner._request import PlanRequest
-from penstock.planner.baselines._decisions import device_capacity, speeds_of
-from penstock.planner.baselines._on_demand import plan_on_demand
-from penstock.planner.baselines._order import ordered_step
-from penstock.planner.baselines._recompute import Recomputation, Saved
-from penstock.planner.baselines._timing import Speeds
+from penstock.planner.paging._checkpointing import Recomputation, Saved
+from penstock.planner.paging._plan_paging import (
+    count_arena_bytes,
+    find_swap_rates,
+    plan_by_paging,
+)
 
 CAPS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.45, 0.3, 0.15, 0.0)  # of the modelled peak, tried in turn
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """What the linear program knows about a layer.
+    """A layer, as the linear program sees it.
 
     Attributes:
         name: Of the module.
-        saved: What its forward saves.
+        saved: Values that its forward saves.
         recomputable_bytes: Of `saved` what can be made again from the layer's borders.
         recompute_seconds: Time that making all of that again takes.
         forward_seconds: Of its operators.
@@ -92,111 +96,79 @@ def find_layers(
 
 
 def solve_fractions(
-    layers: Sequence[Layer],
-    capacity: float,
-    *,
-    out_bytes_per_second: float,
-    in_bytes_per_second: float,
+    layers: Sequence[Layer], capacity: float, rates: LinkRates
 ) -> list[Fractions] | None:
-    """Minimise recomputation and waiting so that what is kept fits.
+    """Return the fractions of each layer that cost the least time, so that what is kept fits.
 
-    With k, r, o the kept, recomputed and offloaded bytes of a layer (k + r + o are all it saves),
-    before the backward of layer l the device holds k of all layers up to l and all of layer l. What
-    layers from l on send out has the rest of forward's time, what they get back the backward of the
-    layers behind them; the link's remaining time is waited for.
+    With k, r and o the bytes of a layer that are kept, recomputed and offloaded (k + r + o is all
+    n that it saves), cost[i] the seconds that a byte takes to recompute, and w the seconds of
+    waiting for links:
+
+        min  sum_i cost[i] r[i]  +  w_out + w_in  +  1e-6 sum_i o[i]
+        r[i] + o[i] <= n[i]                                            for each layer i
+        n[i] + sum_{j < i} k[j] <= capacity                            before the backward of i
+        sum_{j >= i} o[j] / B_out  <=  forward seconds behind i + w_out
+        sum_{j >= i} o[j] / B_in   <=  backward seconds behind i + w_in
 
     Args:
         layers: In the order of forward.
         capacity: Bytes for what layers save.
-        out_bytes_per_second: Of the link out of the device.
-        in_bytes_per_second: Of the link into it.
+        rates: B of the links out of the device and into it.
 
     Returns:
         The fractions of each layer; None if the linear program has no solution.
     """
-    program = _Program(layers, capacity, out_bytes_per_second, in_bytes_per_second)
-    values = program.solve()
-    if values is None:
+    program = LinearProgram()
+    scale = max(layer.num_bytes for layer in layers)  # keeps coefficients near one
+    recomputed, offloaded, waits = _add_columns(program, layers, scale)
+    _add_memory_rows(program, layers, [*zip(recomputed, offloaded, strict=True)], scale, capacity)
+    for index in range(len(layers)):
+        behind, moved = layers[index + 1 :], offloaded[index:]
+        for rate, wait, seconds in (
+            (rates.outward, waits[0], sum(layer.forward_seconds for layer in behind)),
+            (rates.inward, waits[1], sum(layer.backward_seconds for layer in behind)),
+        ):
+            program.row([*moved, wait], [*[scale / rate] * len(moved), -1.0], upper=seconds)
+    if program.solve(time_limit=math.inf) is None:
         return None
-    count = len(layers)
     return [
         Fractions(
-            recompute=values[index] * program.scale / layer.num_bytes,
-            offload=values[count + index] * program.scale / layer.num_bytes,
+            recompute=program.values[r] * scale / layer.num_bytes,
+            offload=program.values[o] * scale / layer.num_bytes,
         )
-        for index, layer in enumerate(layers)
+        for layer, r, o in zip(layers, recomputed, offloaded, strict=True)
     ]
 
 
-class _Program:
-    """The linear program: what each layer recomputes and offloads, and the waiting for links."""
+def _add_columns(
+    program: LinearProgram, layers: Sequence[Layer], scale: int
+) -> tuple[list[int], list[int], list[int]]:
+    """Add the columns r, o and (w_out, w_in)."""
+    recomputed = [
+        program.column(
+            upper=layer.recomputable_bytes / scale,
+            cost=layer.recompute_seconds / max(1, layer.recomputable_bytes) * scale,
+        )
+        for layer in layers
+    ]
+    offloaded = [program.column(upper=layer.num_bytes / scale, cost=1e-6) for layer in layers]
+    return recomputed, offloaded, [program.column(cost=1.0) for _ in range(2)]
 
-    def __init__(
-        self, layers: Sequence[Layer], capacity: float, out_rate: float, in_rate: float
-    ) -> None:
-        import highspy
 
-        self.layers = layers
-        self.scale = max(layer.num_bytes for layer in layers)  # keeps coefficients near one
-        self._optimal = highspy.HighsModelStatus.kOptimal
-        self._infinity = highspy.kHighsInf
-        self._solver = highspy.Highs()
-        self._solver.setOptionValue("output_flag", False)
-        self._add_variables()
-        self._add_memory(capacity / self.scale)
-        self._add_links(self.scale / out_rate, self.scale / in_rate)
-
-    def solve(self) -> list[float] | None:
-        """Values of the variables, those of recomputation first; None without a solution."""
-        self._solver.run()
-        if self._solver.getModelStatus() != self._optimal:
-            return None
-        return list(self._solver.getSolution().col_value)
-
-    def _add_variables(self) -> None:
-        """By layer recomputed, then by layer offloaded bytes, then waiting out and in."""
-        for layer in self.layers:
-            cost = layer.recompute_seconds / max(1, layer.recomputable_bytes) * self.scale
-            self._variable(layer.recomputable_bytes / self.scale, cost)
-        for layer in self.layers:
-            self._variable(layer.num_bytes / self.scale, 1e-6)
-        for _ in range(2):
-            self._variable(self._infinity, 1.0)
-
-    def _add_memory(self, capacity: float) -> None:
-        """Before the backward of a layer: what is kept of earlier ones, and this one whole."""
-        count, total = len(self.layers), 0.0
-        for index, layer in enumerate(self.layers):
-            num_bytes = layer.num_bytes / self.scale
-            total += num_bytes
-            self._row(num_bytes, {index: 1.0, count + index: 1.0})
-            gone = {place: -1.0 for other in range(index) for place in (other, count + other)}
-            if gone or num_bytes > capacity:
-                self._row(capacity - total, gone or {2 * count: 0.0})
-
-    def _add_links(self, out_seconds: float, in_seconds: float) -> None:
-        """What is behind a layer has the time of what is behind it, and what is waited for."""
-        count = len(self.layers)
-        for index in range(count):
-            behind = self.layers[index + 1 :]
-            for seconds, wait, time_left in (
-                (out_seconds, 2 * count, sum(layer.forward_seconds for layer in behind)),
-                (in_seconds, 2 * count + 1, sum(layer.backward_seconds for layer in behind)),
-            ):
-                moved = {count + other: seconds for other in range(index, count)}
-                self._row(time_left, {**moved, wait: -1.0})
-
-    def _variable(self, upper: float, cost: float) -> None:
-        self._solver.addVar(0.0, upper)
-        self._solver.changeColCost(self._solver.getNumCol() - 1, cost)
-
-    def _row(self, upper: float, terms: dict[int, float]) -> None:
-        """The sum of terms is at most so much."""
-        import numpy as np
-
-        columns = np.array(list(terms), dtype=np.int32)
-        values = np.array(list(terms.values()))
-        self._solver.addRow(-self._infinity, upper, len(terms), columns, values)
+def _add_memory_rows(
+    program: LinearProgram,
+    layers: Sequence[Layer],
+    pairs: Sequence[tuple[int, int]],
+    scale: int,
+    capacity: float,
+) -> None:
+    """Add the rows of what is kept: at most all of a layer, and that of earlier ones beside it."""
+    total, earlier = 0.0, []
+    for layer, pair in zip(layers, pairs, strict=True):
+        total += layer.num_bytes / scale
+        program.row(pair, [1.0, 1.0], upper=layer.num_bytes / scale)
+        program.row(earlier, [-1.0] * len(earlier), upper=capacity / scale - total)
+        earlier += pair
 
 
 def choose_values(
@@ -246,15 +218,15 @@ def plan_layers_lp(request: PlanRequest) -> Plan:
     recomputation = Recomputation(graph)
     layers = find_layers(recomputation, request.operator_seconds)
     fixed = sum(s.num_bytes for s in graph.storages if s.persistent or s.kind is Kind.INPUT)
-    room = max(0, device_capacity(ordered_step(graph), request.budget) - fixed)
+    capacity = max(0, count_arena_bytes(request) - fixed)
     unlimited = dataclasses.replace(request, deadline=math.inf, progress=None)
     best: Plan | None = None
-    for cap, dropped, offloaded in _choices(layers, room, speeds_of(request)):
+    for cap, dropped, offloaded in _choices(request, layers, capacity):
         if best is not None and not request.seconds_left():
             break
         order, really = recomputation.order_without(dropped)
         try:
-            plan = plan_on_demand(
+            plan = plan_by_paging(
                 unlimited,
                 order=order,
                 candidates=offloaded,
@@ -279,22 +251,18 @@ def plan_layers_lp(request: PlanRequest) -> Plan:
 
 
 def _choices(
-    layers: Sequence[Layer], room: int, speeds: Speeds
+    request: PlanRequest, layers: Sequence[Layer], capacity: int
 ) -> Iterator[tuple[float, frozenset[int], frozenset[int]]]:
     """For each cap of the model's memory what is dropped and offloaded; each choice once."""
-    modelled = min(room, sum(layer.num_bytes for layer in layers))
+    rates = find_swap_rates(request)
+    modelled = min(capacity, sum(layer.num_bytes for layer in layers))
     tried: set[tuple[frozenset[int], frozenset[int]]] = set()
     for cap in CAPS if layers else ():
-        fractions = solve_fractions(
-            layers,
-            cap * modelled,
-            out_bytes_per_second=speeds.out_bytes_per_second,
-            in_bytes_per_second=speeds.in_bytes_per_second,
-        )
+        fractions = solve_fractions(layers, cap * modelled, rates)
         if fractions is None:  # less than its largest layer
             continue
         chosen = [
-            choose_values(*pair, speeds.operator_seconds)
+            choose_values(*pair, request.operator_seconds)
             for pair in zip(layers, fractions, strict=True)
         ]
         dropped = frozenset().union(*(values for values, _ in chosen))

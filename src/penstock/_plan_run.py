@@ -123,7 +123,7 @@ def parse_device_memory(text: str | None, peak_bytes: int) -> int | None:
 
 def _task(graph: StepGraph, options: PlanOptions) -> _Task:
     from penstock.memory import machine, probe
-    from penstock.planner.baselines import peak_of_program_order
+    from penstock.planner.paging import peak_of_program_order
 
     profile = probe(options.store) if options.machine is None else machine(options.machine)
     return _Task(graph, profile, peak_of_program_order(graph), options)
@@ -254,7 +254,7 @@ def _run_sweep(task: _Task, out: Console, err: Console) -> None:
 def sweep_memory(task: _Task, err: Console) -> Sweep:
     """Plan for less and less memory until nothing fits; Ctrl-C ends the sweep."""
     from penstock.planner import Budget, PlanRequest
-    from penstock.planner.baselines import plan_checkpointing
+    from penstock.planner.paging import plan_checkpointing
     from penstock.report import Sweep, SweepPoint
 
     request = PlanRequest(graph=task.graph, budget=Budget(), machine=task.machine)

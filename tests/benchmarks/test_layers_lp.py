@@ -4,8 +4,8 @@ import graphs
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind, Phase
 from penstock.planner import Budget, check
-from penstock.planner.baselines._order import peak_of_program_order
-from penstock.planner.baselines._recompute import Recomputation
+from penstock.planner._link_rates import LinkRates
+from penstock.planner.paging import Recomputation, peak_of_program_order
 from planners.layers_lp import (
     Fractions,
     choose_values,
@@ -102,22 +102,22 @@ def test_what_may_not_run_again_is_kept():
 
 def test_the_program_keeps_what_fits():
     layers = find_layers(Recomputation(layered_step(4)), [1.0] * 17)
-    rates = {"out_bytes_per_second": 1.0, "in_bytes_per_second": 1.0}
-    enough = solve_fractions(layers, 16 * UNIT, **rates)
+    rates = LinkRates(1.0, 1.0)
+    enough = solve_fractions(layers, 16 * UNIT, rates)
     assert enough is not None
     assert all(f.recompute + f.offload == pytest.approx(0, abs=1e-6) for f in enough)
     # 4 units a layer: with room for 10, 6 units of the first three have to go.
-    tight = solve_fractions(layers, 10 * UNIT, **rates)
+    tight = solve_fractions(layers, 10 * UNIT, rates)
     assert tight is not None
     gone = sum((f.recompute + f.offload) * 4 for f in tight[:3])
     assert gone == pytest.approx(6, rel=1e-5)
-    assert solve_fractions(layers, 3 * UNIT, **rates) is None  # less than one layer
+    assert solve_fractions(layers, 3 * UNIT, rates) is None  # less than one layer
 
 
 def test_a_fast_link_offloads_and_a_slow_one_recomputes():
     layers = find_layers(Recomputation(layered_step(4)), [1.0] * 17)
-    fast = solve_fractions(layers, 8 * UNIT, out_bytes_per_second=1e6, in_bytes_per_second=1e6)
-    slow = solve_fractions(layers, 8 * UNIT, out_bytes_per_second=1.0, in_bytes_per_second=1.0)
+    fast = solve_fractions(layers, 8 * UNIT, LinkRates(1e6, 1e6))
+    slow = solve_fractions(layers, 8 * UNIT, LinkRates(1.0, 1.0))
     assert fast is not None
     assert slow is not None
     assert sum(f.offload for f in fast) > 0.5

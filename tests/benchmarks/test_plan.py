@@ -13,7 +13,7 @@ from _rows import BenchmarkRow, environment, read_rows, write_rows
 from penstock.errors import InfeasibleError
 from penstock.memory import LinkProfile, machine
 from penstock.planner import Budget, check
-from penstock.planner.baselines._order import peak_of_program_order
+from penstock.planner.paging import peak_of_program_order
 from plan import arm_row, budgets, minimum_bytes
 
 UNIT = 256

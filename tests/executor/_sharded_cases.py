@@ -27,7 +27,7 @@ from penstock.errors import CaptureError
 from penstock.executor import PlannedStep, average_gradients, bind, executable
 from penstock.graph import StepGraph, capture, run
 from penstock.planner import plan
-from penstock.planner.baselines._order import peak_of_program_order
+from penstock.planner.paging import peak_of_program_order
 
 NUM_RANKS, NUM_STEPS, NUM_WORDS = 2, 5, 11
 MACHINE = "h200"

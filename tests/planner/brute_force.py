@@ -4,7 +4,7 @@ import dataclasses
 
 from penstock.errors import InfeasibleError
 from penstock.planner import Plan, PlanRequest, lower_bound
-from penstock.planner.optima import Limit, fastest_of_order, orders_of
+from penstock.planner.exact import Limit, fastest_of_order, orders_of
 
 _SAME = 1 + 1e-6  # a plan this close to the bound, which is rounded down, is not searched further
 

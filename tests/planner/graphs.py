@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from penstock.graph import Kind, Operator, Phase, StepGraph, Storage, TensorView
 from penstock.memory import Link, LinkProfile, MachineProfile, Tier, TierProfile
 from penstock.planner import Budget, Plan, PlanRequest, Transfer
-from penstock.planner.optima._assemble import Stay, assemble
+from penstock.planner._assemble import assemble
+from penstock.planner._live_ranges import ResidentInterval as Interval
+from penstock.planner.exact._addresses import first_fit, place
 
 
 def machine(*, out=1.0, back=1.0, file=0.5) -> MachineProfile:
@@ -45,6 +47,14 @@ def request(graph, budget, profile=None, *, seconds=1.0, time_limit=None, **deci
         deadline=deadline,
         **decisions,
     )
+
+
+def plan_from(asked, order, intervals, transfers, *, offsets=None) -> Plan:
+    """A plan of resident intervals and transfers; without offsets by first fit."""
+    if offsets is None:
+        offsets = first_fit(asked.graph, order, intervals)
+    placements = place(asked.graph, intervals, offsets)
+    return assemble(asked, order, placements, transfers, method="assembled")
 
 
 class GraphBuilder:
@@ -246,13 +256,13 @@ def random_plan(
         order = random_order(graph, rng)
         if again:
             order = with_second_runs(graph, order, rng)
-    stays, transfers = [], []
+    intervals, transfers = [], []
     for value, born, uses, last in lives(graph, order):
-        _live(graph, len(order), value, born, uses, last, rng, keep, early, stays, transfers)
+        _live(graph, len(order), value, born, uses, last, rng, keep, early, intervals, transfers)
     transfers.sort(key=lambda t: (t.end, t.start))
     if seconds is None:
         seconds = [float(rng.randint(0, 6)) for _ in graph.operators]
-    return assemble(
+    return plan_from(
         request(
             graph,
             budget=Budget(device_bytes=1 << 20, host_bytes=1 << 20),
@@ -260,7 +270,7 @@ def random_plan(
             seconds=seconds,
         ),
         order,
-        stays,
+        intervals,
         transfers,
     )
 
@@ -312,7 +322,7 @@ def lives(graph: StepGraph, order: list[int]):
             yield value, birth, sorted(set(these)), last
 
 
-def _live(graph, num_positions, value, born, uses, last, rng, keep, early, stays, transfers):
+def _live(graph, num_positions, value, born, uses, last, rng, keep, early, intervals, transfers):
     """Decide about each gap between two uses; `uses` do not include the handing over at `last`."""
     num_bytes = graph.num_bytes(value)
     storage = graph.storages[graph.storage_of_value[value]]
@@ -322,13 +332,13 @@ def _live(graph, num_positions, value, born, uses, last, rng, keep, early, stays
         *head, start, end = fields
         if start >= num_positions:
             head[0], start, end = storage.initial, start - num_positions, end - num_positions
-        (stays if kind is Stay else transfers).append(kind(*head, start, end))
+        (intervals if kind is Interval else transfers).append(kind(*head, start, end))
 
     if born is None:
         gaps = list(zip(uses, [*uses[1:], uses[0] + num_positions], strict=True)) if uses else []
         leaves = [rng.random() >= keep for _ in gaps]
         if not any(leaves):
-            stays.append(Stay(value, 0, num_positions))
+            intervals.append(Interval(value, 0, num_positions))
             return
         first = leaves.index(True)  # begin where it comes in
         anchors = [*uses[first + 1 :], *(p + num_positions for p in uses[: first + 1])]
@@ -354,11 +364,11 @@ def _live(graph, num_positions, value, born, uses, last, rng, keep, early, stays
             leave = rng.randint(at + 2, use)
             add(Transfer, value, Link.DEVICE_TO_HOST, num_bytes, at + 1, leave)
             copied = True
-        add(Stay, value, begin, leave)
+        add(Interval, value, begin, leave)
         begin = rng.randint(leave, use) if early else use
         add(Transfer, value, Link.HOST_TO_DEVICE, num_bytes, begin, use)
         at = use
-    add(Stay, value, begin, last if last is not None else at + 1)
+    add(Interval, value, begin, last if last is not None else at + 1)
 
 
 def occupied_bytes(graph: StepGraph, plan: Plan) -> int:

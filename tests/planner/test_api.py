@@ -12,7 +12,7 @@ from penstock.errors import GraphFileError, InfeasibleError, PenstockError, Plan
 from penstock.graph import capture
 from penstock.memory import Link
 from penstock.planner import Plan, _api, check, plan, simulate
-from penstock.planner.baselines._order import peak_of_program_order
+from penstock.planner.paging import peak_of_program_order
 
 MIB = 2**20
 

@@ -11,7 +11,8 @@ from graphs import GraphBuilder, chain_step, machine, random_graph, random_plan,
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.planner import Budget, check
-from penstock.planner.optima._assemble import Stay, packed_offsets
+from penstock.planner._live_ranges import ResidentInterval as Interval
+from penstock.planner.exact._addresses import find_offsets
 
 
 @settings(max_examples=40, deadline=None)
@@ -95,10 +96,18 @@ def test_a_place_is_not_handed_over_while_its_owner_is_back():
     build.run(reads=(weight,), creates=(result,), may_overwrite=((weight, result),))
     build.run(reads=(result,), creates=(end,))
     graph = build.graph(end)
-    stays = [Stay(weight, 1, 2), Stay(result, 0, 2), Stay(end, 1, 2)]
-    assert packed_offsets(graph, (0, 1), stays, 100) is None
-    apart = [Stay(weight, 1, 3), Stay(result, 0, 2), Stay(end, 1, 2)]
-    assert packed_offsets(graph, (0, 1), apart, 9) is not None
+    intervals = [
+        Interval(weight, 1, 2),
+        Interval(result, 0, 2),
+        Interval(end, 1, 2),
+    ]
+    assert find_offsets(graph, (0, 1), intervals, 100) is None
+    apart = [
+        Interval(weight, 1, 3),
+        Interval(result, 0, 2),
+        Interval(end, 1, 2),
+    ]
+    assert find_offsets(graph, (0, 1), apart, 9) is not None
 
 
 def test_a_result_without_bytes_takes_over_no_place():

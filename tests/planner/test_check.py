@@ -10,6 +10,7 @@ from graphs import (
     GraphBuilder,
     chain_step,
     machine,
+    plan_from,
     planned_steps,
     random_graph,
     random_plan,
@@ -20,30 +21,32 @@ from penstock.graph import Kind, Operator, StepGraph, Storage
 from penstock.memory import Link, Tier
 from penstock.planner import Bound, Budget, Copy, Plan, Transfer, check, simulate
 from penstock.planner import plan as make_plan
-from penstock.planner.optima._assemble import Stay, assemble
+from penstock.planner._live_ranges import ResidentInterval as Interval
 
 GRAPH = chain_step()
 # Operators: forward 0 to 2, loss 3; backward and update of layers 2 (4, 5), 1 (6, 7), 0 (8, 9).
 # Values: input 0, weights 1 to 3, activations 4 to 6, loss 7, gradient 8, then per layer weight
 # gradient, gradient, new weight: 9, 10, 11; 12, 13, 14; 15, 16, 17.
-STAYS = [
-    Stay(0, 0, 2),  # the input leaves for the host and comes back for the last backward
-    Stay(0, 7, 9),
-    Stay(17, 9, 11),  # the first weight leaves after the next forward and comes back for its update
-    Stay(1, 6, 9),
-    Stay(14, 7, 17),  # the second one stays
-    Stay(11, 5, 15),  # the third one too
-    Stay(4, 0, 7),
-    Stay(5, 1, 5),
-    Stay(6, 2, 4),
-    Stay(7, 3, 10),
-    Stay(8, 3, 4),
-    Stay(9, 4, 6),
-    Stay(10, 4, 6),
-    Stay(12, 6, 8),
-    Stay(13, 6, 8),
-    Stay(15, 8, 10),
-    Stay(16, 8, 9),
+INTERVALS = [
+    Interval(0, 0, 2),  # the input leaves for the host and comes back for the last backward
+    Interval(0, 7, 9),
+    Interval(
+        17, 9, 11
+    ),  # the first weight leaves after the next forward and comes back for its update
+    Interval(1, 6, 9),
+    Interval(14, 7, 17),  # the second one stays
+    Interval(11, 5, 15),  # the third one too
+    Interval(4, 0, 7),
+    Interval(5, 1, 5),
+    Interval(6, 2, 4),
+    Interval(7, 3, 10),
+    Interval(8, 3, 4),
+    Interval(9, 4, 6),
+    Interval(10, 4, 6),
+    Interval(12, 6, 8),
+    Interval(13, 6, 8),
+    Interval(15, 8, 10),
+    Interval(16, 8, 9),
 ]
 TRANSFERS = [
     Transfer(0, Link.DEVICE_TO_HOST, 6, 1, 2),
@@ -53,10 +56,10 @@ TRANSFERS = [
 ]
 
 
-def plan_of(stays=STAYS, transfers=TRANSFERS) -> Plan:
+def plan_of(intervals=INTERVALS, transfers=TRANSFERS) -> Plan:
     """A plan whose times and statements are right, whatever else is not."""
     transfers = sorted(transfers, key=lambda t: t.end)
-    return assemble(
+    return plan_from(
         request(
             GRAPH,
             budget=Budget(device_bytes=1000, host_bytes=100, file_bytes=100),
@@ -64,7 +67,7 @@ def plan_of(stays=STAYS, transfers=TRANSFERS) -> Plan:
             seconds=[5.0] * 10,
         ),
         range(10),
-        stays,
+        intervals,
         transfers,
     )
 
@@ -97,12 +100,12 @@ def test_every_valid_plan_is_accepted(planned):
     check(*planned)
 
 
-def with_stay(old, *new):
-    return plan_of(changed(STAYS, old, *new))
+def with_interval(old, *new):
+    return plan_of(changed(INTERVALS, old, *new))
 
 
 def with_transfer(old, *new):
-    return plan_of(STAYS, changed(TRANSFERS, old, *new))
+    return plan_of(INTERVALS, changed(TRANSFERS, old, *new))
 
 
 def moved(plan, value, start, offset):
@@ -142,9 +145,18 @@ FAULTS = {
         lambda: but(placements=(plan_of().placements[0]._replace(num_bytes=5),)),
     ),
     "half a transfer": ("bytes", lambda: with_transfer(X_OUT, X_OUT._replace(num_bytes=3))),
-    "a stay that ends before it begins": ("interval", lambda: with_stay(STAYS[0], Stay(0, 2, 1))),
-    "longer than a step": ("interval", lambda: with_stay(Stay(14, 7, 17), Stay(14, 7, 18))),
-    "an activation in the next step": ("interval", lambda: with_stay(STAYS[-2], Stay(15, 8, 11))),
+    "a stay that ends before it begins": (
+        "interval",
+        lambda: with_interval(INTERVALS[0], Interval(0, 2, 1)),
+    ),
+    "longer than a step": (
+        "interval",
+        lambda: with_interval(Interval(14, 7, 17), Interval(14, 7, 18)),
+    ),
+    "an activation in the next step": (
+        "interval",
+        lambda: with_interval(INTERVALS[-2], Interval(15, 8, 11)),
+    ),
     "no boundary between host and file": (
         "window",
         lambda: but(transfers=(X_OUT, Transfer(0, Link.HOST_TO_FILE, 6, 3, 3))),
@@ -163,16 +175,23 @@ FAULTS = {
     "below the arena": ("budget", lambda: moved(plan_of(), 7, 3, -1)),
     "two at one address": ("overlap", lambda: moved(plan_of(), 9, 4, offset_of(plan_of(), 10))),
     "overlap over the end": ("overlap", lambda: moved(plan_of(), 4, 0, offset_of(plan_of(), 14))),
-    "needed and not there": ("residency", lambda: with_stay(Stay(5, 1, 5), Stay(5, 1, 4))),
-    "freed where it is needed": ("residency", lambda: with_stay(Stay(9, 4, 6), Stay(9, 4, 5))),
+    "needed and not there": (
+        "residency",
+        lambda: with_interval(Interval(5, 1, 5), Interval(5, 1, 4)),
+    ),
+    "freed where it is needed": (
+        "residency",
+        lambda: with_interval(Interval(9, 4, 6), Interval(9, 4, 5)),
+    ),
     "needed and not arrived": (
         "arrival",
         lambda: plan_of(
-            changed(STAYS, STAYS[1], Stay(0, 7, 10)), changed(TRANSFERS, X_IN, X_IN._replace(end=9))
+            changed(INTERVALS, INTERVALS[1], Interval(0, 7, 10)),
+            changed(TRANSFERS, X_IN, X_IN._replace(end=9)),
         ),
     ),
-    "made and no place": ("room", lambda: with_stay(Stay(15, 8, 10))),
-    "brought to no place": ("room", lambda: with_stay(Stay(1, 6, 9))),
+    "made and no place": ("placement", lambda: with_interval(Interval(15, 8, 10))),
+    "brought to no place": ("placement", lambda: with_interval(Interval(1, 6, 9))),
     "placed and nobody brings it": ("cause", lambda: with_transfer(X_IN)),
     "made and brought": (
         "cause",
@@ -185,7 +204,8 @@ FAULTS = {
     "placed twice": (
         "placed_twice",
         lambda: plan_of(
-            [*STAYS, Stay(1, 7, 9)], [*TRANSFERS, Transfer(1, Link.HOST_TO_DEVICE, 4, 7, 7)]
+            [*INTERVALS, Interval(1, 7, 9)],
+            [*TRANSFERS, Transfer(1, Link.HOST_TO_DEVICE, 4, 7, 7)],
         ),
     ),
     "sent on before it has arrived": (
@@ -207,16 +227,16 @@ FAULTS = {
     "nowhere to write": ("copy", lambda: but(copies=())),
     "written twice": ("copy", lambda: with_transfer(X_OUT, X_OUT, X_OUT)),
     "freed while it leaves": ("in_flight", lambda: with_transfer(X_OUT, X_OUT._replace(end=3))),
-    "handed over to another address": ("handover", lambda: moved(plan_of(), 17, 9, 500)),
+    "handed over to another address": ("reuse", lambda: moved(plan_of(), 17, 9, 500)),
     "not handed over and not kept": ("residency", lambda: moved(plan_of(), 10, 4, 600)),
     "written over and still there": (
-        "handover",
-        lambda: with_stay(Stay(1, 6, 9), Stay(1, 6, 10)),
+        "reuse",
+        lambda: with_interval(Interval(1, 6, 9), Interval(1, 6, 10)),
     ),
     "written over while it leaves": (
-        "handover",
+        "reuse",
         lambda: plan_of(
-            STAYS,
+            INTERVALS,
             [
                 X_OUT,
                 X_IN,
@@ -228,9 +248,9 @@ FAULTS = {
     ),
     "begins where it did not end": (
         "steady_state",
-        lambda: with_stay(Stay(14, 7, 17), Stay(14, 7, 9), Stay(2, 0, 7)),
+        lambda: with_interval(Interval(14, 7, 17), Interval(14, 7, 9), Interval(2, 0, 7)),
     ),
-    "no loss": ("loss", lambda: with_stay(Stay(7, 3, 10), Stay(7, 3, 9))),
+    "no loss": ("loss", lambda: with_interval(Interval(7, 3, 10), Interval(7, 3, 9))),
     "more than the host has": (
         "host_budget",
         lambda: but(budget=Budget(device_bytes=1000, host_bytes=9)),
@@ -380,10 +400,10 @@ def test_a_value_that_stays_over_the_end_keeps_its_address():
     reads = [(0,), (), (0,)]
     operators = [Operator(name=f"op{i}", target="aten.op", reads=reads[i]) for i in range(3)]
     graph = StepGraph(storages=(weight,), storage_of_value=(0,), operators=tuple(operators))
-    plan = assemble(
+    plan = plan_from(
         request(graph, budget=Budget(host_bytes=4), profile=machine(), seconds=[1.0] * 3),
         range(3),
-        [Stay(0, 0, 1), Stay(0, 2, 3)],
+        [Interval(0, 0, 1), Interval(0, 2, 3)],
         [Transfer(0, Link.HOST_TO_DEVICE, 4, 2, 2)],
     )
     check(graph, plan)
@@ -401,10 +421,10 @@ def test_what_no_step_changes_and_stays_for_ever_overlaps_nothing(kind, offset):
     graph = StepGraph(
         storages=tuple(weights), storage_of_value=(0, 1, 2), operators=tuple(operators)
     )
-    plan = assemble(
+    plan = plan_from(
         request(graph, budget=Budget(), profile=machine(), seconds=[1.0] * 3),
         range(3),
-        [Stay(value, 0, 3) for value in range(3)],
+        [Interval(value, 0, 3) for value in range(3)],
         (),
         offsets=[0, 8, 12],
     )
@@ -421,7 +441,11 @@ def test_a_result_does_not_lie_over_the_rest_of_what_another_takes_over():
     small, other = build.storage(4), build.storage(4)
     build.run(reads=(x,), creates=(small, other), may_overwrite=((x, small),))
     graph = build.graph(other)
-    stays = [Stay(x, 0, 0), Stay(small, 0, 1), Stay(other, 0, 1)]
+    intervals = [
+        Interval(x, 0, 0),
+        Interval(small, 0, 1),
+        Interval(other, 0, 1),
+    ]
     asked = request(graph, Budget())
-    check(graph, assemble(asked, [0], stays, (), offsets=[0, 0, 8]))
-    assert rule_of(assemble(asked, [0], stays, (), offsets=[0, 0, 4]), graph) == "overlap"
+    check(graph, plan_from(asked, [0], intervals, (), offsets=[0, 0, 8]))
+    assert rule_of(plan_from(asked, [0], intervals, (), offsets=[0, 0, 4]), graph) == "overlap"

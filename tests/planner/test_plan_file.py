@@ -12,7 +12,7 @@ from graphs import chain_step, in_units, machine, request
 from penstock.errors import GraphFileError
 from penstock.graph import StepGraph
 from penstock.planner import Budget, Plan
-from penstock.planner.baselines._on_demand import plan_on_demand
+from penstock.planner.paging import plan_by_paging
 
 UNIT = 256
 
@@ -23,14 +23,14 @@ def small_graph() -> StepGraph:
 
 def small_plan() -> Plan:
     graph = small_graph()
-    return plan_on_demand(
+    return plan_by_paging(
         request(
             graph,
             budget=Budget(device_bytes=8 * UNIT, host_bytes=1 << 20),
             profile=machine(out=UNIT, back=UNIT),
             seconds=[1.0] * len(graph.operators),
         ),
-        arm="belady",
+        policy="belady",
     )
 
 

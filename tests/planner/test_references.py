@@ -1,4 +1,4 @@
-"""Freedom makes no plan slower, and no plan is slower than paging on demand."""
+"""Freedom makes no plan slower, and no plan is slower than paging."""
 
 import dataclasses
 import itertools
@@ -14,8 +14,7 @@ from penstock.errors import InfeasibleError
 from penstock.graph import operator_seconds
 from penstock.planner import Budget, check, plan
 from penstock.planner import _references as references
-from penstock.planner.baselines._on_demand import ON_DEMAND, plan_on_demand
-from penstock.planner.baselines._order import peak_of_program_order
+from penstock.planner.paging import PAGING_POLICIES, peak_of_program_order, plan_by_paging
 from penstock.planner.search._auto import frozen_decisions
 
 UNIT = 512
@@ -54,7 +53,7 @@ def captured_step(name):
 
 
 def times_of_all(graph, share, machine):
-    """The step's time by freedom, and by arm of paging on demand, of those that have a plan."""
+    """The step's time by freedom, and by policy of paging, of those that have a plan."""
     budget = int(peak_of_program_order(graph) * share)
     found = {}
     for reorder, recompute in FREEDOMS:
@@ -74,14 +73,16 @@ def times_of_all(graph, share, machine):
         assert made.method == "auto"
         found[reorder, recompute] = made.step_seconds
     profile = machine.while_both_are_busy()
-    for arm in ON_DEMAND:
+    for policy in PAGING_POLICIES:
         limits = Budget(device_bytes=budget, host_bytes=1 << 40)
         seconds = operator_seconds(graph, profile)
         try:
-            made = plan_on_demand(graphs.request(graph, limits, profile, seconds=seconds), arm=arm)
+            made = plan_by_paging(
+                graphs.request(graph, limits, profile, seconds=seconds), policy=policy
+            )
         except InfeasibleError:
             continue
-        found[arm] = made.step_seconds
+        found[policy] = made.step_seconds
     return found
 
 
@@ -89,7 +90,7 @@ def assert_freedom_is_no_loss(found):
     assert found, "nothing has a plan"
     for freedom in FREEDOMS:
         others = [other for other in frozen_decisions(*freedom) if other in found]
-        others += [arm for arm in ON_DEMAND if arm in found]
+        others += [policy for policy in PAGING_POLICIES if policy in found]
         for other in others:
             assert found[freedom] <= found[other] * (1 + 1e-9), (freedom, other, found)
 
@@ -110,8 +111,8 @@ def test_freedom_makes_no_plan_of_a_captured_step_slower(name):
     )
 
 
-def test_a_plan_on_demand_that_is_faster_is_taken(monkeypatch):
-    """The search is made to find nothing good: the arm's plan is what `plan` returns."""
+def test_a_plan_by_paging_that_is_faster_is_taken(monkeypatch):
+    """The search is made to find nothing good: the plan by paging is what `plan` returns."""
     graph, share = random_step(2)
     machine = graphs.machine(out=2.0 * UNIT, back=2.0 * UNIT)
     budget = int(peak_of_program_order(graph) * share)
@@ -121,29 +122,29 @@ def test_a_plan_on_demand_that_is_faster_is_taken(monkeypatch):
     monkeypatch.setattr("penstock.planner._api.plan_auto", lambda *_, **__: slow)
     found = plan(graph, **options, time_limit=10)
     check(graph, found)
-    assert found.notes["finalist"] in ON_DEMAND
+    assert found.notes["finalist"] in PAGING_POLICIES
     assert found.bound.seconds > 0 and found.step_seconds < slow.step_seconds
 
 
-def test_a_hopeless_plan_on_demand_gets_no_addresses(monkeypatch):
+def test_a_hopeless_plan_by_paging_gets_no_addresses(monkeypatch):
     graph, share = random_step(2)
     machine = graphs.machine(out=2.0 * UNIT, back=2.0 * UNIT)
     seconds = operator_seconds(graph, machine)
     limits = Budget(device_bytes=int(peak_of_program_order(graph) * share), host_bytes=1 << 40)
-    made = plan_on_demand(graphs.request(graph, budget=limits, profile=machine, seconds=seconds))
+    made = plan_by_paging(graphs.request(graph, budget=limits, profile=machine, seconds=seconds))
     fast = dataclasses.replace(made, step_seconds=made.step_seconds / 100)
     monkeypatch.setattr(references, "_FEW_OPERATORS", 0)
-    monkeypatch.setattr(references, "plan_on_demand", None)
+    monkeypatch.setattr(references, "plan_by_paging", None)
     asked = graphs.request(graph, limits, machine, seconds=seconds)
     assert references.fastest_with_references(asked, fast, fast.bound) is fast
 
 
-def test_addresses_of_plans_on_demand_are_searched_for_no_longer_than_there_is_time(monkeypatch):
+def test_addresses_of_plans_by_paging_are_searched_for_no_longer_than_there_is_time(monkeypatch):
     graph, share = random_step(2)
     machine = graphs.machine(out=2.0 * UNIT, back=2.0 * UNIT)
     seconds = operator_seconds(graph, machine)
     limits = Budget(device_bytes=int(peak_of_program_order(graph) * share), host_bytes=1 << 40)
-    made = plan_on_demand(graphs.request(graph, budget=limits, profile=machine, seconds=seconds))
+    made = plan_by_paging(graphs.request(graph, budget=limits, profile=machine, seconds=seconds))
     asked = []
 
     def find_nothing(buffers, *, time_limit, **options):
@@ -151,7 +152,7 @@ def test_addresses_of_plans_on_demand_are_searched_for_no_longer_than_there_is_t
         time.sleep(time_limit)
         raise InfeasibleError("nothing")
 
-    monkeypatch.setattr("penstock.planner.baselines._decisions.pack", find_nothing)
+    monkeypatch.setattr("penstock.planner.paging._placements.pack", find_nothing)
     short = graphs.request(graph, limits, machine, seconds=seconds, time_limit=0.2)
     assert references.fastest_with_references(short, made, made.bound) is made
     assert asked and sum(asked) <= 0.2

@@ -12,6 +12,7 @@ from graphs import (
     GraphBuilder,
     chain_step,
     machine,
+    plan_from,
     planned_steps,
     random_graph,
     random_plan,
@@ -21,7 +22,7 @@ from penstock.errors import PlanError
 from penstock.graph import Kind
 from penstock.memory import Link, Tier
 from penstock.planner import Budget, Plan, Transfer, simulate
-from penstock.planner.optima._assemble import Stay, assemble
+from penstock.planner._live_ranges import ResidentInterval as Interval
 
 
 def weights_step(num_layers, num_bytes=4):
@@ -39,7 +40,7 @@ def streamed(num_layers, *, ahead, seconds=1.0, num_bytes=4) -> Plan:
     """Weight by weight comes in `ahead` boundaries before its layer and goes."""
     graph = weights_step(num_layers, num_bytes)
     weights = [2 * layer + 2 for layer in range(num_layers)]
-    stays = [Stay(0, 0, 1)]
+    intervals = [Interval(0, 0, 1)]
     transfers = []
     for layer, weight in enumerate(weights):
         value = graph.operators[layer].reads[1]
@@ -47,12 +48,12 @@ def streamed(num_layers, *, ahead, seconds=1.0, num_bytes=4) -> Plan:
         start = (layer - ahead) % num_layers
         end = start + ahead
         transfers.append(Transfer(value, Link.HOST_TO_DEVICE, num_bytes, start, end))
-        stays.append(Stay(value, start, end + 1))
+        intervals.append(Interval(value, start, end + 1))
     for layer in range(num_layers):
         result = graph.operators[layer].creates[0]
-        stays.append(Stay(result, layer, min(layer + 2, num_layers)))
+        intervals.append(Interval(result, layer, min(layer + 2, num_layers)))
     transfers.sort(key=lambda t: t.end)
-    return assemble(
+    return plan_from(
         request(
             graph,
             budget=Budget(host_bytes=1 << 20),
@@ -60,7 +61,7 @@ def streamed(num_layers, *, ahead, seconds=1.0, num_bytes=4) -> Plan:
             seconds=[seconds] * num_layers,
         ),
         range(num_layers),
-        stays,
+        intervals,
         transfers,
     )
 

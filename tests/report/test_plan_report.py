@@ -8,8 +8,7 @@ import graphs
 from penstock.graph import Kind
 from penstock.memory import Link, Tier
 from penstock.planner import Budget, simulate
-from penstock.planner.baselines._on_demand import plan_on_demand
-from penstock.planner.baselines._recompute import Recomputation
+from penstock.planner.paging import Recomputation, plan_by_paging
 from penstock.report import (
     Sweep,
     SweepPoint,
@@ -37,7 +36,7 @@ def plan(graph):
     saved = Recomputation(graph).saved()
     order, dropped = Recomputation(graph).order_without({saved[1].value})
     assert dropped
-    return plan_on_demand(
+    return plan_by_paging(
         graphs.request(
             graph,
             budget=Budget(device_bytes=14 * UNIT, host_bytes=1 << 40),
@@ -139,7 +138,7 @@ def test_pictures_are_written(graph, plan, tmp_path):
 
 def test_a_plan_that_moves_nothing_is_drawn_too(graph, tmp_path):
     pytest.importorskip("matplotlib")
-    plan = plan_on_demand(
+    plan = plan_by_paging(
         graphs.request(
             graph, budget=Budget(), profile=graphs.machine(), seconds=[0.5] * len(graph.operators)
         )

@@ -16,6 +16,8 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -70,20 +72,26 @@ def to_struct(arguments: DataclassInstance) -> ctypes.Structure:
         ValueError: An array or a tensor is not contiguous.
     """
     struct = struct_type(type(arguments))(
-        *(_plain(field.name, getattr(arguments, field.name)) for field in _fields(type(arguments)))
+        *[
+            value if value is None or isinstance(value, _NUMBERS) else _address(name, value)
+            for name, value in ((n, getattr(arguments, n)) for n in _names(type(arguments)))
+        ]
     )
     struct.arguments = arguments
     return struct
 
 
-_fields = functools.cache(dataclasses.fields)
+_NUMBERS = (int, float)
 
 
-def _plain(name: str, value: Any) -> int | float | None:
-    """Return a number as it is, and of an array or a tensor the address."""
-    if value is None or isinstance(value, int | float):
-        return value
-    is_tensor = hasattr(value, "data_ptr")
-    if not (value.is_contiguous() if is_tensor else value.flags.c_contiguous):
+@functools.cache
+def _names(arguments: type[DataclassInstance]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(arguments))
+
+
+def _address(name: str, value: Any) -> int:
+    """Return the address of an array's or a tensor's first element."""
+    is_array = isinstance(value, np.ndarray)
+    if not (value.flags.c_contiguous if is_array else value.is_contiguous()):
         raise ValueError(f"{name} must be contiguous, as C++ reads it")
-    return value.data_ptr() if is_tensor else value.ctypes.data
+    return value.ctypes.data if is_array else value.data_ptr()

@@ -5,14 +5,15 @@ Needs no GPU and, for checking a plan, no torch.
 
 from penstock.planner._api import plan
 from penstock.planner._check import check
-from penstock.planner._plan import Bound, Budget, Copy, Found, Placement, Plan, Transfer
+from penstock.planner._plan import Plan
+from penstock.planner._plan_records import Bound, Budget, Copy, Found, Placement, Transfer
 from penstock.planner._refine import as_measured, refine
 from penstock.planner._request import PlanRequest
 from penstock.planner._simulate import Simulation, Stall, simulate
-from penstock.planner.optima import Peak, exact, min_peak, min_working_set
+from penstock.planner.bounds import lower_bound
+from penstock.planner.exact import Peak, exact, min_peak, min_working_set
 from penstock.planner.packing import Buffer, Packing, check_packing, pack
-from penstock.planner.proofs import lower_bound
-from penstock.planner.scratchpads import (
+from penstock.planner.scratchpad import (
     NPU_POOLS,
     Residency,
     ScratchpadBuffer,

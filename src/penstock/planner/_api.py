@@ -1,4 +1,4 @@
-"""`plan`: budgets as users write them, and the planner that they ask for."""
+"""`plan`: sizes and machines are parsed once, here, and the method is chosen."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ from penstock.memory import (
     probe,
 )
 from penstock.memory import machine as known_machine
-from penstock.planner._plan import Bound, Budget, Found, Plan
+from penstock.planner._assemble import compute_bound
+from penstock.planner._plan import Plan
+from penstock.planner._plan_records import Bound, Budget, Found
 from penstock.planner._references import fastest_with_references
 from penstock.planner._request import PlanRequest
-from penstock.planner.baselines import peak_of_program_order, plan_genetic
-from penstock.planner.optima import exact
-from penstock.planner.proofs import lower_bound
-from penstock.planner.search import plan_auto
+from penstock.planner.bounds import lower_bound
+from penstock.planner.exact import exact
+from penstock.planner.genetic import plan_genetic
+from penstock.planner.paging import peak_of_program_order
+from penstock.planner.search import load_engine, plan_auto
 from penstock.units import parse_bytes, parse_share
 
 _logger = logging.getLogger(__name__)
@@ -40,8 +43,8 @@ _ASSUMED_FILE_WRITE, _ASSUMED_FILE_READ = 2e9, 3e9
 _REFERENCE_SHARE = 0.05  # of the time limit, at least, for plans without a search
 _BOUND_SHARE, _MAX_BOUND_SECONDS = 0.2, 24.0  # of the time limit
 _FROZEN_BOUND_SHARE = 0.4  # for an order that may not change: its integer programs take longer
-# To make a plan of what was found takes so many times as long as a first look at the graph, about;
-# at most this share of the time limit is kept for it.
+# Making the plan after a search takes so many times as long as a first scan of the graph, about; at
+# most this share of the time limit is kept for it.
 _PLAN_TIMES, _MAX_PLAN_SHARE = 2.0, 0.25
 _LEAST_SHARE = 0.3  # of the time limit, for a graph after another one was too large
 
@@ -70,33 +73,35 @@ def plan(
     Args:
         graph: The step, from `penstock.capture` or a file.
         device_memory: Bytes, or a size such as `"8GiB"`, for the arena and the operators'
-            workspace; it may be more than the device has. Or a share, as `"1/8"` or `"25%"`, of
-            what the program itself needs at its peak. None: as much as needed.
-        host_memory: Of the host tier. None: on a machine with a GPU and without `store=` all that
-            its host has, else there is no host tier.
+            workspace; it may be more than the device has. Or a share, as `"1/8"` or `"25%"`, of the
+            program's own peak. None: as many bytes as needed.
+        host_memory: Bytes, or a size, of the host tier. None: on a machine with a GPU and without
+            `store=` all that its host has, else there is no host tier.
         store: Directory or `FileStore` of the file tier. Where the machine's profile was made
             without one, 2 GB/s of writing and 3 GB/s of reading are assumed.
         machine: A name (`penstock.memory.MACHINES`), a profile, or None for this machine. Links
             of a probed one count as fast as they are while both directions are busy.
         reorder: Whether operators may run in another order than the program's.
-        recompute: Whether operators may run again instead of keeping or moving what they made.
+        recompute: Whether operators may run again, so that their results need not be kept or moved.
         method: `"auto"`; `"exact"`: the least bytes that move, proved, for steps of about a
             hundred operators (COSMA); `"genetic"`: SwapAdvisor's algorithm, to compare
             with.
-        time_limit: Seconds.
-        seed: The same seed gives the same plan, where the time limit does not end the search.
+        time_limit: Seconds for planning.
+        seed: Of random numbers. The same seed gives the same plan, where the time limit does not
+            end the search.
         progress: Called with each improvement; Ctrl-C takes the best plan so far.
 
     Returns:
-        The plan, which `penstock.planner.check` accepts. Where operators would need too much of
-        the budget at once it is for parts of them: its `split_bytes` and `planned_graph` say so.
+        The plan, which `penstock.planner.check` accepts. Where single operators would need too much
+        of the budget it is for the graph with these operators split: see `Plan.split_bytes` and
+        `Plan.planned_graph`.
 
     Raises:
         InfeasibleError: No plan fits the budgets, or none was found. With `proved` no plan fits
             less than `minimum_device_bytes`, in any order, because of `operator`;
             `sufficient_device_bytes` would do.
         PenstockError: The process may not take the memory that planning needs.
-        ValueError, TypeError: An argument is not what it must be.
+        ValueError, TypeError: An argument has a wrong value or type.
     """
     _check_arguments(graph, method, time_limit, seed)
     if machine is not None and not isinstance(machine, MachineProfile | str):
@@ -126,7 +131,7 @@ def plan(
 
 
 def plan_request(request: PlanRequest, *, method: str = "auto") -> Plan:
-    """Plan what is asked for; see `plan`.
+    """Plan a request; see `plan`.
 
     Raises:
         InfeasibleError: No plan was found.
@@ -142,17 +147,17 @@ def plan_request(request: PlanRequest, *, method: str = "auto") -> Plan:
             "and load the plan here"
         ) from error
     if method != "genetic":
-        _require_room_below(found)
+        _require_lower_tiers(found)
     return found
 
 
 def _plan_whole_or_split(
     request: PlanRequest, planner: Callable[[PlanRequest], Plan], method: str
 ) -> Plan:
-    """Plan the first of the graphs to choose from for which there is a plan."""
+    """Plan the graph whole, or split; the first of the choices for which there is a plan."""
     graph, began, time_limit = request.graph, time.monotonic(), request.seconds_left()
     choices = _split_choices(graph, request.budget.device_bytes, method)
-    # What comes after a search, the plan itself, takes longer where graph or load is larger.
+    # Making the plan after a search takes longer where the graph or the load is larger.
     looked = time.monotonic() - began
     deadline = began + time_limit - min(_PLAN_TIMES * looked, _MAX_PLAN_SHARE * time_limit)
     for split_bytes in choices:
@@ -176,10 +181,10 @@ def _plan_whole_or_split(
 
 
 def _split_choices(graph: StepGraph, device_bytes: int | None, method: str) -> list[int | None]:
-    """In which parts to plan a graph: whole, or split so that operators leave room for others.
+    """Return split sizes to try: None for the whole graph, else bytes of an operator at most.
 
-    Parts never need more than the whole, so `auto` takes them wherever memory is short and an
-    operator needs half of it; others take them where they have to.
+    Parts never need more than the whole, so `auto` splits wherever memory is short and an operator
+    needs half of it; other methods split where they have to.
     """
     if device_bytes is None or method == "exact":
         return [None]
@@ -208,7 +213,7 @@ def _plan_auto(request: PlanRequest) -> Plan:
     try:
         bound = _bound(request)
     except KeyboardInterrupt:  # then the first plan that is found
-        bound, search_until = _compute_bound(request), 0.0
+        bound, search_until = compute_bound(request), 0.0
     found = failure = None
     try:
         left = max(0.0, search_until - time.monotonic())
@@ -222,6 +227,8 @@ def _plan_auto(request: PlanRequest) -> Plan:
     if found is None:
         assert failure is not None
         raise failure
+    if load_engine() is None:
+        found = dataclasses.replace(found, notes={**found.notes, "searched": False})
     return found
 
 
@@ -229,13 +236,8 @@ def _bound(request: PlanRequest) -> Bound:
     share = _BOUND_SHARE if request.reorder else _FROZEN_BOUND_SHARE
     try:
         return lower_bound(request.within(min(request.seconds_left() * share, _MAX_BOUND_SECONDS)))
-    except InfeasibleError:  # the planner says so too, with what would do
-        return _compute_bound(request)
-
-
-def _compute_bound(request: PlanRequest) -> Bound:
-    total = request.compute_seconds
-    return Bound(seconds=total, binding="compute", seconds_of={"compute": total})
+    except InfeasibleError:  # the planner raises it too, with the bytes that suffice
+        return compute_bound(request)
 
 
 def _check_arguments(graph: StepGraph, method: str, time_limit: float, seed: int) -> None:
@@ -258,7 +260,7 @@ def _tiers(
     host_memory: int | str | None,
     store: FileStore | str | os.PathLike[str] | None,
 ) -> tuple[Budget, MachineProfile]:
-    """Budgets in bytes, and the profile with the links to the tiers below."""
+    """Return budgets in bytes, and the profile with the links to the tiers below."""
     links, tiers = dict(profile.links), dict(profile.tiers)
     host_bytes = None if host_memory is None else parse_bytes(host_memory, name="host_memory")
     if host_bytes is None and store is None and Tier.HOST in tiers:
@@ -293,7 +295,7 @@ def _tiers(
 
 
 def _join_links(links: dict[Link, LinkProfile]) -> None:
-    """Let bytes pass through the host on their way to the file, at the pace of the slower link."""
+    """Add links between device and file, through the host, at the rate of the slower link."""
     for direct, first, second, assumed in (
         (Link.DEVICE_TO_FILE, Link.DEVICE_TO_HOST, Link.HOST_TO_FILE, _ASSUMED_FILE_WRITE),
         (Link.FILE_TO_DEVICE, Link.FILE_TO_HOST, Link.HOST_TO_DEVICE, _ASSUMED_FILE_READ),
@@ -308,7 +310,7 @@ def _join_links(links: dict[Link, LinkProfile]) -> None:
             links[direct] = min(links[first], links[second], key=lambda link: link.bytes_per_second)
 
 
-def _require_room_below(found: Plan) -> None:
+def _require_lower_tiers(found: Plan) -> None:
     for name, needed, given in (
         ("host_memory", found.peak_host_bytes, found.budget.host_bytes),
         ("store", found.peak_file_bytes, found.budget.file_bytes),

@@ -1,7 +1,7 @@
-"""The checker of plans: it replays them; nothing here comes from a planner.
+"""The checker of plans: it replays them, and shares nothing with the planners.
 
-First what can be said without replaying (`check`), then three steps of memory, boundary by
-boundary (`_replay.py`), then what the plan states about itself (`_statements.py`).
+First rules that need no replay (`check`), then three steps of memory, boundary by boundary
+(`_replay.py`), then the plan's statements about itself (`_statements.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import math
 from penstock.errors import PlanError
 from penstock.graph import StepGraph, split
 from penstock.memory import Link, Tier
-from penstock.planner._plan import Copy, Placement, Plan, Transfer
+from penstock.planner._plan import Plan
+from penstock.planner._plan_records import Copy, Placement, Transfer
 from penstock.planner._replay import Replay
 from penstock.planner._statements import check_statements
 
@@ -30,8 +31,8 @@ def check(graph: StepGraph, plan: Plan, *, bounds: bool = False) -> tuple[str, .
             minutes, the linear programs; else they stay claims.
 
     Returns:
-        Claims: names of what the plan states and was not computed again (the documentation,
-        "Proofs of plans", says what a checked plan certifies).
+        Claims: names of statements that were not computed again (the documentation, "Proofs of
+        plans", says what a checked plan certifies).
 
     Raises:
         PlanError: The plan is wrong; `rule` is the name of the rule that it breaks (the
@@ -77,7 +78,7 @@ def _planned_graph(graph: StepGraph, plan: Plan) -> StepGraph:
 
 
 def _check_order(graph: StepGraph, plan: Plan) -> None:
-    """Every operator runs; first runs are in a valid order; what runs again may."""
+    """Check that all operators run, first runs in a valid order, and second runs are allowed."""
     first: dict[int, int] = {}
     for position, operator in enumerate(plan.order):
         if not 0 <= operator < len(graph.operators):
@@ -123,10 +124,10 @@ def _check_value(graph: StepGraph, what: str, value: int, num_bytes: int) -> Non
 
 
 def _check_interval(graph: StepGraph, plan: Plan, what: str, interval: Placement | Copy) -> None:
-    """An interval lies in the cycle, and only what the next step begins with goes beyond it."""
+    """Check that an interval lies in the cycle; only persistent final values go beyond it."""
     value, num_positions = interval.value, len(plan.order)
     _check_value(graph, what, value, interval.num_bytes)
-    shortest = 0 if _is_handed_over_at_once(graph, plan, interval) else 1
+    shortest = 0 if _is_reused_at_once(graph, plan, interval) else 1
     if not (
         0 <= interval.start < num_positions
         and interval.start + shortest <= interval.end <= interval.start + num_positions
@@ -145,8 +146,8 @@ def _check_interval(graph: StepGraph, plan: Plan, what: str, interval: Placement
         )
 
 
-def _is_handed_over_at_once(graph: StepGraph, plan: Plan, interval: Placement | Copy) -> bool:
-    """Whether a value comes in for an operator that writes over it: no position is its own."""
+def _is_reused_at_once(graph: StepGraph, plan: Plan, interval: Placement | Copy) -> bool:
+    """Return whether a value comes in for an operator that overwrites it, at no own position."""
     if not isinstance(interval, Placement) or not 0 <= interval.start < len(plan.order):
         return False
     operator = graph.operators[plan.order[interval.start]]
@@ -186,7 +187,7 @@ def _check_transfer(graph: StepGraph, plan: Plan, what: str, transfer: Transfer)
 
 
 def _check_arena(graph: StepGraph, plan: Plan) -> None:
-    """Workspace and placements fit into the budget."""
+    """Check that workspace and placements fit into the budget."""
     workspace_bytes = max((operator.workspace_bytes for operator in graph.operators), default=0)
     if plan.workspace_bytes != workspace_bytes:
         raise PlanError(
@@ -212,7 +213,7 @@ def _check_arena(graph: StepGraph, plan: Plan) -> None:
 
 
 def _check_link_order(plan: Plan) -> None:
-    """No transfer waits for one before it on its link that begins only later than it has to end."""
+    """Check that no transfer has to end before an earlier one of its link may begin."""
     begins: dict[Link, tuple[int, int]] = {}
     for index, transfer in enumerate(plan.transfers):
         latest = max(begins.get(transfer.link, (0, index)), (transfer.start, index))

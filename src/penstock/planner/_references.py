@@ -10,10 +10,16 @@ import logging
 import math
 
 from penstock.errors import InfeasibleError
-from penstock.planner._plan import Bound, Plan
+from penstock.planner._plan import Plan
+from penstock.planner._plan_records import Bound
 from penstock.planner._request import PlanRequest
-from penstock.planner.baselines import ON_DEMAND, OnDemand, plan_on_demand, seconds_by_bytes
-from penstock.planner.search import toll_of_byte
+from penstock.planner.paging import (
+    PAGING_POLICIES,
+    PagingPolicy,
+    estimate_paging_seconds,
+    plan_by_paging,
+)
+from penstock.planner.search import interference_per_byte
 
 _logger = logging.getLogger(__name__)
 
@@ -38,17 +44,17 @@ def fastest_with_references(request: PlanRequest, found: Plan | None, bound: Bou
         `found`, or what is faster; `notes["finalist"]` then says which. None if there is none.
     """
     best = found
-    for arm in ON_DEMAND:
+    for policy in PAGING_POLICIES:
         if best is not None and not request.seconds_left():
             break
         unlimited = dataclasses.replace(request, deadline=math.inf)
         try:
-            other = _plan_if_worth_it(unlimited if best is None else request, arm, best)
+            other = _plan_if_worth_it(unlimited if best is None else request, policy, best)
         except InfeasibleError:
             continue
         if other is None or (best is not None and _total_seconds(other) >= _total_seconds(best)):
             continue
-        _logger.info("paging on demand (%s) is faster than what the search found", arm)
+        _logger.info("paging on demand (%s) is faster than what the search found", policy)
         best = other
     if best is None or best is found:
         return found
@@ -56,18 +62,18 @@ def fastest_with_references(request: PlanRequest, found: Plan | None, bound: Bou
     return dataclasses.replace(best, bound=bound, method="auto", notes=notes)
 
 
-def _plan_if_worth_it(request: PlanRequest, arm: OnDemand, best: Plan | None) -> Plan | None:
-    """An arm's plan; None if it cannot be the fastest."""
+def _plan_if_worth_it(request: PlanRequest, policy: PagingPolicy, best: Plan | None) -> Plan | None:
+    """An policy's plan; None if it cannot be the fastest."""
     if best is not None and len(request.graph.operators) > _FEW_OPERATORS:
-        seconds = seconds_by_bytes(request, arm=arm)
+        seconds = estimate_paging_seconds(request, policy=policy)
         if seconds > best.step_seconds * _HOPELESS:
             return None
-    return plan_on_demand(dataclasses.replace(request, progress=None), arm=arm)
+    return plan_by_paging(dataclasses.replace(request, progress=None), policy=policy)
 
 
 def _total_seconds(plan: Plan) -> float:
     """Time of a step with what its copies cost computing, which is what the search minimises."""
     moved = plan.bytes_moved.items()
     return plan.step_seconds + sum(
-        num_bytes * toll_of_byte(link, plan.machine) for link, num_bytes in moved
+        num_bytes * interference_per_byte(link, plan.machine) for link, num_bytes in moved
     )

@@ -1,4 +1,4 @@
-"""Measured times fed back: the same step and budgets, planned with what running it has shown."""
+"""Refinement: the same step and budgets, planned again with the times of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from penstock.errors import GraphFileError
 from penstock.graph import StepGraph
 from penstock.memory import Link, LinkProfile, MachineProfile
 from penstock.planner._api import plan_request
-from penstock.planner._plan import Found, Measured, Plan
+from penstock.planner._plan import Plan
+from penstock.planner._plan_records import Found, Measured
 from penstock.planner._request import PlanRequest
 from penstock.planner._simulate import simulate
 
@@ -23,10 +24,10 @@ def refine(
     time_limit: float = 60,
     progress: Callable[[Found], None] | None = None,
 ) -> Plan:
-    """Plan again for the same budgets, with the times that running a plan has shown.
+    """Plan again for the same budgets, with the times that were measured.
 
     Operators take as long as they did beside the transfers, and links are as fast as they were
-    beside the operators, so the new plan's predictions are nearer to what happens.
+    beside the operators, so the new plan's predictions are nearer to the real times.
 
     Example:
         >>> better = refine(plan, step.report(), graph)  # doctest: +SKIP
@@ -46,16 +47,16 @@ def refine(
     Raises:
         GraphFileError: The plan is for another graph.
         ValueError: The report has no times of operators, or is of another plan.
-        InfeasibleError: The search found no plan; the old one stays good.
+        InfeasibleError: The search found no plan; the old one is still valid.
     """
     if graph.digest != plan.graph_digest:
         raise GraphFileError(
             f"this plan is for the graph {plan.graph_digest[:12]} and not for {graph.digest[:12]}"
         )
     parts = plan.planned_graph(graph)
-    seconds = _measured(parts, report)
+    seconds = _measured_seconds(parts, report)
     request = PlanRequest(
-        graph=_timed(graph, parts, seconds),
+        graph=_with_seconds(graph, parts, seconds),
         budget=plan.budget,
         machine=_with_links(plan.machine, report),
         seed=plan.seed,
@@ -66,10 +67,10 @@ def refine(
 
 
 def as_measured(plan: Plan, report: Measured, graph: StepGraph) -> Plan:
-    """Return a plan as it is, with the times that running it has shown.
+    """Return a plan with the times that were measured, and nothing else changed.
 
-    What it would take if nothing but times had been wrong, to be compared with what `refine` finds
-    for the same times. Its bound is that of the old times.
+    Its step time is to be compared with that of `refine` for the same times. Its bound is that of
+    the old times.
 
     Args:
         plan: The plan that has run.
@@ -80,7 +81,7 @@ def as_measured(plan: Plan, report: Measured, graph: StepGraph) -> Plan:
         GraphFileError: The plan is for another graph.
         ValueError: The report has no times of operators, or is of another plan.
     """
-    seconds = tuple(each or 0.0 for each in _measured(plan.planned_graph(graph), report))
+    seconds = tuple(each or 0.0 for each in _measured_seconds(plan.planned_graph(graph), report))
     timed = dataclasses.replace(
         plan,
         operator_seconds=seconds,
@@ -91,7 +92,7 @@ def as_measured(plan: Plan, report: Measured, graph: StepGraph) -> Plan:
     return dataclasses.replace(timed, step_seconds=simulate(graph, timed).step_seconds)
 
 
-def _measured(parts: StepGraph, report: Measured) -> Sequence[float | None]:
+def _measured_seconds(parts: StepGraph, report: Measured) -> Sequence[float | None]:
     seconds = report.operator_seconds
     if len(seconds) != len(parts.operators) or not any(seconds):
         raise ValueError(
@@ -102,8 +103,8 @@ def _measured(parts: StepGraph, report: Measured) -> Sequence[float | None]:
     return seconds
 
 
-def _timed(graph: StepGraph, parts: StepGraph, seconds: Sequence[float | None]) -> StepGraph:
-    """The graph with measured times; an operator that was taken apart takes what its parts did."""
+def _with_seconds(graph: StepGraph, parts: StepGraph, seconds: Sequence[float | None]) -> StepGraph:
+    """Return the graph with measured times; those of a split operator are summed over its parts."""
     names = {operator.name: index for index, operator in enumerate(graph.operators)}
     total = [0.0] * len(graph.operators)
     for operator, measured in zip(parts.operators, seconds, strict=True):

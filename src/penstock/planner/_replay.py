@@ -1,9 +1,9 @@
 """The memory of a plan, replayed boundary by boundary over three steps, for `check`.
 
-What is tracked is content: which version of which storage lies, complete, at which place. The
-first step only sets the scene: what it carries over its end is believed to be there, though never
-two versions at one address. In the two steps after it nothing is believed, and the second of them
-begins with what the first one really left.
+The replay tracks contents: the version of a storage that lies, complete, at each place. The first
+step only sets the scene: values that it carries over its end are assumed to be there, though never
+two versions at one address. In the two steps after it nothing is assumed, and the second of them
+begins with the state at the end of the first.
 
 A version is named by its value and its step; the value `initial` of a persistent storage is the
 value `final` of the step before, under which it is filed.
@@ -13,45 +13,21 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from penstock.errors import PlanError
 from penstock.graph import StepGraph
 from penstock.memory import Tier
-from penstock.planner._plan import Copy, Placement, Plan
-
-_Version = tuple[int, int]  # value, step
-_Run = tuple[int, int]  # transfer, step
-
-
-@dataclass(slots=True)
-class _Block:
-    """A version in a place: complete or not, and what moves into and out of it just now."""
-
-    start: int  # address; below the device there are none
-    end: int
-    last: int  # boundary up to which it is there, counted through all steps
-    complete: bool = False
-    readers: set[_Run] = field(default_factory=set)  # transfers that read it
-    writer: _Run | None = None  # the transfer that writes it
-
-
-class _Place(NamedTuple):
-    tier: Tier
-    version: _Version
-
-
-@dataclass
-class _Events:
-    """What happens at a boundary; ends that lie in the next step have a boundary beyond N."""
-
-    transfers_begin: list[int] = field(default_factory=list)
-    transfers_end: list[int] = field(default_factory=list)
-    placements_end: list[int] = field(default_factory=list)
-    copies_end: list[int] = field(default_factory=list)
-    copies_begin: dict[tuple[Tier, int], int] = field(default_factory=dict)
-    placements_begin: dict[int, int] = field(default_factory=dict)
+from penstock.planner._plan import Plan
+from penstock.planner._plan_records import Copy, Placement
+from penstock.planner._replay_records import (
+    BoundaryEvents,
+    HeldVersion,
+    TransferRun,
+    Version,
+    VersionPlace,
+    list_accesses,
+)
 
 
 class Replay:
@@ -61,18 +37,18 @@ class Replay:
         self.graph = graph
         self.plan = plan
         self.num_positions = len(plan.order)
-        self.needs, self.makes, self.mutates = _runs(graph, plan)
+        self.needs, self.makes, self.mutates = list_accesses(graph, plan)
         self.strict = False
         self.step = 0
         self.position = 0
-        self.blocks: dict[_Place, _Block] = {}
-        self.addresses: list[tuple[int, int, _Version]] = []  # taken ones, sorted
+        self.blocks: dict[VersionPlace, HeldVersion] = {}
+        self.addresses: list[tuple[int, int, Version]] = []  # taken ones, sorted
         self.held_bytes = {Tier.HOST: 0, Tier.FILE: 0}
-        self.events: defaultdict[int, _Events] = defaultdict(_Events)
+        self.events: defaultdict[int, BoundaryEvents] = defaultdict(BoundaryEvents)
         self._sort_events()
 
     def run(self) -> None:
-        """Replay a step that is believed, then two that are not."""
+        """Replay a step whose begin is assumed to be right, then two without assumptions."""
         for step in range(3):
             self.step, self.strict = step, step > 0
             for position in range(self.num_positions):
@@ -83,10 +59,10 @@ class Replay:
         if self.num_positions:
             self._cross_boundary()
 
-    # What happens when.
+    # Events.
 
     def _sort_events(self) -> None:
-        """File what happens under its boundary, and refuse what nothing causes."""
+        """Sort events by boundary, and refuse those without a cause."""
         for index, transfer in enumerate(self.plan.transfers):
             self.events[transfer.start].transfers_begin.append(index)
             self.events[transfer.end].transfers_end.append(index)
@@ -108,7 +84,7 @@ class Replay:
                 writers = self._transfers_into(events, tier, value)
                 if len(writers) > 1:
                     self._fail("copy", f"value {value} is written twice to the {tier}", boundary)
-                if not writers and not self._carried_into(boundary, value):
+                if not writers and not self._is_carried_into(boundary, value):
                     self._fail(
                         "cause",
                         f"a copy of value {value} on the {tier} begins at boundary {boundary}, "
@@ -116,37 +92,37 @@ class Replay:
                         boundary,
                     )
 
-    def _transfers_into(self, events: _Events, tier: Tier, value: int) -> list[int]:
+    def _transfers_into(self, events: BoundaryEvents, tier: Tier, value: int) -> list[int]:
         transfers = ((index, self.plan.transfers[index]) for index in events.transfers_begin)
         return [i for i, t in transfers if t.value == value and t.link.destination == tier]
 
-    def _carried_into(self, boundary: int, value: int) -> bool:
-        """Whether a persistent value may be there at the boundary because it was before."""
+    def _is_carried_into(self, boundary: int, value: int) -> bool:
+        """Return whether a persistent value may be there at the boundary as it was before it."""
         storage = self.graph.storages[self.graph.storage_of_value[value]]
         return boundary == 0 and storage.persistent and storage.initial == value
 
-    def _given_by_caller(self, boundary: int, value: int) -> bool:
+    def _is_input(self, boundary: int, value: int) -> bool:
         storage = self.graph.storages[self.graph.storage_of_value[value]]
         return boundary == 0 and not storage.persistent and storage.initial == value
 
     def _check_placement_has_cause(self, boundary: int, value: int) -> None:
         causes = len(self._transfers_into(self.events[boundary], Tier.DEVICE, value))
         causes += value in self.makes[boundary]
-        causes += self._given_by_caller(boundary, value)
+        causes += self._is_input(boundary, value)
         if causes > 1:
             self._fail("cause", f"value {value} comes from two places at once", boundary)
-        if not causes and not self._carried_into(boundary, value):
+        if not causes and not self._is_carried_into(boundary, value):
             self._fail(
                 "cause",
-                f"value {value} is placed from boundary {boundary}, where nobody makes it and no "
-                "transfer that brings it starts",
+                f"value {value} is placed from boundary {boundary}, where no operator makes it and "
+                "no transfer that brings it starts",
                 boundary,
             )
 
     # One boundary.
 
     def _now(self, what: str) -> list[tuple[int, int]]:
-        """Indices of what ends at this boundary, with the step that each belongs to."""
+        """Return indices of events that end at this boundary, with the step of each."""
         here = getattr(self.events[self.position], what) if self.position in self.events else []
         now = [(index, self.step) for index in here]
         later = self.position + self.num_positions
@@ -155,10 +131,10 @@ class Replay:
         return now
 
     def _cross_boundary(self) -> None:
-        """What happens at this boundary before its operator."""
+        """Replay the events at this boundary, before its operator."""
         if self.position == 0:
             self._check_results()
-        begin = self.events.get(self.position, _Events())
+        begin = self.events.get(self.position, BoundaryEvents())
         self._end_copies(begin)
         leaving = [i for i in begin.transfers_begin if self._leaves(i)]
         for index in leaving:
@@ -188,7 +164,7 @@ class Replay:
     def _begin_transfer(self, index: int) -> None:
         transfer = self.plan.transfers[index]
         version = self._version(transfer.value, self.step)
-        source = self.blocks.get(_Place(transfer.link.source, version))
+        source = self.blocks.get(VersionPlace(transfer.link.source, version))
         if transfer.num_bytes == 0:
             return
         if source is None or not source.complete:
@@ -201,12 +177,14 @@ class Replay:
                 )
         else:
             source.readers.add((index, self.step))
-        place = _Place(transfer.link.destination, version)
+        place = VersionPlace(transfer.link.destination, version)
         begin = self.events[self.position]
         if place.tier == Tier.DEVICE:
             placement = begin.placements_begin.get(transfer.value)
             if placement is None:
-                self._fail("room", f"transfer {index} brings value {transfer.value} to no place")
+                self._fail(
+                    "placement", f"transfer {index} brings value {transfer.value} to no place"
+                )
             self._place(self.plan.placements[placement], writer=(index, self.step))
         else:
             copy = begin.copies_begin.get((place.tier, transfer.value))
@@ -221,10 +199,10 @@ class Replay:
         if transfer.num_bytes == 0:
             return
         version = self._version(transfer.value, step)
-        source = self.blocks.get(_Place(transfer.link.source, version))
+        source = self.blocks.get(VersionPlace(transfer.link.source, version))
         if source is not None:
             source.readers.discard((index, step))
-        target = self.blocks.get(_Place(transfer.link.destination, version))
+        target = self.blocks.get(VersionPlace(transfer.link.destination, version))
         if target is not None and target.writer == (index, step):
             target.writer, target.complete = None, True
         elif self.strict:
@@ -232,24 +210,24 @@ class Replay:
 
     # Below the device.
 
-    def _hold(self, copy: Copy, *, writer: _Run | None, complete: bool = False) -> None:
-        place = _Place(copy.tier, self._version(copy.value, self.step))
+    def _hold(self, copy: Copy, *, writer: TransferRun | None, complete: bool = False) -> None:
+        place = VersionPlace(copy.tier, self._version(copy.value, self.step))
         if place in self.blocks:
             self._fail("copy", f"value {copy.value} is on the {copy.tier} already")
         last = self.step * self.num_positions + copy.end
-        self.blocks[place] = _Block(0, copy.num_bytes, last, complete=complete, writer=writer)
+        self.blocks[place] = HeldVersion(0, copy.num_bytes, last, complete=complete, writer=writer)
         self.held_bytes[copy.tier] += copy.num_bytes
 
-    def _end_copies(self, begin: _Events) -> None:
-        """Drop the copies that end here, except those that go on as others at a step's begin."""
-        goes_on: dict[_Place, Copy] = {}
+    def _end_copies(self, begin: BoundaryEvents) -> None:
+        """End copies, except those that go on as others when a step begins."""
+        goes_on: dict[VersionPlace, Copy] = {}
         for (tier, value), index in begin.copies_begin.items():
             if not self._transfers_into(begin, tier, value):  # only at boundary 0
-                place = _Place(tier, self._version(value, self.step))
+                place = VersionPlace(tier, self._version(value, self.step))
                 goes_on[place] = self.plan.copies[index]
         for index, step in self._now("copies_end"):
             copy = self.plan.copies[index]
-            place = _Place(copy.tier, self._version(copy.value, step))
+            place = VersionPlace(copy.tier, self._version(copy.value, step))
             block = self.blocks.get(place)
             if block is None or not self._ends_here(block):
                 continue
@@ -265,9 +243,9 @@ class Replay:
             del self.blocks[place]
             self.held_bytes[copy.tier] -= copy.num_bytes
         for copy in goes_on.values():
-            if self.strict and _Place(copy.tier, self._version(copy.value, self.step)) not in (
-                self.blocks
-            ):
+            if self.strict and VersionPlace(
+                copy.tier, self._version(copy.value, self.step)
+            ) not in (self.blocks):
                 self._fail(
                     "steady_state",
                     f"the step begins with a copy of value {copy.value} on the {copy.tier} and "
@@ -287,22 +265,24 @@ class Replay:
 
     # On the device.
 
-    def _place(self, placement: Placement, *, writer: _Run | None, complete: bool = False) -> None:
+    def _place(
+        self, placement: Placement, *, writer: TransferRun | None, complete: bool = False
+    ) -> None:
         version = self._version(placement.value, self.step)
-        place = _Place(Tier.DEVICE, version)
+        place = VersionPlace(Tier.DEVICE, version)
         start, end = placement.offset, placement.offset + placement.num_bytes
         if place in self.blocks:
             if self.strict:
                 self._fail("placed_twice", f"value {placement.value} is on the device already")
             self._release(place)
-        # In every step: what the first one places may stay for ever and be placed by no other.
+        # In every step: a value that the first one places may stay for ever.
         self._check_overlap(placement.value, start, end)
         last = self.step * self.num_positions + placement.end
-        self.blocks[place] = _Block(start, end, last, complete=complete, writer=writer)
+        self.blocks[place] = HeldVersion(start, end, last, complete=complete, writer=writer)
         bisect.insort(self.addresses, (start, end, version))
 
     def _check_overlap(self, value: int, start: int, end: int) -> None:
-        """Compare with both neighbours: no block enters `addresses` unless it overlaps no other."""
+        """Compare a block with both neighbours, before it enters `addresses`."""
         slot = bisect.bisect_left(self.addresses, (start,))
         for other_start, other_end, version in self.addresses[max(slot - 1, 0) : slot + 1]:
             if start < other_end and other_start < end:
@@ -312,13 +292,13 @@ class Replay:
                     f"{version[0]} has {other_start} to {other_end}",
                 )
 
-    def _release(self, place: _Place) -> None:
+    def _release(self, place: VersionPlace) -> None:
         block = self.blocks.pop(place)
         slot = bisect.bisect_left(self.addresses, (block.start, block.end, place.version))
         del self.addresses[slot]
 
-    def _end_placements(self, begin: _Events) -> None:
-        """Free what ends here, but not what the operator needs: that may be handed over."""
+    def _end_placements(self, begin: BoundaryEvents) -> None:
+        """End placements, except those of operands, which a result may reuse."""
         kept = {
             self._version(value, self.step)
             for value in self.needs[self.position]
@@ -327,13 +307,13 @@ class Replay:
         goes_on = {
             self._version(value, self.step): self.plan.placements[index]
             for value, index in begin.placements_begin.items()
-            if self._carried_into(self.position, value)
+            if self._is_carried_into(self.position, value)
             and not self._transfers_into(begin, Tier.DEVICE, value)
         }
         for index, step in self._now("placements_end"):
             placement = self.plan.placements[index]
             version = self._version(placement.value, step)
-            block = self.blocks.get(_Place(Tier.DEVICE, version))
+            block = self.blocks.get(VersionPlace(Tier.DEVICE, version))
             if block is None or not self._ends_here(block):
                 continue
             if version in goes_on:
@@ -345,9 +325,9 @@ class Replay:
                         f"value {placement.value} loses its place on the device while a transfer "
                         "reads or writes it",
                     )
-                self._release(_Place(Tier.DEVICE, version))
+                self._release(VersionPlace(Tier.DEVICE, version))
         for version, placement in goes_on.items():
-            if self.strict and _Place(Tier.DEVICE, version) not in self.blocks:
+            if self.strict and VersionPlace(Tier.DEVICE, version) not in self.blocks:
                 self._fail(
                     "steady_state",
                     f"the step begins with value {placement.value} on the device and does not "
@@ -355,8 +335,8 @@ class Replay:
                 )
             self._place(placement, writer=None, complete=True)
 
-    def _continue(self, block: _Block, placement: Placement) -> None:
-        """A place goes on as another placement of the same version in the next step."""
+    def _continue(self, block: HeldVersion, placement: Placement) -> None:
+        """Continue a block as another placement of its version in the next step."""
         if block.start != placement.offset:
             self._fail(
                 "steady_state",
@@ -365,9 +345,9 @@ class Replay:
             )
         block.last = self._now_boundary() + placement.end
 
-    def _place_inputs(self, begin: _Events) -> None:
+    def _place_inputs(self, begin: BoundaryEvents) -> None:
         for value, index in begin.placements_begin.items():
-            if self._given_by_caller(0, value):
+            if self._is_input(0, value):
                 self._place(self.plan.placements[index], writer=None, complete=True)
 
     # Operators.
@@ -377,35 +357,37 @@ class Replay:
         needs, mutates = self.needs[self.position], self.mutates[self.position]
         for value in needs:
             self._check_resident(value, operator.name)
-        placements = self.events.get(self.position, _Events()).placements_begin
+        placements = self.events.get(self.position, BoundaryEvents()).placements_begin
         for value in self.makes[self.position]:
             if self.graph.num_bytes(value) and value not in placements:
-                self._fail("room", f"{operator.name!r} makes value {value}, which has no place")
-        handed = dict(mutates)
+                self._fail(
+                    "placement", f"{operator.name!r} makes value {value}, which has no place"
+                )
+        reusing = dict(mutates)
         for read, created in operator.may_overwrite:
             old = self.blocks.get(self._device(read))
             if old is None or created not in placements or not self._ends_here(old):
                 continue
             if self.plan.placements[placements[created]].offset == old.start:
-                handed[read] = created
-        taken_over: list[tuple[_Block, int | None]] = []
+                reusing[read] = created
+        reused: list[tuple[HeldVersion, int | None]] = []
         for value in needs:
             block = self.blocks.get(self._device(value))
-            if block is not None and (value in handed or self._ends_here(block)):
-                self._hand_over(value, block, handed.get(value), placements, operator.name)
-                taken_over.append((block, handed.get(value)))
+            if block is not None and (value in reusing or self._ends_here(block)):
+                self._reuse_place(value, block, reusing.get(value), placements, operator.name)
+                reused.append((block, reusing.get(value)))
         for value in self.makes[self.position]:
             if self.graph.num_bytes(value):
                 placement = self.plan.placements[placements[value]]
-                self._check_not_read(placement, taken_over)
+                self._check_not_read(placement, reused)
                 self._place(placement, writer=None, complete=True)
 
     def _check_not_read(
-        self, placement: Placement, taken_over: list[tuple[_Block, int | None]]
+        self, placement: Placement, reused: list[tuple[HeldVersion, int | None]]
     ) -> None:
-        """A result may lie over an operand only if it takes it over, element for element."""
+        """Refuse results over operands, unless they reuse the place element for element."""
         end = placement.offset + placement.num_bytes
-        for block, new in taken_over:
+        for block, new in reused:
             if new != placement.value and placement.offset < block.end and block.start < end:
                 self._fail(
                     "overlap",
@@ -422,10 +404,10 @@ class Replay:
         if not block.complete:
             self._fail("arrival", f"{name!r} needs value {value}, which has not arrived yet")
 
-    def _hand_over(
-        self, old: int, block: _Block, new: int | None, placements: dict[int, int], name: str
+    def _reuse_place(
+        self, old: int, block: HeldVersion, new: int | None, placements: dict[int, int], name: str
     ) -> None:
-        """The place of `old` becomes that of `new`, while the operator runs."""
+        """Let `new` reuse the place of `old`, while the operator runs."""
         if new is None:
             self._fail(
                 "residency",
@@ -433,46 +415,46 @@ class Replay:
             )
         if not self._ends_here(block):
             self._fail(
-                "handover",
+                "reuse",
                 f"{name!r} writes over value {old}, which keeps its place beyond this operator",
             )
         if self.plan.placements[placements[new]].offset != block.start:
             self._fail(
-                "handover",
+                "reuse",
                 f"{name!r} writes value {new} over value {old} at byte {block.start}, but value "
                 f"{new} is not placed there",
             )
         if self.strict and (block.readers or block.writer is not None):
-            self._fail("handover", f"{name!r} writes over value {old}, which is still on its way")
+            self._fail("reuse", f"{name!r} writes over value {old}, which is still on its way")
         self._release(self._device(old))
 
-    def _ends_here(self, block: _Block) -> bool:
+    def _ends_here(self, block: HeldVersion) -> bool:
         return block.last == self._now_boundary()
 
     def _now_boundary(self) -> int:
         return self.step * self.num_positions + self.position
 
-    # The seam between two steps.
+    # The step boundary.
 
     def _check_results(self) -> None:
-        """What the caller reads is on the device when the step ends."""
+        """Check that results are on the device when the step ends."""
         if self.step < 2:
             return
         for storage in self.graph.storages:
             if storage.final is None or storage.persistent or not storage.num_bytes:
                 continue
-            block = self.blocks.get(_Place(Tier.DEVICE, (storage.final, self.step - 1)))
+            block = self.blocks.get(VersionPlace(Tier.DEVICE, (storage.final, self.step - 1)))
             if block is None or not block.complete:
                 self._fail("loss", f"{storage.name!r} is not on the device when the step ends")
 
     def _check_persistent(self) -> None:
-        """Every persistent storage is complete somewhere when a step ends."""
+        """Check that every persistent storage is complete somewhere when a step ends."""
         if self.step < 2:
             return
         for storage in self.graph.storages:
             if storage.persistent and storage.num_bytes and storage.initial is not None:
                 version = self._version(storage.initial, self.step)
-                blocks = (self.blocks.get(_Place(tier, version)) for tier in Tier)
+                blocks = (self.blocks.get(VersionPlace(tier, version)) for tier in Tier)
                 if not any(block is not None and block.complete for block in blocks):
                     self._fail(
                         "persistent", f"{storage.name!r} is nowhere complete when the step ends"
@@ -480,7 +462,7 @@ class Replay:
 
     # Names.
 
-    def _version(self, value: int, step: int) -> _Version:
+    def _version(self, value: int, step: int) -> Version:
         storage = self.graph.storages[self.graph.storage_of_value[value]]
         if storage.persistent and storage.final is not None:
             if storage.initial == storage.final == value:
@@ -489,26 +471,9 @@ class Replay:
                 return storage.final, step - 1
         return value, step
 
-    def _device(self, value: int) -> _Place:
-        return _Place(Tier.DEVICE, self._version(value, self.step))
+    def _device(self, value: int) -> VersionPlace:
+        return VersionPlace(Tier.DEVICE, self._version(value, self.step))
 
     def _fail(self, rule: str, message: str, boundary: int | None = None) -> NoReturn:
         where = self.position if boundary is None else boundary
         raise PlanError(f"boundary {where}: {message}", rule=rule)
-
-
-def _runs(
-    graph: StepGraph, plan: Plan
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[tuple[tuple[int, int], ...]]]:
-    """What is needed, made and written over at each position; a run again may do less."""
-    needs, makes, mutates = [], [], []
-    seen: set[int] = set()
-    for index in plan.order:
-        operator = graph.operators[index]
-        partly = index in seen and operator.recompute_args is not None
-        pairs = () if partly else operator.mutates
-        needs.append(tuple(dict.fromkeys(operator.reads + tuple(old for old, _ in pairs))))
-        makes.append(operator.creates + tuple(new for _, new in pairs))
-        mutates.append(pairs)
-        seen.add(index)
-    return needs, makes, mutates

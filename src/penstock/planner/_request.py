@@ -1,4 +1,4 @@
-"""One request: a step, the machine and the memory that a plan is for, and what may be decided."""
+"""One request: a step, its machine and memory, and the decisions that are free."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from penstock.graph import StepGraph, operator_seconds
 from penstock.memory import Link, MachineProfile
-from penstock.planner._plan import Budget, Found
+from penstock.planner._plan_records import Budget, Found
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """A step to be planned; what every search, bound and method is given.
+    """A step to be planned: the argument of every search, bound and method.
 
     Example:
         >>> PlanRequest(graph=graph, budget=Budget(device_bytes=2**30),
@@ -26,8 +26,8 @@ class PlanRequest:
         graph: The step.
         budget: Bytes of each tier; a tier of None does not exist, except the device, which then is
             as large as needed.
-        machine: Rates of the links, and what operators take.
-        operator_seconds: Time of each operator; empty: as the graph has it, or by a roofline of
+        machine: Rates of the links, and of the operators.
+        operator_seconds: Time of each operator; empty: that of the graph, or by a roofline of
             `machine`.
         reorder: Whether the order of the program may change.
         recompute: Whether operators may run again.
@@ -59,7 +59,7 @@ class PlanRequest:
 
     @property
     def links(self) -> tuple[tuple[Link, Link], ...]:
-        """Out of the device and back, for each tier below it, the nearest first."""
+        """Links out of the device and back, for each tier below it, the nearest first."""
         host = (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)
         file = (Link.DEVICE_TO_FILE, Link.FILE_TO_DEVICE)
         has_host, has_file = bool(self.budget.host_bytes), self.budget.file_bytes is not None
@@ -76,22 +76,22 @@ class PlanRequest:
         return max((operator.workspace_bytes for operator in self.graph.operators), default=0)
 
     def seconds_left(self) -> float:
-        """Time until the deadline; 0 after it."""
+        """Return the time until the deadline; 0 after it."""
         return max(0.0, self.deadline - time.monotonic())
 
     def within(self, seconds: float) -> PlanRequest:
-        """The same with at most so much time, from now on."""
+        """Return the request with at most so much time, from now on."""
         deadline = min(self.deadline, time.monotonic() + seconds)
         return dataclasses.replace(self, deadline=deadline)
 
     def ending(self, seconds: float) -> PlanRequest:
-        """The same; where it has no deadline, with one in so much time."""
+        """Return the request; where it has no deadline, with one in so much time."""
         return self if self.deadline < math.inf else self.within(seconds)
 
     def ending_in(self, seconds: float) -> PlanRequest:
-        """The same with so much time, from now on, whatever the deadline was."""
+        """Return the request with so much time, from now on, in place of its deadline."""
         return dataclasses.replace(self, deadline=time.monotonic() + seconds)
 
     def of(self, graph: StepGraph) -> PlanRequest:
-        """The same of another graph, by the times that it has."""
+        """Return the request for another graph, with that graph's times."""
         return dataclasses.replace(self, graph=graph, operator_seconds=())

@@ -1,8 +1,8 @@
-"""How long a planned step takes once steps repeat: one compute stream and one queue per link.
+"""The time of a planned step once steps repeat: one compute stream and one queue per link.
 
-Time is a consequence of the plan's boundaries (`penstock.planner._plan`): a transfer begins when
-its boundary has been reached and its link is free; an operator begins when the one before it has
-finished and everything that has to be finished by its boundary is. A step that follows another
+Time is a consequence of the plan's boundaries (`penstock.planner._plan_records`): a transfer begins
+when its boundary has been reached and its link is free; an operator begins when the one before it
+has finished and everything that has to be finished by its boundary is. A step that follows another
 begins while transfers of the other still run, so the step is repeated until the state at its end
 (how far behind each link is, and which transfers are still running) is the one at its beginning.
 """
@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from penstock.errors import PlanError
 from penstock.graph import Kind, StepGraph
 from penstock.memory import Link, MachineProfile, Tier
-from penstock.planner._plan import Plan, Transfer
+from penstock.planner._plan import Plan
+from penstock.planner._plan_records import Transfer
 
 _TOLERANCE = 1e-12  # of the step: states of successive steps that differ by less are the same
 _MAX_STEPS = 100
@@ -27,11 +28,11 @@ _End = tuple[int, int]  # transfer, 0 or 1 steps ago
 
 
 class Stall(NamedTuple):
-    """Time in which nothing is computed.
+    """Time in which the device waits for a transfer.
 
     Attributes:
-        position: The operator at this position waits.
-        seconds: How long.
+        position: Position of the operator that waits.
+        seconds: Length of the wait.
         transfer: Index of the transfer that it waits for, the last one to finish.
     """
 
@@ -42,16 +43,15 @@ class Stall(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """A step of a plan in seconds, once steps repeat; what is said in seconds counts from its
-    beginning.
+    """A step of a plan in seconds from its beginning, once steps repeat.
 
     Attributes:
         step_seconds: From the beginning of a step to the beginning of the next.
         positions: Start and end of the operator at each position.
         transfers: Start and end of each transfer; those that cross the end of the step end after
             `step_seconds`.
-        stalls: Where nothing is computed, by position.
-        busy_seconds: Per link: how long it moves bytes.
+        stalls: Waits for transfers, by position.
+        busy_seconds: Per link: time in which it moves bytes.
         memory_bytes: Per kind: bytes that placements take while the operator at each position runs.
         num_steps: Steps that were simulated until they repeated.
     """
@@ -66,7 +66,7 @@ class Simulation:
 
     @property
     def stall_seconds(self) -> float:
-        """Time in which nothing is computed."""
+        """Time of all stalls."""
         return sum(stall.seconds for stall in self.stalls)
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,16 +94,16 @@ def simulate(graph: StepGraph, plan: Plan) -> Simulation:
 
     Args:
         graph: The step.
-        plan: A plan for it, right as far as its transfers go (`check` says whether it is).
+        plan: A plan for it, whose transfers are valid (`check` says whether they are).
 
     Returns:
-        Times of the operators and transfers, what waits for what, and the memory over time.
+        Times of the operators and transfers, the stalls, and the memory over time.
 
     Raises:
         PlanError: A transfer waits for one that begins only after it has to be finished (rule
-            `"link_order"`), or the machine's profile does not know a link (rule `"link"`).
+            `"link_order"`), or the machine's profile lacks a link (rule `"link"`).
     """
-    replay = _Replay(plan)
+    replay = _Simulator(plan)
     num_steps = replay.until_steady()
     return replay.result(num_steps, _memory(plan.planned_graph(graph), plan))
 
@@ -115,13 +115,13 @@ def step_seconds_of(
     machine: MachineProfile,
 ) -> float:
     """Return the time of a step as `simulate` finds it, before there is a plan."""
-    replay = _Replay(_Timed(tuple(order), tuple(transfers), tuple(operator_seconds), machine))
+    replay = _Simulator(_Timed(tuple(order), tuple(transfers), tuple(operator_seconds), machine))
     replay.until_steady()
     return replay.step_seconds
 
 
 class _Timed(NamedTuple):
-    """What of a plan takes time."""
+    """The parts of a plan that take time."""
 
     order: tuple[int, ...]
     transfers: tuple[Transfer, ...]
@@ -140,7 +140,7 @@ class _Boundary(NamedTuple):
     entered: list[_End]  # finished, into the device
 
 
-class _Replay:
+class _Simulator:
     """The steps of a plan, one after the other; times count from the beginning of each step."""
 
     def __init__(self, plan: Plan | _Timed) -> None:
@@ -184,7 +184,7 @@ class _Replay:
 
         The time of a step is the cycle time of a max-plus linear system, whatever its state to
         begin with, so a leap changes only how soon the state repeats. A link that falls behind is
-        never idle; until it makes somebody wait, each step adds the same.
+        never idle; until an operator waits for it, each step adds the same.
         """
         for link in range(len(self.links)):
             behind = self.free[link] - free[link]
@@ -232,7 +232,7 @@ class _Replay:
         self.finished_before = [time - now for time in finished]
 
     def result(self, num_steps: int, memory: Mapping[Kind, tuple[int, ...]]) -> Simulation:
-        """Put the last step together."""
+        """Return the last step."""
         waits = {stall.position: stall.seconds for stall in self.stalls}
         now, positions = 0.0, []
         for position, operator in enumerate(self.plan.order):
@@ -254,7 +254,7 @@ class _Replay:
 
 
 def transfer_seconds(plan: Plan | _Timed) -> list[float]:
-    """Return how long each transfer takes: its bytes over the rate of its link."""
+    """Return the time of each transfer: its bytes over the rate of its link."""
     rates = {link: profile.bytes_per_second for link, profile in plan.machine.links.items()}
     for transfer in plan.transfers:
         if transfer.link not in rates:
@@ -310,7 +310,7 @@ def _boundaries(plan: Plan | _Timed) -> tuple[list[_Boundary], float]:
 
 
 def _memory(graph: StepGraph, plan: Plan) -> dict[Kind, tuple[int, ...]]:
-    """Bytes of placements per kind and position."""
+    """Return the bytes of placements per kind and position."""
     num_positions = len(plan.order)
     kinds = [storage.kind for storage in graph.storages]
     change = {kind: [0] * (num_positions + 1) for kind in sorted(set(kinds))}

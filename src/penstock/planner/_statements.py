@@ -1,7 +1,7 @@
-"""Statements of a plan about itself: its times, its lower bound, what its method proved.
+"""Statements of a plan about itself: its times, its lower bound, the proofs of its method.
 
-What follows from the graph, the machine's profile and the budgets is computed again; the rest is
-named as a claim.
+Statements that follow from the graph, the machine's profile and the budgets are computed again; the
+others are returned as claims.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from penstock.graph import StepGraph, operator_seconds
 from penstock.planner._plan import Plan
 from penstock.planner._request import PlanRequest
 from penstock.planner._simulate import simulate
-from penstock.planner.proofs import lower_bound, quick_parts
+from penstock.planner.bounds import lower_bound, quick_parts
 
 _RELATIVE_TOLERANCE = 1e-6  # of times, which a planner may have added up in another order
-# Pairs of operators are what `cut` and `persistent` look at: a tenth of a second for so many.
+# `cut` and `persistent` go over pairs of operators: a tenth of a second for so many.
 _FEW_OPERATORS = 2500
 _QUICK = ("compute", "cut", "persistent")
-_SLOW = ("chain", "remaking", "residency_lp", "stretches", "windows")
+_SLOW = ("chain", "remaking", "residency_lp", "segments", "windows")
 _SECONDS_FOR_BOUNDS = 600.0
 
 
 def check_statements(
     graph: StepGraph, parts: StepGraph, plan: Plan, *, bounds: bool
 ) -> tuple[str, ...]:
-    """Compare what a plan states with what follows from its graph, machine and budgets.
+    """Compare the statements of a plan with its graph, machine and budgets.
 
     Args:
         graph: The captured graph.
@@ -36,7 +36,7 @@ def check_statements(
         bounds: Whether to solve the linear programs of the bound again.
 
     Returns:
-        Names of what was not compared.
+        Names of statements that were not compared.
 
     Raises:
         PlanError: A statement is not so.
@@ -60,7 +60,7 @@ def _is_same(stated: float, true: float) -> bool:
 
 
 def _claimed_times(parts: StepGraph, plan: Plan) -> Iterator[str]:
-    """Times of operators are the graph's, or a roofline's over the plan's machine."""
+    """Compare times of operators with the graph's, or a roofline of the plan's machine."""
     if plan.times not in ("graph", "given"):
         raise PlanError(f"times={plan.times!r} is none of 'graph', 'given'", rule="times")
     if plan.times == "given":
@@ -80,7 +80,7 @@ def _claimed_times(parts: StepGraph, plan: Plan) -> Iterator[str]:
 
 
 def _check_bound(plan: Plan) -> None:
-    """The bound is the largest of its parts, and below the time of the step."""
+    """Check that the bound is the largest of its parts, and below the time of the step."""
     bound = plan.bound
     unknown = [name for name in bound.seconds_of if name not in (*_QUICK, *_SLOW)]
     if unknown or "compute" not in bound.seconds_of:
@@ -155,7 +155,7 @@ def _claimed_bounds(parts: StepGraph, plan: Plan, *, bounds: bool) -> Iterator[s
 
 
 def _claimed_notes(plan: Plan) -> Iterator[str]:
-    """The exact planner's notes say how many bytes move, and whether that is proved the least."""
+    """Check the exact planner's notes: bytes that move, and whether they are proved the least."""
     keys = ("non_compulsory_bytes", "lower_bound_bytes", "proved")
     stated = [plan.notes.get(key) for key in keys]
     if plan.method != "exact":

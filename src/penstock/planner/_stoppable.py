@@ -1,4 +1,4 @@
-"""C++ that runs for long, in threads of its own, so that Ctrl-C stops it.
+"""Threads for long calls of C++, so that Ctrl-C stops them.
 
 Python handles signals only between bytecodes of the main thread: a call there would hold them back.
 """
@@ -15,9 +15,9 @@ def run_stoppable(calls: Sequence[Callable[[], object]], stop: np.ndarray, *, na
     """Make calls at the same time, each in a thread, and wait for them.
 
     Args:
-        calls: They return soon after `stop` has become 1.
-        stop: int32 (1,), of which the calls know the address; becomes 1 if waiting is interrupted,
-            by Ctrl-C or any other exception, which is raised once all calls have returned.
+        calls: Calls that return soon after `stop` has become 1.
+        stop: int32 (1,), whose address the calls have; becomes 1 if waiting is interrupted, by
+            Ctrl-C or any other exception, which is raised once all calls have returned.
         name: Of the threads.
     """
     threads = [

@@ -14,12 +14,13 @@ from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.memory import Link, LinkProfile
 from penstock.planner import Bound, Budget, check, min_working_set
+from penstock.planner.bounds import operator_bytes
 from penstock.planner.packing._pack import pack
-from penstock.planner.proofs._lives import operator_bytes
-from penstock.planner.search import _addresses, _auto
+from penstock.planner.search import _auto, _offsets
 from penstock.planner.search._auto import AutoSearch
 from penstock.planner.search._auto_plan import plan_auto
-from penstock.planner.search._engine import OperatorSequence, Problem
+from penstock.planner.search._problem import Problem
+from penstock.planner.search._sequence import OperatorSequence
 
 FILE_LINKS = [(Link.DEVICE_TO_FILE, Link.FILE_TO_DEVICE)]
 LINKS = [(Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)]
@@ -170,7 +171,7 @@ def test_without_a_limit_the_arena_is_what_the_packer_needs(monkeypatch):
             raise InfeasibleError("no room", sufficient_device_bytes=enough)
         return pack(buffers, capacity, *options)
 
-    monkeypatch.setattr(_addresses, "pack", pack_badly)
+    monkeypatch.setattr(_offsets, "pack", pack_badly)
     check(graph, planned(graph, seconds, None))
     with pytest.raises(InfeasibleError, match=f"{enough} bytes suffice"):
         planned(graph, seconds, enough - 1, links=[])
@@ -259,7 +260,7 @@ def test_an_interrupt_gives_the_best_plan_so_far():
 
 @pytest.mark.parametrize("few", [0, 10**9])
 def test_a_search_remembers_few_candidates(monkeypatch, few):
-    """Whatever it forgets, the best, the program's order and one without second runs stay."""
+    """Whatever it forgets, the best, the program's order and one without second runs interval."""
     sizes, quick = [], []
     note = AutoSearch._note
 

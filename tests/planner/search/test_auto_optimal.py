@@ -21,7 +21,8 @@ from penstock.memory import Link
 from penstock.planner import Budget, check, lower_bound
 from penstock.planner.search import _auto_plan
 from penstock.planner.search._auto_plan import plan_auto
-from penstock.planner.search._engine import OperatorSequence, Problem
+from penstock.planner.search._problem import Problem
+from penstock.planner.search._sequence import OperatorSequence
 
 # Of the first 150 seeds those of which brute force has too many plans to try in a moment.
 TOO_MANY = {

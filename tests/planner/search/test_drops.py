@@ -1,4 +1,4 @@
-"""What is dropped: repeated layers share roles, changes stay within what can be made again."""
+"""What is dropped: repeated layers share roles, changes interval within what can be made again."""
 
 import dataclasses
 
@@ -8,24 +8,24 @@ from hypothesis import strategies as st
 
 from graphs import GraphBuilder, chain_step, step_graphs
 from penstock.graph import Kind, Phase
-from penstock.planner.search._drop_moves import DropMoves
-from penstock.planner.search._drops import Drops
-from penstock.planner.search._orders import eager_updates, gathered_gradients
-from penstock.planner.search._recompute import Recomputation, briefly
-from penstock.planner.search._roles import roles_of
+from penstock.planner.search._drop_proposals import DropProposals
+from penstock.planner.search._drops import DropFamilies
+from penstock.planner.search._orders import move_gradients_late, move_updates_early
+from penstock.planner.search._recompute import RecomputeChains, mark_brief
+from penstock.planner.search._storage_roles import find_roles
 
 
 def drops_of(graph):
     seconds = np.ones(len(graph.operators))
-    return Drops(graph, Recomputation(graph), seconds, 1.0)
+    return DropFamilies(graph, RecomputeChains(graph), seconds, 1.0)
 
 
 def test_equal_layers_share_their_roles():
     few, many = (chain_step(num_layers) for num_layers in (12, 24))
-    num_roles = [len(set(roles_of(graph))) for graph in (few, many)]
+    num_roles = [len(set(find_roles(graph))) for graph in (few, many)]
     assert num_roles[0] == num_roles[1] < len(few.storages)
     by_role = {}
-    for item, role in enumerate(roles_of(many)):
+    for item, role in enumerate(find_roles(many)):
         by_role.setdefault(role, []).append(many.storages[item].num_bytes)
     assert all(len(set(sizes)) == 1 for sizes in by_role.values())
     assert max(map(len, by_role.values())) >= 12
@@ -34,11 +34,11 @@ def test_equal_layers_share_their_roles():
 def test_a_change_touches_only_what_can_be_made_again_and_changes_something():
     graph = chain_step(12)
     drops = drops_of(graph)
-    moves = DropMoves(drops, np.random.default_rng(0))
+    moves = DropProposals(drops, np.random.default_rng(0))
     dropped, seen = frozenset(), set()
     for _ in range(200):
         changed = moves.propose(dropped)
-        assert changed <= drops.made_at.keys() | briefly(drops.made_at)
+        assert changed <= drops.made_at.keys() | mark_brief(drops.made_at)
         assert changed != dropped
         seen.add(len(changed ^ dropped))
         dropped = changed
@@ -64,16 +64,16 @@ def test_what_is_dropped_briefly_is_made_again_for_each_use():
 
 
 def expand(graph, dropped):
-    found = Recomputation(graph).expand(np.arange(len(graph.operators)), dropped)
+    found = RecomputeChains(graph).expand(np.arange(len(graph.operators)), dropped)
     return None if found is None else found.tolist()
 
 
 @given(st.one_of(step_graphs(max_operators=12), st.integers(1, 6).map(chain_step)), st.data())
 def test_operators_run_again_when_what_is_dropped_is_needed_and_only_then(graph, data):
-    able = sorted(Recomputation(graph).chain_of)
+    able = sorted(RecomputeChains(graph).chain_of)
     dropped = frozenset(data.draw(st.sets(st.sampled_from(able)))) if able else frozenset()
     brief = frozenset(data.draw(st.sets(st.sampled_from(sorted(dropped))))) if dropped else dropped
-    order = expand(graph, dropped | briefly(brief))
+    order = expand(graph, dropped | mark_brief(brief))
     if order is None:
         return
     firsts = list(dict.fromkeys(order))
@@ -156,7 +156,7 @@ def assert_is_an_order(graph, order):
 
 def test_updates_run_as_soon_as_their_gradients_are_there():
     graph = last_updates_step(8)
-    at = assert_is_an_order(graph, eager_updates(graph).tolist())
+    at = assert_is_an_order(graph, move_updates_early(graph).tolist())
     for index, before in enumerate(graph.predecessors):
         if graph.operators[index].phase is Phase.OPTIMIZER:
             assert at[index] == max(at[other] for other in before) + 1
@@ -164,7 +164,7 @@ def test_updates_run_as_soon_as_their_gradients_are_there():
 
 def test_the_parts_of_a_gradient_are_made_one_after_the_other():
     graph = recurrent_step(6)
-    order = gathered_gradients(graph).tolist()
+    order = move_gradients_late(graph).tolist()
     at = assert_is_an_order(graph, order)
     of_weight = [i for i, operator in enumerate(graph.operators) if _adds(graph, i)]
     assert sorted(at[index] for index in of_weight) == list(
@@ -180,5 +180,5 @@ def _adds(graph, index):
 
 @given(graph=step_graphs(max_operators=12))
 def test_suggested_orders_are_valid(graph):
-    for suggest in (eager_updates, gathered_gradients):
+    for suggest in (move_updates_early, move_gradients_late):
         assert_is_an_order(graph, suggest(graph).tolist())

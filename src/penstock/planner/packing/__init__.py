@@ -1,4 +1,4 @@
-"""Addresses for buffers whose lifetimes are known."""
+"""Offset assignment for buffers with known lifetimes."""
 
 from penstock.planner.packing._check import check_packing
 from penstock.planner.packing._pack import pack

@@ -1,4 +1,4 @@
-"""Check a packing, independently of what made it: one sweep over time, no heuristics shared."""
+"""Check a packing, independently of the packer: one sweep over time, no heuristics shared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check_packing(
     """Raise where a packing breaks a rule; return None where it keeps them all.
 
     The rules, in the order in which they are checked: `count` (one offset a buffer), `offset` (not
-    below zero), `alignment`, `fixed offset`, `overlap` (two buffers that need room at the same time
+    below zero), `alignment`, `fixed offset`, `overlap` (two buffers that are live at the same time
     share no byte), `height` (as stated), `capacity`, `lower bound` (not above the height, and
     `optimal` exactly where they are equal).
 
@@ -23,9 +23,9 @@ def check_packing(
         >>> check_packing([(0, 2, 4), (1, 3, 4)], pack([(0, 2, 4), (1, 3, 4)]))
 
     Args:
-        buffers: What was packed: `(lower, upper, size)` each, or `Buffer` objects.
+        buffers: The buffers that were packed: `(lower, upper, size)` each, or `Buffer` objects.
         packing: The result of `pack`.
-        capacity: What the packing has to fit into, if anything.
+        capacity: Height that the packing must not exceed; None: any.
 
     Raises:
         PlanError: A rule is broken; `rule` is its name and the message says where.

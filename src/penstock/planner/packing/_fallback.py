@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable
 
-from penstock.planner.packing._native import Found
+from penstock.planner.packing._native import EngineResult
 from penstock.planner.packing._types import Buffer
 
 _ORDERS: tuple[Callable[[Buffer], tuple[int, int]], ...] = (
@@ -18,7 +18,7 @@ _ORDERS: tuple[Callable[[Buffer], tuple[int, int]], ...] = (
 
 
 def live_bytes(buffers: Iterable[Buffer]) -> int:
-    """The largest number of bytes that need room at one time."""
+    """Return the largest number of bytes that are live at one time."""
     events = []
     for buffer in buffers:
         for lower, upper in buffer.spans:
@@ -26,7 +26,9 @@ def live_bytes(buffers: Iterable[Buffer]) -> int:
     return max(itertools.accumulate(size for _, size in sorted(events)), default=0)
 
 
-def pack_fallback(buffers: list[Buffer], *, capacity: int | None, time_limit: float) -> Found:
+def pack_fallback(
+    buffers: list[Buffer], *, capacity: int | None, time_limit: float
+) -> EngineResult:
     """Pack by the best of several orders; the first is finished whatever the time limit."""
     start = time.monotonic()
     fixed_end = max((b.offset + b.size for b in buffers if b.offset is not None), default=0)
@@ -41,7 +43,7 @@ def pack_fallback(buffers: list[Buffer], *, capacity: int | None, time_limit: fl
         if best is None or height < best[0]:
             best = height, offsets
     assert best is not None
-    return Found(
+    return EngineResult(
         offsets=tuple(best[1]),
         height=best[0],
         lower_bound=lower_bound,
@@ -53,7 +55,7 @@ def pack_fallback(buffers: list[Buffer], *, capacity: int | None, time_limit: fl
 
 
 def _fit_along(buffers: list[Buffer], order: list[int]) -> list[int]:
-    """Each buffer in its turn goes into the tightest gap among those that overlap it in time."""
+    """Place each buffer in its turn into the tightest free piece among those live with it."""
     offsets = [buffer.offset for buffer in buffers]
     placed = [index for index in order if offsets[index] is not None]
     for index in order:
@@ -71,12 +73,12 @@ def _fit_along(buffers: list[Buffer], order: list[int]) -> list[int]:
 
 
 def _place(taken: list[tuple[int, int]], buffer: Buffer) -> int:
-    best, best_room, start = None, 0, 0
+    best, least, start = None, 0, 0
     for begin, end in taken:
         offset = -(-start // buffer.alignment) * buffer.alignment
-        room = begin - offset
-        if room >= buffer.size and (best is None or room < best_room):
-            best, best_room = offset, room
+        free = begin - offset
+        if free >= buffer.size and (best is None or free < least):
+            best, least = offset, free
         start = max(start, end)
     return -(-start // buffer.alignment) * buffer.alignment if best is None else best
 

@@ -1,4 +1,4 @@
-"""The packer in C++: how it is built, and how it is called."""
+"""The packer in C++: its build, and its call."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import ctypes
 import dataclasses
 import functools
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 
-from penstock.codegen import load_optional_library
+from penstock.codegen import load_optional_library, struct_type, to_struct
 from penstock.planner._stoppable import run_stoppable
 from penstock.planner.packing._types import Buffer
 
@@ -21,8 +20,8 @@ _NUM_THREADS = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """What an engine answers."""
+class EngineResult:
+    """Offsets that an engine found, with what it proved."""
 
     offsets: tuple[int, ...]
     height: int
@@ -34,42 +33,45 @@ class Found:
     num_parts: int
 
 
-class _Request(ctypes.Structure):
-    """`struct Request` of parts.cpp, field by field."""
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """`struct Request` of parts.cpp."""
 
-    _fields_: ClassVar = [
-        ("num_buffers", ctypes.c_int64),
-        ("num_spans", ctypes.c_int64),
-        *[
-            (name, ctypes.c_void_p)
-            for name in ("size", "alignment", "fixed", "first_span", "lower", "upper")
-        ],
-        ("capacity", ctypes.c_int64),
-        ("time_limit", ctypes.c_double),
-        ("seed", ctypes.c_int64),
-        ("num_threads", ctypes.c_int64),
-        ("stop", ctypes.c_void_p),
-    ]
+    num_buffers: int
+    num_spans: int
+    size: np.ndarray
+    alignment: np.ndarray
+    fixed: np.ndarray
+    first_span: np.ndarray
+    lower: np.ndarray
+    upper: np.ndarray
+    capacity: int
+    time_limit: float
+    seed: int
+    num_threads: int
+    stop: np.ndarray
 
 
-class _Answer(ctypes.Structure):
-    """`struct Answer` of driver.cpp, field by field."""
+@dataclasses.dataclass
+class _Answer:
+    """`struct Answer` of driver.cpp."""
 
-    _fields_: ClassVar = [
-        (name, ctypes.c_int64)
-        for name in ("height", "lower_bound", "impossible", "searched", "num_nodes", "num_parts")
-    ]
+    height: int
+    lower_bound: int
+    impossible: bool
+    searched: bool
+    num_nodes: int
+    num_parts: int
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The packer in C++, or None where there is no compiler; which one it is is logged once."""
-    request, answer = ctypes.POINTER(_Request), ctypes.POINTER(_Answer)
+    """Return the packer in C++, or None where there is no compiler."""
     return load_optional_library(
         "pack",
         _SOURCES,
         flags=("-O3", "-march=native", "-pthread"),
-        functions={"penstock_pack": (None, [request, answer, ctypes.c_void_p])},
+        functions={"penstock_pack": (None, [ctypes.c_void_p] * 3)},
         work="buffers are packed",
         otherwise="by Python, without search",
     )
@@ -82,32 +84,29 @@ def pack_native(
     capacity: int | None,
     time_limit: float,
     seed: int,
-) -> Found:
+) -> EngineResult:
     """Pack buffers of at least one byte each; Ctrl-C stops it."""
     all_spans = [buffer.spans for buffer in buffers]
-    arrays = [
-        np.array([buffer.size for buffer in buffers], dtype=np.int64),
-        np.array([buffer.alignment for buffer in buffers], dtype=np.int64),
-        np.array([-1 if b.offset is None else b.offset for b in buffers], dtype=np.int64),
-        np.cumsum([0, *map(len, all_spans)], dtype=np.int64),
-        np.array([lower for spans in all_spans for lower, _ in spans], dtype=np.int64),
-        np.array([upper for spans in all_spans for _, upper in spans], dtype=np.int64),
-    ]
-    offsets, stop = np.zeros(len(buffers), dtype=np.int64), np.zeros(1, dtype=np.int32)
-    answer = _Answer()
     request = _Request(
-        len(buffers),
-        len(arrays[-1]),
-        *[array.ctypes.data for array in arrays],
-        -1 if capacity is None else capacity,
-        time_limit,
-        seed,
-        _NUM_THREADS,
-        stop.ctypes.data,
+        num_buffers=len(buffers),
+        num_spans=sum(map(len, all_spans)),
+        size=np.array([buffer.size for buffer in buffers], dtype=np.int64),
+        alignment=np.array([buffer.alignment for buffer in buffers], dtype=np.int64),
+        fixed=np.array([-1 if b.offset is None else b.offset for b in buffers], dtype=np.int64),
+        first_span=np.cumsum([0, *map(len, all_spans)], dtype=np.int64),
+        lower=np.array([lower for spans in all_spans for lower, _ in spans], dtype=np.int64),
+        upper=np.array([upper for spans in all_spans for _, upper in spans], dtype=np.int64),
+        capacity=-1 if capacity is None else capacity,
+        time_limit=time_limit,
+        seed=seed,
+        num_threads=_NUM_THREADS,
+        stop=np.zeros(1, dtype=np.int32),
     )
-    arguments = (ctypes.byref(request), ctypes.byref(answer), offsets.ctypes.data)
-    run_stoppable([functools.partial(compiled.penstock_pack, *arguments)], stop, name="pack")
-    return Found(
+    offsets, answer = np.zeros(len(buffers), dtype=np.int64), struct_type(_Answer)()
+    arguments = (ctypes.byref(to_struct(request)), ctypes.byref(answer), offsets.ctypes.data)
+    run = functools.partial(compiled.penstock_pack, *arguments)
+    run_stoppable([run], request.stop, name="pack")
+    return EngineResult(
         offsets=tuple(offsets.tolist()),
         height=answer.height,
         lower_bound=answer.lower_bound,

@@ -1,4 +1,4 @@
-"""Give buffers with known lifetimes addresses, as low as possible or below a capacity.
+"""Offset assignment: addresses for buffers, as low as possible or below a capacity.
 
 First the fast part: first and best fit along several orders. Where that misses the lower bound (or
 the capacity), a search takes over, until it has proven its answer or the time is up.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from penstock.errors import InfeasibleError, PlanError
 from penstock.planner.packing._check import check_overlap
 from penstock.planner.packing._fallback import pack_fallback
-from penstock.planner.packing._native import Found, library, pack_native
+from penstock.planner.packing._native import EngineResult, library, pack_native
 from penstock.planner.packing._types import Buffer, BufferLike, Packing, as_buffers
 
 
@@ -22,7 +22,7 @@ def pack(
     time_limit: float = 60,
     seed: int = 0,
 ) -> Packing:
-    """Give each buffer an offset, so that buffers alive at the same time share no byte.
+    """Assign each buffer an offset, so that buffers that are live at the same time share no byte.
 
     The search explores canonical packings (M. D. Moffitt, "MiniMalloc", ASPLOS 2023, sections 4 and
     5): buffers are placed in the order of their offsets, each as low as it can lie.
@@ -44,9 +44,9 @@ def pack(
         The offsets, in the order of `buffers`, with the height and a lower bound on it.
 
     Raises:
-        InfeasibleError: Nothing that fits `capacity` was found; `proved` says whether nothing
+        InfeasibleError: No packing that fits `capacity` was found; `proved` says whether none
             exists or the time was up, and `minimum_device_bytes` is a capacity that suffices.
-        TypeError, ValueError: A buffer, or another argument, is not what it must be.
+        TypeError, ValueError: A buffer, or another argument, has a wrong type or value.
     """
     if capacity is not None and capacity < 0:
         raise ValueError(f"capacity={capacity}: must be zero or more, or None for no limit")
@@ -55,12 +55,12 @@ def pack(
     start = time.perf_counter()
     given = as_buffers(buffers)
     _check_fixed(given)
-    # Buffers without bytes fit anywhere; those with bytes are what the engines know.
+    # Buffers without bytes fit anywhere; the engines take those with bytes.
     solid = [index for index, buffer in enumerate(given) if buffer.size]
     inner = [given[index] for index in solid]
     compiled = library()
     if not inner:
-        found = Found((), 0, 0, False, False, 0, 0)
+        found = EngineResult((), 0, 0, False, False, 0, 0)
     elif compiled is None:
         found = pack_fallback(inner, capacity=capacity, time_limit=time_limit)
     else:
@@ -98,7 +98,7 @@ def _check_fixed(buffers: list[Buffer]) -> None:
 
 
 def _infeasible(
-    found: Found, capacity: int, time_limit: float, *, has_search: bool
+    found: EngineResult, capacity: int, time_limit: float, *, has_search: bool
 ) -> InfeasibleError:
     known = f"a capacity of {found.height} suffices, and {found.lower_bound} is a lower bound"
     if found.impossible:

@@ -1,4 +1,4 @@
-"""What goes into the packer and what comes out: buffers with lifetimes, offsets with a height."""
+"""Input and output of the packer: buffers with lifetimes, offsets with a height."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.tables import report_table
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """Something that needs consecutive bytes for a while.
+    """Consecutive bytes that are needed for a while.
 
     Example:
         >>> Buffer(0, 10, 4096, alignment=512, gaps=((3, 7),)).spans
@@ -19,18 +19,18 @@ class Buffer:
     """
 
     lower: int
-    """When it begins to need room."""
+    """Time from which its bytes are needed."""
     upper: int
-    """When it has ceased to need room: lifetimes are half-open, `[lower, upper)`."""
+    """Time from which they are not needed any more: lifetimes are half-open, `[lower, upper)`."""
     size: int
     """Bytes, or whatever unit the capacity has; may be zero."""
     alignment: int = 1
     """Its offset is a multiple of this."""
     offset: int | None = None
-    """Where it must lie, or None where the packer decides."""
+    """Its fixed offset, or None where the packer decides."""
     gaps: tuple[tuple[int, int], ...] = ()
-    """Half-open intervals within the lifetime in which it needs no room; it comes back to the same
-    offset."""
+    """Half-open intervals within the lifetime in which its bytes are free for others; it comes back
+    to the same offset."""
 
     def __post_init__(self) -> None:
         if not self.lower < self.upper:
@@ -54,7 +54,7 @@ class Buffer:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """The half-open intervals in which it needs room, in their order."""
+        """Half-open intervals in which its bytes are needed, in their order."""
         if not self.gaps:
             return ((self.lower, self.upper),)
         spans, start = [], self.lower
@@ -72,7 +72,7 @@ BufferLike: TypeAlias = Buffer | Sequence[int]
 
 
 def as_buffers(buffers: Sequence[BufferLike]) -> list[Buffer]:
-    """`buffers` as `Buffer`s.
+    """Return `buffers` as `Buffer`s.
 
     Raises:
         TypeError: One is neither a `Buffer` nor three numbers.
@@ -98,7 +98,7 @@ def as_buffers(buffers: Sequence[BufferLike]) -> list[Buffer]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Where each buffer lies, and how good that is; printing it shows a table without the offsets.
+    """Offsets of buffers, and how good they are; printing it shows a table without the offsets.
 
     Example:
         >>> pack([(0, 2, 4), (1, 3, 4)]).offsets
@@ -108,16 +108,16 @@ class Packing:
     offsets: tuple[int, ...]
     """One for each buffer, in the order in which they were given."""
     height: int
-    """What the packing needs: the largest offset plus size."""
+    """Bytes of the packing: the largest offset plus size."""
     lower_bound: int
-    """No packing of these buffers needs less."""
+    """Bytes that no packing of these buffers is below."""
     optimal: bool
     """Whether `height` equals `lower_bound`."""
     method: str
-    """What found it: "best fit" along a fixed list of orders, or "search" for better orders and by
+    """Its method: "best fit" along a fixed list of orders, or "search" for better orders and by
     branch and bound."""
     engine: str
-    """What ran: "c++", or "python" where there is no compiler (then there is no search)."""
+    """The engine that ran: "c++", or "python" without a compiler, which does not search."""
     num_buffers: int
     num_parts: int
     """Groups of buffers that are never alive together, each packed by itself; 1 in Python."""

@@ -1,4 +1,4 @@
-// The packer's entry: the fast part for everything, then the search for what is not optimal yet.
+// The packer's entry: first and best fit for all parts, then the search for parts that are not optimal.
 //
 // Searches run in rounds. A round is a list of tasks (a capacity, an order, a number of nodes) that
 // depends on the seed and on earlier rounds only, and its first task that succeeds wins. So the
@@ -6,7 +6,7 @@
 
 namespace {
 
-// Mirrored field by field in _pack_native.py.
+// `_Answer` of _native.py, field by field.
 struct Answer {
   int64_t height, lower_bound;
   int64_t impossible;    // with a capacity: it is proven that nothing fits

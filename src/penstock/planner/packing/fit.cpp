@@ -1,7 +1,7 @@
 // First fit and best fit along a given order: the fast part of the packer.
 //
-// The buffers take turns. Each goes to the lowest free place (first fit) or into the tightest gap
-// (best fit) among those that are placed already and are alive at some time with it.
+// The buffers take turns. Each goes to the lowest free place (first fit) or into the tightest free piece
+// (best fit) among those that are placed already and are live at some time with it.
 
 namespace {
 
@@ -13,9 +13,9 @@ struct Taken {
 };
 
 // The placed buffers, so that those that share a moment with a given one are found quickly. Time is
-// cut into equal slices, each with its placed spans in the order of their addresses; so what lives
-// within one slice, as most buffers of a long program do, needs no sorting. What lives longer finds
-// the spans that begin in its later slices in lists of their own.
+// cut into equal slices, each with its placed spans in the order of their addresses; so a buffer that
+// lives within one slice, as most buffers of a long program do, needs no sorting. For longer ones the
+// spans that begin in later slices are in lists of their own.
 class Placed {
  public:
   explicit Placed(const Part& part)

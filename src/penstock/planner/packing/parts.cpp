@@ -1,10 +1,10 @@
-// What every part of the packer works on: buffers of one independent part of the problem.
+// Independent parts of a packing problem, and their buffers.
 //
 // Times become sections: between two neighbouring events (a buffer begins or ends) nothing changes,
 // so a buffer is a list of ranges of sections. Sizes are divided by their common divisor. Parts
-// that are never alive together share no section and are packed one by one.
+// that are never live together share no section and are packed one by one.
 //
-// The files pack_*.cpp are one translation unit, in the order that _pack_native.py gives.
+// The C++ files of this folder are one translation unit, in the order that _native.py gives.
 
 #include <algorithm>
 #include <atomic>
@@ -131,7 +131,7 @@ void fill_overlaps(Part& part) {
   }
 }
 
-// The request as the caller made it; _pack_native.py mirrors it field by field.
+// `_Request` of _native.py, field by field.
 struct Request {
   int64_t num_buffers, num_spans;
   const int64_t *size, *alignment, *fixed;  // one a buffer; fixed is -1 where there is none
@@ -140,7 +140,7 @@ struct Request {
   int64_t capacity;                         // -1: as low as possible
   double time_limit;                        // seconds
   int64_t seed, num_threads;
-  const std::atomic<int32_t>* stop;  // not zero: return with what there is
+  const std::atomic<int32_t>* stop;  // not zero: return the best so far
 };
 
 Size common_divisor(const Request& request) {
@@ -185,7 +185,7 @@ std::vector<Part> split(const Request& request, Size divisor) {
     };
     Part part;
     part.num_sections = static_cast<int>(times.size()) - 1;
-    std::sort(order.begin() + i, order.begin() + j);  // the caller's order is worth keeping
+    std::sort(order.begin() + i, order.begin() + j);  // the caller's order is often good
     for (size_t k = i; k < j; ++k) {
       const int64_t b = order[k];
       part.ids.push_back(static_cast<int>(b));

@@ -3,7 +3,7 @@
 // In a packing where nothing can sink, every buffer rests on address zero or on another buffer.
 // Such a packing is built by placing the buffers in the order of their offsets (ties by number),
 // each at the lowest address above all that it overlaps and that is placed. So the search chooses
-// only who is next. At each node
+// only the next buffer. At each node
 //   - a buffer that would lie below the last placed one cannot be next: it has to be raised first;
 //   - a buffer that would lie so high that another one fits entirely below it need not be next;
 //   - in every section the buffers that are not placed must still fit above their lowest addresses,
@@ -102,7 +102,7 @@ class Search {
   };
   static constexpr size_t kTableSize = 1 << 18;
 
-  // The lowest address from `floor` on where the fixed buffers leave room.
+  // The lowest address from `floor` on that the fixed buffers leave free.
   Size raised(int b, Size floor) const {
     Size offset = aligned(floor, alignment_[b]);
     for (const Taken& taken : obstacles_[b]) {
@@ -183,7 +183,7 @@ class Search {
     Failure& slot = failed_[state.low % kTableSize];
     if (slot.state == state) return false;
 
-    Size ceiling = kNever;  // something fits entirely below this address
+    Size ceiling = kNever;  // a buffer fits entirely below this address
     for (int b : buffers) ceiling = std::min(ceiling, lowest_[b] + size_[b]);
     std::vector<std::pair<Size, int>> candidates;
     for (int b : buffers) {
@@ -220,7 +220,7 @@ class Search {
     }
     for (const Range& range : ranges_[b]) {
       for (int t = range.begin; t < range.end; ++t) {
-        if (offset + total_[t] > capacity_) return false;  // what is left there must lie above
+        if (offset + total_[t] > capacity_) return false;  // the rest there must lie above
       }
     }
     const size_t mark = trail_.size();
@@ -251,7 +251,7 @@ class Search {
         lowest_[trail_.back().buffer] = trail_.back().lowest;
         trail_.pop_back();
       }
-      // What was solved in the other parts is not placed any more.
+      // Buffers that were solved in the other parts are not placed any more.
       for (int other : rest) {
         if (is_placed_[other]) remove(other);
       }
@@ -276,7 +276,7 @@ class Search {
     int number = 0, open = 0;
     for (int t = begin; t < end; ++t) {
       open += crossing_[t];
-      if (open == 0 && t > begin) ++number;  // nobody lives on both sides of the start of t
+      if (open == 0 && t > begin) ++number;  // none lives on both sides of the start of t
       crossing_[t] = number;
     }
     if (number == 0) return {buffers};

@@ -1,13 +1,14 @@
-"""The planner itself: order, recomputation and residency, searched together under a deadline.
+"""The search for order, recomputation and residency, together, under a deadline.
 
-Each candidate is a sequence of operators (an order, and what is recomputed where); its residency
-is chosen and timed by the engine in milliseconds. Candidates come in families: greedy orders of
-different tastes, drops of different prices and segments. The best of them is then improved piece
-by piece: profile of the residency, groups of recomputed values, stretches of the order.
+Each candidate is a sequence of operators (an order, with second runs); its evictions are chosen and
+timed by the engine in milliseconds. Candidates come in families: greedy orders of different
+weights, drops of different prices and segments. The best of them is then improved piece by piece:
+profile of the residency, groups of recomputed values, windows of the order.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -16,21 +17,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.planner._request import PlanRequest
-from penstock.planner.search._drop_moves import DropMoves
-from penstock.planner.search._drops import Drops
-from penstock.planner.search._engine import OperatorSequence, Problem, Taste
-from penstock.planner.search._orders import eager_updates, gathered_gradients
-from penstock.planner.search._recompute import Recomputation, briefly
-from penstock.planner.search._residency import Below, Residency, ResidencySearch
+from penstock.planner.search._drop_proposals import DropProposals
+from penstock.planner.search._drops import DropFamilies
+from penstock.planner.search._orders import move_gradients_late, move_updates_early
+from penstock.planner.search._problem import GreedyWeights, Problem
+from penstock.planner.search._recompute import RecomputeChains, mark_brief
+from penstock.planner.search._residency import Arena, EvictionChoice, ResidencySearch
+from penstock.planner.search._sequence import OperatorSequence
 
 _FRACTIONS = (0.25, 0.5, 0.75)
-_NUM_FINALISTS, _APART = 3, 1.005
+_NUM_FINALISTS, _DISTINCT = 3, 1.005
 _MAX_CANDIDATES = 32
-_MAX_QUICK = 100_000  # positions of sequences whose times are remembered, of some 250 bytes each
+_MAX_QUICK = 100_000  # positions of sequences whose times are kept, of some 250 bytes each
 _NUM_CROSSED = 3  # families of drops that are tried with all orders
-_MAX_FAILURES = 120  # changes of what is dropped, one after the other
-# Shares of the room for which the best is improved, so that there is some for addresses; and of the
-# time for the search with all that is free.
+_MAX_FAILURES = 120  # changes of dropped storages in succession
+# Shares of the arena for which the best is improved, so that bytes are left for fragmentation; and
+# of the time for the search with all decisions free.
 _TIGHTER, _TIGHT_SHARE = (0.95, 0.9), 0.4
 _PART_IF_LONG = 0.1  # of the time for profiles of long sequences, before what is dropped is changed
 _FREE_SHARE = 0.85  # of the time; the rest is for the same with decisions frozen
@@ -40,73 +42,74 @@ _FEW_OPERATORS, _HOPELESS = 500, 1.3
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """Something that could be the plan.
+    """An order with second runs and evictions that could be the plan's.
 
     Attributes:
         order: Operators, each once.
         dropped: Storages that are recomputed.
-        residency: The choice of what leaves, and its time.
+        choice: Evictions, and the time of the step.
     """
 
     order: np.ndarray
     dropped: frozenset[int]
-    residency: Residency
+    choice: EvictionChoice
 
     @property
     def seconds(self) -> float:
         """Time of a step."""
-        return self.residency.seconds
+        return self.choice.seconds
 
 
 class AutoSearch:
-    """One search.
+    """A search of one request in one arena.
 
     Args:
-        request: The step, what may be decided, the seed of the random stretches, and when to stop.
-        capacity: Bytes of the arena.
-        below: Where bytes can go; None: nowhere.
+        request: The step, the decisions that are free, the seed of random changes, the deadline.
+        arena: The arena.
         on_better: Called with each improvement.
-        alignment: Bytes of which addresses are multiples; None: what suits the graph.
+        alignment: Bytes of which offsets are multiples; None: `alignment_bytes` of the graph.
+
+    Attributes:
+        best: The best candidate so far.
+        tighter: Candidates that were found for smaller arenas, the largest first.
     """
 
     def __init__(
         self,
         request: PlanRequest,
+        arena: Arena,
         *,
-        capacity: int,
-        below: Below | None,
         on_better: Callable[[Candidate], None],
         alignment: int | None = None,
     ) -> None:
         graph, seed = request.graph, request.seed
         seconds = np.asarray(request.operator_seconds, np.float64)
         self.problem = Problem(graph, seconds, alignment=alignment)
-        self.capacity = capacity
-        self.below = below
+        self.arena = arena
         self.reorder = request.reorder
         self.recompute = request.recompute
         self.deadline = request.deadline
         self.random = np.random.default_rng(seed)
         self.best: Candidate | None = None
         self._candidates: dict[bytes, Candidate] = {}  # by the sequence of operators
-        self.tighter: list[Candidate] = []  # found for less room, the more of it first
+        self.tighter: list[Candidate] = []
         self._kept: list[Candidate] = []  # finalists of the searches that are over
-        self._quick: dict[tuple[bytes, frozenset[int]], Residency | None] = {}
+        self._quick: dict[tuple[bytes, frozenset[int]], EvictionChoice | None] = {}
         self._seed = seed
         self._on_better = on_better
-        self._recomputation = Recomputation(graph)
+        self._chains = RecomputeChains(graph)
         one_way = 1e9
-        if below is not None:
-            rate = below.rates[0]
-            one_way = rate.out * rate.back / (rate.out + rate.back)
-        self._drops = Drops(graph, self._recomputation, self.problem.operator_seconds, one_way)
+        if arena.lower is not None:
+            rate = arena.lower.rates[0]
+            one_way = rate.outward * rate.inward / (rate.outward + rate.inward)
+        self._drops = DropFamilies(graph, self._chains, self.problem.operator_seconds, one_way)
         self._program = np.arange(len(graph.operators), dtype=np.int32)
 
     def run(self) -> Candidate | None:
         """Search until the deadline or until nothing helps.
 
-        The same search with the order or the operators' single runs frozen has its share of the
-        time, and its finalists are finalists: freedom makes no plan slower.
+        The same search with the order or single runs frozen has its share of the time, and its
+        finalists are finalists of the whole search: freedom makes no plan slower.
 
         Returns:
             The best candidate; None if none fits.
@@ -121,10 +124,10 @@ class AutoSearch:
             self.deadline -= max(0.0, whole - time.monotonic()) * _TIGHT_SHARE
         self._search(worth=np.inf)
         self.deadline = whole
-        if self.recompute:  # else there is nothing to give up, and less room only moves more
+        if self.recompute:  # else nothing can be dropped, and a smaller arena only moves more
             self._search_tighter()
         for done, (self.reorder, self.recompute) in enumerate(frozen):
-            if self._reached(float(self.problem.operator_seconds.sum())):
+            if self._is_ideal(float(self.problem.operator_seconds.sum())):
                 break
             now = time.monotonic()
             self.deadline = now + max(0.0, end - now) / (len(frozen) - done)
@@ -133,44 +136,45 @@ class AutoSearch:
         return self.best
 
     def _search_tighter(self) -> None:
-        """Search near the best for less room, which leaves some for addresses.
+        """Search near the best for smaller arenas, which leaves bytes for fragmentation.
 
-        A choice that fills the room to the last byte finds addresses only where much of it is given
-        up; one that was found for less gives up what is cheapest.
+        A choice that fills the arena to the last byte finds offsets only where it evicts much more;
+        one that was found for a smaller arena evicts what is cheapest.
         """
-        best, whole = self.best, self.capacity
-        if self.below is None or best is None or not best.residency.evicted.any():
+        best, whole = self.best, self.arena
+        if whole.lower is None or best is None or not best.choice.evicted.any():
             return
-        if self._reached(float(self.problem.operator_seconds.sum())):
+        if self._is_ideal(float(self.problem.operator_seconds.sum())):
             return
         saved = self._candidates, self._quick, self._on_better
         near = self._finalists()[:_NUM_FINALISTS]
         began, end = time.monotonic(), self.deadline
         try:
-            for done, room in enumerate(_TIGHTER):
+            for done, share in enumerate(_TIGHTER):
                 self.deadline = began + max(0.0, end - began) * (done + 1) / len(_TIGHTER)
-                self.capacity, self._on_better = int(whole * room), lambda _: None
+                capacity = int(whole.capacity * share)
+                self.arena = dataclasses.replace(whole, capacity=capacity)
+                self._on_better = lambda _: None
                 self.best, self._candidates, self._quick = None, {}, {}
                 for candidate in near:
                     self._try(candidate.order, candidate.dropped)
                 self._improve()
-                self._note_tighter(whole, room)
+                self._note_tighter(whole, share)
         finally:
-            self.capacity, self.best, self.deadline = whole, best, end
+            self.arena, self.best, self.deadline = whole, best, end
             self._candidates, self._quick, self._on_better = saved
 
-    def _note_tighter(self, capacity: int, room: float) -> None:
-        """Keep the best, with the times that it takes with all the room."""
+    def _note_tighter(self, whole: Arena, share: float) -> None:
+        """Keep the best, with the times that it takes in the whole arena."""
         if self.best is None:
             return
-        residency = self.best.residency
-        search = ResidencySearch(residency.sequence, capacity, self.below)
-        again = search.at(residency.shares * room)
+        choice = self.best.choice
+        again = ResidencySearch(choice.sequence, whole).at(choice.shares * share)
         if again is not None:
             self.tighter.append(Candidate(self.best.order, self.best.dropped, again))
 
     def _search_anew(self) -> None:
-        """Search as if nothing had been found; what was found before stays if it is better."""
+        """Search as if nothing had been found; keep the earlier best if it is better."""
         before, self._kept = self.best, [*self._kept, *self._finalists()]
         report, self._on_better = self._on_better, lambda _: None
         self.best, self._candidates = None, {}
@@ -184,19 +188,19 @@ class AutoSearch:
             report(self.best)
 
     def _search(self, *, worth: float) -> None:
-        """Search with what is free; nothing is refined unless it is found below `worth` seconds."""
+        """Search with the free decisions; refine only what takes less than `worth` seconds."""
         ideal = float(self.problem.operator_seconds.sum())
         orders = [self._program]
         self._try(self._program, frozenset())
-        if self._reached(ideal):
+        if self._is_ideal(ideal):
             return
         if self.reorder:
             graph = self.problem.graph
             suggested = [
-                functools.partial(find, graph) for find in (eager_updates, gathered_gradients)
+                functools.partial(find, graph) for find in (move_updates_early, move_gradients_late)
             ]
-            for find in (*suggested, *map(self._greedy, self._tastes())):
-                if self._late():
+            for find in (*suggested, *map(self._greedy, self._weights())):
+                if self._is_late():
                     break
                 order = find()
                 if not any(np.array_equal(order, other) for other in orders):
@@ -212,42 +216,42 @@ class AutoSearch:
     def _improve(self) -> None:
         """Change the best piece by piece until nothing helps."""
         ideal = float(self.problem.operator_seconds.sum())
-        while self.best is not None and not self._late() and not self._reached(ideal):
+        while self.best is not None and not self._is_late() and not self._is_ideal(ideal):
             before = self.best.seconds
             if self.recompute:
                 self._refine_groups()
                 self._refine_drops()
             self._refine_residency()
             if self.reorder:
-                self._refine_stretches()
+                self._refine_order_windows()
             if self.best.seconds >= before * (1 - 1e-4):
                 break
 
     def finalists(self) -> list[Candidate]:
-        """The finalists of all searches, the fastest first.
+        """Return the finalists of all searches, the fastest first.
 
-        One whose addresses do not fit may end behind one that is a little slower.
+        One whose offsets do not fit may end behind one that is a little slower.
         """
         found = [*self._finalists(), *self._kept, *self.tighter]
-        unique = {(c.seconds, c.residency.sequence.order.tobytes()): c for c in found}
+        unique = {(c.seconds, c.choice.sequence.order.tobytes()): c for c in found}
         return sorted(unique.values(), key=lambda candidate: candidate.seconds)
 
     def _finalists(self) -> list[Candidate]:
-        """The best candidate, the best without second runs, the program's order, the next best."""
+        """Return the best candidate, the best without second runs, the program's order, others."""
         ranked = sorted(self._candidates.values(), key=lambda candidate: candidate.seconds)
         chosen = ranked[:1]
         chosen += [c for c in ranked if not c.dropped][:1]
         chosen += [c for c in (self._candidates.get(self._program.tobytes()),) if c is not None]
         others = ranked[1:]
         if ranked and len(self._program) > _FEW_OPERATORS:
-            # Neighbours of the best have its addresses too, and take the time that these need.
-            others = [c for c in others if c.seconds > ranked[0].seconds * _APART]
+            # Neighbours of the best have its offsets too, and take the time that these need.
+            others = [c for c in others if c.seconds > ranked[0].seconds * _DISTINCT]
         chosen += others[: _NUM_FINALISTS - 1]
         return list(dict.fromkeys(chosen))
 
     def _forget_one(self) -> None:
-        """Forget the slowest candidate; of longer sequences the one that is most like a faster one,
-        as finalists have to be apart there.
+        """Forget the slowest candidate; of longer sequences the one most similar to a faster one,
+        as finalists have to differ there.
         """
         ranked = sorted(self._candidates, key=lambda key: self._candidates[key].seconds)
         seconds = [self._candidates[key].seconds for key in ranked]
@@ -273,40 +277,40 @@ class AutoSearch:
         for candidate in finalists:
             self._refine(candidate, min(self.deadline, time.monotonic() + share))
 
-    def _late(self) -> bool:
+    def _is_late(self) -> bool:
         return time.monotonic() > self.deadline
 
-    def _reached(self, ideal: float) -> bool:
+    def _is_ideal(self, ideal: float) -> bool:
         return self.best is not None and self.best.seconds <= ideal * (1 + 1e-6)
 
-    def _tastes(self) -> list[Taste]:
-        """What greedy orders may prefer; program order decides between equals."""
-        capacity = self.capacity
+    def _weights(self) -> list[GreedyWeights]:
+        """Return weights of greedy orders; program order decides between equals."""
+        capacity = self.arena.capacity
         late = max(1.0, capacity / 1e5)
         return [
-            Taste(0, 1, 1, late, capacity),
-            Taste(1, 1, 1, late, capacity),
-            Taste(1, 1, 1, late * 100, capacity),
-            Taste(1, 0.5, 1, late, capacity // 2),
-            Taste(1, 0, 1, late * 10, capacity // 2),
-            Taste(1, 0, 0, late * 10, capacity // 4),
-            Taste(4, 1, 1, late, capacity // 2),
-            Taste(0, 1, 1, 0, capacity, 1024),
-            Taste(1, 1, 1, 0, capacity // 2, 1024),
-            Taste(0, 0, 1, late * 1000, capacity),
+            GreedyWeights(0, 1, 1, late, capacity),
+            GreedyWeights(1, 1, 1, late, capacity),
+            GreedyWeights(1, 1, 1, late * 100, capacity),
+            GreedyWeights(1, 0.5, 1, late, capacity // 2),
+            GreedyWeights(1, 0, 1, late * 10, capacity // 2),
+            GreedyWeights(1, 0, 0, late * 10, capacity // 4),
+            GreedyWeights(4, 1, 1, late, capacity // 2),
+            GreedyWeights(0, 1, 1, 0, capacity, 1024),
+            GreedyWeights(1, 1, 1, 0, capacity // 2, 1024),
+            GreedyWeights(0, 0, 1, late * 1000, capacity),
         ]
 
-    def _greedy(self, taste: Taste) -> Callable[[], np.ndarray]:
-        return lambda: self.problem.greedy_order(self._program, taste)
+    def _greedy(self, weights: GreedyWeights) -> Callable[[], np.ndarray]:
+        return lambda: self.problem.greedy_order(self._program, weights)
 
     def _sequence(self, order: np.ndarray, dropped: frozenset[int]) -> OperatorSequence | None:
         if not dropped:
             return OperatorSequence(self.problem, order)
-        expanded = self._recomputation.expand(order, dropped)
+        expanded = self._chains.expand(order, dropped)
         return None if expanded is None else OperatorSequence(self.problem, expanded)
 
     def _try(self, order: np.ndarray, dropped: frozenset[int]) -> Candidate | None:
-        """Time a candidate roughly; it may become the best."""
+        """Time a candidate roughly, and keep it if it is the best."""
         sequence = self._sequence(order, dropped)
         if sequence is None:
             return None
@@ -316,7 +320,7 @@ class AutoSearch:
         if key not in self._quick:
             if len(self._quick) * len(sequence.order) > _MAX_QUICK:
                 del self._quick[next(iter(self._quick))]
-            search = ResidencySearch(sequence, self.capacity, self.below)
+            search = ResidencySearch(sequence, self.arena)
             self._quick[key] = search.quick()
         residency = self._quick[key]
         if residency is None:
@@ -326,7 +330,7 @@ class AutoSearch:
         return candidate
 
     def _note(self, candidate: Candidate) -> bool:
-        key = candidate.residency.sequence.order.tobytes()
+        key = candidate.choice.sequence.order.tobytes()
         known = self._candidates.get(key)
         if known is None or candidate.seconds < known.seconds:
             self._candidates[key] = candidate
@@ -339,7 +343,7 @@ class AutoSearch:
         return True
 
     def _try_drops(self, orders: list[np.ndarray]) -> None:
-        """Families of drops, whole and for the first part of the forward pass only."""
+        """Try families of drops, whole and for the first part of the forward pass only."""
         order = self.best.order if self.best else orders[-1]
         # Where nothing fits without recomputation, any order may be the one.
         candidates = [order, self._program] if self.best else orders
@@ -348,29 +352,29 @@ class AutoSearch:
         families = [*self._drops.by_price(), *self._drops.by_segment()]
         for base in candidates:
             for _, dropped in families:
-                if self._late():
+                if self._is_late():
                     return
                 self._try(base, dropped)
         if self.best is None:
             return
-        self._cross(orders)
+        self._try_families_with(orders)
         base_families = [dropped for _, dropped in families]
         made_at = self._drops.made_at
         last = max(made_at.values(), default=0)
         for dropped in base_families:
             for fraction in _FRACTIONS:
-                if self._late():
+                if self._is_late():
                     return
                 early = frozenset(i for i in dropped if made_at[i] <= last * fraction)
                 if early and early != dropped:
                     self._try(self.best.order, early)
 
-    def _cross(self, orders: list[np.ndarray]) -> None:
-        """Try the best families with all orders: another may be best with them than without."""
+    def _try_families_with(self, orders: list[np.ndarray]) -> None:
+        """Try the best families with all orders: the best order may differ with them."""
         ranked = sorted(self._candidates.values(), key=lambda candidate: candidate.seconds)
         for dropped in list(dict.fromkeys(c.dropped for c in ranked if c.dropped))[:_NUM_CROSSED]:
             for order in orders:
-                if self._late():
+                if self._is_late():
                     return
                 self._try(order, dropped)
 
@@ -379,79 +383,79 @@ class AutoSearch:
         self._refine(self.best, self.deadline)
 
     def _refine(self, candidate: Candidate, deadline: float) -> None:
-        """Improve the residency of a candidate; it may become the best."""
-        search = ResidencySearch(candidate.residency.sequence, self.capacity, self.below)
+        """Improve the evictions of a candidate, which may become the best."""
+        search = ResidencySearch(candidate.choice.sequence, self.arena)
         search.refine(
-            candidate.residency,
+            candidate.choice,
             deadline=deadline,
-            on_better=lambda residency: self._note(
-                Candidate(candidate.order, candidate.dropped, residency)
+            on_better=lambda choice: self._note(
+                Candidate(candidate.order, candidate.dropped, choice)
             ),
         )
 
     def _refine_groups(self) -> None:
-        """Drop, or keep, all that one kind of operator makes, or all of one role."""
+        """Drop, or keep, all storages of one kind of operator, or of one role."""
         assert self.best is not None
         none: frozenset[int] = frozenset()
         for members in self._drops.groups():
-            both = members | briefly(members)
+            both = members | mark_brief(members)
             for add, remove in (
                 (members, none),
                 (none, both),
                 (both, none),
-                (none, briefly(members)),
+                (none, mark_brief(members)),
             ):
-                if self._late():
+                if self._is_late():
                     return
                 changed = (self.best.dropped | add) - remove
                 if changed != self.best.dropped:
-                    self._try_like_best(self.best.order, changed)
+                    self._try_neighbour(self.best.order, changed)
 
     def _refine_drops(self) -> None:
-        """Drop, or keep, some of the values of a stretch of the forward pass."""
+        """Drop, or keep, some of the storages of a window of the forward pass."""
         assert self.best is not None
-        moves = DropMoves(self._drops, self.random)
+        moves = DropProposals(self._drops, self.random)
         failures = 0
-        while len(moves) and failures < _MAX_FAILURES and not self._late():
+        while len(moves) and failures < _MAX_FAILURES and not self._is_late():
             changed = moves.propose(self.best.dropped)
             if changed == self.best.dropped:
                 failures += 1
                 continue
-            improved = self._try_like_best(self.best.order, changed, also_quick=False)
+            improved = self._try_neighbour(self.best.order, changed, also_quick=False)
             failures = 0 if improved else failures + 1
 
-    def _refine_stretches(self) -> None:
-        """Order a stretch anew, with a random taste."""
+    def _refine_order_windows(self) -> None:
+        """Order a window anew, with random weights."""
         assert self.best is not None
         n = len(self._program)
         failures = 0
-        while failures < 40 and not self._late():
+        while failures < 40 and not self._is_late():
             length = int(self.random.integers(4, max(5, n // 2)))
             begin = int(self.random.integers(0, max(1, n - length)))
             fetch, create, release = self.random.choice([0, 0.25, 1, 4], 3)
             share = self.random.choice([0.25, 0.5, 1])
-            late = float(10 ** self.random.uniform(-6, -1)) * self.capacity
-            taste = Taste(fetch, create, release, late, int(self.capacity * share))
+            late = float(10 ** self.random.uniform(-6, -1)) * self.arena.capacity
+            weights = GreedyWeights(fetch, create, release, late, int(self.arena.capacity * share))
             order = self.problem.greedy_order(
-                self.best.order, taste, begin=begin, end=min(n, begin + length)
+                self.best.order, weights, begin=begin, end=min(n, begin + length)
             )
             if np.array_equal(order, self.best.order):
                 failures += 1
                 continue
-            improved = self._try_like_best(order, self.best.dropped)
+            improved = self._try_neighbour(order, self.best.dropped)
             failures = 0 if improved else failures + 1
 
-    def _try_like_best(
+    def _try_neighbour(
         self, order: np.ndarray, dropped: frozenset[int], *, also_quick: bool = True
     ) -> bool:
-        """Time a neighbour of the best with the best's own profile, stretched to its length."""
+        """Time a neighbour of the best with the best's own profile, scaled to its length."""
         best = self.best
         assert best is not None
         sequence = self._sequence(order, dropped)
         if sequence is None or sequence.compute_seconds >= best.seconds:
             return False
-        search = ResidencySearch(sequence, self.capacity, self.below)
-        shares = best.residency.shares
+        search = ResidencySearch(sequence, self.arena)
+        shares = best.choice.shares
         at = np.linspace(0, len(shares) - 1, len(sequence.order)).round().astype(int)
         found = search.at(shares[at])
         if also_quick and (found is None or found.seconds >= best.seconds):
@@ -462,7 +466,7 @@ class AutoSearch:
 
 
 def frozen_decisions(reorder: bool, recompute: bool) -> list[tuple[bool, bool]]:
-    """Return the (reorder, recompute) that allow less than the given ones."""
+    """Return the pairs (reorder, recompute) that allow less than the given one."""
     return [
         (order, again)
         for order in (False, True)[: 1 + reorder]

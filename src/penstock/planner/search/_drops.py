@@ -1,8 +1,8 @@
-"""Which values recomputation is worth trying for: families of sets, from cheap to thorough.
+"""Families of sets of values that may be worth dropping, from cheap to thorough.
 
 Values that cost little to make again (activation functions, normalisations) are dropped by price:
-the time to make them against the time to move them. Whole segments are dropped between narrow
-places of the forward pass, where few bytes cross, as checkpointing does.
+the time to make them over the time to move them. Whole segments are dropped between narrow places
+of the forward pass, where few bytes cross, as checkpointing does.
 """
 
 from __future__ import annotations
@@ -14,27 +14,33 @@ from collections.abc import Iterator
 import numpy as np
 
 from penstock.graph import Phase, StepGraph
-from penstock.planner.search._recompute import Recomputation
-from penstock.planner.search._roles import roles_of
+from penstock.planner.search._recompute import RecomputeChains
+from penstock.planner.search._storage_roles import find_roles
 
 _PRICES = (0.03, 0.1, 0.3, 1.0)
 _NUM_SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 
 
-class Drops:
-    """Sets of storages to drop.
+class DropFamilies:
+    """Families of sets of storages to drop.
 
     Args:
         graph: The graph.
-        recomputation: How its values can be made again.
+        chains: Chains by which its values can be made again.
         operator_seconds: Time of each operator.
         bytes_per_second: Of the links, out and back one after the other.
+
+    Attributes:
+        made_at: For each storage that can be dropped the operator that makes it first.
+        price: For each of them the time to make it again over the time to move it.
+        group: For each of them the kind of that operator.
+        role: For each of them its role (`find_roles`).
     """
 
     def __init__(
         self,
         graph: StepGraph,
-        recomputation: Recomputation,
+        chains: RecomputeChains,
         operator_seconds: np.ndarray,
         bytes_per_second: float,
     ) -> None:
@@ -49,8 +55,8 @@ class Drops:
         self.price: dict[int, float] = {}
         self.group: dict[int, str] = {}
         self.role: dict[int, int] = {}
-        roles = roles_of(graph)
-        for item, chain in recomputation.chain_of.items():
+        roles = find_roles(graph)
+        for item, chain in chains.chain_of.items():
             first = graph.operators[chain[0]]
             if first.phase is not Phase.FORWARD:
                 continue
@@ -62,25 +68,25 @@ class Drops:
             self.role[item] = roles[item]
 
     def by_price(self) -> Iterator[tuple[str, frozenset[int]]]:
-        """Everything that costs less to make again than a share of moving it."""
+        """Yield all storages that cost less to make again than a share of moving them."""
         seen: set[frozenset[int]] = set()
         for limit in _PRICES:
             cheap = frozenset(item for item, price in self.price.items() if price < limit)
-            # What nobody needs after the forward pass may be kept for those that are made again.
+            # A value that only the forward pass needs may be kept for those that are made again.
             for name, dropped in (("", cheap), (", saved", cheap & self._saved)):
                 if dropped and dropped not in seen:
                     seen.add(dropped)
                     yield f"price<{limit:g}{name}", dropped
 
     def by_segment(self) -> Iterator[tuple[str, frozenset[int]]]:
-        """Everything but what crosses from one segment of the forward pass to the next."""
+        """Yield all storages but those that cross between segments of the forward pass."""
         crossing = self._crossing_bytes()
         num_forward = len(crossing)
         seen: set[frozenset[int]] = set()
         for count in _NUM_SEGMENTS:
             if num_forward < 2 * count:
                 continue
-            cuts = self._narrow_places(crossing, count)
+            cuts = self._find_narrow_places(crossing, count)
             kept = self._crossing_items(cuts)
             dropped = frozenset(self.made_at) - kept
             if dropped and dropped not in seen:
@@ -88,7 +94,7 @@ class Drops:
                 yield f"segments={count}", dropped
 
     def groups(self) -> Iterator[frozenset[int]]:
-        """The droppable storages by what makes them, then by role; those that matter first."""
+        """Yield the droppable storages by kind of operator, then by role; the largest first."""
         for key_of in (self.group, self.role):
             members: dict[str | int, set[int]] = {}
             for item, key in key_of.items():
@@ -102,7 +108,7 @@ class Drops:
 
     @functools.cached_property
     def _forward_intervals(self) -> np.ndarray:
-        """Storages, when they are made, and their last use in the forward pass: columns."""
+        """Columns: storages, their definition, and their last use in the forward pass."""
         graph = self.graph
         uses: dict[int, list[int]] = {}
         for index, operator in enumerate(graph.operators):
@@ -127,8 +133,8 @@ class Drops:
         return np.cumsum(change)[:-1]
 
     @staticmethod
-    def _narrow_places(crossing: np.ndarray, count: int) -> list[int]:
-        """One place in each of `count` equal parts: where the fewest bytes cross, the last such."""
+    def _find_narrow_places(crossing: np.ndarray, count: int) -> list[int]:
+        """Return the last place in each of `count` equal parts at which the fewest bytes cross."""
         bounds = np.linspace(0, len(crossing), count + 1).astype(int)
         return [
             int(high - 1 - np.argmin(crossing[low:high][::-1]))
@@ -138,6 +144,6 @@ class Drops:
 
     def _crossing_items(self, cuts: list[int]) -> frozenset[int]:
         items, start, end = self._forward_intervals.T
-        # The first cut from when it is made on lies before its last use.
+        # A storage crosses if the first cut after its definition lies before its last use.
         at = np.append(np.sort(cuts), np.iinfo(np.int64).max)
         return frozenset(items[at[np.searchsorted(at, start)] < end].tolist())

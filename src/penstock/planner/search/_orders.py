@@ -1,7 +1,7 @@
-"""Orders that a training step suggests: when gradients of weights are made, and weights updated.
+"""Orders that suit a training step: early updates, and late gradients of weights.
 
 Both take the program's own order for everything else. A greedy order weighs operators that are
-ready, one by one; these move what belongs to one weight together, over any distance.
+ready, one by one; these move all operators of one weight together, over any distance.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ import numpy as np
 from penstock.graph import Phase, StepGraph
 
 
-def eager_updates(graph: StepGraph) -> np.ndarray:
-    """Return the program's order, but with each update as soon as what it reads is there.
+def move_updates_early(graph: StepGraph) -> np.ndarray:
+    """Return the program's order, but with each update as soon as its operands are made.
 
-    What an optimizer keeps of a parameter then comes and goes while others are computed.
+    The optimizer's state of a parameter then comes and goes while others are computed.
     """
     is_update = [operator.phase is Phase.OPTIMIZER for operator in graph.operators]
     groups = [index if update else None for index, update in enumerate(is_update)]
-    return _in_groups(graph, groups)
+    return _order_groups(graph, groups)
 
 
-def gathered_gradients(graph: StepGraph) -> np.ndarray:
-    """Return the program's order, but with all that only one update needs right before it.
+def move_gradients_late(graph: StepGraph) -> np.ndarray:
+    """Return the program's order, but with operators that only one update needs right before it.
 
-    Where a weight is used many times, as in recurrent networks, its gradient is a sum. Its parts
-    are put off until all that they are made of is there, so that the sum, and the weight's state,
-    are on the device once and not once for each use.
+    Where a weight is used many times, as in recurrent networks, its gradient is a sum. Its terms
+    are put off until all their operands are made, so that the sum, and the weight's state, are on
+    the device once and not once for each use.
     """
     groups: list[int | None] = [None] * len(graph.operators)
-    followers = _followers(graph)
+    followers = _find_followers(graph)
     for index in reversed(range(len(groups))):
         operator = graph.operators[index]
         readers = {reader for value in operator.makes for reader in graph.consumers[value]}
         if not followers[index]:
             groups[index] = index if operator.phase is Phase.OPTIMIZER else None
         elif readers:
-            # An update follows whatever reads the old weight; that alone makes it no part of it.
+            # An update follows all that read the old weight; that alone joins them to no group.
             first = groups[min(readers)]
             if all(groups[other] == first for other in followers[index]):
                 groups[index] = first
-    return _in_groups(graph, groups)
+    return _order_groups(graph, groups)
 
 
-def _followers(graph: StepGraph) -> list[list[int]]:
+def _find_followers(graph: StepGraph) -> list[list[int]]:
     followers: list[list[int]] = [[] for _ in graph.operators]
     for index, before in enumerate(graph.predecessors):
         for other in set(before):
@@ -54,9 +54,9 @@ def _followers(graph: StepGraph) -> list[list[int]]:
     return followers
 
 
-def _in_groups(graph: StepGraph, groups: Sequence[int | None]) -> np.ndarray:
+def _order_groups(graph: StepGraph, groups: Sequence[int | None]) -> np.ndarray:
     """Run each group in one piece, as soon as it can; it has no followers but its own operators."""
-    followers = _followers(graph)
+    followers = _find_followers(graph)
     members: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         if group is not None:
@@ -65,7 +65,7 @@ def _in_groups(graph: StepGraph, groups: Sequence[int | None]) -> np.ndarray:
         sum(group is None or groups[other] != group for other in set(graph.predecessors[index]))
         for index, group in enumerate(groups)
     ]
-    # Of a group how many operators another one still has to run for.
+    # For each group the number of operators of others that it still waits for.
     missing = {group: sum(waiting[index] for index in own) for group, own in members.items()}
     ready = [(False, group) for group, count in missing.items() if not count]
     ready += [(True, i) for i, group in enumerate(groups) if group is None and not waiting[i]]

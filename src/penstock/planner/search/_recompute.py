@@ -1,33 +1,52 @@
-"""Recomputation: which values are dropped after the forward pass, and the order that makes them
-again just before they are needed.
+"""Recomputation: dropping values after the forward pass, and making them again before their use.
 
-What is dropped is decided by storage. A dropped storage's value is made again by running the
-operators that made it, on operands that are there, that are brought back, or that are made again
-themselves; operands live on until then. A parameter that was updated in the meantime cannot be had
-back, and an order that would need it does not exist.
+Drops are decided by storage. The value of a dropped storage is made again by running the operators
+that made it, on operands that are on the device, that come back, or that are made again themselves;
+operands live on until then. A parameter that was updated in the meantime cannot come back, and an
+order that would need it does not exist.
 
-What is made again stays until its last use. Where it is large and its uses are far apart, it may be
-given up after each of them, and made again for each: such a storage is dropped *briefly* too, which
-sets of storages write as its complement (`~storage`).
+A value that was made again is kept until its last use. Where it is large and its uses are far
+apart, it may be dropped after each of them, and made again for each: such a storage is dropped
+*briefly* too, which sets of storages write as its complement (`~storage`).
 """
 
 from __future__ import annotations
 
+import ctypes
+import weakref
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.graph import StepGraph
-from penstock.planner.search._engine import Recipes
+from penstock.codegen import to_struct
+from penstock.graph import Phase, StepGraph
+from penstock.planner.search._library import engine, pointer_to
+
+_MAX_CHAIN = 512  # operators run again for one operand
 
 
-def briefly(items: Iterable[int]) -> frozenset[int]:
-    """What says of storages that they are given up after each use of the backward pass."""
+def mark_brief(items: Iterable[int]) -> frozenset[int]:
+    """Return the marks of storages that are dropped after each use in the backward pass."""
     return frozenset(~item for item in items)
 
 
-class Recomputation:
-    """How the values of a graph can be made again.
+@dataclass(frozen=True)
+class _ExpanderArguments:
+    """`struct ExpanderArguments` of engine.cpp; `first` and `items` hold addresses of arrays."""
+
+    num_operators: int
+    num_objects: int
+    num_values: int
+    object_of: np.ndarray
+    initial: np.ndarray
+    is_forward: np.ndarray
+    first: np.ndarray
+    items: np.ndarray
+
+
+class RecomputeChains:
+    """Chains of operators by which the values of a graph can be made again.
 
     Args:
         graph: The graph.
@@ -46,7 +65,38 @@ class Recomputation:
         self.chain_of = {
             item: chain for item, chain in writers.items() if self._can_drop(item, chain)
         }
-        self._recipes = Recipes(graph, self.chain_of)
+        self._expander = self._make_expander()
+        weakref.finalize(self, engine().expander_free, self._expander)
+
+    def _make_expander(self) -> int:
+        """Return the engine's object, which has the accesses of first and second runs."""
+        graph = self.graph
+        again = [operator.recompute_target is not None for operator in graph.operators]
+        operators = list(zip(graph.operators, again, strict=True))
+        lists = (
+            [operator.needs for operator in graph.operators],
+            [operator.makes for operator in graph.operators],
+            [operator.reads if other else operator.needs for operator, other in operators],
+            [operator.creates if other else operator.makes for operator, other in operators],
+            [self.chain_of.get(item, ()) for item in range(len(graph.storages))],
+        )
+        first = [np.cumsum([0, *map(len, parts)], dtype=np.int32) for parts in lists]
+        items = [np.array([i for part in parts for i in part], np.int32) for parts in lists]
+        object_of = np.array(graph.storage_of_value, np.int32)
+        given = [storage.initial for storage in graph.storages]
+        initial = np.array([-1 if value is None else value for value in given], np.int32)
+        is_forward = np.array([o.phase is Phase.FORWARD for o in graph.operators], np.uint8)
+        arguments = _ExpanderArguments(
+            num_operators=len(graph.operators),
+            num_objects=len(graph.storages),
+            num_values=len(object_of),
+            object_of=object_of,
+            initial=initial,
+            is_forward=is_forward,
+            first=np.array([array.ctypes.data for array in first], np.uintp),
+            items=np.array([array.ctypes.data for array in items], np.uintp),
+        )
+        return engine().expander_new(ctypes.byref(to_struct(arguments)))
 
     def _can_drop(self, item: int, chain: list[int]) -> bool:
         storage = self.graph.storages[item]
@@ -55,7 +105,7 @@ class Recomputation:
         return storage.num_bytes > 0 and all(self._runs_again(index, item) for index in chain)
 
     def _runs_again(self, index: int, item: int) -> bool:
-        """Whether an operator may run again for the sake of an object."""
+        """Return whether an operator may run again to make a storage's value."""
         operator = self.graph.operators[index]
         if not operator.recomputable:
             return False
@@ -64,15 +114,24 @@ class Recomputation:
         return all(self._storage_of[new] == item for _, new in operator.mutates)
 
     def expand(self, order: np.ndarray, dropped: Collection[int]) -> np.ndarray | None:
-        """Put what makes the dropped storages again before the operators that need them.
+        """Insert second runs before the operators that need dropped storages.
 
         Args:
             order: Operators, each once.
-            dropped: Storages that are given up after their last use in the forward pass, and
-                after their last use; the complements of those that are given up after each use in
-                the backward pass.
+            dropped: Storages that are dropped after their last use in the forward pass, and after
+                their last use; the complements of those that are dropped after each use in the
+                backward pass.
 
         Returns:
-            The longer order; None if an operand cannot be had.
+            The longer order; None if an operand is not available.
         """
-        return self._recipes.expand(order, dropped)
+        order = np.ascontiguousarray(order, np.int32)
+        items = np.fromiter(dropped, np.int32, len(dropped))
+        length = engine().expander_expand(
+            self._expander, pointer_to(order), len(order), pointer_to(items), len(items), _MAX_CHAIN
+        )
+        if length < 0:
+            return None
+        expanded = np.empty(length, np.int32)
+        engine().expander_read(self._expander, pointer_to(expanded))
+        return expanded

@@ -1,9 +1,9 @@
-"""For one order: which gaps are evicted, so that the step is as short as the links allow.
+"""Evictions for one order, so that the step is as short as the links allow.
 
-Evicting as few bytes as possible fills the device at all times, and then nothing can be fetched
-ahead: every transfer into the device waits for the last moment. So the choice is made for less
+Evicting as few bytes as possible fills the device at all times, and then no value can be fetched
+ahead: every transfer into the device waits for the last moment. So evictions are chosen for less
 than the capacity where bytes have to come in, and the replay may use all of it. How much less, and
-where, is searched: a profile over the step, coarse to fine.
+where, is searched: a profile of shares over the step, coarse to fine.
 """
 
 from __future__ import annotations
@@ -14,144 +14,162 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.planner.search._engine import HORIZON, OperatorSequence, Rates, Replay
+from penstock.planner._link_rates import LinkRates
+from penstock.planner.search._sequence import MAX_PREFETCH_DISTANCE, OperatorSequence, ReplayTimes
 
 SHARES = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.25)
 _QUICK_SHARES = (1.0, 0.92, 0.8, 0.65, 0.45)
 _MAX_SEGMENTS = 32
-_NUM_TRIES_BELOW = 5
+_NUM_TIER_TRIES = 5
 
 
 @dataclass(frozen=True)
-class Below:
-    """Where bytes can go.
+class LowerTiers:
+    """Tiers below the device, as the search sees them.
 
     Attributes:
         rates: Of the links to the first tier, and of those to the second one, if there is one.
         first_bytes: Bytes of the first tier; None: as many as needed.
-        tolls: For each tier the seconds of computing that a byte on its way costs.
+        interference: For each tier the seconds by which moving a byte slows the operators down.
     """
 
-    rates: tuple[Rates, ...]
+    rates: tuple[LinkRates, ...]
     first_bytes: int | None = None
-    tolls: tuple[float, ...] = (0.0, 0.0)
+    interference: tuple[float, ...] = (0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Arena:
+    """Memory of a search.
+
+    Attributes:
+        capacity: Bytes of the arena.
+        lower: The lower tiers; None: there are none, so nothing leaves.
+    """
+
+    capacity: int
+    lower: LowerTiers | None
 
 
 @dataclass(frozen=True, eq=False)
-class Residency:
-    """A choice for one order.
+class EvictionChoice:
+    """Evictions for one order, with the times that follow.
 
     Attributes:
         sequence: The order.
-        evicted: For each gap whether its object leaves.
-        replay: What the step then takes, and when things move.
+        evicted: For each hole whether its storage leaves.
+        replay: Times of the step and of the transfers.
         shares: By position the share of the capacity for which the choice was made.
-        tier: For each gap to which tier its object goes; None: all to the first.
-        toll: Seconds that its transfers cost computing, beyond what waits for them.
+        tier: For each hole the tier that its storage leaves to; None: all to the first.
+        interference_seconds: Time by which its transfers slow the operators down.
     """
 
     sequence: OperatorSequence
     evicted: np.ndarray
-    replay: Replay
+    replay: ReplayTimes
     shares: np.ndarray
     tier: np.ndarray | None = None
-    toll: float = 0.0
+    interference_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """Time of a step, with the toll."""
-        return self.replay.step_seconds + self.toll
+        """Time of a step, interference included."""
+        return self.replay.step_seconds + self.interference_seconds
 
 
 class ResidencySearch:
-    """Searches profiles for one order.
+    """A search for evictions of one order.
 
     Args:
         sequence: The order.
-        capacity: Bytes of the arena.
-        below: Where bytes can go; None: nowhere, so nothing leaves.
-        horizon: How many positions ahead values may be fetched.
+        arena: The arena.
+        prefetch_distance: Positions ahead of their use at which values may be fetched, at most.
     """
 
     def __init__(
         self,
         sequence: OperatorSequence,
-        capacity: int,
-        below: Below | None,
+        arena: Arena,
         *,
-        horizon: int = HORIZON,
+        prefetch_distance: int = MAX_PREFETCH_DISTANCE,
     ) -> None:
-        self.horizon = horizon
+        self.prefetch_distance = prefetch_distance
         self.sequence = sequence
-        self.capacity = capacity
-        self.below = below
+        self.capacity = arena.capacity
+        self.lower = arena.lower
         self._needed = sequence.working_set
 
-    def at(self, shares: np.ndarray) -> Residency | None:
-        """The choice for a profile; None if it does not fit."""
+    def at(self, shares: np.ndarray) -> EvictionChoice | None:
+        """Choose evictions for a profile of shares; return None if they do not fit."""
         sequence = self.sequence
-        if self.below is None:
+        if self.lower is None:
             if sequence.base.max(initial=0) > self.capacity:
                 return None
-            evicted, tier = np.zeros(len(sequence.gap_object), np.uint8), None
+            evicted, tier = np.zeros(len(sequence.hole_object), np.uint8), None
         else:
             target = np.maximum((self.capacity * shares).astype(np.int64), self._needed)
-            chosen = self._chosen(target, self.below)
+            chosen = self._evict(target, self.lower)
             if chosen is None:
                 return None
             evicted, tier = chosen
         replay = sequence.replay(
             evicted,
             self.capacity,
-            self.below.rates if self.below else (Rates(1.0, 1.0),),
+            self.lower.rates if self.lower else (LinkRates(1.0, 1.0),),
             tier=tier,
-            horizon=self.horizon,
+            prefetch_distance=self.prefetch_distance,
         )
         if replay.overflow > 0:
             return None
-        return Residency(sequence, evicted, replay, shares, tier, self._toll(evicted, tier))
+        return EvictionChoice(
+            sequence, evicted, replay, shares, tier, self._interference(evicted, tier)
+        )
 
-    def _toll(self, evicted: np.ndarray, tier: np.ndarray | None) -> float:
-        if self.below is None or not any(self.below.tolls):
+    def _interference(self, evicted: np.ndarray, tier: np.ndarray | None) -> float:
+        if self.lower is None or not any(self.lower.interference):
             return 0.0
         sequence = self.sequence
-        moves = (sequence.gap_start >= 0).astype(np.int64) + sequence.dirty(evicted)
-        moved = np.where(evicted != 0, moves * sequence.gap_bytes, 0)
-        tolls = np.asarray(self.below.tolls)
-        return float(moved @ tolls[np.zeros(len(moved), np.int64) if tier is None else tier])
+        moves = (sequence.hole_start >= 0).astype(np.int64) + sequence.dirty(evicted)
+        moved = np.where(evicted != 0, moves * sequence.hole_bytes, 0)
+        interference = np.asarray(self.lower.interference)
+        return float(moved @ interference[np.zeros(len(moved), np.int64) if tier is None else tier])
 
-    def _chosen(
-        self, target: np.ndarray, below: Below
+    def _evict(
+        self, target: np.ndarray, lower: LowerTiers
     ) -> tuple[np.ndarray, np.ndarray | None] | None:
-        """What leaves, and to which tier; None if there is too little room below."""
-        evicted, _ = self.sequence.choose(target)
-        if below.first_bytes is None:
+        """Return evictions and their tiers; None if the lower tiers are too small."""
+        evicted, _ = self.sequence.evict(target)
+        if lower.first_bytes is None:
             return evicted, None
-        tier = self.sequence.tiers(evicted, below.first_bytes)
-        if len(below.rates) > 1:
+        tier = self.sequence.tiers(evicted, lower.first_bytes)
+        if len(lower.rates) > 1:
             return evicted, tier
-        stays = np.zeros(len(evicted))
-        for _ in range(_NUM_TRIES_BELOW):
+        bias = np.zeros(len(evicted))
+        for _ in range(_NUM_TIER_TRIES):
             outside = (tier != 0) & (evicted != 0)
             if not outside.any():
                 return evicted, None
-            stays[outside] = -1e12  # behind everything else
-            evicted, _ = self.sequence.choose(target, bias=stays)
-            tier = self.sequence.tiers(evicted, below.first_bytes)
+            bias[outside] = -1e12  # after all others
+            evicted, _ = self.sequence.evict(target, bias=bias)
+            tier = self.sequence.tiers(evicted, lower.first_bytes)
         return None
 
-    def quick(self) -> Residency | None:
-        """The best of a few uniform profiles."""
+    def quick(self) -> EvictionChoice | None:
+        """Return the best of a few uniform profiles."""
         found = [self.at(np.full(len(self.sequence.order), share)) for share in _QUICK_SHARES]
         return min(filter(None, found), key=lambda r: r.seconds, default=None)
 
     def refine(
-        self, best: Residency, *, deadline: float, on_better: Callable[[Residency], object]
-    ) -> Residency:
+        self,
+        best: EvictionChoice,
+        *,
+        deadline: float,
+        on_better: Callable[[EvictionChoice], object],
+    ) -> EvictionChoice:
         """Change the profile piece by piece while that helps and time is left.
 
         Args:
-            best: Where to begin.
+            best: The choice to begin with.
             deadline: Time by `time.monotonic` at which to stop.
             on_better: Called with each improvement.
 
@@ -159,7 +177,7 @@ class ResidencySearch:
             The best found.
         """
         elapsed = np.cumsum(self.sequence.problem.operator_seconds[self.sequence.order])
-        if self.below is None or not best.evicted.any() or not elapsed[-1] > 0:
+        if self.lower is None or not best.evicted.any() or not elapsed[-1] > 0:
             return best
         num_segments = 1
         while num_segments <= _MAX_SEGMENTS:

@@ -2,16 +2,17 @@
 
 namespace {
 
-// What a greedy order prefers: little to fetch, little new room, much freed, early in the program.
-struct Taste {
+// Weights of the score of a greedy order; the ready operator with the least score runs next:
+// fetch * bytes to fetch + create * bytes made - release * bytes freed + late * operators overtaken.
+struct GreedyWeights {
   double fetch, create, release, late;
-  i64 capacity;  // bytes touched since an object's last use after which it counts as gone
-  i32 window;    // candidates that are looked at, the earliest of the program first
+  i64 capacity;  // bytes touched since an object's last use after which it counts as evicted
+  i32 window;    // candidates, the earliest of the program first
 };
 
-// List scheduling of positions [begin, end) of `base`; the others stay where they are.
-void greedy(const Problem& p, const i32* first_predecessor, const i32* predecessors, const i32* base,
-            i32 begin, i32 end, const Taste& taste, const float* noise, i32* order) {
+// List scheduling of positions [begin, end) of `base`; the others interval where they are.
+void order_greedily(const Problem& p, const i32* first_predecessor, const i32* predecessors, const i32* base,
+            i32 begin, i32 end, const GreedyWeights& weights, const float* noise, i32* order) {
   const i32 n = p.num_operators;
   std::copy(base, base + n, order);
   std::vector<i32> rank(n), waiting(n, 0), uses(p.num_objects, 0);
@@ -31,7 +32,7 @@ void greedy(const Problem& p, const i32* first_predecessor, const i32* predecess
   auto touch = [&](i32 op) {
     for (i32 k = p.first_access[op]; k < p.first_access[op + 1]; ++k) {
       const i32 object = p.access_object[k];
-      if (clock - touched[object] > static_cast<double>(taste.capacity) || p.access_kind[k] == kCreate)
+      if (clock - touched[object] > static_cast<double>(weights.capacity) || p.access_kind[k] == kCreate)
         clock += static_cast<double>(p.bytes[object]);
       touched[object] = clock;
       --uses[object];
@@ -39,14 +40,14 @@ void greedy(const Problem& p, const i32* first_predecessor, const i32* predecess
   };
   for (i32 k = 0; k < p.first_access[n]; ++k) ++uses[p.access_object[k]];
   for (i32 position = 0; position < begin; ++position) touch(base[position]);
-  // Ready operators by rank: few are looked at, so a sorted vector of ranks will do.
+  // Ready operators by rank: few are candidates, so a sorted vector of ranks will do.
   std::vector<i32> ready;
   for (i32 position = begin; position < end; ++position)
     if (waiting[base[position]] == 0) ready.push_back(position);
   for (i32 position = begin; position < end; ++position) {
     double best = std::numeric_limits<double>::infinity();
     size_t chosen = 0;
-    const size_t looked_at = std::min<size_t>(ready.size(), taste.window);
+    const size_t looked_at = std::min<size_t>(ready.size(), weights.window);
     for (size_t r = 0; r < looked_at; ++r) {
       const i32 op = base[ready[r]];
       double fetch = 0, create = 0, release = 0;
@@ -54,11 +55,11 @@ void greedy(const Problem& p, const i32* first_predecessor, const i32* predecess
         const i32 object = p.access_object[k];
         const double bytes = static_cast<double>(p.bytes[object]);
         if (p.access_kind[k] == kCreate) create += bytes;
-        else if (clock - touched[object] > static_cast<double>(taste.capacity)) fetch += bytes;
+        else if (clock - touched[object] > static_cast<double>(weights.capacity)) fetch += bytes;
         if (uses[object] == 1 && !(p.flags[object] & (kPersistent | kKept))) release += bytes;
       }
-      double score = taste.fetch * fetch + taste.create * create - taste.release * release +
-                     taste.late * (ready[r] - ready[0]);
+      double score = weights.fetch * fetch + weights.create * create - weights.release * release +
+                     weights.late * (ready[r] - ready[0]);
       if (noise) score *= 1 + noise[op];
       if (score < best) {
         best = score;

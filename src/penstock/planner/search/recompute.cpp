@@ -1,8 +1,8 @@
-// The order that makes dropped values again: `_recompute.py` says what the words mean.
+// Orders with second runs that make dropped values again: `_recompute.py` defines the words.
 
 namespace {
 
-// Lists of numbers, one behind the other: list i is at [first[i], first[i + 1]).
+// Lists of numbers in one array (CSR): list i is at [first[i], first[i + 1]).
 struct Lists {
   std::vector<i32> first, items;
   Lists(const i32* first_of, i32 count, const i32* all)
@@ -15,29 +15,29 @@ struct Lists {
   Range operator[](i32 i) const { return {items.data() + first[i], items.data() + first[i + 1]}; }
 };
 
-// How the values of a graph can be made again.
-struct Recipes {
+// Accesses and chains by which the values of a graph are made again.
+struct OrderExpander {
   i32 num_objects;
   std::vector<i32> object_of;             // of each value
   std::vector<i32> initial;               // of each object: the value that it holds at first; -1: none
   std::vector<std::uint8_t> is_forward;   // of each operator
   Lists needs, makes;                     // values of each operator
   Lists needs_again, makes_again;         // the same where it runs again
-  Lists chain;                            // of each object that can be dropped: who makes it
+  Lists chain;                            // of each object that can be dropped: operators that make it
   std::vector<i32> expanded;              // the last result
 };
 
 // One walk through an order.
 class Expansion {
  public:
-  Expansion(Recipes& recipes, const i32* order, i32 length, i32 max_chain)
+  Expansion(OrderExpander& recipes, const i32* order, i32 length, i32 max_chain)
       : r_(recipes), order_(order), length_(length), max_chain_(max_chain), content_(recipes.initial),
         gone_(recipes.num_objects, 0), is_dropped_(recipes.num_objects, 0), is_brief_(recipes.num_objects, 0),
-        given_up_(length) {
+        dropped_at_(length) {
     r_.expanded.clear();
   }
 
-  // `dropped`: objects, and complements of those that are given up after each use.
+  // `dropped`: objects, and complements of those that are dropped after each use.
   bool run(const i32* dropped, i32 num_dropped) {
     bool any_brief = false;
     for (i32 k = 0; k < num_dropped; ++k) {
@@ -52,7 +52,7 @@ class Expansion {
         if (!provide(value, 0)) return false;
       r_.expanded.push_back(op);
       for (i32 value : r_.makes[op]) hold(value);
-      for (i32 object : given_up_[position]) gone_[object] = 1;
+      for (i32 object : dropped_at_[position]) gone_[object] = 1;
       if (!any_brief || r_.is_forward[op]) continue;
       for (size_t ran = num_before; ran < r_.expanded.size(); ++ran)
         touched(r_.expanded[ran], [&](i32 object) {
@@ -63,7 +63,7 @@ class Expansion {
   }
 
  private:
-  // What is dropped is given up after its last use, and after that in the forward pass.
+  // Dropped objects go after their last use in the forward pass, and after their last use.
   void find_drops() {
     std::vector<i32> last(r_.num_objects, -1), last_forward(r_.num_objects, -1);
     std::vector<std::uint8_t> is_over(r_.num_objects, 0);  // whether it was used by another phase
@@ -77,8 +77,8 @@ class Expansion {
     }
     for (i32 object = 0; object < r_.num_objects; ++object) {
       if (!is_dropped_[object] || last[object] < 0) continue;
-      given_up_[last[object]].push_back(object);
-      if (last_forward[object] >= 0) given_up_[last_forward[object]].push_back(object);
+      dropped_at_[last[object]].push_back(object);
+      if (last_forward[object] >= 0) dropped_at_[last_forward[object]].push_back(object);
     }
   }
 
@@ -94,7 +94,7 @@ class Expansion {
     gone_[object] = 0;
   }
 
-  // Makes sure that an object holds a value, by running what makes it again if need be.
+  // Makes an object hold a value, by second runs of the operators that make it if need be.
   bool provide(i32 value, i32 depth) {
     const i32 object = r_.object_of[value];
     if (content_[object] == value && !gone_[object]) return true;
@@ -104,7 +104,7 @@ class Expansion {
         if (!provide(needed, depth + 1)) return false;
       const auto makes = r_.makes_again[op];
       for (i32 made : makes)
-        if (disturbs(made, object)) return false;
+        if (would_overwrite(made, object)) return false;
       r_.expanded.push_back(op);
       for (i32 made : makes) hold(made);
       if (std::find(makes.begin(), makes.end(), value) != makes.end()) return true;
@@ -112,18 +112,18 @@ class Expansion {
     return false;
   }
 
-  // Whether making a value again would put back an object that has gone on since.
-  bool disturbs(i32 made, i32 object) const {
+  // Whether making a value again would set back an object that has a later value now.
+  bool would_overwrite(i32 made, i32 object) const {
     const i32 other = r_.object_of[made], held = content_[other];
     return other != object && held >= 0 && held != made && !gone_[other];
   }
 
-  Recipes& r_;
+  OrderExpander& r_;
   const i32* order_;
   i32 length_, max_chain_;
   std::vector<i32> content_;  // of each object: the value that it holds; -1: none
   std::vector<std::uint8_t> gone_, is_dropped_, is_brief_;
-  std::vector<std::vector<i32>> given_up_;  // objects by position
+  std::vector<std::vector<i32>> dropped_at_;  // objects by position
 };
 
 }  // namespace

@@ -1,10 +1,10 @@
-// The planner's inner loop: what leaves the device between two uses, when it moves, how long a step
-// takes. `_engine.py` says what the functions mean and owns all memory; nothing here outlives a call
-// except the problem itself.
+// The planner's inner loop: evictions between two uses, the times of transfers, and the time of a step.
+// `_sequence.py` documents the functions and owns all memory; nothing here outlives a call except the
+// problem itself.
 //
-// An object is a storage. Between two uses of an object lies a gap; an evicted gap is one in which
+// An object is a storage. Between two uses of an object lies a hole; an evicted hole is one in which
 // the object is not on the device. Positions are those of the sequence of operators; steps repeat, so
-// the gap of a persistent object after its last use goes on at the beginning of the next step.
+// the hole of a persistent object after its last use goes on at the beginning of the next step.
 
 #include <algorithm>
 #include <cmath>
@@ -14,6 +14,7 @@
 #include <map>
 #include <numeric>
 #include <queue>
+#include <set>
 #include <tuple>
 #include <vector>
 
@@ -33,8 +34,8 @@ struct Problem {
   std::vector<i32> first_access;        // CSR over operators
   std::vector<i32> access_object;
   std::vector<std::uint8_t> access_kind;
-  std::vector<i32> first_handover;      // CSR over operators: (operand, result) that may share room
-  std::vector<i32> handover_from, handover_to;
+  std::vector<i32> first_reuse;      // CSR over operators: (operand, result) in one place
+  std::vector<i32> reuse_from, reuse_by;
 };
 
 // Range maximum under range addition.
@@ -78,10 +79,16 @@ class RangeMax {
   std::vector<i64> max_, add_;
 };
 
-struct Gap {
+struct Hole {
   i32 object;
   i32 start;  // position of the use before it
   i32 end;    // position of the use after it; beyond the sequence where it goes on in the next step
+};
+
+// An object from its definition, or the start of the step, to its last use; an end beyond the sequence
+// is in the next step.
+struct LiveRange {
+  i32 object, begin, end;
 };
 
 // One sequence of operators and what follows from it alone.
@@ -92,18 +99,19 @@ struct Sequence {
   std::vector<std::uint8_t> again;          // whether the operator is recomputed there
   std::vector<std::vector<i32>> uses;       // positions of each object's uses
   std::vector<std::vector<std::uint8_t>> use_kinds;
-  std::vector<Gap> gaps;
-  std::vector<i32> first_gap;               // CSR over objects; in the order of their starts
+  std::vector<Hole> holes;
+  std::vector<i32> first_hole;               // CSR over objects; in the order of their starts
+  std::vector<LiveRange> live_ranges;
   std::vector<i64> base;                    // live bytes per position if nothing is evicted
-  std::vector<i64> handed;                  // bytes that a result takes over from an operand
-  std::vector<i32> handed_from, handed_to;  // by position; up to one pair each, -1 for none
-  std::vector<i64> created;                 // bytes that appear at a position, without handed
-  std::vector<std::vector<i32>> dying;      // objects whose last use (of this life) is there
+  std::vector<i64> reused;                  // bytes of the place that a result reuses
+  std::vector<i32> reused_from, reused_by;  // by position; up to one pair each, -1 for none
+  std::vector<i64> created;                 // bytes that appear at a position, without reused
+  std::vector<std::vector<i32>> dying;      // objects whose last use (of a live range) is there
 
   Sequence(const Problem& p, const i32* order, const std::uint8_t* recomputed, i32 n)
       : problem(p), length(n), operators(order, order + n), again(recomputed, recomputed + n),
-        uses(p.num_objects), use_kinds(p.num_objects), base(n, 0), handed(n, 0),
-        handed_from(n, -1), handed_to(n, -1), created(n, 0), dying(n) {
+        uses(p.num_objects), use_kinds(p.num_objects), base(n, 0), reused(n, 0),
+        reused_from(n, -1), reused_by(n, -1), created(n, 0), dying(n) {
     for (i32 position = 0; position < n; ++position) {
       const i32 op = operators[position];
       for (i32 k = p.first_access[op]; k < p.first_access[op + 1]; ++k) {
@@ -114,40 +122,49 @@ struct Sequence {
         use_kinds[object].push_back(kind);
       }
     }
-    // The caller reads what is kept when the step ends: until then it may be elsewhere.
+    // A result is read when the step ends: until then it may be elsewhere.
     for (i32 object = 0; object < p.num_objects; ++object) {
       const bool kept = (p.flags[object] & kKept) && !(p.flags[object] & kPersistent);
       if (!kept || uses[object].empty() || uses[object].back() >= n - 1) continue;
       uses[object].push_back(n - 1);
       use_kinds[object].push_back(kRead);
     }
-    std::vector<i64> change(2 * n + 2, 0);
-    first_gap.push_back(0);
+    first_hole.push_back(0);
     for (i32 object = 0; object < p.num_objects; ++object) {
-      lives(object, change);
-      first_gap.push_back(static_cast<i32>(gaps.size()));
+      split_uses(object);
+      first_hole.push_back(static_cast<i32>(holes.size()));
     }
-    i64 live = 0;
-    std::vector<i64> unrolled(2 * n, 0);
-    for (i32 position = 0; position < 2 * n; ++position) {
-      live += change[position];
-      unrolled[position] = live;
+    for (i32 position = 0; position < n; ++position) note_reuse(position);
+    base = live(p.bytes.data());
+  }
+
+  // Weights of the live objects by position if nothing is evicted; in-place reuse adds none.
+  std::vector<i64> live(const i64* weights) const {
+    std::vector<i64> change(2 * length + 1, 0), result(length, 0);
+    for (const LiveRange& live_range : live_ranges) {
+      change[live_range.begin] += weights[live_range.object];
+      change[live_range.end] -= weights[live_range.object];
     }
-    for (i32 position = 0; position < n; ++position) base[position] = unrolled[position] + unrolled[position + n];
-    for (i32 position = 0; position < n; ++position) hand_over(position);
+    i64 here = 0;
+    for (i32 position = 0; position < 2 * length; ++position) {
+      here += change[position];
+      result[position % length] += here;
+    }
+    for (i32 position = 0; position < length; ++position)
+      if (reused_from[position] >= 0) result[position] -= weights[reused_from[position]];
+    return result;
   }
 
  private:
-  // Splits an object's uses into lives (a recomputed value begins a new one) and gaps.
-  void lives(i32 object, std::vector<i64>& change) {
+  // Splits an object's uses into live ranges (a recomputed value begins a new one) and holes.
+  void split_uses(i32 object) {
     const auto& at = uses[object];
     const auto& kinds = use_kinds[object];
     if (at.empty()) {
-      // A persistent object that no operator touches still has to be somewhere: in its gap of a step.
+      // A persistent object that no operator touches still has to be somewhere: in its hole of a step.
       if (problem.flags[object] & kPersistent) {
-        gaps.push_back({object, -1, length});
-        change[0] += problem.bytes[object];
-        change[length] -= problem.bytes[object];
+        holes.push_back({object, -1, length});
+        live_ranges.push_back({object, 0, length});
       }
       return;
     }
@@ -162,58 +179,55 @@ struct Sequence {
       if (kinds[k] == kCreate) created[at[k]] += bytes;
       const bool last = k + 1 == count;
       if (!last && kinds[k + 1] != kCreate) {
-        if (at[k + 1] > at[k]) gaps.push_back({object, at[k], at[k + 1]});
+        if (at[k + 1] > at[k]) holes.push_back({object, at[k], at[k + 1]});
         continue;
       }
       if (last && (problem.flags[object] & kPersistent)) {
-        gaps.push_back({object, at[k], at[0] + length});
-        change[begin] += bytes;
-        change[at[0] + length] -= bytes;
+        holes.push_back({object, at[k], at[0] + length});
+        live_ranges.push_back({object, begin, at[0] + length});
         return;
       }
       const i32 end = last && (problem.flags[object] & kKept) ? length : at[k] + 1;
       if (end == at[k] + 1) dying[at[k]].push_back(object);
-      change[begin] += bytes;
-      change[end] -= bytes;
+      live_ranges.push_back({object, begin, end});
       if (!last) begin = at[k + 1];
     }
   }
 
-  // An operand that dies here may give its room to a result.
-  void hand_over(i32 position) {
+  // A result may reuse the place of an operand whose live range ends here.
+  void note_reuse(i32 position) {
     const i32 op = operators[position];
-    for (i32 k = problem.first_handover[op]; k < problem.first_handover[op + 1]; ++k) {
-      const i32 from = problem.handover_from[k], to = problem.handover_to[k];
+    for (i32 k = problem.first_reuse[op]; k < problem.first_reuse[op + 1]; ++k) {
+      const i32 from = problem.reuse_from[k], to = problem.reuse_by[k];
       if (problem.bytes[from] != problem.bytes[to] || problem.bytes[from] == 0) continue;
       auto& dead = dying[position];
       if (std::find(dead.begin(), dead.end(), from) == dead.end()) continue;
       if (problem.flags[from] & kPersistent) continue;
-      // A value that is made anew while it is there already has its room.
+      // A value that is made anew while it is resident already has its place.
       const auto use = std::lower_bound(uses[to].begin(), uses[to].end(), position);
       if (use_kinds[to][use - uses[to].begin()] != kCreate) continue;
-      handed[position] = problem.bytes[from];
-      handed_from[position] = from;
-      handed_to[position] = to;
-      base[position] -= problem.bytes[from];
+      reused[position] = problem.bytes[from];
+      reused_from[position] = from;
+      reused_by[position] = to;
       return;
     }
   }
 };
 
-void span(const Sequence& s, const Gap& gap, i32& first, i32& last, i32& wrapped) {
-  // The positions in which the gap's object is not used: [first, last) and [0, wrapped).
-  first = gap.start + 1;
-  last = std::min(gap.end, s.length);
-  wrapped = std::max(0, gap.end - s.length);
+void span(const Sequence& s, const Hole& hole, i32& first, i32& last, i32& wrapped) {
+  // The positions in which the hole's object is not used: [first, last) and [0, wrapped).
+  first = hole.start + 1;
+  last = std::min(hole.end, s.length);
+  wrapped = std::max(0, hole.end - s.length);
 }
 
 // Changes of bytes over spans of positions, added up at once.
 class Changes {
  public:
   explicit Changes(i32 num_positions) : change_(num_positions + 1, 0) {}
-  void add(const Sequence& s, const Gap& gap, i64 amount) {
+  void add(const Sequence& s, const Hole& hole, i64 amount) {
     i32 first, last, wrapped;
-    span(s, gap, first, last, wrapped);
+    span(s, hole, first, last, wrapped);
     change_[first] += amount;
     change_[last] -= amount;
     if (!wrapped) return;
@@ -234,22 +248,22 @@ class Changes {
   std::vector<i64> change_;
 };
 
-void add_span(RangeMax& live, const Sequence& s, const Gap& gap, i64 amount) {
+void add_span(RangeMax& live, const Sequence& s, const Hole& hole, i64 amount) {
   i32 first, last, wrapped;
-  span(s, gap, first, last, wrapped);
+  span(s, hole, first, last, wrapped);
   live.add(first, last, amount);
   live.add(0, wrapped, amount);
 }
 
-i64 max_span(const RangeMax& live, const Sequence& s, const Gap& gap) {
+i64 max_span(const RangeMax& live, const Sequence& s, const Hole& hole) {
   i32 first, last, wrapped;
-  span(s, gap, first, last, wrapped);
+  span(s, hole, first, last, wrapped);
   return std::max(live.max(first, last), live.max(0, wrapped));
 }
 
-bool is_empty(const Sequence& s, const Gap& gap) {
+bool is_empty(const Sequence& s, const Hole& hole) {
   i32 first, last, wrapped;
-  span(s, gap, first, last, wrapped);
+  span(s, hole, first, last, wrapped);
   return first >= last && wrapped == 0;
 }
 

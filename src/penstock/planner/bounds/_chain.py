@@ -1,0 +1,213 @@
+"""A bound in time for any order: the slots between operators that run one after the other anyway.
+
+Operators of which each needs results of the one before, perhaps through others, run in this order
+in any plan. Between two of them time passes for all that has to run between them, and a value that
+is absent at one of them has left before it and is back for an operator that needs it and has to run
+before another of them. This is `window_bound` with what is certain of all orders in place of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.graph import StepGraph
+from penstock.planner._link_rates import LinkRates
+from penstock.planner.bounds._forced import Forced, made_anew, recompute_levels
+from penstock.planner.bounds._slots import NEVER, Absence, CutWindow, Slots, slots_bound
+
+_NUM_CUTS = 32
+
+
+def chain_bound(
+    graph: StepGraph,
+    forced: Forced,
+    operator_seconds: Sequence[float],
+    capacity: int,
+    rates: LinkRates,
+    *,
+    recompute: bool,
+    time_limit: float,
+    num_cuts: int = _NUM_CUTS,
+) -> float | None:
+    """Bound the time of a step in any order by bytes that are absent along a chain of operators.
+
+    Let v(1), ..., v(K) be such a chain, v(0) the start of the step, and "start" that of a first
+    run.
+
+        slot k = from the start of v(k - 1) to that of v(k);  slot 0 = from v(K) to the end
+        time of slot k >= time of all operators that follow v(k - 1) and precede v(k)
+        time of all slots >= time of all operators
+
+    A value may be absent at v(i) if an ancestor of v(i) makes it and a descendant needs it, and
+    v(i) neither makes nor needs it. It then returns (or is recomputed) after v(i) and before the
+    first of its users among the descendants of v(i) that is an ancestor of some v(j): in slots i +
+    1 to j. It left between the last v that certainly starts before the operator that made it, and
+    v(i). A persistent storage may be absent at every v(i) that does not access it, for some version
+    of it; it returns for the first that accesses it, in this step or the next, and its last version
+    left since it was written. The linear program is that of `slots_bound`.
+
+    Args:
+        graph: The step.
+        forced: Bytes that are live when operators run, and their ancestors and descendants.
+        operator_seconds: Time of each operator.
+        capacity: Bytes of the arena.
+        rates: Of the links.
+        recompute: Whether operators may run again.
+        time_limit: Seconds.
+        num_cuts: Length of the chain, at most.
+
+    Returns:
+        The bound in seconds; None if it takes too long.
+    """
+    seconds = np.asarray(operator_seconds, dtype=np.float64)
+    excess = forced.anywhere - capacity
+    compute = float(seconds.sum())
+    if excess.max(initial=0.0) <= 0:
+        return compute
+    chain = _chain(forced, seconds, excess, num_cuts)
+    place = _ChainOrder.of(forced, chain)
+    work = place.work(seconds)
+    absences: dict[Absence, int] = {}
+    costs = recompute_levels(graph, seconds) if recompute else {}
+    for absence, num_bytes in _absences(graph, place, costs, recompute=recompute):
+        absences[absence] = absences.get(absence, 0) + num_bytes
+    return slots_bound(
+        Slots([0.0, *(float(excess[v]) for v in chain)], work, compute),
+        absences,
+        rates,
+        float(max(capacity, 1)),
+        time_limit=time_limit,
+    )
+
+
+def _chain(forced: Forced, seconds: np.ndarray, excess: np.ndarray, num_cuts: int) -> list[int]:
+    """Choose operators that run in this order in any plan, from the one of the largest excess on.
+
+    In both directions: in each part of the program's time the one with the largest excess of those
+    that follow (precede) the one chosen last.
+    """
+    total = max(float(seconds.sum()), 1e-30)
+    part = ((np.cumsum(seconds) - seconds) / total * num_cuts).astype(np.int64)
+    part += np.linspace(0, 1e-9, len(seconds)).astype(np.int64)
+    worst = int(np.argmax(excess))
+    chain = [worst]
+    for direction in (1, -1):
+        at = worst
+        for index in range(
+            int(part[worst]) + direction, num_cuts if direction > 0 else -1, direction
+        ):
+            able = forced.descendants_of(at) if direction > 0 else forced.ancestors_of(at)
+            able &= part == index
+            if not able.any():
+                continue
+            at = int(np.argmax(np.where(able, excess, -np.inf)))
+            chain.append(at)
+    order = np.argsort([int(forced.ancestors_of(v).sum()) for v in chain])
+    return [chain[index] for index in order]
+
+
+@dataclass(frozen=True)
+class _ChainOrder:
+    """Certain orders between operators and those of a chain.
+
+    Attributes:
+        num_slots: One more than the operators of the chain, which count from 1.
+        after: Per operator: the last of the chain that it is or follows; 0 is the start.
+        before: Per operator: the first of the chain that it is or precedes; `num_slots` is the end.
+    """
+
+    num_slots: int
+    after: np.ndarray
+    before: np.ndarray
+
+    @classmethod
+    def of(cls, forced: Forced, chain: list[int]) -> _ChainOrder:
+        num_operators = len(forced.here)
+        after = np.zeros(num_operators, dtype=np.int64)
+        before = np.full(num_operators, len(chain) + 1, dtype=np.int64)
+        for index, v in enumerate(chain, 1):
+            after[forced.descendants_of(v)] = index
+            after[v] = index
+        for index, v in reversed(list(enumerate(chain, 1))):
+            before[forced.ancestors_of(v)] = index
+            before[v] = index
+        return cls(len(chain) + 1, after, before)
+
+    def work(self, seconds: np.ndarray) -> list[float]:
+        """Return per slot the time of the operators that have to run in it, its first included."""
+        first = self.after + 1
+        last = np.where(self.after == self.before, self.before + 1, self.before)
+        slot = np.where(first == last, first % self.num_slots, -1)
+        return [float(seconds[slot == index].sum()) for index in range(self.num_slots)]
+
+
+def _absences(
+    graph: StepGraph, place: _ChainOrder, costs: dict[int, int], *, recompute: bool
+) -> Iterator[tuple[Absence, int]]:
+    """Yield values that may be absent, with their bytes."""
+    anew = made_anew(graph, recompute=recompute)
+    persistent: dict[int, tuple[list[int], list[int]]] = {}  # users, writers
+    for value, storage_index in enumerate(graph.storage_of_value):
+        storage = graph.storages[storage_index]
+        producer = graph.producers[value]
+        if storage.persistent:
+            touching, changing = persistent.setdefault(storage_index, ([], []))
+            touching += graph.consumers[value]
+            changing += [] if producer is None else [producer]
+        elif storage.num_bytes:
+            windows = _windows(place, producer, graph.consumers[value], storage.final == value)
+            if windows:
+                cost = NEVER if producer is None else costs.get(producer, NEVER)
+                yield Absence(tuple(windows), cost), storage.num_bytes
+    for index, (touching, changing) in persistent.items():
+        storage = graph.storages[index]
+        if storage.num_bytes and touching and index not in anew:
+            windows = _persistent_windows(place, touching, changing)
+            if windows:
+                yield Absence(tuple(windows), NEVER), storage.num_bytes
+
+
+def _windows(
+    place: _ChainOrder, producer: int | None, consumers: Sequence[int], is_result: bool
+) -> list[CutWindow]:
+    """Return the cuts of the chain at which a value of one step may be absent."""
+    first, since = 1, 1
+    if producer is not None:
+        first, since = int(place.before[producer]), int(place.after[producer]) + 1
+        first += first < since  # it is one of the chain
+    users = [(int(place.after[c]), int(place.before[c])) for c in consumers]
+    windows = []
+    for cut in range(first, place.num_slots):
+        if (cut, cut) in users:  # it is resident
+            continue
+        later = [before for after, before in users if after >= cut]
+        if later or is_result:
+            windows.append(CutWindow(cut, min(later, default=place.num_slots), since))
+    return windows
+
+
+def _persistent_windows(
+    place: _ChainOrder, touching: Sequence[int], changing: Sequence[int]
+) -> list[CutWindow]:
+    """Return the cuts of the chain at which a persistent storage may be absent."""
+    num_slots = place.num_slots
+    users = [(int(place.after[c]), int(place.before[c])) for c in {*touching, *changing}]
+    needing = [(int(place.after[c]), int(place.before[c])) for c in set(touching)]
+    writers = [(int(place.after[c]), int(place.before[c])) for c in set(changing)]
+    next_step = num_slots + min(before for _, before in needing)
+    windows = []
+    for cut in range(1, num_slots):
+        if (cut, cut) in users:
+            continue
+        later = [before for after, before in needing if after >= cut]
+        since = None
+        if writers:  # the last write before the cut is not before any that certainly precedes it
+            since = max(
+                (after + 1 for after, before in writers if before <= cut and after < cut),
+                default=max(after + 1 for after, _ in writers) - num_slots,
+            )
+        windows.append(CutWindow(cut, min([*later, next_step]), since))
+    return windows

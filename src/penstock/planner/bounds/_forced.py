@@ -1,0 +1,263 @@
+"""Bounds that hold for every order: bytes that have to be live when an operator runs, anywhere.
+
+A value that an ancestor of operator v makes and a descendant of v needs is live when v runs for the
+first time. So are the operands and results of v, and every persistent storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.graph import StepGraph
+from penstock.planner._link_rates import LinkRates
+from penstock.planner.bounds._fixed_order import saved_bytes
+from penstock.planner.bounds._slots import cost_level, level_cost
+
+MAX_OPERATORS = 20_000  # two bits for each pair: 100 MB
+
+
+def forced_bounds(
+    forced: Forced, operator_seconds: Sequence[float], capacity: int, rates: LinkRates
+) -> dict[str, float]:
+    """Bound the time of a step in any order.
+
+    Let F(v) be the bytes of the values that are live when v runs for the first time and needed
+    after it in the same step, M the arena, c(...) the time of operators, C that of all. At least D
+    = F(v) - M bytes are absent then. Let X of them return and the others be recomputed, which costs
+    W(D - X), the cheapest bytes first; without recomputation X = D. All X come in after v has
+    started. Those that the step has made (all but the first values of persistent storages, P bytes)
+    have left before. So
+
+        cut: T >= max(c(ancestors), (X - P) / out) + max(c(v) + c(descendants) + W(D - X), X / in).
+
+    Let G(v) be the bytes of all persistent storages that are used and of the values that are forced
+    to be live when v runs, Q of them in storages that no step changes. A value that is absent at v
+    returns within a cycle, or is recomputed, and unless it is in Q it has left within the cycle
+    before. With D = G(v) - M
+
+        persistent: T >= max(C + W(D - X), X / in, (X - Q) / out).
+
+    Both are at their least for the X that is best for the plan, and hold for the worst v. An
+    operator that runs again makes all its results: bytes cost at least its time over their sum.
+    Only values of operators with `recomputable` can be recomputed. A persistent storage that such
+    an operator changes does not count in G.
+
+    Args:
+        forced: Live bytes of all operators, from `find_forced`.
+        operator_seconds: Time of each operator.
+        capacity: Bytes of the arena.
+        rates: Of the links.
+
+    Returns:
+        The two bounds by name.
+    """
+    compute = float(sum(operator_seconds))
+
+    def cut(returning: np.ndarray) -> np.ndarray:
+        remade = np.maximum(forced.here - capacity - returning, 0.0)
+        out = np.maximum(returning - forced.first_values, 0.0) / rates.outward
+        after = forced.seconds_after + _recompute_seconds(forced, remade)
+        return np.maximum(forced.seconds_before, out) + np.maximum(after, returning / rates.inward)
+
+    def cycle(returning: np.ndarray) -> np.ndarray:
+        remade = np.maximum(forced.anywhere - capacity - returning, 0.0)
+        out = np.maximum(returning - forced.constant_bytes, 0.0) / rates.outward
+        seconds = np.maximum(compute + _recompute_seconds(forced, remade), out)
+        return np.maximum(seconds, returning / rates.inward)
+
+    return {
+        "cut": _least(cut, forced.here - capacity, forced),
+        "persistent": _least(cycle, forced.anywhere - capacity, forced),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forced:
+    """Live bytes and seconds per operator v, in any order."""
+
+    here: np.ndarray  # F(v)
+    first_values: np.ndarray  # P: of those, first values of persistent storages
+    anywhere: np.ndarray  # G(v)
+    constant_bytes: int  # Q
+    seconds_before: np.ndarray
+    seconds_after: np.ndarray  # of v and its descendants
+    recomputable_bytes: dict[int, np.ndarray]  # by class of the seconds per byte: bytes of F(v)
+    ancestors: np.ndarray  # packed bits
+    descendants: np.ndarray
+
+    def ancestors_of(self, operator: int) -> np.ndarray:
+        """Return which operators run before one in any order, as booleans."""
+        return np.unpackbits(self.ancestors[operator], count=len(self.here)).astype(bool)
+
+    def descendants_of(self, operator: int) -> np.ndarray:
+        """Return which operators run after one in any order, as booleans."""
+        return np.unpackbits(self.descendants[operator], count=len(self.here)).astype(bool)
+
+
+def _least(
+    seconds: Callable[[np.ndarray], np.ndarray], excess: np.ndarray, forced: Forced
+) -> float:
+    """Return the largest, over operators, of the least over X."""
+    recomputable_bytes = sum(forced.recomputable_bytes.values(), np.zeros_like(excess))
+    low, high = np.maximum(excess - recomputable_bytes, 0.0), np.maximum(excess, 0.0)
+    for _ in range(60):  # the seconds are convex in the bytes
+        third = (high - low) / 3
+        better = seconds(low + third) <= seconds(high - third)
+        low, high = np.where(better, low, low + third), np.where(better, high - third, high)
+    return float(seconds((low + high) / 2).max(initial=0.0))
+
+
+def _recompute_seconds(forced: Forced, remade: np.ndarray) -> np.ndarray:
+    """Return W: the least time in which so many bytes can be recomputed."""
+    seconds, left = np.zeros_like(remade), remade.copy()
+    for level, num_bytes in sorted(forced.recomputable_bytes.items()):
+        taken = np.minimum(left, num_bytes)
+        seconds += taken * level_cost(level)
+        left -= taken
+    return seconds
+
+
+def find_forced(graph: StepGraph, operator_seconds: Sequence[float], *, recompute: bool) -> Forced:
+    """Find the bytes that are live when operators run.
+
+    Args:
+        graph: The step, of at most `MAX_OPERATORS` operators.
+        operator_seconds: Time of each operator.
+        recompute: Whether operators may run again.
+    """
+    num_operators = len(graph.operators)
+    ancestors, descendants = relatives(graph)
+    seconds = np.asarray(operator_seconds, dtype=np.float64)
+    here, first_values = np.zeros(num_operators), np.zeros(num_operators)
+    anywhere = np.zeros(num_operators)
+    recomputable_bytes: dict[int, np.ndarray] = {}
+    costs = recompute_levels(graph, seconds) if recompute else {}
+    every_operator = np.full(ancestors.shape[1], 255, dtype=np.uint8)
+    for value, storage_index in enumerate(graph.storage_of_value):
+        storage = graph.storages[storage_index]
+        if not storage.num_bytes:
+            continue
+        producer, consumers = graph.producers[value], graph.consumers[value]
+        later = np.zeros_like(every_operator)
+        for consumer in consumers:
+            later |= ancestors[consumer]
+        if storage.final == value and not storage.persistent:
+            later = every_operator  # it has to be there at the end
+        live = later & (every_operator if producer is None else descendants[producer])
+        at = np.unpackbits(live, count=num_operators).astype(bool)
+        at[list(consumers)] = True
+        if producer is not None:
+            at[producer] = True
+        here[at] += storage.num_bytes
+        if not storage.persistent:
+            anywhere[at] += storage.num_bytes
+        if storage.persistent and value == storage.initial:
+            first_values[at] += storage.num_bytes
+        level = costs.get(producer) if producer is not None else None
+        if level is not None:
+            inside = at.copy()  # operands and results of v are resident
+            inside[list(consumers)] = False
+            inside[producer] = False
+            recomputable_bytes.setdefault(level, np.zeros(num_operators))[inside] += (
+                storage.num_bytes
+            )
+    shared = np.array([saved_bytes(graph, index) for index in range(num_operators)], dtype=float)
+    changed, changed_here = _changed_bytes(graph)
+    persistent, constant = _persistent_bytes(graph, recompute=recompute)
+    return Forced(
+        here=here - shared - changed_here,
+        first_values=first_values,
+        anywhere=anywhere - shared - changed + persistent,
+        constant_bytes=constant,
+        seconds_before=_sums(ancestors, seconds),
+        seconds_after=_sums(descendants, seconds) + seconds,
+        recomputable_bytes=recomputable_bytes,
+        ancestors=ancestors,
+        descendants=descendants,
+    )
+
+
+def _changed_bytes(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
+    """Return per operator the bytes it changes in place, without persistent ones, and all.
+
+    Old and new value are one there.
+    """
+    changed, changed_here = np.zeros((2, len(graph.operators)))
+    for index, operator in enumerate(graph.operators):
+        for old, _ in operator.mutates:
+            changed_here[index] += graph.num_bytes(old)
+            if not graph.storages[graph.storage_of_value[old]].persistent:
+                changed[index] += graph.num_bytes(old)
+    return changed, changed_here
+
+
+def forced_bytes(graph: StepGraph) -> np.ndarray:
+    """Return F(v), the bytes that have to be live when each operator runs, in any order."""
+    return find_forced(graph, [0.0] * len(graph.operators), recompute=False).here
+
+
+def relatives(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ancestors and descendants of each operator, as packed bits."""
+    num_operators = len(graph.operators)
+    width = (num_operators + 7) // 8
+    ancestors = np.zeros((num_operators, width), dtype=np.uint8)
+    descendants = np.zeros_like(ancestors)
+    for operator, earlier in enumerate(graph.predecessors):
+        for before in earlier:
+            ancestors[operator] |= ancestors[before]
+            ancestors[operator, before // 8] |= 128 >> (before % 8)
+    for operator in reversed(range(num_operators)):
+        for before in graph.predecessors[operator]:
+            descendants[before] |= descendants[operator]
+            descendants[before, operator // 8] |= 128 >> (operator % 8)
+    return ancestors, descendants
+
+
+def _sums(relatives: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Return for each operator the seconds of its relatives, by a table for each eight of them."""
+    columns = np.zeros((relatives.shape[1], 8))
+    columns.ravel()[: len(seconds)] = seconds
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
+    sums = np.zeros(len(seconds))
+    for packed, table in zip(relatives.T, columns @ bits.T, strict=True):
+        sums += table[packed]
+    return sums
+
+
+def recompute_levels(graph: StepGraph, seconds: np.ndarray) -> dict[int, int]:
+    """Return the class of the seconds per byte of each operator that may run again."""
+    costs = {}
+    for index, operator in enumerate(graph.operators):
+        made_bytes = sum(map(graph.num_bytes, operator.makes))
+        if operator.recomputable and made_bytes:
+            costs[index] = cost_level(float(seconds[index]) / made_bytes)
+    return costs
+
+
+def made_anew(graph: StepGraph, *, recompute: bool) -> set[int]:
+    """Return persistent storages whose content an operator may make without having had it."""
+    found = set()
+    for index, operator in enumerate(graph.operators):
+        made = operator.makes if recompute and operator.recomputable else operator.creates
+        for value in made:
+            assert graph.producers[value] == index
+            found.add(graph.storage_of_value[value])
+    return {index for index in found if graph.storages[index].persistent}
+
+
+def _persistent_bytes(graph: StepGraph, *, recompute: bool) -> tuple[int, int]:
+    """Return the bytes of persistent storages that are used, and of those that no step changes."""
+    consumed = {
+        storage
+        for value, storage in enumerate(graph.storage_of_value)
+        if graph.consumers[value] and graph.storages[storage].persistent
+    }
+    total = constant = 0
+    for index in consumed - made_anew(graph, recompute=recompute):
+        storage = graph.storages[index]
+        total += storage.num_bytes
+        constant += storage.num_bytes if storage.initial == storage.final else 0
+    return total, constant

@@ -1,0 +1,229 @@
+"""SwapAdvisor's search, as the reference to beat: a genetic algorithm over order and allocation.
+
+Huang, Jin, Li: SwapAdvisor: Pushing Deep Learning Beyond the GPU Memory Limit via Smart Swapping,
+ASPLOS 2020 (doi 10.1145/3373376.3378530). Its code is not public; this follows the paper. A
+candidate is a schedule and an allocation (`_genes`). The swap plan follows from both (section 4):
+where no object of a size class is free, the value of the class that is used again the latest is
+evicted, and the value that takes its object waits until it has left. A replay of three streams
+gives the time of a step. Neither recomputation nor files are part of it, and there is no bound.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from penstock.errors import InfeasibleError
+from penstock.planner._plan import Plan
+from penstock.planner._plan_records import Found
+from penstock.planner._request import PlanRequest
+from penstock.planner.genetic._evaluator import Evaluator
+from penstock.planner.genetic._genes import (
+    Schedules,
+    SizeClasses,
+    cross_allocations,
+    geometric_classes,
+    mutate_allocation,
+    random_classes,
+)
+from penstock.planner.paging import (
+    count_arena_bytes,
+    find_swap_links,
+    find_swap_rates,
+    plan_by_paging,
+    require_tiers,
+)
+from penstock.planner.search import load_engine, plan_residency
+
+_DEFAULT_SECONDS = 60.0  # where the request has no deadline
+POPULATION = 100
+STAGNATION = (
+    60  # generations without a better candidate that end the search, as the time limit does
+)
+MUTATION = 0.1  # probability that a child mutates, and that one of its genes does
+RATIOS = (1.0, 1.3, 2.0, 4.0, 8.0)  # of sizes within a class, with the framework's own order
+_MAX_TRIES = 5  # times the population, to find as many candidates that fit
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule and an allocation, and the time of a step with them."""
+
+    order: tuple[int, ...]
+    allocation: SizeClasses
+    step_seconds: float
+
+
+class _Search:
+    """A population of candidates, and how it evolves."""
+
+    def __init__(self, request: PlanRequest, evaluator: Evaluator) -> None:
+        self.request, self.evaluator = request, evaluator
+        self.schedules = Schedules(request.graph)
+        self.program = tuple(range(len(request.graph.operators)))
+        self.random = random.Random(request.seed)
+        self.began = time.monotonic()
+        self.population: list[Candidate] = []
+        self.num_evaluations = self.num_generations = 0
+
+    def run(self) -> None:
+        """Fill the population, and let it evolve until the deadline or until nothing helps."""
+        try:
+            for candidate in _first_population(self):
+                if candidate is not None:
+                    self.population.append(candidate)
+                    self.report()
+                if self.population and self.is_late():
+                    break
+            if self.population:
+                _evolve(self)
+        except KeyboardInterrupt:  # the best so far is a candidate as well
+            if not self.population:
+                raise
+
+    def is_late(self) -> bool:
+        """Return whether the time is over."""
+        return not self.request.seconds_left()
+
+    def report(self) -> None:
+        """Report the time of the best candidate as progress."""
+        if self.request.progress is not None:
+            best = min(candidate.step_seconds for candidate in self.population)
+            elapsed = time.monotonic() - self.began
+            self.request.progress(Found(elapsed, best, self.request.compute_seconds))
+
+    def evaluate(
+        self, order: tuple[int, ...], classes: Sequence[int], wanted: dict[int, int]
+    ) -> Candidate | None:
+        """Repair an allocation and replay it; None where an operator does not fit."""
+        self.num_evaluations += 1
+        found = self.evaluator.evaluate(order, classes, wanted)
+        if found is None:
+            return None
+        allocation, residency, _ = found
+        return Candidate(order, allocation, residency.replay.step_seconds)
+
+
+def plan_genetic(request: PlanRequest) -> Plan:
+    """Plan with SwapAdvisor's genetic algorithm.
+
+    The same seed gives the same plan where the search ends before the time limit.
+
+    Example:
+        >>> plan = plan_genetic(request)  # doctest: +SKIP
+
+    Args:
+        request: The step and what it is planned for. Without a limit of the device everything
+            stays there; without a deadline the search has 60 seconds. Called with progress is the
+            best candidate, once a generation.
+
+    Returns:
+        A plan that `check` accepts. Without a C++ compiler nothing is searched, and it is Belady's:
+        `notes["searched"]` is False then.
+
+    Raises:
+        ValueError: There is no tier below the device, or the times are another graph's.
+        InfeasibleError: No candidate of the first population fits: a size class needs objects for
+            the operator that has most of its sizes, at all times.
+    """
+    request = request.ending(_DEFAULT_SECONDS)
+    if load_engine() is None:  # Belady's plan is the candidate that the search would begin with
+        return plan_by_paging(request, policy="belady", notes={"searched": False})
+    search = _Search(request, _evaluator(request))
+    search.run()
+    if not search.population:
+        raise InfeasibleError(
+            "method='genetic' found no size classes for "
+            f"device_memory={request.budget.device_bytes}: give more, or use method='auto'",
+            proved=False,
+        )
+    best = min(search.population, key=lambda candidate: candidate.step_seconds)
+    classes, counts = best.allocation.class_of_size, best.allocation.num_objects
+    found = search.evaluator.evaluate(best.order, classes, counts)
+    assert found is not None
+    notes = {
+        "planning_seconds": time.monotonic() - search.began,
+        "num_generations": search.num_generations,
+        "num_evaluations": search.num_evaluations,
+    }
+    _, choice, offsets = found
+    plan = plan_residency(request, choice, offsets, method="genetic", notes=notes)
+    require_tiers(plan)
+    return plan
+
+
+def _evaluator(request: PlanRequest) -> Evaluator:
+    if find_swap_links(request) is None:
+        raise ValueError(
+            "method='genetic' swaps values to the host or to files: give host_memory or a store "
+            "(and a machine that has links to it), or use method='auto'"
+        )
+    return Evaluator(
+        request.graph,
+        request.operator_seconds,
+        find_swap_rates(request),
+        count_arena_bytes(request),
+    )
+
+
+def _first_population(search: _Search) -> Iterator[Candidate | None]:
+    """The framework's own order with several allocations; then near and random ones of both."""
+    sizes, rng = search.evaluator.sizes, search.random
+    most = search.evaluator.count_values(search.program)
+    for number in range(_MAX_TRIES * POPULATION):
+        if len(search.population) >= POPULATION:
+            return
+        order = search.program
+        if number < len(RATIOS):
+            classes = geometric_classes(sizes, RATIOS[number])
+        else:
+            probability = 1.0 if number % 4 == 0 else 0.01 * rng.random()
+            order = search.schedules.mutate(order, probability, rng)
+            classes = random_classes(sizes, rng)
+        wanted: dict[int, int] = {}
+        for index, name in enumerate(classes):
+            wanted[name] = wanted.get(name, 0) + most[index]
+        yield search.evaluate(order, classes, wanted)
+
+
+def _evolve(search: _Search) -> None:
+    """Replace the worse half of the population by children of the better one, again and again."""
+    stagnant = 0
+    while stagnant < STAGNATION:
+        search.population.sort(key=lambda candidate: candidate.step_seconds)
+        parents = search.population[: max(2, POPULATION // 2)]
+        children: list[Candidate] = []
+        while len(parents) + len(children) < POPULATION:
+            if search.is_late():
+                search.population = parents + children
+                return
+            child = _child(search, parents)
+            if child is not None:
+                children.append(child)
+            elif search.random.random() < 0.1:  # no child fits: a generation of parents will do
+                break
+        search.population = parents + children
+        search.num_generations += 1
+        search.report()
+        best = min((child.step_seconds for child in children), default=math.inf)
+        stagnant = 0 if best < parents[0].step_seconds else stagnant + 1
+
+
+def _child(search: _Search, parents: Sequence[Candidate]) -> Candidate | None:
+    rng = search.random
+    first, second = _selected(parents, rng), _selected(parents, rng)
+    order = search.schedules.cross(first.order, second.order, rng)
+    classes, wanted = cross_allocations(first.allocation, second.allocation, rng)
+    if rng.random() < MUTATION:
+        order = search.schedules.mutate(order, MUTATION * rng.random() ** 3, rng)
+    if rng.random() < MUTATION:
+        classes, wanted = mutate_allocation(classes, wanted, MUTATION, rng)
+    return search.evaluate(order, classes, wanted)
+
+
+def _selected(parents: Sequence[Candidate], rng: random.Random) -> Candidate:
+    """The better of two random ones; parents are sorted."""
+    return parents[min(rng.randrange(len(parents)), rng.randrange(len(parents)))]

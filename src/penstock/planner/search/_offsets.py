@@ -1,0 +1,267 @@
+"""Offsets for a choice of evictions, and the time of the step with them.
+
+Between its uses a storage occupies its place only while it is on its way out, and again from when
+it begins to come back. How long that is follows from time, and how long it may be from offsets: of
+two storages at one address the later one waits. So the engine assigns offsets with which transfers
+wait little. Where an interval finds no place, a little more is evicted at its position, and the
+engine starts again. Where that leads nowhere the packer takes over, first with as much time on the
+links as transfers may use, then with a part of that, at last with the uses alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from penstock.errors import InfeasibleError
+from penstock.planner._link_rates import LinkRates
+from penstock.planner.packing import Buffer, pack
+from penstock.planner.search._intervals import (
+    ALWAYS,
+    StorageInterval,
+    chain_intervals,
+    cut_into_intervals,
+    list_evicted_holes,
+)
+from penstock.planner.search._residency import Arena, EvictionChoice, ResidencySearch
+from penstock.planner.search._sequence import INTERVAL, NUM_STRATEGIES, ReplayTimes, resident_bytes
+
+# Share of the arena by which it is lowered where an interval found no place; twice as much each
+# time that this was not enough.
+_STEP = 0.001
+_FEW_TRIES, _NUM_TRIES = 6, 60
+# A wait for an address, as a share of the step, from which on a lower arena there is tried.
+_LONG_WAIT = 0.001
+# Parts of the time on the links for which the packer reserves bytes.
+_SLACKS = (1.0, 0.35, 0.0)
+_AS_GOOD = 1.001
+
+Addressed = tuple[EvictionChoice, list[int]]
+"""A choice with the times that its offsets allow, and the offset of each chain of intervals."""
+
+
+def assign_offsets(
+    choice: EvictionChoice, arena: Arena, *, worth: float, deadline: float
+) -> Addressed | None:
+    """Find offsets by the engine, for the choice, or for one for a little less where none fit.
+
+    Args:
+        choice: The choice, with times for which bytes alone were counted.
+        arena: The arena.
+        worth: Seconds of a step that has to be beaten.
+        deadline: Time by `time.monotonic` at which to stop, unless any plan would do.
+
+    Returns:
+        The fastest that was found; None if there are no offsets, or none that beat `worth`.
+    """
+    if arena.lower is None:
+        return None
+    best: Addressed | None = None
+    seconds_of = dict.fromkeys(range(NUM_STRATEGIES), np.inf)
+    for num_tries in (_FEW_TRIES, _NUM_TRIES):
+        # With many tries first the strategies that did well with few; where none found any offsets,
+        # those for tight arenas.
+        for strategy in sorted(seconds_of, key=lambda number: (seconds_of[number], -number)):
+            found = _assign_by(strategy, choice, arena, num_tries, worth, deadline)
+            if found is not None:
+                best, worth = found, found[0].seconds
+                seconds_of[strategy] = worth
+            if worth <= choice.seconds * _AS_GOOD or time.monotonic() > deadline:
+                return best
+    return best
+
+
+def _assign_by(
+    strategy: int,
+    given: EvictionChoice,
+    arena: Arena,
+    num_tries: int,
+    worth: float,
+    deadline: float,
+) -> Addressed | None:
+    assert arena.lower is not None
+    rates = arena.lower.rates
+    # Intervals are laid from both ends: the upper one has to be aligned as well.
+    capacity = arena.capacity - arena.capacity % given.sequence.problem.alignment
+    search = ResidencySearch(given.sequence, dataclasses.replace(arena, capacity=capacity))
+    shares = given.shares.copy()
+    failures = np.zeros(len(shares), np.int64)
+    choice: EvictionChoice | None = given
+    best: Addressed | None = None
+    for _ in range(num_tries):
+        is_late = time.monotonic() > deadline and worth < np.inf
+        if choice is None or choice.seconds >= worth or is_late:
+            break
+        intervals = engine_intervals(choice, rates)
+        missing = choice.sequence.assign_offsets(
+            intervals, capacity, step_seconds=choice.replay.step_seconds, strategy=strategy
+        )
+        if not missing.any():
+            replay = choice.sequence.replay(choice.evicted, intervals, rates, tier=choice.tier)
+            if replay.overflow > 0:
+                break
+            if replay.step_seconds + choice.interference_seconds < worth:
+                best = dataclasses.replace(choice, replay=replay), intervals["offset"].tolist()
+                worth = best[0].seconds
+            # Where a transfer waits for an address, a lower arena may be faster.
+            waits = np.diff(replay.starts - choice.replay.starts, prepend=0.0)
+            missing = (waits > _LONG_WAIT * choice.seconds).astype(np.int64)
+        lacking = np.flatnonzero(missing)
+        if not len(lacking):
+            break
+        less = np.maximum(_STEP, missing[lacking] / capacity / 4)
+        if time.monotonic() > deadline:  # now any plan will do
+            less *= 8
+        resident = resident_bytes(intervals, len(shares))[lacking] / capacity
+        shares[lacking] = np.minimum(shares[lacking], resident) - less * 2.0 ** failures[lacking]
+        failures[lacking] += 1
+        choice = search.at(np.maximum(shares, 0.0))
+    return best
+
+
+def pack_offsets(
+    choice: EvictionChoice, arena: Arena, *, pack_seconds: float, deadline: float, seed: int
+) -> Addressed:
+    """Find offsets by the packer.
+
+    Args:
+        choice: The choice.
+        arena: The arena.
+        pack_seconds: Time for each packing.
+        deadline: Time by `time.monotonic` after which bytes are reserved for uses only.
+        seed: For the packer.
+
+    Raises:
+        InfeasibleError: No packing fits the capacity; `sufficient_device_bytes` is the lowest.
+    """
+    core = _chains(choice, _shrink_windows(choice, 0.0))
+    rates = arena.lower.rates if arena.lower is not None else (LinkRates(1.0, 1.0),)
+    best: Addressed | None = None
+    failure: InfeasibleError | None = None
+    for slack in _SLACKS if choice.evicted.any() else (0.0,):
+        if slack and time.monotonic() > deadline:
+            continue
+        chains = core if slack == 0 else _chains(choice, _shrink_windows(choice, slack))
+        try:
+            packing = pack(list(_buffers(choice, chains)), arena.capacity, pack_seconds, seed)
+        except InfeasibleError as error:
+            failure = better_failure(failure, error)
+            continue
+        intervals = engine_intervals(choice, rates, core)
+        intervals["offset"] = packing.offsets
+        replay = choice.sequence.replay(choice.evicted, intervals, rates, tier=choice.tier)
+        is_better = best is None or replay.step_seconds < best[0].replay.step_seconds
+        if replay.overflow <= 0 and is_better:
+            best = dataclasses.replace(choice, replay=replay), list(packing.offsets)
+            if best[0].seconds <= choice.seconds * _AS_GOOD:
+                break
+    if best is None:
+        assert failure is not None
+        raise failure
+    return best
+
+
+def sufficient_bytes(error: InfeasibleError) -> int:
+    """Return the bytes that an error says to be sufficient."""
+    assert error.sufficient_device_bytes is not None
+    return error.sufficient_device_bytes
+
+
+def better_failure(one: InfeasibleError | None, other: InfeasibleError) -> InfeasibleError:
+    """Return the error for which fewer bytes are sufficient."""
+    if one is None or sufficient_bytes(other) < sufficient_bytes(one):
+        return other
+    return one
+
+
+def _chains(choice: EvictionChoice, replay: ReplayTimes) -> list[list[StorageInterval]]:
+    holes = list_evicted_holes(choice, replay)
+    return chain_intervals(cut_into_intervals(choice.sequence, holes))
+
+
+def _shrink_windows(choice: EvictionChoice, slack: float) -> ReplayTimes:
+    """Return the times of a choice with a part of the boundaries of each transfer."""
+    sequence, replay = choice.sequence, choice.replay
+    uses = sequence.hole_end % len(sequence.order)
+    after = sequence.hole_start + 1
+    out_end = np.minimum(replay.out_end, sequence.hole_end)
+    out_end = after + ((out_end - after) * slack).astype(np.int64)
+    in_start = np.maximum(replay.in_start, uses - len(sequence.order)).astype(np.int64)
+    in_start = uses - ((uses - in_start) * slack).astype(np.int64)
+    return replay._replace(out_end=out_end, in_start=in_start)
+
+
+def _buffers(
+    choice: EvictionChoice, chains: Sequence[Sequence[StorageInterval]]
+) -> Iterator[Buffer]:
+    """Yield buffers for the packer; one across the end of the step has a gap inside the step.
+
+    Bytes are not rounded up: the arena may end before a multiple of the alignment.
+    """
+    num_positions = len(choice.sequence.order)
+    problem = choice.sequence.problem
+    for chain in chains:
+        start, end, gaps = chain[0].start, chain[-1].end, ()
+        num_bytes = max(int(problem.actual_bytes[interval.storage]) for interval in chain)
+        if end > num_positions:
+            gaps = ((end - num_positions, start),) if end - num_positions < start else ()
+            start, end = 0, num_positions
+        yield Buffer(start, end, num_bytes, alignment=problem.alignment, gaps=gaps)
+
+
+def engine_intervals(
+    choice: EvictionChoice,
+    rates: Sequence[LinkRates],
+    chains: Sequence[Sequence[StorageInterval]] | None = None,
+) -> np.ndarray:
+    """Return chains as `INTERVAL`s for the engine, by uses alone if None; offsets are 0."""
+    if chains is None:
+        chains = _chains(choice, _shrink_windows(choice, 0.0))
+    intervals = np.zeros(len(chains), INTERVAL)
+    first = [chain[0].storage for chain in chains]
+    intervals["bytes"] = choice.sequence.problem.object_bytes[first]
+    intervals["start"] = [chain[0].start for chain in chains]
+    intervals["end"] = [chain[-1].end for chain in chains]
+    intervals["arrives"] = [chain[0].arrives for chain in chains]
+    intervals["leaves"] = [chain[-1].leaves for chain in chains]
+    # When the place of each is occupied from, and free again, if no transfer waits.
+    last, leaving = intervals["end"].astype(np.int64), intervals["leaves"] >= 0
+    num_positions = len(choice.sequence.order)
+    left = choice.replay.out_end[intervals["leaves"][leaving]].astype(np.int64)
+    around = np.where(last[leaving] > num_positions, num_positions, 0)
+    last[leaving] = np.maximum(last[leaving], np.minimum(left, 2 * num_positions) + around)
+    intervals["from"] = _latest_starts(choice, intervals, rates)
+    intervals["until"] = np.where(intervals["leaves"] == ALWAYS, np.inf, _seconds_at(choice, last))
+    return intervals
+
+
+def _latest_starts(
+    choice: EvictionChoice, intervals: np.ndarray, rates: Sequence[LinkRates]
+) -> np.ndarray:
+    """Return the seconds at which intervals begin if transfers in start as late as links allow.
+
+    An earlier transfer may wait for an address that is not free yet. Transfers of a link run in the
+    order of their uses, so each has to end when the next one has to begin.
+    """
+    used = _seconds_at(choice, intervals["start"].astype(np.int64))
+    due, holes = used.copy(), intervals["arrives"]
+    arriving = np.flatnonzero(holes >= 0)
+    arriving = arriving[np.argsort(intervals["start"][arriving], kind="stable")[::-1]]
+    tiers = np.zeros(len(arriving)) if choice.tier is None else choice.tier[holes[arriving]]
+    for tier, rate in enumerate(rates):
+        end = np.inf
+        for step in (1, 0):  # the first transfers of the next step follow the last ones of this
+            for interval in arriving[tiers == tier].tolist():
+                end = min(end, used[interval] + step * choice.replay.step_seconds)
+                end -= intervals["bytes"][interval] / rate.inward
+                due[interval] = end
+    return due
+
+
+def _seconds_at(choice: EvictionChoice, boundaries: np.ndarray) -> np.ndarray:
+    """Return when boundaries, of any step, are reached, in seconds since the step began."""
+    steps, positions = np.divmod(boundaries, len(choice.sequence.order))
+    return steps * choice.replay.step_seconds + choice.replay.starts[positions]
