@@ -354,11 +354,16 @@ def two_shapes(store: Path) -> list[str]:
                 executable(capture(model, optimizer, batches()[0][:rows], loss=loss_of))
                 for rows in (4, 3)
             ]
-            (first, one), *also = [
+            (first, one), *others = [
                 (plan(graph, machine=MACHINE, time_limit=0.2), graph) for graph in graphs
             ]
-            also = [(each, graph) for each, graph in also]
-            step = bind(first, model, optimizer, graph=one, also=also, loss=loss_of, debug=True)
+            step = bind(
+                *(first, model, optimizer),
+                graph=one,
+                extra_plans=others,
+                loss=loss_of,
+                debug=True,
+            )
         torch.manual_seed(1)
         losses = []
         for rows, batch in zip((4, 3, 3, 4, 3), batches(), strict=True):

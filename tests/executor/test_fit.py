@@ -6,7 +6,7 @@ import torch
 import penstock
 from _planned import CASES, MACHINE, differences, eagerly, everything, full_plan, trainee
 from penstock.codegen import _cache
-from penstock.executor import _fit
+from penstock.executor.run import planning
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CASE, OPTIMIZER = "mixture", "adamw"
@@ -57,7 +57,7 @@ def test_the_same_step_is_planned_once(store, monkeypatch):
         made.append(penstock.plan(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(_fit, "plan", counted)
+    monkeypatch.setattr(planning, "plan", counted)
     for options in ({}, {}, {"seed": 1}, {"cache": False}, {"machine": "h200"}):
         model, stepper = trainee(CASES[CASE], OPTIMIZER)
         with fitted(model, stepper, host_memory="1GiB", **options) as step:

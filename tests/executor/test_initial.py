@@ -14,7 +14,7 @@ from torch import nn
 from _planned import CASES, MACHINE, differences, eager_step, everything, plan_within
 from penstock.errors import StoreReadError
 from penstock.executor import bind, executable, save_safetensors
-from penstock.executor._safetensors import SafetensorsFile
+from penstock.executor.state.safetensors import SafetensorsFile
 from penstock.graph import capture
 from penstock.planner import plan
 

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from penstock.executor._device import Device
-from penstock.executor._links import ThreadLink
+from penstock.executor.device.base import Device
+from penstock.executor.device.links import ThreadLink
 from penstock.memory import Ledger, Link
 
 pytestmark = pytest.mark.timeout(60)

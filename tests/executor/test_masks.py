@@ -39,7 +39,9 @@ def trained(masks, planned, dtype=torch.bfloat16):
     if planned:
         others = batches[1:2] if dtype is torch.bfloat16 else []
         arguments = {"device_memory": "64MiB", "machine": MACHINE, "time_limit": 0.2}
-        step = penstock.fit(model, optimizer, batches[0], also=others, cache=False, **arguments)
+        step = penstock.fit(
+            model, optimizer, batches[0], extra_batches=others, cache=False, **arguments
+        )
         losses = [step(batch) for batch in batches]
     else:
         losses = []

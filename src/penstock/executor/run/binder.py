@@ -1,0 +1,110 @@
+"""Binder: plans of one model and optimizer become executions that share their memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from penstock.errors import PlanError
+from penstock.executor.device import device_of
+from penstock.executor.device.base import Device
+from penstock.executor.memory.blocks import SharedBlocks
+from penstock.executor.memory.layout import Layout, lay_out_copies
+from penstock.executor.program.operators import (
+    ALIGNMENT_BYTES,
+    declared_workspace_bytes,
+    executable,
+)
+from penstock.executor.run.debug import poison
+from penstock.executor.run.distributed import require_collective
+from penstock.executor.run.execution import Execution
+from penstock.executor.run.planning import PlannedGraph
+from penstock.graph.capturing import capture
+from penstock.graph.step_program import StepProgram
+from penstock.memory import FileStore
+from penstock.planner import Plan, check
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Binder:
+    """A model and an optimizer to which plans are bound."""
+
+    program: StepProgram
+    """The user's model, loss and `before_step`, without a batch."""
+    optimizer: torch.optim.Optimizer
+    """The model's optimizer."""
+    store: FileStore | None
+    """The file tier."""
+    debug: bool
+    """Whether to overwrite freed bytes, and to compare bytes that come back."""
+
+    def bind(
+        self, planned: Sequence[PlannedGraph], before: SharedBlocks | None = None
+    ) -> list[Execution]:
+        """Bind plans to one memory; nothing of the model moves yet.
+
+        Args:
+            planned: Plans with their graphs.
+            before: Memory of plans that are replaced; its blocks are kept if they are large enough.
+        """
+        layouts: list[Layout] = []
+        known = [] if before is None else [*before.layouts]
+        device = Device() if before is None else before.device
+        for plan, graph in planned:
+            require_collective(graph)
+        for plan, graph in planned:
+            if before is None:
+                device = device_of(graph)
+            check(graph, plan)
+            _check_alignment(plan)
+            layouts.append(lay_out_copies(plan.planned_graph(graph), plan, [*known, *layouts]))
+        blocks = SharedBlocks(layouts, self.store, device, before)
+        try:
+            device.reserve_workspace(
+                max(declared_workspace_bytes(plan.planned_graph(graph)) for plan, graph in planned)
+            )
+            executions = [
+                Execution(
+                    each,
+                    self.program,
+                    self.optimizer,
+                    layout=layout,
+                    blocks=blocks,
+                    debug=self.debug,
+                )
+                for each, layout in zip(planned, layouts, strict=True)
+            ]
+        except BaseException:
+            blocks.close(after=before)
+            raise
+        if self.debug and before is None:
+            poison(blocks.arena)
+        return executions
+
+    def capture_and_bind(self, plan: Plan, batch: Any) -> list[Execution]:
+        """Bind a plan to the step that the program takes with a batch."""
+        program = self.program
+        captured = capture(
+            program.model,
+            self.optimizer,
+            batch,
+            loss=program.loss,
+            before_step=program.before_step,
+            accumulate=program.accumulate,
+        )
+        graph = captured if captured.digest == plan.graph_digest else executable(captured)
+        return self.bind([PlannedGraph(plan, graph)])
+
+
+def _check_alignment(plan: Plan) -> None:
+    for placement in plan.placements:
+        if placement.offset % ALIGNMENT_BYTES and placement.num_bytes:
+            raise PlanError(
+                f"value {placement.value} lies at byte {placement.offset} of the arena; operators "
+                f"run at multiples of {ALIGNMENT_BYTES} only: plan what "
+                "penstock.executor.executable(graph) returns, with penstock.plan",
+                rule="alignment",
+            )
