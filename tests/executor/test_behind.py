@@ -1,4 +1,4 @@
-"""Steps on a device that computes behind the executable, as a GPU does; here on a simulated one."""
+"""Steps on a device that computes behind the program, as a GPU does; here on a simulated one."""
 
 from __future__ import annotations
 

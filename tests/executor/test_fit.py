@@ -72,7 +72,7 @@ def test_a_damaged_plan_is_made_again(tmp_path, caplog):
             assert step(CASES[CASE].batch).isfinite()
         (path,) = tmp_path.rglob("plan.json")
         path.write_text(path.read_text()[:-100])
-    assert "planning again" in caplog.text
+    assert "made anew" in caplog.text
 
 
 def test_a_budget_that_is_too_small_says_what_would_do():

@@ -241,8 +241,8 @@ def _with_links(said, share):
 
 
 def test_a_plan_that_proved_faster_is_the_one_of_the_next_process(monkeypatch):
-    monkeypatch.setattr(_refinement, "_SLOWER", 0.0)
-    monkeypatch.setattr(Refinement, "_better", lambda _, *given: with_other_times(*given))
+    monkeypatch.setattr(refinement, "_MIN_SLOWDOWN", 0.0)
+    monkeypatch.setattr(Refinement, "_find_better", lambda _, *given: with_other_times(*given))
     chosen = []
     for _ in range(2):
         model, stepper = trainee(CASES[CASE], OPTIMIZER)

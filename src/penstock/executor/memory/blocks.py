@@ -58,6 +58,7 @@ class HostBlock(TierBlock):
         self._unpin = weakref.finalize(self, device.unpin, memory)
 
     def close(self) -> None:
+        """Unpin the memory."""
         self._unpin()
 
 
@@ -102,6 +103,7 @@ class FileBlock(TierBlock):
         self._mapping.madvise(mmap.MADV_DONTNEED, begin, length)
 
     def close(self) -> None:
+        """Close the file, which frees the extent."""
         self.file.close()
 
 

@@ -49,8 +49,8 @@ _MISLED_BY_LAYOUTS = (
     "aten.max_unpool2d.default",
     "aten.max_unpool3d.default",
 )
-"""Operators whose `out=` variants are wrong, or lay the result out anew, if the operand is not dense
-in one of torch's memory formats; `tests/executor/test_op_db.py` finds them."""
+"""Operators whose `out=` variants are wrong, or lay the result out anew, if the operand is not
+dense in one of torch's memory formats; `tests/executor/test_op_db.py` finds them."""
 
 
 _ALWAYS_MISLED = _MISLED_BY_LAYOUTS[-2:]

@@ -27,8 +27,8 @@ _Handler = Callable[[int, FrameType | None], Any]
 
 @contextlib.contextmanager
 def end_early_on_interrupt() -> Iterator[None]:
-    """Raise `KeyboardInterrupt` in the block at Ctrl-C, as planning ends at it; the user's handler is
-    called after the block.
+    """Raise `KeyboardInterrupt` in the block at Ctrl-C, at which planning ends early; the user's
+    handler is called after the block.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

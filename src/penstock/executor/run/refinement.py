@@ -1,4 +1,4 @@
-"""Refinement: plans made again with measured times, if the first steps show that theirs are wrong."""
+"""Refinement: plans made again with measured times, if steps take longer than planned."""
 
 from __future__ import annotations
 

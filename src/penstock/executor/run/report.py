@@ -85,7 +85,7 @@ class ExecutionReport:
 
     @property
     def disk_alone_seconds(self) -> float:
-        """Time of a step's transfers with the file, one after the other at the measured bandwidth."""
+        """Time of a step's transfers with the file, each alone at the measured bandwidth."""
         rates = self.bytes_per_second
         moved = self.moved_bytes.items()
         return sum(n / rates[link] for link, n in moved if "file" in link and rates[link])
