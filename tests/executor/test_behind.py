@@ -14,6 +14,7 @@ import torch
 from _planned import bound, eagerly, everything, graph_of, trainee
 from _steps import differences
 from _zoo import CASES
+from penstock.compat.autograd import set_grad_enabled
 from penstock.errors import GraphFileError
 from penstock.executor import bind
 from penstock.executor.device.base import Device
@@ -107,7 +108,7 @@ def _late(device: LateDevice, call: Any, options: Any) -> Callable[[], object]:
     owner = getattr(function or call, "__self__", None)
     if isinstance(owner, (ThreadLink, Interrupts)) or _reads_loss(function or call):
         return call
-    if options.get("is_plain") or function is torch._C._set_grad_enabled:
+    if options.get("is_plain") or function is set_grad_enabled:
         return lambda: device.stream.launch(call)
 
     def run() -> None:  # it may look at results

@@ -101,19 +101,12 @@ def bind(
         raise ValueError(
             f"store=None: the plan keeps up to {file_bytes} bytes in a file; pass the directory"
         )
+    file_store = None if store is None else FileStore.of(store)
     program = StepProgram(model, None, loss, before_step, accumulate)
-    binder = Binder(
-        program=program,
-        optimizer=optimizer,
-        store=None if store is None else FileStore.of(store),
-        debug=debug,
-    )
-    planned = [] if graph is None else [(plan, graph), *extra_plans]
+    binder = Binder(program=program, optimizer=optimizer, store=file_store, debug=debug)
     initialization = Initialization([*program.roots().values()], initialize)
-    return PlannedStep(
-        plan,
-        binder,
-        [PlannedGraph(*each) for each in planned],
-        initialization,
-        Shadow(program, shadow),
-    )
+    checks = Shadow(program, shadow)
+    if graph is None:
+        return PlannedStep(binder, plan, initialization, checks)
+    planned = [PlannedGraph(*each) for each in [(plan, graph), *extra_plans]]
+    return PlannedStep(binder, planned, initialization, checks)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.executor._bind import bind
 from penstock.executor._planned_step import PlannedStep
-from penstock.executor.run.fitting import Fitting
+from penstock.executor.run.binder import Binder
 from penstock.executor.run.planning import Planning
-from penstock.executor.state.initial import Initializer
+from penstock.executor.run.shadow import Shadow
+from penstock.executor.state.initial import Initialization, Initializer
 from penstock.graph.step_program import StepProgram
 from penstock.memory import FileStore, MachineProfile
 from penstock.planner import Found
@@ -96,10 +96,11 @@ def fit(
             `bind`.
         TypeError, ValueError: An argument is wrong; the message names it.
     """
+    file_store = None if store is None else FileStore.of(store)
     planning = Planning(
-        device_memory=_parse_optional(device_memory, "device_memory"),
-        host_memory=_parse_optional(host_memory, "host_memory"),
-        store=store,
+        device_memory=parse_bytes(device_memory, name="device_memory"),
+        host_memory=None if host_memory is None else parse_bytes(host_memory, name="host_memory"),
+        store=file_store,
         machine=machine,
         time_limit=time_limit,
         seed=seed,
@@ -107,24 +108,10 @@ def fit(
         cache=cache,
     )
     program = StepProgram(model, None, loss, before_step, accumulate)
-    fitting = Fitting(program, optimizer, planning)
-    first, *others = fitting.plan_batches(batch, extra_batches)
-    step = bind(
-        first.plan,
-        model,
-        optimizer,
-        graph=first.graph,
-        loss=loss,
-        before_step=before_step,
-        extra_plans=others,
-        initialize=initialize,
-        store=store,
-        debug=debug,
-        shadow=shadow,
-    )
-    step._fitting = fitting
-    return step
-
-
-def _parse_optional(size: int | str | None, name: str) -> int | None:
-    return None if size is None else parse_bytes(size, name=name)
+    binder = Binder(program=program, optimizer=optimizer, store=file_store, debug=debug)
+    checks = Shadow(program, shadow)
+    planned = [planning.make_plan(binder.capture(batch, is_extra=False))]
+    for each in extra_batches:
+        planned.append(planning.make_plan(binder.capture(each, is_extra=True)))
+    initialization = Initialization([*program.roots().values()], initialize)
+    return PlannedStep(binder, planning.fit_one_arena(planned), initialization, checks, planning)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,9 +12,9 @@ import torch
 from penstock.errors import PenstockError, StoreError
 from penstock.executor.run.binder import Binder
 from penstock.executor.run.execution import Execution
-from penstock.executor.run.fitting import Fitting
 from penstock.executor.run.interrupts import end_early_on_interrupt
-from penstock.executor.run.planning import PlannedGraph
+from penstock.executor.run.planning import PlannedGraph, Planning
+from penstock.executor.run.refinement import Refinement
 from penstock.executor.run.report import ExecutionReport
 from penstock.executor.run.shadow import Shadow
 from penstock.executor.state.initial import Initialization
@@ -37,25 +36,27 @@ class PlannedStep:
 
     def __init__(
         self,
-        plan: Plan,
         binder: Binder,
-        planned: Sequence[PlannedGraph],
+        planned: Plan | list[PlannedGraph],
         initialization: Initialization,
         shadow: Shadow,
+        planning: Planning | None = None,
     ) -> None:
-        self.plan = plan
+        # A plan without a graph is for the step that is captured with the next batch.
+        self._planned = [] if isinstance(planned, Plan) else planned
+        self.plan = planned if isinstance(planned, Plan) else planned[0].plan
         self._binder = binder
-        self._planned = list(planned)  # empty: captured and bound with the next batch
         self._initialization = initialization
         self._shadow = shadow
-        self._fitting: Fitting | None = None
+        self._planning = planning
+        self._refinement = planning and Refinement(planning.time_limit, planning.keep)
         self._lock = threading.RLock()  # threads take turns, step by step
         self._executions: list[Execution] = []
         self._current: Execution | None = None
         self._closed = False
         self._past_reports: list[ExecutionReport] = []  # of executions that have ended
-        if planned:
-            self._start(binder.bind(planned))
+        if self._planned:
+            self._start(binder.bind(self._planned))
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Take one training step.
@@ -130,10 +131,11 @@ class PlannedStep:
             CaptureError, ValueError: The step cannot be captured with this batch, as in
                 `penstock.fit`; the step is as before.
         """
-        if self._fitting is None or self._closed:
+        if self._planning is None or self._closed:
             raise PenstockError("only an open step that penstock.fit has made takes further forms")
         self.release()
-        self._planned = self._fitting.extend(self._planned, batch)
+        extra = self._planning.make_plan(self._binder.capture(batch, is_extra=True))
+        self._planned = self._planning.fit_one_arena([*self._planned, extra])
 
     def release(self) -> None:
         """Give model and optimizer memory of their own until the next step, which takes all again.
@@ -213,9 +215,9 @@ class PlannedStep:
     def _refine(self) -> None:
         """Go on by another plan if the first steps of the current one suggest it."""
         current = self._current
-        if self._fitting is None or current is None or not current.is_measured:
+        refinement = self._refinement
+        if refinement is None or current is None or not current.is_measured:
             return
-        refinement = self._fitting.refinement
         index = self._executions.index(current)
         plan, graph = self._planned[index]
         if refinement.is_decided(graph):

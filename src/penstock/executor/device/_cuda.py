@@ -24,15 +24,14 @@ from typing import Any
 
 import torch
 
-from penstock.errors import PenstockError
 from penstock.executor.device.base import Device, FileAccess, Mark, allocate_pages
 from penstock.memory import Link
+from penstock.memory.pinned import pin, unpin
 
 _logger = logging.getLogger(__name__)
 
 _LINKS = (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE)
 _BUFFER_BYTES = 16 * 2**20  # a whole number of what direct I/O takes
-_PORTABLE = 1  # cudaHostRegisterPortable
 _SMALL_BYTES = 2**20  # below it torch's allocator takes segments of twice as much, and divides them
 
 
@@ -93,21 +92,13 @@ class CudaDevice(Device):
         """Allocate pinned memory: copies need no staging, and overlap with the computation."""
         memory = allocate_pages(num_bytes)
         if num_bytes:
-            runtime: Any = torch.cuda.cudart()
-            address = memory.data_ptr()
-            code = int(runtime.cudaHostRegister(address, num_bytes, _PORTABLE))
-            if code:
-                raise PenstockError(
-                    f"cudaHostRegister refused {num_bytes} bytes of host memory (CUDA error "
-                    f"{code}): plan with less host_memory=, or raise the limit (ulimit -l)"
-                )
+            pin(memory.data_ptr(), num_bytes, remedy="plan with less host_memory=")
         return memory
 
     def unpin(self, memory: torch.Tensor) -> None:
         """Unregister the memory of `allocate_host`."""
         if memory.numel():
-            runtime: Any = torch.cuda.cudart()
-            runtime.cudaHostUnregister(memory.data_ptr())
+            unpin(memory.data_ptr())
 
     def mark(self) -> Mark:
         """Record an event on the computing stream."""

@@ -8,7 +8,6 @@ waits for there.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,10 +15,8 @@ from typing import Any
 import torch
 
 from penstock.memory import Link
+from penstock.memory.pages import map_anonymous
 from penstock.memory.raw_memory import copy_bytes
-
-PAGE_BYTES = 4096
-_HUGE_PAGE_BYTES = 2 * 2**20
 
 Mark = Any
 """A moment of the computation, in the device's own representation."""
@@ -120,7 +117,5 @@ class Device:
 
 def allocate_pages(num_bytes: int) -> torch.Tensor:
     """Return fresh memory that begins at a page, as a tensor of bytes."""
-    memory = mmap.mmap(-1, max(num_bytes, PAGE_BYTES))
-    if num_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory = map_anonymous(num_bytes, huge_pages=True)
     return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]

@@ -13,9 +13,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from penstock.executor.device.base import PAGE_BYTES, Device
+from penstock.executor.device.base import Device
 from penstock.executor.memory.layout import Layout
 from penstock.memory import ExtentFile, FileStore, Tier
+from penstock.memory.pages import DIRECT_IO_BYTES, PAGE_BYTES
 
 
 class TierBlock:
@@ -73,7 +74,7 @@ class FileBlock(TierBlock):
     def __init__(self, store: FileStore, num_bytes: int) -> None:
         self.file = ExtentFile(store)
         try:
-            self.extent = self.file.allocate(max(num_bytes, PAGE_BYTES))
+            self.extent = self.file.allocate(max(num_bytes, DIRECT_IO_BYTES))
             descriptor = os.open(self.file.descriptor_path, os.O_RDWR)
             try:
                 self._mapping = mmap.mmap(
@@ -97,7 +98,7 @@ class FileBlock(TierBlock):
 
     def evict_pages(self, offset: int, num_bytes: int) -> None:
         """Write pages of the mapping to the file, and take them out of memory."""
-        begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        begin = offset // PAGE_BYTES * PAGE_BYTES
         length = min(offset + num_bytes, self.extent.num_bytes) - begin
         self._mapping.flush(begin, length)
         self._mapping.madvise(mmap.MADV_DONTNEED, begin, length)

@@ -11,13 +11,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from penstock.executor.device.base import PAGE_BYTES
 from penstock.graph import StepGraph
 from penstock.memory import Tier
+from penstock.memory.pages import DIRECT_IO_BYTES, round_up
 from penstock.planner import Buffer, Plan, pack
 
 _PACK_SECONDS = 1.0
-_HOST_ALIGNMENT_BYTES = 512  # direct I/O takes such addresses without a copy
+# Direct I/O takes such addresses without a copy, and such offsets of a file.
+_ALIGNMENT_BYTES = {Tier.HOST: 512, Tier.FILE: DIRECT_IO_BYTES}
 
 
 class Layout(NamedTuple):
@@ -45,8 +46,7 @@ def lay_out_copies(graph: StepGraph, plan: Plan, others: Sequence[Layout] = ()) 
             a place there keeps it, so that nothing has to move.
     """
     layout = Layout({}, {Tier.DEVICE: plan.arena_bytes}, {})
-    for tier in (Tier.HOST, Tier.FILE):
-        alignment = PAGE_BYTES if tier is Tier.FILE else _HOST_ALIGNMENT_BYTES
+    for tier, alignment in _ALIGNMENT_BYTES.items():
         known = {name: offset for other in others for name, offset in other.homes[tier].items()}
         groups = list(_group_copies(graph, plan, tier))
         names = [_name_home(graph, plan, group) for group in groups]
@@ -131,5 +131,5 @@ def _buffer_of(plan: Plan, group: list[int], alignment: int) -> Buffer:
         if start > reached:
             gaps.append((reached, start))
         reached = max(reached, end)
-    size = -(-copies[0].num_bytes // alignment) * alignment
+    size = round_up(copies[0].num_bytes, alignment)
     return Buffer(taken[0][0], reached, size, alignment=alignment, gaps=tuple(gaps))

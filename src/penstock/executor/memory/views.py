@@ -11,7 +11,7 @@ import torch
 from penstock.executor.memory.blocks import FileBlock, SharedBlocks, TierBlock
 from penstock.executor.memory.layout import Layout
 from penstock.executor.memory.residency import ResidencyIndex, ResidencyInterval
-from penstock.graph import StepGraph, TensorView
+from penstock.graph import Kind, StepGraph, TensorView
 from penstock.graph.encoding import dtype_named
 from penstock.memory import Tier
 from penstock.planner import Plan
@@ -65,6 +65,24 @@ class PlanMemory:
     def storage_of(self, view: TensorView) -> int:
         """Return the index of a view's storage in the graph."""
         return self.graph.storage_of_value[view.value]
+
+    def find_inputs(self) -> dict[str, list[torch.Tensor]]:
+        """Return the places that operators read inputs from, by the inputs' names in the graph."""
+        found: dict[str, list[torch.Tensor]] = {}
+        for name, view in self.graph.tensors.items():
+            storage = self.graph.storages[self.storage_of(view)]
+            if storage.persistent or storage.kind is Kind.SCALAR:
+                continue
+            if storage.num_bytes:
+                found[name] = [
+                    self.view_in(interval, view)
+                    for interval in self.index.intervals[view.value]
+                    if interval.tier is Tier.DEVICE and interval.start == 0
+                    if interval.transfer is None
+                ]
+            elif self.graph.consumers[view.value]:  # none of an input whose parts have storages
+                found[name] = [self.view_unplanned(view)]
+        return found
 
     def evict_pages(self, tensor: torch.Tensor) -> None:
         """Take the pages of a tensor out of memory, if it lies in the file."""
@@ -128,6 +146,12 @@ class PlanMemory:
         if key not in self._storages:
             self._storages[key] = self.block_of(tier).storage_at(offset, num_bytes)
         return self._storages[key]
+
+
+def copy_elements(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a tensor to a place of its shape, which may be expanded."""
+    place = narrow_expanded(target)
+    place.copy_(source.detach().as_strided(place.shape, source.stride()))
 
 
 def narrow_expanded(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.compat.autograd import below_autograd
+from penstock.compat.dispatch import TensorBase, TorchDispatchMode, functions, nn_functions
 from penstock.graph.encoding import resolve
 
 Function = Callable[..., Any]
@@ -67,9 +68,9 @@ def _find_candidates(target: str, args: list[Any], kwargs: dict[str, Any]) -> It
         places = [kwargs[each] for each in outs]
         rest = {key: value for key, value in kwargs.items() if key not in outs}
         kwargs = {**rest, "out": tuple(places) if len(places) > 1 else places[0]}
-    homes = ("TensorBase",) if name.endswith("_") else ("_VariableFunctions", "_nn")
+    homes = (TensorBase,) if name.endswith("_") else (functions, nn_functions)
     for home in homes:
-        function = getattr(getattr(torch._C, home), name, None)
+        function = getattr(home, name, None)
         if function is not None:
             yield _Candidate(function, args, kwargs)
 
@@ -90,7 +91,7 @@ def _catch_call(candidate: _Candidate) -> tuple[Any, Any, Any] | None:
     """Return the first operator that torch would run, and its arguments; None if it refuses."""
     catcher = _Catcher()
     # A refusal is an answer, whatever torch's parsers and kernels raise.
-    with contextlib.suppress(Exception), torch._C._AutoDispatchBelowAutograd(), catcher:
+    with contextlib.suppress(Exception), below_autograd(), catcher:
         candidate.function(*candidate.args, **candidate.kwargs)
     return getattr(catcher, "call", None)
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from penstock.compat.autograd import set_grad_enabled
 from penstock.executor.device.links import ThreadLink
 from penstock.executor.memory.views import PlanMemory
 from penstock.executor.program.operators import (
@@ -133,7 +134,7 @@ def compile_plan(
         is_forward = memory.graph.operators[index].phase is Phase.FORWARD
         if forward is not is_forward:
             forward = is_forward
-            set_mode = functools.partial(torch._C._set_grad_enabled, forward)
+            set_mode = functools.partial(set_grad_enabled, forward)
             executable.add(set_mode, position, BoundaryStage.ENTERING)
         for call in boundary_calls.before_operator(position):
             executable.add(call, position, BoundaryStage.ENTERING)

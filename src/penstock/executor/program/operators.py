@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from penstock.compat.dispatch import OpOverload
 from penstock.errors import PenstockError
 from penstock.executor.device.base import Device
 from penstock.executor.program._entry_points import find_entry_point
@@ -348,7 +349,7 @@ def check_results(operator: Operator, call: Call, results: list[Result]) -> Call
     return run
 
 
-def _adds_up_in_place(function: torch._ops.OpOverload) -> bool:
+def _adds_up_in_place(function: OpOverload) -> bool:
     """Return whether the operator may store summands in the place of their sum, as losses do."""
     arguments = function._schema.arguments
     name = function._schema.name

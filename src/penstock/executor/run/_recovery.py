@@ -7,6 +7,7 @@ it, or between the two; then the error names it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from penstock.executor.program.executable import BoundaryStage
 from penstock.executor.program.operators import Call
 from penstock.executor.state.binding import StateBinding
 from penstock.graph import Phase
+from penstock.graph.encoding import resolve
 from penstock.memory import Link
 from penstock.planner import Plan
 
@@ -78,7 +80,7 @@ class StepRecovery:
         pairs = self._changes.get(position)
         if pairs:
             copies, originals = map(list, zip(*pairs, strict=True))
-            yield lambda: torch.ops.aten._foreach_copy_.default(copies, originals)
+            yield functools.partial(resolve("aten._foreach_copy_.default"), copies, originals)
 
     def restore(self, position: int, stage: BoundaryStage) -> RecoveryOutcome:
         """Move the state of a failed step to the places at the step boundary.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,10 +24,15 @@ from penstock.executor.run.debug import poison
 from penstock.executor.run.distributed import require_collective
 from penstock.executor.run.execution import Execution
 from penstock.executor.run.planning import PlannedGraph
+from penstock.executor.state.entries import initial_fill
+from penstock.graph import StepGraph
 from penstock.graph.capturing import capture
 from penstock.graph.step_program import StepProgram
 from penstock.memory import FileStore
 from penstock.planner import Plan, check
+from penstock.units import format_seconds
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,17 +93,34 @@ class Binder:
 
     def capture_and_bind(self, plan: Plan, batch: Any) -> list[Execution]:
         """Bind a plan to the step that the program takes with a batch."""
-        program = self.program
-        captured = capture(
-            program.model,
-            self.optimizer,
-            batch,
-            loss=program.loss,
-            before_step=program.before_step,
-            accumulate=program.accumulate,
-        )
+        captured = self._capture(self.program._replace(batch=batch))
         graph = captured if captured.digest == plan.graph_digest else executable(captured)
         return self.bind([PlannedGraph(plan, graph)])
+
+    def capture(self, batch: Any, *, is_extra: bool) -> StepGraph:
+        """Capture the step of a batch for `fit`; refuse it before the time that planning takes.
+
+        Args:
+            batch: The batch.
+            is_extra: Whether it may have another number of micro-batches than the first batch.
+        """
+        began = time.perf_counter()
+        program = self.program._replace(batch=batch)
+        # The last update of an epoch may have fewer micro-batches.
+        if is_extra and program.accumulate is not None and isinstance(batch, list | tuple):
+            program = program._replace(accumulate=len(batch))
+        graph = executable(self._capture(program))
+        require_collective(graph)
+        for name in graph.metadata["initial_state"]:
+            initial_fill(graph, name)
+        elapsed = format_seconds(time.perf_counter() - began)
+        _logger.info("captured %d operators in %s", len(graph.operators), elapsed)
+        return graph
+
+    def _capture(self, program: StepProgram) -> StepGraph:
+        model, batch, *options = program
+        names = ("loss", "before_step", "accumulate")
+        return capture(model, self.optimizer, batch, **dict(zip(names, options, strict=True)))
 
 
 def _check_alignment(plan: Plan) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from penstock.compat.autograd import below_autograd, set_grad_enabled
 from penstock.errors import PenstockError, TornStepError, UnlikeEagerError
 from penstock.executor.device.base import Device
 from penstock.executor.memory.blocks import FileBlock, SharedBlocks
 from penstock.executor.memory.layout import Layout
-from penstock.executor.memory.views import PlanMemory
+from penstock.executor.memory.views import PlanMemory, copy_elements
 from penstock.executor.program.executable import BoundaryCalls, BoundaryStage, compile_plan
 from penstock.executor.program.operators import Call, copies_results, declared_workspace_bytes
 from penstock.executor.program.scalars import Scalars
@@ -33,7 +34,6 @@ from penstock.executor.run.report import ExecutionReport, predict
 from penstock.executor.run.shadow import Shadow
 from penstock.executor.state.binding import StateBinding
 from penstock.executor.state.guards import Guards
-from penstock.executor.state.inputs import copy_elements, find_input_places
 from penstock.graph.bindings import bind_batch, bind_group_tensors, bind_numbers
 from penstock.graph.step_program import StepProgram
 from penstock.memory import Ledger, Tier
@@ -44,14 +44,6 @@ _MAX_TIMES = 1000
 
 class Execution:
     """A bound plan.
-
-    Args:
-        planned: The plan with its graph.
-        program: The user's model and loss.
-        optimizer: The model's optimizer.
-        layout: The offsets of the plan's copies.
-        blocks: The plan's memory.
-        debug: Whether to overwrite freed bytes, and to compare bytes that come back.
 
     Attributes:
         ledger: The transfers and stalls of its steps.
@@ -99,7 +91,7 @@ class Execution:
             Segments(self._executable, self._device) if self._device.is_behind else None
         )
         self._timing = Timing(self._graph, self._plan, self._executable)
-        self._inputs = find_input_places(self.memory)
+        self._inputs = self.memory.find_inputs()
         self._calls = self._executable.first
         self._given: dict[str, torch.Tensor] = {}
         self._times: list[float] = []
@@ -143,12 +135,7 @@ class Execution:
         self._state.copy_all_homes()
 
     def step(self, batch: Any, shadow: Shadow) -> torch.Tensor:
-        """Run one step; return the loss.
-
-        Args:
-            batch: Its batch.
-            shadow: Compares some of the steps with the program itself.
-        """
+        """Run one step; return the loss."""
         self._prepare(batch, shadow)
         begin = time.perf_counter()
         try:
@@ -268,7 +255,7 @@ class Execution:
         is_timed = self._timing.is_open and self._calls is self._executable.calls
         index, begin, ends = -1, time.perf_counter_ns(), []
         try:
-            with torch._C._AutoDispatchBelowAutograd(), _restore_modes(self._device):
+            with below_autograd(), _restore_modes(self._device):
                 if is_timed:
                     self._device.run_timed(self._calls, ends)
                 else:
@@ -328,8 +315,9 @@ class Execution:
             yield self.interrupts.check
 
     def _place_inputs(self) -> None:
-        for name, _, place in self._inputs:
-            copy_elements(self._given[name], place)
+        for name, places in self._inputs.items():
+            for place in places:
+                copy_elements(self._given[name], place)
 
 
 @contextlib.contextmanager
@@ -340,7 +328,7 @@ def _restore_modes(device: Device) -> Iterator[None]:
         with torch.autocast(device.device.type, enabled=False):
             yield
     finally:
-        torch._C._set_grad_enabled(enabled)
+        set_grad_enabled(enabled)
 
 
 def _join(names: tuple[str, ...]) -> str:

@@ -66,16 +66,8 @@ class Shadow:
         step_seconds: float,
         drain: Callable[[], None],
     ) -> torch.Tensor | None:
-        """Check a step that is about to begin, if its turn has come.
-
-        Args:
-            graph: The planned graph.
-            plan: The plan.
-            device: The device that operators run on.
-            batch: The step's batch, of the captured form.
-            step_seconds: Time of all steps so far.
-            drain: Waits until nothing moves: the eager call changes buffers before it restores
-                them, and transfers of the last step must move them as they were.
+        """Check a step that is about to begin, if its turn has come; `step_seconds` is the time of
+        all steps so far.
 
         Returns:
             The loss of the program itself; None if it has not been called.
@@ -93,6 +85,8 @@ class Shadow:
                 self._capture_again(graph, program, number, step_seconds)
                 if not self._has_room(graph, plan) or _takes_other_branch(graph, batch):
                     return None
+                # The eager call changes buffers before it restores them, and transfers of the last
+                # step must move them as they were.
                 drain()
                 return self._call_eagerly(program, graph, device)
         finally:

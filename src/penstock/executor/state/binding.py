@@ -16,7 +16,7 @@ from torch import nn
 
 from penstock.errors import PenstockError
 from penstock.executor.memory.residency import ResidencyInterval
-from penstock.executor.memory.views import PlanMemory, narrow_expanded
+from penstock.executor.memory.views import PlanMemory, copy_elements, narrow_expanded
 from penstock.executor.state._eager_steps import EagerSteps
 from penstock.executor.state._parallel_move import ByteMove, move_in_parallel
 from penstock.executor.state.entries import (
@@ -26,7 +26,6 @@ from penstock.executor.state.entries import (
     find_entries,
     initial_fill,
 )
-from penstock.executor.state.inputs import copy_elements
 from penstock.graph import Kind, TensorView
 from penstock.graph.encoding import dtype_named
 from penstock.graph.shards import ShardedModel

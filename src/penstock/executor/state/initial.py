@@ -105,7 +105,7 @@ class Initialization:
 
 
 def _check_form(file: SafetensorsFile, name: str, tensor: torch.Tensor) -> None:
-    here, there = (tensor.dtype, tuple(tensor.shape)), file.form(name)
+    here, there = (tensor.dtype, tuple(tensor.shape)), file.form_of(name)
     if here != there:
         raise ValueError(
             f"initialize: {name!r} is {there[0]} of shape {there[1]} in {file.path} and {here[0]} "
