@@ -104,7 +104,7 @@ def sharded(
     model_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> Build:
-    """What makes a sharded model and its optimizer, the same every time."""
+    """Return a function that makes a sharded model and its optimizer, the same every time."""
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
@@ -378,7 +378,7 @@ def two_shapes(store: Path) -> list[str]:
 
 
 def gathered_bytes(store: Path) -> dict[str, Any]:
-    """What a step needs at two depths, with and without whole parameters being given up."""
+    """Return a step's peak at two depths, with and without freeing whole parameters."""
     found: dict[str, Any] = {}
     for name, reshards in (("kept", False), ("freed", True)):
         for depth in (2, 6):

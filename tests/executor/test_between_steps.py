@@ -1,4 +1,4 @@
-"""The user's objects are the truth: what he sees and does between steps counts."""
+"""The user's objects between steps: values read there are true, and changes count."""
 
 import copy
 
@@ -86,7 +86,7 @@ def test_what_a_step_changes_is_not_taken_for_a_change_of_the_users(share, tier,
     options = {"share": share, "tier": tier, "store": store}
     with bound(CASE, OPTIMIZER, model, stepper, **options) as step:
         assert step._current is not None
-        state, memory = step._current._state, step._current.memory
+        state, memory = step._current.state, step._current.memory
         for _ in range(3):
             step(case.batch)
             assert state.copy_changes(step._current.drain) == set()

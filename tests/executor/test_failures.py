@@ -111,7 +111,7 @@ def test_a_disk_that_fails_anywhere(kind, number, fault, store):
 
 
 def _check_names(model, stepper, before, failed, num_steps):
-    """What is not named is as before the step; what is named as updated is as after it."""
+    """Tensors that are not named are as before the step; those named as updated as after it."""
     after = eagerly(CASE, OPTIMIZER, num_steps)
     names = {f"model.{name}": ("model", name) for name in model.state_dict()}
     for number, (owner, _) in enumerate(model.named_parameters()):

@@ -109,7 +109,7 @@ def test_what_was_nowhere_stays_where_it_came_to_be(store):
     assert list(store.iterdir()) == []
 
 
-def test_who_gives_no_numbers_is_noticed(store):
+def test_a_tensor_without_numbers_is_noticed(store):
     model, stepper = on_meta()
     with bound(model, stepper, "device", store, initialize=lambda module: None):
         assert all(parameter.isnan().all() for parameter in model.parameters())

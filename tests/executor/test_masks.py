@@ -80,7 +80,7 @@ def test_in_single_precision_one_plan_is_for_all_masks():
 
 
 def test_a_step_for_any_mask_takes_full_ones_too():
-    """What is captured again beside the second step is for any mask, as the step is."""
+    """The program that is captured again beside the second step is for any mask, as the step is."""
     torch.manual_seed(0)
     model = Half(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -209,7 +209,7 @@ def test_steps_as_planned_are_left_alone():
 
 
 def test_operators_that_are_slower_than_thought_are_not_planned_again():
-    """Where nothing waits and nothing runs twice, no plan is faster."""
+    """No plan is faster if nothing waits and nothing runs twice."""
     said = Reported()
     slower = 1e4 * said.plan.step_seconds
     assert said.decide(said.plan, step_seconds=slower, operators=1e4) is said.plan

@@ -1,4 +1,4 @@
-"""What a step begins with is where the step before has left it, and nowhere else."""
+"""State at the step boundary is where the step before has left it, and nowhere else."""
 
 import dataclasses
 

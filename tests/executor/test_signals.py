@@ -1,4 +1,4 @@
-"""Signals whose handlers raise, at any moment of a step: undone or done, never in between."""
+"""Signals with handlers that raise, at any moment of a step: undone or done, never in between."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ class Exits(BaseException):
 
 @pytest.fixture(params=[signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def number(request):
-    """A signal whose handler raises."""
+    """A signal with a handler that raises."""
 
     def exits(*_):
         raise Exits

@@ -182,7 +182,7 @@ class PlannedStep:
         self._current.take_turn()
         if self._initialization.is_needed:
             self._initialization.run(self._current.memory.evict_pages)
-            self._current.copy_initial_state()
+            self._current.state.copy_all_homes()  # only the homes have first numbers
         self._finalizer = weakref.finalize(self, _stop, executions)
 
     def _leave(self) -> None:
@@ -192,7 +192,7 @@ class PlannedStep:
         if current is None:
             return
         self._end(executions, current)
-        current.move_out()
+        current.state.move_out()
         current.memory.blocks.close()
 
     def _end(self, executions: list[Execution], current: Execution) -> None:
@@ -244,7 +244,7 @@ class PlannedStep:
             self._end(before, current)
             self._executions, self._current = executions, executions[index]
             self._current.take_turn()
-            current.stand_back()
+            current.state.unbind()
             current.memory.blocks.close(after=self._current.memory.blocks)
             self._finalizer = weakref.finalize(self, _stop, executions)
         current.interrupts.check()

@@ -185,32 +185,3 @@ class ThreadLink:
             self._marks.popleft()
         if self._marks:
             device.wait_for(self._marks[0][1])
-
-
-class Links(dict[Link, ThreadLink]):
-    """The links of a plan."""
-
-    def next_step(self) -> None:
-        """Count from the next step on."""
-        for link in self.values():
-            link.next_step()
-
-    def halt(self) -> None:
-        """Begin no further transfer, and wait for those that are under way."""
-        for link in self.values():
-            link.halt()
-
-    def drain(self) -> None:
-        """Wait for all transfers that were released."""
-        for link in self.values():
-            link.drain()
-
-    def reset(self) -> None:
-        """Forget releases and errors after `halt`."""
-        for link in self.values():
-            link.reset()
-
-    def stop(self) -> None:
-        """End the threads."""
-        for link in self.values():
-            link.stop()

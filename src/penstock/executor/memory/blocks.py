@@ -135,7 +135,7 @@ class SharedBlocks:
         self.layouts, self.device = layouts, device
         self.materialized: set[str] = set() if before is None else before.materialized
         self._store = store
-        self._undo_blocks: list[weakref.finalize] = []
+        self._undo_blocks: list[TierBlock] = []
         kept = {} if before is None else {block.tier: block for block in before}
         blocks: dict[Tier, TierBlock] = {}
         for tier in (Tier.DEVICE, Tier.HOST, Tier.FILE):
@@ -171,13 +171,9 @@ class SharedBlocks:
         """Allocate memory for a copy that only a failed step needs: below the device, and in a
         file if there is a store.
         """
-        if self._store is None or self.device.is_behind:
-            memory = self.device.allocate_host(num_bytes)
-            self._undo_blocks.append(weakref.finalize(self, self.device.unpin, memory))
-            return memory
-        block = FileBlock(self._store, num_bytes)
-        self._undo_blocks.append(weakref.finalize(self, block.close))
-        return block.tensor[:num_bytes]
+        in_host = self._store is None or self.device.is_behind
+        self._undo_blocks.append(self._allocate(Tier.HOST if in_host else Tier.FILE, num_bytes))
+        return self._undo_blocks[-1].tensor[:num_bytes]
 
     def close(self, after: SharedBlocks | None = None) -> None:
         """Release host memory and file; tensors that view the memory stay valid.
@@ -185,8 +181,8 @@ class SharedBlocks:
         Args:
             after: Memory of plans that have taken over; blocks of both stay.
         """
-        for release in self._undo_blocks:
-            release()
+        for block in self._undo_blocks:
+            block.close()
         for tier, block in self.below.items():
             if after is None or after.below.get(tier) is not block:
                 block.close()

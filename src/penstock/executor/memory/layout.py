@@ -39,11 +39,8 @@ class Layout(NamedTuple):
 def lay_out_copies(graph: StepGraph, plan: Plan, others: Sequence[Layout] = ()) -> Layout:
     """Assign offsets to the copies of a plan.
 
-    Args:
-        graph: The step.
-        plan: A plan for it.
-        others: Layouts of plans that take turns with this one in the same blocks: a home that has
-            a place there keeps it, so that nothing has to move.
+    A home that has a place in another plan's layout keeps it, so that nothing has to move when
+    plans take turns in the same blocks.
     """
     layout = Layout({}, {Tier.DEVICE: plan.arena_bytes}, {})
     for tier, alignment in _ALIGNMENT_BYTES.items():

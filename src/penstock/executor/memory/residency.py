@@ -8,7 +8,6 @@ Here every interval is seen from one step, so it may begin before 0.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from typing import NamedTuple
 
 from penstock.graph import StepGraph
@@ -82,10 +81,6 @@ class ResidencyIndex:
         assert ending is not None, f"value {value} is not on the device at {position}"
         return ending
 
-    def find_result(self, value: int, position: int) -> int:
-        """Return the offset at which the operator at a position makes a value."""
-        return self._find(value, Tier.DEVICE, lambda interval: interval.start == position)
-
     def find_source(self, value: int, tier: Tier, boundary: int) -> int:
         """Return the place from which a transfer that starts at a boundary takes a value."""
         for fits in (
@@ -103,8 +98,11 @@ class ResidencyIndex:
         raise AssertionError(f"value {value} cannot leave the {tier} at {boundary}")
 
     def find_destination(self, value: int, tier: Tier, boundary: int) -> int:
-        """Return the place to which a transfer that starts at a boundary brings a value."""
-        return self._find(value, tier, lambda interval: interval.start == boundary)
+        """Return the place of a value that a transfer or an operator makes from a boundary on."""
+        for interval in self.intervals[value]:
+            if interval.tier is tier and interval.start == boundary:
+                return interval.place
+        raise AssertionError(f"value {value} does not come to the {tier} at {boundary}")
 
     def find_at_step_boundary(self, storage: int) -> list[ResidencyInterval]:
         """Return the places of a persistent storage at the beginning of a step: complete ones, and
@@ -117,9 +115,3 @@ class ResidencyIndex:
             for interval in self.intervals[initial]
             if interval.start < 0 or (interval.start == 0 and interval.transfer is None)
         ]
-
-    def _find(self, value: int, tier: Tier, fits: Callable[[ResidencyInterval], bool]) -> int:
-        for interval in self.intervals[value]:
-            if interval.tier is tier and fits(interval):
-                return interval.place
-        raise AssertionError(f"value {value} has no such place on the {tier}")

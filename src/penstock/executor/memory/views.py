@@ -20,15 +20,11 @@ from penstock.planner import Plan
 class PlanMemory:
     """A planned step with its memory.
 
-    Args:
+    Attributes:
         graph: The planned graph.
         plan: A plan for it.
-        layout: The offsets of the plan's copies.
-        blocks: The memory, shared with plans that take turns with this one.
-
-    Attributes:
-        graph, plan, blocks: As given.
         index: The residency index of the plan.
+        blocks: The memory, shared with plans that take turns with this one.
         arena: The block of the device.
         device: The device in torch's words.
     """
@@ -97,29 +93,28 @@ class PlanMemory:
         offset = self.offset_of(interval.tier, interval.place)
         return _make_view(self._storage_at(interval.tier, offset, view.value), 0, view)
 
-    def view_operand(self, view: TensorView, position: int) -> torch.Tensor:
-        """Return a view of an operand of the operator at a position."""
+    def view_operand(
+        self, view: TensorView, position: int, *, isolated: bool = False
+    ) -> torch.Tensor:
+        """Return a view of an operand of the operator at a position; if `isolated`, its storage is
+        the value's own, not the arena's.
+        """
         if not self.graph.num_bytes(view.value):
             return self.view_unplanned(view)
         offset = self.index.find_operand(view.value, position)
+        if isolated:
+            return _make_view(self._storage_at(Tier.DEVICE, offset, view.value), 0, view)
         key = (Tier.DEVICE, offset, *view[1:])
         if key not in self._views:
             self._views[key] = _make_view(self.arena.tensor, offset, view)
         return self._views[key]
-
-    def view_isolated_operand(self, view: TensorView, position: int) -> torch.Tensor:
-        """Return a view of an operand whose storage is the value's own, not the arena's."""
-        if not self.graph.num_bytes(view.value):
-            return self.view_unplanned(view)
-        offset = self.index.find_operand(view.value, position)
-        return _make_view(self._storage_at(Tier.DEVICE, offset, view.value), 0, view)
 
     def view_result(self, view: TensorView, position: int) -> torch.Tensor:
         """Return a view of the place of a result of the operator at a position."""
         if not self.graph.num_bytes(view.value):
             return self.view_unplanned(view)
         # In a storage of its own: an operator that needs a larger place than planned must fail.
-        offset = self.index.find_result(view.value, position)
+        offset = self.index.find_destination(view.value, Tier.DEVICE, position)
         key = ("result", offset, *view[1:])
         if key not in self._views:
             storage = self._storage_at(Tier.DEVICE, offset, view.value)

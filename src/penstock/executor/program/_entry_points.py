@@ -17,7 +17,13 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.compat.autograd import below_autograd
-from penstock.compat.dispatch import TensorBase, TorchDispatchMode, functions, nn_functions
+from penstock.compat.dispatch import (
+    TensorBase,
+    TorchDispatchMode,
+    functions,
+    nn_functions,
+    tree_leaves,
+)
 from penstock.graph.encoding import resolve
 
 Function = Callable[..., Any]
@@ -99,30 +105,23 @@ def _catch_call(candidate: _Candidate) -> tuple[Any, Any, Any] | None:
 def _is_same_call(one: tuple[Any, Any, Any], other: tuple[Any, Any, Any]) -> bool:
     if one[0] is not other[0]:
         return False
-    schema = one[0]._schema
-    ours, theirs = (_name_arguments(schema, args, kwargs) for _, args, kwargs in (one, other))
-    return ours.keys() == theirs.keys() and all(
-        _is_same_argument(ours[key], theirs[key]) for key in ours
-    )
+    ours, theirs = (_list_arguments(*each) for each in (one, other))
+    return len(ours) == len(theirs) and all(map(_is_same_argument, ours, theirs))
 
 
-def _name_arguments(schema: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    found = {each.name: each.default_value for each in schema.arguments if each.has_default_value()}
-    found.update(zip((each.name for each in schema.arguments), args, strict=False))
-    return found | kwargs
+def _list_arguments(operator: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return names and arguments in the order of the schema; lists and tuples taken apart."""
+    arguments = operator._schema.arguments
+    found = {each.name: each.default_value for each in arguments if each.has_default_value()}
+    found |= dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
+    return tree_leaves([(each.name, found.get(each.name)) for each in arguments])
 
 
 def _is_same_argument(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        if one is other:
-            return True
-        are_numbers = _is_number(one) and _is_number(other)
-        return are_numbers and one.dtype == other.dtype and one.item() == other.item()
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_is_same_argument, one, other))
-    return type(one) is type(other) and one == other
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether a value is a Python number that torch has wrapped in a tensor."""
-    return isinstance(value, torch.Tensor) and value.dim() == 0
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return type(one) is type(other) and one == other
+    if one is other:
+        return True
+    # Python numbers that torch has wrapped in tensors.
+    are_numbers = one.dim() == 0 and other.dim() == 0
+    return are_numbers and one.dtype == other.dtype and one.item() == other.item()

@@ -107,14 +107,7 @@ def compile_plan(
     scalars: Scalars,
     boundary_calls: BoundaryCalls,
 ) -> Executable:
-    """Compile a plan to the calls of one step.
-
-    Args:
-        memory: The plan and its memory.
-        links: The links that carry out its transfers.
-        scalars: The scalars of the step.
-        boundary_calls: Further calls at boundaries.
-    """
+    """Compile a plan to the calls of one step."""
     compiler = _Compiler(memory, scalars)
     transfers = _compile_transfers(memory.plan, links)
     executable = compiler.executable
@@ -247,8 +240,7 @@ class _Compiler:
         scalar_arguments: ScalarArguments,
     ) -> tuple[list[Any], dict[str, Any]]:
         """Return arguments as tensors in their places; collect those that are scalars."""
-        isolates = reads_storages(target)
-        find_view = self._memory.view_isolated_operand if isolates else self._memory.view_operand
+        isolated = reads_storages(target)
 
         def decode_one(value: Any, holder: Any, key: Any) -> Any:
             if isinstance(value, tuple) and not isinstance(value, TensorView):
@@ -266,7 +258,7 @@ class _Compiler:
             return decode(
                 value,
                 self._memory.device,
-                lambda view: find_view(view, position),
+                lambda view: self._memory.view_operand(view, position, isolated=isolated),
                 lambda expression: None,
             )
 

@@ -210,14 +210,8 @@ def make_call(
     scalars: Scalars,
     scalar_slot: int | None,
 ) -> Call | None:
-    """Return a call that runs an operator; None if there is nothing to do.
-
-    Args:
-        operator: The operator.
-        target: Its target, or its target when it runs again.
-        bindings: Its arguments and results.
-        scalars: The scalars of the step.
-        scalar_slot: The slot of the scalar that a `SCALAR` operator reads.
+    """Return a call that runs an operator by its target, or by that of its recomputation; None if
+    there is nothing to do. A `SCALAR` operator writes to `scalar_slot`.
     """
     args, kwargs, results, scalar_arguments = bindings
     if target in OWN_TARGETS and target != FULL:
@@ -311,12 +305,8 @@ def _make_own_call(
 
 
 def make_random_calls(call: Call, state: list[torch.Tensor], device: Device) -> tuple[Call, Call]:
-    """Return the calls of a random operator's first run and of its recomputation.
-
-    Args:
-        call: Runs the operator.
-        state: Keeps the generator's state before the first run.
-        device: The device that has the generator.
+    """Return the calls of a random operator's first run, before which the generator's state is
+    kept, and of its recomputation.
     """
 
     def first() -> None:

@@ -14,11 +14,7 @@ from penstock.memory import Tier
 
 
 class LossCheck:
-    """The loss of a plan's steps.
-
-    Args:
-        memory: The plan and its memory.
-        commit: The position at which the update begins.
+    """The loss of a plan's steps, whose update begins at the position `commit`.
 
     Attributes:
         place: A view of the loss at the end of a step; None if the graph has none.

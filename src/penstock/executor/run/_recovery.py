@@ -42,11 +42,6 @@ class RecoveryOutcome(NamedTuple):
 class StepRecovery:
     """Recovery of the steps of one plan.
 
-    Args:
-        memory: The plan and its memory.
-        state: The user's tensors.
-        links: The links that carry out the transfers.
-
     Attributes:
         commit: First position at which the optimizer changes state for good; the number of
             positions if there is none.
@@ -83,50 +78,44 @@ class StepRecovery:
             yield functools.partial(resolve("aten._foreach_copy_.default"), copies, originals)
 
     def restore(self, position: int, stage: BoundaryStage) -> RecoveryOutcome:
-        """Move the state of a failed step to the places at the step boundary.
-
-        Args:
-            position: The position that failed; no transfer is under way.
-            stage: The stage of the boundary there.
+        """Move the state of a step that failed at a position to the places at the step boundary;
+        no transfer is under way.
         """
-        started = stage is BoundaryStage.RUNNING
         for at, copy, original in self._unplanned_copies:
-            if at < position or (at == position and started):
+            if (at, BoundaryStage.RUNNING) <= (position, stage):
                 original.copy_(copy)
-        updated, lost, moved = [], [], {}
-        for storage, intervals in self._state.places.items():
-            value, source = self._find(storage, position, stage)
-            names = self._state.names_of(storage) or [self._graph.storages[storage].name]
-            block = self._graph.storages[storage]
+        updated, lost, moves = [], [], []
+        for index, intervals in self._state.places.items():
+            storage = self._graph.storages[index]
+            value, content = self._find(index, position, stage)
+            names = self._state.names_of(index) or [storage.name]
             if value is None:
                 lost += names
-            elif value != block.initial:
-                (updated if value == block.final else lost).extend(names)
-            if source is not None and not self._is_home(source, intervals[0]):
-                moved[storage] = self._content(source, block.num_bytes).clone()
-        for storage, content in moved.items():
-            home = self._state.places[storage][0]
-            self._memory.bytes_of(home, content.numel()).copy_(content)
-        for storage in self._state.places:
-            self._state.copy_home(storage)
+            elif value != storage.initial:
+                (updated if value == storage.final else lost).extend(names)
+            home = self._memory.bytes_of(intervals[0], storage.num_bytes)
+            if content is not None and content.data_ptr() != home.data_ptr():
+                moves.append((home, content.clone()))
+        for home, content in moves:
+            home.copy_(content)
+        for index in self._state.places:
+            self._state.copy_home(index)
         updated += self._find_updated_unplanned(position)
         return RecoveryOutcome(tuple(updated), tuple(lost))
 
     def _find(
         self, storage: int, position: int, stage: BoundaryStage
-    ) -> tuple[int | None, ResidencyInterval | torch.Tensor | None]:
-        """Return a complete value of a storage and its place, if possible that before the step."""
+    ) -> tuple[int | None, torch.Tensor | None]:
+        """Return a complete value of a storage and its bytes, if possible those before the step."""
         block = self._graph.storages[storage]
-        saved = self._saved_storages.get(storage)
-        if saved is not None and (
-            saved[0] < position or (saved[0] == position and stage is BoundaryStage.RUNNING)
-        ):
-            return block.initial, saved[1]
+        saved_at, copy = self._saved_storages.get(storage, (len(self._plan.order), None))
+        if (saved_at, BoundaryStage.RUNNING) <= (position, stage):
+            return block.initial, copy
         ordered = [block.initial, block.final, *self._values[storage]]
         for value in dict.fromkeys(each for each in ordered if each is not None):
             for interval in self._memory.index.intervals[value]:
                 if self._is_complete(value, interval, position, stage):
-                    return value, interval
+                    return value, self._memory.bytes_of(interval, block.num_bytes)
         return None, None
 
     def _is_complete(
@@ -151,18 +140,6 @@ class StepRecovery:
         link = self._links[self._plan.transfers[transfer].link]
         number = self._number_on_link[transfer] - steps_ago * link.num_moves
         return link.done - link.base > number
-
-    def _is_home(self, source: ResidencyInterval | torch.Tensor, home: ResidencyInterval) -> bool:
-        return isinstance(source, ResidencyInterval) and (
-            source.tier is home.tier
-            and self._memory.offset_of(source.tier, source.place)
-            == self._memory.offset_of(home.tier, home.place)
-        )
-
-    def _content(self, source: ResidencyInterval | torch.Tensor, num_bytes: int) -> torch.Tensor:
-        if isinstance(source, ResidencyInterval):
-            return self._memory.bytes_of(source, num_bytes)
-        return source
 
     def _find_commit(self) -> int:
         for position, index in enumerate(self._plan.order):

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.executor.device.links import Links, ThreadLink
+from penstock.executor.device.links import ThreadLink
 from penstock.executor.memory.blocks import FileBlock
 from penstock.executor.memory.views import PlanMemory
 from penstock.executor.run.debug import Debug
-from penstock.memory import Ledger
+from penstock.memory import Ledger, Link
 from penstock.planner import Transfer
 
 
-def make_links(memory: PlanMemory, ledger: Ledger, debug: Debug | None) -> Links:
-    """Return the links of a plan; their threads start with the first transfer.
-
-    Args:
-        memory: The plan and its memory.
-        ledger: Records the transfers.
-        debug: Compares the bytes that come back, if it is there.
-    """
-    links = Links()
+def make_links(memory: PlanMemory, ledger: Ledger, debug: Debug | None) -> dict[Link, ThreadLink]:
+    """Return the links of a plan; their threads start with the first transfer."""
+    links: dict[Link, ThreadLink] = {}
     for link in dict.fromkeys(transfer.link for transfer in memory.plan.transfers):
         transfers = [transfer for transfer in memory.plan.transfers if transfer.link is link]
         links[link] = ThreadLink(

@@ -51,11 +51,8 @@ class Binder:
     def bind(
         self, planned: Sequence[PlannedGraph], before: SharedBlocks | None = None
     ) -> list[Execution]:
-        """Bind plans to one memory; nothing of the model moves yet.
-
-        Args:
-            planned: Plans with their graphs.
-            before: Memory of plans that are replaced; its blocks are kept if they are large enough.
+        """Bind plans to one memory, or to that of plans that they replace if it is large enough;
+        nothing of the model moves yet.
         """
         layouts: list[Layout] = []
         known = [] if before is None else [*before.layouts]
@@ -100,9 +97,7 @@ class Binder:
     def capture(self, batch: Any, *, is_extra: bool) -> StepGraph:
         """Capture the step of a batch for `fit`; refuse it before the time that planning takes.
 
-        Args:
-            batch: The batch.
-            is_extra: Whether it may have another number of micro-batches than the first batch.
+        An extra batch may have another number of micro-batches than the first one.
         """
         began = time.perf_counter()
         program = self.program._replace(batch=batch)

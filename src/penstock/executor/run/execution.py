@@ -48,6 +48,7 @@ class Execution:
     Attributes:
         ledger: The transfers and stalls of its steps.
         memory: The plan's memory.
+        state: The user's tensors, bound to it.
         interrupts: Signals, deferred by the caller while a step runs.
 
     Raises:
@@ -71,13 +72,13 @@ class Execution:
         self._device = blocks.device
         self.ledger = Ledger()
         self.memory = PlanMemory(self._graph, self._plan, layout, blocks)
-        self._state = StateBinding(self.memory, program.model, optimizer, program.loss)
+        self.state = StateBinding(self.memory, program.model, optimizer, program.loss)
         self._guards = Guards(self._graph, program.roots(), optimizer)
         self._debug = Debug(self.memory) if debug else None
         self._links = make_links(self.memory, self.ledger, self._debug)
         self._scalars = Scalars()
         self.interrupts = Interrupts()
-        self._recovery = StepRecovery(self.memory, self._state, self._links)
+        self._recovery = StepRecovery(self.memory, self.state, self._links)
         self._loss = LossCheck(self.memory, self._recovery.commit)
         self._executable = compile_plan(
             self.memory,
@@ -124,15 +125,11 @@ class Execution:
 
     def take_turn(self) -> None:
         """Move the user's tensors to this plan's places; no transfer is under way."""
-        self._state.take_over()
+        self.state.take_over()
         if not self._has_run:  # later nothing comes from outside: no allocator is emptied
             self._device.empty_cache()
             self._has_run = True
         self._has_turned = True
-
-    def copy_initial_state(self) -> None:
-        """Copy first numbers, which only the homes have, to all other places."""
-        self._state.copy_all_homes()
 
     def step(self, batch: Any, shadow: Shadow) -> torch.Tensor:
         """Run one step; return the loss."""
@@ -159,19 +156,13 @@ class Execution:
 
     def drain(self) -> None:
         """Wait until nothing moves."""
-        self._links.drain()
-
-    def move_out(self) -> None:
-        """Give the user's tensors memory of their own."""
-        self._state.move_out()
-
-    def stand_back(self) -> None:
-        """Forget the user's tensors, which another plan has taken over."""
-        self._state.unbind()
+        for link in self._links.values():
+            link.drain()
 
     def stop(self) -> None:
         """End the threads."""
-        self._links.stop()
+        for link in self._links.values():
+            link.stop()
 
     def report(self, shadow: Shadow) -> ExecutionReport:
         """Return measurements next to predictions."""
@@ -213,22 +204,22 @@ class Execution:
                 "this step was bound in another process, of which this one is a fork: its threads "
                 "and its file are not here; bind the plan in this process"
             )
-        self._state.reshard()
+        self.state.reshard()
         self._guards.check()
         given = bind_batch(self._graph, batch) | bind_group_tensors(self._graph, self._optimizer)
         numbers = bind_numbers(self._graph, self._optimizer)
-        changed = self._state.copy_changes(self.drain)
+        changed = self.state.copy_changes(self.drain)
         if self._has_turned:
-            changed |= self._state.places.keys()
+            changed |= self.state.places.keys()
             self._has_turned = False
-        changed |= self._state.write_lasting_inputs(given, self.drain)
+        changed |= self.state.write_lasting_inputs(given, self.drain)
         self._given = given
         self._scalars.assign(numbers)
         self._loss.expected = shadow.begin(
             self._captured, self._plan, self._device, batch, self._seconds, self.drain
         )
         if self._debug is not None:
-            self._debug.begin_step(self._state.iter_places(changed))
+            self._debug.begin_step(self.state.iter_places(changed))
 
     def _take_step(self) -> torch.Tensor:
         with self._device.enter_step():
@@ -237,8 +228,9 @@ class Execution:
             self.drain()  # the user's changes from now on must not be compared
         assert self._loss.place is not None
         loss = self._loss.place.clone()
-        self._links.next_step()
-        self._state.record_versions()
+        for link in self._links.values():
+            link.next_step()
+        self.state.record_versions()
         return loss
 
     def _is_repeatable(self, shadow: Shadow, batch: Any) -> bool:
@@ -272,10 +264,12 @@ class Execution:
 
     def _undo(self, index: int, error: BaseException) -> None:
         """Restore the state before the step, or raise an error with the tensors that are lost."""
-        self._links.halt()
+        for link in self._links.values():
+            link.halt()
         self._device.synchronize()
         outcome = self._recovery.restore(*self._locate(index))
-        self._links.reset()
+        for link in self._links.values():
+            link.reset()
         if not (outcome.updated or outcome.lost):
             error.add_note("penstock: model and optimizer are as before this step")
             return

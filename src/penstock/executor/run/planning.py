@@ -62,13 +62,12 @@ class Planning:
     """Keys in the cache, by the digest of the planned graph."""
 
     def make_plan(self, graph: StepGraph, device_memory: int | None = None) -> PlannedGraph:
-        """Return a plan from the cache, or one that is made now.
-
-        Args:
-            graph: The step.
-            device_memory: Bytes of the device tier, if fewer than those of all plans.
+        """Return a plan from the cache, or one that is made now; `device_memory` is given if a plan
+        has less than all together.
         """
-        within = self if device_memory is None else self._with_device_memory(device_memory)
+        within = self
+        if device_memory is not None:
+            within = dataclasses.replace(self, device_memory=device_memory)
         found = within._load_or_make(graph) if self.cache else within._make(graph)
         _logger.info(
             "plan: %s of device memory, %s a step, at least %s",
@@ -117,9 +116,6 @@ class Planning:
             "shapes alone, and not with one arena for all and the workspace of any: raise it, or "
             "make the shapes more alike"
         )
-
-    def _with_device_memory(self, device_memory: int) -> Planning:
-        return dataclasses.replace(self, device_memory=device_memory)
 
     def _load_or_make(self, graph: StepGraph) -> PlannedGraph:
         with cache_entry("plans", self._key_of(graph), wait_seconds=_LOCK_SECONDS) as entry:

@@ -44,13 +44,8 @@ class Refinement:
     def decide(
         self, plan: Plan, graph: StepGraph, report: ExecutionReport, held_bytes: Mapping[Tier, int]
     ) -> Plan:
-        """Return the plan to go on with.
-
-        Args:
-            plan: The plan of the first steps.
-            graph: Its graph.
-            report: The report of these steps.
-            held_bytes: Bytes of each tier that are allocated for plans.
+        """Return the plan to go on with, after the report of a plan's first steps; `held_bytes` are
+        allocated for plans.
         """
         before, measured = self._replaced.pop(graph.digest, None), report.step_seconds
         if before is None:

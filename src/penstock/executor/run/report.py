@@ -107,13 +107,8 @@ class ExecutionReport:
 def predict(
     captured: StepGraph, planned: StepGraph, plan: Plan, links: Iterable[Link]
 ) -> dict[str, Any]:
-    """Return the plan's predictions, as fields of a report.
-
-    Args:
-        captured: The captured graph.
-        planned: The planned graph, whose operators may be parts.
-        plan: A plan for it.
-        links: The links that the plan uses.
+    """Return a plan's predictions as fields of a report; of the two graphs the planned one may have
+    operators that are parts of those of the captured one.
     """
     simulation = simulate(captured, plan)
     return {

@@ -227,47 +227,49 @@ def _takes_other_branch(graph: StepGraph, batch: Any) -> bool:
 
 
 def _compute_loss(program: StepProgram, graph: StepGraph, device: Device) -> torch.Tensor:
-    """Call the program; restore the model's tensors and the random state.
+    """Call the program; the model's tensors and the random state are restored."""
+    root = nn.ModuleDict(program.roots())
+    with _restore_state(root, graph, device), torch.enable_grad():
+        if graph.device != "cpu":
+            _copy_to_device(root, device.device)
+        total = None
+        batch = replaced(program.batch, "batch", _copy_tensor)
+        for part in batch if program.accumulate else [batch]:
+            value = loss_of(call_model(program.model, part), part, program.loss)
+            if (num_parts := program.accumulate or 1) > 1:
+                value = value / num_parts
+            value = value.detach()
+            total = value if total is None else total + value
+        assert total is not None
+        return total.clone()
+
+
+@contextlib.contextmanager
+def _restore_state(root: nn.Module, graph: StepGraph, device: Device) -> Iterator[None]:
+    """Restore a model's tensors and the random state after a call.
 
     Numbers and lists of numbers in the modules' attributes stay as after the call, as they would
     without a plan: so counters that matter in later steps are found there.
     """
-    root = nn.ModuleDict(program.roots())
     random_state = device.get_random_state()
-    names = {
-        name for name, view in graph.tensors.items()
+    changed = {
+        name
+        for name, view in graph.tensors.items()
         if _is_copied(graph.storages[graph.storage_of_value[view.value]])
-    }  # fmt: skip
-    buffers = [
-        (tensor, tensor.detach().clone())
-        for name, tensor in root.named_buffers(remove_duplicate=False)
-        if name in names
-    ]
-    places = [
-        (tensor, tensor.data)
-        for tensors in (root.named_parameters, root.named_buffers)
-        for _, tensor in tensors(remove_duplicate=False)
-    ]
+    }
+    buffers = [*root.named_buffers(remove_duplicate=False)]
+    copies = [(tensor, tensor.detach().clone()) for name, tensor in buffers if name in changed]
+    tensors = [*root.named_parameters(remove_duplicate=False), *buffers]
+    places = [(tensor, tensor.data) for _, tensor in tensors]
     try:
-        with kept_as_it_is(root, only_tensors=True), torch.enable_grad():
-            if graph.device != "cpu":
-                _copy_to_device(root, device.device)
-            total = None
-            batch = replaced(program.batch, "batch", _copy_tensor)
-            for part in batch if program.accumulate else [batch]:
-                value = loss_of(call_model(program.model, part), part, program.loss)
-                if (num_parts := program.accumulate or 1) > 1:
-                    value = value / num_parts
-                value = value.detach()
-                total = value if total is None else total + value
-            assert total is not None
-            return total.clone()
+        with kept_as_it_is(root, only_tensors=True):
+            yield
     finally:
         for tensor, place in places:  # the program may have assigned to `.data`
             if not tensor.is_set_to(place):
                 tensor.data = place
         with torch.no_grad():
-            for tensor, content in buffers:
+            for tensor, content in copies:
                 tensor.copy_(content)
         device.set_random_state(random_state)
 
@@ -313,16 +315,12 @@ def _autocast(graph: StepGraph) -> Iterator[None]:
         yield
 
 
-class _Dropped(Exception):
-    """Use of a saved tensor that was dropped."""
-
-
 @contextlib.contextmanager
 def _without_saved_tensors() -> Iterator[None]:
     """Let autograd save no tensors: no backward pass follows."""
 
     def unpack(_: object) -> torch.Tensor:
-        raise _Dropped
+        raise RuntimeError("a forward pass was to keep no tensors")
 
     pack: Callable[[torch.Tensor], None] = lambda tensor: None  # noqa: E731
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

@@ -9,11 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class EagerSteps:
-    """Steps of an optimizer: torch counts no versions if they are fused or `foreach`.
-
-    Args:
-        optimizer: The optimizer; nothing of it is changed.
-    """
+    """Steps of an optimizer: torch counts no versions if they are fused or `foreach`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._seen: list[bool] = []

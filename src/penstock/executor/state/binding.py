@@ -44,13 +44,7 @@ class _BoundTensor(NamedTuple):
 
 
 class StateBinding:
-    """A model and an optimizer, bound to the places of a plan.
-
-    Args:
-        memory: The plan and its memory.
-        model: The model.
-        optimizer: Its optimizer.
-        loss: The loss, if it is a module.
+    """A model, its loss and its optimizer, bound to the places of a plan.
 
     Attributes:
         places: For each persistent storage its places at the step boundary, its home first.
@@ -130,11 +124,8 @@ class StateBinding:
     def copy_changes(self, wait: Callable[[], None]) -> set[int]:
         """Copy the user's changes between two steps, in place or by assignment, to all places.
 
-        Args:
-            wait: Waits for transfers that are under way; called before anything is written.
-
-        Returns:
-            The storages that were assigned to, or changed while they have several places.
+        Returns the storages that were assigned to, or changed while they have several places.
+        `wait` waits for transfers that are under way, before anything is written.
         """
         changed: set[int] = set()
         self.reshard()
@@ -165,12 +156,7 @@ class StateBinding:
     ) -> set[int]:
         """Write inputs that may lie below the device, parts of a batch, to all their places.
 
-        Args:
-            inputs: By their names in the graph.
-            wait: Waits for transfers that are under way; called if any input is written.
-
-        Returns:
-            The storages that have been written.
+        Returns their storages. `wait` waits for transfers that are under way.
         """
         if self._lasting_inputs:
             wait()
@@ -266,11 +252,8 @@ class StateBinding:
         return self._memory.view_in(self.places[self._memory.storage_of(view)][0], view)
 
     def _bind(self, entry: StateEntry, content: torch.Tensor | None) -> _BoundTensor:
-        """Let a tensor of the user's view its home.
-
-        Args:
-            entry: The tensor's entry.
-            content: Copied to the home; None if the home has it, or if there is none yet.
+        """Let a tensor of the user's view its home, to which its content is copied if it is not
+        there already.
         """
         home = self._view_home(entry.view)
         tensor = entry.get()

@@ -39,11 +39,6 @@ class _Snapshot(NamedTuple):
 class Guards:
     """The guards of a bound step.
 
-    Args:
-        graph: The step.
-        roots: The model, and the loss if it is a module, by their names in the graph.
-        optimizer: The optimizer.
-
     Raises:
         GraphFileError: They are not as they were captured; the message names the difference.
     """
@@ -58,7 +53,7 @@ class Guards:
         self._optimizer = optimizer
         self._names = [name for name, _ in modules_in(roots)]
         self._parameters = [name for name, _ in parameters_in(roots)]
-        self._compare_with(graph)
+        self._check_captured_modes(graph)
         self._bound, self._objects = self._take_snapshot()
         self._attributes = list(_find_numbers(roots))
 
@@ -137,7 +132,7 @@ class Guards:
             return "the optimizer's groups have other parameters than when the step was bound"
         return "parameters have been added or removed"
 
-    def _compare_with(self, graph: StepGraph) -> None:
+    def _check_captured_modes(self, graph: StepGraph) -> None:
         """Compare with the graph's metadata, if it has any."""
         pairs = (
             ("evaluation", "in evaluation mode", evaluation_modules(self._roots)),
@@ -158,7 +153,7 @@ class Guards:
                     f"{name}.{key} is {holder.get(key)!r} and was {value!r} when the step was "
                     "bound; planned steps go on with that, as Python numbers are part of the "
                     "graph: keep it in a buffer, or capture the step again",
-                    stacklevel=4,
+                    stacklevel=6,
                 )
                 self._attributes[number] = (name, holder, key, holder.get(key))
 
