@@ -28,7 +28,7 @@ from penstock.executor.program.operators import (
     make_random_calls,
     reads_storages,
 )
-from penstock.executor.program.scalars import ScalarArguments, Scalars
+from penstock.executor.program.scalars import Scalars, has_scalars
 from penstock.graph import Kind, Operator, Phase, TensorView
 from penstock.graph.encoding import CONSTANT, GET_RNG_STATE, SCALAR, SET_RNG_STATE, decode
 from penstock.memory import Link, Tier
@@ -197,16 +197,11 @@ class _Compiler:
             assert operator.recompute_args is not None
             target, args, kwargs = operator.recompute_target, operator.recompute_args, {}
         slot = self._scalars.slot_of(operator.creates[0]) if target == SCALAR else None
-        results = self._find_results(operator, position) if slot is None else []
-        scalar_arguments = ScalarArguments([], [])
-        bindings = Bindings(
-            *self._decode_arguments(target, args, kwargs, position, scalar_arguments),
-            results,
-            scalar_arguments,
-        )
+        bindings = self._bind_arguments(operator, target, args, kwargs, position)
+        is_live = has_scalars((bindings.args, bindings.kwargs))
         outside = self._outside.get(operator.name) if target == CONSTANT else None
         if outside is not None:
-            call = functools.partial(_copy_outside_tensor, results[0].tensor, outside)
+            call = functools.partial(_copy_outside_tensor, bindings.results[0].tensor, outside)
         else:
             call = make_call(operator, target, bindings, self._scalars, slot)
         if call is None:
@@ -215,46 +210,33 @@ class _Compiler:
             state = self._random_states.setdefault(index, [])
             calls = make_random_calls(call, state, self._memory.blocks.device)
             call = calls[1] if again else calls[0]
-        changes = any(scalar_arguments) or operator.random or outside is not None
+        is_live |= operator.random or outside is not None
         self.executable.add(
             call,
             position,
             BoundaryStage.RUNNING,
-            first=check_results(operator, call, results),
-            is_plain=not (changes or target in _IMPURE),
+            first=check_results(operator, call, bindings.results),
+            is_plain=not (is_live or target in _IMPURE),
         )
 
-    def _find_results(self, operator: Operator, position: int) -> list[Result]:
-        return [
-            Result(index, self._memory.view_result(view, position))
-            for index, view in enumerate(operator.outputs)
-            if view is not None and view.value in operator.creates
-        ]
-
-    def _decode_arguments(
+    def _bind_arguments(
         self,
+        operator: Operator,
         target: str,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         position: int,
-        scalar_arguments: ScalarArguments,
-    ) -> tuple[list[Any], dict[str, Any]]:
-        """Return arguments as tensors in their places; collect those that are scalars."""
+    ) -> Bindings:
+        """Return arguments and results as tensors in their places, and scalar expressions."""
         isolated = reads_storages(target)
 
-        def decode_one(value: Any, holder: Any, key: Any) -> Any:
+        def bind(value: Any) -> Any:
             if isinstance(value, tuple) and not isinstance(value, TensorView):
-                items: list[Any] = [None] * len(value)
-                for index, item in enumerate(value):
-                    items[index] = decode_one(item, items, index)
-                return items
+                return [bind(each) for each in value]
             if isinstance(value, Mapping) and "scalar" in value:
-                source, reads = self._scalars.compile_expression(
+                return self._scalars.compile_expression(
                     value["scalar"], lambda view: self._memory.view_operand(view, position)
                 )
-                scalar_arguments.reads.extend(reads)
-                scalar_arguments.places.append((holder, key, source))
-                return None
             return decode(
                 value,
                 self._memory.device,
@@ -262,10 +244,10 @@ class _Compiler:
                 lambda expression: None,
             )
 
-        decoded: list[Any] = [None] * len(args)
-        for index, value in enumerate(args):
-            decoded[index] = decode_one(value, decoded, index)
-        named: dict[str, Any] = {}
-        for name, value in kwargs.items():
-            named[name] = decode_one(value, named, name)
-        return decoded, named
+        results = [
+            Result(index, self._memory.view_result(view, position))
+            for index, view in enumerate(operator.outputs)
+            if view is not None and view.value in operator.creates and target != SCALAR
+        ]
+        bound = [bind(value) for value in args]
+        return Bindings(bound, {name: bind(value) for name, value in kwargs.items()}, results)

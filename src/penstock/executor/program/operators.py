@@ -18,7 +18,7 @@ from penstock.compat.dispatch import OpOverload
 from penstock.errors import PenstockError
 from penstock.executor.device.base import Device
 from penstock.executor.program._entry_points import find_entry_point
-from penstock.executor.program.scalars import ScalarArguments, Scalars
+from penstock.executor.program.scalars import Scalars, fill_in_scalars, has_scalars
 from penstock.graph import TENSOR_ALIGNMENT_BYTES, Operator, Phase, StepGraph
 from penstock.graph.encoding import (
     CONSTANT,
@@ -194,13 +194,11 @@ class Bindings(NamedTuple):
         args: Its arguments.
         kwargs: Its keyword arguments.
         results: The results that it makes in memory of their own.
-        scalar_arguments: Arguments that change from step to step.
     """
 
     args: list[Any]
     kwargs: dict[str, Any]
     results: list[Result]
-    scalar_arguments: ScalarArguments
 
 
 def make_call(
@@ -213,7 +211,7 @@ def make_call(
     """Return a call that runs an operator by its target, or by that of its recomputation; None if
     there is nothing to do. A `SCALAR` operator writes to `scalar_slot`.
     """
-    args, kwargs, results, scalar_arguments = bindings
+    args, kwargs, results = bindings
     if target in OWN_TARGETS and target != FULL:
         return _make_own_call(target, args, results, scalars.numbers, scalar_slot)
     if target == FULL:
@@ -228,13 +226,16 @@ def make_call(
         if results and variant is not None:
             target, names = variant
             kwargs.update(zip(names, (result.tensor for result in results), strict=True))
-        with scalar_arguments.fill_in():
-            function = find_entry_point(target, args, kwargs)
+        trial_args, trial_kwargs = fill_in_scalars((args, kwargs))
+        function = find_entry_point(target, trial_args, trial_kwargs)
+        # The entry point's names, as of `out`, with the scalar expressions.
+        scalar_kwargs = {name: value for name, value in kwargs.items() if has_scalars(value)}
+        kwargs = trial_kwargs | scalar_kwargs
         if results and variant is None:
             function = _copy_results(operator, function, results)
-    if not (scalar_arguments.reads or scalar_arguments.places):
+    if not has_scalars((args, kwargs)):
         return functools.partial(function, *args, **kwargs)
-    return scalars.compile_call(function, args, kwargs, scalar_arguments)
+    return scalars.compile_call(function, args, kwargs)
 
 
 def _copy_results(

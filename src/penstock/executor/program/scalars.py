@@ -7,12 +7,13 @@ once, at its first use: a value never changes, so the number holds for the whole
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from penstock.compat.dispatch import tree_leaves, tree_map
 from penstock.graph import TensorView
 
 _INFIX = {
@@ -23,25 +24,14 @@ _INFIX = {
 _FUNCTIONS = {"min": "min", "max": "max", "neg": "-", "abs": "abs", "not": "not ", "float": "float"}
 
 
-class ScalarArguments(NamedTuple):
-    """The arguments of a call that are calculated anew in each step.
+@dataclass(frozen=True)
+class ScalarExpression:
+    """An argument that is calculated anew in each step."""
 
-    Attributes:
-        reads: Slots of the step's scalars, and the functions that read a tensor's number.
-        places: Argument lists or dictionaries, keys in them, and the source text of the arguments.
-    """
-
+    source: str
+    """Its source text."""
     reads: list[tuple[int, Callable[[], Any]]]
-    places: list[tuple[Any, Any, str]]
-
-    @contextlib.contextmanager
-    def fill_in(self) -> Iterator[None]:
-        """Put a number at each place, for a trial call with these arguments."""
-        for holder, place, _ in self.places:
-            holder[place] = 0.5
-        yield
-        for holder, place, _ in self.places:
-            holder[place] = None
+    """Slots, each with the function that reads its number before the first use in a step."""
 
 
 class Scalars:
@@ -73,48 +63,38 @@ class Scalars:
 
     def compile_expression(
         self, expression: Any, tensor: Callable[[TensorView], torch.Tensor]
-    ) -> tuple[str, list[tuple[int, Callable[[], Any]]]]:
-        """Return an expression as source text, and the reads that precede its first use in a step.
-
-        Args:
-            expression: The expression of an argument `{"scalar": expression}`.
-            tensor: Returns the tensor that a view of a number is read from.
-
-        Returns:
-            The text; and slots, each with the function that reads its number.
+    ) -> ScalarExpression:
+        """Compile the expression of an argument `{"scalar": expression}`; `tensor` returns the
+        tensor that a view of a number is read from.
         """
         reads: list[tuple[int, TensorView]] = []
         text = self._format(expression, reads)
-        return text, [(slot, tensor(view).item) for slot, view in reads]
+        return ScalarExpression(text, [(slot, tensor(view).item) for slot, view in reads])
 
     def compile_call(
-        self,
-        function: Callable[..., Any],
-        args: list[Any],
-        kwargs: dict[str, Any],
-        scalar_arguments: ScalarArguments,
+        self, function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]
     ) -> Callable[[], object]:
-        """Return a call that calculates its scalar arguments anew each time."""
+        """Return a call that calculates the scalar expressions among its arguments each time."""
         names: dict[str, Any] = {"N": self.numbers, "C": self._constants, "function": function}
         names |= {"__builtins__": {}, "min": min, "max": max, "abs": abs, "float": float}
-        sources = {(id(holder), place): source for holder, place, source in scalar_arguments.places}
-        holders = {id(holder) for holder, _, _ in scalar_arguments.places}
+        reads: list[tuple[int, Callable[[], Any]]] = []
 
-        def text(value: Any, holder: Any, place: Any) -> str:
-            if (id(holder), place) in sources:
-                return sources[id(holder), place]
-            if id(value) in holders:
-                return f"[{', '.join(text(item, value, i) for i, item in enumerate(value))}]"
+        def text(value: Any) -> str:
+            if isinstance(value, ScalarExpression):
+                reads.extend(value.reads)
+                return value.source
+            if isinstance(value, list) and has_scalars(value):
+                return f"[{', '.join(map(text, value))}]"
             name = f"a{len(names)}"
             names[name] = value
             return name
 
-        given = [text(value, args, place) for place, value in enumerate(args)]
+        given = [text(value) for value in args]
         for key, value in kwargs.items():
             assert key.isidentifier()
-            given.append(f"{key}={text(value, kwargs, key)}")
+            given.append(f"{key}={text(value)}")
         lines = ["def run():"]
-        for slot, read in scalar_arguments.reads:
+        for slot, read in reads:
             names[f"read{slot}"] = read
             lines.append(f"    N[{slot}] = read{slot}()")
         lines.append(f"    function({', '.join(given)})")
@@ -142,3 +122,13 @@ class Scalars:
             self.numbers.append(None)
             reads.append((self._slot_of_value[view.value], view))
         return self._slot_of_value[view.value]
+
+
+def has_scalars(arguments: Any) -> bool:
+    """Return whether there are scalar expressions among arguments."""
+    return any(isinstance(each, ScalarExpression) for each in tree_leaves(arguments))
+
+
+def fill_in_scalars(arguments: Any) -> Any:
+    """Return arguments with a number in the place of each expression, for a trial call."""
+    return tree_map(lambda each: 0.5 if isinstance(each, ScalarExpression) else each, arguments)

@@ -94,7 +94,7 @@ class Execution:
         self._timing = Timing(self._graph, self._plan, self._executable)
         self._inputs = self.memory.find_inputs()
         self._calls = self._executable.first
-        self._given: dict[str, torch.Tensor] = {}
+        self._input_tensors: dict[str, torch.Tensor] = {}
         self._times: list[float] = []
         self._seconds = 0.0  # of all steps
         self._has_turned = self._has_run = False
@@ -149,7 +149,7 @@ class Execution:
         # Schedulers of the learning rate read it.
         self._optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         self._calls = self._choose_calls()
-        self._given = {}
+        self._input_tensors = {}
         self.ledger.begin_step()
         self._loss.check_late()
         return loss
@@ -213,7 +213,7 @@ class Execution:
             changed |= self.state.places.keys()
             self._has_turned = False
         changed |= self.state.write_lasting_inputs(given, self.drain)
-        self._given = given
+        self._input_tensors = given
         self._scalars.assign(numbers)
         self._loss.expected = shadow.begin(
             self._captured, self._plan, self._device, batch, self._seconds, self.drain
@@ -311,7 +311,7 @@ class Execution:
     def _place_inputs(self) -> None:
         for name, places in self._inputs.items():
             for place in places:
-                copy_elements(self._given[name], place)
+                copy_elements(self._input_tensors[name], place)
 
 
 @contextlib.contextmanager

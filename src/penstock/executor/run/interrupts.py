@@ -34,10 +34,10 @@ def end_early_on_interrupt() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
-    came: list[FrameType | None] = []
+    arrived: list[FrameType | None] = []
 
     def note(_: int, frame: FrameType | None) -> None:
-        came.append(frame)
+        arrived.append(frame)
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, note)
@@ -45,8 +45,8 @@ def end_early_on_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if came:
-            handler(signal.SIGINT, came[0])
+        if arrived:
+            handler(signal.SIGINT, arrived[0])
 
 
 class Interrupts:
@@ -54,11 +54,11 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._handlers: dict[int, _Handler] = {}
-        self._came: dict[int, _Handler] = {}
+        self._pending: dict[int, _Handler] = {}
         self._is_masked = False
 
     def __enter__(self) -> Interrupts:
-        self._came = {}
+        self._pending = {}
         self._is_masked = False
         if threading.current_thread() is threading.main_thread():
             for number in _DEFERRED:
@@ -72,15 +72,15 @@ class Interrupts:
         while self._handlers:
             signal.signal(*self._handlers.popitem())
         if isinstance(error, TornStepError):  # no handler's exception may take its place
-            self._came = {}
+            self._pending = {}
         elif error is not None:
             self.check()
 
     def check(self) -> None:
         """Call the handlers of deferred signals; they may raise."""
-        while self._came:
-            number = next(iter(self._came))
-            self._came.pop(number)(number, None)
+        while self._pending:
+            number = next(iter(self._pending))
+            self._pending.pop(number)(number, None)
 
     @contextlib.contextmanager
     def mask(self) -> Iterator[None]:
@@ -92,7 +92,7 @@ class Interrupts:
             self._is_masked = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number in self._came and not self._is_masked:  # twice: the user is in a hurry
-            self._came.pop(number)(number, frame)
+        if number in self._pending and not self._is_masked:  # twice: the user is in a hurry
+            self._pending.pop(number)(number, frame)
         else:
-            self._came[number] = self._handlers[number]
+            self._pending[number] = self._handlers[number]
