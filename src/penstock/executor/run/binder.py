@@ -113,9 +113,13 @@ class Binder:
         return graph
 
     def _capture(self, program: StepProgram) -> StepGraph:
-        model, batch, *options = program
-        names = ("loss", "before_step", "accumulate")
-        return capture(model, self.optimizer, batch, **dict(zip(names, options, strict=True)))
+        model, batch, loss, before_step, accumulate = program
+        return capture(
+            *(model, self.optimizer, batch),
+            loss=loss,
+            before_step=before_step,
+            accumulate=accumulate,
+        )
 
 
 def _check_alignment(plan: Plan) -> None:
