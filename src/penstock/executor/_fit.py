@@ -11,7 +11,7 @@ from torch import nn
 
 from penstock.executor._planned_step import PlannedStep
 from penstock.executor.run.binder import Binder
-from penstock.executor.run.planning import Planning
+from penstock.executor.run.planning import CachedPlanner
 from penstock.executor.run.shadow import Shadow
 from penstock.executor.state.initial import Initialization, Initializer
 from penstock.graph.step_program import StepProgram
@@ -97,9 +97,9 @@ def fit(
         TypeError, ValueError: An argument is wrong; the message names it.
     """
     file_store = None if store is None else FileStore.of(store)
-    planning = Planning(
-        device_memory=parse_bytes(device_memory, name="device_memory"),
-        host_memory=None if host_memory is None else parse_bytes(host_memory, name="host_memory"),
+    planner = CachedPlanner(
+        device_memory=_parse_optional(device_memory, "device_memory"),
+        host_memory=_parse_optional(host_memory, "host_memory"),
         store=file_store,
         machine=machine,
         time_limit=time_limit,
@@ -110,8 +110,12 @@ def fit(
     program = StepProgram(model, None, loss, before_step, accumulate)
     binder = Binder(program=program, optimizer=optimizer, store=file_store, debug=debug)
     checks = Shadow(program, shadow)
-    planned = [planning.make_plan(binder.capture(batch, is_extra=False))]
+    planned = [planner.make_plan(binder.capture(batch, is_extra=False))]
     for each in extra_batches:
-        planned.append(planning.make_plan(binder.capture(each, is_extra=True)))
+        planned.append(planner.make_plan(binder.capture(each, is_extra=True)))
     initialization = Initialization([*program.roots().values()], initialize)
-    return PlannedStep(binder, planning.fit_one_arena(planned), initialization, checks, planning)
+    return PlannedStep(binder, planner.fit_one_arena(planned), initialization, checks, planner)
+
+
+def _parse_optional(size: int | str | None, name: str) -> int | None:
+    return None if size is None else parse_bytes(size, name=name)

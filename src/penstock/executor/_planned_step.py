@@ -13,7 +13,7 @@ from penstock.errors import PenstockError, StoreError
 from penstock.executor.run.binder import Binder
 from penstock.executor.run.execution import Execution
 from penstock.executor.run.interrupts import end_early_on_interrupt
-from penstock.executor.run.planning import PlannedGraph, Planning
+from penstock.executor.run.planning import CachedPlanner, PlannedGraph
 from penstock.executor.run.refinement import Refinement
 from penstock.executor.run.report import ExecutionReport
 from penstock.executor.run.shadow import Shadow
@@ -40,7 +40,7 @@ class PlannedStep:
         planned: Plan | list[PlannedGraph],
         initialization: Initialization,
         shadow: Shadow,
-        planning: Planning | None = None,
+        planner: CachedPlanner | None = None,
     ) -> None:
         # A plan without a graph is for the step that is captured with the next batch.
         self._planned = [] if isinstance(planned, Plan) else planned
@@ -48,8 +48,8 @@ class PlannedStep:
         self._binder = binder
         self._initialization = initialization
         self._shadow = shadow
-        self._planning = planning
-        self._refinement = planning and Refinement(planning.time_limit, planning.keep)
+        self._planner = planner
+        self._refinement = None if planner is None else Refinement(planner.time_limit, planner.keep)
         self._lock = threading.RLock()  # threads take turns, step by step
         self._executions: list[Execution] = []
         self._current: Execution | None = None
@@ -131,11 +131,11 @@ class PlannedStep:
             CaptureError, ValueError: The step cannot be captured with this batch, as in
                 `penstock.fit`; the step is as before.
         """
-        if self._planning is None or self._closed:
+        if self._planner is None or self._closed:
             raise PenstockError("only an open step that penstock.fit has made takes further forms")
         self.release()
-        extra = self._planning.make_plan(self._binder.capture(batch, is_extra=True))
-        self._planned = self._planning.fit_one_arena([*self._planned, extra])
+        extra = self._planner.make_plan(self._binder.capture(batch, is_extra=True))
+        self._planned = self._planner.fit_one_arena([*self._planned, extra])
 
     def release(self) -> None:
         """Give model and optimizer memory of their own until the next step, which takes all again.

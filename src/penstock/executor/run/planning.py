@@ -39,14 +39,14 @@ class PlannedGraph(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Planning:
-    """Arguments of `penstock.planner.plan` that `fit` was given, and the plans made with them."""
+class CachedPlanner:
+    """The planner of `fit`: its arguments of `penstock.planner.plan`, and a cache of plans."""
 
     device_memory: int | None
     """Bytes of the device tier."""
     host_memory: int | None
     """Bytes of the host tier."""
-    store: FileStore | str | os.PathLike[str] | None
+    store: FileStore | None
     """The file tier."""
     machine: MachineProfile | str | None
     """The machine; None for this one, whose operators are measured."""
@@ -143,11 +143,8 @@ class Planning:
 
     def _key_of(self, graph: StepGraph) -> list[object]:
         """Return all data that a plan depends on."""
-        where: object = None
-        if self.store is not None:
-            file_store = FileStore.of(self.store)
-            where = [os.path.abspath(file_store.path), file_store.max_bytes]
-        machine = self.machine
+        store, machine = self.store, self.machine
+        where = None if store is None else [os.path.abspath(store.path), store.max_bytes]
         profile: object = machine if isinstance(machine, str | None) else machine.to_dict()
         threads = torch.get_num_threads() if machine is None else None
         metadata = {name: repr(value) for name, value in sorted(graph.metadata.items())}
