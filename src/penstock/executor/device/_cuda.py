@@ -207,10 +207,9 @@ class CudaDevice(Device):
 
     def record(self, calls: Sequence[Callable[[], object]]) -> Callable[[], object] | None:
         """Record operators as a CUDA graph, and replay it once."""
-        recording = _Recording(self._pool)
         self._pool_use.close()  # the graph allocates from the pool itself
         try:
-            recording.record(calls)
+            recording = _Recording(self._pool, calls)
         except torch.OutOfMemoryError:
             raise  # running one by one needs as much
         except RuntimeError as error:
@@ -229,14 +228,12 @@ class _Recording:
     they were set.
     """
 
-    def __init__(self, pool: torch.cuda.MemPool) -> None:
+    def __init__(self, pool: torch.cuda.MemPool, calls: Sequence[Callable[[], object]]) -> None:
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool
-
-    def record(self, calls: Sequence[Callable[[], object]]) -> None:
         # Links' threads go on copying: only this thread's work must be recordable.
-        pool: Any = self._pool.id
-        self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        pool_id: Any = pool.id
+        self._graph.capture_begin(pool=pool_id, capture_error_mode="thread_local")
         try:
             for call in calls:
                 call()

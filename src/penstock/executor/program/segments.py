@@ -65,7 +65,7 @@ class _Segment:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the operators are replayed."""
+        """True if the operators are replayed."""
         return self._replay is not None and self._replay != self._run_one_by_one
 
     def __call__(self) -> None:

@@ -29,7 +29,7 @@ class Timing:
 
     @property
     def is_open(self) -> bool:
-        """Whether another step is to be timed."""
+        """True if another step is to be timed."""
         return len(self._steps) < _MAX_STEPS
 
     def record(self, begin_ns: int, ends_ns: Sequence[int]) -> None:

@@ -46,7 +46,7 @@ class Binder:
     store: FileStore | None
     """The file tier."""
     debug: bool
-    """Whether to overwrite freed bytes, and to compare bytes that come back."""
+    """True to overwrite freed bytes, and to compare bytes that come back."""
 
     def bind(
         self, planned: Sequence[PlannedGraph], before: SharedBlocks | None = None

@@ -102,7 +102,7 @@ class Execution:
 
     @property
     def is_measured(self) -> bool:
-        """Whether as many steps have been timed as will be."""
+        """True if as many steps have been timed as will be."""
         return not self._timing.is_open
 
     @property

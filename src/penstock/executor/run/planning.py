@@ -57,7 +57,7 @@ class CachedPlanner:
     progress: Callable[[Found], None] | None
     """Called with each improvement."""
     cache: bool
-    """Whether plans are kept between processes."""
+    """True if plans are kept between processes."""
     _keys: dict[str, list[object]] = dataclasses.field(default_factory=dict)
     """Keys in the cache, by the digest of the planned graph."""
 

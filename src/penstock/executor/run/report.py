@@ -63,11 +63,11 @@ class ExecutionReport:
     num_copied_results: int
     """Operators of a step whose results are copied to their places, as torch cannot write there."""
     direct_io: bool | None
-    """Whether the file is read and written past the page cache; None without a file."""
+    """True if the file is read and written past the page cache; None without a file."""
     is_refined: bool
-    """Whether the plan was made with times of earlier steps (`penstock.planner.refine`)."""
+    """True if the plan was made with times of earlier steps (`penstock.planner.refine`)."""
     debug: bool
-    """Whether freed bytes are overwritten and transfers compared."""
+    """True if freed bytes are overwritten and transfers compared."""
     num_shadow_steps: int = 0
     """Steps whose loss was compared with that of the program itself, called eagerly before them."""
     num_captures_again: int = 0
