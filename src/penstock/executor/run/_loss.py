@@ -30,7 +30,7 @@ class LossCheck:
         self._early = _find_early_place(memory, commit)
         self._reading: Callable[[], torch.Tensor]
 
-    def calls_at(self, position: int) -> Iterator[Call]:
+    def iter_calls_at(self, position: int) -> Iterator[Call]:
         """Yield the calls at a boundary that read and check the loss before the update."""
         if self._early is not None:
             computed, checked, _ = self._early

@@ -70,7 +70,7 @@ class StepRecovery:
         self.num_bytes = 0
         self._plan_snapshots()
 
-    def calls_before(self, position: int) -> Iterator[Call]:
+    def iter_calls_before(self, position: int) -> Iterator[Call]:
         """Yield calls that copy the state that the operator at a position is about to change."""
         pairs = self._changes.get(position)
         if pairs:

@@ -37,7 +37,7 @@ class Timing:
         begins = [begin_ns, *ends_ns[:-1]]
         self._steps.append([end - begin for begin, end in zip(begins, ends_ns, strict=True)])
 
-    def operator_seconds(self) -> tuple[float | None, ...]:
+    def compute_operator_seconds(self) -> tuple[float | None, ...]:
         """Return the median of each operator's runs; None if it has no timed call."""
         runs: list[list[float]] = [[] for _ in range(self._num_operators)]
         for step in self._steps:
@@ -46,7 +46,7 @@ class Timing:
                     runs[self._order[position]].append(nanoseconds * 1e-9)
         return tuple(statistics.median(each) if each else None for each in runs)
 
-    def phase_seconds(self) -> Mapping[str, float]:
+    def compute_phase_seconds(self) -> Mapping[str, float]:
         """Return for each phase the median over steps of its operators' time, stalls included."""
         sums = []
         for step in self._steps:

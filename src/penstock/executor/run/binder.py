@@ -24,7 +24,7 @@ from penstock.executor.run.debug import poison
 from penstock.executor.run.distributed import require_collective
 from penstock.executor.run.execution import Execution
 from penstock.executor.run.planning import PlannedGraph
-from penstock.executor.state.entries import initial_fill
+from penstock.executor.state.entries import find_initial_fill
 from penstock.graph import StepGraph
 from penstock.graph.capturing import capture
 from penstock.graph.step_program import StepProgram
@@ -107,7 +107,7 @@ class Binder:
         graph = executable(self._capture(program))
         require_collective(graph)
         for name in graph.metadata["initial_state"]:
-            initial_fill(graph, name)
+            find_initial_fill(graph, name)
         elapsed = format_seconds(time.perf_counter() - began)
         _logger.info("captured %d operators in %s", len(graph.operators), elapsed)
         return graph

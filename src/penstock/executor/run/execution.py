@@ -85,7 +85,9 @@ class Execution:
             self._links,
             self._scalars,
             BoundaryCalls(
-                self._calls_after_leaving, self._calls_after_entering, self._recovery.calls_before
+                self._iter_calls_after_leaving,
+                self._iter_calls_after_entering,
+                self._recovery.iter_calls_before,
             ),
         )
         self._segments = (
@@ -175,7 +177,7 @@ class Execution:
             num_steps=self.num_steps,
             num_operators=len(operators),
             step_seconds=times[len(times) // 2],
-            phase_seconds=dict(self._timing.phase_seconds()),
+            phase_seconds=dict(self._timing.compute_phase_seconds()),
             stall_seconds=self.ledger.stall_seconds / num_steps,
             moved_bytes={link.value: count for link, count in moved.items()},
             bytes_per_second={link.value: self.ledger.bandwidth(link) or 0.0 for link in links},
@@ -190,7 +192,7 @@ class Execution:
             is_refined=self._plan.times == "given",
             debug=self._debug is not None,
             num_recorded=0 if self._segments is None else self._segments.num_recorded,
-            operator_seconds=self._timing.operator_seconds(),
+            operator_seconds=self._timing.compute_operator_seconds(),
             **predict(self._captured, self._graph, self._plan, links),
             **shadow.report(),
         )
@@ -295,8 +297,8 @@ class Execution:
             return self._segments.locate(index)
         return self._executable.positions[index], self._executable.stages[index]
 
-    def _calls_after_leaving(self, position: int) -> Iterator[Call]:
-        yield from self._loss.calls_at(position)
+    def _iter_calls_after_leaving(self, position: int) -> Iterator[Call]:
+        yield from self._loss.iter_calls_at(position)
         if self._debug is not None:
             yield from self._debug.poison_freed(position)
         if position == 0:  # not before: a value in an input's place may still be leaving
@@ -304,7 +306,7 @@ class Execution:
         if position < self._recovery.commit and position % _INTERRUPT_DISTANCE == 0:
             yield self.interrupts.check
 
-    def _calls_after_entering(self, position: int) -> Iterator[Call]:
+    def _iter_calls_after_entering(self, position: int) -> Iterator[Call]:
         if position == self._recovery.commit:
             yield self.interrupts.check
 

@@ -81,7 +81,7 @@ class Shadow:
         begin = time.perf_counter()
         program = self._program._replace(batch=batch, accumulate=graph.captured.accumulate)
         try:
-            with _autocast(graph):
+            with _enable_autocast(graph):
                 self._capture_again(graph, program, number, step_seconds)
                 if not self._has_room(graph, plan) or _takes_other_branch(graph, batch):
                     return None
@@ -100,7 +100,7 @@ class Shadow:
     def repeat(self, graph: StepGraph, device: Device, batch: Any) -> torch.Tensor | None:
         """Call the program eagerly once more, for a step whose loss differed."""
         program = self._program._replace(batch=batch, accumulate=graph.captured.accumulate)
-        with _autocast(graph):
+        with _enable_autocast(graph):
             return self._call_eagerly(program, graph, device)
 
     def give_up(self, reason: str) -> None:
@@ -153,7 +153,7 @@ class Shadow:
             return False
         if self._every is not None:
             return True
-        needed = _estimate_eager_bytes(graph) + _bytes_below(graph, plan)
+        needed = _estimate_eager_bytes(graph) + _count_bytes_below(graph, plan)
         room = available_ram() // 2
         if plan.budget.device_bytes is not None:
             left = plan.budget.device_bytes - plan.peak_device_bytes
@@ -170,7 +170,7 @@ class Shadow:
     ) -> torch.Tensor | None:
         try:
             try:
-                with _without_saved_tensors():
+                with _drop_saved_tensors():
                     return _compute_loss(program, graph, device)
             except Exception:  # it asks for gradients within the forward pass
                 return _compute_loss(program, graph, device)
@@ -201,7 +201,7 @@ def _estimate_eager_bytes(graph: StepGraph) -> int:
     return round(_FRAME_FACTOR * peak) + copies
 
 
-def _bytes_below(graph: StepGraph, plan: Plan) -> int:
+def _count_bytes_below(graph: StepGraph, plan: Plan) -> int:
     """Return the bytes of a model in a file, or below a GPU, that an eager call reads to memory."""
     planned = plan.planned_graph(graph)  # whose operators may be in parts
     below = {
@@ -305,7 +305,7 @@ def _copy_layout(graph: StepGraph, tensor: torch.Tensor, path: str) -> torch.Ten
 
 
 @contextlib.contextmanager
-def _autocast(graph: StepGraph) -> Iterator[None]:
+def _enable_autocast(graph: StepGraph) -> Iterator[None]:
     """Enable autocast as during the capture."""
     name = graph.metadata.get("autocast")
     if name is None:
@@ -316,7 +316,7 @@ def _autocast(graph: StepGraph) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_saved_tensors() -> Iterator[None]:
+def _drop_saved_tensors() -> Iterator[None]:
     """Let autograd save no tensors: no backward pass follows."""
 
     def unpack(_: object) -> torch.Tensor:

@@ -24,7 +24,7 @@ from penstock.executor.state.entries import (
     StateEntry,
     check_form,
     find_entries,
-    initial_fill,
+    find_initial_fill,
 )
 from penstock.graph import Kind, TensorView
 from penstock.graph.encoding import dtype_named
@@ -258,7 +258,7 @@ class StateBinding:
         home = self._view_home(entry.view)
         tensor = entry.get()
         if tensor is None:
-            narrow_expanded(home).fill_(initial_fill(self._graph, entry.name))
+            narrow_expanded(home).fill_(find_initial_fill(self._graph, entry.name))
             tensor = entry.set(home.detach())
             self._memory.evict_pages(tensor)
             return _BoundTensor(entry, tensor, tensor.data_ptr())

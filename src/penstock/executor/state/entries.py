@@ -79,7 +79,7 @@ def find_entries(
     return [*entries, *_find_optimizer_entries(graph, entries, optimizer)]
 
 
-def initial_fill(graph: StepGraph, name: str) -> float:
+def find_initial_fill(graph: StepGraph, name: str) -> float:
     """Return the number that fills state which does not exist yet.
 
     Raises:
@@ -174,7 +174,7 @@ def _find_optimizer_entries(
         parameter = parameters[owner]
         state = optimizer.state.get(parameter, {})
         if key not in state:
-            initial_fill(graph, name)
+            find_initial_fill(graph, name)
         else:
             check_form(name, view, local_of(state[key]))
         found.append((name, parameter, key, view))
