@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from _rows import BenchmarkRow, Limit, environment
-from penstock.executor import _operators, bind, executable
+from penstock.executor import bind, executable
+from penstock.executor.program import operators
 from penstock.graph import capture
 from penstock.planner import plan
 
@@ -79,9 +80,11 @@ def _row(optimizer_name: str, share: float) -> BenchmarkRow:
 @contextlib.contextmanager
 def _without_operators() -> Iterator[None]:
     """Bind steps whose operators return what they returned when they were bound, at once."""
-    real = _operators.entry_point
+    real = operators.find_entry_point
 
-    def entry_point(target: str, args: list[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    def find_entry_point(
+        target: str, args: list[Any], kwargs: dict[str, Any]
+    ) -> Callable[..., Any]:
         function = real(target, args, kwargs)
         first = args[0][0] if isinstance(args[0], list) else args[0]
         if first.numel() == 1:  # a count of steps, by which others divide
@@ -90,7 +93,7 @@ def _without_operators() -> Iterator[None]:
             result = function(*args, **kwargs)
         return lambda *_, **__: result
 
-    with mock.patch.object(_operators, "entry_point", entry_point):
+    with mock.patch.object(operators, "find_entry_point", find_entry_point):
         yield
 
 

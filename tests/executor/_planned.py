@@ -109,7 +109,7 @@ def everything(
 
 
 def eagerly(case: str, optimizer: str, num_steps: int) -> dict[str, Any]:
-    """What ordinary training leaves."""
+    """Results of ordinary training."""
     model, stepper = trainee(CASES[case], optimizer)
     torch.manual_seed(1)
     losses = [eager_step(model, stepper, CASES[case]) for _ in range(num_steps)]

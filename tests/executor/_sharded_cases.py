@@ -104,7 +104,7 @@ def sharded(
     model_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> Build:
-    """What makes a sharded model and its optimizer, the same every time."""
+    """Return a function that makes a sharded model and its optimizer, the same every time."""
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
@@ -354,11 +354,16 @@ def two_shapes(store: Path) -> list[str]:
                 executable(capture(model, optimizer, batches()[0][:rows], loss=loss_of))
                 for rows in (4, 3)
             ]
-            (first, one), *also = [
+            (first, one), *others = [
                 (plan(graph, machine=MACHINE, time_limit=0.2), graph) for graph in graphs
             ]
-            also = [(each, graph) for each, graph in also]
-            step = bind(first, model, optimizer, graph=one, also=also, loss=loss_of, debug=True)
+            step = bind(
+                *(first, model, optimizer),
+                graph=one,
+                extra_plans=others,
+                loss=loss_of,
+                debug=True,
+            )
         torch.manual_seed(1)
         losses = []
         for rows, batch in zip((4, 3, 3, 4, 3), batches(), strict=True):
@@ -373,7 +378,7 @@ def two_shapes(store: Path) -> list[str]:
 
 
 def gathered_bytes(store: Path) -> dict[str, Any]:
-    """What a step needs at two depths, with and without whole parameters being given up."""
+    """Return a step's peak at two depths, with and without freeing whole parameters."""
     found: dict[str, Any] = {}
     for name, reshards in (("kept", False), ("freed", True)):
         for depth in (2, 6):

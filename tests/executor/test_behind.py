@@ -14,13 +14,17 @@ import torch
 from _planned import bound, eagerly, everything, graph_of, trainee
 from _steps import differences
 from _zoo import CASES
+from penstock.compat.autograd import set_grad_enabled
 from penstock.errors import GraphFileError
-from penstock.executor import _bind, _execution, bind
-from penstock.executor._device import Device
-from penstock.executor._interrupts import Interrupts
-from penstock.executor._links import ThreadLink
-from penstock.executor._program import Program, Stage
-from penstock.executor._stretches import Stretches
+from penstock.executor import bind
+from penstock.executor.device.base import Device
+from penstock.executor.device.links import ThreadLink
+from penstock.executor.program.executable import BoundaryStage, Executable
+from penstock.executor.program.segments import Segments
+from penstock.executor.run import binder
+from penstock.executor.run._loss import LossCheck
+from penstock.executor.run.execution import Execution
+from penstock.executor.run.interrupts import Interrupts
 from penstock.planner import plan
 from simulated_cuda import Event, SimulatedCuda
 
@@ -41,10 +45,10 @@ class LateDevice(Device):
     def mark(self) -> Event:
         return self.stream.record_event()
 
-    def follow(self, mark: Event) -> None:
+    def wait_for(self, mark: Event) -> None:
         mark.synchronize()
 
-    def read(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def start_reading(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
         copy = torch.empty_like(value)
         self.stream.launch(lambda: copy.copy_(value))
         arrived = self.mark()
@@ -55,16 +59,16 @@ class LateDevice(Device):
 
         return wait
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self.stream.synchronize()
 
-    def timed(self, calls: Sequence[Callable[[], object]], ends_ns: list[int]) -> None:
+    def run_timed(self, calls: Sequence[Callable[[], object]], ends_ns: list[int]) -> None:
         for call in calls:
             call()
-            self.settle()
+            self.synchronize()
             ends_ns.append(time.perf_counter_ns())
 
-    def recorded(self, calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    def record(self, calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
         self.num_recorded += len(calls)
 
         def replay() -> None:
@@ -80,19 +84,21 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     """Steps that are bound run on a late device."""
     cuda = SimulatedCuda(late=request.param)
     device = LateDevice(cuda)
-    add, run = Program.add, _execution.Execution._run
+    add, run = Executable.add, Execution._run
 
-    def add_late(self: Program, call: Any, *args: Any, first: Any = None, **options: Any) -> None:
+    def add_late(
+        self: Executable, call: Any, *args: Any, first: Any = None, **options: Any
+    ) -> None:
         wrapped = [_late(device, each, options) for each in (call, first or call)]
         add(self, wrapped[0], *args, first=wrapped[1], **options)
 
-    def run_and_settle(self: _execution.Execution) -> None:
+    def run_and_wait(self: Execution) -> None:
         run(self)
-        device.settle()  # versions count when an operator is launched; here when it runs
+        device.synchronize()  # versions count when an operator is launched; here when it runs
 
-    monkeypatch.setattr(_bind, "device_of", lambda graph: device)
-    monkeypatch.setattr(Program, "add", add_late)
-    monkeypatch.setattr(_execution.Execution, "_run", run_and_settle)
+    monkeypatch.setattr(binder, "device_of", lambda graph: device)
+    monkeypatch.setattr(Executable, "add", add_late)
+    monkeypatch.setattr(Execution, "_run", run_and_wait)
     yield device
     cuda.close()
 
@@ -102,18 +108,18 @@ def _late(device: LateDevice, call: Any, options: Any) -> Callable[[], object]:
     owner = getattr(function or call, "__self__", None)
     if isinstance(owner, (ThreadLink, Interrupts)) or _reads_loss(function or call):
         return call
-    if options.get("is_plain") or function is torch._C._set_grad_enabled:
+    if options.get("is_plain") or function is set_grad_enabled:
         return lambda: device.stream.launch(call)
 
     def run() -> None:  # it may look at results
-        device.settle()
+        device.synchronize()
         call()
 
     return run
 
 
 def _reads_loss(call: Any) -> bool:
-    methods = (_execution.Execution._read_loss, _execution.Execution._check_early_loss)
+    methods = (LossCheck.start_reading, LossCheck.check_early)
     return getattr(call, "__func__", None) in methods
 
 
@@ -134,14 +140,14 @@ def test_the_bits_are_those_of_eager_training(case, tier, store, late):
 
 
 def test_the_backward_pass_is_under_way_when_the_loss_is_checked(store, late, monkeypatch):
-    check = _execution.Execution._check_early_loss
+    check = LossCheck.check_early
     behind: list[int] = []
 
-    def check_and_count(self: _execution.Execution) -> None:
+    def check_and_count(self: LossCheck) -> None:
         check(self)
         behind.append(len(late.stream.operations))
 
-    monkeypatch.setattr(_execution.Execution, "_check_early_loss", check_and_count)
+    monkeypatch.setattr(LossCheck, "check_early", check_and_count)
     model, stepper = trainee(CASES["gpt2"], "adamw")
     with bound("gpt2", "adamw", model, stepper, share=1, tier="host", store=store) as step:
         for _ in range(NUM_STEPS):
@@ -156,26 +162,26 @@ def test_what_cannot_be_recorded_runs_one_by_one_and_says_where_it_fails(late):
     def fail() -> None:
         raise ValueError("no luck")
 
-    program = Program()
+    executable = Executable()
     calls = [lambda n=n: ran.append(n) for n in range(5)]
     for position, call in enumerate([*calls, fail, *calls]):
-        program.calls.append(call)
-        program.positions.append(position)
-        program.stages.append(Stage.RUNNING)
-        program.plain.append(position != 1)
+        executable.calls.append(call)
+        executable.positions.append(position)
+        executable.stages.append(BoundaryStage.RUNNING)
+        executable.plain.append(position != 1)
     device = Device()  # which records nothing
-    stretches = Stretches(program, device)
-    assert len(stretches.calls) == 3  # two that are too few, and the rest
+    segments = Segments(executable, device)
+    assert len(segments.calls) == 3  # two that are too few, and the rest
     for _ in range(2):
         ran.clear()
-        *before, last = stretches.calls
+        *before, last = segments.calls
         for call in before:
             call()
         with pytest.raises(ValueError, match="no luck"):
             last()
         assert ran == [0, 1, 2, 3, 4]
-        assert stretches.where(len(before)) == (5, Stage.RUNNING)
-    assert stretches.num_recorded == 0
+        assert segments.locate(len(before)) == (5, BoundaryStage.RUNNING)
+    assert segments.num_recorded == 0
 
 
 def test_a_step_of_a_device_that_is_not_here_is_refused(tmp_path):

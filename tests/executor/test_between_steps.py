@@ -1,4 +1,4 @@
-"""The user's objects are the truth: what he sees and does between steps counts."""
+"""The user's objects between steps: values read there are true, and changes count."""
 
 import copy
 
@@ -86,13 +86,13 @@ def test_what_a_step_changes_is_not_taken_for_a_change_of_the_users(share, tier,
     options = {"share": share, "tier": tier, "store": store}
     with bound(CASE, OPTIMIZER, model, stepper, **options) as step:
         assert step._current is not None
-        seam = step._current._seam
+        state, memory = step._current.state, step._current.memory
         for _ in range(3):
             step(case.batch)
-            assert seam.take_up_changes(step._current.drain) == set()
-        for stays in seam.places_of.values():
-            places = {(stay.tier, seam._room.offset(stay.tier, stay.place)) for stay in stays}
-            assert len(places) == len(stays)
+            assert state.copy_changes(step._current.drain) == set()
+        for intervals in state.places.values():
+            places = {(each.tier, memory.offset_of(each.tier, each.place)) for each in intervals}
+            assert len(places) == len(intervals)
 
 
 @pytest.mark.parametrize(("share", "tier"), WHERE)

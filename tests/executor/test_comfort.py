@@ -1,4 +1,4 @@
-"""What users meet around planned steps: reports after the end, threads, ranks, names in errors."""
+"""Planned steps at their edges: reports after the end, threads, ranks, names in errors."""
 
 import threading
 

@@ -122,7 +122,7 @@ def test_reserved_memory_is_arena_and_workspace():
 
 
 def _segment(num_bytes: int) -> int:
-    """What torch's allocator takes for a tensor."""
+    """Return the bytes that torch's allocator takes for a tensor."""
     if num_bytes <= 1 << 20:
         return 0  # from the segment for small ones
     return 20 << 20 if num_bytes < 10 << 20 else -(-num_bytes // (2 << 20)) * (2 << 20)

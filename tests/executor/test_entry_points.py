@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from _planned import CASES, bound, trainee
-from penstock.executor import _operators
-from penstock.executor._entry_points import entry_point
+from penstock.executor.program import operators
+from penstock.executor.program._entry_points import find_entry_point
 from penstock.graph.encoding import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -36,14 +36,14 @@ def what_runs(case, store):
 @pytest.mark.parametrize("case", ["gpt2", "resnet", "lstm"])
 def test_the_same_operators_run_as_by_their_names(case, store, monkeypatch):
     quick = what_runs(case, store)
-    monkeypatch.setattr(_operators, "entry_point", lambda target, *_: resolve(target)._op)
+    monkeypatch.setattr(operators, "find_entry_point", lambda target, *_: resolve(target)._op)
     by_name = what_runs(case, store)
     assert [func for func, *_ in quick] == [func for func, *_ in by_name]
     assert len(quick) > 50
 
 
 def quickest(target, *args, **kwargs):
-    return entry_point(target, list(args), kwargs), kwargs
+    return find_entry_point(target, list(args), kwargs), kwargs
 
 
 def test_most_operators_have_a_function_of_torch():

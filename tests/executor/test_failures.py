@@ -111,7 +111,7 @@ def test_a_disk_that_fails_anywhere(kind, number, fault, store):
 
 
 def _check_names(model, stepper, before, failed, num_steps):
-    """What is not named is as before the step; what is named as updated is as after it."""
+    """Tensors that are not named are as before the step; those named as updated as after it."""
     after = eagerly(CASE, OPTIMIZER, num_steps)
     names = {f"model.{name}": ("model", name) for name in model.state_dict()}
     for number, (owner, _) in enumerate(model.named_parameters()):
@@ -180,7 +180,7 @@ def test_ctrl_c_in_the_middle_of_a_step(part, where, store):
     def failing_step(step, batch):
         execution = step._current
         calls = list(execution._calls)
-        commit = execution._program.positions.index(execution._recovery.commit)
+        commit = execution._executable.positions.index(execution._recovery.commit)
         index = int(part * commit)
         call = calls[index]
 
@@ -197,7 +197,7 @@ def test_ctrl_c_in_the_middle_of_a_step(part, where, store):
     )
     assert "as before this step" in error.__notes__[0]
     assert differences(before, everything(model, stepper, losses), "") == []
-    step._current._calls = step._current._program.calls
+    step._current._calls = step._current._executable.calls
     assert goes_on(step, model, stepper, losses) == []
 
 
@@ -246,7 +246,7 @@ def test_an_operator_that_raises(number, store):
         _check_names(model, stepper, before, error, 2)
     else:
         assert differences(before, everything(model, stepper, losses), "") == []
-        step._current._calls = step._current._program.calls
+        step._current._calls = step._current._executable.calls
         assert goes_on(step, model, stepper, losses) == []
     step.close()
 

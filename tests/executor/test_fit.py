@@ -6,7 +6,7 @@ import torch
 import penstock
 from _planned import CASES, MACHINE, differences, eagerly, everything, full_plan, trainee
 from penstock.codegen import _cache
-from penstock.executor import _fit
+from penstock.executor.run import planning
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CASE, OPTIMIZER = "mixture", "adamw"
@@ -57,7 +57,7 @@ def test_the_same_step_is_planned_once(store, monkeypatch):
         made.append(penstock.plan(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(_fit, "plan", counted)
+    monkeypatch.setattr(planning, "plan", counted)
     for options in ({}, {}, {"seed": 1}, {"cache": False}, {"machine": "h200"}):
         model, stepper = trainee(CASES[CASE], OPTIMIZER)
         with fitted(model, stepper, host_memory="1GiB", **options) as step:
@@ -72,7 +72,7 @@ def test_a_damaged_plan_is_made_again(tmp_path, caplog):
             assert step(CASES[CASE].batch).isfinite()
         (path,) = tmp_path.rglob("plan.json")
         path.write_text(path.read_text()[:-100])
-    assert "planning again" in caplog.text
+    assert "made anew" in caplog.text
 
 
 def test_a_budget_that_is_too_small_says_what_would_do():

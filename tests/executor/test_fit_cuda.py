@@ -40,7 +40,12 @@ def trained(batches: list[torch.Tensor], planned: bool, share: float = 1.0) -> d
     if planned:
         shapes = list({each.shape: each for each in batches}.values())
         budget = int(share * 64 * 2**20)
-        arguments = {"device_memory": budget, "host_memory": "1GiB", "also": shapes[1:], **OPTIONS}
+        arguments = {
+            "device_memory": budget,
+            "host_memory": "1GiB",
+            "extra_batches": shapes[1:],
+            **OPTIONS,
+        }
         with penstock.fit(model, optimizer, shapes[0], **arguments) as step:
             losses = [step(batch) for batch in batches]
         return everything(model, optimizer, losses)

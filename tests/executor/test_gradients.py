@@ -1,4 +1,4 @@
-"""What happens between backward and update, and backward passes that share an update."""
+"""Work between backward and update, and backward passes that share an update."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_clipped_and_accumulated_gradients_are_eagers(name, norm, accumulate, st
 
 
 def test_clipping_changes_the_training():
-    """What the test above compares would be equal if clipping did nothing."""
+    """Without an effect of clipping the test above would compare nothing."""
     case = CASES["mixture"]
     ends = []
     for norm in (0.01, 1e6):

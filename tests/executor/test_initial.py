@@ -14,7 +14,7 @@ from torch import nn
 from _planned import CASES, MACHINE, differences, eager_step, everything, plan_within
 from penstock.errors import StoreReadError
 from penstock.executor import bind, executable, save_safetensors
-from penstock.executor._safetensors import SafetensorsFile
+from penstock.executor.state.safetensors import SafetensorsFile
 from penstock.graph import capture
 from penstock.planner import plan
 
@@ -109,7 +109,7 @@ def test_what_was_nowhere_stays_where_it_came_to_be(store):
     assert list(store.iterdir()) == []
 
 
-def test_who_gives_no_numbers_is_noticed(store):
+def test_a_tensor_without_numbers_is_noticed(store):
     model, stepper = on_meta()
     with bound(model, stepper, "device", store, initialize=lambda module: None):
         assert all(parameter.isnan().all() for parameter in model.parameters())
@@ -192,8 +192,8 @@ def test_every_dtype_and_empty_tensors_go_out_and_in(tmp_path):
         place = torch.empty_like(tensor)
         file.read(name, place)
         assert differences(tensor, place, name) == []
-    with pytest.raises(ValueError, match="complex64"):
-        save_safetensors({"c": torch.zeros(2, dtype=torch.complex64)}, tmp_path / "b.safetensors")
+    with pytest.raises(ValueError, match="complex128"):
+        save_safetensors({"c": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "b.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
 
 
@@ -209,7 +209,7 @@ def test_damaged_files_are_refused(tmp_path):
         whole.replace(b"F32", b"F64"),
     ):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="no safetensors file"):
+        with pytest.raises(ValueError, match=r"no safetensors file|damaged"):
             SafetensorsFile(path)
     path.write_bytes(whole)
     file = SafetensorsFile(path)

@@ -1,11 +1,11 @@
-"""Links: their turn comes, nobody who waits is forgotten, nobody is woken for nothing."""
+"""Links: transfers run in their order, each waiting thread goes on, and none is woken in vain."""
 
 import threading
 
 import pytest
 
-from penstock.executor._device import Device
-from penstock.executor._links import ThreadLink
+from penstock.executor.device.base import Device
+from penstock.executor.device.links import ThreadLink
 from penstock.memory import Ledger, Link
 
 pytestmark = pytest.mark.timeout(60)
@@ -30,7 +30,7 @@ def test_transfers_run_in_their_order_up_to_where_they_may():
     link.stop()
 
 
-def test_many_turns_and_nobody_is_forgotten():
+def test_no_release_is_missed_in_many_turns():
     """A thread that falls asleep just as it is released would hang here."""
     link = link_of([lambda: None] * 2)
     for _ in range(5000):
@@ -43,7 +43,7 @@ def test_many_turns_and_nobody_is_forgotten():
     link.stop()
 
 
-def test_whoever_is_busy_is_not_woken():
+def test_a_busy_thread_is_not_woken():
     go, begun = threading.Event(), threading.Event()
 
     def first():
@@ -87,7 +87,7 @@ def test_halted_and_reset_it_begins_anew():
     link.stop()
 
 
-def test_an_error_comes_to_whoever_waits():
+def test_an_error_is_raised_by_waits():
     def fails():
         raise OSError("no")
 

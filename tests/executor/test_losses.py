@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import penstock
 from _steps import differences
 from penstock.executor import executable
-from penstock.executor._operators import writes_in_place
+from penstock.executor.program.operators import writes_in_place
 from penstock.planner import plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -39,7 +39,9 @@ def trained(masks, planned, dtype=torch.bfloat16):
     if planned:
         others = batches[1:2] if dtype is torch.bfloat16 else []
         arguments = {"device_memory": "64MiB", "machine": MACHINE, "time_limit": 0.2}
-        step = penstock.fit(model, optimizer, batches[0], also=others, cache=False, **arguments)
+        step = penstock.fit(
+            model, optimizer, batches[0], extra_batches=others, cache=False, **arguments
+        )
         losses = [step(batch) for batch in batches]
     else:
         losses = []
@@ -78,7 +80,7 @@ def test_in_single_precision_one_plan_is_for_all_masks():
 
 
 def test_a_step_for_any_mask_takes_full_ones_too():
-    """What is captured again beside the second step is for any mask, as the step is."""
+    """The program that is captured again beside the second step is for any mask, as the step is."""
     torch.manual_seed(0)
     model = Half(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -52,7 +52,7 @@ def test_storages_outside_the_arena_stay_within_the_declared_workspace(case, sto
     with bound(case, "adamw", model, stepper, **options) as step:
         step(CASES[case].batch)
         assert step._current is not None
-        ledger = StoragesOutside(step._current.room.blocks())
+        ledger = StoragesOutside(step._current.memory.blocks)
         with ledger:
             step(CASES[case].batch)
         report = step.report()
@@ -69,7 +69,7 @@ def test_the_arena_is_the_plan(store):
             assert step._current is not None
             plan = step._current._plan
             assert report.arena_bytes == plan.arena_bytes
-            assert step._current.room.arena.tensor.data_ptr() % 4096 == 0
+            assert step._current.memory.arena.tensor.data_ptr() % 4096 == 0
             assert report.workspace_bytes == plan.workspace_bytes
             for link, num_bytes in report.predicted_moved_bytes.items():
                 # Of the only step, what crosses its end has just begun.

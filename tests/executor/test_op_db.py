@@ -51,7 +51,7 @@ OTHER_BITS = {
 REFUSED_BY_TORCH = {
     "nn.functional.multilabel_margin_loss": "its decomposition wants no targets without dimensions",
 }
-"""Operators some of whose samples no fake kernel takes."""
+"""Operators with samples that no fake kernel takes."""
 
 WANT_ROWS = {"torch.ops.aten._scaled_dot_product_flash_attention_for_cpu"}
 """Operators that read what was never written where the last dimension is not contiguous."""
@@ -62,12 +62,12 @@ if torch.__version__ < "2.12":  # compared as a version
 
 
 def is_trained(leaf: Any) -> bool:
-    """Whether an input of a sample is differentiable."""
+    """Return whether an input of a sample is differentiable."""
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_floating_point()
 
 
 def may_be_swapped(sample: Any) -> bool:
-    """Whether a differentiable input has two dimensions: the others lie in memory in one way."""
+    """Return whether a differentiable input has two dimensions: others have one layout only."""
     leaves = pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
     return any(leaf.dim() > 1 for leaf in leaves if is_trained(leaf))
 

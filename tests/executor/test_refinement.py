@@ -24,8 +24,8 @@ from _planned import (
     trainee,
 )
 from penstock.codegen import _cache
-from penstock.executor import _refinement
-from penstock.executor._refinement import Refinement
+from penstock.executor.run import refinement
+from penstock.executor.run.refinement import Refinement
 from penstock.memory import FileStore, Link, Tier
 from penstock.planner import Plan, as_measured, refine
 
@@ -58,8 +58,8 @@ def open_files(store):
 def taken_over_by(monkeypatch, choose):
     """Let `choose(plan, graph, report, held_bytes)` decide after the first steps, once."""
 
-    def decide(refinement, plan, graph, report, held_bytes):
-        refinement._decided.add(graph.digest)
+    def decide(self, plan, graph, report, held_bytes):
+        self._decided.add(graph.digest)
         return choose(plan, graph, report, held_bytes)
 
     monkeypatch.setattr(Refinement, "decide", decide)
@@ -69,7 +69,7 @@ def with_other_times(plan: Plan, graph, report, held_bytes) -> Plan:
     """Another plan in the same memory, as its operators take unlike times."""
     times = [s and s * (1 + i % 7) for i, s in enumerate(report.operator_seconds)]
     report = dataclasses.replace(report, operator_seconds=tuple(times))
-    budget = _refinement._budget_within(plan.budget, report.workspace_bytes, held_bytes)
+    budget = refinement._budget_within(plan.budget, report.workspace_bytes, held_bytes)
     return refine(dataclasses.replace(plan, budget=budget, seed=9), report, graph, time_limit=0.5)
 
 
@@ -177,7 +177,7 @@ def ran():
     with fitted(model, stepper, host_memory="1GiB") as step:
         for _ in range(2):
             step(CASES[CASE].batch)
-        return step.report(), *step._pairs[0]
+        return step.report(), *step._planned[0]
 
 
 class Reported:
@@ -209,7 +209,7 @@ def test_steps_as_planned_are_left_alone():
 
 
 def test_operators_that_are_slower_than_thought_are_not_planned_again():
-    """Where nothing waits and nothing runs twice, no plan is faster."""
+    """No plan is faster if nothing waits and nothing runs twice."""
     said = Reported()
     slower = 1e4 * said.plan.step_seconds
     assert said.decide(said.plan, step_seconds=slower, operators=1e4) is said.plan
@@ -241,8 +241,8 @@ def _with_links(said, share):
 
 
 def test_a_plan_that_proved_faster_is_the_one_of_the_next_process(monkeypatch):
-    monkeypatch.setattr(_refinement, "_SLOWER", 0.0)
-    monkeypatch.setattr(Refinement, "_better", lambda _, *given: with_other_times(*given))
+    monkeypatch.setattr(refinement, "_MIN_SLOWDOWN", 0.0)
+    monkeypatch.setattr(Refinement, "_find_better", lambda _, *given: with_other_times(*given))
     chosen = []
     for _ in range(2):
         model, stepper = trainee(CASES[CASE], OPTIMIZER)

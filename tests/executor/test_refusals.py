@@ -1,4 +1,4 @@
-"""What does not fit together is refused before anything moves."""
+"""Plans, graphs and models that do not fit together are refused before anything moves."""
 
 import dataclasses
 

@@ -83,7 +83,7 @@ def test_losses_are_compared(monkeypatch):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     arguments = {"device_memory": "64MiB", "shadow": 1, "loss": loss_of}
     step = penstock.fit(model, optimizer, X, **arguments, **OPTIONS)
-    monkeypatch.setattr("penstock.executor._shadow.verify", lambda *_: None)
+    monkeypatch.setattr("penstock.executor.run.shadow.verify", lambda *_: None)
     losses = [step(X)]
     before = everything(model, optimizer, losses)
     held[0] = 2.0
@@ -117,7 +117,7 @@ def test_the_report_counts_checks():
 
 
 def test_an_eager_call_that_the_budget_has_no_room_for_is_left_out(monkeypatch):
-    monkeypatch.setattr("penstock.executor._shadow._SMALL_BYTES", 0)
+    monkeypatch.setattr("penstock.executor.run.shadow._SMALL_BYTES", 0)
     *_, step = trainee(device_memory="48KiB", host_memory="1MiB")
     for _ in range(2):
         step(X)
@@ -130,7 +130,7 @@ def test_an_eager_call_that_the_budget_has_no_room_for_is_left_out(monkeypatch):
 def test_losses_that_differ_from_call_to_call_cannot_be_compared(monkeypatch):
     eager = iter([0.25, 0.5])
     monkeypatch.setattr(
-        "penstock.executor._shadow._loss", lambda *_: torch.tensor(next(eager, 0.0))
+        "penstock.executor.run.shadow._compute_loss", lambda *_: torch.tensor(next(eager, 0.0))
     )
     *_, step = trainee()
     with pytest.warns(UserWarning, match="two eager calls of the same step"):

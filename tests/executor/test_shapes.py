@@ -44,7 +44,7 @@ def planned_shapes(model, stepper, tier, shares):
 
 def bound_shapes(model, stepper, tier, shares, store):
     (first, graph), *others = planned_shapes(model, stepper, tier, shares)
-    return bind(first, model, stepper, graph=graph, also=others, store=store, debug=True)
+    return bind(first, model, stepper, graph=graph, extra_plans=others, store=store, debug=True)
 
 
 def eagerly():
@@ -72,10 +72,10 @@ def test_one_memory_as_large_as_the_largest_wants(store):
     model, stepper = trainee(CASES[CASE], OPTIMIZER)
     pairs = planned_shapes(model, stepper, "host", (1, 0.5, 0.5))
     (first, graph), *others = pairs
-    with bind(first, model, stepper, graph=graph, also=others) as step:
-        arenas = {execution.room.arena.tensor.data_ptr() for execution in step._executions}
+    with bind(first, model, stepper, graph=graph, extra_plans=others) as step:
+        arenas = {execution.memory.arena.tensor.data_ptr() for execution in step._executions}
         assert len(arenas) == 1
-        arena = step._executions[0].room.arena
+        arena = step._executions[0].memory.arena
         assert arena.num_bytes == max(each.arena_bytes for each, _ in pairs)
 
 
@@ -85,7 +85,7 @@ def test_what_lies_below_the_device_stays_where_it_is(store):
     with bound_shapes(model, stepper, "host", (0.5, 0.5, 0.5), store) as step:
 
         def addresses():
-            block = step._executions[0].room.block(Tier.HOST)
+            block = step._executions[0].memory.block_of(Tier.HOST)
             begin, end = block.tensor.data_ptr(), block.tensor.data_ptr() + block.num_bytes
             tensors = dict(model.named_parameters())
             for index, state in enumerate(stepper.state.values()):
@@ -135,7 +135,7 @@ def test_fit_plans_for_each_shape(store):
     first, *others = batches_of(case)
     step = penstock.fit(
         *(model, stepper, first),
-        also=others,
+        extra_batches=others,
         device_memory="64KiB",
         store=store,
         machine=MACHINE,
@@ -151,7 +151,7 @@ def test_several_plans_need_their_graphs(store):
     model, stepper = trainee(CASES[CASE], OPTIMIZER)
     (first, _), *others = planned_shapes(model, stepper, "host", (1, 1, 1))
     with pytest.raises(ValueError, match="graph="):
-        bind(first, model, stepper, also=others)
+        bind(first, model, stepper, extra_plans=others)
 
 
 def test_a_step_of_the_smallest_tensors(store):
@@ -223,7 +223,7 @@ def test_another_number_of_micro_batches_has_a_plan_of_its_own():
         models[1],
         steppers[1],
         [batch] * 3,
-        also=[[batch] * 2],
+        extra_batches=[[batch] * 2],
         accumulate=3,
         loss=lambda output, _: output.square().mean(),
         device_memory="1GiB",

@@ -40,7 +40,7 @@ MESSAGES = {
 
 
 def found_by_ranks(names: list[str], output: Path, store: Path) -> list[dict[str, Any]]:
-    """What each rank has found, by case."""
+    """Results of each rank, by case."""
     found = spawn(functools.partial(_sharded_cases.run_cases, names, store), NUM_RANKS, output)
     errors = [case["error"] for each in found for case in each.values() if "error" in case]
     assert not errors, errors[0]
@@ -63,7 +63,7 @@ def test_what_a_graph_does_not_hold_is_refused_by_name(tmp_path, store):
 
 
 @needs_gloo
-def test_whole_parameters_are_freed_as_soon_as_nobody_reads_them(tmp_path, store):
+def test_whole_parameters_are_freed_after_their_last_use(tmp_path, store):
     """A block more needs its shards, their momentum and gradients, and no whole parameters."""
     for found in found_by_ranks(["gathered bytes"], tmp_path, store):
         num_bytes = found["gathered bytes"]

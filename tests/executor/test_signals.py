@@ -1,4 +1,4 @@
-"""Signals whose handlers raise, at any moment of a step: undone or done, never in between."""
+"""Signals with handlers that raise, at any moment of a step: undone or done, never in between."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ import torch
 
 import _signal_fuzz
 from _planned import CASES, bound, differences, everything, trainee
-from penstock.executor._recovery import Recovery
+from penstock.executor.run._recovery import StepRecovery
 
 pytest.importorskip("pytest_timeout", reason="a hang would not end")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(120)]
@@ -23,7 +23,7 @@ class Exits(BaseException):
 
 @pytest.fixture(params=[signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def number(request):
-    """A signal whose handler raises."""
+    """A signal with a handler that raises."""
 
     def exits(*_):
         raise Exits
@@ -75,14 +75,14 @@ def test_a_handler_that_raises_in_the_update_does_so_after_it(number, store):
 
 
 def test_signals_while_a_step_is_undone_wait_for_that(number, store, monkeypatch):
-    restore = Recovery.restore
+    restore = StepRecovery.restore
 
     def interrupted(self, *arguments):
         for _ in range(3):
             os.kill(os.getpid(), number)
         return restore(self, *arguments)
 
-    monkeypatch.setattr(Recovery, "restore", interrupted)
+    monkeypatch.setattr(StepRecovery, "restore", interrupted)
     before, after, _ = interrupted_at(40, number, store)
     assert differences(before, after, "") == []
 

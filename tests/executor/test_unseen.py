@@ -1,4 +1,4 @@
-"""What models do that the zoo does not: it trains as planned as eagerly, or is refused."""
+"""Behaviour that the zoo's models do not have: planned as eager, or refused."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ __all__ = [
     "is_functional_tensor",
     "is_functorch_wrapped_tensor",
     "is_in_bad_fork",
+    "nn_functions",
     "no_dispatch",
     "num_owners",
     "parse_to",
@@ -55,6 +56,9 @@ parse_to = torch._C._nn._parse_to
 
 functions: Any = torch._C._VariableFunctions
 """Functions of `torch` as they are in C++."""
+
+nn_functions: Any = torch._C._nn
+"""Functions of `torch.nn.functional` that are in C++."""
 
 num_owners = torch._C._storage_Use_Count
 """Return the number of tensors, and other objects of torch, that share a storage (`_cdata`)."""

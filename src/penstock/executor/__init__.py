@@ -1,11 +1,12 @@
 """Plans that run exactly as planned: one arena, planned addresses, planned transfers."""
 
-from penstock.executor._bind import PlannedStep, bind
-from penstock.executor._distributed import average_gradients
+from penstock.executor._bind import bind
 from penstock.executor._fit import fit
-from penstock.executor._operators import executable
-from penstock.executor._report import ExecutionReport
-from penstock.executor._safetensors import save_safetensors
+from penstock.executor._planned_step import PlannedStep
+from penstock.executor.program.operators import executable
+from penstock.executor.run.distributed import average_gradients
+from penstock.executor.run.report import ExecutionReport
+from penstock.executor.state.safetensors import save_safetensors
 
 __all__ = [
     "ExecutionReport",

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from penstock._version import __version__
-from penstock.errors import InfeasibleError
-from penstock.executor._bind import PlannedStep, bind
-from penstock.executor._distributed import refuse_ranks_apart
-from penstock.executor._initial import Initializer
-from penstock.executor._operators import declared_workspace_bytes, executable
-from penstock.executor._plan_cache import Planned, plan_entry
-from penstock.executor._refinement import Refinement
-from penstock.executor._seam import initial_fill
-from penstock.graph import StepGraph, capture, measure
+from penstock.executor._planned_step import PlannedStep
+from penstock.executor.run.binder import Binder
+from penstock.executor.run.planning import CachedPlanner
+from penstock.executor.run.shadow import Shadow
+from penstock.executor.state.initial import Initialization, Initializer
+from penstock.graph.step_program import StepProgram
 from penstock.memory import FileStore, MachineProfile
-from penstock.planner import Found, Plan, plan
-from penstock.units import format_bytes, format_seconds, parse_bytes
-
-_logger = logging.getLogger(__name__)
-
-_MOST_ROUNDS = 4  # of planning with less, where several plans share an arena
-_NUM_RUNS = 3  # of each operator, where their times are measured
+from penstock.planner import Found
+from penstock.units import parse_bytes
 
 
 def fit(
@@ -43,7 +31,7 @@ def fit(
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     before_step: Callable[[], object] | None = None,
     accumulate: int | None = None,
-    also: Sequence[Any] = (),
+    extra_batches: Sequence[Any] = (),
     initialize: Initializer | None = None,
     machine: MachineProfile | str | None = None,
     time_limit: float = 60,
@@ -67,186 +55,67 @@ def fit(
         >>> print(step.report())  # doctest: +SKIP
 
     Args:
-        model: The model, with its parameters; they move to where the plan has them.
-        optimizer: Its optimizer.
-        batch: A batch; all batches must have its shapes and dtypes, or those of one in `also`.
+        model: The model; its parameters and buffers move to the plan's places.
+        optimizer: Its optimizer; state that does not exist yet is made.
+        batch: A batch; all batches must have its shapes and dtypes, or those of one in
+            `extra_batches`.
         device_memory: Bytes, or a size such as `"8GiB"`, for parameters, optimizer state,
             activations and the operators' workspace.
         host_memory: Bytes of the host tier: RAM beside that budget.
         store: Directory or `FileStore` of the file tier.
-        loss: `loss(output, batch)`, as given to `penstock.capture`.
-        before_step: Called between backward and the optimizer's step, as to clip gradients; as of
-            `penstock.capture`.
-        accumulate: A batch is a list of this many micro-batches; as of `penstock.capture`.
-        also: Batches of other shapes, or lists of another number of micro-batches; each has a
-            plan, and all share the memory. `PlannedStep.add` takes more of them later.
-        initialize: First numbers of what is on the meta device; as of `bind`.
-        machine: What times are based on. None: this machine, whose links are probed and on which
-            each distinct operator runs a few times.
-        time_limit: Seconds that planning may take, and planning again; this no more than 10
-            steps could save.
-        seed: Of the planner.
+        loss: `loss(output, batch)`, which returns a scalar. None: the output has the loss.
+        before_step: Called without arguments between backward and the optimizer's step, for example
+            to clip gradients.
+        accumulate: A batch is a list of this many micro-batches, whose gradients are added up.
+        extra_batches: Batches of other shapes, or lists of another number of micro-batches; each
+            has a plan, and all share the memory. `PlannedStep.add` takes more of them later.
+        initialize: First numbers of parameters and buffers on the meta device: a function that is
+            called with each module that has such, or safetensors files with the model's names.
+            None: the module's `reset_parameters`.
+        machine: The machine whose times plans are based on: a name of `penstock.memory.MACHINES` or
+            a profile. None: this machine, whose links are probed and on which each distinct
+            operator runs a few times.
+        time_limit: Seconds that planning may take. Planning again may take as many, but no more
+            than 10 steps could save.
+        seed: Seed of the planner's random numbers.
         progress: Called with each improvement of the plan.
         cache: Whether plans are kept, and used again for the same step, budget and machine.
-        debug: As of `bind`.
-        shadow: As of `bind`.
+        debug: Overwrite bytes that are freed, and compare bytes that come back with those that
+            left.
+        shadow: Compare every so many-th step with the program itself, as `bind` describes. None:
+            the first two steps, and then at distances that double. 0: never.
 
     Returns:
         The step: `loss = step(batch)`.
 
     Raises:
-        InfeasibleError: No plan fits the budgets; the message says what would do.
+        InfeasibleError: No plan fits the budgets; the message names a budget that would do.
         CaptureError: The step depends on the data beyond values of tensors.
-        PlanError, GraphFileError, StoreError, TypeError, ValueError: As of `penstock.capture`,
-            `penstock.plan` and `bind`.
+        StoreError: The store cannot be used, or has not enough room.
+        PlanError, GraphFileError: The step cannot be planned or bound, as in `penstock.plan` and
+            `bind`.
+        TypeError, ValueError: An argument is wrong; the message names it.
     """
-    wanted = _Wanted(
-        device_memory=_bytes_or_none(device_memory, "device_memory"),
-        host_memory=_bytes_or_none(host_memory, "host_memory"),
-        store=store,
+    file_store = None if store is None else FileStore.of(store)
+    planner = CachedPlanner(
+        device_memory=_parse_optional(device_memory, "device_memory"),
+        host_memory=_parse_optional(host_memory, "host_memory"),
+        store=file_store,
         machine=machine,
         time_limit=time_limit,
         seed=seed,
+        progress=progress,
+        cache=cache,
     )
-
-    def captured(each: Any) -> StepGraph:
-        began = time.perf_counter()
-        how: dict[str, Any] = {"loss": loss, "before_step": before_step}
-        # The last update of an epoch may have fewer micro-batches.
-        is_list = accumulate is not None and isinstance(each, list | tuple) and each is not batch
-        how["accumulate"] = len(each) if is_list else accumulate
-        graph = executable(capture(model, optimizer, each, **how))
-        refuse_ranks_apart(graph)
-        for name in graph.metadata["initial_state"]:
-            initial_fill(graph, name)  # before the time that planning takes
-        elapsed = format_seconds(time.perf_counter() - began)
-        _logger.info("captured %d operators in %s", len(graph.operators), elapsed)
-        return graph
-
-    keys: dict[str, list[object]] = {}  # of the cache, by planned graph
-
-    def planned(graph: StepGraph, device_memory: int | None) -> Planned:
-        within = dataclasses.replace(wanted, device_memory=device_memory)
-        found = (_known_or_made if cache else _made)(graph, within, progress)
-        _logger.info(
-            "plan: %s of device memory, %s a step, at least %s",
-            format_bytes(found.plan.peak_device_bytes),
-            format_seconds(found.plan.step_seconds),
-            format_seconds(found.plan.lower_bound_seconds),
-        )
-        keys[found.graph.digest] = _key(graph, within)
-        return found
-
-    def keep(graph: StepGraph, refined: Plan) -> None:
-        if cache:
-            with plan_entry(keys[graph.digest]) as entry:
-                entry.save(Planned(graph, refined))
-
-    def together(found: list[Planned]) -> list[Planned]:
-        return _within_one_arena(found, wanted.device_memory, planned)
-
-    found = [planned(captured(each), wanted.device_memory) for each in (batch, *also)]
-    first, *others = together(found)
-    step = bind(
-        first.plan,
-        model,
-        optimizer,
-        graph=first.graph,
-        loss=loss,
-        before_step=before_step,
-        also=[(each.plan, each.graph) for each in others],
-        initialize=initialize,
-        store=store,
-        debug=debug,
-        shadow=shadow,
-    )
-
-    def extended(
-        pairs: Sequence[tuple[Plan, StepGraph]], each: Any
-    ) -> list[tuple[Plan, StepGraph]]:
-        known = [Planned(graph, made) for made, graph in pairs]
-        found = together([*known, planned(captured(each), wanted.device_memory)])
-        return [(made, graph) for graph, made in found]
-
-    step._extended = extended
-    step._refinement = Refinement(time_limit, keep)
-    return step
+    program = StepProgram(model, None, loss, before_step, accumulate)
+    binder = Binder(program=program, optimizer=optimizer, store=file_store, debug=debug)
+    checks = Shadow(program, shadow)
+    planned = [planner.make_plan(binder.capture(batch, is_extra=False))]
+    for each in extra_batches:
+        planned.append(planner.make_plan(binder.capture(each, is_extra=True)))
+    initialization = Initialization([*program.roots().values()], initialize)
+    return PlannedStep(binder, planner.fit_one_arena(planned), initialization, checks, planner)
 
 
-def _within_one_arena(
-    found: list[Planned],
-    device_memory: int | None,
-    planned: Callable[[StepGraph, int | None], Planned],
-) -> list[Planned]:
-    """Make plans that take turns keep within the budget together.
-
-    They share the largest arena a of any of them, and operators of any of them take up to the
-    largest workspace w: a + w is what must not be more than the budget.
-    """
-    if device_memory is None:
-        return found
-    for _ in range(_MOST_ROUNDS):
-        workspaces = [declared_workspace_bytes(made.planned_graph(graph)) for graph, made in found]
-        room = device_memory - max(workspaces)
-        if all(made.arena_bytes <= room for _, made in found):
-            return found
-        found = [
-            each if each.plan.arena_bytes <= room else planned(each.graph, room + workspace)
-            for each, workspace in zip(found, workspaces, strict=True)
-        ]
-    raise InfeasibleError(
-        f"device_memory={format_bytes(device_memory)} holds each of the {len(found)} shapes alone, "
-        "and not with one arena for all and the workspace of any: raise it, or make the shapes "
-        "more alike"
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Wanted:
-    """What `fit` was asked for, as far as a plan depends on it: arguments of `plan`."""
-
-    device_memory: int | None
-    host_memory: int | None
-    store: FileStore | str | os.PathLike[str] | None
-    machine: MachineProfile | str | None
-    time_limit: float
-    seed: int
-
-
-def _bytes_or_none(size: int | str | None, name: str) -> int | None:
+def _parse_optional(size: int | str | None, name: str) -> int | None:
     return None if size is None else parse_bytes(size, name=name)
-
-
-def _known_or_made(
-    graph: StepGraph, wanted: _Wanted, progress: Callable[[Found], None] | None
-) -> Planned:
-    """A plan from the cache, or one that is made now and kept there."""
-    with plan_entry(_key(graph, wanted)) as entry:
-        planned = entry.load()
-        if planned is None:
-            planned = _made(graph, wanted, progress)
-            entry.save(planned)
-    kept = dataclasses.replace(planned.graph, captured=graph.captured)
-    return planned._replace(graph=kept)
-
-
-def _made(graph: StepGraph, wanted: _Wanted, progress: Callable[[Found], None] | None) -> Planned:
-    if wanted.machine is None:
-        graph = measure(graph, num_runs=_NUM_RUNS)
-    return Planned(graph, plan(graph, **vars(wanted), progress=progress))
-
-
-def _key(graph: StepGraph, wanted: _Wanted) -> list[object]:
-    """What a plan depends on."""
-    where: object = None
-    if wanted.store is not None:
-        file_store = FileStore.of(wanted.store)
-        where = [os.path.abspath(file_store.path), file_store.max_bytes]
-    machine = wanted.machine
-    profile: object = machine if isinstance(machine, str | None) else machine.to_dict()
-    threads = torch.get_num_threads() if machine is None else None
-    metadata = {name: repr(value) for name, value in sorted(graph.metadata.items())}
-    versions = [__version__, torch.__version__]
-    budgets = [wanted.device_memory, wanted.host_memory]
-    limits = [wanted.time_limit, wanted.seed]
-    return [versions, graph.digest, metadata, budgets, where, profile, threads, *limits]

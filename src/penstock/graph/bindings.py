@@ -79,7 +79,8 @@ def bind_batch(graph: StepGraph, batch: Any) -> dict[str, torch.Tensor]:
             raise ValueError(
                 f"{name} masks tokens, and that of the captured batch masked none: Transformers "
                 "runs other kernels then, with other roundings in half precision; plan for such a "
-                "batch too (also=[batch]), or pass one that masks some as the first of its shape"
+                "batch too (extra_batches=[batch]), or pass one that masks some as the first of "
+                "its shape"
             )
         if tensor.stride() != view.stride or tensor.storage_offset() != view.offset:
             found[name] = _laid_out(tensor, view)

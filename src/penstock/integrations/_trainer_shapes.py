@@ -209,7 +209,7 @@ class PlannedShapes:
             batches[0],
             before_step=self._loss.clip,
             accumulate=len(updates[0]) if accumulates else None,
-            also=batches[1:],
+            extra_batches=batches[1:],
             **options,
         )
 

@@ -1,0 +1,1 @@
+"""Programs: a plan compiled to calls, with all arguments in place."""

@@ -1,0 +1,253 @@
+"""Executable: a plan as a flat list of calls, operators and at the boundaries transfers.
+
+The sequence at a boundary is the plan's (see `penstock.planner.Plan`): transfers out of the device
+begin; those out of it and between host and file that end here are waited for; transfers into it
+and between host and file begin; those into it that end here are waited for.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.compat.autograd import set_grad_enabled
+from penstock.executor.device.links import ThreadLink
+from penstock.executor.memory.views import PlanMemory
+from penstock.executor.program.operators import (
+    Bindings,
+    Call,
+    Result,
+    check_results,
+    make_call,
+    make_random_calls,
+    reads_storages,
+)
+from penstock.executor.program.scalars import Scalars, has_scalars
+from penstock.graph import Kind, Operator, Phase, TensorView
+from penstock.graph.encoding import CONSTANT, GET_RNG_STATE, SCALAR, SET_RNG_STATE, decode
+from penstock.memory import Link, Tier
+from penstock.planner import Plan
+
+_IMPURE = (SCALAR, GET_RNG_STATE, SET_RNG_STATE)  # they read results, or what is no tensor
+
+
+class BoundaryStage(enum.IntEnum):
+    """Progress at a boundary.
+
+    LEAVING: values that end here are still in their places. ENTERING: others may take the places,
+    but not those of the operator's operands. RUNNING: the operator has begun.
+    """
+
+    LEAVING = 0
+    ENTERING = 1
+    RUNNING = 2
+
+
+@dataclass
+class Executable:
+    """The calls of a step.
+
+    Attributes:
+        calls: The calls in their order.
+        first: The calls of the first step, which compare results with those of fake kernels.
+        positions: For each call its position.
+        stages: For each call the stage of its boundary.
+        plain: For each call whether it is an operator whose arguments are the same in all steps,
+            and which neither draws random numbers nor reads results on the CPU.
+        random: Whether operators draw random numbers.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    first: list[Call] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    stages: list[BoundaryStage] = field(default_factory=list)
+    plain: list[bool] = field(default_factory=list)
+    random: bool = False
+
+    def add(
+        self,
+        call: Call,
+        position: int,
+        stage: BoundaryStage,
+        *,
+        first: Call | None = None,
+        is_plain: bool = False,
+    ) -> None:
+        """Append a call; `first` runs instead of it in the first step."""
+        self.calls.append(call)
+        self.first.append(first or call)
+        self.positions.append(position)
+        self.stages.append(stage)
+        self.plain.append(is_plain)
+
+
+class BoundaryCalls(NamedTuple):
+    """Further calls at a boundary: functions that yield them for a position.
+
+    Attributes:
+        after_leaving: Calls once the values that end here have left.
+        after_entering: Calls once the values that begin here have come.
+        before_operator: Calls just before the operator.
+    """
+
+    after_leaving: Callable[[int], Iterator[Call]]
+    after_entering: Callable[[int], Iterator[Call]]
+    before_operator: Callable[[int], Iterator[Call]]
+
+
+def compile_plan(
+    memory: PlanMemory,
+    links: Mapping[Link, ThreadLink],
+    scalars: Scalars,
+    boundary_calls: BoundaryCalls,
+) -> Executable:
+    """Compile a plan to the calls of one step."""
+    compiler = _Compiler(memory, scalars)
+    transfers = _compile_transfers(memory.plan, links)
+    executable = compiler.executable
+    forward: bool | None = None
+    for position, index in enumerate(memory.plan.order):
+        before, after = transfers.get(position, ([], []))
+        for call in before:
+            executable.add(call, position, BoundaryStage.LEAVING)
+        for calls in (
+            boundary_calls.after_leaving(position),
+            after,
+            boundary_calls.after_entering(position),
+        ):
+            for call in calls:
+                executable.add(call, position, BoundaryStage.ENTERING)
+        # As in eager steps: some kernels depend on the gradient mode.
+        is_forward = memory.graph.operators[index].phase is Phase.FORWARD
+        if forward is not is_forward:
+            forward = is_forward
+            set_mode = functools.partial(set_grad_enabled, forward)
+            executable.add(set_mode, position, BoundaryStage.ENTERING)
+        for call in boundary_calls.before_operator(position):
+            executable.add(call, position, BoundaryStage.ENTERING)
+        compiler.add_operator(index, position)
+    return executable
+
+
+def _compile_transfers(
+    plan: Plan, links: Mapping[Link, ThreadLink]
+) -> dict[int, tuple[list[Call], list[Call]]]:
+    """Return for each boundary the releases and waits before bytes may come in, and after."""
+    num_positions = len(plan.order)
+    begun: dict[Link, int] = defaultdict(int)
+    count: dict[Link, int] = defaultdict(int)
+    release: dict[tuple[int, Link], int] = {}
+    wait: dict[tuple[int, Link], int] = {}
+    for transfer in plan.transfers:
+        link = transfer.link
+        begun[link] = max(begun[link], transfer.start)
+        count[link] += 1
+        release[begun[link], link] = count[link]
+        steps, boundary = divmod(transfer.end, num_positions)
+        target = count[link] - steps * links[link].num_moves
+        wait[boundary, link] = max(wait.get((boundary, link), target), target)
+    calls: defaultdict[int, tuple[list[Call], list[Call]]] = defaultdict(lambda: ([], []))
+    for (boundary, link), number in release.items():
+        leaves = link.source is Tier.DEVICE
+        calls[boundary][0 if leaves else 1].append(functools.partial(links[link].release, number))
+    for (boundary, link), number in wait.items():
+        enters = link.destination is Tier.DEVICE
+        calls[boundary][1 if enters else 0].append(functools.partial(links[link].wait, number))
+    return dict(calls)
+
+
+def _copy_outside_tensor(place: torch.Tensor, outside: torch.Tensor) -> None:
+    """Copy a tensor that is neither the model's nor the batch's, as it is now."""
+    place.copy_(outside.detach())
+
+
+class _Compiler:
+    """Compiler of operators at positions to calls."""
+
+    def __init__(self, memory: PlanMemory, scalars: Scalars) -> None:
+        graph = memory.graph
+        self.executable = Executable(random=any(operator.random for operator in graph.operators))
+        self._graph = graph
+        self._memory = memory
+        self._scalars = scalars
+        self._num_runs: dict[int, int] = defaultdict(int)
+        for index in memory.plan.order:
+            self._num_runs[index] += 1
+        self._seen: set[int] = set()
+        captured = graph.captured
+        self._outside: Mapping[str, torch.Tensor] = {} if captured is None else captured.outside
+        self._random_states: dict[int, list[torch.Tensor]] = {}  # by operator
+        for storage in graph.storages:
+            if storage.kind is Kind.SCALAR and storage.initial is not None:
+                scalars.slot_of(storage.initial)
+
+    def add_operator(self, index: int, position: int) -> None:
+        """Compile an operator at a position: its first run, or a recomputation."""
+        operator = self._graph.operators[index]
+        again = index in self._seen
+        self._seen.add(index)
+        target, args, kwargs = operator.target, operator.args, operator.kwargs
+        if again and operator.recompute_target is not None:
+            assert operator.recompute_args is not None
+            target, args, kwargs = operator.recompute_target, operator.recompute_args, {}
+        slot = self._scalars.slot_of(operator.creates[0]) if target == SCALAR else None
+        bindings = self._bind_arguments(operator, target, args, kwargs, position)
+        is_live = has_scalars((bindings.args, bindings.kwargs))
+        outside = self._outside.get(operator.name) if target == CONSTANT else None
+        if outside is not None:
+            call = functools.partial(_copy_outside_tensor, bindings.results[0].tensor, outside)
+        else:
+            call = make_call(operator, target, bindings, self._scalars, slot)
+        if call is None:
+            return
+        if operator.random and (again or self._num_runs[index] > 1):
+            state = self._random_states.setdefault(index, [])
+            calls = make_random_calls(call, state, self._memory.blocks.device)
+            call = calls[1] if again else calls[0]
+        is_live |= operator.random or outside is not None
+        self.executable.add(
+            call,
+            position,
+            BoundaryStage.RUNNING,
+            first=check_results(operator, call, bindings.results),
+            is_plain=not (is_live or target in _IMPURE),
+        )
+
+    def _bind_arguments(
+        self,
+        operator: Operator,
+        target: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        position: int,
+    ) -> Bindings:
+        """Return arguments and results as tensors in their places, and scalar expressions."""
+        isolated = reads_storages(target)
+
+        def bind(value: Any) -> Any:
+            if isinstance(value, tuple) and not isinstance(value, TensorView):
+                return [bind(each) for each in value]
+            if isinstance(value, Mapping) and "scalar" in value:
+                return self._scalars.compile_expression(
+                    value["scalar"], lambda view: self._memory.view_operand(view, position)
+                )
+            return decode(
+                value,
+                self._memory.device,
+                lambda view: self._memory.view_operand(view, position, isolated=isolated),
+                lambda expression: None,
+            )
+
+        results = [
+            Result(index, self._memory.view_result(view, position))
+            for index, view in enumerate(operator.outputs)
+            if view is not None and view.value in operator.creates and target != SCALAR
+        ]
+        bound = [bind(value) for value in args]
+        return Bindings(bound, {name: bind(value) for name, value in kwargs.items()}, results)

@@ -1,0 +1,134 @@
+"""Scalars: numbers that change from step to step, such as arguments that follow a learning rate.
+
+A call with such an argument becomes a function of generated source, which holds nothing but
+operators, indices, names of torch's arguments and this file's names. A number in a tensor is read
+once, at its first use: a value never changes, so the number holds for the whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.compat.dispatch import tree_leaves, tree_map
+from penstock.graph import TensorView
+
+_INFIX = {
+    **{"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%"},
+    **{"pow": "**", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="},
+    **{"and": "&", "or": "|"},
+}
+_FUNCTIONS = {"min": "min", "max": "max", "neg": "-", "abs": "abs", "not": "not ", "float": "float"}
+
+
+@dataclass(frozen=True)
+class ScalarExpression:
+    """An argument that is calculated anew in each step."""
+
+    source: str
+    """Its source text."""
+    reads: list[tuple[int, Callable[[], Any]]]
+    """Slots, each with the function that reads its number before the first use in a step."""
+
+
+class Scalars:
+    """The scalars of a step.
+
+    Attributes:
+        numbers: The numbers of the current step, by slot.
+    """
+
+    def __init__(self) -> None:
+        self._slot_of_value: dict[int, int] = {}
+        self._slot_of_input: dict[int, int] = {}  # by value; of numbers that the caller gives
+        self.numbers: list[Any] = []
+        self._constants: list[Any] = []
+
+    def slot_of(self, value: int) -> int:
+        """Return the slot of a value's number, for numbers that no tensor has."""
+        if value not in self._slot_of_input:
+            self._slot_of_input[value] = len(self.numbers)
+            self.numbers.append(None)
+        return self._slot_of_input[value]
+
+    def assign(self, numbers: Mapping[int, float]) -> None:
+        """Set the numbers that the caller gives for a step, by value."""
+        for value, number in numbers.items():
+            slot = self._slot_of_input.get(value)
+            if slot is not None:
+                self.numbers[slot] = number
+
+    def compile_expression(
+        self, expression: Any, tensor: Callable[[TensorView], torch.Tensor]
+    ) -> ScalarExpression:
+        """Compile the expression of an argument `{"scalar": expression}`; `tensor` returns the
+        tensor that a view of a number is read from.
+        """
+        reads: list[tuple[int, TensorView]] = []
+        text = self._format(expression, reads)
+        return ScalarExpression(text, [(slot, tensor(view).item) for slot, view in reads])
+
+    def compile_call(
+        self, function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]
+    ) -> Callable[[], object]:
+        """Return a call that calculates the scalar expressions among its arguments each time."""
+        names: dict[str, Any] = {"N": self.numbers, "C": self._constants, "function": function}
+        names |= {"__builtins__": {}, "min": min, "max": max, "abs": abs, "float": float}
+        reads: list[tuple[int, Callable[[], Any]]] = []
+
+        def text(value: Any) -> str:
+            if isinstance(value, ScalarExpression):
+                reads.extend(value.reads)
+                return value.source
+            if isinstance(value, list) and has_scalars(value):
+                return f"[{', '.join(map(text, value))}]"
+            name = f"a{len(names)}"
+            names[name] = value
+            return name
+
+        given = [text(value) for value in args]
+        for key, value in kwargs.items():
+            assert key.isidentifier()
+            given.append(f"{key}={text(value)}")
+        lines = ["def run():"]
+        for slot, read in reads:
+            names[f"read{slot}"] = read
+            lines.append(f"    N[{slot}] = read{slot}()")
+        lines.append(f"    function({', '.join(given)})")
+        exec("\n".join(lines), names)  # our own text: see the module
+        return names["run"]
+
+    def _format(self, expression: Any, reads: list[tuple[int, TensorView]]) -> str:
+        if isinstance(expression, TensorView):
+            return f"N[{self._slot_of_view(expression, reads)}]"
+        if isinstance(expression, tuple):
+            name, *operands = expression
+            sources = [self._format(operand, reads) for operand in operands]
+            if name in _INFIX:
+                left, right = sources
+                return f"({left} {_INFIX[name]} {right})"
+            return f"({_FUNCTIONS[name]}({', '.join(sources)}))"
+        self._constants.append(expression)
+        return f"C[{len(self._constants) - 1}]"
+
+    def _slot_of_view(self, view: TensorView, reads: list[tuple[int, TensorView]]) -> int:
+        if view.value in self._slot_of_input:
+            return self._slot_of_input[view.value]
+        if view.value not in self._slot_of_value:
+            self._slot_of_value[view.value] = len(self.numbers)
+            self.numbers.append(None)
+            reads.append((self._slot_of_value[view.value], view))
+        return self._slot_of_value[view.value]
+
+
+def has_scalars(arguments: Any) -> bool:
+    """Return whether there are scalar expressions among arguments."""
+    return any(isinstance(each, ScalarExpression) for each in tree_leaves(arguments))
+
+
+def fill_in_scalars(arguments: Any) -> Any:
+    """Return arguments with a number in the place of each expression, for a trial call."""
+    return tree_map(lambda each: 0.5 if isinstance(each, ScalarExpression) else each, arguments)

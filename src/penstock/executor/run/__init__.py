@@ -1,0 +1,1 @@
+"""Running a bound plan: its steps, their checks and their recovery, and plans made anew."""

@@ -1,0 +1,116 @@
+"""The loss of a step: read as soon as it is computed, and checked before the update if possible."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+
+from penstock.errors import NonFiniteLossError, UnlikeEagerError
+from penstock.executor.memory.views import PlanMemory
+from penstock.executor.program.operators import Call
+from penstock.memory import Tier
+
+
+class LossCheck:
+    """The loss of a plan's steps, whose update begins at the position `commit`.
+
+    Attributes:
+        place: A view of the loss at the end of a step; None if the graph has none.
+        expected: The loss of the program itself, for the step under way; None if it is not known.
+        num_steps: Steps that were finished.
+    """
+
+    def __init__(self, memory: PlanMemory, commit: int) -> None:
+        self._device = memory.blocks.device
+        self.place = _find_last_place(memory)
+        self.expected: torch.Tensor | None = None
+        self.num_steps = 0
+        self._early = _find_early_place(memory, commit)
+        self._reading: Callable[[], torch.Tensor]
+
+    def iter_calls_at(self, position: int) -> Iterator[Call]:
+        """Yield the calls at a boundary that read and check the loss before the update."""
+        if self._early is not None:
+            computed, checked, _ = self._early
+            if position == computed:
+                yield self.start_reading
+            if position == checked:
+                yield self.check_early
+
+    def start_reading(self) -> None:
+        """Begin to read the loss: a device that is behind goes on with the backward pass."""
+        assert self._early is not None
+        self._reading = self._device.start_reading(self._early[2])
+
+    def check_early(self) -> None:
+        """Check the loss before the update."""
+        self._check(
+            self._reading(),
+            "nothing has been updated",
+            "skip this batch, or lower the learning rate",
+        )
+
+    def check_late(self) -> None:
+        """Check the loss after the step, if the update precedes it."""
+        if self._early is None and self.place is not None:
+            outcome = "everything has been updated with it"
+            self._check(self.place, outcome, "load the last checkpoint")
+
+    def _check(self, value: torch.Tensor, outcome: str, remedy: str) -> None:
+        loss = value.item()
+        if self.expected is not None and not have_same_bits(value, self.expected):
+            expected = self.expected.item()
+            raise UnlikeEagerError(
+                f"step {self.num_steps + 1}: the planned loss is {loss!r} and the program itself, "
+                f"called eagerly, has {expected!r}; it depends on something that its graph has as "
+                "it was when it was captured, as a number of Python that has changed: keep that in "
+                f"a buffer or in a tensor of the batch ({outcome})",
+                loss=loss,
+                expected=expected,
+            )
+        if not math.isfinite(loss):
+            raise NonFiniteLossError(f"the loss is {loss}: {outcome}; {remedy}", loss=loss)
+
+
+def have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two losses have the same bits, or are both NaN."""
+    first, second = one.item(), other.item()
+    if math.isnan(first) or math.isnan(second):
+        return math.isnan(first) and math.isnan(second)
+    return float(first).hex() == float(second).hex()
+
+
+def _find_last_place(memory: PlanMemory) -> torch.Tensor | None:
+    """Return a view of the loss at the end of a step."""
+    graph, last = memory.graph, len(memory.plan.order) - 1
+    view = graph.loss
+    if view is None:
+        return None
+    if graph.num_bytes(view.value) and graph.producers[view.value] is not None:
+        for interval in memory.index.intervals[view.value]:
+            if interval.tier is Tier.DEVICE and interval.end == last + 1:
+                return memory.view_in(interval, view)
+    return memory.view_operand(view, last)
+
+
+def _find_early_place(memory: PlanMemory, commit: int) -> tuple[int, int, torch.Tensor] | None:
+    """Return the boundary after the loss's operator, the last one before the update, and the
+    operator's result; None if the update precedes it.
+    """
+    view = memory.graph.loss
+    if view is None or not memory.graph.num_bytes(view.value):
+        return None
+    checked = min(commit, len(memory.plan.order) - 1)
+    found = [
+        (interval.start + 1, interval)
+        for interval in memory.index.intervals[view.value]
+        if interval.tier is Tier.DEVICE
+        and interval.transfer is None
+        and 0 <= interval.start < checked
+    ]
+    if not found:
+        return None
+    computed, interval = min(found, key=lambda each: each[0])
+    return computed, checked, memory.view_in(interval, view)

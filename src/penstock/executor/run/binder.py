@@ -1,0 +1,133 @@
+"""Binder: plans of one model and optimizer become executions that share their memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from penstock.errors import PlanError
+from penstock.executor.device import device_of
+from penstock.executor.device.base import Device
+from penstock.executor.memory.blocks import SharedBlocks
+from penstock.executor.memory.layout import Layout, lay_out_copies
+from penstock.executor.program.operators import (
+    ALIGNMENT_BYTES,
+    declared_workspace_bytes,
+    executable,
+)
+from penstock.executor.run.debug import poison
+from penstock.executor.run.distributed import require_collective
+from penstock.executor.run.execution import Execution
+from penstock.executor.run.planning import PlannedGraph
+from penstock.executor.state.entries import find_initial_fill
+from penstock.graph import StepGraph
+from penstock.graph.capturing import capture
+from penstock.graph.step_program import StepProgram
+from penstock.memory import FileStore
+from penstock.planner import Plan, check
+from penstock.units import format_seconds
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Binder:
+    """A model and an optimizer to which plans are bound."""
+
+    program: StepProgram
+    """The user's model, loss and `before_step`, without a batch."""
+    optimizer: torch.optim.Optimizer
+    """The model's optimizer."""
+    store: FileStore | None
+    """The file tier."""
+    debug: bool
+    """True to overwrite freed bytes, and to compare bytes that come back."""
+
+    def bind(
+        self, planned: Sequence[PlannedGraph], before: SharedBlocks | None = None
+    ) -> list[Execution]:
+        """Bind plans to one memory, or to that of plans that they replace if it is large enough;
+        nothing of the model moves yet.
+        """
+        layouts: list[Layout] = []
+        known = [] if before is None else [*before.layouts]
+        device = Device() if before is None else before.device
+        for plan, graph in planned:
+            require_collective(graph)
+        for plan, graph in planned:
+            if before is None:
+                device = device_of(graph)
+            check(graph, plan)
+            _check_alignment(plan)
+            layouts.append(lay_out_copies(plan.planned_graph(graph), plan, [*known, *layouts]))
+        blocks = SharedBlocks(layouts, self.store, device, before)
+        try:
+            device.reserve_workspace(
+                max(declared_workspace_bytes(plan.planned_graph(graph)) for plan, graph in planned)
+            )
+            executions = [
+                Execution(
+                    each,
+                    self.program,
+                    self.optimizer,
+                    layout=layout,
+                    blocks=blocks,
+                    debug=self.debug,
+                )
+                for each, layout in zip(planned, layouts, strict=True)
+            ]
+        except BaseException:
+            blocks.close(after=before)
+            raise
+        if self.debug and before is None:
+            poison(blocks.arena)
+        return executions
+
+    def capture_and_bind(self, plan: Plan, batch: Any) -> list[Execution]:
+        """Bind a plan to the step that the program takes with a batch."""
+        captured = self._capture(self.program._replace(batch=batch))
+        graph = captured if captured.digest == plan.graph_digest else executable(captured)
+        return self.bind([PlannedGraph(plan, graph)])
+
+    def capture(self, batch: Any, *, is_extra: bool) -> StepGraph:
+        """Capture the step of a batch for `fit`; refuse it before the time that planning takes.
+
+        An extra batch may have another number of micro-batches than the first one.
+        """
+        began = time.perf_counter()
+        program = self.program._replace(batch=batch)
+        # The last update of an epoch may have fewer micro-batches.
+        if is_extra and program.accumulate is not None and isinstance(batch, list | tuple):
+            program = program._replace(accumulate=len(batch))
+        graph = executable(self._capture(program))
+        require_collective(graph)
+        for name in graph.metadata["initial_state"]:
+            find_initial_fill(graph, name)
+        elapsed = format_seconds(time.perf_counter() - began)
+        _logger.info("captured %d operators in %s", len(graph.operators), elapsed)
+        return graph
+
+    def _capture(self, program: StepProgram) -> StepGraph:
+        model, batch, loss, before_step, accumulate = program
+        return capture(
+            *(model, self.optimizer, batch),
+            loss=loss,
+            before_step=before_step,
+            accumulate=accumulate,
+        )
+
+
+def _check_alignment(plan: Plan) -> None:
+    for placement in plan.placements:
+        if placement.offset % ALIGNMENT_BYTES and placement.num_bytes:
+            raise PlanError(
+                f"value {placement.value} lies at byte {placement.offset} of the arena; operators "
+                f"run at multiples of {ALIGNMENT_BYTES} only: plan what "
+                "penstock.executor.executable(graph) returns, with penstock.plan",
+                rule="alignment",
+            )

@@ -1,0 +1,332 @@
+"""Execution: a plan with memory, links and the user's tensors; runs step after step, or undoes one.
+
+Every refusal is in `Execution.__init__`; nothing moves before `take_turn`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from penstock.compat.autograd import below_autograd, set_grad_enabled
+from penstock.errors import PenstockError, TornStepError, UnlikeEagerError
+from penstock.executor.device.base import Device
+from penstock.executor.memory.blocks import FileBlock, SharedBlocks
+from penstock.executor.memory.layout import Layout
+from penstock.executor.memory.views import PlanMemory, copy_elements
+from penstock.executor.program.executable import BoundaryCalls, BoundaryStage, compile_plan
+from penstock.executor.program.operators import Call, copies_results, declared_workspace_bytes
+from penstock.executor.program.scalars import Scalars
+from penstock.executor.program.segments import Segments
+from penstock.executor.run._loss import LossCheck, have_same_bits
+from penstock.executor.run._recovery import StepRecovery
+from penstock.executor.run._timing import Timing
+from penstock.executor.run._transfers import make_links
+from penstock.executor.run.debug import Debug
+from penstock.executor.run.interrupts import Interrupts
+from penstock.executor.run.planning import PlannedGraph
+from penstock.executor.run.report import ExecutionReport, predict
+from penstock.executor.run.shadow import Shadow
+from penstock.executor.state.binding import StateBinding
+from penstock.executor.state.guards import Guards
+from penstock.graph.bindings import bind_batch, bind_group_tensors, bind_numbers
+from penstock.graph.step_program import StepProgram
+from penstock.memory import Ledger, Tier
+
+_INTERRUPT_DISTANCE = 16  # positions between two checks for signals
+_MAX_TIMES = 1000
+
+
+class Execution:
+    """A bound plan.
+
+    Attributes:
+        ledger: The transfers and stalls of its steps.
+        memory: The plan's memory.
+        state: The user's tensors, bound to it.
+        interrupts: Signals, deferred by the caller while a step runs.
+
+    Raises:
+        PlanError: The plan is wrong, or not for this graph.
+        GraphFileError: The graph is not of this model and optimizer.
+    """
+
+    def __init__(
+        self,
+        planned: PlannedGraph,
+        program: StepProgram,
+        optimizer: torch.optim.Optimizer,
+        *,
+        layout: Layout,
+        blocks: SharedBlocks,
+        debug: bool,
+    ) -> None:
+        self._plan, self._captured = planned
+        self._graph = self._plan.planned_graph(self._captured)
+        self._optimizer = optimizer
+        self._device = blocks.device
+        self.ledger = Ledger()
+        self.memory = PlanMemory(self._graph, self._plan, layout, blocks)
+        self.state = StateBinding(self.memory, program.model, optimizer, program.loss)
+        self._guards = Guards(self._graph, program.roots(), optimizer)
+        self._debug = Debug(self.memory) if debug else None
+        self._links = make_links(self.memory, self.ledger, self._debug)
+        self._scalars = Scalars()
+        self.interrupts = Interrupts()
+        self._recovery = StepRecovery(self.memory, self.state, self._links)
+        self._loss = LossCheck(self.memory, self._recovery.commit)
+        self._executable = compile_plan(
+            self.memory,
+            self._links,
+            self._scalars,
+            BoundaryCalls(
+                self._iter_calls_after_leaving,
+                self._iter_calls_after_entering,
+                self._recovery.iter_calls_before,
+            ),
+        )
+        self._segments = (
+            Segments(self._executable, self._device) if self._device.is_behind else None
+        )
+        self._timing = Timing(self._graph, self._plan, self._executable)
+        self._inputs = self.memory.find_inputs()
+        self._calls = self._executable.first
+        self._input_tensors: dict[str, torch.Tensor] = {}
+        self._times: list[float] = []
+        self._seconds = 0.0  # of all steps
+        self._has_turned = self._has_run = False
+        self._process = os.getpid()
+
+    @property
+    def is_measured(self) -> bool:
+        """True if as many steps have been timed as will be."""
+        return not self._timing.is_open
+
+    @property
+    def num_full_masks(self) -> int:
+        """Tensors of the batch that must be masks without a masked element."""
+        return len(self._graph.metadata.get("full_masks", ()))
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were finished."""
+        return self._loss.num_steps
+
+    def accepts(self, batch: Any) -> bool:
+        """Return whether a batch has the captured form."""
+        try:
+            bind_batch(self._graph, batch)
+        except ValueError:
+            return False
+        return True
+
+    def take_turn(self) -> None:
+        """Move the user's tensors to this plan's places; no transfer is under way."""
+        self.state.take_over()
+        if not self._has_run:  # later nothing comes from outside: no allocator is emptied
+            self._device.empty_cache()
+            self._has_run = True
+        self._has_turned = True
+
+    def step(self, batch: Any, shadow: Shadow) -> torch.Tensor:
+        """Run one step; return the loss."""
+        self._prepare(batch, shadow)
+        begin = time.perf_counter()
+        try:
+            loss = self._take_step()
+        except UnlikeEagerError:
+            if self._is_repeatable(shadow, batch):
+                raise
+            return self.step(batch, shadow)
+        self._seconds += time.perf_counter() - begin
+        shadow.end(compared=self._loss.expected is not None)
+        self._times.append(time.perf_counter() - begin)
+        del self._times[:-_MAX_TIMES]
+        self._loss.num_steps += 1
+        # Schedulers of the learning rate read it.
+        self._optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+        self._calls = self._choose_calls()
+        self._input_tensors = {}
+        self.ledger.begin_step()
+        self._loss.check_late()
+        return loss
+
+    def drain(self) -> None:
+        """Wait until nothing moves."""
+        for link in self._links.values():
+            link.drain()
+
+    def stop(self) -> None:
+        """End the threads."""
+        for link in self._links.values():
+            link.stop()
+
+    def report(self, shadow: Shadow) -> ExecutionReport:
+        """Return measurements next to predictions."""
+        num_steps, links = max(1, self.num_steps), list(self._links)
+        times = sorted(self._times[1:] or self._times or [0.0])
+        moved = {link: self.ledger.moved(link) // num_steps for link in links}
+        file = next((b for b in self.memory.blocks if isinstance(b, FileBlock)), None)
+        operators = [self._graph.operators[index] for index in self._plan.order]
+        return ExecutionReport(
+            num_steps=self.num_steps,
+            num_operators=len(operators),
+            step_seconds=times[len(times) // 2],
+            phase_seconds=dict(self._timing.compute_phase_seconds()),
+            stall_seconds=self.ledger.stall_seconds / num_steps,
+            moved_bytes={link.value: count for link, count in moved.items()},
+            bytes_per_second={link.value: self.ledger.bandwidth(link) or 0.0 for link in links},
+            arena_bytes=self.memory.num_bytes_of(Tier.DEVICE),
+            workspace_bytes=declared_workspace_bytes(self._graph),
+            held_bytes=self._device.measure_held_bytes(),
+            host_bytes=self.memory.num_bytes_of(Tier.HOST),
+            undo_bytes=self._recovery.num_bytes,
+            file_bytes=self.memory.num_bytes_of(Tier.FILE),
+            num_copied_results=sum(map(copies_results, operators)),
+            direct_io=None if file is None else file.file.direct,
+            is_refined=self._plan.times == "given",
+            debug=self._debug is not None,
+            num_recorded=0 if self._segments is None else self._segments.num_recorded,
+            operator_seconds=self._timing.compute_operator_seconds(),
+            **predict(self._captured, self._graph, self._plan, links),
+            **shadow.report(),
+        )
+
+    def _prepare(self, batch: Any, shadow: Shadow) -> None:
+        """Check guards, bind the batch and copy changes; let the program itself compute the loss
+        if the step is one that is compared.
+        """
+        if os.getpid() != self._process:
+            raise PenstockError(
+                "this step was bound in another process, of which this one is a fork: its threads "
+                "and its file are not here; bind the plan in this process"
+            )
+        self.state.reshard()
+        self._guards.check()
+        given = bind_batch(self._graph, batch) | bind_group_tensors(self._graph, self._optimizer)
+        numbers = bind_numbers(self._graph, self._optimizer)
+        changed = self.state.copy_changes(self.drain)
+        if self._has_turned:
+            changed |= self.state.places.keys()
+            self._has_turned = False
+        changed |= self.state.write_lasting_inputs(given, self.drain)
+        self._input_tensors = given
+        self._scalars.assign(numbers)
+        self._loss.expected = shadow.begin(
+            self._captured, self._plan, self._device, batch, self._seconds, self.drain
+        )
+        if self._debug is not None:
+            self._debug.begin_step(self.state.iter_places(changed))
+
+    def _take_step(self) -> torch.Tensor:
+        with self._device.enter_step():
+            self._run()
+        if self._debug is not None:
+            self.drain()  # the user's changes from now on must not be compared
+        assert self._loss.place is not None
+        loss = self._loss.place.clone()
+        for link in self._links.values():
+            link.next_step()
+        self.state.record_versions()
+        return loss
+
+    def _is_repeatable(self, shadow: Shadow, batch: Any) -> bool:
+        """Return whether the program has the same loss when it is called eagerly once more."""
+        expected, self._loss.expected = self._loss.expected, None
+        again = shadow.repeat(self._captured, self._device, batch)
+        if again is None or expected is None or not have_same_bits(again, expected):
+            shadow.give_up("two eager calls of the same step had losses of other bits")
+            return False
+        return True
+
+    def _run(self) -> None:
+        state = self._device.get_random_state() if self._executable.random else None
+        is_timed = self._timing.is_open and self._calls is self._executable.calls
+        index, begin, ends = -1, time.perf_counter_ns(), []
+        try:
+            with below_autograd(), _restore_modes(self._device):
+                if is_timed:
+                    self._device.run_timed(self._calls, ends)
+                else:
+                    for index, call in enumerate(self._calls):
+                        call()
+        except BaseException as error:
+            with self.interrupts.mask():
+                if state is not None:
+                    self._device.set_random_state(state)
+                self._undo(len(ends) if is_timed else index, error)
+            raise
+        if is_timed:
+            self._timing.record(begin, ends)
+
+    def _undo(self, index: int, error: BaseException) -> None:
+        """Restore the state before the step, or raise an error with the tensors that are lost."""
+        for link in self._links.values():
+            link.halt()
+        self._device.synchronize()
+        outcome = self._recovery.restore(*self._locate(index))
+        for link in self._links.values():
+            link.reset()
+        if not (outcome.updated or outcome.lost):
+            error.add_note("penstock: model and optimizer are as before this step")
+            return
+        lost = _join(outcome.lost)
+        raise TornStepError(
+            f"a step failed in the middle of its update ({type(error).__name__}: {error}): "
+            f"{len(outcome.updated)} tensors are as after the step, the others as before it, "
+            + (f"except {lost}, which are lost" if outcome.lost else "none is lost")
+            + "; load the last checkpoint",
+            updated=outcome.updated,
+            lost=outcome.lost,
+        ) from error
+
+    def _choose_calls(self) -> list[Call]:
+        """Return the calls of the next step: segments are replayed once steps have been timed."""
+        if self._segments is None or self._debug is not None or self._timing.is_open:
+            return self._executable.calls
+        return self._segments.calls
+
+    def _locate(self, index: int) -> tuple[int, BoundaryStage]:
+        """Return the position and stage of one of the calls."""
+        if self._segments is not None and self._calls is self._segments.calls:
+            return self._segments.locate(index)
+        return self._executable.positions[index], self._executable.stages[index]
+
+    def _iter_calls_after_leaving(self, position: int) -> Iterator[Call]:
+        yield from self._loss.iter_calls_at(position)
+        if self._debug is not None:
+            yield from self._debug.poison_freed(position)
+        if position == 0:  # not before: a value in an input's place may still be leaving
+            yield self._place_inputs
+        if position < self._recovery.commit and position % _INTERRUPT_DISTANCE == 0:
+            yield self.interrupts.check
+
+    def _iter_calls_after_entering(self, position: int) -> Iterator[Call]:
+        if position == self._recovery.commit:
+            yield self.interrupts.check
+
+    def _place_inputs(self) -> None:
+        for name, places in self._inputs.items():
+            for place in places:
+                copy_elements(self._input_tensors[name], place)
+
+
+@contextlib.contextmanager
+def _restore_modes(device: Device) -> Iterator[None]:
+    """Restore the gradient mode at the end, and disable autocast until then."""
+    enabled = torch.is_grad_enabled()
+    try:
+        with torch.autocast(device.device.type, enabled=False):
+            yield
+    finally:
+        set_grad_enabled(enabled)
+
+
+def _join(names: tuple[str, ...]) -> str:
+    shown = ", ".join(names[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} others"

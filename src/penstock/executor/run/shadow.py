@@ -1,0 +1,327 @@
+"""Shadow: checks of some steps against the user's program itself.
+
+At these steps the program is called again: on fake tensors, which takes no memory and shows other
+operators, and eagerly before the step, whose loss has to have the same bits. Both find changes that
+are not in the graph: Python numbers that have changed since the capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.executor.device.base import Device
+from penstock.graph import Kind, Phase, StepGraph
+from penstock.graph.batches import is_full_mask, replaced, tensors_in
+from penstock.graph.capturing import verify
+from penstock.graph.stand_ins import kept_as_it_is
+from penstock.graph.step_program import StepProgram, call_model, loss_of
+from penstock.memory import Tier, available_ram
+from penstock.planner import Plan
+from penstock.units import format_bytes
+
+_logger = logging.getLogger(__name__)
+
+_SMALL_BYTES = 4 * 2**20  # beyond a budget: half of the slack that it promises for allocators
+_FRAME_FACTOR = 1.5  # Python's frames hold tensors longer than the graph needs them
+_CAPTURE_SHARE = 0.05  # of the steps' time, for calls on fake tensors after the second step
+
+
+class Shadow:
+    """Checks of the steps of one `PlannedStep`.
+
+    Args:
+        program: The user's program, without a batch.
+        every: The distance of checked steps; None: the first two steps and then at distances that
+            double, if memory allows; 0: none.
+    """
+
+    def __init__(self, program: StepProgram, every: int | None) -> None:
+        if every is not None and (
+            isinstance(every, bool) or not isinstance(every, int) or every < 0
+        ):
+            raise ValueError(f"shadow={every!r}: pass a number of steps, 0 for none, or None")
+        self._program = program
+        self._every = every
+        self._num_begun = 0
+        self._num_steps = 0
+        self._num_captures = 0
+        self._seconds = 0.0
+        self._left_out = "shadow=0" if every == 0 else ""
+
+    def begin(
+        self,
+        graph: StepGraph,
+        plan: Plan,
+        device: Device,
+        batch: Any,
+        step_seconds: float,
+        drain: Callable[[], None],
+    ) -> torch.Tensor | None:
+        """Check a step that is about to begin, if its turn has come; `step_seconds` is the time of
+        all steps so far.
+
+        Returns:
+            The loss of the program itself; None if it has not been called.
+
+        Raises:
+            CaptureError: The program does not do what was captured.
+        """
+        number = self._num_begun + 1
+        if not self._is_due(number) or not self._can_check(graph):
+            return None
+        begin = time.perf_counter()
+        program = self._program._replace(batch=batch, accumulate=graph.captured.accumulate)
+        try:
+            with _enable_autocast(graph):
+                self._capture_again(graph, program, number, step_seconds)
+                if not self._has_room(graph, plan) or _takes_other_branch(graph, batch):
+                    return None
+                # The eager call changes buffers before it restores them, and transfers of the last
+                # step must move them as they were.
+                drain()
+                return self._call_eagerly(program, graph, device)
+        finally:
+            self._seconds += time.perf_counter() - begin
+
+    def end(self, *, compared: bool) -> None:
+        """Count a finished step."""
+        self._num_begun += 1
+        self._num_steps += compared
+
+    def repeat(self, graph: StepGraph, device: Device, batch: Any) -> torch.Tensor | None:
+        """Call the program eagerly once more, for a step whose loss differed."""
+        program = self._program._replace(batch=batch, accumulate=graph.captured.accumulate)
+        with _enable_autocast(graph):
+            return self._call_eagerly(program, graph, device)
+
+    def give_up(self, reason: str) -> None:
+        """Stop the comparison of losses."""
+        self._left_out = reason
+        warnings.warn(f"planned steps are not compared with eager ones: {reason}", stacklevel=5)
+
+    def report(self) -> dict[str, Any]:
+        """Return the fields of an `ExecutionReport` about these checks."""
+        return {
+            "num_shadow_steps": self._num_steps,
+            "num_captures_again": self._num_captures,
+            "shadow_seconds": self._seconds,
+            "shadow_left_out": self._left_out,
+        }
+
+    def _is_due(self, number: int) -> bool:
+        if self._every is None:
+            return number & (number - 1) == 0
+        return self._every > 0 and (number == 1 or number % self._every == 0)
+
+    def _can_check(self, graph: StepGraph) -> bool:
+        captured = graph.captured
+        if captured is None:
+            self._left_out = "the graph was not captured in this process"
+        elif captured.is_sharded:
+            self._left_out = "the model is sharded"
+        elif captured.has_loss and self._program.loss is None:
+            self._left_out = "bind was not given the loss= that the step was captured with"
+        else:
+            return True
+        return False
+
+    def _capture_again(
+        self, graph: StepGraph, program: StepProgram, number: int, step_seconds: float
+    ) -> None:
+        if number == 1 or (number > 2 and self._seconds > _CAPTURE_SHARE * step_seconds):
+            return
+        like = lambda tensor, path: _copy_layout(graph, tensor, path)  # noqa: E731
+        verify(
+            graph.captured,
+            program._replace(batch=replaced(program.batch, "batch", like)),
+            graph.device,
+        )
+        self._num_captures += 1
+
+    def _has_room(self, graph: StepGraph, plan: Plan) -> bool:
+        """Return whether the eager call keeps within the budget, or was asked for."""
+        if self._left_out:
+            return False
+        if self._every is not None:
+            return True
+        needed = _estimate_eager_bytes(graph) + _count_bytes_below(graph, plan)
+        room = available_ram() // 2
+        if plan.budget.device_bytes is not None:
+            left = plan.budget.device_bytes - plan.peak_device_bytes
+            room = min(room, max(_SMALL_BYTES, left))
+        if needed > room:
+            self._left_out = (
+                f"an eager forward pass takes {format_bytes(needed)} and the budget leaves "
+                f"{format_bytes(room)}; shadow=n does it nevertheless"
+            )
+        return needed <= room
+
+    def _call_eagerly(
+        self, program: StepProgram, graph: StepGraph, device: Device
+    ) -> torch.Tensor | None:
+        try:
+            try:
+                with _drop_saved_tensors():
+                    return _compute_loss(program, graph, device)
+            except Exception:  # it asks for gradients within the forward pass
+                return _compute_loss(program, graph, device)
+        except Exception as error:
+            self.give_up(f"the eager call raised {type(error).__name__}: {error}")
+            return None
+
+
+def _estimate_eager_bytes(graph: StepGraph) -> int:
+    """Return about the bytes of a forward pass that keeps nothing for the backward pass."""
+    forward = [operator for operator in graph.operators if operator.phase is Phase.FORWARD]
+    last: dict[int, int] = {}
+    for index, operator in enumerate(forward):
+        for value in (*operator.needs, *operator.makes):
+            last[graph.storage_of_value[value]] = index
+    dying: dict[int, list[int]] = {}
+    for storage, index in last.items():
+        dying.setdefault(index, []).append(storage)
+    resident, peak, held = 0, 0, set[int]()
+    for index, operator in enumerate(forward):
+        for value in operator.creates:
+            held.add(graph.storage_of_value[value])
+            resident += graph.num_bytes(value)
+        peak = max(peak, resident + operator.workspace_bytes)
+        for storage in held.intersection(dying.get(index, ())):
+            resident -= graph.storages[storage].num_bytes
+    copies = sum(each.num_bytes for each in graph.storages if _is_copied(each))
+    return round(_FRAME_FACTOR * peak) + copies
+
+
+def _count_bytes_below(graph: StepGraph, plan: Plan) -> int:
+    """Return the bytes of a model in a file, or below a GPU, that an eager call reads to memory."""
+    planned = plan.planned_graph(graph)  # whose operators may be in parts
+    below = {
+        planned.storage_of_value[copy.value]
+        for copy in plan.copies
+        if copy.tier is Tier.FILE or graph.device != "cpu"
+    }
+    storages = (planned.storages[index] for index in below)
+    return sum(each.num_bytes for each in storages if each.kind in (Kind.PARAMETER, Kind.BUFFER))
+
+
+def _is_copied(storage: Any) -> bool:
+    """Return whether a storage is a buffer that steps change, or part of a batch."""
+    changes = storage.kind is Kind.BUFFER and storage.initial != storage.final
+    return changes or storage.kind is Kind.INPUT
+
+
+def _takes_other_branch(graph: StepGraph, batch: Any) -> bool:
+    """Return whether Transformers omits a mask that the graph has, which gives other roundings."""
+    full = graph.metadata.get("full_masks", ())
+    tensors = tensors_in(batch, "batch") if "transformers" in sys.modules else ()
+    return any(name not in full and is_full_mask(tensor) for name, tensor in tensors)
+
+
+def _compute_loss(program: StepProgram, graph: StepGraph, device: Device) -> torch.Tensor:
+    """Call the program; the model's tensors and the random state are restored."""
+    root = nn.ModuleDict(program.roots())
+    with _restore_state(root, graph, device), torch.enable_grad():
+        if graph.device != "cpu":
+            _copy_to_device(root, device.device)
+        total = None
+        batch = replaced(program.batch, "batch", _copy_tensor)
+        for part in batch if program.accumulate else [batch]:
+            value = loss_of(call_model(program.model, part), part, program.loss)
+            if (num_parts := program.accumulate or 1) > 1:
+                value = value / num_parts
+            value = value.detach()
+            total = value if total is None else total + value
+        assert total is not None
+        return total.clone()
+
+
+@contextlib.contextmanager
+def _restore_state(root: nn.Module, graph: StepGraph, device: Device) -> Iterator[None]:
+    """Restore a model's tensors and the random state after a call.
+
+    Numbers and lists of numbers in the modules' attributes stay as after the call, as they would
+    without a plan: so counters that matter in later steps are found there.
+    """
+    random_state = device.get_random_state()
+    changed = {
+        name
+        for name, view in graph.tensors.items()
+        if _is_copied(graph.storages[graph.storage_of_value[view.value]])
+    }
+    buffers = [*root.named_buffers(remove_duplicate=False)]
+    copies = [(tensor, tensor.detach().clone()) for name, tensor in buffers if name in changed]
+    tensors = [*root.named_parameters(remove_duplicate=False), *buffers]
+    places = [(tensor, tensor.data) for _, tensor in tensors]
+    try:
+        with kept_as_it_is(root, only_tensors=True):
+            yield
+    finally:
+        for tensor, place in places:  # the program may have assigned to `.data`
+            if not tensor.is_set_to(place):
+                tensor.data = place
+        with torch.no_grad():
+            for tensor, content in copies:
+                tensor.copy_(content)
+        device.set_random_state(random_state)
+
+
+def _copy_to_device(root: nn.Module, device: torch.device) -> None:
+    """Let modules hold copies on the device of tensors below it."""
+    for module in root.modules():
+        for held in (module._parameters, module._buffers):
+            for key, tensor in held.items():
+                if tensor is not None and tensor.dim() and tensor.device != device:
+                    copy = tensor.detach().to(device)
+                    if isinstance(tensor, nn.Parameter):
+                        copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
+                    held[key] = copy  # pyright: ignore[reportArgumentType]
+
+
+def _copy_tensor(tensor: torch.Tensor, path: str) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _copy_layout(graph: StepGraph, tensor: torch.Tensor, path: str) -> torch.Tensor:
+    """Return a tensor with the strides of the captured batch, and no full mask if the graph is for
+    any mask.
+    """
+    view = graph.tensors[path]
+    if path not in graph.metadata.get("full_masks", ()) and is_full_mask(tensor):
+        tensor = tensor.clone()
+        tensor[0, -1] = 0
+    if tensor.stride() == view.stride:
+        return tensor
+    made = torch.empty_strided(view.shape, view.stride, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+@contextlib.contextmanager
+def _enable_autocast(graph: StepGraph) -> Iterator[None]:
+    """Enable autocast as during the capture."""
+    name = graph.metadata.get("autocast")
+    if name is None:
+        yield
+        return
+    with torch.autocast(graph.device, getattr(torch, name)):
+        yield
+
+
+@contextlib.contextmanager
+def _drop_saved_tensors() -> Iterator[None]:
+    """Let autograd save no tensors: no backward pass follows."""
+
+    def unpack(_: object) -> torch.Tensor:
+        raise RuntimeError("a forward pass was to keep no tensors")
+
+    pack: Callable[[torch.Tensor], None] = lambda tensor: None  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield

@@ -1,0 +1,174 @@
+"""Guards: assumptions of a captured step on model and optimizer, compared before each step.
+
+A graph is one course of events: of these modules, in these modes, with gradients of these
+parameters. A change of that between steps is an error, instead of training as before.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from penstock.errors import GraphFileError
+from penstock.graph import StepGraph
+from penstock.graph.modes import (
+    autocast_of,
+    evaluation_modules,
+    frozen_parameters,
+    modules_in,
+    parameters_in,
+)
+
+_REMEDY = "put it back before the step, or capture, plan and bind the step as it is now"
+
+
+class _Snapshot(NamedTuple):
+    """The state that is compared, objects by identity."""
+
+    modules: list[int]
+    is_training: list[bool]
+    parameters: list[int]
+    has_gradient: list[bool]
+    groups: list[list[int]]
+
+
+class Guards:
+    """The guards of a bound step.
+
+    Raises:
+        GraphFileError: They are not as they were captured; the message names the difference.
+    """
+
+    def __init__(
+        self, graph: StepGraph, roots: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._device = graph.device
+        self._captured = graph.captured
+        self._autocast = graph.metadata.get("autocast")
+        self._roots = roots
+        self._optimizer = optimizer
+        self._names = [name for name, _ in modules_in(roots)]
+        self._parameters = [name for name, _ in parameters_in(roots)]
+        self._check_captured_modes(graph)
+        self._bound, self._objects = self._take_snapshot()
+        self._attributes = list(_find_numbers(roots))
+
+    def check(self) -> None:
+        """Compare the guards with the state now.
+
+        Raises:
+            GraphFileError: The step would not be the one that was captured; nothing has moved.
+        """
+        now, objects = self._take_snapshot()
+        if now.parameters != self._bound.parameters and now.modules == self._bound.modules:
+            self._refuse_orphans(now)
+            if _index_groups(now) == _index_groups(self._bound):
+                self._bound = self._bound._replace(parameters=now.parameters, groups=now.groups)
+                self._objects = objects
+        if now != self._bound:
+            raise GraphFileError(f"{self._describe_difference(now)}; {_REMEDY}")
+        dtype = autocast_of(self._device)
+        if dtype not in (None, self._autocast):
+            was = f"with {self._autocast}" if self._autocast else "without it"
+            raise GraphFileError(
+                f"autocast to {dtype} is on, and the step was captured {was}: enter autocast "
+                "around the capture (penstock.fit); around the step it changes nothing"
+            )
+        if self._captured is not None:
+            self._captured.check_outside()
+        self._warn_of_attributes()
+
+    def _take_snapshot(self) -> tuple[_Snapshot, list[Any]]:
+        """Return a snapshot, and its objects: no other object has their identity as they live."""
+        modules = [module for root in self._roots.values() for module in root.modules()]
+        parameters = [each for module in modules for each in module._parameters.values()]
+        groups = [group["params"] for group in self._optimizer.param_groups]
+        seen = _Snapshot(
+            [id(each) for each in modules],
+            [each.training for each in modules],
+            [id(each) for each in parameters],
+            [each is not None and each.requires_grad for each in parameters],
+            [[id(each) for each in group] for group in groups],
+        )
+        return seen, [modules, parameters, *map(list, groups)]
+
+    def _refuse_orphans(self, now: _Snapshot) -> None:
+        """Refuse new parameters in the place of parameters that the optimizer updates."""
+        known = {number for group in now.groups for number in group}
+        pairs = zip(self._parameters, self._bound.parameters, now.parameters, strict=True)
+        for name, before, after in pairs:
+            if before != after and before in known and after not in known:
+                raise GraphFileError(
+                    f"{name!r} is another parameter than when the step was bound, which the "
+                    "optimizer does not have: copy into the one that it has "
+                    "(parameter.copy_(...) under torch.no_grad(), load_state_dict without assign), "
+                    "or make the optimizer and bind the plan anew"
+                )
+
+    def _describe_difference(self, now: _Snapshot) -> str:
+        before = self._bound
+        if now.modules != before.modules:
+            return "a module of the model has been replaced, added or removed"
+        for name, was, is_training in zip(
+            self._names, before.is_training, now.is_training, strict=True
+        ):
+            if was != is_training:
+                mode = "training" if is_training else "evaluation"
+                return f"module {name!r} is in {mode} mode, in which it was not captured"
+        if now.has_gradient != before.has_gradient:
+            changed = [
+                name
+                for name, was, has in zip(
+                    self._parameters, before.has_gradient, now.has_gradient, strict=True
+                )
+                if was != has
+            ]
+            return f"requires_grad of {changed[0]!r} has changed"
+        if _index_groups(now) != _index_groups(before):
+            return "the optimizer's groups have other parameters than when the step was bound"
+        return "parameters have been added or removed"
+
+    def _check_captured_modes(self, graph: StepGraph) -> None:
+        """Compare with the graph's metadata, if it has any."""
+        pairs = (
+            ("evaluation", "in evaluation mode", evaluation_modules(self._roots)),
+            ("frozen", "frozen (requires_grad=False)", frozen_parameters(self._roots)),
+        )
+        for key, words, found in pairs:
+            captured = graph.metadata.get(key)
+            for name in sorted({*found} ^ {*captured}) if captured is not None else ():
+                now, then = ("is", "was not") if name in found else ("is not", "was")
+                raise GraphFileError(
+                    f"{name!r} {now} {words} and {then} when the step was captured; {_REMEDY}"
+                )
+
+    def _warn_of_attributes(self) -> None:
+        for number, (name, holder, key, value) in enumerate(self._attributes):
+            if holder.get(key) != value:
+                warnings.warn(
+                    f"{name}.{key} is {holder.get(key)!r} and was {value!r} when the step was "
+                    "bound; planned steps go on with that, as Python numbers are part of the "
+                    "graph: keep it in a buffer, or capture the step again",
+                    stacklevel=6,
+                )
+                self._attributes[number] = (name, holder, key, holder.get(key))
+
+
+def _index_groups(snapshot: _Snapshot) -> list[list[int]]:
+    """Return the optimizer's groups as indices of their parameters in the model."""
+    indices = {identity: index for index, identity in enumerate(snapshot.parameters)}
+    return [[indices.get(identity, -1) for identity in group] for group in snapshot.groups]
+
+
+def _find_numbers(
+    roots: Mapping[str, nn.Module],
+) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
+    """Yield modules' public attributes that are Python numbers: constants of a graph."""
+    for name, module in modules_in(roots):
+        for key, value in vars(module).items():
+            if isinstance(value, bool | int | float) and key != "training" and key[0] != "_":
+                yield name, vars(module), key, value
