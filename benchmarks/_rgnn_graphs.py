@@ -66,7 +66,7 @@ def relation_types(graph: Graph) -> list[tuple[int, int]]:
 
 def node_types(graph: Graph) -> torch.Tensor:
     """The type of each node, int64, (num_nodes,), on the CPU."""
-    from penstock.rgnn._rows import NODE_TYPE_OF
+    from penstock.rgnn.spaces import NODE_TYPE_OF
 
     return graph.index(NODE_TYPE_OF).cpu().long()
 

@@ -1,4 +1,4 @@
-"""Each kernel of a plan by itself: its time, what it has to move and compute, and the roofline.
+"""Each kernel of a program by itself: its time, what it has to move and compute, and the roofline.
 
 The bytes are those that no implementation can avoid: every value that is read counts once, however
 many edges read it, and never with more rows than the loop has; indices are 4 bytes a row for each
@@ -21,12 +21,12 @@ import torch
 
 from _rgnn_arms import Layer, OurProgram
 from penstock.rgnn import CompiledFunction, Graph
-from penstock.rgnn._backends import choose
-from penstock.rgnn._compile import _bucket
-from penstock.rgnn._differentiate import Differentiated
-from penstock.rgnn._plan import Plan
-from penstock.rgnn._rows import RowMap, Space
-from penstock.rgnn._schedule import Kernel, fused_outers, maps_of, source
+from penstock.rgnn._compiled_program import CompiledProgram
+from penstock.rgnn.backends import Invocation, Results
+from penstock.rgnn.ir import maps_of, source
+from penstock.rgnn.lowering import Direction, Kernel, LoweredProgram, fused_outers
+from penstock.rgnn.passes import JointProgram
+from penstock.rgnn.spaces import RowMap, Space
 
 REPETITIONS = 9
 INDEX_BYTES = 4
@@ -72,22 +72,27 @@ def kernel_facts(
         backend: The backend that runs single kernels.
         roofline: Of the device.
     """
-    graph, arguments, plan = _training_plan(program)
-    planned = program.explain(training=True).kernels
+    graph, arguments, compiled = _training_program(program, backend)
+    lowered = compiled.lowered
+    explained = program.explain(training=True).kernels
     memory: dict[int, torch.Tensor] = {}
-    execute, found = choose(backend), []
-    for kernel, facts in zip(plan.schedule.kernels, planned, strict=True):
+    found = []
+    kernels = enumerate(lowered.schedule.kernels)
+    for (number, kernel), facts in zip(kernels, explained, strict=True):
         values = frozenset(kernel.values)
-        keep = sorted(values & plan.schedule.materialised)
+        keep = tuple(sorted(values & lowered.schedule.materialised))
+        direction = Direction(values, (kernel,), number, (), keep)
 
-        def run(values: frozenset[int] = values, keep: list[int] = keep) -> dict[int, torch.Tensor]:
-            return execute(plan, graph, values, memory, arguments, (), keep)[1]
+        def run(direction: Direction = direction) -> Results:
+            return compiled.run_direction(Invocation(direction, graph, arguments, memory))
 
-        made = run()
+        _, made = run()
         seconds = statistics.median(_seconds(run, str(graph.device)))
         memory.update(made)
-        num_bytes = _least_bytes(plan, kernel, graph)
-        num_operations = 2 * facts.multiplications or _elementwise_operations(plan, kernel, graph)
+        num_bytes = _least_bytes(lowered, kernel, graph)
+        num_operations = 2 * facts.multiplications or _elementwise_operations(
+            lowered, kernel, graph
+        )
         found.append(
             {
                 "kernel": f"{facts.kind} over {facts.rows_of} rows",
@@ -103,25 +108,27 @@ def kernel_facts(
     return found
 
 
-def _training_plan(program: OurProgram) -> tuple[Graph, dict[str, torch.Tensor], Plan]:
-    """The plan of a training step, and its arguments, gradients of the outputs among them."""
-    found: list[tuple[Graph, dict[str, torch.Tensor], Plan]] = []
+def _training_program(
+    program: OurProgram, backend: str
+) -> tuple[Graph, dict[str, torch.Tensor], CompiledProgram]:
+    """Return the program of a training step, and its arguments with the outputs' gradients."""
+    found: list[tuple[Graph, dict[str, torch.Tensor], CompiledProgram]] = []
 
     def record(compiled: CompiledFunction, graph: Graph, *args: Any) -> torch.Tensor:
-        tensors, traced = compiled._traced(graph, args, {})
+        traced, tensors = compiled._trace_call(graph, args, {})
         wrt = tuple(name for name in tensors if tensors[name].requires_grad)
         result = compiled(graph, *args)
-        seeds = {Differentiated.seed(0): torch.ones_like(result)}
-        plan = compiled._plan(traced, _bucket(graph.counts), wrt)
-        found.append((graph, tensors | seeds, plan))
+        seeds = {JointProgram.seed(0): torch.ones_like(result)}
+        optimized = compiled._compile_for(traced, graph, wrt).lowered.optimized
+        found.append((graph, tensors | seeds, CompiledProgram(optimized, backend)))
         return result
 
     program.forward(record)
     return found[0]
 
 
-def _least_bytes(plan: Plan, kernel: Kernel, graph: Graph) -> int:
-    program, counts = plan.program, graph.counts
+def _least_bytes(lowered: LoweredProgram, kernel: Kernel, graph: Graph) -> int:
+    program, counts = lowered.optimized.program, graph.counts
     fused, own = fused_outers(program), set(kernel.values)
     read: dict[int, int] = {}  # rows of each value that comes from memory
     followed: set[RowMap] = set()
@@ -135,7 +142,9 @@ def _least_bytes(plan: Plan, kernel: Kernel, graph: Graph) -> int:
             elif value not in own:
                 rows = counts.rows(program.nodes[value].space)
                 read[value] = min(rows, max(counts.rows(kernel.space), read.get(value, 0)))
-    written = {at: counts.rows(program.nodes[at].space) for at in own & plan.schedule.materialised}
+    written = {
+        at: counts.rows(program.nodes[at].space) for at in own & lowered.schedule.materialised
+    }
     of_values = sum(
         rows * math.prod(program.nodes[value].shape) * 4
         for value, rows in [*read.items(), *written.items()]
@@ -145,10 +154,12 @@ def _least_bytes(plan: Plan, kernel: Kernel, graph: Graph) -> int:
     )
 
 
-def _elementwise_operations(plan: Plan, kernel: Kernel, graph: Graph) -> int:
+def _elementwise_operations(lowered: LoweredProgram, kernel: Kernel, graph: Graph) -> int:
     """One for each element that a traversal makes or adds up."""
     rows = graph.counts.rows(kernel.space)
-    return sum(rows * math.prod(plan.program.nodes[value].shape) for value in kernel.values)
+    return sum(
+        rows * math.prod(lowered.optimized.program.nodes[value].shape) for value in kernel.values
+    )
 
 
 def _seconds(run: Callable[[], object], device: str) -> list[float]:

@@ -28,7 +28,7 @@ from _relational import (
 )
 from penstock import rgnn
 from penstock.rgnn import dot, edge_mean, edge_softmax
-from penstock.rgnn._backends._triton import _kernels, _tables
+from penstock.rgnn.backends.triton import _kernels, _tables
 from penstock.rgnn.layers import _hgt, _rgat, _rgcn
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "test_triton_backend.py runs this"

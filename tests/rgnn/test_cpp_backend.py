@@ -28,8 +28,10 @@ from _relational import (
 from penstock import rgnn
 from penstock.codegen import find_compiler
 from penstock.errors import BuildError
-from penstock.rgnn import REWRITES, _fuse, _rows, edge_softmax
-from penstock.rgnn._backends import _cpp_graph, resolve
+from penstock.rgnn import REWRITES, edge_softmax, spaces
+from penstock.rgnn.backends import resolve
+from penstock.rgnn.backends.cpp import _graph_arrays
+from penstock.rgnn.lowering import _fuse
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -64,8 +66,8 @@ def test_gradients_of_random_programs_are_right(recipe, graph, is_cut, is_summed
         if is_summed:
             patch.setattr(_fuse, "MIN_ROWS_OF_RELATION", 0)
         if is_cut:
-            patch.setattr(_cpp_graph, "HUB_ROWS", 3)
-            patch.setattr(_cpp_graph, "PIECE_ROWS", 2)
+            patch.setattr(_graph_arrays, "HUB_ROWS", 3)
+            patch.setattr(_graph_arrays, "PIECE_ROWS", 2)
         assert torch.autograd.gradcheck(
             lambda *args: function(graph, *args), arguments, fast_mode=True, atol=1e-5
         )
@@ -127,7 +129,7 @@ def test_wide_indices_do_what_narrow_ones_do(name, monkeypatch):
     graph = random_graph()
     arguments, function = layer_arguments(name, graph), compiled(name)
     narrow = results_and_gradients(function, graph, arguments)
-    monkeypatch.setattr(_cpp_graph, "_INT32_MAX", 10)
+    monkeypatch.setattr(_graph_arrays, "_INT32_MAX", 10)
     wide = results_and_gradients(function, random_graph(), arguments)
     assert all(torch.equal(a, b) for a, b in zip(narrow, wide, strict=True))
 
@@ -184,14 +186,14 @@ def test_what_is_returned_has_memory_of_its_own():
 @pytest.fixture
 def small_hubs(monkeypatch) -> None:
     """Groups are cut early, and into pieces of which the last one is shorter."""
-    monkeypatch.setattr(_cpp_graph, "HUB_ROWS", 6)
-    monkeypatch.setattr(_cpp_graph, "PIECE_ROWS", 4)
+    monkeypatch.setattr(_graph_arrays, "HUB_ROWS", 6)
+    monkeypatch.setattr(_graph_arrays, "PIECE_ROWS", 4)
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_groups_that_are_cut_come_to_the_same(name, small_hubs):
     graph = random_graph(6, 60)
-    sizes = graph.group_sizes(_rows.EDGE_DST)
+    sizes = graph.group_sizes(spaces.EDGE_DST)
     assert sizes.max() > 9 and sizes.min() <= 6
     assert_is_reference(compiled(name), graph, layer_arguments(name, graph))
 
@@ -221,7 +223,7 @@ def test_a_star_has_equal_bits_for_any_number_of_threads(name):
     ends[1, ::2] = 7
     relations = torch.randint(NUM_RELATIONS, (40_000,), generator=generator)
     graph = rgnn.Graph(ends, relations, num_nodes=500, num_relations=NUM_RELATIONS)
-    assert _cpp_graph.arrays_of(graph).hubs(_rows.EDGE_DST).tolist() == [7]
+    assert _graph_arrays.arrays_of(graph).hubs(spaces.EDGE_DST).tolist() == [7]
     function, arguments = compiled(name), layer_arguments(name, graph, dim=8)
     runs = []
     for num_threads in (1, 2, 3):
@@ -239,16 +241,16 @@ def test_what_a_step_kept_is_gone_with_it_and_its_memory_used_again(name):
     graph = random_graph(3000, 30_000)
     arguments, function = layer_arguments(name, graph, dim=24), compiled(name)
     results_and_gradients(function, graph, arguments)
-    blocks = _cpp_graph.arrays_of(graph).blocks
+    buffers = _graph_arrays.arrays_of(graph).buffers
     gc.disable()  # nothing may wait for the garbage collector
     try:
-        num_blocks = blocks.num_blocks
+        num_buffers = buffers.num_buffers
         results_and_gradients(function, graph, arguments)
-        assert blocks.num_blocks == num_blocks > 0
+        assert buffers.num_buffers == num_buffers > 0
         held = function(graph, *arguments)
-        assert not all(block.is_free() for block in blocks._blocks)
+        assert not all(buffer.is_free() for buffer in buffers._buffers)
         del held
-        assert all(block.is_free() for block in blocks._blocks)
+        assert all(buffer.is_free() for buffer in buffers._buffers)
     finally:
         gc.enable()
 
@@ -291,7 +293,7 @@ def test_a_step_takes_as_many_bytes_as_its_rows_say(name):
     for without in ((), REWRITES):
         function = compiled(name, without)
         results_and_gradients(function, graph, arguments)  # the graph's indices are built here
-        _cpp_graph.arrays_of(graph).blocks.clear()
+        _graph_arrays.arrays_of(graph).buffers.clear()
         with _Peak() as peak:
             results_and_gradients(function, graph, arguments)
         peaks.append(peak.peak_bytes)
@@ -330,7 +332,7 @@ def test_the_source_says_what_it_computes_and_holds_no_name_of_the_user(tmp_path
 def test_without_a_compiler_torch_computes_or_the_error_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "/no/such/compiler")
-    rgnn._backends._fastest_on.cache_clear()
+    rgnn.backends._find_fastest.cache_clear()
     graph = random_graph()
     arguments = layer_arguments("rgat", graph)
     with pytest.raises(BuildError, match="/no/such/compiler"):
@@ -338,7 +340,7 @@ def test_without_a_compiler_torch_computes_or_the_error_says_so(tmp_path, monkey
     fallback = rgnn.compile(LAYERS["rgat"].__wrapped__)
     assert torch.equal(fallback(graph, *arguments), LAYERS["rgat"](graph, *arguments))
     assert fallback.explain(graph, *arguments).backend == "torch"
-    rgnn._backends._fastest_on.cache_clear()
+    rgnn.backends._find_fastest.cache_clear()
 
 
 def test_without_a_cache_directory_torch_computes_as_without_a_compiler(
@@ -347,7 +349,7 @@ def test_without_a_cache_directory_torch_computes_as_without_a_compiler(
     occupied = tmp_path / "file"
     occupied.touch()
     monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(occupied))
-    rgnn._backends._fastest_on.cache_clear()
+    rgnn.backends._find_fastest.cache_clear()
     graph = random_graph()
     arguments = layer_arguments("rgat", graph)
     fallback = rgnn.compile(LAYERS["rgat"].__wrapped__)
@@ -358,7 +360,7 @@ def test_without_a_cache_directory_torch_computes_as_without_a_compiler(
     assert fallback.explain(graph, *arguments).backend == "torch"
     with pytest.raises(BuildError, match="PENSTOCK_CACHE_DIR"):
         compiled("rgat")(graph, *arguments)
-    rgnn._backends._fastest_on.cache_clear()
+    rgnn.backends._find_fastest.cache_clear()
 
 
 def test_the_fastest_backend_is_chosen_by_device():

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 
 from _relational import assert_same, graphs, random_graph, random_tensor, recipes
 from penstock import rgnn
-from penstock.rgnn._differentiate import Differentiated, differentiate
-from penstock.rgnn._interpreter import interpret
+from penstock.rgnn.interpreter import interpret
+from penstock.rgnn.passes import JointProgram, differentiate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def program_of(function, graph, arguments):
-    tensors, traced = rgnn.compile(function)._traced(graph, arguments, {})
+    traced, tensors = rgnn.compile(function)._trace_call(graph, arguments, {})
     return traced.program, tensors
 
 
@@ -32,7 +32,7 @@ def test_gradients_of_unrewritten_programs_are_autograds(recipe, graph):
     )
     joint = differentiate(program, names)
     arguments = {name: tensor.detach() for name, tensor in tensors.items()}
-    arguments |= {Differentiated.seed(k): seed for k, seed in enumerate(seeds)}
+    arguments |= {JointProgram.seed(k): seed for k, seed in enumerate(seeds)}
     found = interpret(joint.program, graph, arguments)
     assert_same(list(found[: joint.num_outputs]), list(outputs))
     gradients = dict(zip(joint.wrt, found[joint.num_outputs :], strict=True))

@@ -16,8 +16,8 @@ import torch
 from _relational import random_graph, random_tensor
 from penstock import rgnn
 from penstock.rgnn import _custom_ops
-from penstock.rgnn._free_values import FreeValues
-from penstock.rgnn._traces import Traces
+from penstock.rgnn.frontend._free_values import FreeValues
+from penstock.rgnn.frontend.traces import Traces
 
 GRAPH = random_graph()
 X = random_tensor(GRAPH.num_nodes, 3).detach()

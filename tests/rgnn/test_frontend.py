@@ -64,7 +64,7 @@ def test_typed_weights_are_those_of_the_row():
     expected = torch.einsum("ek,ekn->en", values[SRC], by_relation[TYPE])
     found = run(lambda g, v, W: g.edges.src(v) @ W[g.edges.type], values, by_relation)
     torch.testing.assert_close(found, expected)
-    node_type = GRAPH.index(rgnn._rows.NODE_TYPE_OF).long()
+    node_type = GRAPH.index(rgnn.spaces.NODE_TYPE_OF).long()
     expected = torch.einsum("nk,nkm->nm", values, by_type[node_type])
     found = run(lambda g, v, V: g.nodes(v) @ V[g.nodes.type], values, by_type)
     torch.testing.assert_close(found, expected)
@@ -119,7 +119,7 @@ def test_arithmetic_before_indexing_is_done_once_per_type():
 
     expected = torch.einsum("ek,ekn->en", values[SRC], (weights * 1.5).tanh()[TYPE])
     torch.testing.assert_close(run(body, values, weights), expected)
-    program = rgnn.compile(body)._traced(GRAPH, (values, weights), {})[1].program
+    program = rgnn.compile(body)._trace_call(GRAPH, (values, weights), {})[0].program
     assert {node.space.value for node in program.nodes if node.op == "tanh"} == {"relation"}
 
 

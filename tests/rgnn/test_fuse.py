@@ -17,11 +17,10 @@ from _relational import (
 )
 from penstock import rgnn
 from penstock.codegen import find_compiler
-from penstock.rgnn import _fuse
-from penstock.rgnn._backends import _cpp_graph
-from penstock.rgnn._plan import Plan, make_plan
-from penstock.rgnn._rows import DST_PAIR_DST, SRC_PAIR_SRC
-from penstock.rgnn._schedule import KernelKind
+from penstock.rgnn.backends.cpp import _graph_arrays
+from penstock.rgnn.lowering import KernelKind, _fuse, lower, lower_for_arena
+from penstock.rgnn.passes import OptimizedProgram, optimize
+from penstock.rgnn.spaces import DST_PAIR_DST, SRC_PAIR_SRC
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
@@ -33,7 +32,7 @@ SUMMED = KernelKind.SUMMED_GEMM.value
 def small(monkeypatch):
     """Products are joined on the smallest graph, and its nodes cut into several ranges."""
     monkeypatch.setattr(_fuse, "MIN_ROWS_OF_RELATION", 0)
-    monkeypatch.setattr(_cpp_graph, "_MIN_RANGES", 3)
+    monkeypatch.setattr(_graph_arrays, "_MIN_RANGES", 3)
 
 
 def sums(g, x, W):
@@ -41,19 +40,19 @@ def sums(g, x, W):
     return g.sum_to_dst(e.src(x) @ W[e.type])
 
 
-def planned(body, graph: rgnn.Graph) -> Plan:
+def optimized_program(body, graph: rgnn.Graph) -> OptimizedProgram:
     function = rgnn.compile(body, backend="torch")
     x = torch.randn(graph.num_nodes, 4, requires_grad=True)
     weight = torch.randn(graph.num_relations, 4, 4, requires_grad=True)
-    _, traced = function._traced(graph, (x, weight), {})
-    return make_plan(traced.program, graph.counts, wrt=("x", "W"))
+    traced, _ = function._trace_call(graph, (x, weight), {})
+    return optimize(traced.program, graph.counts, wrt=("x", "W"))
 
 
-def joined(plan: Plan) -> list[str | None]:
-    """What the joined products of a plan are summed along."""
+def joined(optimized: OptimizedProgram) -> list[str | None]:
+    """What the joined products of a optimized are summed along."""
     return [
         kernel.grouped_by and kernel.grouped_by.name
-        for kernel in plan.summed_schedule.kernels
+        for kernel in lower_for_arena(optimized).schedule.kernels
         if kernel.kind is KernelKind.SUMMED_GEMM
     ]
 
@@ -69,15 +68,15 @@ def few_sources() -> rgnn.Graph:
 
 
 def test_products_are_joined_with_the_sum_after_aggregation_and_in_the_backward(small):
-    assert joined(planned(sums, few_destinations())) == [DST_PAIR_DST.name]
-    assert joined(planned(sums, few_sources())) == [SRC_PAIR_SRC.name]
+    assert joined(optimized_program(sums, few_destinations())) == [DST_PAIR_DST.name]
+    assert joined(optimized_program(sums, few_sources())) == [SRC_PAIR_SRC.name]
 
 
 def test_a_joined_product_is_never_in_memory_and_all_else_stays(small):
-    plan = planned(sums, few_sources())
-    before, after = plan.schedule, plan.summed_schedule
+    optimized = optimized_program(sums, few_sources())
+    before, after = lower(optimized).schedule, lower_for_arena(optimized).schedule
     (gone,) = before.materialised - after.materialised
-    assert plan.program.nodes[gone].op == "matmul"
+    assert optimized.program.nodes[gone].op == "matmul"
     assert after.materialised < before.materialised
     values = [value for kernel in after.kernels for value in kernel.values]
     assert sorted(values) == sorted(v for kernel in before.kernels for v in kernel.values)
@@ -86,24 +85,31 @@ def test_a_joined_product_is_never_in_memory_and_all_else_stays(small):
 
 
 def test_kernels_of_the_forward_stay_in_it(small):
-    plan = planned(sums, few_destinations())
-    assert plan.summed_schedule.num_forward == plan.schedule.num_forward - 1
+    optimized = optimized_program(sums, few_destinations())
+    assert (
+        lower_for_arena(optimized).schedule.num_forward == lower(optimized).schedule.num_forward - 1
+    )
 
 
 def test_with_few_rows_of_each_relation_products_stay_alone():
     graph = few_sources()
     rows = graph.counts.num_src_pairs
     assert rows < _fuse.MIN_ROWS_OF_RELATION * graph.num_relations
-    assert joined(planned(sums, graph)) == []
+    assert joined(optimized_program(sums, graph)) == []
 
 
 def test_a_product_that_is_read_elsewhere_is_made(small):
     graph = few_sources()
-    plan = planned(sums, graph)
-    (product,) = plan.schedule.materialised - plan.summed_schedule.materialised
-    outputs = (*plan.program.outputs, product)
-    program = dataclasses.replace(plan.program, outputs=outputs)
-    assert _fuse.sum_products(program, plan.schedule, graph.counts) == plan.schedule
+    optimized = optimized_program(sums, graph)
+    (product,) = (
+        lower(optimized).schedule.materialised - lower_for_arena(optimized).schedule.materialised
+    )
+    outputs = (*optimized.program.outputs, product)
+    program = dataclasses.replace(optimized.program, outputs=outputs)
+    assert (
+        _fuse.fuse_sums(program, lower(optimized).schedule, graph.counts)
+        == lower(optimized).schedule
+    )
 
 
 def with_bias(g, x, W, b):
@@ -167,7 +173,7 @@ def test_bits_are_those_of_products_that_stay_alone(name, dim, monkeypatch):
     found = []
     for least, ranges in ((10**9, 8), (0, 8), (0, 1), (0, 40)):
         monkeypatch.setattr(_fuse, "MIN_ROWS_OF_RELATION", least)
-        monkeypatch.setattr(_cpp_graph, "_MIN_RANGES", ranges)
+        monkeypatch.setattr(_graph_arrays, "_MIN_RANGES", ranges)
         fresh = random_graph(40, 700)
         function = rgnn.compile(LAYERS[name].__wrapped__, backend="cpp")
         found.append(results_and_gradients(function, fresh, arguments))
@@ -178,7 +184,7 @@ def test_bits_are_those_of_products_that_stay_alone(name, dim, monkeypatch):
 @needs_compiler
 def test_ranges_cover_all_nodes_and_rows(small):
     graph = random_graph(50, 400)
-    arrays = _cpp_graph.arrays_of(graph)
+    arrays = _graph_arrays.arrays_of(graph)
     ranges = arrays.ranges(SRC_PAIR_SRC)
     assert ranges[0] == 0
     assert ranges[-1] == graph.num_nodes

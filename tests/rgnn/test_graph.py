@@ -10,22 +10,24 @@ from hypothesis import given
 
 from _relational import graphs, random_graph
 from penstock import rgnn
-from penstock.rgnn import _rows
-from penstock.rgnn._rows import Coordinate, RowMap, Space
+from penstock.rgnn import spaces
+from penstock.rgnn.spaces import Coordinate, RowMap, Space
 
 EDGE_MAPS = [
-    _rows.EDGE_SRC,
-    _rows.EDGE_DST,
-    _rows.EDGE_TYPE,
-    _rows.EDGE_SRC_PAIR,
-    _rows.EDGE_DST_PAIR,
+    spaces.EDGE_SRC,
+    spaces.EDGE_DST,
+    spaces.EDGE_TYPE,
+    spaces.EDGE_SRC_PAIR,
+    spaces.EDGE_DST_PAIR,
 ]
-ALL_MAPS = [value for value in vars(_rows).values() if isinstance(value, RowMap)]
+ALL_MAPS = [value for value in vars(spaces).values() if isinstance(value, RowMap)]
 
 
 def edges_of(graph: rgnn.Graph) -> list[tuple[int, int, int]]:
     """(source, relation, destination) in the internal order, read through the indices."""
-    columns = [graph.index(m).tolist() for m in (_rows.EDGE_SRC, _rows.EDGE_TYPE, _rows.EDGE_DST)]
+    columns = [
+        graph.index(m).tolist() for m in (spaces.EDGE_SRC, spaces.EDGE_TYPE, spaces.EDGE_DST)
+    ]
     return list(zip(*columns, strict=True))
 
 
@@ -48,8 +50,8 @@ def test_the_internal_order_is_by_relation_then_destination_and_stable(graph):
 def test_pairs_are_the_unique_ones_sorted_by_relation(graph):
     edges = edges_of(graph)
     for pair_map, node_map, type_map, end in [
-        (_rows.EDGE_SRC_PAIR, _rows.SRC_PAIR_SRC, _rows.SRC_PAIR_TYPE, 0),
-        (_rows.EDGE_DST_PAIR, _rows.DST_PAIR_DST, _rows.DST_PAIR_TYPE, 2),
+        (spaces.EDGE_SRC_PAIR, spaces.SRC_PAIR_SRC, spaces.SRC_PAIR_TYPE, 0),
+        (spaces.EDGE_DST_PAIR, spaces.DST_PAIR_DST, spaces.DST_PAIR_TYPE, 2),
     ]:
         pairs = list(
             zip(graph.index(type_map).tolist(), graph.index(node_map).tolist(), strict=True)
@@ -65,10 +67,10 @@ def test_two_steps_lead_where_one_does(graph):
     num_factored = 0
     for whole in EDGE_MAPS:
         for through in EDGE_MAPS:
-            rest = _rows.factor(whole, through)
+            rest = spaces.factor(whole, through)
             if rest is None:
                 # A second step exists only where the first keeps what the whole depends on.
-                assert not _rows.coordinates(whole) <= _rows.coordinates(through)
+                assert not spaces.coordinates(whole) <= spaces.coordinates(through)
                 continue
             num_factored += 1
             if whole != through:
@@ -79,7 +81,7 @@ def test_two_steps_lead_where_one_does(graph):
 
 @given(graph=graphs())
 def test_segments_and_groups_partition_the_rows(graph):
-    for row_map in [*EDGE_MAPS, _rows.SRC_PAIR_TYPE, _rows.DST_PAIR_TYPE, _rows.NODE_TYPE_OF]:
+    for row_map in [*EDGE_MAPS, spaces.SRC_PAIR_TYPE, spaces.DST_PAIR_TYPE, spaces.NODE_TYPE_OF]:
         index = graph.index(row_map).tolist()
         starts, rows = (tensor.tolist() for tensor in graph.grouped(row_map))
         for target in range(graph.counts.rows(row_map.into)):
@@ -87,7 +89,7 @@ def test_segments_and_groups_partition_the_rows(graph):
             assert rows[starts[target] : starts[target + 1]] == expected
         sizes = graph.group_sizes(row_map).tolist()
         assert sizes == [starts[i + 1] - starts[i] for i in range(len(starts) - 1)]
-    for row_map in (_rows.EDGE_TYPE, _rows.SRC_PAIR_TYPE, _rows.DST_PAIR_TYPE):
+    for row_map in (spaces.EDGE_TYPE, spaces.SRC_PAIR_TYPE, spaces.DST_PAIR_TYPE):
         starts = graph.segment_starts(row_map)
         for kind in range(graph.num_relations):
             assert set(graph.index(row_map)[starts[kind] : starts[kind + 1]].tolist()) <= {kind}
@@ -106,16 +108,16 @@ def test_relations_that_decide_node_types_are_canonical():
     canonical = random_graph(is_canonical=True)
     assert canonical.counts.is_canonical
     for end, edge_end in [
-        (_rows.RELATION_SRC_TYPE, _rows.EDGE_SRC),
-        (_rows.RELATION_DST_TYPE, _rows.EDGE_DST),
+        (spaces.RELATION_SRC_TYPE, spaces.EDGE_SRC),
+        (spaces.RELATION_DST_TYPE, spaces.EDGE_DST),
     ]:
-        types = canonical.index(_rows.NODE_TYPE_OF)[canonical.index(edge_end).long()]
-        by_relation = canonical.index(end)[canonical.index(_rows.EDGE_TYPE).long()]
+        types = canonical.index(spaces.NODE_TYPE_OF)[canonical.index(edge_end).long()]
+        by_relation = canonical.index(end)[canonical.index(spaces.EDGE_TYPE).long()]
         assert torch.equal(types, by_relation)
     mixed = random_graph()
     assert not mixed.counts.is_canonical
     with pytest.raises(ValueError, match="more than one type"):
-        mixed.index(_rows.RELATION_SRC_TYPE)
+        mixed.index(spaces.RELATION_SRC_TYPE)
 
 
 def test_indices_are_int32_and_built_once():
@@ -139,7 +141,7 @@ def test_a_graph_keeps_its_own_edges():
 
 
 def test_a_graph_loads_as_weights_do(tmp_path):
-    names = rgnn._graph.GraphNames(nodes=("a", "b"), relations=("r", "s"))
+    names = rgnn.GraphNames(nodes=("a", "b"), relations=("r", "s"))
     edges = torch.tensor([[0, 1], [1, 0]])
     graph = rgnn.Graph(edges, torch.tensor([0, 1]), node_type=torch.tensor([1, 0]), names=names)
     torch.save({"graph": graph}, tmp_path / "graph.pt")
@@ -209,7 +211,7 @@ def test_a_graph_without_edges_works(num_nodes):
     )
     stats = graph.stats()
     assert (stats.num_edges, stats.num_src_pairs, stats.src_ratio) == (0, 0, 1.0)
-    assert graph.segment_starts(_rows.EDGE_TYPE) == (0, 0, 0)
+    assert graph.segment_starts(spaces.EDGE_TYPE) == (0, 0, 0)
     assert str(stats)
 
 
@@ -258,6 +260,6 @@ def test_wrong_numbers_are_refused(options, error, message):
 
 
 def test_coordinates_say_what_a_row_is_told_apart_by():
-    assert _rows.coordinates(_rows.EDGE_DST_PAIR) == {Coordinate.DST, Coordinate.TYPE}
-    assert _rows.coordinates(_rows.to_one(Space.EDGE)) == frozenset()
-    assert _rows.coordinates(_rows.identity(Space.NODE)) == {Coordinate.NODE}
+    assert spaces.coordinates(spaces.EDGE_DST_PAIR) == {Coordinate.DST, Coordinate.TYPE}
+    assert spaces.coordinates(spaces.to_one(Space.EDGE)) == frozenset()
+    assert spaces.coordinates(spaces.identity(Space.NODE)) == {Coordinate.NODE}

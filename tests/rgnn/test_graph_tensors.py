@@ -10,8 +10,7 @@ import torch
 
 from _relational import random_graph
 from penstock import rgnn
-from penstock.rgnn import _graph_tensors
-from penstock.rgnn._graph_tensors import GraphTensors, graph_of, tensors_of
+from penstock.rgnn.graph import GraphTensors, _tensors, graph_of, tensors_of
 
 N, R = 12, 4
 
@@ -32,9 +31,7 @@ def test_the_same_tensors_are_the_same_graph():
 
 def test_layers_that_are_called_with_the_same_tensors_share_a_graph(monkeypatch):
     made = []
-    monkeypatch.setattr(
-        _graph_tensors, "Graph", lambda *a, **k: made.append(1) or rgnn.Graph(*a, **k)
-    )
+    monkeypatch.setattr(_tensors, "Graph", lambda *a, **k: made.append(1) or rgnn.Graph(*a, **k))
     edge_index, edge_type, *_ = edges()
     layers = [rgnn.RGCNConv(6, 6, R), rgnn.RGATConv(6, 6, R)]
     h = torch.randn(N, 6)
@@ -93,7 +90,7 @@ def test_graphs_are_let_go_after_their_tensors():
 
 
 def test_only_the_last_graphs_are_remembered():
-    several = [edges(seed) for seed in range(_graph_tensors._NUM_REMEMBERED + 1)]
+    several = [edges(seed) for seed in range(_tensors._NUM_REMEMBERED + 1)]
     watched = [weakref.ref(graph_of(each)) for each in several]
     gc.collect()
     assert watched[0]() is None

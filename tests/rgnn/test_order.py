@@ -9,10 +9,17 @@ from hypothesis import given, settings
 from _relational import graphs, random_graph, random_tensor, recipes, results_and_gradients
 from penstock import rgnn
 from penstock.codegen import find_compiler
-from penstock.rgnn import _order
-from penstock.rgnn._order import Ordered, lifetimes, order, written_over
-from penstock.rgnn._plan import Plan, make_plan
-from penstock.rgnn._schedule import Kernel
+from penstock.rgnn.lowering import (
+    Kernel,
+    KernelSchedule,
+    LoweredProgram,
+    _order,
+    find_live_ranges,
+    find_overwritten,
+    lower,
+    lower_for_arena,
+)
+from penstock.rgnn.passes import OptimizedProgram, optimize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
@@ -31,32 +38,35 @@ def arguments(graph: rgnn.Graph, width: int) -> tuple[torch.Tensor, ...]:
     return tuple(random_tensor(*shape, seed=seed) for seed, shape in enumerate(shapes))
 
 
-def planned(body, graph: rgnn.Graph, tensors: tuple[torch.Tensor, ...]) -> Plan:
-    _, traced = rgnn.compile(body, backend="torch")._traced(graph, tensors, {})
+def optimized_program(
+    body, graph: rgnn.Graph, tensors: tuple[torch.Tensor, ...]
+) -> OptimizedProgram:
+    traced, _ = rgnn.compile(body, backend="torch")._trace_call(graph, tensors, {})
     wrt = tuple(name for name in traced.program.inputs())
-    return make_plan(traced.program, graph.counts, wrt=wrt)
+    return optimize(traced.program, graph.counts, wrt=wrt)
 
 
-def assert_runnable(plan: Plan, kernels: tuple[Kernel, ...]) -> None:
+def assert_runnable(lowered: LoweredProgram, kernels: tuple[Kernel, ...]) -> None:
     """Every kernel comes after those that make what it reads, and its values are all there."""
     made = [value for kernel in kernels for value in kernel.values]
     assert len(made) == len(set(made))
     done: set[int] = set()
     for kernel in kernels:
         own = set(kernel.values)
-        read = _order._read(plan.program, kernel.values) & set(made)
-        assert read - own <= done & plan.summed_schedule.materialised
+        read = _order._find_read(lowered.optimized.program, kernel.values) & set(made)
+        assert read - own <= done & lowered.schedule.materialised
         done |= own
 
 
 @settings(max_examples=30, deadline=None)
 @given(recipes(), graphs())
 def test_kernels_come_after_those_that_they_read(recipe, graph):
-    plan = planned(recipe.__call__, graph, recipe.arguments(graph))
-    before, after = plan.schedule, plan.summed_schedule
+    optimized = optimized_program(recipe.__call__, graph, recipe.arguments(graph))
+    lowered = lower_for_arena(optimized)
+    before, after = lower(optimized).schedule, lowered.schedule
     made = [value for kernel in after.kernels for value in kernel.values]
     assert sorted(made) == sorted(v for kernel in before.kernels for v in kernel.values)
-    assert_runnable(plan, after.kernels)
+    assert_runnable(lowered, after.kernels)
     forward = {v for kernel in after.kernels[: after.num_forward] for v in kernel.values}
     assert forward == {v for k in before.kernels[: before.num_forward] for v in k.values}
 
@@ -64,11 +74,11 @@ def test_kernels_come_after_those_that_they_read(recipe, graph):
 def test_attention_needs_no_scratch_rows_of_its_own():
     """Gradients of keys and values lie, one after the other, in the gradient of queries."""
     graph = random_graph(2000, 3000)
-    plan = planned(attention, graph, arguments(graph, 24))
-    ordered = plan.ordered
+    optimized = optimized_program(attention, graph, arguments(graph, 24))
+    _, backward = lower_for_arena(optimized).scratch
     pairs = 24 * graph.counts.num_src_pairs
-    assert ordered.scratch_before[1] >= 2 * pairs
-    assert ordered.scratch[1] < pairs
+    assert backward.before >= 2 * pairs
+    assert backward.after < pairs
     explained = rgnn.compile(attention, backend="cpp").explain(graph, *arguments(graph, 24))
     (decision,) = [found for found in explained.decisions if found.rewrite == "order"]
     assert decision.applied
@@ -83,23 +93,28 @@ def two_sums(g, x, y, z):
 @pytest.mark.parametrize(("width", "num_parts"), [(16, 2), (17, 1)])
 def test_long_rows_that_two_sums_read_are_read_once(width, num_parts):
     graph = random_graph()
-    plan = planned(two_sums, graph, tuple(random_tensor(12, width, seed=seed) for seed in range(3)))
-    schedule = plan.schedule
+    optimized = optimized_program(
+        two_sums, graph, tuple(random_tensor(12, width, seed=seed) for seed in range(3))
+    )
+    schedule = lower(optimized).schedule
     (kernel,) = schedule.kernels[: schedule.num_forward]
-    parts = _order._parts(plan.program, schedule, kernel)
+    model = _order._ScratchModel(
+        optimized.program, schedule.materialised, frozenset(), graph.counts
+    )
+    parts = _order._split(model, kernel)
     assert len(parts) == num_parts
     assert sorted(v for part in parts for v in part.values) == sorted(kernel.values)
 
 
-def unordered(program, schedule, seen, counts) -> Ordered:
-    return Ordered(schedule, (0, 0), (0, 0))
+def unordered(program, schedule, owned, counts) -> tuple[KernelSchedule, tuple[()]]:
+    return schedule, ()
 
 
 @needs_compiler
 def test_bits_are_those_of_kernels_as_they_were_written(monkeypatch):
     found = []
-    for how in (order, unordered):
-        monkeypatch.setattr("penstock.rgnn._plan.order", how)
+    for how in (_order.order_kernels, unordered):
+        monkeypatch.setattr("penstock.rgnn.lowering._program.order_kernels", how)
         graph = random_graph(200, 300)
         function = rgnn.compile(attention, backend="cpp")
         found.append(results_and_gradients(function, graph, arguments(graph, 24)))
@@ -119,11 +134,13 @@ def residual(g, x, W, V):
 def test_a_result_may_be_written_over_what_it_is_the_sum_of(num_edges):
     graph = random_graph(40, num_edges)
     tensors = (random_tensor(40, 6), random_tensor(4, 6, 6, seed=1), random_tensor(6, 6, seed=2))
-    plan = planned(residual, graph, tensors)
-    schedule = plan.summed_schedule
+    optimized = optimized_program(residual, graph, tensors)
+    schedule = lower_for_arena(optimized).schedule
     forward = schedule.kernels[: schedule.num_forward]
-    over = written_over(plan.program, forward, lifetimes(plan.program, forward))
-    assert plan.program.outputs[0] in over
+    over = find_overwritten(
+        optimized.program, forward, find_live_ranges(optimized.program, forward)
+    )
+    assert optimized.program.outputs[0] in over
     function = rgnn.compile(residual, backend="cpp")
     found = results_and_gradients(function, graph, tensors)
     expected = results_and_gradients(function.to_torch(), graph, tensors)

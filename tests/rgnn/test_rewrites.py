@@ -21,9 +21,9 @@ from _relational import (
 )
 from penstock import rgnn
 from penstock.rgnn import REWRITES, concat, dot, edge_mean
-from penstock.rgnn._ir import Program, dependencies
-from penstock.rgnn._plan import make_plan
-from penstock.rgnn._rows import EDGE_SRC_PAIR, Coordinate, Space
+from penstock.rgnn.ir import Program, dependencies
+from penstock.rgnn.passes import optimize
+from penstock.rgnn.spaces import EDGE_SRC_PAIR, Coordinate, Space
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -244,7 +244,7 @@ def test_a_laid_out_backward_multiplies_as_few_rows_as_its_forward():
 
 
 def traced(body, *shapes: tuple[int, ...]) -> Program:
-    from penstock.rgnn._frontend import Argument, Trace, TracedGraph
+    from penstock.rgnn.frontend.values import Argument, Trace, TracedGraph
 
     names = [f"argument_{i}" for i in range(len(shapes))]
     trace = Trace(dict(zip(names, shapes, strict=True)))
@@ -273,7 +273,7 @@ def test_dependencies_are_those_of_what_is_read():
 
 
 def test_layouts_are_maps_beside_the_program():
-    from penstock.rgnn._passes import choose_rows, lay_out
+    from penstock.rgnn.passes import choose_rows, lay_out
 
     program = traced(
         lambda g, x, W: g.sum_to_dst(g.edges.src(x) @ W[g.edges.type]), (12, 3), (4, 3, 3)
@@ -294,9 +294,9 @@ def test_cheap_scores_of_edges_are_made_again_where_their_parts_are_fewer():
         arguments = layer_arguments("rgat", graph)
         for without in ((), ("recompute",)):
             function = rgnn.compile(LAYERS["rgat"].__wrapped__, without=without)
-            tensors, traced = function._traced(graph, arguments, {})
-            plan = make_plan(traced.program, graph.counts, wrt=tuple(tensors), without=without)
-            spaces = [plan.program.nodes[at].space for at in plan.kept]
+            traced, tensors = function._trace_call(graph, arguments, {})
+            optimized = optimize(traced.program, graph.counts, wrt=tuple(tensors), without=without)
+            spaces = [optimized.program.nodes[at].space for at in optimized.kept]
             kept[graph is dense, bool(without)] = spaces.count(Space.EDGE)
     # Without recomputation the score before its slope and the softmax are kept.
     assert kept == {(True, False): 1, (True, True): 2, (False, False): 2, (False, True): 2}

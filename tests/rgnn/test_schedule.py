@@ -13,25 +13,29 @@ from hypothesis import given, settings
 
 from _relational import LAYERS, graphs, layer_arguments, random_graph, recipes
 from penstock import rgnn
-from penstock.rgnn import _interpreter
-from penstock.rgnn._ir import LEAVES
-from penstock.rgnn._plan import Plan, make_plan
-from penstock.rgnn._schedule import READS, Kernel, KernelKind, fused_outers
+from penstock.rgnn import interpreter
+from penstock.rgnn.ir import LEAVES, READS
+from penstock.rgnn.lowering import Kernel, KernelKind, LoweredProgram, fused_outers, lower
+from penstock.rgnn.passes import optimize
+from penstock.rgnn.spaces import Space
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def plan_of(function, graph, arguments) -> tuple[Plan, dict[str, torch.Tensor]]:
-    tensors, traced = rgnn.compile(function)._traced(graph, arguments, {})
-    plan = make_plan(traced.program, graph.counts, wrt=tuple(traced.program.inputs()))
-    return plan, tensors
+def lowered_program(function, graph, arguments) -> tuple[LoweredProgram, dict[str, torch.Tensor]]:
+    traced, tensors = rgnn.compile(function)._trace_call(graph, arguments, {})
+    optimized = optimize(traced.program, graph.counts, wrt=tuple(traced.program.inputs()))
+    return lower(optimized), tensors
 
 
 class Checker:
     """Runs a schedule group by group on a graph."""
 
-    def __init__(self, plan: Plan, graph: rgnn.Graph, values: list[torch.Tensor]) -> None:
-        self.plan, self.graph, self.nodes = plan, graph, plan.program.nodes
+    def __init__(
+        self, lowered: LoweredProgram, graph: rgnn.Graph, values: list[torch.Tensor]
+    ) -> None:
+        self.lowered, self.program, self.graph = lowered, lowered.optimized.program, graph
+        self.nodes = self.program.nodes
         self.expected = values  # of every node, by the interpreter
         self.memory: dict[int, torch.Tensor] = {
             position: values[position]
@@ -40,7 +44,7 @@ class Checker:
         }
 
     def run(self) -> None:
-        for kernel in self.plan.schedule.kernels:
+        for kernel in self.lowered.schedule.kernels:
             local = {
                 value: torch.full_like(self.expected[value], torch.nan) for value in kernel.values
             }
@@ -55,9 +59,9 @@ class Checker:
                 local[value] = self.whole(value)
             for value in kernel.values:
                 torch.testing.assert_close(local[value], self.expected[value])
-                if value in self.plan.schedule.materialised:
+                if value in self.lowered.schedule.materialised:
                     self.memory[value] = local[value]
-        for output in self.plan.program.outputs:
+        for output in self.program.outputs:
             torch.testing.assert_close(self.read(output, {}), self.expected[output])
 
     def groups(self, kernel: Kernel):
@@ -87,10 +91,10 @@ class Checker:
     def run_rowwise(self, value, rows, local) -> None:
         node = self.nodes[value]
         parts = [self.read(operand, local)[rows] for operand in node.operands]
-        local[value][rows] = _interpreter.ROWWISE[node.op](node, *parts)
+        local[value][rows] = interpreter.ROWWISE[node.op](node, *parts)
 
     def whole(self, value: int) -> torch.Tensor:
-        return _interpreter.apply(
+        return interpreter.apply(
             self.nodes[value],
             [self.read(operand, {}) for operand in self.nodes[value].operands],
             self.graph,
@@ -103,46 +107,46 @@ class Checker:
             return source.index_select(0, self.graph.index(node.map))
         if node.op == "reshape":
             return self.read(node.operands[0], local).reshape(-1, *node.shape)
-        if position in fused_outers(self.plan.program):
+        if position in fused_outers(self.program):
             parts = [self.read(operand, local) for operand in node.operands]
-            return _interpreter.ROWWISE["outer"](node, *parts)
+            return interpreter.ROWWISE["outer"](node, *parts)
         return local[position] if position in local else self.memory[position]
 
 
-def check(function, graph, arguments) -> Plan:
-    plan, tensors = plan_of(function, graph, arguments)
-    placed = [value for kernel in plan.schedule.kernels for value in kernel.values]
-    fused = fused_outers(plan.program)
+def check(function, graph, arguments) -> LoweredProgram:
+    lowered, tensors = lowered_program(function, graph, arguments)
+    placed = [value for kernel in lowered.schedule.kernels for value in kernel.values]
+    fused = fused_outers(lowered.optimized.program)
     computed = {
         position
-        for position, node in enumerate(plan.program.nodes)
+        for position, node in enumerate(lowered.optimized.program.nodes)
         if node.op not in LEAVES | READS and position not in fused
     }
     assert sorted(placed) == sorted(computed)
-    assert all(stage for kernel in plan.schedule.kernels for stage in kernel.stages)
-    forward = plan.schedule.kernels[: plan.schedule.num_forward]
-    assert {v for kernel in forward for v in kernel.values} == computed & plan.forward
-    values = all_values(plan, graph, tensors)
-    Checker(plan, graph, values).run()
-    return plan
+    assert all(stage for kernel in lowered.schedule.kernels for stage in kernel.stages)
+    forward = lowered.schedule.kernels[: lowered.schedule.num_forward]
+    assert {v for kernel in forward for v in kernel.values} == computed & lowered.forward
+    values = all_values(lowered, graph, tensors)
+    Checker(lowered, graph, values).run()
+    return lowered
 
 
-def all_values(plan: Plan, graph: rgnn.Graph, tensors) -> list[torch.Tensor]:
+def all_values(lowered: LoweredProgram, graph: rgnn.Graph, tensors) -> list[torch.Tensor]:
     """Every node's rows, by the interpreter's operators; seeds of gradients are ones."""
     values: list[torch.Tensor] = []
-    for node in plan.program.nodes:
+    for node in lowered.optimized.program.nodes:
         if node.op == "input":
             rows = graph.counts.rows(node.space)
             seed = torch.ones(rows, *node.shape, dtype=torch.float64)
             if node["name"] in tensors:
                 tensor = tensors[node["name"]].detach()
-                seed = _interpreter.enter(graph, node.space, tensor)
+                seed = interpreter.enter(graph, node.space, tensor)
             values.append(seed)
         elif node.op == "inverse_count":
-            values.append(_interpreter.inverse_count(graph, node.map, torch.float64))
+            values.append(interpreter.inverse_count(graph, node.map, torch.float64))
         else:
             operands = [values[operand] for operand in node.operands]
-            values.append(_interpreter.apply(node, operands, graph))
+            values.append(interpreter.apply(node, operands, graph))
     return values
 
 
@@ -160,24 +164,24 @@ def test_schedules_of_layers_can_be_run_as_they_are(name):
 
 def test_attention_is_one_traversal_by_destination():
     graph = random_graph()
-    plan = check(LAYERS["rgat"].__wrapped__, graph, layer_arguments("rgat", graph))
-    forward = plan.schedule.kernels[: plan.schedule.num_forward]
+    lowered = check(LAYERS["rgat"].__wrapped__, graph, layer_arguments("rgat", graph))
+    forward = lowered.schedule.kernels[: lowered.schedule.num_forward]
     (by_destination,) = [k for k in forward if k.grouped_by is not None]
-    ops = [plan.program.nodes[value].op for value in by_destination.values]
+    ops = [lowered.optimized.program.nodes[value].op for value in by_destination.values]
     assert ops == ["add", "leaky_relu", "softmax", "mul", "sum"]
     # The weighted messages, a vector per edge, never reach memory.
     message = by_destination.values[3]
-    assert message not in plan.schedule.materialised
+    assert message not in lowered.schedule.materialised
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_no_vector_per_edge_is_materialised(name):
     graph = random_graph()
-    plan = check(LAYERS[name].__wrapped__, graph, layer_arguments(name, graph))
+    lowered = check(LAYERS[name].__wrapped__, graph, layer_arguments(name, graph))
     num_axes = 1 if name in ("rgat with heads", "hgt") else 0  # scalars per head
-    for value in plan.schedule.materialised:
-        node = plan.program.nodes[value]
-        assert node.space is not rgnn._rows.Space.EDGE or len(node.shape) <= num_axes
+    for value in lowered.schedule.materialised:
+        node = lowered.optimized.program.nodes[value]
+        assert node.space is not Space.EDGE or len(node.shape) <= num_axes
 
 
 def test_a_sum_is_read_in_its_own_loop_only_where_it_is_complete():
@@ -201,11 +205,11 @@ def test_a_sum_is_read_in_its_own_loop_only_where_it_is_complete():
 
 def test_what_follows_a_sum_is_computed_in_the_loop_that_finishes_it():
     graph = random_graph()
-    plan = check(LAYERS["rgcn"].__wrapped__, graph, layer_arguments("rgcn", graph))
+    lowered = check(LAYERS["rgcn"].__wrapped__, graph, layer_arguments("rgcn", graph))
     ops = [
-        [plan.program.nodes[value].op for value in kernel.epilogue]
-        for kernel in plan.schedule.kernels
+        [lowered.optimized.program.nodes[value].op for value in kernel.epilogue]
+        for kernel in lowered.schedule.kernels
     ]
     # The root's product comes first, so that the sum over neighbours need not wait for it.
-    assert ops[: plan.schedule.num_forward] == [[], [], [], ["add", "add"]]
-    assert ["add"] in ops[plan.schedule.num_forward :]
+    assert ops[: lowered.schedule.num_forward] == [[], [], [], ["add", "add"]]
+    assert ["add"] in ops[lowered.schedule.num_forward :]

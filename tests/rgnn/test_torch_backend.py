@@ -22,9 +22,9 @@ from _relational import (
     results_and_gradients,
 )
 from penstock import rgnn
-from penstock.rgnn import _interpreter, _rows
-from penstock.rgnn._backends._torch import sum_grouped_rows
-from penstock.rgnn._compile import _bucket
+from penstock.rgnn import interpreter, spaces
+from penstock.rgnn._compile import _round_counts
+from penstock.rgnn.backends._torch import sum_grouped_rows
 from penstock.unified import NeighborSampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -217,7 +217,7 @@ def test_a_bucket_stands_for_graphs_that_are_alike(drawn):
         num_src_pairs=num_src_pairs,
         num_dst_pairs=num_dst_pairs,
     )
-    bucket = _bucket(counts)
+    bucket = _round_counts(counts)
     assert bucket.num_relations == counts.num_relations
     assert num_edges / 1.42 <= bucket.num_edges <= num_edges * 1.42
     assert max(bucket.num_src_pairs, bucket.num_dst_pairs) <= bucket.num_edges
@@ -243,9 +243,9 @@ def test_an_argument_changed_in_place_before_the_backward_is_noticed():
 @given(graph=graphs())
 def test_sums_over_grouped_rows_are_those_of_index_add(shape, graph):
     rows = random_tensor(graph.num_edges, *shape).detach()
-    for row_map in (_rows.EDGE_DST, _rows.EDGE_SRC, _rows.EDGE_SRC_PAIR, _rows.EDGE_TYPE):
+    for row_map in (spaces.EDGE_DST, spaces.EDGE_SRC, spaces.EDGE_SRC_PAIR, spaces.EDGE_TYPE):
         found = sum_grouped_rows(rows, graph, row_map)
-        torch.testing.assert_close(found, _interpreter.sum_rows(rows, graph, row_map))
+        torch.testing.assert_close(found, interpreter.sum_rows(rows, graph, row_map))
 
 
 @pytest.mark.gpu

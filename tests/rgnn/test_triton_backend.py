@@ -28,7 +28,7 @@ from _relational import (
 )
 from penstock import rgnn
 from penstock.errors import PenstockError
-from penstock.rgnn import _rows
+from penstock.rgnn import spaces
 
 HERE = Path(__file__).resolve().parent
 needs_triton = pytest.mark.skipif(
@@ -75,7 +75,7 @@ def test_nothing_imports_triton_before_a_gpu_is_used():
         "import sys, torch, penstock.rgnn as rgnn\n"
         "g = rgnn.Graph(torch.tensor([[0], [1]]), torch.tensor([0]))\n"
         "rgnn.RGCNConv(2, 2, 1)(torch.ones(2, 2), g).sum().backward()\n"
-        "assert 'penstock.rgnn._backends._triton' not in sys.modules\n"
+        "assert 'penstock.rgnn.backends.triton' not in sys.modules\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent / "src")}
     done = subprocess.run([sys.executable, "-c", code], env=environment, check=False)
@@ -104,7 +104,7 @@ SHAPES = [(24,), (4, 6), (6, 4), (2, 3, 4), (1, 24), (24, 1), (8, 3), (2, 1, 12)
 @needs_triton
 @pytest.mark.parametrize("first", SHAPES, ids=str)
 def test_a_reshaped_feature_is_the_same_number(first):
-    from penstock.rgnn._backends._triton._index import ravel, reshaped, whole
+    from penstock.rgnn.backends.triton._index import ravel, reshaped, whole
 
     axes = sorted(set().union(*(index.axes() for index in whole(first))))
     features = list(itertools.product(*(range(axis.length) for axis in axes)))
@@ -120,7 +120,7 @@ def test_a_reshaped_feature_is_the_same_number(first):
 
 @needs_triton
 def test_a_reshape_there_and_back_costs_nothing():
-    from penstock.rgnn._backends._triton._index import Axis, of_axis, ravel, unravel, whole
+    from penstock.rgnn.backends.triton._index import Axis, of_axis, ravel, unravel, whole
 
     feature = of_axis(Axis(0, 24, "feature", None))
     for shape in SHAPES:
@@ -130,7 +130,7 @@ def test_a_reshape_there_and_back_costs_nothing():
 
 @needs_triton
 def test_rows_of_several_shapes_share_the_axes_of_one():
-    from penstock.rgnn._backends._triton._index import refined, reshaped, whole
+    from penstock.rgnn.backends.triton._index import refined, reshaped, whole
 
     assert refined([(1, 24), (4, 6), (8, 3)]) == (4, 2, 3)
     assert refined([(), (1, 1)]) == ()
@@ -146,16 +146,22 @@ def test_rows_of_several_shapes_share_the_axes_of_one():
 # -------------------------------------------------------------------- tables of a graph
 
 MAPS = [
-    *(_rows.EDGE_SRC, _rows.EDGE_DST, _rows.EDGE_TYPE, _rows.EDGE_SRC_PAIR, _rows.EDGE_DST_PAIR),
-    *(_rows.SRC_PAIR_SRC, _rows.SRC_PAIR_TYPE, _rows.DST_PAIR_TYPE, _rows.NODE_TYPE_OF),
-    *(_rows.to_one(_rows.Space.EDGE), _rows.to_one(_rows.Space.NODE)),
+    *(
+        spaces.EDGE_SRC,
+        spaces.EDGE_DST,
+        spaces.EDGE_TYPE,
+        spaces.EDGE_SRC_PAIR,
+        spaces.EDGE_DST_PAIR,
+    ),
+    *(spaces.SRC_PAIR_SRC, spaces.SRC_PAIR_TYPE, spaces.DST_PAIR_TYPE, spaces.NODE_TYPE_OF),
+    *(spaces.to_one(spaces.Space.EDGE), spaces.to_one(spaces.Space.NODE)),
 ]
 
 
 @needs_triton
 @given(graph=graphs(), row_map=st.sampled_from(MAPS))
 def test_every_row_is_in_one_group_and_in_one_tile(graph, row_map):
-    from penstock.rgnn._backends._triton import _tables
+    from penstock.rgnn.backends.triton import _tables
 
     expected = graph.index(row_map).tolist()
     order = _tables.row_index(graph, (), row_map)
@@ -171,7 +177,7 @@ def test_every_row_is_in_one_group_and_in_one_tile(graph, row_map):
             found |= {slots[slot]: int(group) for slot in range(int(begin), int(end))}
     assert [found.get(row) for row in range(len(expected))] == expected
     assert sorted(groups) == list(range(graph.counts.rows(row_map.into)))
-    if row_map in (_rows.EDGE_SRC, _rows.EDGE_DST, _rows.EDGE_SRC_PAIR, _rows.SRC_PAIR_SRC):
+    if row_map in (spaces.EDGE_SRC, spaces.EDGE_DST, spaces.EDGE_SRC_PAIR, spaces.SRC_PAIR_SRC):
         return  # rows are not multiplied by those
     by_type = _tables.row_index(graph, (), _tables.type_order(graph, row_map))
     tiles = _tables.tiles(graph, (row_map,), batch=2, block_rows=4)
@@ -187,11 +193,11 @@ def test_every_row_is_in_one_group_and_in_one_tile(graph, row_map):
 @needs_triton
 @pytest.mark.parametrize("num_edges", [2048, 2049, 5000])
 def test_a_group_that_is_too_long_is_cut(num_edges):
-    from penstock.rgnn._backends._triton import _tables
+    from penstock.rgnn.backends.triton import _tables
 
     ends = torch.tensor([[0, 1], [1, 2]])[:, [0] * num_edges + [1]]
     graph = rgnn.Graph(ends, torch.zeros(num_edges + 1, dtype=torch.int64))
-    buckets, giants = _tables.buckets(graph, _rows.EDGE_DST)
+    buckets, giants = _tables.buckets(graph, spaces.EDGE_DST)
     groups = sorted(torch.cat([bucket.groups for bucket in buckets]).tolist())
     if num_edges == 2048:
         assert giants is None and groups == [0, 1, 2]
@@ -207,14 +213,14 @@ def test_a_group_that_is_too_long_is_cut(num_edges):
 @needs_triton
 @given(graph=graphs())
 def test_tables_of_a_graph_go_with_it(graph):
-    from penstock.rgnn._backends._triton import _tables
+    from penstock.rgnn.backends.triton import _tables
 
-    assert _tables.row_index(graph, (_rows.EDGE_SRC,)) is graph.index(_rows.EDGE_SRC)
-    tiles = _tables.tiles(graph, (_rows.EDGE_TYPE,), batch=1, block_rows=4)
-    assert _tables.tiles(graph, (_rows.EDGE_TYPE,), batch=1, block_rows=4) is tiles
+    assert _tables.row_index(graph, (spaces.EDGE_SRC,)) is graph.index(spaces.EDGE_SRC)
+    tiles = _tables.tiles(graph, (spaces.EDGE_TYPE,), batch=1, block_rows=4)
+    assert _tables.tiles(graph, (spaces.EDGE_TYPE,), batch=1, block_rows=4) is tiles
     num_graphs = len(_tables._graphs)
     copy = rgnn.Graph(graph.edge_index, graph.edge_type, num_nodes=graph.num_nodes)
-    _tables.tiles(copy, (_rows.EDGE_TYPE,), batch=1, block_rows=4)
+    _tables.tiles(copy, (spaces.EDGE_TYPE,), batch=1, block_rows=4)
     assert len(_tables._graphs) == num_graphs + 1
     del copy
     assert len(_tables._graphs) == num_graphs
@@ -252,20 +258,21 @@ def test_a_call_waits_for_no_device_once_its_tables_are_there(monkeypatch):
 
 @needs_triton
 def test_the_source_says_what_it_was_made_from_and_executes_no_name():
-    from penstock.rgnn._backends._triton import _source
-    from penstock.rgnn._plan import make_plan
+    from penstock.rgnn.backends.triton import _source
+    from penstock.rgnn.lowering import lower
+    from penstock.rgnn.passes import optimize
 
     def body(g, ä, weight):
         return g.sum_to_dst(g.edges.src(ä) * g.edges(weight))
 
     graph = random_graph()
-    tensors, traced = rgnn.compile(body)._traced(
+    traced, tensors = rgnn.compile(body)._trace_call(
         graph, (random_tensor(12, 3), random_tensor(60)), {}
     )
-    plan = make_plan(traced.program, graph.counts, wrt=tuple(tensors))
-    text = _source.write(plan).text
+    optimized = optimize(traced.program, graph.counts, wrt=tuple(tensors))
+    text = _source.write_source(lower(optimized)).text
     header = text.split('"""')[1]
-    assert all(f"%{at} = " in header for at in range(len(plan.program.nodes)))
+    assert all(f"%{at} = " in header for at in range(len(optimized.program.nodes)))
     assert text.count('"""') == 2 and text.isascii()
     compile(text, "source", "exec")
     assert not set(_source._safe('"""\\')) & set('"\\')
@@ -274,16 +281,17 @@ def test_the_source_says_what_it_was_made_from_and_executes_no_name():
 @needs_triton
 def test_lanes_before_and_beyond_a_row_are_masked():
     """Reading there may be reading what is not memory, on the first and on the last row."""
-    from penstock.rgnn._backends._triton import _source
-    from penstock.rgnn._plan import make_plan
+    from penstock.rgnn.backends.triton import _source
+    from penstock.rgnn.lowering import lower
+    from penstock.rgnn.passes import optimize
 
     def body(g, x):
         u = g.nodes(x)
         return rgnn.concat(rgnn.concat(u, u[:2]), u[3:])
 
     graph = random_graph()
-    _, traced = rgnn.compile(body)._traced(graph, (random_tensor(12, 5),), {})
-    text = _source.write(make_plan(traced.program, graph.counts)).text
+    traced, _ = rgnn.compile(body)._trace_call(graph, (random_tensor(12, 5),), {})
+    text = _source.write_source(lower(optimize(traced.program, graph.counts))).text
     bounds = [
         re.findall(r"\(feature\[None, :\]([^()]*)\)", line.partition("mask=")[2])
         for line in text.splitlines()
@@ -361,8 +369,7 @@ def test_a_first_call_compiles_all_its_kernels_at_the_same_time(num_faults, tmp_
     from triton import knobs
     from triton.runtime import driver
 
-    from penstock.rgnn._backends import _triton
-    from penstock.rgnn._backends._triton import _execute
+    from penstock.rgnn.backends.triton import TritonBackend
 
     threads, compiled, faults = set(), [], []
     compile_kernel = triton.compiler.compile
@@ -387,11 +394,15 @@ def test_a_first_call_compiles_all_its_kernels_at_the_same_time(num_faults, tmp_
         knobs.runtime, "jit_post_compile_hook", lambda **said: compiled.append(said["repr"])
     )
 
-    def compile_and_record(take: Any, *call: Any) -> Any:
-        _execute._compile_once(*call)
-        return _execute.execute_with(take, *call)
+    run = TritonBackend.run
 
-    monkeypatch.setattr(_triton, "execute_with", compile_and_record)
+    def compile_and_record(self: TritonBackend, invocation: Any, launch: Any) -> Any:
+        with monkeypatch.context() as context:
+            context.setattr(TritonBackend, "run", run)
+            self.compile_once(invocation)
+        return run(self, invocation, launch)
+
+    monkeypatch.setattr(TritonBackend, "run", compile_and_record)
     launches = launches_of("rgcn", random_graph(30, 200), torch.float32)
     num_compiled, main_thread = len(compiled), threading.get_ident()
     assert threads and main_thread not in threads
@@ -476,7 +487,7 @@ def test_auto_takes_triton_on_a_gpu_and_does_not_synchronise(large_graph):
     arguments, _ = large_arguments("rgat", large_graph, torch.float32)
     function = rgnn.compile(LAYERS["rgat"].__wrapped__)
     function(graph, *arguments).sum().backward()
-    from penstock.rgnn._backends._triton import _tables
+    from penstock.rgnn.backends.triton import _tables
 
     assert graph in _tables._graphs
     torch.cuda.set_sync_debug_mode("error")

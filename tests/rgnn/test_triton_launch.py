@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 def test_a_kernel_that_python_cannot_parse_in_time_is_left_to_its_launch():
     """Until 3.12, parsing fails now and then while other threads parse."""
-    from penstock.rgnn._backends._triton._launch import Launch, compile_together
+    from penstock.rgnn.backends.triton._launch import KernelLaunch, compile_together
 
     class Kernel:
         device_caches: ClassVar[dict[int, Any]] = {}
@@ -19,7 +19,7 @@ def test_a_kernel_that_python_cannot_parse_in_time_is_left_to_its_launch():
         def warmup(self, *arguments: Any, **options: Any) -> None:
             raise error
 
-    launch = Launch(Kernel(), (1,), (), {})
+    launch = KernelLaunch(Kernel(), (1,), (), {})
     error: Exception = SystemError("AST constructor recursion depth mismatch")
     compile_together(lambda take: take(launch))
     error = ValueError("what is wrong with the kernel")
@@ -31,7 +31,7 @@ def test_what_failed_in_a_thread_is_not_kept():
     """As Triton 3.8 keeps it, whose launches would raise the same without compiling again."""
     from triton.runtime._async_compile import active_mode
 
-    from penstock.rgnn._backends._triton._launch import Launch, compile_together
+    from penstock.rgnn.backends.triton._launch import KernelLaunch, compile_together
 
     class Kernel:
         device_caches: ClassVar[dict[int, Any]] = {0: ({}, {})}
@@ -42,5 +42,5 @@ def test_what_failed_in_a_thread_is_not_kept():
                 made = active_mode.get().submit(key, compile_it, lambda _: None)
                 cache[key] = made if key == "bad" else made.future.result()
 
-    compile_together(lambda take: take(Launch(Kernel(), (1,), (), {})))
+    compile_together(lambda take: take(KernelLaunch(Kernel(), (1,), (), {})))
     assert Kernel.device_caches[0][0] == {"good": ""}

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from penstock.rgnn._formats import check_integers
-from penstock.rgnn._graph import Graph
-from penstock.rgnn._graph_tensors import GraphTensors, graph_of
+from penstock.rgnn.graph import Graph, GraphTensors, check_integers, graph_of
 
 
 def as_graph(

@@ -13,13 +13,11 @@ from torch import nn
 from torch.nn import functional
 
 from penstock.rgnn._compile import compile
-from penstock.rgnn._formats import check_ends
-from penstock.rgnn._functions import dot, edge_softmax
-from penstock.rgnn._graph import Graph
-from penstock.rgnn._graph_tensors import GraphTensors, graph_of, remembered
-from penstock.rgnn._rows import SRC_PAIR_SRC, SRC_PAIR_TYPE
+from penstock.rgnn.frontend.functions import dot, edge_softmax
+from penstock.rgnn.graph import Graph, GraphTensors, check_ends, graph_of, remembered
 from penstock.rgnn.layers._graph_argument import glorot_
 from penstock.rgnn.layers._options import check_message_passing
+from penstock.rgnn.spaces import SRC_PAIR_SRC, SRC_PAIR_TYPE
 
 EdgeType = tuple[str, str, str]
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from penstock.rgnn._compile import compile
-from penstock.rgnn._functions import combine, edge_softmax, leaky_relu
-from penstock.rgnn._graph import Graph
+from penstock.rgnn.frontend.functions import combine, edge_softmax, leaky_relu
+from penstock.rgnn.graph import Graph
 from penstock.rgnn.layers._graph_argument import as_graph, check_size, glorot_, num_rows
 from penstock.rgnn.layers._options import check_channels, check_message_passing
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.functional import embedding
 
 from penstock.rgnn._compile import compile
-from penstock.rgnn._functions import combine, edge_mean
-from penstock.rgnn._graph import Graph
+from penstock.rgnn.frontend.functions import combine, edge_mean
+from penstock.rgnn.graph import Graph
 from penstock.rgnn.layers._graph_argument import (
     as_graph,
     check_entities,

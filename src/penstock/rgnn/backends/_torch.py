@@ -1,0 +1,206 @@
+"""Laid-out programs in plain torch operators: the backend that runs everywhere.
+
+Products with typed weights run as one matrix product per type on contiguous rows, weight gradients
+likewise, so no weight is ever copied to a row. Gathers are made where they are read and dropped.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from penstock.rgnn import interpreter
+from penstock.rgnn.backends._invocation import Invocation, Results, enter_arguments, leave_outputs
+from penstock.rgnn.graph import Graph
+from penstock.rgnn.ir import READS, Node, Program, source
+from penstock.rgnn.lowering import LoweredProgram, fused_outers, is_typed_product, lower
+from penstock.rgnn.spaces import RowMap, Space
+
+
+class TorchBackend:
+    """Programs in torch operators, value by value.
+
+    Args:
+        lowered: The program.
+    """
+
+    lower = staticmethod(lower)
+    has_half_precision = False
+
+    def __init__(self, lowered: LoweredProgram) -> None:
+        self._program = lowered.optimized.program
+
+    def __call__(self, invocation: Invocation) -> Results:
+        """Compute the values of a direction."""
+        return run_in_torch(self._program, invocation)
+
+
+def run_in_torch(program: Program, invocation: Invocation) -> Results:
+    """Compute the values of a direction; `Backend` has the arguments and results."""
+    # Everything is in the dtype of the arguments, whatever autocast would have products be.
+    with torch.autocast(invocation.graph.device.type, enabled=False):
+        return _Evaluation(program, invocation).run()
+
+
+class _Evaluation:
+    """One pass over the values of a direction; each is dropped after its last reader.
+
+    Reads, inverse counts and per-row outers are lazy: they are made when a reader needs rows, and a
+    typed product asks for their source instead.
+    """
+
+    def __init__(self, program: Program, invocation: Invocation) -> None:
+        self._program = program
+        self._invocation = invocation
+        self._graph = invocation.graph
+        self._dtype = invocation.dtype
+        self._fused = fused_outers(program)
+        self._positions = sorted(invocation.direction.values)
+        self._values = dict(invocation.given)
+
+    def run(self) -> Results:
+        """Compute the values; return the outputs as the user has them, and what is kept."""
+        nodes, direction = self._program.nodes, self._invocation.direction
+        self._values |= enter_arguments(self._program, self._invocation)
+        last = self._last_readers()
+        for position in self._positions:
+            if nodes[position].op == "input" or self._is_lazy(position):
+                continue
+            self._values[position] = self._compute(nodes[position])
+            for done in last.get(position, ()):
+                del self._values[done]
+
+        def read(output: int) -> torch.Tensor:
+            # Autograd must not see a view of a value as an output.
+            is_view = nodes[output].op in ("input", "reshape", "slice")
+            return self._rows(output).clone() if is_view else self._rows(output)
+
+        kept = {at: self._values[at] for at in direction.keep}
+        return leave_outputs(self._program, self._invocation, read, kept.values()), kept
+
+    def _compute(self, node: Node) -> torch.Tensor:
+        if node.op == "sum" and node.operands[0] in self._fused:
+            return self._weight_gradient(node)
+        if is_typed_product(self._program, node):
+            return self._typed_product(node)
+        operands = [self._rows(operand) for operand in node.operands]
+        if node.op == "sum":
+            return _sum_rows(operands[0], self._graph, node.map)
+        if node.op == "softmax":
+            return interpreter.softmax(operands[0], self._graph, node.map, _sum_rows)
+        return interpreter.apply(node, operands, self._graph).contiguous()
+
+    def _rows(self, position: int) -> torch.Tensor:
+        """The rows of a value; what is lazy is made here."""
+        node = self._program.nodes[position]
+        if node.op == "inverse_count":
+            return interpreter.inverse_count(self._graph, node.map, self._dtype)
+        if node.op == "reshape":
+            rows = self._rows(node.operands[0])
+            return rows.reshape(rows.shape[0], *node.shape)
+        if node.op != "gather":
+            return self._values[position]
+        source = self._rows(node.operands[0])
+        if node.map.into is Space.ONE:  # the same for all rows: broadcasting does it
+            return source.expand(self._graph.counts.rows(node.map.rows), *source.shape[1:])
+        return source.index_select(0, self._graph.index(node.map))
+
+    def _typed_product(self, node: Node) -> torch.Tensor:
+        """Rows times the matrix of their type: one product per type that has rows."""
+        vector = self._rows(node.operands[0])
+        matrix = self._program.nodes[node.operands[1]]
+        weights = self._rows(matrix.operands[0])
+        if node["transposed"]:
+            weights = weights.transpose(-1, -2)
+        out = vector.new_empty(vector.shape[0], *node.shape)
+        order, segments = _segments(self._graph, matrix.map)
+        if order is not None:
+            vector = vector.index_select(0, order)
+        for kind, begin, end in segments:
+            _product(vector[begin:end], weights[kind], out[begin:end])
+        return out if order is None else torch.empty_like(out).index_copy_(0, order.long(), out)
+
+    def _weight_gradient(self, node: Node) -> torch.Tensor:
+        """For each type the sum of outer products of its rows: one product of tall matrices."""
+        outer = self._program.nodes[node.operands[0]]
+        left, right = (self._rows(operand) for operand in outer.operands)
+        out = left.new_zeros(self._graph.counts.rows(node.space), *node.shape)
+        order, segments = _segments(self._graph, node.map)
+        if order is not None:
+            left, right = left.index_select(0, order), right.index_select(0, order)
+        for kind, begin, end in segments:
+            out[kind] = _outer_sum(left[begin:end], right[begin:end], outer["heads"])
+        return out
+
+    def _is_lazy(self, position: int) -> bool:
+        """Return whether a value is computed where its reader needs it, not by itself."""
+        op = self._program.nodes[position].op
+        return op in READS or op == "inverse_count" or position in self._fused
+
+    def _last_readers(self) -> dict[int, list[int]]:
+        """Return, for each computed value, the values that are not read after it."""
+        direction = self._invocation.direction
+        nodes = self._program.nodes
+        last: dict[int, int] = {}
+
+        def read(position: int, reader: int) -> None:
+            for operand in nodes[position].operands:
+                if self._is_lazy(operand):
+                    read(operand, reader)
+                else:
+                    last[operand] = reader
+
+        for position in self._positions:
+            if not self._is_lazy(position):
+                read(position, position)
+        wanted = set(direction.keep)
+        wanted.update(source(self._program, output) for output in direction.outputs)
+        by_reader: dict[int, list[int]] = {}
+        for position, reader in last.items():
+            if position not in wanted and nodes[position].op != "input":
+                by_reader.setdefault(reader, []).append(position)
+        return by_reader
+
+
+def _sum_rows(rows: torch.Tensor, graph: Graph, row_map: RowMap) -> torch.Tensor:
+    """Add rows up by where `row_map` sends them, with the same bits in every run."""
+    if rows.device.type == "cpu" or row_map.into is Space.ONE:
+        return interpreter.sum_rows(rows, graph, row_map)
+    return sum_grouped_rows(rows, graph, row_map)
+
+
+def sum_grouped_rows(rows: torch.Tensor, graph: Graph, row_map: RowMap) -> torch.Tensor:
+    """The same by segments of grouped rows: elsewhere than on CPUs `index_add` adds atomically."""
+    _, order = graph.grouped(row_map)
+    lengths = graph.group_sizes(row_map)
+    flat = rows.index_select(0, order).flatten(1) if rows.dim() > 1 else rows[order.long(), None]
+    total = torch.segment_reduce(flat, "sum", lengths=lengths, axis=0, unsafe=True, initial=0.0)
+    return total.reshape(len(lengths), *rows.shape[1:])
+
+
+def _segments(
+    graph: Graph, row_map: RowMap
+) -> tuple[torch.Tensor | None, list[tuple[int, int, int]]]:
+    """An order that sorts the rows by type, and (type, begin, end) for each type that has any."""
+    if row_map.into is Space.ONE:
+        return None, [(0, 0, graph.counts.rows(row_map.rows))]
+    starts = graph.segment_starts(row_map)
+    order = graph.nodes_by_type if row_map.rows is Space.NODE else None
+    ends = enumerate(itertools.pairwise(starts))
+    return order, [(kind, begin, end) for kind, (begin, end) in ends if begin < end]
+
+
+def _product(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """Write `rows @ weight`: (r, *batch, k) and (k, n), or (r, heads or 1, k) and (heads, k, n)."""
+    if weight.dim() == 2:
+        torch.matmul(rows, weight, out=out)
+    else:
+        out.copy_(torch.matmul(rows.transpose(0, 1), weight).transpose(0, 1))
+
+
+def _outer_sum(left: torch.Tensor, right: torch.Tensor, heads: int) -> torch.Tensor:
+    """Sum over rows of outer products: (r, *batch, k) and (r, *batch, n) to (*heads, k, n)."""
+    if heads:
+        return left.permute(1, 2, 0) @ right.permute(1, 0, 2)
+    return left.flatten(0, -2).T @ right.flatten(0, -2)

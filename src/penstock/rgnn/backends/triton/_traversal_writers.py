@@ -1,0 +1,285 @@
+"""Traversals as statements: the loops of a kernel, and what is left when they have ended.
+
+A traversal that sums has a block of groups in each program and goes through their rows together, a
+few at a time; a later stage goes through them again, with the sums of the one before. A traversal
+without sums has a block of rows, and of the features that it stores.
+
+What is computed of the sums of a group follows its last loop: the epilogue.
+
+A group that is too long for one program is cut into pieces. Then each stage is a kernel of its own:
+it leaves a partial sum for each piece, and the next one reads the totals; so does the epilogue.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from penstock.rgnn.backends.triton._body import (
+    InMemory,
+    KernelBody,
+    Partial,
+    RowIndex,
+    Total,
+    ValueRows,
+    Variable,
+)
+from penstock.rgnn.backends.triton._index import (
+    Axis,
+    Index,
+    of_axis,
+    power_of_two,
+    sorted_axes,
+    unravel,
+)
+from penstock.rgnn.backends.triton._operators import RULES
+from penstock.rgnn.ir import Program
+from penstock.rgnn.lowering import Kernel
+from penstock.rgnn.spaces import is_sorted
+
+_LOWEST = "-3.4028234663852886e38"  # finite, so that a group without rows makes no NaN
+_ROWS_OF_GROUPS = [
+    "begin = tl.load(begins + item, mask=is_group, other=0)",
+    "end = tl.load(ends + item, mask=is_group, other=0)",
+    "most_rows = tl.max(end - begin)",
+]
+PARTS = {"sum": ("",), "softmax": ("_max", "_sum")}
+"""What a reduction leaves for each group, by operator: the ends of the names."""
+
+
+def _axis_lines(axes: set[Axis]) -> list[str]:
+    return [f"{a.name} = tl.arange(0, {a.block})" for a in sorted(axes) if a.block is not None]
+
+
+def remove_unused(lines: Sequence[str]) -> list[str]:
+    """Statements without assignments of names that no later one reads."""
+    kept: list[str] = []
+    read: set[str] = set()
+    for line in reversed(lines):
+        name, is_assignment, value = line.strip().partition(" = ")
+        if is_assignment and name.isidentifier() and name not in read:
+            continue
+        kept.append(line)
+        read.update(re.findall(r"[A-Za-z_]\w*", value if is_assignment else line))
+    return kept[::-1]
+
+
+def _store_rows(body: KernelBody, value: int, indices: tuple[Index, ...]) -> None:
+    """Store features of a value for the rows at hand."""
+    block = body.read(value, indices)
+    axes = sorted_axes(indices)
+    row, has_row = body.own_row()
+    address, mask = body.address(ValueRows(value), row, has_row, indices, axes)
+    body.loop.append(f"tl.store({address}, {body.lifted(block, axes)}, mask={mask})")
+
+
+class RowwiseWriter:
+    """A traversal without sums."""
+
+    count = "num_rows"
+    arguments = (count, "ROWS: tl.constexpr", "FEATURES: tl.constexpr", "COMPUTE: tl.constexpr")
+
+    def __init__(self, program: Program, kernel: Kernel, stored: Sequence[int]) -> None:
+        self.body = KernelBody(program, kernel, RULES)
+        self._stored = stored
+
+    def lines(self) -> list[str]:
+        """The statements of the kernel."""
+        body = self.body
+        longest = max(math.prod(body.nodes[value].shape) for value in self._stored)
+        feature = Axis(0, longest, "feature", None)
+        for value in self._stored:
+            _store_rows(body, value, unravel(of_axis(feature), body.nodes[value].shape))
+        return [
+            "row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)",
+            "is_row = row < num_rows",
+            "first_row = tl.zeros([1], tl.int64)",
+            "feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)",
+            *_axis_lines(body.axes),
+            *body.before,
+            *body.loop,
+        ]
+
+
+class GroupedWriter:
+    """A traversal whose rows are grouped by where they are summed to, or one stage of it."""
+
+    count = "num_items"
+    arguments = (
+        "groups",
+        "begins",
+        "ends",
+        count,
+        "GROUPS: tl.constexpr",
+        "ROWS: tl.constexpr",
+        "COMPUTE: tl.constexpr",
+    )
+    arguments_of_stage = ("cut_groups", *arguments)
+    arguments_of_epilogue = ("groups", count, "GROUPS: tl.constexpr", "COMPUTE: tl.constexpr")
+
+    def __init__(self, program: Program, kernel: Kernel, stored: Sequence[int]) -> None:
+        assert kernel.grouped_by is not None
+        self.body = KernelBody(program, kernel, RULES)
+        self._stored = stored
+        self._grouped_by = kernel.grouped_by
+        self._epilogue = [value for value in kernel.epilogue if value in stored]
+        self.stages = kernel.stages
+        if any(self._op(value) == "softmax" and value in stored for value in kernel.stages[-1]):
+            self.stages = (*kernel.stages, ())  # one more loop, which stores it
+
+    def lines(self) -> list[str]:
+        """The statements of a kernel that has all stages."""
+        loops: list[str] = []
+        for number, stage in enumerate(self.stages):
+            loops += self._loop(number)
+            for value in self._reduced(stage):
+                self.body.finish(value, self._name(value))
+                if self._op(value) == "sum" and value in self._stored:
+                    loops.append(self._store(ValueRows(value), "group", value, ""))
+        return self._with_groups([*_ROWS_OF_GROUPS, *loops, *self._finish()])
+
+    def lines_of_stage(self, number: int) -> list[str]:
+        """The statements of a kernel of one stage, for pieces of groups.
+
+        It reads the totals of the stages before and stores what it sums, both in the precision in
+        which it computes.
+        """
+        totals = self._totals(number)
+        loop = self._loop(number)
+        partial = [
+            self._store(Partial(value, part), "item", value, part)
+            for value in self._reduced(self.stages[number])
+            for part in PARTS[self._op(value)]
+        ]
+        giant = "giant = tl.load(cut_groups + item, mask=is_group, other=0).to(tl.int64)"
+        return self._with_groups([*_ROWS_OF_GROUPS, giant, *totals, *loop, *partial])
+
+    def lines_of_epilogue(self) -> list[str]:
+        """The statements of a kernel of the epilogue, for groups that are cut."""
+        totals = self._totals(len(self.stages))
+        return self._with_groups(["giant = item", *totals, *self._finish()])
+
+    def reduced(self, number: int) -> tuple[int, ...]:
+        """The values that are summed or normalised in a stage."""
+        return tuple(self._reduced(self.stages[number]))
+
+    def _totals(self, number: int) -> list[str]:
+        """What the stages before one have left, read."""
+        totals: list[str] = []
+        for stage in self.stages[:number]:
+            for value in self._reduced(stage):
+                totals += [self._load_total(value, part) for part in PARTS[self._op(value)]]
+                self.body.finish(value, self._name(value))
+        return totals
+
+    def _finish(self) -> list[str]:
+        """The epilogue."""
+        self.body.begin_epilogue()
+        for value in self._epilogue:
+            _store_rows(self.body, value, self._features(value))
+        return [*self.body.before, *self.body.loop]
+
+    def _with_groups(self, statements: list[str]) -> list[str]:
+        return [
+            "item = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]",
+            "is_group = item < num_items",
+            "group = tl.load(groups + item, mask=is_group, other=0).to(tl.int64)",
+            "first_row = tl.zeros([1, 1], tl.int64)",
+            *_axis_lines(self.body.axes),
+            *statements,
+        ]
+
+    def _loop(self, number: int) -> list[str]:
+        """One loop over the rows of a group."""
+        body, stage = self.body, self.stages[number]
+        for value in self.stages[number - 1] if number else ():
+            if self._op(value) == "softmax" and value in self._stored:
+                _store_rows(body, value, self._features(value))
+        for value in stage:
+            if self._op(value) == "sum":
+                self._add_up(value)
+            elif self._op(value) == "softmax":
+                self._normalise(value)
+            elif value in self._stored:
+                _store_rows(body, value, self._features(value))
+        lines = list(body.before)
+        if body.loop:
+            lines += [
+                "for first in tl.range(0, most_rows, ROWS):",
+                *(f"    {line}" for line in [*self._row_lines(), *body.loop]),
+            ]
+        body.end_loop()
+        return lines
+
+    def _row_lines(self) -> list[str]:
+        row = "slot.to(tl.int64)"
+        is_read = any(re.search(r"\brow\b", line) for line in self.body.loop)
+        if is_read and not is_sorted(self._grouped_by):
+            order = self.body.parameter(RowIndex((), self._grouped_by))
+            row = f"tl.load({order} + slot, mask=is_row, other=0).to(tl.int64)"
+        return [
+            "slot = begin + first + tl.arange(0, ROWS)[None, :]",
+            "is_row = slot < end",
+            f"row = {row}",
+        ]
+
+    def _add_up(self, value: int) -> None:
+        body, name = self.body, self._name(value)
+        lengths, axes = self._block(value)
+        block = body.read(body.nodes[value].operands[0], self._features(value))
+        is_row = body.lifted(Variable("is_row"), axes)
+        rows = f"tl.where({is_row}, {body.lifted(block, axes)}, 0.0)"
+        body.before.append(f"{name} = tl.zeros([{lengths}], COMPUTE)")
+        body.loop.append(f"{name} += tl.sum({rows}, axis=1, keep_dims=True)")
+
+    def _normalise(self, value: int) -> None:
+        """The largest score and the sum of powers so far, which shrink as the largest grows."""
+        body, name = self.body, self._name(value)
+        lengths, axes = self._block(value)
+        block = body.read(body.nodes[value].operands[0], self._features(value))
+        is_row, score = body.lifted(Variable("is_row"), axes), body.lifted(block, axes)
+        body.before += [
+            f"{name}_max = tl.full([{lengths}], {_LOWEST}, COMPUTE)",
+            f"{name}_sum = tl.zeros([{lengths}], COMPUTE)",
+        ]
+        scores = f"tl.where({is_row}, {score}, {_LOWEST})"
+        powers = f"tl.where({is_row}, tl.exp({score} - {name}_new), 0.0)"
+        body.loop += [
+            f"{name}_new = tl.maximum({name}_max, tl.max({scores}, axis=1, keep_dims=True))",
+            f"{name}_sum *= tl.exp({name}_max - {name}_new)",
+            f"{name}_sum += tl.sum({powers}, axis=1, keep_dims=True)",
+            f"{name}_max = {name}_new",
+        ]
+
+    def _store(self, into: InMemory, row: str, value: int, part: str) -> str:
+        indices = self._features(value)
+        axes = sorted_axes(indices)
+        address, mask = self.body.address(into, Variable(row), "is_group", indices, axes)
+        return f"tl.store({address}, {self._name(value)}{part}, mask={mask})"
+
+    def _load_total(self, value: int, part: str) -> str:
+        indices = self._features(value)
+        axes = sorted_axes(indices)
+        self.body.note(axes)
+        total = Total(value, part)
+        address, mask = self.body.address(total, Variable("giant"), "is_group", indices, axes)
+        return f"{self._name(value)}{part} = tl.load({address}, mask={mask}, other=0)"
+
+    def _block(self, value: int) -> tuple[str, tuple[Axis, ...]]:
+        """The shape, as source, of what is reduced for a block of groups, and its axes."""
+        axes = sorted_axes(self._features(value))
+        self.body.note(axes)
+        return ", ".join(["GROUPS", "1", *(str(power_of_two(a.length)) for a in axes)]), axes
+
+    def _reduced(self, stage: Sequence[int]) -> list[int]:
+        return [value for value in stage if self._op(value) in PARTS]
+
+    def _name(self, value: int) -> str:
+        return f"{self._op(value)}{value}"
+
+    def _op(self, value: int) -> str:
+        return self.body.nodes[value].op
+
+    def _features(self, value: int) -> tuple[Index, ...]:
+        return self.body.all_of(self.body.nodes[value].shape)
