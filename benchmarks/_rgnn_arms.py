@@ -23,7 +23,7 @@ from _rgnn_edgewise import SortedEdges
 from _rgnn_graphs import node_types, relation_types
 from penstock import rgnn
 from penstock.rgnn import CompiledFunction, Explanation, Graph
-from penstock.rgnn.backends.cpp._graph_arrays import arrays_of
+from penstock.rgnn.backends.cpp._graph_arrays import find_arrays
 from penstock.rgnn.layers import _hgt, _rgat, _rgcn
 
 MODELS = ("RGCN", "RGAT", "HGT")
@@ -243,7 +243,7 @@ class OurProgram:
         """The layer with this program, on its graph or on another one like it."""
         graph = graph or self._layer.graph
         arm = self._layer.arm(self.compiled, graph)
-        return dataclasses.replace(arm, release=lambda: arrays_of(graph).buffers.clear())
+        return dataclasses.replace(arm, release=lambda: find_arrays(graph).buffers.clear())
 
     def explain(self, *, training: bool) -> Explanation:
         """The plan on the layer's graph, with a backward or without."""

@@ -23,8 +23,8 @@ from _rgnn_arms import Layer, OurProgram
 from penstock.rgnn import CompiledFunction, Graph
 from penstock.rgnn._compiled_program import CompiledProgram
 from penstock.rgnn.backends import Invocation, Results
-from penstock.rgnn.ir import maps_of, source
-from penstock.rgnn.lowering import Direction, Kernel, LoweredProgram, fused_outers
+from penstock.rgnn.ir import find_maps, find_source
+from penstock.rgnn.lowering import Direction, Kernel, LoweredProgram, find_fused_outers
 from penstock.rgnn.passes import JointProgram
 from penstock.rgnn.spaces import RowMap, Space
 
@@ -129,14 +129,14 @@ def _training_program(
 
 def _least_bytes(lowered: LoweredProgram, kernel: Kernel, graph: Graph) -> int:
     program, counts = lowered.optimized.program, graph.counts
-    fused, own = fused_outers(program), set(kernel.values)
+    fused, own = find_fused_outers(program), set(kernel.values)
     read: dict[int, int] = {}  # rows of each value that comes from memory
     followed: set[RowMap] = set()
     pending = list(own)
     while pending:
         for operand in program.nodes[pending.pop()].operands:
-            value = source(program, operand)
-            followed.update(maps_of(program, operand))
+            value = find_source(program, operand)
+            followed.update(find_maps(program, operand))
             if value in fused:
                 pending.append(value)
             elif value not in own:

@@ -20,7 +20,7 @@ from penstock.rgnn.backends.cpp._arena import (
     place_in_results,
 )
 from penstock.rgnn.backends.cpp._buffers import BufferPool
-from penstock.rgnn.backends.cpp._graph_arrays import arrays_of
+from penstock.rgnn.backends.cpp._graph_arrays import find_arrays
 
 LIFETIMES = st.lists(
     st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(0, 1000)), max_size=12
@@ -87,7 +87,7 @@ def test_products_that_are_scaled_row_by_row_are_scaled_in_their_place():
     pair_bytes = graph.counts.num_dst_pairs * 64 * 4
     assert graph.counts.num_dst_pairs == 8000
     h = layer(x, graph)
-    buffers = arrays_of(graph).buffers
+    buffers = find_arrays(graph).buffers
     assert _num_bytes(buffers) == pair_bytes  # the means, kept for the gradient of weights
     h.sum().backward()
     assert _num_bytes(buffers) == 2 * pair_bytes
@@ -158,7 +158,7 @@ def test_layers_of_two_threads_on_one_graph_do_not_disturb_each_other():
         return [h.detach(), *torch.autograd.grad(h.square().sum(), [x, *layer.parameters()])]
 
     expected = [step(0), step(1)]
-    assert arrays_of(graph).buffers.num_buffers > 0
+    assert find_arrays(graph).buffers.num_buffers > 0
     with ThreadPoolExecutor(2) as pool:
         for place, found in enumerate(pool.map(step, [0, 1] * 6)):
             pairs = zip(found, expected[place % 2], strict=True)

@@ -10,7 +10,7 @@ import torch
 
 from _relational import random_graph
 from penstock import rgnn
-from penstock.rgnn.graph import GraphTensors, _tensors, graph_of, tensors_of
+from penstock.rgnn.graph import GraphTensors, _tensors, find_graph, split_graph
 
 N, R = 12, 4
 
@@ -23,8 +23,8 @@ def edges(seed: int = 0) -> GraphTensors:
 
 def test_the_same_tensors_are_the_same_graph():
     made_from = edges()
-    graph = graph_of(made_from)
-    assert graph_of(made_from) is graph
+    graph = find_graph(made_from)
+    assert find_graph(made_from) is graph
     assert torch.equal(graph.edge_index, made_from.edge_index)
     assert torch.equal(graph.edge_type, made_from.edge_type)
 
@@ -43,9 +43,9 @@ def test_layers_that_are_called_with_the_same_tensors_share_a_graph(monkeypatch)
 @pytest.mark.parametrize("which", ["edge_index", "edge_type"])
 def test_tensors_changed_in_place_are_another_graph(which):
     made_from = edges()
-    first = graph_of(made_from)
+    first = find_graph(made_from)
     getattr(made_from, which)[..., 0] = 0
-    second = graph_of(made_from)
+    second = find_graph(made_from)
     assert second is not first
     assert torch.equal(getattr(second, which), getattr(made_from, which))
 
@@ -56,42 +56,42 @@ def test_views_of_one_memory_are_different_graphs():
         edge_index=made_from.edge_index[:, :30], edge_type=made_from.edge_type[:30]
     )
     flipped = made_from._replace(edge_index=made_from.edge_index.flip(0))
-    found = [graph_of(each) for each in (made_from, half, flipped)]
+    found = [find_graph(each) for each in (made_from, half, flipped)]
     assert [graph.num_edges for graph in found] == [60, 30, 60]
     assert torch.equal(found[2].edge_index[0], found[0].edge_index[1])
 
 
 def test_numbers_are_part_of_what_a_graph_is():
     made_from = edges()
-    assert graph_of(made_from).num_nodes == N
-    assert graph_of(made_from._replace(num_nodes=N + 1)).num_nodes == N + 1
+    assert find_graph(made_from).num_nodes == N
+    assert find_graph(made_from._replace(num_nodes=N + 1)).num_nodes == N + 1
 
 
 def test_a_graph_is_that_of_its_own_tensors_as_long_as_it_lives():
     graph = random_graph(N, 60)
-    made_from = tensors_of(graph)
-    assert graph_of(made_from) is graph
+    made_from = split_graph(graph)
+    assert find_graph(made_from) is graph
     watched = weakref.ref(graph)
     del graph
     gc.collect()
     assert watched() is None  # its tensors alone do not keep it
-    other = graph_of(made_from)
+    other = find_graph(made_from)
     assert other.num_node_types == 2 and torch.equal(other._edge_index, made_from.edge_index)
 
 
 def test_graphs_are_let_go_after_their_tensors():
     made_from = edges()
-    watched = weakref.ref(graph_of(made_from))
+    watched = weakref.ref(find_graph(made_from))
     del made_from
     gc.collect()
-    graph_of(edges(seed=1))
+    find_graph(edges(seed=1))
     gc.collect()
     assert watched() is None
 
 
 def test_only_the_last_graphs_are_remembered():
     several = [edges(seed) for seed in range(_tensors._NUM_REMEMBERED + 1)]
-    watched = [weakref.ref(graph_of(each)) for each in several]
+    watched = [weakref.ref(find_graph(each)) for each in several]
     gc.collect()
     assert watched[0]() is None
     assert all(graph() is not None for graph in watched[1:])
@@ -100,6 +100,6 @@ def test_only_the_last_graphs_are_remembered():
 def test_tensors_that_do_not_count_changes_are_read_each_time():
     with torch.inference_mode():
         made_from = edges()._replace(edge_index=edges().edge_index.clone())
-        first = graph_of(made_from)
+        first = find_graph(made_from)
         made_from.edge_index[:, 0] = 0
-        assert not torch.equal(graph_of(made_from).edge_index, first.edge_index)
+        assert not torch.equal(find_graph(made_from).edge_index, first.edge_index)

@@ -21,7 +21,7 @@ from _relational import (
 )
 from penstock import rgnn
 from penstock.rgnn import REWRITES, concat, dot, edge_mean
-from penstock.rgnn.ir import Program, dependencies
+from penstock.rgnn.ir import Program, find_coordinates
 from penstock.rgnn.passes import optimize
 from penstock.rgnn.spaces import EDGE_SRC_PAIR, Coordinate, Space
 
@@ -265,7 +265,7 @@ def test_dependencies_are_those_of_what_is_read():
     )
     found = {
         node.op: depends
-        for node, depends in zip(program.nodes, dependencies(program), strict=True)
+        for node, depends in zip(program.nodes, find_coordinates(program), strict=True)
         if node.space is Space.EDGE and node.op in ("matmul", "mul")
     }
     assert found["matmul"] == {Coordinate.SRC, Coordinate.TYPE}

@@ -15,7 +15,7 @@ from _relational import LAYERS, graphs, layer_arguments, random_graph, recipes
 from penstock import rgnn
 from penstock.rgnn import interpreter
 from penstock.rgnn.ir import LEAVES, READS
-from penstock.rgnn.lowering import Kernel, KernelKind, LoweredProgram, fused_outers, lower
+from penstock.rgnn.lowering import Kernel, KernelKind, LoweredProgram, find_fused_outers, lower
 from penstock.rgnn.passes import optimize
 from penstock.rgnn.spaces import Space
 
@@ -107,7 +107,7 @@ class Checker:
             return source.index_select(0, self.graph.index(node.map))
         if node.op == "reshape":
             return self.read(node.operands[0], local).reshape(-1, *node.shape)
-        if position in fused_outers(self.program):
+        if position in find_fused_outers(self.program):
             parts = [self.read(operand, local) for operand in node.operands]
             return interpreter.ROWWISE["outer"](node, *parts)
         return local[position] if position in local else self.memory[position]
@@ -116,7 +116,7 @@ class Checker:
 def check(function, graph, arguments) -> LoweredProgram:
     lowered, tensors = lowered_program(function, graph, arguments)
     placed = [value for kernel in lowered.schedule.kernels for value in kernel.values]
-    fused = fused_outers(lowered.optimized.program)
+    fused = find_fused_outers(lowered.optimized.program)
     computed = {
         position
         for position, node in enumerate(lowered.optimized.program.nodes)
@@ -125,7 +125,7 @@ def check(function, graph, arguments) -> LoweredProgram:
     assert sorted(placed) == sorted(computed)
     assert all(stage for kernel in lowered.schedule.kernels for stage in kernel.stages)
     forward = lowered.schedule.kernels[: lowered.schedule.num_forward]
-    assert {v for kernel in forward for v in kernel.values} == computed & lowered.forward
+    assert {v for kernel in forward for v in kernel.values} == computed & lowered.optimized.forward
     values = all_values(lowered, graph, tensors)
     Checker(lowered, graph, values).run()
     return lowered

@@ -22,7 +22,7 @@ from _relational import (
 from penstock import rgnn
 from penstock.rgnn import _custom_ops
 from penstock.rgnn.backends import Invocation, Results
-from penstock.rgnn.graph import tensors_of
+from penstock.rgnn.graph import split_graph
 
 
 @pytest.fixture(autouse=True)
@@ -266,10 +266,10 @@ def test_operators_keep_torchs_rules(name):
     graph = graph_of_size(12, 60)
     arguments = layer_arguments(name, graph)
     function = rgnn.compile(LAYER_FUNCTIONS[name].__wrapped__)
-    traced, inputs, check = function._trace_symbolic(tensors_of(graph), arguments)
+    traced, inputs, check = function._trace_symbolic(split_graph(graph), arguments)
     program = _custom_ops._remember(function._registration, traced, check)
     numbers = [graph.num_nodes, graph.num_relations, graph.num_node_types]
-    indices = [t for t in tensors_of(graph) if isinstance(t, torch.Tensor)]
+    indices = [t for t in split_graph(graph) if isinstance(t, torch.Tensor)]
     is_wanted = [True] * len(inputs)
     common = (program, is_wanted, numbers, indices, inputs)
     torch.library.opcheck(torch.ops.penstock.rgnn_forward.default, common)

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +105,12 @@ SHAPES = [(24,), (4, 6), (6, 4), (2, 3, 4), (1, 24), (24, 1), (8, 3), (2, 1, 12)
 @needs_triton
 @pytest.mark.parametrize("first", SHAPES, ids=str)
 def test_a_reshaped_feature_is_the_same_number(first):
-    from penstock.rgnn.backends.triton._index import ravel, reshaped, whole
+    from penstock.rgnn.backends.triton._index import index_row, ravel, reshape_indices
 
-    axes = sorted(set().union(*(index.axes() for index in whole(first))))
+    axes = sorted(set().union(*(index.axes() for index in index_row(first))))
     features = list(itertools.product(*(range(axis.length) for axis in axes)))
     for second, third in itertools.product(SHAPES, repeat=2):
-        indices = reshaped(reshaped(whole(first), first, second), second, third)
+        indices = reshape_indices(reshape_indices(index_row(first), first, second), second, third)
         for place, numbers in enumerate(features):
             by_axis = dict(zip(axes, numbers, strict=True))
             assert value_of(ravel(indices, third), by_axis) == place
@@ -120,27 +121,27 @@ def test_a_reshaped_feature_is_the_same_number(first):
 
 @needs_triton
 def test_a_reshape_there_and_back_costs_nothing():
-    from penstock.rgnn.backends.triton._index import Axis, of_axis, ravel, unravel, whole
+    from penstock.rgnn.backends.triton._index import Axis, index_axis, index_row, ravel, unravel
 
-    feature = of_axis(Axis(0, 24, "feature", None))
+    feature = index_axis(Axis(0, 24, "feature", None))
     for shape in SHAPES:
         assert ravel(unravel(feature, shape), shape) == feature
-    assert unravel(ravel(whole((4, 6)), (4, 6)), (24,)) == (ravel(whole((4, 6)), (4, 6)),)
+    assert unravel(ravel(index_row((4, 6)), (4, 6)), (24,)) == (ravel(index_row((4, 6)), (4, 6)),)
 
 
 @needs_triton
 def test_rows_of_several_shapes_share_the_axes_of_one():
-    from penstock.rgnn.backends.triton._index import refined, reshaped, whole
+    from penstock.rgnn.backends.triton._index import index_row, refine_shapes, reshape_indices
 
-    assert refined([(1, 24), (4, 6), (8, 3)]) == (4, 2, 3)
-    assert refined([(), (1, 1)]) == ()
-    assert refined([(4, 6), (6, 4)]) is None
+    assert refine_shapes([(1, 24), (4, 6), (8, 3)]) == (4, 2, 3)
+    assert refine_shapes([(), (1, 1)]) == ()
+    assert refine_shapes([(4, 6), (6, 4)]) is None
     for first, second in itertools.product(SHAPES, repeat=2):
-        layout = refined([first, second])
+        layout = refine_shapes([first, second])
         if layout is not None:
-            features = whole(layout)
-            seen = reshaped(reshaped(features, layout, first), first, second)
-            assert reshaped(seen, second, layout) == features
+            features = index_row(layout)
+            seen = reshape_indices(reshape_indices(features, layout, first), first, second)
+            assert reshape_indices(seen, second, layout) == features
 
 
 # -------------------------------------------------------------------- tables of a graph
@@ -164,9 +165,9 @@ def test_every_row_is_in_one_group_and_in_one_tile(graph, row_map):
     from penstock.rgnn.backends.triton import _tables
 
     expected = graph.index(row_map).tolist()
-    order = _tables.row_index(graph, (), row_map)
+    order = _tables.compose_index(graph, (), row_map)
     slots = range(len(expected)) if order is None else order.tolist()
-    buckets, giants = _tables.buckets(graph, row_map)
+    buckets, giants = _tables.sort_groups(graph, row_map)
     assert giants is None
     found = {}
     groups = []
@@ -179,8 +180,8 @@ def test_every_row_is_in_one_group_and_in_one_tile(graph, row_map):
     assert sorted(groups) == list(range(graph.counts.rows(row_map.into)))
     if row_map in (spaces.EDGE_SRC, spaces.EDGE_DST, spaces.EDGE_SRC_PAIR, spaces.SRC_PAIR_SRC):
         return  # rows are not multiplied by those
-    by_type = _tables.row_index(graph, (), _tables.type_order(graph, row_map))
-    tiles = _tables.tiles(graph, (row_map,), batch=2, block_rows=4)
+    by_type = _tables.compose_index(graph, (), _tables.find_type_order(graph, row_map))
+    tiles = _tables.cut_tiles(graph, (row_map,), batch=2, block_rows=4)
     found = {}
     for kind, begin, end in zip(tiles.targets, tiles.begins, tiles.ends, strict=True):
         assert 0 < end - begin <= 4
@@ -197,7 +198,7 @@ def test_a_group_that_is_too_long_is_cut(num_edges):
 
     ends = torch.tensor([[0, 1], [1, 2]])[:, [0] * num_edges + [1]]
     graph = rgnn.Graph(ends, torch.zeros(num_edges + 1, dtype=torch.int64))
-    buckets, giants = _tables.buckets(graph, spaces.EDGE_DST)
+    buckets, giants = _tables.sort_groups(graph, spaces.EDGE_DST)
     groups = sorted(torch.cat([bucket.groups for bucket in buckets]).tolist())
     if num_edges == 2048:
         assert giants is None and groups == [0, 1, 2]
@@ -215,15 +216,16 @@ def test_a_group_that_is_too_long_is_cut(num_edges):
 def test_tables_of_a_graph_go_with_it(graph):
     from penstock.rgnn.backends.triton import _tables
 
-    assert _tables.row_index(graph, (spaces.EDGE_SRC,)) is graph.index(spaces.EDGE_SRC)
-    tiles = _tables.tiles(graph, (spaces.EDGE_TYPE,), batch=1, block_rows=4)
-    assert _tables.tiles(graph, (spaces.EDGE_TYPE,), batch=1, block_rows=4) is tiles
-    num_graphs = len(_tables._graphs)
+    assert _tables.compose_index(graph, (spaces.EDGE_SRC,)) is graph.index(spaces.EDGE_SRC)
+    tiles = _tables.cut_tiles(graph, (spaces.EDGE_TYPE,), batch=1, block_rows=4)
+    assert _tables.cut_tiles(graph, (spaces.EDGE_TYPE,), batch=1, block_rows=4) is tiles
     copy = rgnn.Graph(graph.edge_index, graph.edge_type, num_nodes=graph.num_nodes)
-    _tables.tiles(copy, (spaces.EDGE_TYPE,), batch=1, block_rows=4)
-    assert len(_tables._graphs) == num_graphs + 1
+    table = _tables.cut_tiles(copy, (spaces.EDGE_TYPE,), batch=1, block_rows=4).begins
+    watched = weakref.ref(table)
+    del table
+    assert watched() is not None
     del copy
-    assert len(_tables._graphs) == num_graphs
+    assert watched() is None
 
 
 # ------------------------------------------------------------------- generated source
@@ -275,7 +277,7 @@ def test_the_source_says_what_it_was_made_from_and_executes_no_name():
     assert all(f"%{at} = " in header for at in range(len(optimized.program.nodes)))
     assert text.count('"""') == 2 and text.isascii()
     compile(text, "source", "exec")
-    assert not set(_source._safe('"""\\')) & set('"\\')
+    assert not set(_source._escape('"""\\')) & set('"\\')
 
 
 @needs_triton
@@ -489,7 +491,8 @@ def test_auto_takes_triton_on_a_gpu_and_does_not_synchronise(large_graph):
     function(graph, *arguments).sum().backward()
     from penstock.rgnn.backends.triton import _tables
 
-    assert graph in _tables._graphs
+    build = _tables.cut_tiles.__wrapped__
+    assert any(key[0] is build for key in graph.__dict__["_built"])
     torch.cuda.set_sync_debug_mode("error")
     try:
         function(graph, *arguments).sum().backward()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from penstock.compat.dispatch import are_functorch_transforms_active
 from penstock.rgnn import _custom_ops
 from penstock.rgnn._compiled_program import CompiledProgram
 from penstock.rgnn._explain import Explanation, explain
@@ -97,11 +98,7 @@ class CompiledFunction:
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        *,
-        without: Collection[str] = (),
-        backend: str = "auto",
+        self, function: Callable[..., Any], *, without: Collection[str] = (), backend: str = "auto"
     ) -> None:
         functools.update_wrapper(self, function)
         check_rewrites(without)
@@ -145,7 +142,7 @@ class CompiledFunction:
         if torch.compiler.is_dynamo_compiling():
             return _custom_ops.call(self._registration.name, graph, arguments)
         _check_graph(graph)
-        if torch._C._are_functorch_transforms_active():
+        if are_functorch_transforms_active():
             raise RuntimeError(
                 "a compiled program cannot be transformed by torch.func (grad, vmap, jacrev, ...); "
                 "use what the function's to_torch() returns"

@@ -1,4 +1,4 @@
-"""Compiled programs: a lowered program and its back end, as one function that autograd knows.
+"""Compiled programs: a lowered program and its back end, as one autograd function.
 
 A back end computes values of a program; everything around that is the same for all of them and
 stands here. The backward is the program's own, in one `autograd.Function`; what it needs of the
@@ -103,7 +103,7 @@ class _ProgramFunction(torch.autograd.Function):
         ctx: Any, program: CompiledProgram, graph: Graph, *tensors: torch.Tensor
     ) -> Tensors:
         results, kept = program.forward(graph, tensors)
-        # Inputs are saved as autograd knows them, so that a change in place is noticed.
+        # Inputs are saved as autograd has them, so that a change in place is noticed.
         ctx.save_for_backward(*(tensors[place] for place in program.saved), *kept)
         ctx.program, ctx.graph = program, graph
         return results
@@ -114,7 +114,7 @@ class _ProgramFunction(torch.autograd.Function):
         tensors, num_saved = ctx.saved_tensors, len(program.saved)  # a checkpoint unpacks them once
         with torch.no_grad():
             found = program.backward(ctx.graph, tensors[:num_saved], tensors[num_saved:], gradients)
-        if torch.is_grad_enabled():  # create_graph=True: an error where it is made use of
+        if torch.is_grad_enabled():  # create_graph=True: an error at its use
             marker = torch.empty(0, requires_grad=True)
             found = [None if one is None else _Once.apply(one, marker) for one in found]
         return None, None, *found

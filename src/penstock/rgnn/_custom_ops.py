@@ -1,18 +1,18 @@
-"""Compiled functions inside torch.compile: three operators that the compiler looks into no further.
+"""Compiled functions inside torch.compile: three operators that it does not look into.
 
 While Dynamo traces, a call becomes `penstock::rgnn`. The graph goes into it as the tensors that it
 is made from, so compiled code belongs to no graph and serves them all. Where the compiler prepares
-the backward, that operator turns into `rgnn_forward`, whose gradient is `rgnn_backward`; they name
-the traced program by a digest of its text, so that code that torch keeps on disk fits in any
+the backward, that operator turns into `rgnn_forward`, with `rgnn_backward` as its gradient; they
+name the traced program by a digest of its text, so that code that torch keeps on disk fits in any
 process.
 
 Compiled code has the numbers that a function read besides its arguments as constants. Where they
 have changed since, the operator raises an error, for it cannot have the code compiled again.
 
-Which plan runs is decided when an operator runs, by the counts of its graph. How many tensors the
-backward needs depends on the plan, so no compiler can know it: `rgnn_forward` returns one tensor
-that owns them all, and they live for as long as autograd holds on to it. Whoever copies that tensor
-loses them; the backward then computes them again.
+The program is chosen when an operator runs, by the counts of its graph. How many tensors the
+backward needs depends on the program, so torch cannot know it: `rgnn_forward` returns one tensor
+that owns them all, and they live as long as autograd keeps it. A copy of that tensor owns nothing;
+the backward then computes them again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 
 from penstock.rgnn._compiled_program import CompiledProgram, Tensors
 from penstock.rgnn.frontend.traces import TracedFunction
-from penstock.rgnn.graph import Graph, GraphTensors, graph_of, tensors_of
+from penstock.rgnn.graph import Graph, GraphTensors, find_graph, split_graph
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
@@ -67,7 +67,7 @@ def register(name: str, **fields: Any) -> Registration:
 
 
 def call(name: str, graph: Graph | GraphTensors, arguments: tuple[Any, ...]) -> Any:
-    """A call of a registered function, for Dynamo to trace.
+    """Call a registered function while Dynamo traces.
 
     Args:
         name: As `register` gave it.
@@ -75,7 +75,7 @@ def call(name: str, graph: Graph | GraphTensors, arguments: tuple[Any, ...]) -> 
         arguments: A value for each parameter after the graph.
     """
     if isinstance(graph, Graph):
-        graph = tensors_of(graph)
+        graph = split_graph(graph)
     if not isinstance(graph, GraphTensors):
         raise TypeError(
             f"the first argument must be a penstock.rgnn.Graph; got {type(graph).__name__}"
@@ -130,7 +130,7 @@ def _rgnn(
     numbers: list[int],
     graph: list[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """The outputs; and one tensor more if the function returns a tuple."""
+    """Return the outputs; and one tensor more if the function returns a tuple."""
     constants: dict[str, Iterator[Any]] = {
         "t": iter(tensors),
         "i": iter([int(value) for value in integers]),
@@ -202,8 +202,8 @@ def _forward(
     graph: list[torch.Tensor],
     inputs: list[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """The outputs, and the tensor that owns what the backward needs."""
-    on, known = graph_of(_graph_tensors(numbers, graph)), _programs[program]
+    """Return the outputs, and the tensor that owns what the backward needs."""
+    on, known = find_graph(_graph_tensors(numbers, graph)), _programs[program]
     if known.check is not None:
         known.check()
     compiled = known.compile(on, is_wanted)
@@ -212,13 +212,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(
-    program: str,
-    is_wanted: list[bool],
-    numbers: list[int],
-    graph: list[torch.Tensor],
-    inputs: list[torch.Tensor],
-) -> list[torch.Tensor]:
+def _(program: str, is_wanted: Any, numbers: Any, graph: Any, inputs: Any) -> list[torch.Tensor]:
     rows = _graph_tensors(numbers, graph).rows
     traced = _programs[program].traced.program
     outputs = [traced.nodes[output] for output in traced.outputs]
@@ -241,10 +235,10 @@ def _backward(
     owner: torch.Tensor,
     gradients: list[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """The gradients of the inputs for which one is wanted."""
+    """Return the gradients of the inputs for which one is wanted."""
     kept = _owned.get(owner.untyped_storage()._cdata)
     if kept is None:
-        on = graph_of(_graph_tensors(numbers, graph))
+        on = find_graph(_graph_tensors(numbers, graph))
         compiled = _programs[program].compile(on, is_wanted)
         kept = _Kept(compiled, on, compiled.forward(on, inputs)[1])
     saved = [inputs[place] for place in kept.program.saved]
@@ -258,13 +252,7 @@ def _backward(
 
 @_backward.register_fake
 def _(
-    program: str,
-    is_wanted: list[bool],
-    numbers: list[int],
-    graph: list[torch.Tensor],
-    inputs: list[torch.Tensor],
-    owner: torch.Tensor,
-    gradients: list[torch.Tensor],
+    program: str, is_wanted: Any, numbers: Any, graph: Any, inputs: Any, owner: Any, gradients: Any
 ) -> list[torch.Tensor]:
     wanted = [tensor for tensor, wanted in zip(inputs, is_wanted, strict=True) if wanted]
     return [tensor.new_empty(tensor.shape) for tensor in wanted]
@@ -276,7 +264,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]
     ctx.save_for_backward(*graph, *tensors, output[-1])
 
 
-def _differentiate(ctx: Any, gradients: list[torch.Tensor]) -> tuple[Any, ...]:
+def _run_backward(ctx: Any, gradients: list[torch.Tensor]) -> tuple[Any, ...]:
     *tensors, owner = ctx.saved_tensors
     graph, inputs = tensors[: ctx.num_indices], tensors[ctx.num_indices :]
     results = iter(
@@ -288,12 +276,12 @@ def _differentiate(ctx: Any, gradients: list[torch.Tensor]) -> tuple[Any, ...]:
     return None, None, None, [None] * len(graph), found
 
 
-_forward.register_autograd(_differentiate, setup_context=_setup_context)
+_forward.register_autograd(_run_backward, setup_context=_setup_context)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Kept:
-    """What the backward of one forward needs beside its inputs."""
+    """Everything that the backward of one forward needs beside its inputs."""
 
     program: CompiledProgram
     graph: Graph
@@ -311,7 +299,7 @@ _owned: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
 
 
 def _make_owner(kept: _Kept) -> torch.Tensor:
-    """A tensor of one zero, whose memory owns `kept`."""
+    """Return a tensor of one zero; its memory owns `kept`."""
     array = np.zeros(1, dtype=np.uint8).view(_Array)
     array.kept = kept
     tensor = torch.from_numpy(array)

@@ -41,7 +41,7 @@ class ExplainedKernel:
     rows_of: str
     """The space of the rows that its loops run over."""
     grouped_by: str | None
-    """The map whose targets are the outer loop."""
+    """The map to the targets that the outer loop runs over."""
     num_rows: int
     multiplications: int
     """Of its matrix product; 0 for a traversal."""
@@ -95,10 +95,7 @@ class Explanation:
                 phase = kernel.is_backward
                 lines += ["", "backward" if phase else "forward"]
             lines += _kernel_lines(number, kernel)
-        lines += [
-            "",
-            "rewrites, decided for about this size and as many rows for each edge",
-        ]
+        lines += ["", "rewrites, decided for about this size and as many rows for each edge"]
         lines += [f"  {decision}" for decision in self.decisions] or ["  none found a place"]
         lines += [f"  {name} is switched off" for name in self.without]
         return "\n".join(lines)
@@ -135,7 +132,7 @@ def explain(
 
 
 def _explain_order(lowered: LoweredProgram, element_bytes: int) -> Iterator[Decision]:
-    """Yield a decision for each direction whose kernels run in another order than written."""
+    """Yield a decision for each direction with kernels in another order than written."""
     for name, scratch in zip(("forward", "backward"), lowered.scratch, strict=False):
         if scratch.after < scratch.before:
             after, before = (

@@ -26,7 +26,7 @@ def interpret(
 
     Args:
         program: Any program; differentiable by autograd.
-        graph: The graph whose rows the arguments have.
+        graph: The graph that the arguments have rows for.
         arguments: A tensor for each input; edges in the order in which the graph was given.
 
     Returns:
@@ -55,26 +55,26 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def enter(graph: Graph, space: Space, argument: torch.Tensor) -> torch.Tensor:
-    """An argument as rows: edges in the internal order, an untyped weight as one row."""
+    """Return an argument as rows: edges in the internal order, an untyped weight as one row."""
     if space is Space.EDGE:
         return argument.index_select(0, graph.edge_order)
     return argument.unsqueeze(0) if space is Space.ONE else argument
 
 
 def leave(graph: Graph, space: Space, value: torch.Tensor) -> torch.Tensor:
-    """The inverse of `enter`."""
+    """Return rows as the user has them: the inverse of `enter`."""
     if space is Space.EDGE:
         return torch.empty_like(value).index_copy(0, graph.edge_order.long(), value)
     return value.squeeze(0) if space is Space.ONE else value
 
 
 def inverse_count(graph: Graph, row_map: RowMap, dtype: torch.dtype) -> torch.Tensor:
-    """1 / number of rows sent to each target; targets without rows have 1, which nobody reads."""
+    """Return 1 / number of rows of each target; 1, which is never read, for one without rows."""
     return graph.group_sizes(row_map).clamp(min=1).to(dtype).reciprocal()
 
 
 def apply(node: Node, operands: Sequence[torch.Tensor], graph: Graph) -> torch.Tensor:
-    """One operator on row tensors."""
+    """Apply one operator to row tensors."""
     if node.op == "gather":
         return operands[0].index_select(0, graph.index(node.map))
     if node.op == "sum":
@@ -95,7 +95,7 @@ def sum_rows(rows: torch.Tensor, graph: Graph, row_map: RowMap) -> torch.Tensor:
 def softmax(
     scores: torch.Tensor, graph: Graph, row_map: RowMap, add_up: SumRows = sum_rows
 ) -> torch.Tensor:
-    """Softmax over the rows that go to one target; the largest score is taken off first."""
+    """Compute y_i = exp(s_i - m) / sum of exp(s_j - m) over the rows j of a target, m = max s_j."""
     index = graph.index(row_map)
     num_targets = graph.counts.rows(row_map.into)
     largest = scores.new_full((num_targets, *scores.shape[1:]), -torch.inf)
@@ -106,8 +106,8 @@ def softmax(
     return powers / add_up(powers, graph, row_map).index_select(0, index)
 
 
-def aligned(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two row tensors with as many axes; what is missing is added at the right."""
+def align(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two row tensors with as many axes; missing ones are added at the right."""
     dims = max(left.dim(), right.dim())
     return (
         left.reshape(*left.shape, *(1,) * (dims - left.dim())),
@@ -116,7 +116,7 @@ def aligned(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def matmul(vector: torch.Tensor, matrix: torch.Tensor, *, transposed: bool) -> torch.Tensor:
-    """(rows, *batch, k) times (rows, *heads, k, n), heads lined up with batch from the left."""
+    """Multiply (rows, *batch, k) by (rows, *heads, k, n), heads lined up from the left."""
     if transposed:
         matrix = matrix.transpose(-1, -2)
     num_missing = (vector.dim() - 1) - (matrix.dim() - 2)
@@ -127,7 +127,7 @@ def matmul(vector: torch.Tensor, matrix: torch.Tensor, *, transposed: bool) -> t
 
 
 def outer(left: torch.Tensor, right: torch.Tensor, *, heads: int) -> torch.Tensor:
-    """(rows, *batch, k) and (rows, *batch, n) to (rows, *heads, k, n), batch axes past it added."""
+    """Compute outer products (rows, *heads, k, n), summed over the batch axes past the heads."""
     product = left.unsqueeze(-1) * right.unsqueeze(-2)
     rest = tuple(range(1 + heads, product.dim() - 2))
     return product.sum(rest) if rest else product
@@ -136,7 +136,7 @@ def outer(left: torch.Tensor, right: torch.Tensor, *, heads: int) -> torch.Tenso
 def _binary(
     combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> Callable[..., torch.Tensor]:
-    return lambda _, left, right: combine(*aligned(left, right))
+    return lambda _, left, right: combine(*align(left, right))
 
 
 def _pad(node: Node, rows: torch.Tensor) -> torch.Tensor:

@@ -69,7 +69,7 @@ TYPES = (Space.RELATION, Space.NODE_TYPE, Space.ONE)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Node:
-    """One value: how it is computed, what its rows stand for, the shape of a row."""
+    """One value: its operator, its space, the shape of a row."""
 
     op: str
     operands: tuple[int, ...]
@@ -90,17 +90,17 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """Nodes in an order in which they can be computed, and which of them are wanted."""
+    """Nodes in an order in which they can be computed, and the outputs among them."""
 
     nodes: tuple[Node, ...]
     outputs: tuple[int, ...]
 
     def inputs(self) -> dict[str, int]:
-        """Position of each input, by name."""
+        """Return the position of each input, by name."""
         return {node["name"]: i for i, node in enumerate(self.nodes) if node.op == "input"}
 
     def uses(self) -> list[list[int]]:
-        """For each node, the positions of the nodes that read it (outputs not counted)."""
+        """Return, for each node, the positions of the nodes that read it (outputs not counted)."""
         users: list[list[int]] = [[] for _ in self.nodes]
         for position, node in enumerate(self.nodes):
             for operand in node.operands:
@@ -114,7 +114,7 @@ class Program:
 
 
 def describe(node: Node) -> str:
-    """A node on one line, as `str(program)` has it."""
+    """Return a node on one line, as `str(program)` has it."""
     parts = [f"%{operand}" for operand in node.operands]
     parts += [f"{name}={value}" for name, value in node.attributes]
     return f"{node.op}({', '.join(parts)})  # {node.space.value} {list(node.shape)}"
@@ -145,10 +145,10 @@ def describe_read(program: Program, position: int, *, has_names: bool = True) ->
 
 
 class Builder:
-    """Programs are made here: shapes are inferred and checked, and typed weights stay small.
+    """A builder of programs: it infers and checks shapes, and keeps typed weights small.
 
-    A rowwise operator whose operands are all read along one map from types (of edges or nodes) is
-    computed once per type and then read along that map. So a product of weights of one relation
+    A rowwise operator on operands that are all read along one map from types (of edges or nodes)
+    is computed once per type and then read along that map. So a product of weights of one relation
     has a row per relation wherever it is written, and no matrix per edge is ever formed.
 
     Args:
@@ -161,11 +161,11 @@ class Builder:
         self._known: dict[Node, int] | None = {} if share else None
 
     def input(self, name: str, space: Space, shape: Shape) -> int:
-        """An argument of the program."""
+        """Append an argument of the program."""
         return self._append(Node("input", (), space, shape, (("name", name),), self.where))
 
     def add(self, op: str, *operands: int, **attributes: Any) -> int:
-        """Append an operator on earlier values; the position of its result.
+        """Append an operator on earlier values; return the position of its result.
 
         Raises:
             ValueError: The operands' shapes do not fit; the message says how.
@@ -188,7 +188,7 @@ class Builder:
         return self._append(Node(op, operands, space, shape, ordered, self.where))
 
     def read(self, position: int, through: RowMap) -> int | None:
-        """The value whose gather along `through` is the value at `position`, if it is simple.
+        """Return the value that becomes the one at `position` by a gather along `through`.
 
         It is for what is itself read along a map that `through` comes before, and for what is
         already in the space that `through` leads to.
@@ -204,10 +204,10 @@ class Builder:
         return self.add("gather", node.operands[0], map=rest)
 
     def program(self, outputs: Iterable[int]) -> Program:
-        """What has been built, without what `outputs` do not need; inputs all stay."""
+        """Return the program of the values that `outputs` need; inputs all stay."""
         outputs = tuple(outputs)
         inputs = {i for i, node in enumerate(self.nodes) if node.op == "input"}
-        kept = inputs | dependencies_of(self.nodes, outputs)
+        kept = inputs | find_dependencies(self.nodes, outputs)
         place = {old: new for new, old in enumerate(sorted(kept))}
         nodes = tuple(
             dataclasses.replace(node, operands=tuple(place[operand] for operand in node.operands))
@@ -232,7 +232,7 @@ class Builder:
         return position
 
     def _shorter_gather(self, position: int, row_map: RowMap) -> tuple[int] | None:
-        """What a gather comes to without one: through an identity, or from a single row."""
+        """Return a shorter form of a gather: along an identity, or from a single row."""
         node = self.nodes[position]
         if row_map == spaces.identity(row_map.rows):
             return (position,)
@@ -241,7 +241,7 @@ class Builder:
         return None
 
     def type_map(self, operands: Sequence[int]) -> RowMap | None:
-        """The one map into types (or the single row) along which every operand is read."""
+        """Return the one map into types (or the single row) along which every operand is read."""
         nodes = [self.nodes[operand] for operand in operands]
         if not nodes or any(node.op != "gather" for node in nodes):
             return None
@@ -269,7 +269,7 @@ class Builder:
 
 
 def infer_shape(op: str, shapes: list[Shape], attributes: dict[str, Any]) -> Shape:
-    """The row shape of an operator's result.
+    """Return the row shape of an operator's result.
 
     Raises:
         ValueError: The operands' row shapes do not fit.
@@ -306,7 +306,7 @@ def infer_shape(op: str, shapes: list[Shape], attributes: dict[str, Any]) -> Sha
 
 
 def broadcast(left: Shape, right: Shape) -> Shape:
-    """The common shape of two row shapes, lined up from the left; sizes of 1 stretch.
+    """Return the common shape of two row shapes, lined up from the left; sizes of 1 stretch.
 
     Example:
         >>> broadcast((4,), (4, 16))
@@ -323,7 +323,7 @@ def broadcast(left: Shape, right: Shape) -> Shape:
     return tuple(other if one == 1 else one for one, other in zip(*padded, strict=True))
 
 
-def dependencies_of(nodes: Sequence[Node], outputs: Iterable[int]) -> frozenset[int]:
+def find_dependencies(nodes: Sequence[Node], outputs: Iterable[int]) -> frozenset[int]:
     """Return the positions that some outputs are computed from, the outputs included."""
     found = set(outputs)
     for position in range(len(nodes) - 1, -1, -1):
@@ -332,14 +332,14 @@ def dependencies_of(nodes: Sequence[Node], outputs: Iterable[int]) -> frozenset[
     return frozenset(found)
 
 
-def source(program: Program, position: int) -> int:
+def find_source(program: Program, position: int) -> int:
     """Return the value that a chain of gathers and reshapes reads."""
     while program.nodes[position].op in READS:
         position = program.nodes[position].operands[0]
     return position
 
 
-def maps_of(program: Program, position: int) -> tuple[RowMap, ...]:
+def find_maps(program: Program, position: int) -> tuple[RowMap, ...]:
     """Return the gathers from a value to what it reads; none for a value of the same row."""
     maps: tuple[RowMap, ...] = ()
     while program.nodes[position].op in READS:
@@ -349,8 +349,8 @@ def maps_of(program: Program, position: int) -> tuple[RowMap, ...]:
     return maps
 
 
-def dependencies(program: Program) -> tuple[frozenset[Coordinate], ...]:
-    """For each node, the coordinates of its row that its value can differ by."""
+def find_coordinates(program: Program) -> tuple[frozenset[Coordinate], ...]:
+    """Return, for each node, the coordinates of its row that its value depends on."""
     found: list[frozenset[Coordinate]] = []
     for node in program.nodes:
         if node.op in ROWWISE:

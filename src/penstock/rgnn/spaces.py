@@ -1,4 +1,4 @@
-"""The rows that values of a relational program have, and the functional maps between them.
+"""Spaces of rows that values of a relational program have, and the maps between them.
 
 Every value is a tensor with one row per element of a *space*: per edge, per node, per unique
 (source, relation), and so on. Between spaces there are maps that give each row of the one a row of
@@ -15,7 +15,7 @@ import enum
 
 
 class Space(enum.Enum):
-    """What the rows of a value stand for."""
+    """A set of rows: edges, nodes, pairs, types, or the single one."""
 
     EDGE = "edge"
     SRC_PAIR = "(src, relation)"
@@ -60,12 +60,12 @@ _IDENTITY = {space: RowMap(f"{space.name.lower()}.self", space, space) for space
 
 
 def to_one(space: Space) -> RowMap:
-    """The map that sends every row of `space` to the single row of `Space.ONE`."""
+    """Return the map that sends every row of `space` to the single row of `Space.ONE`."""
     return _TO_ONE[space]
 
 
 def identity(space: Space) -> RowMap:
-    """The map that sends every row of `space` to itself."""
+    """Return the map that sends every row of `space` to itself."""
     return _IDENTITY[space]
 
 
@@ -87,7 +87,7 @@ _FACTORS = {
 
 
 def factor(whole: RowMap, through: RowMap) -> RowMap | None:
-    """The map `rest` with `rest(through(row)) == whole(row)` for every row, if there is one.
+    """Return the map `rest` with `rest(through(row)) == whole(row)` for every row, or None.
 
     Example:
         >>> factor(EDGE_SRC, through=EDGE_SRC_PAIR), factor(EDGE_DST, through=EDGE_SRC_PAIR)
@@ -111,7 +111,7 @@ def factor(whole: RowMap, through: RowMap) -> RowMap | None:
 
 
 class Coordinate(enum.Enum):
-    """What a row is told apart by; a value that depends on fewer of them needs fewer rows."""
+    """A coordinate of a row; a value that depends on fewer of them needs fewer rows."""
 
     SRC = "src"
     DST = "dst"
@@ -144,7 +144,7 @@ _COORDINATES_OF_MAP = {
 
 
 def coordinates(row_map: RowMap) -> frozenset[Coordinate]:
-    """What of a row of `row_map.rows` decides where the map sends it.
+    """Return the coordinates of a row of `row_map.rows` that decide its target.
 
     Example:
         >>> sorted(c.name for c in coordinates(EDGE_SRC_PAIR))
@@ -169,7 +169,7 @@ class Counts:
     """Whether a relation decides the node types of both its ends."""
 
     def rows(self, space: Space) -> int:
-        """Number of rows of a value in `space`."""
+        """Return the number of rows of a value in `space`."""
         return {
             Space.EDGE: self.num_edges,
             Space.SRC_PAIR: self.num_src_pairs,

@@ -79,7 +79,7 @@ def leave_outputs(
         program: The program that the outputs belong to.
         invocation: The run.
         read: Returns the rows of a value.
-        others: Tensors whose memory is not the outputs'.
+        others: Tensors with memory that no output may share.
     """
     taken = {tensor.untyped_storage().data_ptr() for tensor in others}
     found = []

@@ -13,17 +13,13 @@ import torch
 from penstock.rgnn import interpreter
 from penstock.rgnn.backends._invocation import Invocation, Results, enter_arguments, leave_outputs
 from penstock.rgnn.graph import Graph
-from penstock.rgnn.ir import READS, Node, Program, source
-from penstock.rgnn.lowering import LoweredProgram, fused_outers, is_typed_product, lower
+from penstock.rgnn.ir import READS, Node, Program, find_source
+from penstock.rgnn.lowering import LoweredProgram, find_fused_outers, is_typed_product, lower
 from penstock.rgnn.spaces import RowMap, Space
 
 
 class TorchBackend:
-    """Programs in torch operators, value by value.
-
-    Args:
-        lowered: The program.
-    """
+    """Programs in torch operators, value by value."""
 
     lower = staticmethod(lower)
     has_half_precision = False
@@ -55,7 +51,7 @@ class _Evaluation:
         self._invocation = invocation
         self._graph = invocation.graph
         self._dtype = invocation.dtype
-        self._fused = fused_outers(program)
+        self._fused = find_fused_outers(program)
         self._positions = sorted(invocation.direction.values)
         self._values = dict(invocation.given)
 
@@ -92,7 +88,7 @@ class _Evaluation:
         return interpreter.apply(node, operands, self._graph).contiguous()
 
     def _rows(self, position: int) -> torch.Tensor:
-        """The rows of a value; what is lazy is made here."""
+        """Return the rows of a value; a lazy one is computed here."""
         node = self._program.nodes[position]
         if node.op == "inverse_count":
             return interpreter.inverse_count(self._graph, node.map, self._dtype)
@@ -107,7 +103,7 @@ class _Evaluation:
         return source.index_select(0, self._graph.index(node.map))
 
     def _typed_product(self, node: Node) -> torch.Tensor:
-        """Rows times the matrix of their type: one product per type that has rows."""
+        """Compute y_i = x_i W_{type of i}: one product per type that has rows."""
         vector = self._rows(node.operands[0])
         matrix = self._program.nodes[node.operands[1]]
         weights = self._rows(matrix.operands[0])
@@ -122,7 +118,7 @@ class _Evaluation:
         return out if order is None else torch.empty_like(out).index_copy_(0, order.long(), out)
 
     def _weight_gradient(self, node: Node) -> torch.Tensor:
-        """For each type the sum of outer products of its rows: one product of tall matrices."""
+        """Compute G_r = sum of x_i^T g_i over rows i of type r: one product per type."""
         outer = self._program.nodes[node.operands[0]]
         left, right = (self._rows(operand) for operand in outer.operands)
         out = left.new_zeros(self._graph.counts.rows(node.space), *node.shape)
@@ -155,7 +151,7 @@ class _Evaluation:
             if not self._is_lazy(position):
                 read(position, position)
         wanted = set(direction.keep)
-        wanted.update(source(self._program, output) for output in direction.outputs)
+        wanted.update(find_source(self._program, output) for output in direction.outputs)
         by_reader: dict[int, list[int]] = {}
         for position, reader in last.items():
             if position not in wanted and nodes[position].op != "input":
@@ -171,7 +167,7 @@ def _sum_rows(rows: torch.Tensor, graph: Graph, row_map: RowMap) -> torch.Tensor
 
 
 def sum_grouped_rows(rows: torch.Tensor, graph: Graph, row_map: RowMap) -> torch.Tensor:
-    """The same by segments of grouped rows: elsewhere than on CPUs `index_add` adds atomically."""
+    """Sum by segments of grouped rows: elsewhere than on CPUs `index_add` adds atomically."""
     _, order = graph.grouped(row_map)
     lengths = graph.group_sizes(row_map)
     flat = rows.index_select(0, order).flatten(1) if rows.dim() > 1 else rows[order.long(), None]
@@ -182,7 +178,7 @@ def sum_grouped_rows(rows: torch.Tensor, graph: Graph, row_map: RowMap) -> torch
 def _segments(
     graph: Graph, row_map: RowMap
 ) -> tuple[torch.Tensor | None, list[tuple[int, int, int]]]:
-    """An order that sorts the rows by type, and (type, begin, end) for each type that has any."""
+    """Return an order that sorts rows by type, and (type, begin, end) for each type with rows."""
     if row_map.into is Space.ONE:
         return None, [(0, 0, graph.counts.rows(row_map.rows))]
     starts = graph.segment_starts(row_map)

@@ -1,4 +1,4 @@
-"""Free values: numbers and all else that a function in the language reads besides its arguments.
+"""Free values: numbers and all else that a function reads besides its arguments.
 
 They end up as constants in a traced program, so a trace is right only as long as they are the same.
 Numbers, strings, containers of such, and functions with what those read are compared at each call.
@@ -37,7 +37,7 @@ class _Opaque(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Names:
-    """What the code of a function, and of those inside it, refers to by name."""
+    """Names that the code of a function, and of those inside it, refers to."""
 
     global_names: tuple[str, ...]
     attributes: frozenset[str]
@@ -57,18 +57,18 @@ class FreeValues:
         self._is_ours = _is_ours(getattr(function, "__module__", None))
 
     def key(self) -> tuple[Hashable, ...] | None:
-        """What they are now, to be compared; None if only another trace can tell."""
+        """Return their present values, to be compared; None if only another trace can tell."""
         if self._is_ours:
             return ()
-        walk = _Walk()
+        snapshot = _Snapshot()
         try:
-            walk.add(self._function, _NO_NAMES)
+            snapshot.add(self._function, _NO_NAMES)
         except (_Opaque, RuntimeError):  # too deep, or changed by another thread
             return None
-        return tuple(walk.parts)
+        return tuple(snapshot.parts)
 
     def names(self) -> tuple[str, ...]:
-        """The variables that hold them, of this function and of those that it calls."""
+        """Return the variables that hold them, of this function and of those that it calls."""
         if self._is_ours:
             return ()
         found: dict[str, None] = {}
@@ -79,8 +79,8 @@ class FreeValues:
         return tuple(found)
 
 
-class _Walk:
-    """One look at all free values; `parts` is what was found."""
+class _Snapshot:
+    """A snapshot of all free values, as comparable `parts`."""
 
     def __init__(self) -> None:
         self.parts: list[Hashable] = []
@@ -124,11 +124,11 @@ class _Walk:
     def _add_function(self, function: types.FunctionType) -> None:
         if not self._is_first(function, function):
             return
-        names = _names_of(function.__code__)
+        names = _find_names(function.__code__)
         if names.has_imports:
             raise _Opaque
         self.parts.append(function.__code__)
-        for _, value in _variables(function):
+        for _, value in _read_variables(function):
             self.add(value, names)
         if function.__defaults__ is not None:
             self.add(function.__defaults__, names)
@@ -156,15 +156,15 @@ class _Walk:
 _NO_NAMES = _Names((), frozenset(), False)
 
 
-def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The variables that a function and those inside it read, and what they hold."""
+def _read_variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the variables that a function and those inside it read, with their values."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
         except ValueError:  # not assigned yet
             yield name, _MISSING
     known = function.__globals__
-    for name in _names_of(function.__code__).global_names:
+    for name in _find_names(function.__code__).global_names:
         yield name, known[name] if name in known else getattr(builtins, name, _MISSING)
 
 
@@ -173,8 +173,8 @@ def _name_values(
 ) -> None:
     """Put the names of variables that hold neither functions nor classes into `found`."""
     seen.add(function.__code__)
-    attributes = _names_of(function.__code__).attributes
-    for name, value in _variables(function):
+    attributes = _find_names(function.__code__).attributes
+    for name, value in _read_variables(function):
         held = {name: value}
         if isinstance(value, types.ModuleType):
             read = attributes.intersection(vars(value)) if not _is_ours(value.__name__) else ()
@@ -188,7 +188,7 @@ def _name_values(
 
 
 @functools.lru_cache(4096)
-def _names_of(code: types.CodeType) -> _Names:
+def _find_names(code: types.CodeType) -> _Names:
     global_names: dict[str, None] = {}
     attributes: set[str] = set()
     has_imports = False
@@ -201,7 +201,7 @@ def _names_of(code: types.CodeType) -> _Names:
             has_imports = True
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            names = _names_of(inner)
+            names = _find_names(inner)
             global_names |= dict.fromkeys(names.global_names)
             attributes |= names.attributes
             has_imports = has_imports or names.has_imports
@@ -209,7 +209,7 @@ def _names_of(code: types.CodeType) -> _Names:
 
 
 def _is_pure(value: Any) -> bool:
-    """Tell whether a function or class of others gives the same for the same arguments."""
+    """Return whether a foreign function or class gives the same for the same arguments."""
     if isinstance(value, types.BuiltinFunctionType):
         is_method = not isinstance(value.__self__, types.ModuleType | None)
         return not is_method and value.__module__ in _PURE_MODULES and value.__name__ not in _IMPURE

@@ -1,4 +1,4 @@
-"""The arguments of a call: what of them decides how it runs, and whether they fit the graph."""
+"""Arguments of a call: the properties that decide how it runs, and checks against the graph."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SCALARS = (int, float, str, type(None))  # a bool is an int
 
 
 class TensorKind(NamedTuple):
-    """What of a tensor decides how a call runs."""
+    """The properties of a tensor that decide how a call runs."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -43,7 +43,7 @@ Kind = TensorKind | Constant
 
 
 def read_signature(function: Callable[..., Any]) -> inspect.Signature:
-    """The signature of a function in the language.
+    """Return the signature of a function in the language.
 
     Raises:
         TypeError: It takes no graph, or any number of arguments.
@@ -65,7 +65,7 @@ def read_signature(function: Callable[..., Any]) -> inspect.Signature:
 def bind_arguments(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """A value for each parameter after the graph, in their order."""
+    """Return a value for each parameter after the graph, in their order."""
     if not kwargs and len(args) == len(signature.parameters) - 1:
         return args
     bound = signature.bind(None, *args, **kwargs)
@@ -74,7 +74,7 @@ def bind_arguments(
 
 
 def describe(arguments: Iterable[Any]) -> tuple[Kind, ...]:
-    """What of the arguments decides how a call runs; `check_constants` looks at what it may be."""
+    """Describe arguments by what decides how a call runs; `check_constants` checks them."""
     return tuple(
         TensorKind(value.shape, value.dtype, value.device, value.requires_grad)
         if isinstance(value, torch.Tensor)

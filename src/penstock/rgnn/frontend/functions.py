@@ -13,11 +13,11 @@ from penstock.rgnn.frontend.errors import TraceError
 from penstock.rgnn.frontend.values import (
     Argument,
     Value,
+    add_heads,
+    align_rows,
     apply,
+    apply_unary,
     require_rows,
-    rows_of,
-    unary,
-    with_heads,
 )
 from penstock.rgnn.spaces import RowMap, Space
 
@@ -25,37 +25,37 @@ _GROUPS = {"destination": spaces.EDGE_DST, "relation": spaces.EDGE_DST_PAIR}
 
 
 def exp(x: Value) -> Value:
-    """Elementwise exponential. Weights of attention are better left to `edge_softmax`."""
-    return unary("exp", x)
+    """Compute the exponential elementwise. Attention weights overflow less by `edge_softmax`."""
+    return apply_unary("exp", x)
 
 
 def log(x: Value) -> Value:
-    """Elementwise natural logarithm."""
-    return unary("log", x)
+    """Compute the natural logarithm elementwise."""
+    return apply_unary("log", x)
 
 
 def tanh(x: Value) -> Value:
-    """Elementwise hyperbolic tangent."""
-    return unary("tanh", x)
+    """Compute the hyperbolic tangent elementwise."""
+    return apply_unary("tanh", x)
 
 
 def sigmoid(x: Value) -> Value:
-    """Elementwise logistic function."""
-    return unary("sigmoid", x)
+    """Compute 1 / (1 + exp(-x)) elementwise."""
+    return apply_unary("sigmoid", x)
 
 
 def relu(x: Value) -> Value:
-    """Elementwise `max(x, 0)`."""
-    return unary("relu", x)
+    """Compute max(x, 0) elementwise."""
+    return apply_unary("relu", x)
 
 
 def leaky_relu(x: Value, negative_slope: float = 0.01) -> Value:
-    """Elementwise `x` where it is positive, else `negative_slope * x`."""
-    return unary("leaky_relu", x, value=float(negative_slope))
+    """Compute `x` where it is positive, else `negative_slope * x`, elementwise."""
+    return apply_unary("leaky_relu", x, value=float(negative_slope))
 
 
 def dot(left: Value, right: Value) -> Value:
-    """Inner product over the last axis: rows (d,) give (), rows (heads, d) give (heads,).
+    """Compute the inner product over the last axis: rows (heads, d) give (heads,).
 
     Example:
         >>> s = dot(e.src(x), a[e.type])  # doctest: +SKIP
@@ -64,15 +64,15 @@ def dot(left: Value, right: Value) -> Value:
         left: Vectors, one per row or one per row and head.
         right: The same; where only one of them has heads, the other serves them all.
     """
-    operands = rows_of("dot", left, right)
+    operands = align_rows("dot", left, right)
     if isinstance(operands, Argument):
         raise TraceError("dot of arguments that have not been indexed, such as a[g.edges.type]")
     num_axes = max(len(value.shape) for value in operands)
-    return apply("dot", *(with_heads(value, num_axes) for value in operands))
+    return apply("dot", *(add_heads(value, num_axes) for value in operands))
 
 
 def combine(coefficients: Value | Argument, bases: Argument) -> Any:
-    """Weights as sums of bases: `sum(c[b] * bases[b] for b in range(num_bases))`.
+    """Combine bases to weights: W_r = sum of c_rb V_b over the bases b.
 
     Example:
         >>> z = e.src(x) @ combine(comp, bases)[e.type]  # doctest: +SKIP
@@ -104,7 +104,7 @@ def combine(coefficients: Value | Argument, bases: Argument) -> Any:
 
 
 def edge_softmax(scores: Value, *, within: str = "destination") -> Value:
-    """Scores to weights that are positive and sum to 1 over the edges into a node.
+    """Normalise scores s_e to exp(s_e) / sum of exp(s_e') over the edges e' into the same node.
 
     The largest score is taken off before the exponential, so no score is too large.
 
@@ -117,7 +117,7 @@ def edge_softmax(scores: Value, *, within: str = "destination") -> Value:
             node.
     """
     value = require_rows(scores, Space.EDGE, "edge_softmax")
-    return apply("softmax", value, map=_group(within))
+    return apply("softmax", value, map=_find_group(within))
 
 
 def edge_mean(v: Value, *, within: str = "relation") -> Value:
@@ -132,7 +132,7 @@ def edge_mean(v: Value, *, within: str = "relation") -> Value:
             the RGCN paper), or "destination" for the mean over all edges into it.
     """
     value = require_rows(v, Space.EDGE, "edge_mean")
-    row_map = _group(within)
+    row_map = _find_group(within)
     count = value.trace.add("inverse_count", map=row_map)
     share = Value(value.trace, value.trace.add("gather", count, map=row_map))
     return apply("mul", value, share)
@@ -140,7 +140,7 @@ def edge_mean(v: Value, *, within: str = "relation") -> Value:
 
 def concat(*values: Value) -> Value:
     """Put the features of several values one after another: rows (a,) and (b,) give (a + b,)."""
-    operands = rows_of("concat", *values)
+    operands = align_rows("concat", *values)
     if isinstance(operands, Argument):
         raise TraceError("concat of arguments that have not been indexed, such as g.nodes(x)")
     num_axes = {len(value.shape) for value in operands}
@@ -152,7 +152,7 @@ def concat(*values: Value) -> Value:
     return apply("concat", *operands, axis=num_axes.pop() - 1)
 
 
-def _group(within: str) -> RowMap:
+def _find_group(within: str) -> RowMap:
     if within not in _GROUPS:
         raise TraceError(f"within must be one of {sorted(_GROUPS)}; got {within!r}")
     return _GROUPS[within]

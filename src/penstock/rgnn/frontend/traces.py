@@ -1,8 +1,8 @@
-"""TracedFunction programs, remembered by what a function can see of its arguments.
+"""Traced programs, remembered by the properties of arguments that a function can see.
 
-A traced function sees the shapes of rows, not how many there are. So mini-batches, whose tensors
-differ in their number of rows, share one trace. What it reads besides its arguments is part of the
-key; where that cannot be compared, the function is traced at each call and the programs are.
+A traced function sees the shapes of rows, not how many there are. So mini-batches, which
+differ in their number of rows, share one trace. Its free values are part of the key; where those
+cannot be compared, the function is traced at each call, and the programs are compared.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 from penstock.rgnn.frontend._free_values import FreeValues
 from penstock.rgnn.frontend.arguments import Constant, Kind, TensorKind, check_constants
-from penstock.rgnn.frontend.errors import at_users_line
-from penstock.rgnn.frontend.values import Argument, Trace, TracedGraph, Value, say
-from penstock.rgnn.ir import Program, Shape, dependencies_of
+from penstock.rgnn.frontend.errors import add_user_line
+from penstock.rgnn.frontend.values import Argument, Trace, TracedGraph, Value, describe_operand
+from penstock.rgnn.ir import Program, Shape, find_dependencies
 from penstock.rgnn.spaces import Space
 
 _logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class TracedFunction:
                 )
 
     def result(self, outputs: tuple[Any, ...]) -> Any:
-        """The outputs as the function returns them."""
+        """Return the outputs as the function returns them."""
         return outputs if self.is_tuple else outputs[0]
 
 
@@ -80,30 +80,32 @@ class Traces:
         )
         self.free_values = FreeValues(function)
         self._lock = threading.RLock()
-        self._alike = functools.lru_cache(_NUM_KEPT)(_no_traces)
-        self._equal = functools.lru_cache(_NUM_KEPT)(_no_traces)
+        self._by_shapes = functools.lru_cache(_NUM_KEPT)(_make_empty)
+        self._by_program = functools.lru_cache(_NUM_KEPT)(_make_empty)
         self._num_by_shapes = functools.lru_cache(_NUM_KEPT)(lambda shapes: [0])
 
     def state(self, names: Iterable[str], kinds: Iterable[Kind]) -> State:
-        """What beside the arguments decides the trace: the free values, or the trace itself."""
+        """Return the free values, which decide the trace too; or else the trace itself."""
         known = self.free_values.key()
         if known is not None:
             return known
         by_name = dict(zip(names, kinds, strict=True))
         with self._lock:
             traced = self._trace(by_name)
-            equal = self._equal((traced.program, traced.is_tuple))
+            equal = self._by_program((traced.program, traced.is_tuple))
             if not equal:
                 equal.append(traced)
                 self._count(by_name)
             return equal[0]
 
     def get(self, kinds: Mapping[str, Kind], state: State) -> TracedFunction:
-        """The trace for arguments of these kinds, in the order of the parameters."""
+        """Return the trace for arguments of these kinds, in the order of the parameters."""
         if isinstance(state, TracedFunction):
             return state
         with self._lock:
-            alike = self._alike((*(_seen(name, kind) for name, kind in kinds.items()), *state))
+            alike = self._by_shapes(
+                (*(_describe_visible(name, kind) for name, kind in kinds.items()), *state)
+            )
             for traced in alike:
                 if all(_length(kinds[name]) == length for name, length in traced.lengths):
                     return traced
@@ -115,7 +117,7 @@ class Traces:
     def make_check(
         self, traced: TracedFunction, state: State, kinds: Mapping[str, Kind]
     ) -> Callable[[], None] | None:
-        """What raises if a trace is out of date; None if the function reads its arguments alone."""
+        """Return a check that raises if a trace is out of date; None without free values."""
         if not self.free_values.names():
             return None
         whole = {name for name, _ in traced.lengths}
@@ -169,17 +171,17 @@ class Traces:
             for name, kind in kinds.items()
         }
         named = {name: arguments.pop(name) for name in self._only_by_name}
-        with at_users_line(self._function):
+        with add_user_line(self._function):
             result = self._function(TracedGraph(trace), *arguments.values(), **named)
             values = result if isinstance(result, tuple) else (result,)
             for value in values:
                 if not isinstance(value, Value):
                     raise TypeError(
                         f"{self._function.__name__} must return values of nodes or edges, one or a "
-                        f"tuple; it returns {say(value)}"
+                        f"tuple; it returns {describe_operand(value)}"
                     )
         program = trace.builder.program(value.position for value in values)
-        used = dependencies_of(program.nodes, program.outputs)
+        used = find_dependencies(program.nodes, program.outputs)
         inputs = program.inputs()
         whole = {
             n: program.nodes[at] for n, at in inputs.items() if program.nodes[at].space is Space.ONE
@@ -193,7 +195,7 @@ class Traces:
         )
 
 
-def _no_traces(seen: tuple[Any, ...]) -> list[TracedFunction]:
+def _make_empty(seen: tuple[Any, ...]) -> list[TracedFunction]:
     return []
 
 
@@ -202,7 +204,7 @@ def _length(kind: Kind) -> Shape:
     return tuple(kind.shape[:1])
 
 
-def _seen(name: str, kind: Kind) -> tuple[Any, ...]:
+def _describe_visible(name: str, kind: Kind) -> tuple[Any, ...]:
     if isinstance(kind, TensorKind):
         return name, len(kind.shape), kind.shape[1:]
     return name, kind

@@ -1,4 +1,4 @@
-"""Graphs from where they come: PyG's HeteroData, arrays of triples, files of triples."""
+"""Formats of graphs: PyG's HeteroData, arrays of triples, files of triples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GraphNames:
-    """What the numbers of a graph stand for, where its source had names; else empty."""
+    """Names of nodes, relations and node types, if the graph's source had names; else empty."""
 
     nodes: tuple[str, ...] = ()
     relations: tuple[str, ...] = ()
@@ -42,8 +42,8 @@ def check_integers(name: str, value: object) -> None:
         raise TypeError(f"{name} must hold integers; got {value.dtype}. Convert with .long()")
 
 
-def parts_of_pyg(data: Any) -> dict[str, Any]:
-    """The arguments of `Graph` for PyG's `HeteroData`; see `Graph.from_pyg`."""
+def read_pyg(data: Any) -> dict[str, Any]:
+    """Return the arguments of `Graph` for PyG's `HeteroData`; see `Graph.from_pyg`."""
     if not hasattr(data, "metadata"):
         raise TypeError(
             f"data must be a torch_geometric.data.HeteroData; got {type(data).__name__}. Make a "
@@ -92,7 +92,7 @@ def parts_of_pyg(data: Any) -> dict[str, Any]:
 def check_ends(
     name: str, edge_index: Any, types: tuple[str, str], sizes: Mapping[str, int]
 ) -> None:
-    """Refuse edges whose ends are no nodes of the types that they should have.
+    """Refuse edges with ends that are no nodes of the types that they should have.
 
     Once nodes of all types are in one range, such an end would be a node of the next type.
 
@@ -125,17 +125,15 @@ def check_ends(
                 )
 
 
-def parts_of_triples(
-    triples: torch.Tensor | np.ndarray | str | os.PathLike[str],
-) -> dict[str, Any]:
-    """The arguments of `Graph` for (head, relation, tail) triples; see `Graph.from_triples`."""
+def read_triples(triples: torch.Tensor | np.ndarray | str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the arguments of `Graph` for (head, relation, tail) triples."""
     names = None
     if isinstance(triples, str | os.PathLike):
-        array, names = _read(Path(triples))
+        array, names = _read_file(Path(triples))
     elif isinstance(triples, torch.Tensor):
         array = triples
     else:
-        array, names = _of_array(np.asarray(triples))
+        array, names = _read_array(np.asarray(triples))
     if array.dim() != 2 or array.shape[1] != 3:
         raise ValueError(
             f"triples must have shape (num_triples, 3): head, relation, tail; "
@@ -150,11 +148,11 @@ def parts_of_triples(
     return parts
 
 
-def _of_array(array: np.ndarray) -> tuple[torch.Tensor, GraphNames | None]:
-    """Numbers as they are, names numbered."""
+def _read_array(array: np.ndarray) -> tuple[torch.Tensor, GraphNames | None]:
+    """Return numbers as they are, and names as numbers."""
     has_names = array.dtype.kind in "UO" and all(isinstance(each, str) for each in array.flat)
     if has_names and array.ndim == 2 and array.shape[1] == 3:
-        return _number(iter(array.tolist()))
+        return _number_names(iter(array.tolist()))
     if array.dtype.kind not in "iu":
         raise TypeError(
             f"triples must hold integers, or names as strings; got {array.dtype}. Convert with "
@@ -164,14 +162,14 @@ def _of_array(array: np.ndarray) -> tuple[torch.Tensor, GraphNames | None]:
     return torch.from_numpy(array.astype(np.int64)), None
 
 
-def _read(path: Path) -> tuple[torch.Tensor, GraphNames | None]:
+def _read_file(path: Path) -> tuple[torch.Tensor, GraphNames | None]:
     try:
-        return _parse(path)
+        return _parse_file(path)
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
         raise ValueError(f"{path}: cannot be read as text in UTF-8: {error}") from error
 
 
-def _parse(path: Path) -> tuple[torch.Tensor, GraphNames | None]:
+def _parse_file(path: Path) -> tuple[torch.Tensor, GraphNames | None]:
     stem = path.name.removesuffix(".gz")
     with ExitStack() as stack:
         encoding = "utf-8-sig"  # a byte order mark is no part of the first name
@@ -180,21 +178,21 @@ def _parse(path: Path) -> tuple[torch.Tensor, GraphNames | None]:
         else:
             lines = stack.enter_context(path.open(encoding=encoding))
         if stem.endswith(".nt"):
-            return _number(_n_triples(path, lines))
+            return _number_names(_parse_n_triples(path, lines))
         first = lines.readline().strip()
         if _ID.fullmatch(first):
-            return _open_ke(path, lines, int(first)), None
+            return _parse_open_ke(path, lines, int(first)), None
         lines.seek(0)
-        table = list(_columns(path, lines, first_line=1))
+        table = list(_split_columns(path, lines, first_line=1))
     are_ids = [all(_ID.fullmatch(field) for field in fields) for _, fields in table]
     if all(are_ids):
-        return _ids(path, table), None
+        return _parse_ids(path, table), None
     if not are_ids[0] and all(are_ids[1:]) and len(table) > 1:
         _refuse(path, table[0][0], "the only line without ids; if it is a header, begin it with #")
-    return _number(fields for _, fields in table)
+    return _number_names(fields for _, fields in table)
 
 
-def _n_triples(path: Path, lines: IO[str]) -> Iterator[list[str]]:
+def _parse_n_triples(path: Path, lines: IO[str]) -> Iterator[list[str]]:
     for number, line in enumerate(lines, start=1):
         text = line.strip()
         if not text or text.startswith("#"):
@@ -205,7 +203,7 @@ def _n_triples(path: Path, lines: IO[str]) -> Iterator[list[str]]:
         yield [match[1], match[2], match[3]]
 
 
-def _columns(path: Path, lines: IO[str], first_line: int) -> Iterator[tuple[int, list[str]]]:
+def _split_columns(path: Path, lines: IO[str], first_line: int) -> Iterator[tuple[int, list[str]]]:
     for number, line in enumerate(lines, start=first_line):
         if not line.strip() or _COMMENT.match(line):
             continue
@@ -219,15 +217,15 @@ def _columns(path: Path, lines: IO[str], first_line: int) -> Iterator[tuple[int,
         yield number, fields
 
 
-def _open_ke(path: Path, lines: IO[str], count: int) -> torch.Tensor:
-    rows = _ids(path, list(_columns(path, lines, 2)))
+def _parse_open_ke(path: Path, lines: IO[str], count: int) -> torch.Tensor:
+    rows = _parse_ids(path, list(_split_columns(path, lines, 2)))
     if len(rows) != count:
         raise ValueError(f"{path}:1: announces {count} triples, the file has {len(rows)}")
     return rows[:, [0, 2, 1]]
 
 
-def _ids(path: Path, table: list[tuple[int, list[str]]]) -> torch.Tensor:
-    """The numbers of a table, (lines, 3)."""
+def _parse_ids(path: Path, table: list[tuple[int, list[str]]]) -> torch.Tensor:
+    """Return the numbers of a table, (lines, 3)."""
     try:
         ids = np.array([fields for _, fields in table], dtype=np.int64).reshape(-1, 3)
     except (ValueError, OverflowError):
@@ -245,7 +243,7 @@ def _refuse(path: Path, number: int, reason: str) -> NoReturn:
     raise ValueError(f"{path}:{number}: {reason}")
 
 
-def _number(triples: Iterator[list[str]]) -> tuple[torch.Tensor, GraphNames]:
+def _number_names(triples: Iterator[list[str]]) -> tuple[torch.Tensor, GraphNames]:
     nodes: dict[str, int] = {}
     relations: dict[str, int] = {}
     rows = [

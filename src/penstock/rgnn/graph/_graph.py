@@ -1,4 +1,4 @@
-"""A graph with typed edges: what it is made from and what can be asked of it.
+"""Graphs with typed edges.
 
 It is immutable, so that everything derived from it can be built once and kept; `_indices.py` does.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.rgnn import spaces
-from penstock.rgnn.graph._formats import GraphNames, check_integers, parts_of_pyg, parts_of_triples
+from penstock.rgnn.graph._formats import GraphNames, check_integers, read_pyg, read_triples
 from penstock.rgnn.graph._indices import Indices, dtype_for
 from penstock.rgnn.graph._stats import GraphStats
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 _living: weakref.WeakValueDictionary[int, Graph] = weakref.WeakValueDictionary()
-"""Graphs by the storage of their edges, which is nobody else's."""
+"""Graphs by the storage of their edges, which nothing else shares."""
 
 
 class Graph(Indices):
-    """An immutable directed graph whose edges have a relation and whose nodes may have a type.
+    """An immutable directed graph with a relation for each edge and types of nodes.
 
     Example:
         >>> edge_index = torch.tensor([[0, 0, 2], [1, 2, 1]])
@@ -87,11 +87,11 @@ class Graph(Indices):
             check_integers("node_type", node_type)
             _check_shape("node_type", node_type, num_nodes, "one type for each node")
             num_node_types = _check_ids("node_type", node_type, num_node_types, "num_node_types")
-            node_type = _copied(node_type.to(edge_index.device), num_node_types)
+            node_type = _copy_ids(node_type.to(edge_index.device), num_node_types)
         set_once = self.__dict__.update  # assignment is refused below
         set_once(
-            _edge_index=_copied(edge_index, num_nodes),
-            _edge_type=_copied(edge_type, num_relations),
+            _edge_index=_copy_ids(edge_index, num_nodes),
+            _edge_type=_copy_ids(edge_type, num_relations),
             _node_type=node_type,
             num_nodes=num_nodes,
             num_edges=num_edges,
@@ -101,12 +101,12 @@ class Graph(Indices):
         )
         _living[self._edge_index.untyped_storage()._cdata] = self
 
-    if TYPE_CHECKING:  # set through __dict__, read-only to everybody
+    if TYPE_CHECKING:  # set through __dict__, read-only elsewhere
         names: GraphNames
 
     @classmethod
     def from_pyg(cls, data: Any) -> Graph:
-        """A graph from PyG's `HeteroData`: node types one after another, relations in its order.
+        """Make a graph of PyG's `HeteroData`: node types one after another, relations in its order.
 
         Example:
             >>> graph = Graph.from_pyg(data)  # doctest: +SKIP
@@ -117,19 +117,19 @@ class Graph(Indices):
             data: A `torch_geometric.data.HeteroData` with an `edge_index` for each edge type.
 
         Returns:
-            A graph whose node `i` of type `t` is `i` plus the number of nodes of earlier types.
+            A graph in which node `i` of type `t` is `i` plus the number of nodes of earlier types.
 
         Raises:
             TypeError: It is no `HeteroData`, or an `edge_index` does not hold integers.
             ValueError: A number of nodes or an `edge_index` is missing, or an id is out of range.
         """
-        return cls(**parts_of_pyg(data))
+        return cls(**read_pyg(data))
 
     @classmethod
     def from_triples(
         cls, triples: torch.Tensor | np.ndarray | str | os.PathLike[str], **kwargs: Any
     ) -> Graph:
-        """A graph from (head, relation, tail) triples in memory or in a file.
+        """Make a graph of (head, relation, tail) triples in memory or in a file.
 
         Example:
             >>> graph = Graph.from_triples(torch.tensor([[0, 1, 2], [2, 0, 0]]))
@@ -151,10 +151,10 @@ class Graph(Indices):
         Raises:
             ValueError: A line is no triple; the message has the file and the line.
         """
-        return cls(**(parts_of_triples(triples) | kwargs))
+        return cls(**(read_triples(triples) | kwargs))
 
     def with_reverse_edges(self) -> Graph:
-        """The graph with an edge back for each edge, of relation `r + num_relations`."""
+        """Return the graph with an edge back for each edge, of relation `r + num_relations`."""
         names = self.names
         if names.relations:
             back = tuple(f"{name} (reverse)" for name in names.relations)
@@ -181,7 +181,7 @@ class Graph(Indices):
         return self._edge_type.to(torch.int64, copy=True)
 
     def to(self, device: torch.device | str) -> Graph:
-        """The same graph with its indices on another device; itself where they are there."""
+        """Return the graph with its indices on another device; itself where they are there."""
         target = torch.device(device)
         if target.type == self.device.type and target.index in (None, self.device.index):
             return self
@@ -196,7 +196,7 @@ class Graph(Indices):
         )
 
     def stats(self) -> GraphStats:
-        """Edges, unique (node, relation) pairs and relation sizes; printed as a table."""
+        """Return edges, unique (node, relation) pairs and relation sizes; `print` shows a table."""
         return GraphStats(
             num_nodes=self.num_nodes,
             num_edges=self.num_edges,
@@ -204,9 +204,9 @@ class Graph(Indices):
             num_node_types=self.num_node_types,
             num_src_pairs=self.counts.num_src_pairs,
             num_dst_pairs=self.counts.num_dst_pairs,
-            num_edges_of_relation=_sizes(self.segment_starts(spaces.EDGE_TYPE)),
-            num_src_pairs_of_relation=_sizes(self.segment_starts(spaces.SRC_PAIR_TYPE)),
-            num_dst_pairs_of_relation=_sizes(self.segment_starts(spaces.DST_PAIR_TYPE)),
+            num_edges_of_relation=_count_rows(self.segment_starts(spaces.EDGE_TYPE)),
+            num_src_pairs_of_relation=_count_rows(self.segment_starts(spaces.SRC_PAIR_TYPE)),
+            num_dst_pairs_of_relation=_count_rows(self.segment_starts(spaces.DST_PAIR_TYPE)),
         )
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -230,8 +230,8 @@ class Graph(Indices):
         )
 
 
-def living_graph(edge_index: torch.Tensor) -> Graph | None:
-    """The graph whose own tensor this is, if it is one's and the graph is still there."""
+def find_owner(edge_index: torch.Tensor) -> Graph | None:
+    """Return the graph that owns this tensor, if there is one and it is alive."""
     return _living.get(edge_index.untyped_storage()._cdata)
 
 
@@ -257,11 +257,11 @@ torch.serialization.add_safe_globals([_unpickle])  # tensors, numbers and texts 
 
 
 @torch.inference_mode(False)  # a graph outlives the mode that it is made in
-def _copied(ids: torch.Tensor, count: int) -> torch.Tensor:
+def _copy_ids(ids: torch.Tensor, count: int) -> torch.Tensor:
     return ids.detach().to(dtype_for(count), copy=True)
 
 
-def _sizes(starts: tuple[int, ...]) -> tuple[int, ...]:
+def _count_rows(starts: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(end - begin for begin, end in itertools.pairwise(starts))
 
 
@@ -271,7 +271,7 @@ def _check_shape(name: str, value: torch.Tensor, length: int, meaning: str) -> N
 
 
 def _check_ids(name: str, ids: torch.Tensor, count: int | None, count_name: str) -> int:
-    """The number of different ids, checked against those that occur."""
+    """Return the number of different ids, checked against those that occur."""
     if count is not None and (isinstance(count, bool) or not hasattr(count, "__index__")):
         raise TypeError(f"{count_name} must be an integer; got {count!r}")
     if count is not None and count < 0:

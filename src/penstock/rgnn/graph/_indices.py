@@ -1,4 +1,4 @@
-"""Every index that a compiled program reads a graph by, built when it is first needed, once.
+"""Indices by which compiled programs read a graph, each built once, at its first use.
 
 Edges are kept in one internal order, by relation and within a relation by destination, so that the
 rows of a relation are contiguous for a matrix product and the rows of a (destination, relation) are
@@ -13,18 +13,19 @@ from functools import cached_property
 import torch
 
 from penstock.rgnn import spaces
+from penstock.rgnn.graph._build_once import build_once
 from penstock.rgnn.spaces import Counts, RowMap, Space
 
 _INT32_MAX = 2**31 - 1
-_plainly = torch.inference_mode(False)
+_outside_inference_mode = torch.inference_mode(False)
 
 
 def dtype_for(count: int) -> torch.dtype:
-    """The integer dtype of indices below `count`."""
+    """Return the integer dtype of indices below `count`."""
     return torch.int32 if count <= _INT32_MAX else torch.int64
 
 
-def offsets_of(sizes: torch.Tensor) -> torch.Tensor:
+def compute_offsets(sizes: torch.Tensor) -> torch.Tensor:
     """Return the begin of each group that has so many rows, and the end of the last."""
     starts = sizes.new_zeros(len(sizes) + 1)
     torch.cumsum(sizes, 0, out=starts[1:])
@@ -32,7 +33,7 @@ def offsets_of(sizes: torch.Tensor) -> torch.Tensor:
 
 
 class Indices:
-    """What follows from a graph's edges; `Graph` supplies those.
+    """Indices derived from a graph's edges; `Graph` supplies those.
 
     Edges are in the internal order in everything below.
     """
@@ -47,12 +48,12 @@ class Indices:
 
     @property
     def device(self) -> torch.device:
-        """Where the indices are."""
+        """The device of the indices."""
         return self._edge_index.device
 
     @cached_property
     def counts(self) -> Counts:
-        """Rows of each space, as the compiler asks for them."""
+        """Rows of each space, for the compiler."""
         return Counts(
             num_nodes=self.num_nodes,
             num_edges=self.num_edges,
@@ -64,94 +65,20 @@ class Indices:
         )
 
     @cached_property
-    @_plainly
+    @_outside_inference_mode
     def edge_order(self) -> torch.Tensor:
         """The given number of each edge in the internal order; integers, (num_edges,)."""
         # The product is below 2**63 for any graph that fits into memory.
         key = self._edge_type.long() * self.num_nodes + self._edge_index[1]
         return torch.sort(key, stable=True)[1].to(dtype_for(self.num_edges))
 
+    @build_once
     def index(self, row_map: RowMap) -> torch.Tensor:
-        """The row that each row of `row_map.rows` is sent to; int32 where the numbers fit.
+        """Return the target of each row of `row_map.rows`; int32 where the numbers fit.
 
         Raises:
             ValueError: The node types at a relation's ends are asked for and not unique.
         """
-        if row_map not in self._indices:
-            self._indices[row_map] = self._build_index(row_map)
-        return self._indices[row_map]
-
-    def segment_starts(self, row_map: RowMap) -> tuple[int, ...]:
-        """Where the rows of each type begin among rows sorted by it, and where the last end.
-
-        Edges and pairs are stored sorted by relation; nodes need `nodes_by_type`.
-        """
-        if row_map not in self._segments:
-            starts = offsets_of(self.group_sizes(row_map).cpu())
-            self._segments[row_map] = tuple(starts.tolist())
-        return self._segments[row_map]
-
-    @cached_property
-    @_plainly
-    def nodes_by_type(self) -> torch.Tensor | None:
-        """Nodes sorted by type; None where they already are, so that nothing need be permuted."""
-        if self._node_type is None or bool((self._node_type[1:] >= self._node_type[:-1]).all()):
-            return None
-        return torch.sort(self._node_type, stable=True)[1].to(dtype_for(self.num_nodes))
-
-    def grouped(self, row_map: RowMap) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows grouped by where `row_map` sends them (CSR): (starts, rows).
-
-        With `EDGE_DST` this is the CSR by destination, with `EDGE_SRC` the one by source.
-
-        Returns:
-            `starts` of shape (targets + 1,) and `rows` such that `rows[starts[i]:starts[i + 1]]`
-            are those sent to `i`, in ascending order. Both int32 where the numbers fit.
-        """
-        if row_map not in self._groups:
-            self._groups[row_map] = self._build_groups(row_map)
-        return self._groups[row_map]
-
-    def group_sizes(self, row_map: RowMap) -> torch.Tensor:
-        """How many rows `row_map` sends to each target; int64, on the graph's device."""
-        if row_map not in self._sizes:
-            self._sizes[row_map] = self._build_sizes(row_map)
-        return self._sizes[row_map]
-
-    @cached_property
-    def _indices(self) -> dict[RowMap, torch.Tensor]:
-        return {}
-
-    @cached_property
-    def _sizes(self) -> dict[RowMap, torch.Tensor]:
-        return {}
-
-    @cached_property
-    def _segments(self) -> dict[RowMap, tuple[int, ...]]:
-        return {}
-
-    @cached_property
-    def _groups(self) -> dict[RowMap, tuple[torch.Tensor, torch.Tensor]]:
-        return {}
-
-    @_plainly
-    def _build_groups(self, row_map: RowMap) -> tuple[torch.Tensor, torch.Tensor]:
-        index = self.index(row_map)
-        dtype = dtype_for(len(index))
-        starts = offsets_of(self.group_sizes(row_map))
-        if row_map == spaces.EDGE_SRC_PAIR:
-            rows = self._by_src_pair[1]
-        else:
-            rows = torch.sort(index, stable=True)[1]
-        return starts.to(dtype), rows.to(dtype)
-
-    @_plainly
-    def _build_sizes(self, row_map: RowMap) -> torch.Tensor:
-        num_targets = self.counts.rows(row_map.into)
-        return torch.bincount(self.index(row_map), minlength=num_targets)
-
-    @_plainly
-    def _build_index(self, row_map: RowMap) -> torch.Tensor:
         if row_map in (spaces.EDGE_SRC, spaces.EDGE_DST):
             return self._edge_index[int(row_map == spaces.EDGE_DST)].index_select(
                 0, self.edge_order
@@ -174,14 +101,55 @@ class Indices:
         num_rows = self.counts.rows(row_map.rows)
         return torch.zeros(num_rows, dtype=torch.int32, device=self.device)
 
+    @build_once
+    def segment_starts(self, row_map: RowMap) -> tuple[int, ...]:
+        """Return the begin of each type among rows sorted by type, and the end of the last.
+
+        Edges and pairs are stored sorted by relation; nodes need `nodes_by_type`.
+        """
+        return tuple(compute_offsets(self.group_sizes(row_map).cpu()).tolist())
+
     @cached_property
-    @_plainly
+    @_outside_inference_mode
+    def nodes_by_type(self) -> torch.Tensor | None:
+        """Nodes sorted by type; None where they already are, so that nothing need be permuted."""
+        if self._node_type is None or bool((self._node_type[1:] >= self._node_type[:-1]).all()):
+            return None
+        return torch.sort(self._node_type, stable=True)[1].to(dtype_for(self.num_nodes))
+
+    @build_once
+    def grouped(self, row_map: RowMap) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows grouped by their target under `row_map` (CSR): (starts, rows).
+
+        With `EDGE_DST` this is the CSR by destination, with `EDGE_SRC` the one by source.
+
+        Returns:
+            `starts` of shape (targets + 1,) and `rows` such that `rows[starts[i]:starts[i + 1]]`
+            are those sent to `i`, in ascending order. Both int32 where the numbers fit.
+        """
+        index = self.index(row_map)
+        dtype = dtype_for(len(index))
+        starts = compute_offsets(self.group_sizes(row_map))
+        if row_map == spaces.EDGE_SRC_PAIR:
+            rows = self._by_src_pair[1]
+        else:
+            rows = torch.sort(index, stable=True)[1]
+        return starts.to(dtype), rows.to(dtype)
+
+    @build_once
+    def group_sizes(self, row_map: RowMap) -> torch.Tensor:
+        """Return the number of rows of each target of `row_map`; int64, on the graph's device."""
+        num_targets = self.counts.rows(row_map.into)
+        return torch.bincount(self.index(row_map), minlength=num_targets)
+
+    @cached_property
+    @_outside_inference_mode
     def _by_src_pair(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`relation * num_nodes + source` of all edges in ascending order, and the edges so."""
         return torch.sort(self._pair_keys(spaces.EDGE_SRC), stable=True)
 
     @cached_property
-    @_plainly
+    @_outside_inference_mode
     def _src_pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Unique `relation * num_nodes + source` in ascending order, and each edge's place there.
 
@@ -192,7 +160,7 @@ class Indices:
         return unique, torch.empty_like(place).index_copy_(0, edges, place)
 
     @cached_property
-    @_plainly
+    @_outside_inference_mode
     def _dst_pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The same of destinations, by which the edges are in order."""
         return torch.unique_consecutive(self._pair_keys(spaces.EDGE_DST), return_inverse=True)
@@ -210,7 +178,7 @@ class Indices:
         return pair_of_edge.to(dtype_for(len(key)))
 
     @cached_property
-    @_plainly
+    @_outside_inference_mode
     def _relation_types(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Node type at the source and the destination of each relation; None if not unique."""
         of_relation = []

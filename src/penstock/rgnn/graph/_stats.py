@@ -1,4 +1,4 @@
-"""A graph in numbers: those that decide how a program is laid out on it."""
+"""Statistics of a graph that decide how a program is laid out on it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GraphStats:
         return self.num_dst_pairs / self.num_edges if self.num_edges else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields and the ratios as plain data, for JSON."""
+        """Return the fields and the ratios as plain data, for JSON."""
         ratios = {"src_ratio": self.src_ratio, "dst_ratio": self.dst_ratio}
         return dataclasses.asdict(self) | ratios
 

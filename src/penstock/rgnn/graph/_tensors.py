@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.rgnn.graph._graph import Graph, living_graph
+from penstock.rgnn.graph._graph import Graph, find_owner
 from penstock.rgnn.spaces import Space
 
 _NUM_REMEMBERED = 8
 
 
 class GraphTensors(NamedTuple):
-    """What a graph is made from."""
+    """Tensors and numbers that a graph is made from."""
 
     edge_index: torch.Tensor
     edge_type: torch.Tensor
@@ -33,11 +33,11 @@ class GraphTensors(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Where the graph is."""
+        """The device of the graph."""
         return self.edge_index.device
 
     def rows(self, space: Space) -> int:
-        """Number of rows in a space that arguments and results can have."""
+        """Return the number of rows in a space that arguments and results can have."""
         return {
             Space.EDGE: self.edge_index.shape[1],
             Space.NODE: self.num_nodes,
@@ -46,8 +46,8 @@ class GraphTensors(NamedTuple):
         }[space]
 
 
-def tensors_of(graph: Graph) -> GraphTensors:
-    """What `graph_of` gives the graph back for."""
+def split_graph(graph: Graph) -> GraphTensors:
+    """Return the tensors and numbers for which `graph_of` returns this graph."""
     return GraphTensors(
         graph._edge_index,
         graph._edge_type,
@@ -58,8 +58,8 @@ def tensors_of(graph: Graph) -> GraphTensors:
     )
 
 
-def graph_of(made_from: GraphTensors) -> Graph:
-    """The graph that these tensors belong to, else the one that was made from them, else a new one.
+def find_graph(made_from: GraphTensors) -> Graph:
+    """Return the graph that owns these tensors, else the one made from them, else a new one.
 
     While Dynamo traces, when tensors have no content yet, it is the tensors themselves.
 
@@ -70,7 +70,7 @@ def graph_of(made_from: GraphTensors) -> Graph:
         return made_from  # pyright: ignore[reportReturnType]
     edge_index, edge_type, node_type, num_nodes, num_relations, num_node_types = made_from
     is_of_tensors = isinstance(edge_index, torch.Tensor) and isinstance(edge_type, torch.Tensor)
-    graph = living_graph(edge_index) if is_of_tensors else None
+    graph = find_owner(edge_index) if is_of_tensors else None
     if graph is not None:
         return graph
 
@@ -87,11 +87,11 @@ def graph_of(made_from: GraphTensors) -> Graph:
     if not is_of_tensors:
         return make()  # which says what is wrong
     tensors = [edge_index, edge_type, *([] if node_type is None else [node_type])]
-    return remembered(tensors, (num_nodes, num_relations, num_node_types), make)
+    return remember_graph(tensors, (num_nodes, num_relations, num_node_types), make)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Made:
+class _RememberedGraph:
     """A graph, and what has to be as it was for it to be the right one."""
 
     storages: tuple[weakref.ref[torch.UntypedStorage], ...]
@@ -100,18 +100,18 @@ class _Made:
 
     @property
     def is_outlived(self) -> bool:
-        """Whether a tensor that it was made from is gone."""
+        """True if a tensor that it was made from is gone."""
         return any(storage() is None for storage in self.storages)
 
 
-_made: OrderedDict[tuple[Any, ...], _Made] = OrderedDict()
+_remembered: OrderedDict[tuple[Any, ...], _RememberedGraph] = OrderedDict()
 _lock = threading.Lock()
 
 
-def remembered(
+def remember_graph(
     tensors: Sequence[torch.Tensor], numbers: tuple[Any, ...], make: Callable[[], Graph]
 ) -> Graph:
-    """What `make` returns, or has returned for the same tensors and numbers.
+    """Return the graph of `make`, or the one that it made before of the same tensors and numbers.
 
     Args:
         tensors: What the graph is made from. A change in place is noticed by torch's version
@@ -121,32 +121,26 @@ def remembered(
     """
     if any(tensor.is_inference() for tensor in tensors):
         return make()  # such tensors do not count their changes
-    key = (numbers, *(_identity(tensor) for tensor in tensors))
+    key = (numbers, *(_identify(tensor) for tensor in tensors))
     versions = tuple(tensor._version for tensor in tensors)
     with _lock:
-        made = _made.get(key)
-        if made is not None and made.versions == versions and not made.is_outlived:
-            _made.move_to_end(key)
-            return made.graph
+        known = _remembered.get(key)
+        if known is not None and known.versions == versions and not known.is_outlived:
+            _remembered.move_to_end(key)
+            return known.graph
     graph = make()
     # An address names a storage only as long as the weak reference is held.
     storages = tuple(weakref.ref(tensor.untyped_storage()) for tensor in tensors)
     with _lock:
-        for old in [old for old, made in _made.items() if made.is_outlived]:
-            del _made[old]
-        _made[key] = _Made(storages, versions, graph)
-        _made.move_to_end(key)
-        if len(_made) > _NUM_REMEMBERED:
-            _made.popitem(last=False)
+        for old in [old for old, known in _remembered.items() if known.is_outlived]:
+            del _remembered[old]
+        _remembered[key] = _RememberedGraph(storages, versions, graph)
+        _remembered.move_to_end(key)
+        if len(_remembered) > _NUM_REMEMBERED:
+            _remembered.popitem(last=False)
     return graph
 
 
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _identify(tensor: torch.Tensor) -> tuple[Any, ...]:
     storage = tensor.untyped_storage()
-    return (
-        storage._cdata,
-        tensor.storage_offset(),
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-    )
+    return (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from penstock.rgnn.ir import READS, Program, maps_of, source
+from penstock.rgnn.ir import READS, Program, find_maps, find_source
 from penstock.rgnn.lowering._schedule import Kernel, KernelKind, KernelSchedule, is_typed_product
 from penstock.rgnn.spaces import DST_PAIR_DST, SRC_PAIR_SRC, Counts, Space
 
@@ -28,13 +28,7 @@ _Fuse = Callable[[Kernel, Kernel, int], tuple[Kernel, Kernel] | None]
 
 
 def fuse_sums(program: Program, schedule: KernelSchedule, counts: Counts) -> KernelSchedule:
-    """Fuse each product with the sum that alone reads it; the kernel stands where the sum stood.
-
-    Args:
-        program: Laid out.
-        schedule: Its kernels.
-        counts: Rows of the graphs that it is for.
-    """
+    """Fuse each product with the sum that alone reads it; the kernel stands where the sum stood."""
 
     def find(kernel: Kernel) -> int | None:
         product = _summed_product(program, kernel)
@@ -93,7 +87,7 @@ def _fuse_products(
 
 
 def _biased_product(program: Program, kernel: Kernel) -> int | None:
-    """The product that a kernel adds an argument's row of the same type to, if it does no more."""
+    """Return the product that a kernel only adds an argument's row of the same type to."""
     if kernel.kind is not KernelKind.TRAVERSAL or len(kernel.values) != 1:
         return None
     total = program.nodes[kernel.values[0]]
@@ -103,7 +97,7 @@ def _biased_product(program: Program, kernel: Kernel) -> int | None:
         node, added = program.nodes[product], program.nodes[row]
         if node.op != "matmul" or not is_typed_product(program, node):
             continue
-        is_of_argument = program.nodes[source(program, row)].op == "input"
+        is_of_argument = program.nodes[find_source(program, row)].op == "input"
         is_of_type = added.op == "gather" and added.map == program.nodes[node.operands[1]].map
         if is_of_argument and is_of_type and added.shape == node.shape == total.shape:
             return product
@@ -111,16 +105,16 @@ def _biased_product(program: Program, kernel: Kernel) -> int | None:
 
 
 def _summed_product(program: Program, kernel: Kernel) -> int | None:
-    """The product whose rows a kernel sums, if that is all that its loop over rows does."""
+    """Return the product of which a kernel sums the rows, if its loop does nothing else."""
     grouping = kernel.grouped_by
     if grouping is None or _SUMS.get(kernel.space) != grouping or len(kernel.stages) != 1:
         return None
     if len(kernel.stages[0]) != 1:
         return None
     total = program.nodes[kernel.stages[0][0]]
-    if total.op != "sum" or maps_of(program, total.operands[0]):
+    if total.op != "sum" or find_maps(program, total.operands[0]):
         return None
-    product = source(program, total.operands[0])
+    product = find_source(program, total.operands[0])
     node = program.nodes[product]
     if node.op != "matmul" or node.space is not kernel.space:
         return None
@@ -134,6 +128,6 @@ def _is_read_elsewhere(program: Program, value: int, reader: Kernel) -> bool:
     for position, node in enumerate(program.nodes):
         if position == total or node.op in READS:
             continue
-        if any(source(program, operand) == value for operand in node.operands):
+        if any(find_source(program, operand) == value for operand in node.operands):
             return True
-    return any(source(program, output) == value for output in program.outputs)
+    return any(find_source(program, output) == value for output in program.outputs)

@@ -7,12 +7,12 @@ import itertools
 import math
 from collections.abc import Collection
 
-from penstock.rgnn.ir import LEAVES, READS, ROWWISE, TYPES, Node, Program, maps_of, source
+from penstock.rgnn.ir import LEAVES, READS, ROWWISE, TYPES, Node, Program, find_maps, find_source
 from penstock.rgnn.lowering._schedule import (
     Kernel,
     KernelKind,
     KernelSchedule,
-    fused_outers,
+    find_fused_outers,
     is_typed_product,
 )
 from penstock.rgnn.spaces import RowMap, Space
@@ -54,15 +54,15 @@ def assign_kernels(program: Program, forward: Collection[int]) -> KernelSchedule
     for position in sorted(set(range(len(program.nodes))) - set(forward)):
         lowering.place(position)
     lowering.sink()
-    return lowering.schedule()
+    return lowering.build_schedule()
 
 
 class _Lowering:
     def __init__(self, program: Program) -> None:
         self._nodes = program.nodes
         self._program = program
-        self._fused = fused_outers(program)
-        self._outputs = {self._source(output) for output in program.outputs}
+        self._fused = find_fused_outers(program)
+        self._outputs = {self._find_source(output) for output in program.outputs}
         self._num_closed = 0
         self._open: list[_OpenKernel] = []
         self._kernel_of: dict[int, int] = {}
@@ -87,12 +87,12 @@ class _Lowering:
             space, grouped_by = node.map.rows, node.map
         if self._place_in_epilogue(position):
             return
-        read = {self._kernel_of[value] for value in self._read(position)}
+        read = {self._kernel_of[value] for value in self._find_read(position)}
         last = max([self._num_closed, *read])
         for kernel in range(self._num_closed, len(self._open)):
             if kernel < last and kernel not in read:
                 continue
-            stage = self._stage_in(kernel, position, space, grouped_by)
+            stage = self._find_stage(kernel, position, space, grouped_by)
             if stage is None:
                 continue
             if kernel >= last or self._move_behind(kernel, last):
@@ -106,7 +106,7 @@ class _Lowering:
         if node.op not in ROWWISE or node.space in TYPES:
             return False
         for operand in node.operands:
-            value = self._source(operand)
+            value = self._find_source(operand)
             kernel = self._kernel_of.get(value, -1)
             if kernel < self._num_closed:
                 continue
@@ -115,7 +115,7 @@ class _Lowering:
                 continue
             if self._nodes[value].space is not node.space or not self._reads_own_rows(node, kernel):
                 continue
-            last = max(self._kernel_of[read] for read in self._read(position))
+            last = max(self._kernel_of[read] for read in self._find_read(position))
             if last == kernel or self._move_behind(kernel, last):
                 opened.epilogue.append(position)
                 self._kernel_of[position] = last
@@ -124,12 +124,12 @@ class _Lowering:
         return False
 
     def _reads_own_rows(self, node: Node, kernel: int) -> bool:
-        """Whether a value reads nothing of a kernel but what its own row has there."""
+        """Return whether a value reads nothing of a kernel but values of its own row."""
         for operand in node.operands:
-            if self._kernel_of.get(self._source(operand)) != kernel:
+            if self._kernel_of.get(self._find_source(operand)) != kernel:
                 continue
-            made = self._nodes[self._source(operand)]
-            if maps_of(self._program, operand) or made.space is not node.space:
+            computed = self._nodes[self._find_source(operand)]
+            if find_maps(self._program, operand) or computed.space is not node.space:
                 return False
         return True
 
@@ -137,7 +137,7 @@ class _Lowering:
         """Let a kernel run right after a later one, unless something on the way reads it."""
         between = range(kernel + 1, other + 1)
         for value in itertools.chain.from_iterable(self._open[k].values() for k in between):
-            if any(self._kernel_of[read] == kernel for read in self._read(value)):
+            if any(self._kernel_of[read] == kernel for read in self._find_read(value)):
                 return False
         self._open.insert(other, self._open.pop(kernel))
         for value, at in self._kernel_of.items():
@@ -155,7 +155,7 @@ class _Lowering:
         A product per feature that only a later sum reads is computed beside that sum, from what it
         is made of, if that is smaller: an edge vector is then never written.
         """
-        readers = self._direct_readers()
+        readers = self._find_readers()
         for value in sorted(self._kernel_of, reverse=True):
             kernel = self._kernel_of[value]
             later = {self._kernel_of[reader] for reader in readers.get(value, ())}
@@ -170,12 +170,14 @@ class _Lowering:
                 continue  # what the forward computes is kept, or is not: that is not decided here
             newly_written = {
                 read
-                for read in self._read(value)
+                for read in self._find_read(value)
                 if self._kernel_of[read] == kernel
                 and not self._is_written(read, readers)
                 and self._nodes[read].space is self._nodes[value].space
             }
-            if sum(self._num_features(read) for read in newly_written) >= self._num_features(value):
+            if sum(self._count_features(read) for read in newly_written) >= self._count_features(
+                value
+            ):
                 continue
             opened = self._open[kernel]
             placed = [*opened.stages, opened.epilogue][self._stage_of[value]]
@@ -183,8 +185,8 @@ class _Lowering:
             self._open[target].stages[0].insert(0, value)
             self._kernel_of[value], self._stage_of[value] = target, 0
 
-    def schedule(self) -> KernelSchedule:
-        """What has been placed."""
+    def build_schedule(self) -> KernelSchedule:
+        """Return the schedule of the values placed so far."""
         kept = [opened for opened in self._open if any(opened.stages)]
         num_forward = sum(any(opened.stages) for opened in self._open[: self._num_closed])
         kernels = tuple(
@@ -200,7 +202,9 @@ class _Lowering:
         written = set(self._outputs)
         for kernel, opened in enumerate(self._open):
             for value in opened.values():
-                written |= {read for read in self._read(value) if self._kernel_of[read] != kernel}
+                written |= {
+                    read for read in self._find_read(value) if self._kernel_of[read] != kernel
+                }
         return KernelSchedule(kernels, num_forward, frozenset(written & set(self._kernel_of)))
 
     def _append(self, opened: _OpenKernel, position: int) -> None:
@@ -217,10 +221,10 @@ class _Lowering:
         self._kernel_of[position] = kernel
         self._stage_of[position] = stage
 
-    def _stage_in(
+    def _find_stage(
         self, kernel: int, position: int, space: Space, grouped_by: RowMap | None
     ) -> int | None:
-        """The stage at which an open kernel can compute the value; None where it cannot."""
+        """Return the stage at which an open kernel can compute the value; None where it cannot."""
         opened = self._open[kernel]
         if opened.kind is not KernelKind.TRAVERSAL or opened.space is not space:
             return None
@@ -229,16 +233,16 @@ class _Lowering:
         grouping = opened.grouped_by or grouped_by
         stage = 0
         for operand in self._nodes[position].operands:
-            value, maps = self._source(operand), maps_of(self._program, operand)
+            value, maps = self._find_source(operand), find_maps(self._program, operand)
             if self._kernel_of.get(value) != kernel:
                 continue
-            made = self._nodes[value]
+            computed = self._nodes[value]
             if not maps:
                 # The value itself, of the same row; a finished softmax waits for its group.
-                if made.space is not space:
+                if computed.space is not space:
                     return None
-                stage = max(stage, self._stage_of[value] + (made.op == "softmax"))
-            elif made.op == "sum" and maps == (made.map,) == (grouping,):
+                stage = max(stage, self._stage_of[value] + (computed.op == "softmax"))
+            elif computed.op == "sum" and maps == (computed.map,) == (grouping,):
                 stage = max(stage, self._stage_of[value] + 1)
             else:
                 return None  # another row's value, which may not be there yet
@@ -246,16 +250,16 @@ class _Lowering:
             return None  # such a group has no one loop: it is split among threads
         return stage
 
-    def _direct_readers(self) -> dict[int, set[int]]:
-        """For each value, the values that read it, through reads and fused outers."""
+    def _find_readers(self) -> dict[int, set[int]]:
+        """Return, for each value, the values that read it, through reads and fused outers."""
         readers: dict[int, set[int]] = {}
         for value in self._kernel_of:
-            for read in self._read(value):
+            for read in self._find_read(value):
                 readers.setdefault(read, set()).add(value)
         return readers
 
     def _is_movable(self, value: int) -> bool:
-        """Whether a value is computed from its own row alone, in a loop that may be any."""
+        """Return whether a value is computed from its own row alone, in any loop over its space."""
         node = self._nodes[value]
         kind = self._open[self._kernel_of[value]].kind
         return node.op in ROWWISE and kind is KernelKind.TRAVERSAL and node.space not in TYPES
@@ -265,19 +269,19 @@ class _Lowering:
         is_read_elsewhere = any(self._kernel_of[r] != kernel for r in readers.get(value, ()))
         return is_read_elsewhere or value in self._outputs
 
-    def _num_features(self, value: int) -> int:
+    def _count_features(self, value: int) -> int:
         return math.prod(self._nodes[value].shape)
 
-    def _read(self, position: int) -> set[int]:
-        """The computed values that a value reads, through reads and fused outers."""
+    def _find_read(self, position: int) -> set[int]:
+        """Return the computed values that a value reads, through reads and fused outers."""
         found: set[int] = set()
         for operand in self._nodes[position].operands:
-            value = self._source(operand)
+            value = self._find_source(operand)
             if value in self._fused:
-                found |= self._read(value)
+                found |= self._find_read(value)
             elif self._nodes[value].op not in LEAVES:
                 found.add(value)
         return found
 
-    def _source(self, position: int) -> int:
-        return source(self._program, position)
+    def _find_source(self, position: int) -> int:
+        return find_source(self._program, position)

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterable, Sequence
 
-from penstock.rgnn.ir import TYPES, Program, source
+from penstock.rgnn.ir import TYPES, Program, find_source
 from penstock.rgnn.lowering._schedule import Kernel, KernelKind, KernelSchedule, is_elementwise
 from penstock.rgnn.spaces import Counts
 
@@ -82,7 +82,8 @@ def find_overwritten(
 ) -> dict[int, int]:
     """Find values that can overwrite one that they are computed from: in-place reuse.
 
-    The row of that one is read by the same row's value alone, element by element, and by nothing later.
+    The row of that one is read by the same row's value alone, element by element, and by
+    nothing later.
     """
     found = {}
     for number, kernel in enumerate(kernels):
@@ -93,7 +94,7 @@ def find_overwritten(
         readers: dict[int, list[int]] = {}
         for value in kernel.values:
             for operand in program.nodes[value].operands:
-                readers.setdefault(source(program, operand), []).append(value)
+                readers.setdefault(find_source(program, operand), []).append(value)
         for read, by in readers.items():
             if len(by) != 1 or read not in live_ranges or live_ranges[read][1] != number:
                 continue
@@ -113,7 +114,7 @@ def _find_read(program: Program, values: Iterable[int]) -> set[int]:
     pending = list(values)
     while pending:
         for operand in program.nodes[pending.pop()].operands:
-            value = source(program, operand)
+            value = find_source(program, operand)
             found.add(value)
             if program.nodes[value].op == "outer":
                 pending.append(value)
@@ -146,12 +147,12 @@ class _ScratchModel:
             for place in range(first) if is_owned else places:
                 (unwritten if is_owned else alive)[place] += self._count_numbers(value)
         pairs = zip(alive, unwritten, strict=True)
-        return max((max(0, numbers - room) for numbers, room in pairs), default=0)
+        return max((max(0, numbers - free) for numbers, free in pairs), default=0)
 
     def count_all(self, kernels: Sequence[Kernel]) -> int:
         """Count numbers of results and scratch."""
-        made = {value for kernel in kernels for value in kernel.values} & self.owned
-        return self.count_scratch(kernels) + sum(self._count_numbers(value) for value in made)
+        computed = {value for kernel in kernels for value in kernel.values} & self.owned
+        return self.count_scratch(kernels) + sum(self._count_numbers(value) for value in computed)
 
     def order_greedily(self, kernels: Sequence[Kernel], *, last: bool) -> list[Kernel]:
         """Take always the kernel next after which the fewest numbers are alive.
@@ -166,7 +167,7 @@ class _ScratchModel:
         waiting, done, order = set(range(len(kernels))), set(), []
 
         def growth(number: int) -> tuple[bool, int, int]:
-            made = [v for v in kernels[number].values if v in self.materialised]
+            computed = [v for v in kernels[number].values if v in self.materialised]
             freed = [
                 value
                 for value in read[number]
@@ -174,8 +175,8 @@ class _ScratchModel:
                 and value not in self.owned
                 and all(other == number or value not in read[other] for other in waiting)
             ]
-            numbers = sum(map(self._count_numbers, made)) - sum(map(self._count_numbers, freed))
-            is_end = all(v in self.owned and self.has_many_rows(v) for v in made)
+            numbers = sum(map(self._count_numbers, computed)) - sum(map(self._count_numbers, freed))
+            is_end = all(v in self.owned and self.has_many_rows(v) for v in computed)
             return last and is_end and numbers > 0, numbers, number
 
         while waiting:
@@ -204,18 +205,18 @@ def _split(model: _ScratchModel, kernel: Kernel) -> list[Kernel]:
     for value in kernel.values:
         if program.nodes[value].op != "sum" or value not in materialised:
             continue
-        made = _find_computation(model, value, rest)
-        others = rest - made
-        is_needed = made & _find_read(program, others)
+        computed = _find_computation(model, value, rest)
+        others = rest - computed
+        is_needed = computed & _find_read(program, others)
         has_sum = any(program.nodes[other].op in ("sum", "softmax") for other in others)
         if (
             is_needed
             or not has_sum
-            or _find_long_rows(program, made, rest) & _find_long_rows(program, others, rest)
+            or _find_long_rows(program, computed, rest) & _find_long_rows(program, others, rest)
         ):
             continue
         rest = others
-        parts.append(made)
+        parts.append(computed)
     return [_restrict(kernel, values) for values in (rest, *parts)]
 
 
@@ -224,7 +225,7 @@ def _find_computation(model: _ScratchModel, value: int, among: Collection[int]) 
     found, pending = {value}, [value]
     while pending:
         for operand in model.program.nodes[pending.pop()].operands:
-            read = source(model.program, operand)
+            read = find_source(model.program, operand)
             if read in among and read not in found and read not in model.materialised:
                 found.add(read)
                 pending.append(read)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from penstock.rgnn.ir import source
+from penstock.rgnn.ir import find_source
 from penstock.rgnn.lowering._fuse import fuse_biases, fuse_sums
 from penstock.rgnn.lowering._lower import assign_kernels
 from penstock.rgnn.lowering._order import ScratchNumbers, order_kernels
@@ -55,15 +55,13 @@ def lower_for_arena(optimized: OptimizedProgram) -> LoweredProgram:
     program, counts = optimized.program, optimized.counts
     schedule = assign_kernels(program, optimized.forward)
     schedule = fuse_biases(program, fuse_sums(program, schedule, counts))
-    outputs = {source(program, output) for output in program.outputs}
+    outputs = {find_source(program, output) for output in program.outputs}
     schedule, scratch = order_kernels(program, schedule, optimized.kept | outputs, counts)
     return _lowered(optimized, schedule, scratch)
 
 
 def _lowered(
-    optimized: OptimizedProgram,
-    schedule: KernelSchedule,
-    scratch: tuple[ScratchNumbers, ...] = (),
+    optimized: OptimizedProgram, schedule: KernelSchedule, scratch: tuple[ScratchNumbers, ...] = ()
 ) -> LoweredProgram:
     program, split = optimized.program, schedule.num_forward
     outputs = program.outputs[: optimized.num_outputs]

@@ -22,7 +22,7 @@ from penstock.rgnn.spaces import RowMap, Space
 
 
 class KernelKind(enum.Enum):
-    """How a kernel computes."""
+    """The templates of kernels."""
 
     GEMM = "segment GEMM"
     """One matmul: rows of one space, each times the matrix of its type, and maybe plus its row."""
@@ -42,7 +42,7 @@ class Kernel:
     space: Space
     """The rows that the loops run over."""
     grouped_by: RowMap | None
-    """The map whose targets are the outer loop; None where the order of rows does not matter."""
+    """The map to the targets of the outer loop; None where the order of rows does not matter."""
     stages: tuple[tuple[int, ...], ...]
     """Positions of the values computed, without reads. Each stage is a loop over the rows of a
     group. What it reduces (a sum, the maximum and the sum of a softmax) can be read when the loop
@@ -61,7 +61,7 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KernelSchedule:
-    """Kernels in the order in which they run, and what they leave in memory."""
+    """Kernels in the order in which they run, and the values that they materialise."""
 
     kernels: tuple[Kernel, ...]
     num_forward: int
@@ -71,7 +71,7 @@ class KernelSchedule:
 
 
 def is_typed_product(program: Program, node: Node) -> bool:
-    """Whether a matmul multiplies each row with the matrix of its type (or one for all rows).
+    """Return whether a matmul multiplies each row with the matrix of its type (or one for all).
 
     A matrix of one row or column is a vector: that product is no matrix product but rowwise.
     """
@@ -86,7 +86,7 @@ def is_typed_product(program: Program, node: Node) -> bool:
 
 
 def is_elementwise(program: Program, position: int) -> bool:
-    """Whether an element of the result takes one element of each operand."""
+    """Return whether an element of the result takes one element of each operand."""
     node = program.nodes[position]
     if node.op == "matmul":
         shape = program.nodes[node.operands[1]].shape
@@ -97,8 +97,8 @@ def is_elementwise(program: Program, position: int) -> bool:
     return node.op in BINARY or node.op in UNARY or node.op in ("expand", "slice")
 
 
-def fused_outers(program: Program) -> frozenset[int]:
-    """The outers that are only summed: each sum is one matrix product, and they are not made."""
+def find_fused_outers(program: Program) -> frozenset[int]:
+    """Return the outers that are only summed: each sum is one matrix product instead."""
     fused = {position for position, node in enumerate(program.nodes) if node.op == "outer"}
     fused.difference_update(program.outputs)
     for node in program.nodes:

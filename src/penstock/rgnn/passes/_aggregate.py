@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 
 from penstock.rgnn import spaces
-from penstock.rgnn.ir import Program, dependencies
-from penstock.rgnn.passes._compact import fewest_rows
+from penstock.rgnn.ir import Program, find_coordinates
+from penstock.rgnn.passes._compact import count_fewest_rows
 from penstock.rgnn.passes._decision import PassResult, Rewriter
 from penstock.rgnn.spaces import Counts, RowMap, Space
 
@@ -37,34 +37,31 @@ class _Scaled:
 def aggregate_first(program: Program, counts: Counts, *, can_compact: bool = True) -> PassResult:
     """Move typed products behind the sums to nodes, where that leaves fewer rows to multiply.
 
-    Args:
-        program: Any program.
-        counts: Rows of the graph.
-        can_compact: Whether the product would otherwise be computed on as few rows as it can.
+    `can_compact` is whether the product would otherwise be computed on as few rows as it can.
     """
-    depends = dependencies(program)
+    depends = find_coordinates(program)
 
     def rewrite(rewriter: Rewriter, position: int) -> int | None:
         node = program.nodes[position]
         if node.op != "sum" or node.map not in _STEPS:
             return None
-        found = _below(program, node.operands[0])
+        found = _find_product(program, node.operands[0])
         if found is None or rewriter.typed_map(program.nodes[found.product].operands[1]) != (
             spaces.EDGE_TYPE
         ):
             return None
         rows = counts.num_edges
         if can_compact:
-            rows = fewest_rows(Space.EDGE, depends[found.product], counts)
+            rows = count_fewest_rows(Space.EDGE, depends[found.product], counts)
         pair_map = _STEPS[node.map][0]
         if not _should_apply(rewriter, position, found, rows, counts.rows(pair_map.into)):
             return None
-        return _two_steps(rewriter, found, node.map)
+        return _sum_in_two_steps(rewriter, found, node.map)
 
     return Rewriter(program, "aggregate first").run(rewrite)
 
 
-def _below(program: Program, position: int) -> _Scaled | None:
+def _find_product(program: Program, position: int) -> _Scaled | None:
     """Find the product below a sum, through multiplications by scalars."""
     nodes = program.nodes
     scales: list[int] = []
@@ -110,7 +107,7 @@ def _should_apply(
     return rewriter.decide(position, work < rows * num_heads, what, reason)
 
 
-def _two_steps(rewriter: Rewriter, found: _Scaled, end: RowMap) -> int:
+def _sum_in_two_steps(rewriter: Rewriter, found: _Scaled, end: RowMap) -> int:
     builder = rewriter.builder
     pair_map, last_map = _STEPS[end]
     product = rewriter.program.nodes[found.product]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from penstock.rgnn import spaces
-from penstock.rgnn.ir import ROWWISE, Program, dependencies, describe
+from penstock.rgnn.ir import ROWWISE, Program, describe, find_coordinates
 from penstock.rgnn.passes._decision import Decision, PassResult, Rewriter
 from penstock.rgnn.spaces import Coordinate, Counts, RowMap, Space
 
@@ -26,34 +26,34 @@ _CANDIDATES = {
 
 
 def choose_rows(program: Program, counts: Counts) -> dict[int, RowMap]:
-    """For each value that can be computed on fewer rows than its space has, the fewest.
+    """Choose the fewest rows for each value that can be computed on fewer than its space has.
 
     Example:
         >>> choose_rows(program, graph.counts)  # doctest: +SKIP
         {4: src_pair}
     """
-    depends = dependencies(program)
+    depends = find_coordinates(program)
     layout = {}
     for position, node in enumerate(program.nodes):
         if node.op in ROWWISE:
-            best = _best(node.space, depends[position], counts)
+            best = _find_best(node.space, depends[position], counts)
             if best is not None:
                 layout[position] = best
     return layout
 
 
-def fewest_rows(space: Space, depends: frozenset[Coordinate], counts: Counts) -> int:
-    """Rows on which a value with these dependencies is computed after compaction."""
+def count_fewest_rows(space: Space, depends: frozenset[Coordinate], counts: Counts) -> int:
+    """Return the number of rows of a value with these dependencies after compaction."""
     if not depends:
         return 1
     if depends == {Coordinate.TYPE}:
         return counts.num_relations
-    best = _best(space, depends, counts)
+    best = _find_best(space, depends, counts)
     return counts.rows(space if best is None else best.into)
 
 
 def lay_out(program: Program, layout: Layout) -> Program:
-    """The program that computes each value of `layout` on its rows and reads it from there."""
+    """Return the program that computes each value of `layout` on its rows and gathers it."""
 
     def rewrite(rewriter: Rewriter, position: int) -> int | None:
         if position not in layout:
@@ -72,9 +72,9 @@ def lay_out(program: Program, layout: Layout) -> Program:
 
 
 def compact(program: Program, counts: Counts) -> PassResult:
-    """`choose_rows` and `lay_out`, with a decision for each product."""
+    """Choose rows and lay the program out on them, with a decision for each product."""
     layout = choose_rows(program, counts)
-    depends = dependencies(program)
+    depends = find_coordinates(program)
     decisions = []
     for position, node in enumerate(program.nodes):
         if node.op not in ("matmul", "dot") or node.space is not Space.EDGE:
@@ -83,7 +83,7 @@ def compact(program: Program, counts: Counts) -> PassResult:
         if position in layout:
             space = layout[position].into
             reason = f"{counts.rows(space):,} {space.value} rows for {counts.num_edges:,} edges"
-        elif _fitting(node.space, depends[position]):
+        elif _find_fitting(node.space, depends[position]):
             reason = f"no fewer rows than {counts.num_edges:,} edges"
         else:
             reason = f"it depends on {names}"
@@ -91,15 +91,15 @@ def compact(program: Program, counts: Counts) -> PassResult:
     return PassResult(lay_out(program, layout), tuple(decisions))
 
 
-def _fitting(space: Space, depends: frozenset[Coordinate]) -> list[RowMap]:
+def _find_fitting(space: Space, depends: frozenset[Coordinate]) -> list[RowMap]:
     return [m for m in _CANDIDATES.get(space, ()) if depends <= spaces.coordinates(m)]
 
 
-def _best(space: Space, depends: frozenset[Coordinate], counts: Counts) -> RowMap | None:
-    """The fitting map to the fewest rows, if they are fewer than those of the space itself."""
+def _find_best(space: Space, depends: frozenset[Coordinate], counts: Counts) -> RowMap | None:
+    """Return the fitting map to the fewest rows, if those are fewer than the space's own."""
     # Of as many rows, those that are told apart by less come first: they need no index of pairs.
     candidates = sorted(
-        _fitting(space, depends),
+        _find_fitting(space, depends),
         key=lambda m: (counts.rows(m.into), len(spaces.coordinates(m))),
     )
     if candidates and counts.rows(candidates[0].into) < counts.rows(space):

@@ -1,4 +1,4 @@
-"""A product with a concatenation is a sum of products with its parts.
+"""Splitting of products with a concatenation into sums of products with its parts.
 
 `concat(a, b) @ W` is `a @ W_a + b @ W_b`, and the same for `dot`. The concatenation, which depends
 on all that its parts depend on, is then not made; each product is computed on the rows that its own
@@ -7,13 +7,13 @@ part needs.
 
 from __future__ import annotations
 
-from penstock.rgnn.ir import Program, dependencies
+from penstock.rgnn.ir import Program, find_coordinates
 from penstock.rgnn.passes._decision import PassResult, Rewriter
 
 
 def split_concat(program: Program) -> PassResult:
     """Split products with concatenated vectors, where the parts depend on different things."""
-    depends = dependencies(program)
+    depends = find_coordinates(program)
 
     def rewrite(rewriter: Rewriter, position: int) -> int | None:
         node = program.nodes[position]

@@ -1,4 +1,4 @@
-"""What a rewrite did, or did not do and why; and the rewriter that all local rewrites share."""
+"""Decisions of rewrites with their reasons, and the rewriter that all local rewrites share."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ class Rewriter:
         return PassResult(self.builder.program(outputs), tuple(self.decisions))
 
     def is_only_used_by(self, position: int, user: int) -> bool:
-        """Whether a value has no reader but one node and is no output."""
+        """Return whether a value has no reader but one node and is no output."""
         return set(self.uses[position]) == {user} and position not in self.program.outputs
 
     def decide(self, position: int, applied: bool, what: str, reason: str) -> bool:
-        """Record a decision about a node; returns whether the rewrite applies."""
+        """Record a decision about a node; return whether the rewrite applies."""
         where = self.program.nodes[position].where
         self.decisions.append(Decision(self.name, applied, what, reason, where))
         return applied
 
     def typed_map(self, position: int) -> RowMap | None:
-        """The map along which a weight is read, if the value is one."""
+        """Return the map along which a weight is read, if the value is one."""
         node = self.program.nodes[position]
         return node.map if node.op == "gather" and node.map.into in TYPES else None

@@ -9,12 +9,9 @@ one, and are never added up before it: a lowered program multiplies them as matr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from penstock.rgnn.ir import Builder, Node, Program, Shape
-
-Contribution = tuple[int, int]
-"""An operand of the node at hand (its place among them) and a term of its adjoint."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,7 +27,7 @@ class JointProgram:
 
     @staticmethod
     def seed(output: int) -> str:
-        """The name of the input with the gradient of the given output."""
+        """Return the name of the input with the gradient of the given output."""
         return f"gradient of output {output}"
 
 
@@ -54,7 +51,7 @@ def differentiate(program: Program, wrt: Sequence[str]) -> JointProgram:
     for node in program.nodes:
         builder.copy(node, node.operands)
     assert len(builder.nodes) == len(program.nodes), "a program is built the same way twice"
-    is_active = _active(program, frozenset(wrt))
+    is_active = _find_active(program, frozenset(wrt))
     terms: dict[int, list[int]] = {}
     for output, position in enumerate(program.outputs):
         node = program.nodes[position]
@@ -68,19 +65,20 @@ def differentiate(program: Program, wrt: Sequence[str]) -> JointProgram:
             continue
         builder.where = node.where
         if node.op == "input":
-            gradients[node["name"]] = _added(builder, terms[position])
+            gradients[node["name"]] = _add_terms(builder, terms[position])
             continue
-        for adjoint in _to_push(builder, node, terms.pop(position)):
-            for place, term in _RULES[node.op](builder, node, position, adjoint):
-                if is_active[node.operands[place]]:
-                    terms.setdefault(node.operands[place], []).append(term)
+        for adjoint in _join_terms(builder, node, terms.pop(position)):
+            found = _RULES[node.op](builder, node, position, adjoint)
+            for operand, term in zip(node.operands, found, strict=False):  # some have no terms
+                if is_active[operand]:
+                    terms.setdefault(operand, []).append(term)
     reached = tuple(name for name in wrt if name in gradients)
     outputs = (*program.outputs, *(gradients[name] for name in reached))
     return JointProgram(builder.program(outputs), len(program.outputs), reached)
 
 
-def _active(program: Program, wrt: frozenset[str]) -> list[bool]:
-    """Which nodes depend on an input of `wrt`."""
+def _find_active(program: Program, wrt: frozenset[str]) -> list[bool]:
+    """Return, for each node, whether it depends on an input of `wrt`."""
     is_active: list[bool] = []
     for node in program.nodes:
         is_wanted = node.op == "input" and node["name"] in wrt
@@ -88,23 +86,23 @@ def _active(program: Program, wrt: frozenset[str]) -> list[bool]:
     return is_active
 
 
-def _to_push(builder: Builder, node: Node, terms: list[int]) -> list[int]:
-    """The adjoint in as few terms as may be: an outer stays alone on its way into a sum."""
+def _join_terms(builder: Builder, node: Node, terms: list[int]) -> list[int]:
+    """Return the adjoint in as few terms as may be: an outer is not added before its sum."""
     if node.op != "gather":
-        return [_added(builder, terms)]
+        return [_add_terms(builder, terms)]
     alone = [term for term in terms if builder.nodes[term].op == "outer"]
     rest = [term for term in terms if builder.nodes[term].op != "outer"]
-    return alone + ([_added(builder, rest)] if rest else [])
+    return alone + ([_add_terms(builder, rest)] if rest else [])
 
 
-def _added(builder: Builder, terms: list[int]) -> int:
+def _add_terms(builder: Builder, terms: list[int]) -> int:
     total = terms[0]
     for term in terms[1:]:
         total = builder.add("add", total, term)
     return total
 
 
-def _fitted(builder: Builder, position: int, shape: Shape) -> int:
+def _sum_stretched(builder: Builder, position: int, shape: Shape) -> int:
     """Sum over the axes along which a row of `shape` was stretched."""
     found = builder.nodes[position].shape
     padded = shape + (1,) * (len(found) - len(shape))
@@ -120,174 +118,135 @@ def _fitted(builder: Builder, position: int, shape: Shape) -> int:
     return position
 
 
-def _scaled(builder: Builder, g: int, other: int, shape: Shape) -> int:
-    """`g * other`, summed over the axes along which a row of `shape` was stretched."""
+def _multiply(builder: Builder, g: int, other: int, shape: Shape) -> int:
+    """Return `g * other`, summed over the axes along which a row of `shape` was stretched."""
     found = builder.nodes[g].shape
     if found and found == builder.nodes[other].shape and shape == found[:-1]:
         return builder.add("dot", g, other)  # a scalar scaled a vector: no product per feature
-    return _fitted(builder, builder.add("mul", g, other), shape)
+    return _sum_stretched(builder, builder.add("mul", g, other), shape)
 
 
-# A rule gets the node, its position and its adjoint g, and yields terms of its operands' adjoints.
-Rule = Callable[[Builder, Node, int, int], Iterator[Contribution]]
+Rule = Callable[[Builder, Node, int, int], Iterable[int]]
+"""From a node, its position and its adjoint g: a term of the adjoint of each operand."""
 
 
-def _gather(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
-    yield 0, b.add("sum", g, map=node.map)
-
-
-def _sum(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
-    yield 0, b.add("gather", g, map=node.map)
-
-
-def _softmax(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
-    # y * (g - sum of y * g over the rows of one target)
+def _softmax(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
+    # dx = y * (g - sum of y * g over the rows of one target)
     weighted = b.add("mul", at, g)
     mean = b.add("gather", b.add("sum", weighted, map=node.map), map=node.map)
-    yield 0, b.add("sub", weighted, b.add("mul", at, mean))
+    yield b.add("sub", weighted, b.add("mul", at, mean))
 
 
-def _add(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
-    for place, operand in enumerate(node.operands):
-        yield place, _fitted(b, g, b.nodes[operand].shape)
+def _add(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
+    for operand in node.operands:
+        yield _sum_stretched(b, g, b.nodes[operand].shape)
 
 
-def _sub(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
+def _sub(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
     left, right = node.operands
-    yield 0, _fitted(b, g, b.nodes[left].shape)
-    yield 1, _fitted(b, b.add("scale", g, value=-1.0), b.nodes[right].shape)
+    yield _sum_stretched(b, g, b.nodes[left].shape)
+    yield _sum_stretched(b, b.add("scale", g, value=-1.0), b.nodes[right].shape)
 
 
-def _mul(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
+def _mul(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
     left, right = node.operands
-    yield 0, _scaled(b, g, right, b.nodes[left].shape)
-    yield 1, _scaled(b, g, left, b.nodes[right].shape)
+    yield _multiply(b, g, right, b.nodes[left].shape)
+    yield _multiply(b, g, left, b.nodes[right].shape)
 
 
-def _div(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
-    # d(x / y) = g / y and -g * (x / y) / y
+def _div(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
+    # y = l / r: dl = g / r, dr = -g * y / r
     left, right = node.operands
     share = b.add("div", g, right)
-    yield 0, _fitted(b, share, b.nodes[left].shape)
-    yield 1, _fitted(b, b.add("scale", b.add("mul", share, at), value=-1.0), b.nodes[right].shape)
+    yield _sum_stretched(b, share, b.nodes[left].shape)
+    minus = b.add("scale", b.add("mul", share, at), value=-1.0)
+    yield _sum_stretched(b, minus, b.nodes[right].shape)
 
 
-def _scale(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
-    yield 0, b.add("scale", g, value=node["value"])
-
-
-def _shift(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
-    yield 0, g
-
-
-def _reciprocal(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
-    yield 0, b.add("scale", b.add("mul", g, b.add("mul", at, at)), value=-1.0)
-
-
-def _exp(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
-    yield 0, b.add("mul", g, at)
-
-
-def _log(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
-    yield 0, b.add("div", g, node.operands[0])
-
-
-def _tanh(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
-    # 1 - y**2
+def _tanh(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
+    # dx = g * (1 - y**2)
     slope = b.add("shift", b.add("scale", b.add("mul", at, at), value=-1.0), value=1.0)
-    yield 0, b.add("mul", g, slope)
+    yield b.add("mul", g, slope)
 
 
-def _sigmoid(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
-    # y * (1 - y)
+def _sigmoid(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
+    # dx = g * y * (1 - y)
     rest = b.add("shift", b.add("scale", at, value=-1.0), value=1.0)
-    yield 0, b.add("mul", g, b.add("mul", at, rest))
+    yield b.add("mul", g, b.add("mul", at, rest))
 
 
-def _relu(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
-    yield 0, b.add("relu_gradient", g, at)
-
-
-def _leaky_relu(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
+def _leaky_relu(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
     slope = b.add("leaky_relu_slope", node.operands[0], value=node["value"])
-    yield 0, b.add("mul", g, slope)
+    yield b.add("mul", g, slope)
 
 
-def _dot(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
+def _dot(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
     left, right = node.operands
-    yield 0, _fitted(b, b.add("mul", g, right), b.nodes[left].shape)
-    yield 1, _fitted(b, b.add("mul", g, left), b.nodes[right].shape)
+    yield _sum_stretched(b, b.add("mul", g, right), b.nodes[left].shape)
+    yield _sum_stretched(b, b.add("mul", g, left), b.nodes[right].shape)
 
 
-def _matmul(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
+def _matmul(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
+    # y = x W: dx = g W^T, dW = x^T g
     vector, matrix = node.operands
     transposed = node["transposed"]
     back = b.add("matmul", g, matrix, transposed=not transposed)
-    yield 0, _fitted(b, back, b.nodes[vector].shape)
+    yield _sum_stretched(b, back, b.nodes[vector].shape)
     ends = (g, vector) if transposed else (vector, g)
-    yield 1, b.add("outer", *ends, heads=len(b.nodes[matrix].shape) - 2)
+    yield b.add("outer", *ends, heads=len(b.nodes[matrix].shape) - 2)
 
 
-def _reshape(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
-    yield 0, b.add("reshape", g, shape=b.nodes[node.operands[0]].shape)
-
-
-def _expand(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
-    yield 0, _fitted(b, g, b.nodes[node.operands[0]].shape)
-
-
-def _total(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
-    yield 0, b.add("expand", g, shape=b.nodes[node.operands[0]].shape)
-
-
-def _concat(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
+def _concat(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
     axis, begin = node["axis"], 0
-    for place, operand in enumerate(node.operands):
+    for operand in node.operands:
         end = begin + b.nodes[operand].shape[axis]
-        yield place, b.add("slice", g, axis=axis, begin=begin, end=end)
+        yield b.add("slice", g, axis=axis, begin=begin, end=end)
         begin = end
 
 
-def _slice(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
+def _slice(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
     axis = node["axis"]
     size = b.nodes[node.operands[0]].shape[axis]
-    yield 0, b.add("pad", g, axis=axis, begin=node["begin"], size=size)
+    yield b.add("pad", g, axis=axis, begin=node["begin"], size=size)
 
 
-def _pad(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
+def _pad(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
     axis, begin = node["axis"], node["begin"]
     end = begin + b.nodes[node.operands[0]].shape[axis]
-    yield 0, b.add("slice", g, axis=axis, begin=begin, end=end)
+    yield b.add("slice", g, axis=axis, begin=begin, end=end)
 
 
-def _nothing(b: Builder, node: Node, at: int, g: int) -> Iterator[Contribution]:
-    yield from ()
+def _operand_shape(b: Builder, node: Node) -> Shape:
+    return b.nodes[node.operands[0]].shape
 
 
 _RULES: dict[str, Rule] = {
-    "inverse_count": _nothing,
-    "gather": _gather,
-    "sum": _sum,
+    "inverse_count": lambda b, node, at, g: (),
+    "gather": lambda b, node, at, g: (b.add("sum", g, map=node.map),),
+    "sum": lambda b, node, at, g: (b.add("gather", g, map=node.map),),
     "softmax": _softmax,
     "add": _add,
     "sub": _sub,
     "mul": _mul,
     "div": _div,
-    "scale": _scale,
-    "shift": _shift,
-    "reciprocal": _reciprocal,
-    "exp": _exp,
-    "log": _log,
+    "scale": lambda b, node, at, g: (b.add("scale", g, value=node["value"]),),
+    "shift": lambda b, node, at, g: (g,),
+    # y = 1 / x: dx = -g * y**2
+    "reciprocal": lambda b, node, at, g: (
+        b.add("scale", b.add("mul", g, b.add("mul", at, at)), value=-1.0),
+    ),
+    "exp": lambda b, node, at, g: (b.add("mul", g, at),),
+    "log": lambda b, node, at, g: (b.add("div", g, node.operands[0]),),
     "tanh": _tanh,
     "sigmoid": _sigmoid,
-    "relu": _relu,
+    "relu": lambda b, node, at, g: (b.add("relu_gradient", g, at),),
     "leaky_relu": _leaky_relu,
-    "leaky_relu_slope": _nothing,
+    "leaky_relu_slope": lambda b, node, at, g: (),
     "dot": _dot,
     "matmul": _matmul,
-    "reshape": _reshape,
-    "expand": _expand,
-    "total": _total,
+    "reshape": lambda b, node, at, g: (b.add("reshape", g, shape=_operand_shape(b, node)),),
+    "expand": lambda b, node, at, g: (_sum_stretched(b, g, _operand_shape(b, node)),),
+    "total": lambda b, node, at, g: (b.add("expand", g, shape=_operand_shape(b, node)),),
     "concat": _concat,
     "slice": _slice,
     "pad": _pad,

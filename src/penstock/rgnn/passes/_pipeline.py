@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 
-from penstock.rgnn.ir import Program, dependencies_of, source
+from penstock.rgnn.ir import Program, find_dependencies, find_source
 from penstock.rgnn.passes._aggregate import aggregate_first
 from penstock.rgnn.passes._common import common_subexpressions
 from penstock.rgnn.passes._compact import compact
@@ -59,12 +59,12 @@ class OptimizedProgram:
     @cached_property
     def forward(self) -> frozenset[int]:
         """The values that the outputs need."""
-        return dependencies_of(self.program.nodes, self.program.outputs[: self.num_outputs])
+        return find_dependencies(self.program.nodes, self.program.outputs[: self.num_outputs])
 
     @cached_property
     def backward(self) -> frozenset[int]:
         """The values that only the gradients need."""
-        return dependencies_of(self.program.nodes, self.program.outputs) - self.forward
+        return find_dependencies(self.program.nodes, self.program.outputs) - self.forward
 
     @cached_property
     def kept(self) -> frozenset[int]:
@@ -75,7 +75,7 @@ class OptimizedProgram:
         nodes = self.program.nodes
         read = [operand for at in self.backward for operand in nodes[at].operands]
         read += self.program.outputs[self.num_outputs :]
-        found = {source(self.program, position) for position in read} & self.forward
+        found = {find_source(self.program, position) for position in read} & self.forward
         return frozenset(at for at in found if nodes[at].op != "inverse_count")
 
 

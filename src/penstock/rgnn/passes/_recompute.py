@@ -1,4 +1,4 @@
-"""Recomputation: a cheap value that only the backward still needs is made again, not kept.
+"""Recomputation: a cheap value that only the backward still needs is recomputed, not kept.
 
 A score of an edge is often made of one number of its source and one of its destination, of which
 there are fewer. It is then computed again in the backward from those, and no number per edge is
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from penstock.rgnn.ir import BINARY, LEAVES, READS, Builder, Program, source
+from penstock.rgnn.ir import BINARY, LEAVES, READS, Builder, Program, find_source
 from penstock.rgnn.passes._decision import Decision, PassResult
 from penstock.rgnn.spaces import Counts
 
@@ -24,11 +24,7 @@ def recompute(
 ) -> PassResult:
     """Compute values of the forward again for the backward, where that leaves less to keep.
 
-    Args:
-        program: JointProgram.
-        forward: Its values that the outputs need.
-        kept: Those of them that the backward reads.
-        counts: Rows of the graph.
+    `forward` are the values that the outputs need, `kept` those of them that the backward reads.
     """
     nodes = program.nodes
     keeping, again, decisions = set(kept), set(), []
@@ -38,10 +34,10 @@ def recompute(
             continue
         if math.prod(node.shape) > _MAX_FEATURES or position in program.outputs:
             continue
-        read = {source(program, operand) for operand in node.operands}
+        read = {find_source(program, operand) for operand in node.operands}
         new = {at for at in read - keeping if nodes[at].op not in LEAVES}
-        num_new = sum(_numbers(program, at, counts) for at in new)
-        num_saved = _numbers(program, position, counts)
+        num_new = sum(_count_numbers(program, at, counts) for at in new)
+        num_saved = _count_numbers(program, position, counts)
         applies = num_new < num_saved
         if applies:
             again.add(position)
@@ -49,26 +45,28 @@ def recompute(
             keeping |= new
         reason = f"{num_new:,} numbers kept in its place, {num_saved:,} saved"
         decisions.append(Decision(_NAME, applies, node.op, reason, node.where))
-    return PassResult(_made_again(program, forward, again), tuple(decisions))
+    return PassResult(_recompute_values(program, forward, again), tuple(decisions))
 
 
-def _numbers(program: Program, position: int, counts: Counts) -> int:
+def _count_numbers(program: Program, position: int, counts: Counts) -> int:
     node = program.nodes[position]
     return counts.rows(node.space) * math.prod(node.shape)
 
 
-def _made_again(program: Program, forward: Collection[int], again: Collection[int]) -> Program:
-    """The program whose backward reads copies of some values of the forward."""
+def _recompute_values(
+    program: Program, forward: Collection[int], again: Collection[int]
+) -> Program:
+    """Return the program with some values of the forward recomputed in the backward."""
     builder, nodes = Builder(), program.nodes
     place: list[int] = []
     copies: dict[int, int] = {}
 
     def copy(position: int) -> int:
-        """Where the backward reads a value."""
+        """Return the position at which the backward reads a value."""
         if position not in copies:
             node = nodes[position]
             is_copied = position in again or (
-                node.op in READS and source(program, position) in again
+                node.op in READS and find_source(program, position) in again
             )
             copies[position] = place[position]
             if is_copied:

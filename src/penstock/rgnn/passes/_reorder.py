@@ -13,12 +13,12 @@ import dataclasses
 from collections.abc import Callable
 
 from penstock.rgnn import spaces
-from penstock.rgnn.ir import Program, Shape, dependencies
-from penstock.rgnn.passes._compact import fewest_rows
+from penstock.rgnn.ir import Program, Shape, find_coordinates
+from penstock.rgnn.passes._compact import count_fewest_rows
 from penstock.rgnn.passes._decision import PassResult, Rewriter
 from penstock.rgnn.spaces import Counts, RowMap, Space
 
-RowsOf = Callable[[int], int]
+CountRows = Callable[[int], int]
 """On how many rows a value of the program is computed."""
 
 _TYPE_AT_END = {
@@ -30,30 +30,31 @@ _TYPE_AT_END = {
 def reorder(program: Program, counts: Counts, *, can_compact: bool = True) -> PassResult:
     """Multiply weights with weights first, where that is legal and saves work.
 
-    Args:
-        program: Any program.
-        counts: Rows of the graph.
-        can_compact: Whether products would otherwise be computed on as few rows as they can.
+    `can_compact` is whether products would otherwise be computed on as few rows as they can.
     """
-    depends = dependencies(program)
+    depends = find_coordinates(program)
 
-    def rows_of(position: int) -> int:
+    def count_rows(position: int) -> int:
         space = program.nodes[position].space
-        return fewest_rows(space, depends[position], counts) if can_compact else counts.rows(space)
+        return (
+            count_fewest_rows(space, depends[position], counts)
+            if can_compact
+            else counts.rows(space)
+        )
 
     def rewrite(rewriter: Rewriter, position: int) -> int | None:
         op = program.nodes[position].op
         if op == "dot":
-            return _dot_of_product(rewriter, position, counts, rows_of)
+            return _rewrite_dot(rewriter, position, counts, count_rows)
         if op == "matmul":
-            return _product_of_products(rewriter, position, counts, rows_of)
+            return _rewrite_product(rewriter, position, counts, count_rows)
         return None
 
     return Rewriter(program, "reorder").run(rewrite)
 
 
-def _dot_of_product(
-    rewriter: Rewriter, position: int, counts: Counts, rows_of: RowsOf
+def _rewrite_dot(
+    rewriter: Rewriter, position: int, counts: Counts, count_rows: CountRows
 ) -> int | None:
     nodes, builder = rewriter.program.nodes, rewriter.builder
     left, right = nodes[position].operands
@@ -71,8 +72,10 @@ def _dot_of_product(
         if not rewriter.is_only_used_by(product, position):
             rewriter.decide(position, False, what, "x @ W is needed elsewhere as well")
             continue
-        cost = counts.rows(row_map.into) * _work(nodes[matrix].shape, nodes[vector].shape)
-        saved = rows_of(product) * _work(nodes[matrix].shape, nodes[x].shape)
+        cost = counts.rows(row_map.into) * _count_multiplications(
+            nodes[matrix].shape, nodes[vector].shape
+        )
+        saved = count_rows(product) * _count_multiplications(nodes[matrix].shape, nodes[x].shape)
         reason = f"{cost:,} multiplications among weights for {saved:,} on rows"
         if not rewriter.decide(position, cost < saved, what, reason):
             continue
@@ -100,30 +103,30 @@ class _Chain:
     """Whether the inner product is reshaped before it is read."""
 
 
-def _product_of_products(
-    rewriter: Rewriter, position: int, counts: Counts, rows_of: RowsOf
+def _rewrite_product(
+    rewriter: Rewriter, position: int, counts: Counts, count_rows: CountRows
 ) -> int | None:
     nodes = rewriter.program.nodes
-    chain = _chain_at(rewriter, position)
+    chain = _find_chain(rewriter, position)
     if chain is None:
         return None
     what = "(x @ V) @ W to x @ (V W)"
-    objection = _objection(rewriter, position, chain, counts)
+    objection = _find_objection(rewriter, position, chain, counts)
     if objection is not None:
         rewriter.decide(position, False, what, objection)
         return None
     (num_in, num_between), num_out = nodes[chain.first].shape, nodes[chain.second].shape[1]
     cost = counts.num_relations * num_in * num_between * num_out
-    saved = rows_of(chain.inner) * num_in * num_between
-    saved += rows_of(position) * (num_between - num_in) * num_out
+    saved = count_rows(chain.inner) * num_in * num_between
+    saved += count_rows(position) * (num_between - num_in) * num_out
     reason = f"{cost:,} multiplications among weights for {saved:,} on rows"
     if not rewriter.decide(position, cost < saved, what, reason):
         return None
-    return _weights_first(rewriter, chain)
+    return _multiply_weights_first(rewriter, chain)
 
 
-def _chain_at(rewriter: Rewriter, position: int) -> _Chain | None:
-    """The product of a product that ends at a matmul, if one of the weights has types of edges."""
+def _find_chain(rewriter: Rewriter, position: int) -> _Chain | None:
+    """Return the product of products that ends at a matmul, if a weight has edge types."""
     nodes = rewriter.program.nodes
     read, second = nodes[position].operands
     end = nodes[read].map if nodes[read].op == "gather" else None
@@ -142,8 +145,8 @@ def _chain_at(rewriter: Rewriter, position: int) -> _Chain | None:
     return _Chain(x, first, first_map, inner, end, read, second, is_split)
 
 
-def _objection(rewriter: Rewriter, position: int, chain: _Chain, counts: Counts) -> str | None:
-    """Why the weights of a chain cannot be multiplied first; None where they can."""
+def _find_objection(rewriter: Rewriter, position: int, chain: _Chain, counts: Counts) -> str | None:
+    """Return the reason why the weights of a chain cannot be multiplied first; else None."""
     nodes = rewriter.program.nodes
     if chain.is_split:
         return "x @ V is split into heads"
@@ -161,7 +164,7 @@ def _objection(rewriter: Rewriter, position: int, chain: _Chain, counts: Counts)
     return None
 
 
-def _weights_first(rewriter: Rewriter, chain: _Chain) -> int:
+def _multiply_weights_first(rewriter: Rewriter, chain: _Chain) -> int:
     builder = rewriter.builder
     first, second = rewriter.place[chain.first], rewriter.place[chain.second]
     vector = rewriter.place[chain.x]
@@ -169,21 +172,23 @@ def _weights_first(rewriter: Rewriter, chain: _Chain) -> int:
         # From the nodes to the edges: the weight of the type that the relation has at that end.
         vector = builder.add("gather", vector, map=chain.end)
         weight = builder.nodes[first].operands[0]
-        of_relation = _weight_by_relation(rewriter, weight, chain.first_map, chain.end)
+        of_relation = _read_weight_by_relation(rewriter, weight, chain.first_map, chain.end)
         first = builder.add("gather", of_relation, map=spaces.EDGE_TYPE)
     product = builder.add("matmul", first, second, transposed=False)
     return builder.add("matmul", vector, product, transposed=False)
 
 
-def _weight_by_relation(rewriter: Rewriter, weight: int, first_map: RowMap, end: RowMap) -> int:
-    """The node-typed or untyped weight at an end of each relation."""
+def _read_weight_by_relation(
+    rewriter: Rewriter, weight: int, first_map: RowMap, end: RowMap
+) -> int:
+    """Return the node-typed or untyped weight at an end of each relation."""
     if first_map.into is Space.ONE:
         return rewriter.builder.add("gather", weight, map=spaces.to_one(Space.RELATION))
     return rewriter.builder.add("gather", weight, map=_TYPE_AT_END[end])
 
 
-def _work(matrix: Shape, vector: Shape) -> int:
-    """Multiplications of one row: a product per head of the larger operand."""
+def _count_multiplications(matrix: Shape, vector: Shape) -> int:
+    """Return the multiplications of one row: a product per head of the larger operand."""
     *heads, rows, columns = matrix
     num_heads = max([*heads, *vector[:-1], 1])
     return num_heads * rows * columns

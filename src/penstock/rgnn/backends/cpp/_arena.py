@@ -2,8 +2,8 @@
 
 In the arena a value has its bytes in its live range: from the kernel that writes it to the last one
 that reads it. So the arena is as large as the largest set of values alive together, or hardly more.
-Values whose live range ends before a result is first written lie in the result's memory; and a
-value that is computed from one of the same row alone is written in its place.
+Values with a live range that ends before a result is first written lie in the result's memory;
+and a value that is computed from one of the same row alone is written in its place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ALIGNMENT = 64
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArenaValue:
-    """A value's live range, from the first kernel that needs its bytes to the last, and its size."""
+    """A value's live range, from the first kernel that needs it to the last, and its size."""
 
     value: int
     first: int

@@ -19,11 +19,11 @@ from penstock.codegen import load_library
 from penstock.rgnn import interpreter
 from penstock.rgnn.backends._invocation import Invocation, Results, enter_arguments, leave_outputs
 from penstock.rgnn.backends.cpp._arena import ArenaValue, assign_offsets, place_in_results
-from penstock.rgnn.backends.cpp._graph_arrays import GraphArrays, arrays_of
+from penstock.rgnn.backends.cpp._graph_arrays import GraphArrays, find_arrays
 from penstock.rgnn.backends.cpp._source import EntryPoint, write_source
 from penstock.rgnn.backends.cpp._summed import count_packed_elements
 from penstock.rgnn.graph import Graph
-from penstock.rgnn.ir import LEAVES, READS, TYPES, Program, source
+from penstock.rgnn.ir import LEAVES, READS, TYPES, Program, find_source
 from penstock.rgnn.lowering import (
     Direction,
     KernelKind,
@@ -53,11 +53,7 @@ class _LibraryKey:
 
 
 class CppBackend:
-    """Programs in generated C++, on the CPU.
-
-    Args:
-        lowered: The program.
-    """
+    """Programs in generated C++, on the CPU."""
 
     lower = staticmethod(lower_for_arena)
     has_half_precision = False
@@ -71,7 +67,7 @@ class CppBackend:
         )
         groupings = (m for m in of_kernels if m is not None and m.into not in TYPES)
         self._groupings = tuple(dict.fromkeys(groupings))
-        """The maps whose targets are groups of rows that one thread sums."""
+        """The maps to groups of rows that one thread sums."""
         self._functions: dict[_LibraryKey, dict[Direction, _DirectionFunction]] = {}
 
     def __call__(self, invocation: Invocation) -> Results:
@@ -87,7 +83,7 @@ class CppBackend:
                 f'backend is "cpp", which computes on the CPU, and the graph is on {graph.device}; '
                 f'use backend="auto", or graph.to("cpu")'
             )
-        arrays = arrays_of(graph)
+        arrays = find_arrays(graph)
         has_hubs = any(len(arrays.hubs(grouping)) for grouping in self._groupings)
         key = _LibraryKey(invocation.dtype, arrays.index_dtype, has_hubs)
         functions = self._functions.get(key)
@@ -196,7 +192,7 @@ class _DirectionFunction:
     def _bind(self, arrays: GraphArrays) -> _Binding:
         """Assign offsets in the arena to values that do not leave; workspaces have names < 0."""
         counts, width = arrays.graph.counts, self._dtype.itemsize
-        outputs = {source(self._program, output) for output in self._direction.outputs}
+        outputs = {find_source(self._program, output) for output in self._direction.outputs}
         owned = outputs.union(self._direction.keep)
         shapes, placed, same_place = {}, {}, {}
         for value in self._written:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import functools
 import math
-import mmap
 import threading
-from collections.abc import Callable
 
 import torch
 
-_HUGE_PAGE_BYTES = 2 * 2**20
+from penstock.compat.dispatch import num_owners
+from penstock.memory.pages import HUGE_PAGE_BYTES, advise_huge_pages
+
 _MIN_POOLED_BYTES = 2**20
 _MAX_WASTE = 1.25  # a buffer is used for no fewer bytes than its own by this factor
 _MAX_IDLE = 64  # requests for others after which an unused buffer is freed
@@ -45,7 +43,7 @@ class BufferPool:
         self._num_requests = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor whose content is undefined."""
+        """Return a tensor with undefined content."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes < _MIN_POOLED_BYTES:
             return torch.empty(shape, dtype=dtype)
@@ -91,30 +89,12 @@ class BufferPool:
             or (buffer.last_used >= oldest and len(buffer.memory) > num_bytes)
         ]
         memory = torch.empty(num_bytes, dtype=torch.uint8)
-        _advise_huge_pages(memory)
+        if num_bytes >= 2 * HUGE_PAGE_BYTES:
+            advise_huge_pages(memory.data_ptr(), num_bytes)
         self._buffers.append(_Buffer(memory, _count_owners(memory)))
         return self._buffers[-1]
 
 
 def _count_owners(tensor: torch.Tensor) -> int:
     """Return how many tensors (and other objects of torch) share a tensor's storage."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-def _advise_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask the kernel to make an untouched tensor of huge pages."""
-    advise = _find_madvise()
-    if advise is not None and len(tensor) >= 2 * _HUGE_PAGE_BYTES:
-        begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (tensor.data_ptr() + len(tensor)) // mmap.PAGESIZE * mmap.PAGESIZE
-        advise(begin, end - begin, mmap.MADV_HUGEPAGE)  # advice only: a refusal changes nothing
-
-
-@functools.cache
-def _find_madvise() -> Callable[[int, int, int], int] | None:
-    """Return the system call; None where there are no huge pages to ask for."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return function
+    return num_owners(tensor.untyped_storage()._cdata)

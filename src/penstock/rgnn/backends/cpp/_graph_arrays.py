@@ -8,14 +8,14 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import torch
 
 from penstock.rgnn import interpreter, spaces
 from penstock.rgnn.backends.cpp._buffers import BufferPool
 from penstock.rgnn.backends.cpp._fields import Field
-from penstock.rgnn.graph import Graph, offsets_of
+from penstock.rgnn.graph import Graph, build_once, compute_offsets
 from penstock.rgnn.spaces import RowMap, Space
 
 _CHUNK_ROWS = 1024  # rows and groups of a chunk, unless a group has more
@@ -35,23 +35,18 @@ _RELATION_OF = {
 }
 
 
-def _build_once(
-    build: Callable[..., torch.Tensor],
-) -> Callable[..., torch.Tensor]:
+def _build_padded(build: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Make a method of `GraphArrays` build its array for some maps once, padded."""
 
     @functools.wraps(build)
-    def read(self: GraphArrays, *maps: RowMap) -> torch.Tensor:
-        key = (build.__name__, *maps)
-        if key not in self.known:
-            found = build(self, *maps).to(self.index_dtype).contiguous()
-            # Programs look ahead of the row that they are at, and so beyond the last.
-            padded = found.new_zeros(found.numel() + _MAX_AHEAD)
-            padded[: found.numel()] = found.flatten()
-            self.known[key] = padded[: found.numel()].view(found.shape)
-        return self.known[key]
+    def pad(self: GraphArrays, *maps: RowMap) -> torch.Tensor:
+        found = build(self, *maps).to(self.index_dtype).contiguous()
+        # Programs look ahead of the row that they are at, and so beyond the last.
+        padded = found.new_zeros(found.numel() + _MAX_AHEAD)
+        padded[: found.numel()] = found.flatten()
+        return padded[: found.numel()].view(found.shape)
 
-    return read
+    return build_once(pad)
 
 
 class GraphArrays:
@@ -62,10 +57,8 @@ class GraphArrays:
     """
 
     def __init__(self, graph: Graph) -> None:
-        # Weak, for the arrays live in a map whose key is the graph.
+        # Weak, for the graph owns its arrays.
         self._graph = weakref.ref(graph)
-        self.known: dict[Hashable, torch.Tensor] = {}
-        """The arrays so far."""
         self.buffers = BufferPool()
         most = max(graph.counts.rows(space) for space in Space)
         self.index_dtype = torch.int32 if most <= _INT32_MAX else torch.int64
@@ -77,33 +70,33 @@ class GraphArrays:
         assert graph is not None
         return graph
 
-    @_build_once
+    @_build_padded
     def index(self, row_map: RowMap) -> torch.Tensor:
         """Return, for each row, the target of the map."""
         return self.graph.index(row_map)
 
-    @_build_once
+    @_build_padded
     def rows(self, grouping: RowMap) -> torch.Tensor:
         """Return the rows grouped by their targets."""
         return self.graph.grouped(grouping)[1]
 
-    @_build_once
+    @_build_padded
     def starts(self, grouping: RowMap) -> torch.Tensor:
         """Return the begin of each group among the grouped rows, and the end of the last."""
-        return offsets_of(self.graph.group_sizes(grouping))
+        return compute_offsets(self.graph.group_sizes(grouping))
 
-    @_build_once
+    @_build_padded
     def grouped_index(self, grouping: RowMap, row_map: RowMap) -> torch.Tensor:
         """Return the target of `row_map` for each of the grouped rows."""
         return self.graph.index(row_map).index_select(0, self.graph.grouped(grouping)[1])
 
-    @_build_once
+    @_build_padded
     def chunks(self, grouping: RowMap) -> torch.Tensor:
         """Return the first group of each chunk, about equal in work, and the number of groups."""
         sizes = self.graph.group_sizes(grouping)
         return _cut_by_work(sizes, _CHUNK_ROWS) if len(sizes) else torch.zeros(1)
 
-    @_build_once
+    @_build_padded
     def ranges(self, grouping: RowMap) -> torch.Tensor:
         """Return the first node of each range that a thread takes, and the number of nodes.
 
@@ -120,7 +113,7 @@ class GraphArrays:
         ranges = self.ranges(grouping)
         return int((ranges[1:] - ranges[:-1]).max()) if len(ranges) > 1 else 0
 
-    @_build_once
+    @_build_padded
     def range_rows(self, grouping: RowMap) -> torch.Tensor:
         """Return the begin of each relation's rows, (ranges + 1, relations); of pairs, in order."""
         graph, num_nodes = self.graph, self.graph.num_nodes
@@ -129,7 +122,7 @@ class GraphArrays:
         marks = torch.arange(graph.num_relations) * num_nodes + self.ranges(grouping)[:, None]
         return torch.searchsorted(key, marks)
 
-    @_build_once
+    @_build_padded
     def hubs(self, grouping: RowMap) -> torch.Tensor:
         """Return the groups that have more than `HUB_ROWS` rows: too many for one thread."""
         return (self.graph.group_sizes(grouping) > HUB_ROWS).nonzero()[:, 0]
@@ -139,30 +132,28 @@ class GraphArrays:
         sizes = self.graph.group_sizes(grouping)
         return int(sizes.max()) if len(sizes) else 0
 
-    @_build_once
+    @_build_padded
     def tiles(self, row_map: RowMap) -> torch.Tensor:
         """Return short ranges of rows of one type: (type, begin, end)."""
         return self._cut_types(row_map, _TILE_ROWS)
 
-    @_build_once
+    @_build_padded
     def tasks(self, row_map: RowMap) -> torch.Tensor:
         """Return long ranges of rows of one type: (type, begin, end)."""
         num_rows = self.graph.counts.rows(row_map.rows)
         return self._cut_types(row_map, max(_TASK_ROWS, -(-num_rows // _MAX_TASKS)))
 
-    @_build_once
+    @_build_padded
     def task_starts(self, row_map: RowMap) -> torch.Tensor:
         """Return the first task of each type, and the number of all."""
         num_types = self.graph.counts.rows(row_map.into)
         types = self.tasks(row_map)[:, 0].long()
-        return offsets_of(torch.bincount(types, minlength=num_types))
+        return compute_offsets(torch.bincount(types, minlength=num_types))
 
+    @build_once
     def inverse_count(self, row_map: RowMap, dtype: torch.dtype) -> torch.Tensor:
         """Return, for each target, 1 / number of rows sent to it."""
-        key = ("inverse_count", row_map, dtype)
-        if key not in self.known:
-            self.known[key] = interpreter.inverse_count(self.graph, row_map, dtype)
-        return self.known[key]
+        return interpreter.inverse_count(self.graph, row_map, dtype)
 
     def number(self, field: Field, dtype: torch.dtype) -> int:
         """Return a field that is the same in every call: an address or a count."""
@@ -181,7 +172,7 @@ class GraphArrays:
         if row_map.into is Space.ONE:
             starts = (0, self.graph.counts.rows(row_map.rows))
         else:
-            starts = tuple(offsets_of(self.graph.group_sizes(row_map)).tolist())
+            starts = tuple(compute_offsets(self.graph.group_sizes(row_map)).tolist())
         found = [
             (kind, first, min(first + length, end))
             for kind, (begin, end) in enumerate(itertools.pairwise(starts))
@@ -190,14 +181,10 @@ class GraphArrays:
         return torch.tensor(found, dtype=torch.int64).reshape(-1, 3)
 
 
-_arrays: weakref.WeakKeyDictionary[Graph, GraphArrays] = weakref.WeakKeyDictionary()
-
-
-def arrays_of(graph: Graph) -> GraphArrays:
+@build_once
+def find_arrays(graph: Graph) -> GraphArrays:
     """Return the arrays of a graph; they live as long as it does."""
-    if graph not in _arrays:
-        _arrays[graph] = GraphArrays(graph)
-    return _arrays[graph]
+    return GraphArrays(graph)
 
 
 def _cut_by_work(sizes: torch.Tensor, length: int) -> torch.Tensor:

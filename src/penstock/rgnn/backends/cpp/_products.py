@@ -6,7 +6,7 @@ import math
 
 from penstock.rgnn.backends.cpp._fields import Fields
 from penstock.rgnn.backends.cpp._kernel import KernelTask
-from penstock.rgnn.backends.cpp._rowwise import Lines, Scope, offset, stretch
+from penstock.rgnn.backends.cpp._rowwise import Lines, Scope, stretch, write_offset
 from penstock.rgnn.ir import broadcast
 from penstock.rgnn.spaces import RowMap, Space, is_sorted
 
@@ -25,10 +25,10 @@ def write_gemm(task: KernelTask) -> str:
     is_transposed = "true" if node["transposed"] else "false"
     with lines.block(task.head):
         with lines.loops(node.shape[:-1], simd=False) as batch:
-            from_vector = offset(vector_shape, (*stretch(vector_shape[:-1], batch), "0"))
+            from_vector = write_offset(vector_shape, (*stretch(vector_shape[:-1], batch), "0"))
             heads = batch[: len(matrix_shape) - 2]
-            from_matrix = offset(matrix_shape, (*stretch(matrix_shape[:-2], heads), "0", "0"))
-            into = offset(node.shape, (*batch, "0"))
+            from_matrix = write_offset(matrix_shape, (*stretch(matrix_shape[:-2], heads), "0", "0"))
+            into = write_offset(node.shape, (*batch, "0"))
             has_bias, bias = "false", "nullptr"
             if value != product:
                 has_bias, (row,) = "true", set(task.node(value).operands) - {product}
@@ -36,7 +36,8 @@ def write_gemm(task: KernelTask) -> str:
             lines.add(
                 f"segment_product<T, {contraction}, {columns}, {is_transposed}, {has_bias}>(",
                 f"    {arguments},",
-                f"    [&](int64_t row) {{ return {locate(task, vector, 'row')} + {from_vector}; }},",
+                f"    [&](int64_t row) {{ return {locate(task, vector, 'row')} + "
+                f"{from_vector}; }},",
                 f"    [&](int64_t row) {{ return {fields.value(value)} + row * "
                 f"{task.size(product)} + {into}; }},",
                 f"    [&](int64_t type) {{ return {locate(task, matrix, 'type')} + "
@@ -65,12 +66,12 @@ def write_weight_gradient(task: KernelTask) -> str:
             ends = []
             for operand, shape in zip(outer.operands, shapes, strict=True):
                 batch = stretch(shape[:-1], (*at, *("pair" for _ in rest)))
-                place = offset(shape, (*batch, "0"))
+                place = write_offset(shape, (*batch, "0"))
                 ends.append(
                     f"    [&](int64_t row, int64_t pair) {{ (void)pair; return "
                     f"{locate(task, operand, 'row')} + {place}; }},"
                 )
-            into = offset(node.shape, (*at, "0", "0"))
+            into = write_offset(node.shape, (*at, "0", "0"))
             lines.add(
                 f"weight_gradient<T, {rows}, {columns}, {math.prod(rest)}>("
                 f"f.num_threads, {tasks}, {num_tasks}, {order},",
@@ -102,7 +103,7 @@ def locate(task: KernelTask, position: int, row: str) -> str:
         return row if row == "type" else f"{task.fields.array('index', row_map)}[{row}]"
 
     scope = Scope(task, Lines(), index, frozenset(), frozenset(), {})
-    return scope.location(position)
+    return scope.write_location(position)
 
 
 def _read_order(fields: Fields, row_map: RowMap) -> str:

@@ -1,6 +1,6 @@
-"""Rowwise operators as C++: expressions where they can be, statements where they must be.
+"""Rowwise operators as C++: expressions if possible, else statements.
 
-A scope is one row of some space inside a loop. It knows how to read the row of any value there: a
+A scope is one row of some space inside a loop. It is the way to read the row of any value there: a
 pointer into memory, an array of the group's sums, or an expression that is computed on the spot.
 Elementwise operators stay expressions until something needs all elements at once, so that a chain
 of them becomes one loop over features and its intermediates live in registers.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from penstock.rgnn.backends.cpp._kernel import KernelTask
-from penstock.rgnn.ir import UNARY, Node, Shape, maps_of, source
+from penstock.rgnn.ir import UNARY, Node, Shape, find_maps, find_source
 from penstock.rgnn.lowering import is_elementwise
 from penstock.rgnn.spaces import RowMap, Space
 
@@ -43,7 +43,7 @@ class Lines:
 
     @contextmanager
     def block(self, head: str, tail: str = "}") -> Iterator[None]:
-        """Lines between `head` and `tail`, indented."""
+        """Indent lines between `head` and `tail`."""
         self.add(head)
         self._depth += 1
         yield
@@ -52,7 +52,7 @@ class Lines:
 
     @contextmanager
     def loops(self, shape: Shape, *, prefix: str = "i", simd: bool = True) -> Iterator[Subscript]:
-        """A loop over each axis that is longer than 1; yields the subscript."""
+        """Write a loop over each axis that is longer than 1; yield the subscript."""
         subscript = tuple("0" if n == 1 else f"{prefix}{axis}" for axis, n in enumerate(shape))
         axes = [axis for axis, length in enumerate(shape) if length != 1]
         for axis in axes:
@@ -91,23 +91,23 @@ class Scope:
     """Where a map sends a row that comes some rows later; None where it is no jump."""
     _pointers: dict[tuple[int, str], str] = dataclasses.field(default_factory=dict)
 
-    def element(self, position: int, subscript: Subscript) -> str:
-        """The expression of one element of a value at this row; `require` it first."""
-        found = self._array(position)
+    def write_element(self, position: int, subscript: Subscript) -> str:
+        """Return the expression of one element of a value at this row; `require` it first."""
+        found = self._find_array(position)
         if found is not None:
-            return f"{found}[{offset(self.task.node(position).shape, subscript)}]"
-        return self.expression(position, subscript)
+            return f"{found}[{write_offset(self.task.node(position).shape, subscript)}]"
+        return self.write_expression(position, subscript)
 
     def require(self, position: int) -> None:
-        """State all that the expression of an element needs, ahead of a loop over elements."""
-        if self._array(position) is None:
-            for operand in self.task.node(source(self.task.program, position)).operands:
+        """Write all that the expression of an element needs, ahead of a loop over elements."""
+        if self._find_array(position) is None:
+            for operand in self.task.node(find_source(self.task.program, position)).operands:
                 self.require(operand)
 
-    def _array(self, position: int) -> str | None:
-        """The array with a value's row, stated here if need be; None for an expression."""
-        maps = maps_of(self.task.program, position)
-        value = source(self.task.program, position)
+    def _find_array(self, position: int) -> str | None:
+        """Return the array with a value's row, written here if need be; None for an expression."""
+        maps = find_maps(self.task.program, position)
+        value = find_source(self.task.program, position)
         if maps == (self.grouping,) and value in self.sums:
             return self.sums[value]
         if not maps:
@@ -117,14 +117,14 @@ class Scope:
                 if value in self.rooted:
                     self.arrays[value] = self._store(value)
                 return self.arrays.get(value)
-        return self._pointer(value, maps)
+        return self._declare_pointer(value, maps)
 
-    def _pointer(self, value: int, maps: Sequence[RowMap]) -> str:
-        """A pointer to the row of a leaf, or of a value that another kernel wrote."""
-        row = self._row(maps)
+    def _declare_pointer(self, value: int, maps: Sequence[RowMap]) -> str:
+        """Return a pointer to the row of a leaf, or of a value that another kernel wrote."""
+        row = self._write_row_index(maps)
         if (value, row) not in self._pointers:
             name = f"row{len(self._pointers)}_of_{value}"
-            self.lines.add(f"const T* const {name} = {self.address(value, row)};")
+            self.lines.add(f"const T* const {name} = {self.write_address(value, row)};")
             self._pointers[value, row] = name
             self._prefetch(value, maps)
         return self._pointers[value, row]
@@ -134,22 +134,22 @@ class Scope:
         count = self.task.size(value)
         later = self.ahead(maps[0] if maps else None) if len(maps) < 2 else None
         if later is not None and count >= _MIN_PREFETCHED:
-            self.lines.add(f"prefetch<T, {count}>({self.address(value, later)});")
+            self.lines.add(f"prefetch<T, {count}>({self.write_address(value, later)});")
 
-    def location(self, position: int) -> str:
-        """Where the row begins that a read of memory ends in; an expression that states nothing."""
-        row = self._row(maps_of(self.task.program, position))
-        return self.address(source(self.task.program, position), row)
+    def write_location(self, position: int) -> str:
+        """Return the address of the row that a chain of reads ends in; it writes no statement."""
+        row = self._write_row_index(find_maps(self.task.program, position))
+        return self.write_address(find_source(self.task.program, position), row)
 
-    def _row(self, maps: Sequence[RowMap]) -> str:
+    def _write_row_index(self, maps: Sequence[RowMap]) -> str:
         row = self.index(maps[0] if maps else None)
         for row_map in maps[1:]:
             is_one = row_map.into is Space.ONE
             row = "0" if is_one else f"{self.task.fields.array('index', row_map)}[{row}]"
         return row
 
-    def address(self, value: int, row: str) -> str:
-        """Where the row of a leaf or of a value in memory begins."""
+    def write_address(self, value: int, row: str) -> str:
+        """Return the address of the row of a leaf or of a value in memory."""
         node = self.task.node(value)
         if node.op == "inverse_count":
             base, step = self.task.fields.inverse_count(node.map), "1"
@@ -164,26 +164,26 @@ class Scope:
             self.require(operand)
         name, place = f"v{position}", self.memory(position)
         if place is None:
-            self.lines.add(array(name, self.task.size(position)))
+            self.lines.add(declare_array(name, self.task.size(position)))
         else:
             self.lines.add(f"T* const {name} = {place};")
         write_row(self, position, name)
         return name
 
-    def expression(self, position: int, subscript: Subscript) -> str:
-        """Of an elementwise operator; reshapes on the way are those that change nothing."""
+    def write_expression(self, position: int, subscript: Subscript) -> str:
+        """Return the expression of an elementwise operator."""
         node = self.task.node(position)
         shapes = [self.task.node(operand).shape for operand in node.operands]
 
         def operand(place: int, at: Subscript = subscript) -> str:
-            return self.element(node.operands[place], stretch(shapes[place], at))
+            return self.write_element(node.operands[place], stretch(shapes[place], at))
 
         if node.op in _INFIX:
             return f"({operand(0)} {_INFIX[node.op]} {operand(1)})"
         if node.op == "relu_gradient":
             return f"relu_gradient<T>({operand(0)}, {operand(1)})"
         if node.op in UNARY:
-            return _unary(node, operand(0))
+            return _write_unary(node, operand(0))
         if node.op == "expand":
             return operand(0)
         if node.op == "slice":
@@ -194,27 +194,29 @@ class Scope:
             *batch, column = subscript
             heads = batch[: len(shapes[1]) - 2]
             matrix = (*heads, column, "0") if node["transposed"] else (*heads, "0", column)
-            vector = self.element(node.operands[0], (*stretch(shapes[0][:-1], batch), "0"))
-            return f"({vector} * {self.element(node.operands[1], matrix)})"
+            vector = self.write_element(node.operands[0], (*stretch(shapes[0][:-1], batch), "0"))
+            return f"({vector} * {self.write_element(node.operands[1], matrix)})"
         assert node.op == "outer", node.op
         *heads, row, column = subscript
-        left = self.element(node.operands[0], (*stretch(shapes[0][:-1], heads), row))
-        right = self.element(node.operands[1], (*stretch(shapes[1][:-1], heads), column))
+        left = self.write_element(node.operands[0], (*stretch(shapes[0][:-1], heads), row))
+        right = self.write_element(node.operands[1], (*stretch(shapes[1][:-1], heads), column))
         return f"({left} * {right})"
 
 
 def write_row(scope: Scope, position: int, name: str) -> None:
-    """Statements that fill the array `name` with the row of a value."""
+    """Write statements that fill the array `name` with the row of a value."""
     lines, node = scope.lines, scope.task.node(position)
     shape = node.shape
     if is_elementwise(scope.task.program, position):
         with lines.loops(shape) as at:
-            lines.add(f"{name}[{offset(shape, at)}] = {scope.expression(position, at)};")
+            lines.add(
+                f"{name}[{write_offset(shape, at)}] = {scope.write_expression(position, at)};"
+            )
     elif node.op == "dot":
         with lines.loops(shape, simd=False) as at:
             left, right = ((operand, (*at, "k")) for operand in node.operands)
             length = scope.task.node(node.operands[0]).shape[-1]
-            _write_dot(scope, left, right, length, f"{name}[{offset(shape, at)}]")
+            _write_dot(scope, left, right, length, f"{name}[{write_offset(shape, at)}]")
     elif node.op == "matmul":
         _write_product(scope, node, name)
     elif node.op == "outer":
@@ -224,21 +226,17 @@ def write_row(scope: Scope, position: int, name: str) -> None:
         operand = node.operands[0]
         with lines.loops(scope.task.node(operand).shape, simd=False) as at:
             into = tuple("0" if axis in node["axes"] else i for axis, i in enumerate(at))
-            lines.add(f"{name}[{offset(shape, into)}] += {scope.element(operand, at)};")
+            lines.add(f"{name}[{write_offset(shape, into)}] += {scope.write_element(operand, at)};")
     else:
         _write_joined(scope, node, name)
 
 
 def _write_dot(
-    scope: Scope,
-    left: tuple[int, Subscript],
-    right: tuple[int, Subscript],
-    length: int,
-    place: str,
+    scope: Scope, left: tuple[int, Subscript], right: tuple[int, Subscript], length: int, place: str
 ) -> None:
     """Sum over `k` of two elements, each a value and its subscript before it is broadcast."""
     factors = [
-        scope.element(operand, stretch(scope.task.node(operand).shape, at))
+        scope.write_element(operand, stretch(scope.task.node(operand).shape, at))
         for operand, at in (left, right)
     ]
     lines = scope.lines
@@ -249,7 +247,7 @@ def _write_dot(
 
 
 def _write_product(scope: Scope, node: Node, name: str) -> None:
-    """A row's vectors times its own matrix."""
+    """Write a row's vectors times its own matrix."""
     lines, shape = scope.lines, node.shape
     vector, matrix = node.operands
     *heads, rows, columns = scope.task.node(matrix).shape
@@ -259,20 +257,20 @@ def _write_product(scope: Scope, node: Node, name: str) -> None:
             ends = (at[-1], "k") if node["transposed"] else ("k", at[-1])
             of_matrix = (matrix, (*at[:num_heads], *ends))
             length = columns if node["transposed"] else rows
-            place = f"{name}[{offset(shape, at)}]"
+            place = f"{name}[{write_offset(shape, at)}]"
             _write_dot(scope, (vector, (*at[:-1], "k")), of_matrix, length, place)
         return
     vector_shape = scope.task.node(vector).shape
     lines.add(f"memset({name}, 0, {math.prod(shape)} * sizeof(T));")
     with lines.loops((*shape[:-1], rows), simd=False) as at, lines.block("{"):
-        lines.add(f"const T left = {scope.element(vector, stretch(vector_shape, at))};")
+        lines.add(f"const T left = {scope.write_element(vector, stretch(vector_shape, at))};")
         with lines.loops((columns,), prefix="n") as (n,):
-            right = scope.element(matrix, (*at[:num_heads], at[-1], n))
-            lines.add(f"{name}[{offset(shape, (*at[:-1], n))}] += left * {right};")
+            right = scope.write_element(matrix, (*at[:num_heads], at[-1], n))
+            lines.add(f"{name}[{write_offset(shape, (*at[:-1], n))}] += left * {right};")
 
 
 def _write_outer(scope: Scope, node: Node, name: str) -> None:
-    """A sum over the batch axes behind the heads."""
+    """Write an outer product, summed over the batch axes behind the heads."""
     lines, shape = scope.lines, node.shape
     lines.add(f"memset({name}, 0, {math.prod(shape)} * sizeof(T));")
     left, right = (scope.task.node(operand).shape for operand in node.operands)
@@ -281,9 +279,9 @@ def _write_outer(scope: Scope, node: Node, name: str) -> None:
         max(axis or 1 for axis in pair) for pair in itertools.zip_longest(left[:-1], right[:-1])
     ][:longest]
     with lines.loops((*axes, left[-1], right[-1])) as (*batch, row, column):
-        first = scope.element(node.operands[0], (*stretch(left[:-1], batch), row))
-        second = scope.element(node.operands[1], (*stretch(right[:-1], batch), column))
-        into = offset(shape, (*batch[: node["heads"]], row, column))
+        first = scope.write_element(node.operands[0], (*stretch(left[:-1], batch), row))
+        second = scope.write_element(node.operands[1], (*stretch(right[:-1], batch), column))
+        into = write_offset(shape, (*batch[: node["heads"]], row, column))
         lines.add(f"{name}[{into}] += {first} * {second};")
 
 
@@ -297,12 +295,12 @@ def _write_joined(scope: Scope, node: Node, name: str) -> None:
         part = scope.task.node(operand).shape
         with lines.loops(part) as at:
             moved = (*at[:axis], f"({at[axis]} + {begin})", *at[axis + 1 :])
-            lines.add(f"{name}[{offset(shape, moved)}] = {scope.element(operand, at)};")
+            lines.add(f"{name}[{write_offset(shape, moved)}] = {scope.write_element(operand, at)};")
         begin += part[axis]
 
 
-def array(name: str, length: int, *, is_zero: bool = False) -> str:
-    """The declaration of numbers of a row: on the stack, unless they might not fit there."""
+def declare_array(name: str, length: int, *, is_zero: bool = False) -> str:
+    """Return the declaration of an array: on the stack, unless it might not fit there."""
     if length <= _STACK_NUMBERS:
         return f"T {name}[{length}]{' = {}' if is_zero else ''};"
     fill = f" memset({name}, 0, {length} * sizeof(T));" if is_zero else ""
@@ -310,12 +308,12 @@ def array(name: str, length: int, *, is_zero: bool = False) -> str:
 
 
 def stretch(shape: Shape, subscript: Sequence[str]) -> Subscript:
-    """The subscript of an operand whose row is broadcast, lined up from the left."""
+    """Return the subscript of an operand with a broadcast row, lined up from the left."""
     return tuple("0" if n == 1 else i for n, i in zip(shape, subscript, strict=False))
 
 
-def offset(shape: Shape, subscript: Sequence[str]) -> str:
-    """The place of an element in a contiguous row."""
+def write_offset(shape: Shape, subscript: Sequence[str]) -> str:
+    """Return the offset of an element in a contiguous row."""
     terms, step = [], 1
     for length, index in zip(reversed(shape), reversed(tuple(subscript)), strict=True):
         if length != 1 and index != "0":
@@ -324,8 +322,8 @@ def offset(shape: Shape, subscript: Sequence[str]) -> str:
     return " + ".join(reversed(terms)) or "0"
 
 
-def constant(value: float) -> str:
-    """A number as C++ has it."""
+def write_constant(value: float) -> str:
+    """Return a number as C++ has it."""
     if math.isnan(value):
         return 'T(__builtin_nan(""))'
     if math.isinf(value):
@@ -333,13 +331,13 @@ def constant(value: float) -> str:
     return f"T({float(value)!r})"
 
 
-def _unary(node: Node, x: str) -> str:
+def _write_unary(node: Node, x: str) -> str:
     if node.op in ("scale", "shift"):
-        return f"({x} {'*' if node.op == 'scale' else '+'} {constant(node['value'])})"
+        return f"({x} {'*' if node.op == 'scale' else '+'} {write_constant(node['value'])})"
     if node.op == "reciprocal":
         return f"(T(1) / {x})"
     if node.op in ("leaky_relu", "leaky_relu_slope"):
-        return f"{node.op}<T>({x}, {constant(node['value'])})"
+        return f"{node.op}<T>({x}, {write_constant(node['value'])})"
     if node.op in ("sigmoid", "relu"):
         return f"{node.op}<T>({x})"
     return f"{_FUNCTIONS[node.op]}({x})"

@@ -1,8 +1,8 @@
 """Products that are added up where they are made, as C++; `lowering/_fuse.py` finds them.
 
-A thread takes a range of nodes, whose sums stay in its cache, and goes over the relations: in each,
-the rows of the range lie one after another, and no two of them are of one node. So a node's sum
-adds relation after relation, whatever the ranges are.
+A thread takes a range of nodes, keeps their sums in its cache, and goes over the relations: in
+each, the rows of the range lie one after another, and no two of them are of one node. So a node's
+sum adds relation after relation, whatever the ranges are.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 
 from penstock.rgnn.backends.cpp._kernel import KernelTask
 from penstock.rgnn.backends.cpp._products import locate
-from penstock.rgnn.backends.cpp._rowwise import Lines, offset, stretch
+from penstock.rgnn.backends.cpp._rowwise import Lines, stretch, write_offset
 from penstock.rgnn.backends.cpp._traversals import TraversalWriter
 from penstock.rgnn.ir import Program
 
@@ -81,7 +81,7 @@ def _write_packing(task: KernelTask, product: int, lines: Lines, num_types: str)
     shape, contraction = task.node(matrix).shape, task.node(vector).shape[-1]
     transposed = "true" if node["transposed"] else "false"
     with lines.loops(shape[:-2], simd=False, prefix="h") as heads:
-        place = offset(shape, (*heads, "0", "0"))
+        place = write_offset(shape, (*heads, "0", "0"))
         packed = f"{task.fields.packed(product)} + {_packed_offset(task.program, product, heads)}"
         lines.add(
             f"pack_all<T, {contraction}, {node.shape[-1]}, {transposed}>(f.num_threads, "
@@ -103,15 +103,16 @@ def _write_products(task: KernelTask, product: int, into: str, lines: Lines) -> 
             weight += f" + {_packed_offset(task.program, product, heads)}"
         else:
             weight = f"{locate(task, matrix, 'type')}"
-            weight += f" + {offset(matrix_shape, (*heads, '0', '0'))}"
-        from_vector = offset(vector_shape, (*stretch(vector_shape[:-1], batch), "0"))
+            weight += f" + {write_offset(matrix_shape, (*heads, '0', '0'))}"
+        from_vector = write_offset(vector_shape, (*stretch(vector_shape[:-1], batch), "0"))
         lines.add(
             f"add_products<T, {vector_shape[-1]}, {node.shape[-1]}>(begin, end, {weight},",
             f"    [&](int64_t row) {{ return {locate(task, vector, 'row')} + {from_vector}; }},",
-            f"    [&](int64_t row) {{ return {into} + {offset(node.shape, (*batch, '0'))}; }});",
+            f"    [&](int64_t row) {{ return {into} + "
+            f"{write_offset(node.shape, (*batch, '0'))}; }});",
         )
 
 
 def _packed_offset(program: Program, product: int, heads: tuple[str, ...]) -> str:
     shape = program.nodes[program.nodes[product].operands[1]].shape[:-2]
-    return f"({offset(shape, heads)}) * {_count_packed_matrix(program, product)}"
+    return f"({write_offset(shape, heads)}) * {_count_packed_matrix(program, product)}"

@@ -2,7 +2,7 @@
 
 Each group is computed by one thread from its first row to its last, so a sum has one writer and one
 order. Where a graph has hubs, groups too long for one thread, those are cut into pieces of a fixed
-length, whose sums are added in order. Rows that are summed to types, of which there are few, are
+length; their sums are added in order. Rows that are summed to types, of which there are few, are
 cut into tasks of their own: each makes a part, and the parts are added up in order.
 """
 
@@ -14,8 +14,8 @@ from contextlib import contextmanager
 
 from penstock.rgnn.backends.cpp import _graph_arrays
 from penstock.rgnn.backends.cpp._kernel import KernelTask
-from penstock.rgnn.backends.cpp._rowwise import Lines, Scope, array, offset
-from penstock.rgnn.ir import READS, TYPES, source
+from penstock.rgnn.backends.cpp._rowwise import Lines, Scope, declare_array, write_offset
+from penstock.rgnn.ir import READS, TYPES, find_source
 from penstock.rgnn.lowering import is_elementwise
 from penstock.rgnn.spaces import RowMap, Space, is_sorted
 
@@ -50,7 +50,7 @@ class TraversalWriter:
     """Names of the sums of the group at hand."""
 
     def write_rows(self) -> None:
-        """Rows in any order."""
+        """Write a loop over rows in any order."""
         lines, num_rows = self.lines, self.task.fields.num_rows(self.task.kernel.space)
         lines.add(f"Tasks blocks(({num_rows} + kBlockRows - 1) / kBlockRows);")
         with lines.block("parallel(f.num_threads, [&] {", "});"):
@@ -64,7 +64,7 @@ class TraversalWriter:
                     self._write_stage(stage)
 
     def write_typed(self, grouping: RowMap) -> None:
-        """Rows summed to types: a part for each task."""
+        """Write the loop of rows that are summed to types: a part for each task."""
         assert len(self.task.kernel.stages) == 1
         assert not self.task.kernel.epilogue
         lines = self.lines
@@ -98,7 +98,7 @@ class TraversalWriter:
             )
 
     def write_groups(self, grouping: RowMap) -> None:
-        """Rows group by group, stage by stage, then the groups' own values."""
+        """Write loops over groups: stage by stage, then the groups' own values."""
         lines = self.lines
         chunks, num_chunks = self.task.fields.counted_array("chunks", grouping)
         starts = self.task.fields.array("starts", grouping)
@@ -127,7 +127,7 @@ class TraversalWriter:
                 self.write_epilogue()
 
     def write_hubs(self, grouping: RowMap) -> None:
-        """The groups that were left out: each by all threads, stage by stage."""
+        """Write loops over the groups that were left out: each by all threads, stage by stage."""
         lines = self.lines
         hubs, num_hubs = self.task.fields.counted_array("hubs", grouping)
         starts, piece_rows = self.task.fields.array("starts", grouping), _graph_arrays.PIECE_ROWS
@@ -150,7 +150,7 @@ class TraversalWriter:
         self._declare_reductions(values)
         for value in reduced:
             self.lines.add(f"Scratch<T> pieces_{value}(num_pieces * {self.task.size(value)});")
-        with self._pieces():
+        with self._write_pieces():
             self._declare_reductions(values)  # of the piece: they hide those of the group
             self._write_stage(stage, "first", "last")
             for value in reduced:
@@ -160,19 +160,19 @@ class TraversalWriter:
                 self._join_pieces(value, "sum_{0}[{1}] += {2}")
                 continue
             self._join_pieces(value, "largest_{0}[{1}] = larger<T>({2}, largest_{0}[{1}])")
-            total = array(f"total_{value}", self.task.size(value), is_zero=True)
+            total = declare_array(f"total_{value}", self.task.size(value), is_zero=True)
             self.lines.add(total)
-            with self._pieces():
+            with self._write_pieces():
                 self.lines.add(total)
                 self._write_powers(value, "first - begin", "last - begin")
                 self._keep_piece(value, "total")
             self._join_pieces(value, "total_{0}[{1}] += {2}")
-            with self._pieces():
+            with self._write_pieces():
                 self._write_weights(value, "first", "last")
 
     @contextmanager
-    def _pieces(self) -> Iterator[None]:
-        """Statements for the rows of a piece, from `first` to `last`."""
+    def _write_pieces(self) -> Iterator[None]:
+        """Write a loop over pieces around statements for the rows from `first` to `last`."""
         lines, length = self.lines, _graph_arrays.PIECE_ROWS
         with lines.block("{"):
             lines.add("Tasks pieces(num_pieces);")
@@ -201,21 +201,21 @@ class TraversalWriter:
             node = self.task.node(value)
             if node.op == "sum":
                 name = f"sum_{value}"
-                self.lines.add(array(name, self.task.size(value), is_zero=True))
+                self.lines.add(declare_array(name, self.task.size(value), is_zero=True))
                 self.sums[value] = name
             elif node.op == "softmax":
                 size = self.task.size(value)
                 self.lines.add(
-                    array(f"largest_{value}", size),
+                    declare_array(f"largest_{value}", size),
                     f"for (int64_t i = 0; i < {size}; ++i) "
                     f"largest_{value}[i] = -T(__builtin_inf());",
                 )
 
     def _write_stage(self, stage: int, begin: str = "begin", end: str = "end") -> None:
-        """The loop over some rows of the group that goes from `begin` to `end`."""
+        """Write the loop over some rows of the group that goes from `begin` to `end`."""
         lines = self.lines
         with lines.block(f"for (int64_t at = {begin}; at < {end}; ++at) {{"):
-            scope = self._scope(stage)
+            scope = self._make_scope(stage)
             for value in self.task.kernel.stages[stage]:
                 node = self.task.node(value)
                 if node.op in _REDUCTIONS:
@@ -223,7 +223,10 @@ class TraversalWriter:
                     scope.require(operand)
                     shape = self.task.node(operand).shape
                     with lines.loops(shape) as subscript:
-                        element, i = scope.element(operand, subscript), offset(shape, subscript)
+                        element, i = (
+                            scope.write_element(operand, subscript),
+                            write_offset(shape, subscript),
+                        )
                         if node.op == "sum":
                             lines.add(f"sum_{value}[{i}] += {element};")
                         else:
@@ -236,15 +239,15 @@ class TraversalWriter:
                     scope.require(value)
 
     def _finish_softmaxes(self, values: tuple[int, ...]) -> None:
-        """Scores to weights; the largest score of the group is taken off first."""
+        """Write softmaxes: y_i = exp(s_i - max s) / sum of exp(s_j - max s) over the group."""
         for value in values:
             if self.task.node(value).op == "softmax":
-                self.lines.add(array(f"total_{value}", self.task.size(value), is_zero=True))
+                self.lines.add(declare_array(f"total_{value}", self.task.size(value), is_zero=True))
                 self._write_powers(value, "0", "end - begin")
                 self._write_weights(value, "begin", "end")
 
     def _write_powers(self, value: int, begin: str, end: str) -> None:
-        """Powers of kept scores, from one place in the group to another, and their sum."""
+        """Write the powers of kept scores between two places in the group, and their sum."""
         lines, size = self.lines, self.task.size(value)
         with lines.block(f"for (int64_t at = {begin}; at < {end}; ++at) {{"):
             with lines.block(f"for (int64_t i = 0; i < {size}; ++i) {{"):
@@ -254,18 +257,18 @@ class TraversalWriter:
                 )
 
     def _write_weights(self, value: int, begin: str, end: str) -> None:
-        """Powers to weights, from one row to another."""
+        """Write the division of powers by their sum, from one row to another."""
         lines, size = self.lines, self.task.size(value)
         with lines.block(f"for (int64_t at = {begin}; at < {end}; ++at) {{"):
             with lines.block(f"for (int64_t i = 0; i < {size}; ++i) {{"):
                 lines.add(f"T& x = kept_{value}[(at - begin) * {size} + i];")
                 lines.add(f"x /= total_{value}[i];")
                 if value in self.task.materialised:
-                    row = self._index(None)
+                    row = self._write_index(None)
                     lines.add(f"{self.task.fields.value(value)}[int64_t({row}) * {size} + i] = x;")
 
     def write_epilogue(self) -> None:
-        """What is done with the finished sums of `group`."""
+        """Write the stores of the finished sums of `group`, and the values computed from them."""
         lines = self.lines
         for value, name in self.sums.items():
             if value in self.task.materialised:
@@ -296,8 +299,8 @@ class TraversalWriter:
             if value in self.task.materialised:
                 scope.require(value)
 
-    def _scope(self, stage: int) -> Scope:
-        """What a row of a stage can read; values of earlier stages are kept or made anew."""
+    def _make_scope(self, stage: int) -> Scope:
+        """Return the scope of a row; values of earlier stages are kept or computed again."""
         kernel, nodes = self.task.kernel, self.task.program.nodes
         here = frozenset(v for v in kernel.stages[stage] if nodes[v].op not in _REDUCTIONS)
         arrays = {}
@@ -307,7 +310,7 @@ class TraversalWriter:
                 arrays[value] = f"(kept_{value} + (at - begin) * {size})"
             elif nodes[value].op != "sum":
                 if value in self.task.materialised:
-                    place = f"int64_t({self._index(None)}) * {size}"
+                    place = f"int64_t({self._write_index(None)}) * {size}"
                     arrays[value] = f"({self.task.fields.value(value)} + {place})"
                 else:
                     here |= {value}
@@ -315,22 +318,32 @@ class TraversalWriter:
         def memory(value: int) -> str | None:
             size = self.task.size(value)
             if value in self.task.materialised:
-                return f"{self.task.fields.value(value)} + int64_t({self._index(None)}) * {size}"
+                return (
+                    f"{self.task.fields.value(value)} + int64_t({self._write_index(None)}) * {size}"
+                )
             if value in self._find_kept() and value in kernel.stages[stage]:
                 return f"kept_{value} + (at - begin) * {size}"
             return None
 
         return Scope(
-            *(self.task, self.lines, self._index, here, self._find_rooted(here), arrays, memory),
-            *(kernel.grouped_by, self.sums, self._index_ahead),
+            *(
+                self.task,
+                self.lines,
+                self._write_index,
+                here,
+                self._find_rooted(here),
+                arrays,
+                memory,
+            ),
+            *(kernel.grouped_by, self.sums, self._write_index_ahead),
         )
 
-    def _index_ahead(self, row_map: RowMap | None) -> str | None:
-        later = self._index(row_map, "at + kAhead")
+    def _write_index_ahead(self, row_map: RowMap | None) -> str | None:
+        later = self._write_index(row_map, "at + kAhead")
         return later if later.endswith("[at + kAhead]") else None
 
-    def _index(self, row_map: RowMap | None, at: str = "at") -> str:
-        """Where a map sends the row of the loop."""
+    def _write_index(self, row_map: RowMap | None, at: str = "at") -> str:
+        """Return the target of a map for the row of the loop."""
         grouping = self.task.kernel.grouped_by
         is_in_order = grouping is None or is_sorted(grouping)
         if row_map is None:
@@ -344,12 +357,12 @@ class TraversalWriter:
         return f"{self.task.fields.array('grouped_index', grouping, row_map)}[{at}]"  # pyright: ignore[reportArgumentType]
 
     def _find_rooted(self, computed: frozenset[int]) -> frozenset[int]:
-        """Values that are stored as rows; the others are expressions of their readers."""
+        """Find values that are stored as rows; the others are expressions of their readers."""
         num_readers = dict.fromkeys(computed, 0)
         reshaped = set()
         for reader in self.task.kernel.values:
             for operand in self.task.node(reader).operands:
-                read = source(self.task.program, operand)
+                read = find_source(self.task.program, operand)
                 if read in num_readers:
                     num_readers[read] += 1
                     if self.task.node(operand).op in READS:
@@ -366,12 +379,12 @@ class TraversalWriter:
         )
 
     def _find_kept(self) -> frozenset[int]:
-        """Short rowwise values that a later stage reads."""
+        """Find short rowwise values that a later stage reads."""
         stage_of = {v: s for s, values in enumerate(self.task.kernel.stages) for v in values}
         found = set()
         for reader, stage in stage_of.items():
             for operand in self.task.node(reader).operands:
-                value = source(self.task.program, operand)
+                value = find_source(self.task.program, operand)
                 is_rowwise = value in stage_of and self.task.node(value).op not in _REDUCTIONS
                 if is_rowwise and stage_of[value] < stage and self.task.size(value) <= _MAX_KEPT:
                     found.add(value)

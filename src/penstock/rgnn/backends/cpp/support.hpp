@@ -1,8 +1,8 @@
-// What every generated program builds on: threads, scratch memory, and products of small matrices.
+// The base of every generated program: threads, scratch memory, and products of small matrices.
 //
 // The threads are those of torch: compiled OpenMP code enters its runtime through GOMP_parallel, and
 // so does this file, by the weak name that the process resolves to whatever runtime torch has
-// loaded. Tasks are handed out as threads come for them; each is computed by one thread in one
+// loaded. Threads take tasks from a queue; each is computed by one thread in one
 // order, so the bits of a result depend neither on how many threads there are nor on which is first.
 
 // The headers of C++ would take longer to compile than most programs: what is needed of them are
@@ -294,7 +294,7 @@ inline void add_outer(const T* const* left, const T* const* right, int64_t num_r
     outer_columns<T, K, (kStride - kWhole) / kLanes<T>>(left, right, num_rows, kWhole, sums, kStride);
 }
 
-// Where a task puts its part of a sum over the rows of a type: the only one is the sum.
+// The memory for a task's part of a sum over the rows of a type; a single part is the sum.
 template <class T, class Index>
 inline T* part_of(int64_t task, const Index* tasks, const Index* task_starts, int64_t size, T* parts,
                   T* out) {
@@ -302,7 +302,7 @@ inline T* part_of(int64_t task, const Index* tasks, const Index* task_starts, in
   return task_starts[type + 1] - task_starts[type] == 1 ? out + type * size : parts + task * size;
 }
 
-// Sums that several tasks made parts of, added up in the order of the tasks.
+// Adds up the sums that several tasks have parts of, in the order of the tasks.
 template <class T, class Index>
 void add_parts(int64_t num_threads, const Index* task_starts, int64_t num_types, int64_t size,
                const T* parts, T* out) {

@@ -22,13 +22,13 @@ from penstock.rgnn.backends.triton._products import run_typed_product, run_weigh
 from penstock.rgnn.backends.triton._source import TritonSource, write_source
 from penstock.rgnn.backends.triton._traversals import run_traversal
 from penstock.rgnn.interpreter import wide_dtype
-from penstock.rgnn.ir import Program, maps_of, source
+from penstock.rgnn.ir import Program, find_maps, find_source
 from penstock.rgnn.lowering import (
     Direction,
     Kernel,
     KernelKind,
     LoweredProgram,
-    fused_outers,
+    find_fused_outers,
     lower,
 )
 
@@ -46,11 +46,7 @@ class _Module:
 
 
 class TritonBackend:
-    """Programs in Triton kernels.
-
-    Args:
-        lowered: The program.
-    """
+    """Programs in Triton kernels."""
 
     lower = staticmethod(lower)
     has_half_precision = True
@@ -104,7 +100,10 @@ class TritonBackend:
         for position, rows in enter_arguments(program, invocation).items():
             memory[position] = rows.contiguous()
         context = LaunchContext(program, invocation.graph, invocation.dtype, launch, memory)
-        kept_until_end = {*direction.keep, *(source(program, out) for out in direction.outputs)}
+        kept_until_end = {
+            *direction.keep,
+            *(find_source(program, out) for out in direction.outputs),
+        }
         reads, first = self._module.reads, direction.first_kernel
         numbers = range(first, first + len(direction.kernels))
         last = {value: number for number in numbers for value in reads[number]}
@@ -117,8 +116,8 @@ class TritonBackend:
         others = (*invocation.arguments.values(), *invocation.given.values(), *kept.values())
 
         def read(output: int) -> torch.Tensor:
-            rows = context.rows(source(program, output))
-            for row_map in reversed(maps_of(program, output)):
+            rows = context.rows(find_source(program, output))
+            for row_map in reversed(find_maps(program, output)):
                 rows = rows.index_select(0, invocation.graph.index(row_map))
             return rows.view(len(rows), *program.nodes[output].shape)
 
@@ -163,11 +162,11 @@ class TritonBackend:
 
 def _find_reads(program: Program, kernel: Kernel) -> frozenset[int]:
     """Find the values that a kernel reads from memory."""
-    fused = fused_outers(program)
+    fused = find_fused_outers(program)
     found: set[int] = set()
     for value in kernel.values:
         for operand in program.nodes[value].operands:
             operands = program.nodes[operand].operands if operand in fused else (operand,)
-            found.update(source(program, each) for each in operands)
+            found.update(find_source(program, each) for each in operands)
     found = {value for value in found if program.nodes[value].op != "inverse_count"}
     return frozenset(found.difference(kernel.values))

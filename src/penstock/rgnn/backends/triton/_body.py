@@ -15,14 +15,14 @@ from penstock.rgnn import spaces
 from penstock.rgnn.backends.triton._index import (
     Axis,
     Index,
-    of_axis,
+    index_axis,
+    index_row,
     ravel,
-    refined,
-    reshaped,
-    sorted_axes,
-    whole,
+    refine_shapes,
+    reshape_indices,
+    sort_axes,
 )
-from penstock.rgnn.ir import READS, Node, Program, Shape, source
+from penstock.rgnn.ir import READS, Node, Program, Shape, find_source
 from penstock.rgnn.lowering import Kernel
 from penstock.rgnn.spaces import RowMap, Space
 
@@ -117,38 +117,38 @@ class KernelBody:
         """The fewest features of what is summed or normalised."""
         self._computed = frozenset(kernel.values)
         self._is_epilogue = False
-        self._layouts = _layouts(program, kernel)
+        self._layouts = _find_layouts(program, kernel)
         self._totals: dict[int, str] = {}
         self._shared: dict[object, Variable] = {}
         self._local: dict[object, Variable] = {}
         self._names: set[str] = set()
 
     def end_loop(self) -> None:
-        """Forget what is known of the rows at hand."""
+        """Forget the variables of the rows at hand."""
         self.before, self.loop = [], []
         self._local = {}
 
     def begin_epilogue(self) -> None:
-        """From here on, values are of the groups themselves."""
+        """Begin the values of the groups themselves."""
         self._is_epilogue = True
 
     def finish(self, position: int, name: str) -> None:
-        """Say that a reduction is complete; `name` begins the names of what it left."""
+        """Record that a reduction is complete; `name` begins the names of its variables."""
         self._totals[position] = name
 
     # ---------------------------------------------------------------- values
 
-    def layout(self, shape: Shape) -> Shape:
-        """The axes that a block has for all features of rows of a shape."""
+    def find_layout(self, shape: Shape) -> Shape:
+        """Return the axes that a block has for all features of rows of a shape."""
         return self._layouts.get(math.prod(shape)) or shape
 
-    def all_of(self, shape: Shape) -> tuple[Index, ...]:
-        """The indices of all features of rows of a shape."""
-        layout = self.layout(shape)
-        return reshaped(whole(layout), layout, shape)
+    def index_all(self, shape: Shape) -> tuple[Index, ...]:
+        """Return the indices of all features of rows of a shape."""
+        layout = self.find_layout(shape)
+        return reshape_indices(index_row(layout), layout, shape)
 
     def read(self, position: int, indices: tuple[Index, ...]) -> Variable:
-        """Some features of a value, for the rows at hand."""
+        """Return some features of a value, for the rows at hand."""
         key = (position, indices)
         found = self._shared.get(key) or self._local.get(key)
         if found is None:
@@ -164,7 +164,7 @@ class KernelBody:
             if node.op == "gather":
                 maps = (*maps, node.map)
             else:
-                indices = reshaped(indices, node.shape, self.nodes[operand].shape)
+                indices = reshape_indices(indices, node.shape, self.nodes[operand].shape)
             position = operand
         if node.op == "inverse_count":
             return self._inverse_count(node.map, maps, name)
@@ -173,27 +173,27 @@ class KernelBody:
         if node.op == "sum":
             # The schedule lets a row read a sum of its own kernel only at its own group.
             assert maps == (() if self._is_epilogue else (self.grouped_by,)), (node, maps)
-            return self.total(position, node.shape, indices)
+            return self.read_total(position, node.shape, indices)
         assert not maps, (node, maps)
         if node.op == "softmax":
-            return self._weight(position, indices)
+            return self._read_weight(position, indices)
         return self._rules[node.op](self, node, indices, name)
 
-    def total(
+    def read_total(
         self, position: int, shape: Shape, indices: Sequence[Index], part: str = ""
     ) -> Variable:
-        """A finished reduction of this kernel, as an axis of the block at hand for each of its own.
+        """Return a finished reduction of this kernel, with its axes those of the block at hand.
 
         Raises:
             Inexpressible: Other features are wanted than lie in the lanes at hand.
         """
         assert position in self._totals, f"%{position} is read in its own loop"
-        name, layout = f"{self._totals[position]}{part}", self.layout(shape)
+        name, layout = f"{self._totals[position]}{part}", self.find_layout(shape)
         axes: list[Axis] = []
-        for index, length in zip(reshaped(indices, shape, layout), layout, strict=True):
+        for index, length in zip(reshape_indices(indices, shape, layout), layout, strict=True):
             if length == 1:
                 continue
-            axis = index.plain()
+            axis = index.as_axis()
             if axis is None or axis.length != length or axis in axes:
                 raise Inexpressible(f"%{position} is read at other features than were summed")
             axes.append(axis)
@@ -203,17 +203,17 @@ class KernelBody:
         order = ", ".join(map(str, [*range(self.num_leading), *places]))
         return self.assign(f"tl.permute({name}, {order})", tuple(sorted(axes)), True, f"{name}_of")
 
-    def _weight(self, position: int, indices: tuple[Index, ...]) -> Variable:
-        """One row of a finished softmax."""
+    def _read_weight(self, position: int, indices: tuple[Index, ...]) -> Variable:
+        """Return one row of a finished softmax: exp(s - max) / sum."""
         node = self.nodes[position]
         score = self.read(node.operands[0], indices)
-        largest = self.total(position, node.shape, indices, "_max")
-        total = self.total(position, node.shape, indices, "_sum")
+        largest = self.read_total(position, node.shape, indices, "_max")
+        total = self.read_total(position, node.shape, indices, "_sum")
         return self.compute("tl.exp({0} - {1}) / {2}", score, largest, total, name=f"x{position}")
 
     def _inverse_count(self, row_map: RowMap, maps: tuple[RowMap, ...], name: str) -> Variable:
         sizes = self.parameter(GroupSizes(row_map))
-        row, mask = self._row(maps)
+        row, mask = self._find_row(maps)
         guard = "" if mask is None else f", mask={mask}, other=1"
         count = f"tl.load({sizes} + {row.name}{guard})"
         return self.assign(f"1 / tl.maximum({count}, 1).to(COMPUTE)", (), row.is_shared, name)
@@ -223,8 +223,8 @@ class KernelBody:
     def _load(
         self, position: int, maps: tuple[RowMap, ...], indices: Sequence[Index], name: str
     ) -> Variable:
-        row, mask = self._row(maps)
-        axes = sorted_axes(indices)
+        row, mask = self._find_row(maps)
+        axes = sort_axes(indices)
         address, masks = self.address(ValueRows(position), row, mask, indices, axes)
         guard = f", mask={masks}, other=0" if masks else ""
         return self.assign(f"tl.load({address}{guard}).to(COMPUTE)", axes, row.is_shared, name)
@@ -237,40 +237,40 @@ class KernelBody:
         indices: Sequence[Index],
         axes: tuple[Axis, ...],
     ) -> tuple[str, str]:
-        """Where features of rows lie, and which of the lanes there mean something."""
-        self.note(axes)
+        """Return the address of features of rows, and the mask of the lanes that have one."""
+        self.note_axes(axes)
         shape = self.nodes[parameter.position].shape
         length = math.prod(shape)
-        at = self.lifted(row, axes)
+        at = self.lift(row, axes)
         parts = [self.parameter(parameter), at if length == 1 else f"{at} * {length}"]
         flat = ravel(indices, shape)
         if flat != Index():
-            parts.append(self._text(flat, axes))
-        masks = [] if mask is None else [self.lifted(Variable(mask), axes)]
+            parts.append(self._write_index(flat, axes))
+        masks = [] if mask is None else [self.lift(Variable(mask), axes)]
         for index, bound in zip(indices, shape, strict=True):
             low, high = index.bounds()
             if low < 0:
-                masks.append(f"({self._text(index, axes)} >= 0)")
+                masks.append(f"({self._write_index(index, axes)} >= 0)")
             if high >= bound:
-                whole_index, most = index.undivided(bound)
-                masks.append(f"({self._text(whole_index, axes)} < {most})")
-        plain = {index.plain() for index in indices}
+                whole_index, most = index.drop_division(bound)
+                masks.append(f"({self._write_index(whole_index, axes)} < {most})")
+        plain = {index.as_axis() for index in indices}
         for axis in axes:
             if axis.block is not None and axis.block > axis.length and axis not in plain:
-                masks.append(f"({self._text(of_axis(axis), axes)} < {axis.length})")
+                masks.append(f"({self._write_index(index_axis(axis), axes)} < {axis.length})")
         return " + ".join(parts), " & ".join(masks)
 
-    def own_row(self) -> tuple[Variable, str]:
-        """The row whose values are computed, and the mask for the lanes that have one."""
+    def find_own_row(self) -> tuple[Variable, str]:
+        """Return the row of the values computed, and the mask of the lanes that have one."""
         if self._is_epilogue:
             return Variable("group", is_shared=True), "is_group"
         return Variable("row"), "is_row"
 
-    def _row(self, maps: tuple[RowMap, ...]) -> tuple[Variable, str | None]:
-        """The row that maps lead to, and the mask for the lanes that have one."""
+    def _find_row(self, maps: tuple[RowMap, ...]) -> tuple[Variable, str | None]:
+        """Return the row that maps lead to, and the mask of the lanes that have one."""
         maps = tuple(each for each in maps if each != spaces.identity(each.rows))
         if not maps:
-            return self.own_row()
+            return self.find_own_row()
         if any(each.into is Space.ONE for each in maps):
             return Variable("first_row", is_shared=True), None
         rest = None
@@ -297,33 +297,33 @@ class KernelBody:
     # ---------------------------------------------------------------- statements
 
     def compute(self, template: str, *operands: Variable, name: str) -> Variable:
-        """An elementwise expression in which `{0}`, `{1}`, ... stand for operands."""
+        """Assign an elementwise expression in which `{0}`, `{1}`, ... stand for operands."""
         axes = tuple(sorted(set(itertools.chain.from_iterable(each.axes for each in operands))))
-        text = template.format(*(self.lifted(operand, axes) for operand in operands))
+        text = template.format(*(self.lift(operand, axes) for operand in operands))
         return self.assign(text, axes, all(each.is_shared for each in operands), name)
 
-    def added_up(self, block: Variable, axis: Axis, name: str) -> Variable:
-        """The sum over an axis of features."""
+    def sum_axis(self, block: Variable, axis: Axis, name: str) -> Variable:
+        """Sum over an axis of features."""
         axes = tuple(sorted({*block.axes, axis}))
-        masked = self.lifted(block, axes)
+        masked = self.lift(block, axes)
         if axis not in block.axes or axis.block != axis.length:
-            valid = self.lifted(Variable(axis.name, (axis,)), axes, is_leading=False)
+            valid = self.lift(Variable(axis.name, (axis,)), axes, is_leading=False)
             masked = f"tl.where({valid} < {axis.length}, {masked}, 0.0)"
-        self.note(axes)
+        self.note_axes(axes)
         rest = tuple(each for each in axes if each != axis)
         text = f"tl.sum({masked}, axis={self.num_leading + axes.index(axis)})"
         return self.assign(text, rest, block.is_shared, name)
 
     def is_between(self, index: Index, begin: int, end: int) -> Variable:
-        """Where an index lies in a half-open interval."""
-        axes = sorted_axes([index])
-        self.note(axes)
-        text = self._text(index, axes)
+        """Return the mask of the lanes with an index in a half-open interval."""
+        axes = sort_axes([index])
+        self.note_axes(axes)
+        text = self._write_index(index, axes)
         return Variable(f"(({text} >= {begin}) & ({text} < {end}))", axes, is_shared=True)
 
     def assign(self, text: str, axes: tuple[Axis, ...], is_shared: bool, name: str) -> Variable:
-        """A new variable."""
-        self.note(axes)
+        """Assign an expression to a new variable."""
+        self.note_axes(axes)
         unique = next(
             candidate
             for candidate in itertools.chain([name], (f"{name}_{n}" for n in itertools.count(2)))
@@ -333,8 +333,8 @@ class KernelBody:
         (self.before if is_shared else self.loop).append(f"{unique} = {text}")
         return Variable(unique, axes, is_shared)
 
-    def lifted(self, block: Variable, axes: tuple[Axis, ...], *, is_leading: bool = True) -> str:
-        """A variable with its axes in their places among those of a larger block.
+    def lift(self, block: Variable, axes: tuple[Axis, ...], *, is_leading: bool = True) -> str:
+        """Return a variable with its axes in their places among those of a larger block.
 
         Args:
             block: The variable.
@@ -348,7 +348,7 @@ class KernelBody:
         return f"{block.name}[{', '.join(places)}]"
 
     def parameter(self, parameter: Parameter) -> str:
-        """The name of a parameter."""
+        """Return the name of a parameter, which is added at its first use."""
         if parameter not in self.parameters:
             if isinstance(parameter, ValueRows):
                 name = f"v{parameter.position}"
@@ -363,29 +363,29 @@ class KernelBody:
             self.parameters[parameter] = name
         return self.parameters[parameter]
 
-    def _text(self, index: Index, axes: tuple[Axis, ...]) -> str:
-        return index.text(
-            lambda axis: self.lifted(Variable(axis.name, (axis,)), axes, is_leading=False)
+    def _write_index(self, index: Index, axes: tuple[Axis, ...]) -> str:
+        return index.write(
+            lambda axis: self.lift(Variable(axis.name, (axis,)), axes, is_leading=False)
         )
 
-    def note(self, axes: tuple[Axis, ...]) -> None:
+    def note_axes(self, axes: tuple[Axis, ...]) -> None:
         """Count the features of a block that has these axes."""
         self.axes.update(axes)
         length = math.prod(axis.block for axis in axes if axis.block is not None)
         self.num_features = max(self.num_features, length)
 
 
-def _layouts(program: Program, kernel: Kernel) -> dict[int, Shape | None]:
-    """By number of features, axes in which what is summed can be read in all shapes that occur."""
+def _find_layouts(program: Program, kernel: Kernel) -> dict[int, Shape | None]:
+    """Return, by number of features, axes in which sums can be read in all shapes."""
     reductions = {v for v in kernel.values if program.nodes[v].op in SUMS}
     held = reductions.union(kernel.epilogue)
     shapes = {program.nodes[value].shape for value in held}
     for value in kernel.values:
         for operand in program.nodes[value].operands:
-            if source(program, operand) in held:
+            if find_source(program, operand) in held:
                 shapes.add(program.nodes[operand].shape)
     sizes = {math.prod(shape) for shape in shapes}
-    return {n: refined(shape for shape in shapes if math.prod(shape) == n) for n in sizes}
+    return {n: refine_shapes(shape for shape in shapes if math.prod(shape) == n) for n in sizes}
 
 
 def _name(row_map: RowMap) -> str:

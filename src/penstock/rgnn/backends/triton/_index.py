@@ -1,4 +1,4 @@
-"""Which feature of a row is meant, as arithmetic on the axes of a block.
+"""Indices of the features of a row, as arithmetic on the axes of a block.
 
 A kernel computes blocks of numbers. Instead of moving numbers about in a block, an operator that
 reshapes, slices or concatenates asks its operand for other features: so what a value is read with
@@ -44,38 +44,38 @@ class Index:
     offset: int = 0
 
     def plus(self, offset: int) -> Index:
-        """This index and a number."""
+        """Return this index plus a number."""
         return Index(self.terms, self.offset + offset)
 
     def times(self, factor: int) -> Index:
-        """A multiple of this index."""
+        """Return a multiple of this index."""
         terms = tuple((base, factor * times) for base, times in self.terms)
         return Index(terms, factor * self.offset)
 
     def axes(self) -> frozenset[Axis]:
-        """The axes that it depends context."""
+        """Return the axes that it depends on."""
         found: frozenset[Axis] = frozenset()
         for base, _ in self.terms:
             found |= {base} if isinstance(base, Axis) else base.of.axes()
         return found
 
-    def plain(self) -> Axis | None:
-        """The axis that it is, if it is nothing else."""
+    def as_axis(self) -> Axis | None:
+        """Return the axis that it is, if it is nothing else."""
         if self.offset == 0 and len(self.terms) == 1 and self.terms[0][1] == 1:
             base = self.terms[0][0]
             return base if isinstance(base, Axis) else None
         return None
 
-    def undivided(self, bound: int) -> tuple[Index, int]:
-        """An index and its bound without a division: `i // n < m` is `i < n * m`."""
+    def drop_division(self, bound: int) -> tuple[Index, int]:
+        """Return an index and its bound without a division: `i // n < m` is `i < n * m`."""
         if len(self.terms) == 1 and self.terms[0][1] == 1 and not self.offset:
             base = self.terms[0][0]
             if isinstance(base, Division) and not base.is_remainder:
-                return base.of.undivided(bound * base.divisor)
+                return base.of.drop_division(bound * base.divisor)
         return self, bound
 
     def bounds(self, *, is_padded: bool = True) -> tuple[float, float]:
-        """The least and the largest number that it can be.
+        """Return the least and the largest number that it can be.
 
         Args:
             is_padded: Anywhere in a block; else only where all axes mean something.
@@ -94,15 +94,15 @@ class Index:
             low, high = low + times * least, high + times * most
         return low, high
 
-    def text(self, place: Callable[[Axis], str]) -> str:
-        """The index as source; `place` says what an axis is called in the block at hand."""
+    def write(self, place: Callable[[Axis], str]) -> str:
+        """Return the index as source; `place` gives the name of an axis in the block at hand."""
         parts = []
         for base, times in self.terms:
             if isinstance(base, Axis):
                 text = place(base)
             else:
                 sign = "%" if base.is_remainder else "//"
-                text = f"({base.of.text(place)}) {sign} {base.divisor}"
+                text = f"({base.of.write(place)}) {sign} {base.divisor}"
                 text = f"({text})" if times != 1 or len(self.terms) > 1 or self.offset else text
             parts.append(text if times == 1 else f"{text} * {times}")
         if self.offset or not parts:
@@ -113,31 +113,31 @@ class Index:
 ZERO = Index()
 
 
-def of_axis(axis: Axis) -> Index:
-    """The index that is an axis."""
+def index_axis(axis: Axis) -> Index:
+    """Return an axis as an index."""
     return Index(((axis, 1),))
 
 
-def whole(shape: Shape) -> tuple[Index, ...]:
-    """The indices of all features of rows of a shape: an axis for each that has more than one."""
+def index_row(shape: Shape) -> tuple[Index, ...]:
+    """Return the indices of all features of rows of a shape: an axis where there are several."""
     return tuple(
-        ZERO if length == 1 else of_axis(feature_axis(depth, length))
+        ZERO if length == 1 else index_axis(feature_axis(depth, length))
         for depth, length in enumerate(shape)
     )
 
 
 def feature_axis(depth: int, length: int) -> Axis:
-    """The axis that stands for the feature axis `depth` of rows that have `length` there."""
+    """Return the axis of a block for the feature axis `depth` of rows that have `length` there."""
     return Axis(depth, length, f"i{depth}_{length}", power_of_two(length))
 
 
 def power_of_two(length: int) -> int:
-    """The least power of two that is at least `length`."""
+    """Return the least power of two that is at least `length`."""
     return 1 << max(length - 1, 0).bit_length()
 
 
 def ravel(indices: Iterable[Index], shape: Shape) -> Index:
-    """The place of a feature in a row that lies in memory."""
+    """Return the place of a feature in a row that lies in memory."""
     terms: dict[Axis | Division, int] = {}
     offset, stride = 0, math.prod(shape)
     for index, length in zip(indices, shape, strict=True):
@@ -152,7 +152,7 @@ def ravel(indices: Iterable[Index], shape: Shape) -> Index:
 
 
 def _merge(terms: dict[Axis | Division, int]) -> bool:
-    """Replace a quotient and its remainder by what they were made from; whether there were any."""
+    """Replace a quotient and its remainder by their dividend; return whether there were any."""
     for base, times in terms.items():
         if isinstance(base, Axis) or not base.is_remainder or base.of.offset:
             continue
@@ -166,7 +166,7 @@ def _merge(terms: dict[Axis | Division, int]) -> bool:
 
 
 def unravel(flat: Index, shape: Shape) -> tuple[Index, ...]:
-    """The indices of a feature by its place; the inverse of `ravel` for places in the row."""
+    """Return the indices of a feature by its place: the inverse of `ravel`."""
     found: list[Index] = []
     num_left = sum(length != 1 for length in shape)
     for length in reversed(shape):
@@ -175,15 +175,15 @@ def unravel(flat: Index, shape: Shape) -> tuple[Index, ...]:
             continue
         num_left -= 1
         if num_left:
-            flat, remainder = _divided(flat, length)
+            flat, remainder = _divide(flat, length)
             found.append(remainder)
         else:
             found.append(flat)
     return tuple(reversed(found))
 
 
-def _divided(index: Index, divisor: int) -> tuple[Index, Index]:
-    """Quotient and remainder of an index."""
+def _divide(index: Index, divisor: int) -> tuple[Index, Index]:
+    """Return quotient and remainder of an index."""
     whole_part = tuple((base, n // divisor) for base, n in index.terms if n % divisor == 0)
     terms = tuple((base, n) for base, n in index.terms if n % divisor)
     rest = Index(terms, index.offset % divisor)
@@ -194,11 +194,11 @@ def _divided(index: Index, divisor: int) -> tuple[Index, Index]:
     return Index(((quotient, 1),)), Index(((remainder, 1),))
 
 
-def refined(shapes: Iterable[Shape]) -> Shape | None:
-    """The shape of fewest axes, as rows of which rows of all shapes can be seen.
+def refine_shapes(shapes: Iterable[Shape]) -> Shape | None:
+    """Return the shape of fewest axes that rows of all shapes can be viewed as.
 
     Example:
-        >>> refined([(1, 24), (4, 6), (8, 3)]), refined([(4, 6), (6, 4)])
+        >>> refine_shapes([(1, 24), (4, 6), (8, 3)]), refine_shapes([(4, 6), (6, 4)])
         ((4, 2, 3), None)
 
     Args:
@@ -216,8 +216,8 @@ def refined(shapes: Iterable[Shape]) -> Shape | None:
     return tuple(reversed(lengths))
 
 
-def reshaped(indices: Sequence[Index], shape: Shape, of: Shape) -> tuple[Index, ...]:
-    """The indices of the same feature in rows of shape `of`, of the same length.
+def reshape_indices(indices: Sequence[Index], shape: Shape, of: Shape) -> tuple[Index, ...]:
+    """Return the indices of the same feature in rows of shape `of`, of the same length.
 
     Axes that are alike keep their index; only what was split or merged is computed.
     """
@@ -237,6 +237,6 @@ def reshaped(indices: Sequence[Index], shape: Shape, of: Shape) -> tuple[Index, 
     return tuple(ZERO if length == 1 else next(ends) for length in of)
 
 
-def sorted_axes(indices: Iterable[Index]) -> tuple[Axis, ...]:
-    """The axes of a block in which all the indices have a place."""
+def sort_axes(indices: Iterable[Index]) -> tuple[Axis, ...]:
+    """Return the axes of a block that has all the indices."""
     return tuple(sorted(set(itertools.chain.from_iterable(index.axes() for index in indices))))

@@ -1,4 +1,4 @@
-"""Triton kernels that no plan changes; importing this imports Triton.
+"""Triton kernels that are the same for all programs; importing this imports Triton.
 
 A row here is one row of a matrix product: an operand with batch axes beside its heads has several
 for each of its rows (`BATCH`). Every sum has one writer and a fixed order, so results are the same
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def tanh(x):
-    """Accurate near zero too, where `1 - exp(-2x)` cancels."""
+    """Compute the hyperbolic tangent, accurate near zero too, where `1 - exp(-2x)` cancels."""
     power = tl.exp(-2 * tl.abs(x))
     far = (1 - power) / (1 + power)
     # Lambert's continued fraction, to double precision for |x| < 1/2.
@@ -24,7 +24,7 @@ def tanh(x):
 
 @triton.jit
 def sigmoid(x):
-    """Without an overflow for large negative numbers."""
+    """Compute 1 / (1 + exp(-x)) without an overflow for large negative numbers."""
     power = tl.exp(-tl.abs(x))
     return tl.where(x < 0, power, 1.0) / (1 + power)
 
@@ -54,7 +54,7 @@ def segment_gemm(
     BLOCK_INNER: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    """`out[out_index[i]] = operand[operand_index[i]] @ weight[type of i]`, each head by itself.
+    """Compute `out[out_index[i]] = operand[operand_index[i]] @ weight[type of i]` for each head.
 
     A program has the rows of one tile, which are all of one type, and BLOCK_WIDTH columns of one
     head. The operand's heads are OPERAND_HEAD numbers apart: 0 where one is read by all heads.
@@ -117,7 +117,7 @@ def weight_gradient(
     BLOCK_HEIGHT: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    """`partial[piece] = sum of outer(left[left_index[i]], right[right_index[i]])` over its rows.
+    """Compute `partial[piece] = sum of outer(left[left_index[i]], right[right_index[i]])`.
 
     Pieces are of one type each and of a fixed length; `add_pieces` adds those of a type.
     """
@@ -156,7 +156,7 @@ def merge_softmax_pieces(
     BLOCK_PIECES: tl.constexpr,
     BLOCK_LENGTH: tl.constexpr,
 ):
-    """The largest score of a group, and the sum of powers of all scores less that one.
+    """Merge softmaxes of pieces: m = max of m_p, and s = sum of s_p * exp(m_p - m).
 
     Each piece has its own largest score, less which its powers were taken.
     """
@@ -197,7 +197,7 @@ def add_pieces(
     BLOCK_PIECES: tl.constexpr,
     BLOCK_LENGTH: tl.constexpr,
 ):
-    """`out[targets[i]] = sum of partial[first_pieces[i] : first_pieces[i + 1]]`, row by row."""
+    """Compute `out[targets[i]] = sum of partial[first_pieces[i] : first_pieces[i + 1]]`."""
     at = tl.program_id(0)
     target = (tl.load(targets + at) if HAS_TARGETS else at).to(tl.int64)
     begin, end = tl.load(first_pieces + at), tl.load(first_pieces + at + 1)

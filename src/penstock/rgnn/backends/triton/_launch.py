@@ -1,4 +1,4 @@
-"""What a launch of a Triton kernel is, and what all kernels of a call have in common."""
+"""Launches of Triton kernels, and the values that all launches of a run share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class KernelLaunch:
     num_stages: int = 1
 
     def __call__(self) -> None:
-        """KernelLaunch it, unless there is nothing to do."""
+        """Launch the kernel, unless there is nothing to do."""
         if 0 in self.grid:
             return
         self.kernel[self.grid](*self.arguments, **self.constants, **self._options())
@@ -52,7 +52,7 @@ class KernelLaunch:
 def compile_together(walk: Callable[[Callable[[KernelLaunch], None]], object]) -> None:
     """Compile the kernels of a call at the same time, where each launch would wait for its own.
 
-    Triton lets go of Python's lock in its passes and in LLVM, and the assembler is a process. What
+    Triton releases Python's lock in its passes and in LLVM, and the assembler is a process. What
     does not compile here is compiled again by its launch, which raises what is wrong with it: until
     3.12 Python itself now and then fails to parse in several threads at a time, this one included.
 
@@ -96,7 +96,7 @@ class LaunchContext:
     memory: dict[int, torch.Tensor]
 
     def rows(self, position: int) -> torch.Tensor:
-        """The rows of an input, of the graph's inverse counts, or of a value in memory."""
+        """Return the rows of an input, of the graph's inverse counts, or of a value in memory."""
         node = self.program.nodes[position]
         if node.op == "inverse_count":
             return interpreter.inverse_count(self.graph, node.map, self.dtype)
@@ -125,5 +125,5 @@ def add_pieces(
 
 
 def sum_type(dtype: torch.dtype) -> Any:
-    """The dtype that numbers of `dtype` are added up in, as Triton names it."""
+    """Return the dtype that numbers of `dtype` are added up in, as Triton names it."""
     return tl.float64 if dtype == torch.float64 else tl.float32

@@ -1,22 +1,16 @@
-"""Rowwise operators as Triton expressions: which features of its operands a feature needs."""
+"""Rowwise operators as Triton expressions, and the features of operands that they need."""
 
 from __future__ import annotations
 
 import math
 
 from penstock.rgnn.backends.triton._body import Indices, KernelBody, Rule, Variable
-from penstock.rgnn.backends.triton._index import (
-    ZERO,
-    Axis,
-    Index,
-    feature_axis,
-    of_axis,
-)
+from penstock.rgnn.backends.triton._index import ZERO, Axis, Index, feature_axis, index_axis
 from penstock.rgnn.ir import Node, Shape, broadcast
 
 
-def _stretched(indices: Indices, shape: Shape) -> Indices:
-    """The features of a row of `shape` where it is lined up from the left with a wider one."""
+def _stretch(indices: Indices, shape: Shape) -> Indices:
+    """Return the features of a row of `shape` that is lined up from the left with a wider one."""
     return tuple(
         ZERO if length == 1 else index for index, length in zip(indices, shape, strict=False)
     )
@@ -25,7 +19,7 @@ def _stretched(indices: Indices, shape: Shape) -> Indices:
 def _elementwise(template: str) -> Rule:
     def rule(body: KernelBody, node: Node, indices: Indices, name: str) -> Variable:
         operands = [
-            body.read(operand, _stretched(indices, body.nodes[operand].shape))
+            body.read(operand, _stretch(indices, body.nodes[operand].shape))
             for operand in node.operands
         ]
         text = template
@@ -40,21 +34,21 @@ def _elementwise(template: str) -> Rule:
 
 
 def _inner_axis(indices: Indices, length: int, further: int = 0) -> Axis | None:
-    """A new axis beside those of the indices; None where one feature needs none."""
+    """Return a new axis beside those of the indices; None for a single feature."""
     if length == 1:
         return None
     depths = [axis.depth for index in indices for axis in index.axes()]
     return feature_axis(max(depths, default=-1) + 1 + further, length)
 
 
-def _along(axis: Axis | None) -> Index:
-    return ZERO if axis is None else of_axis(axis)
+def _index_along(axis: Axis | None) -> Index:
+    return ZERO if axis is None else index_axis(axis)
 
 
-def _added_up(body: KernelBody, block: Variable, axes: list[Axis | None], name: str) -> Variable:
+def _sum_axes(body: KernelBody, block: Variable, axes: list[Axis | None], name: str) -> Variable:
     for axis in axes:
         if axis is not None:
-            block = body.added_up(block, axis, name)
+            block = body.sum_axis(block, axis, name)
     return block
 
 
@@ -62,11 +56,11 @@ def _dot(body: KernelBody, node: Node, indices: Indices, name: str) -> Variable:
     shapes = [body.nodes[operand].shape for operand in node.operands]
     axis = _inner_axis(indices, shapes[0][-1])
     operands = [
-        body.read(operand, (*_stretched(indices, shape[:-1]), _along(axis)))
+        body.read(operand, (*_stretch(indices, shape[:-1]), _index_along(axis)))
         for operand, shape in zip(node.operands, shapes, strict=True)
     ]
     product = body.compute("{0} * {1}", *operands, name=f"{name}_terms")
-    return _added_up(body, product, [axis], name)
+    return _sum_axes(body, product, [axis], name)
 
 
 def _matmul(body: KernelBody, node: Node, indices: Indices, name: str) -> Variable:
@@ -74,13 +68,13 @@ def _matmul(body: KernelBody, node: Node, indices: Indices, name: str) -> Variab
     batch = body.nodes[vector].shape[:-1]
     *heads, _, _ = body.nodes[matrix].shape
     axis = _inner_axis(indices, body.nodes[vector].shape[-1])
-    left = body.read(vector, (*_stretched(indices, batch), _along(axis)))
-    ends = (_along(axis), indices[-1])
+    left = body.read(vector, (*_stretch(indices, batch), _index_along(axis)))
+    ends = (_index_along(axis), indices[-1])
     if node["transposed"]:
         ends = ends[::-1]
-    right = body.read(matrix, (*_stretched(indices, tuple(heads)), *ends))
+    right = body.read(matrix, (*_stretch(indices, tuple(heads)), *ends))
     product = body.compute("{0} * {1}", left, right, name=f"{name}_terms")
-    return _added_up(body, product, [axis], name)
+    return _sum_axes(body, product, [axis], name)
 
 
 def _outer(body: KernelBody, node: Node, indices: Indices, name: str) -> Variable:
@@ -88,18 +82,18 @@ def _outer(body: KernelBody, node: Node, indices: Indices, name: str) -> Variabl
     heads = node["heads"]
     lengths = broadcast(shapes[0][:-1], shapes[1][:-1])[heads:]
     axes = [_inner_axis(indices, length, further) for further, length in enumerate(lengths)]
-    batch = (*indices[:heads], *map(_along, axes))
+    batch = (*indices[:heads], *map(_index_along, axes))
     left, right = (
-        body.read(operand, (*_stretched(batch, shape[:-1]), index))
+        body.read(operand, (*_stretch(batch, shape[:-1]), index))
         for operand, shape, index in zip(node.operands, shapes, indices[-2:], strict=True)
     )
     product = body.compute("{0} * {1}", left, right, name=f"{name}_terms")
-    return _added_up(body, product, axes, name)
+    return _sum_axes(body, product, axes, name)
 
 
 def _expand(body: KernelBody, node: Node, indices: Indices, name: str) -> Variable:
     (operand,) = node.operands
-    return body.read(operand, _stretched(indices, body.nodes[operand].shape))
+    return body.read(operand, _stretch(indices, body.nodes[operand].shape))
 
 
 def _total(body: KernelBody, node: Node, indices: Indices, name: str) -> Variable:
@@ -110,9 +104,9 @@ def _total(body: KernelBody, node: Node, indices: Indices, name: str) -> Variabl
         for further, place in enumerate(node["axes"])
     }
     read = tuple(
-        _along(axes[place]) if place in axes else index for place, index in enumerate(indices)
+        _index_along(axes[place]) if place in axes else index for place, index in enumerate(indices)
     )
-    return _added_up(body, body.read(operand, read), list(axes.values()), name)
+    return _sum_axes(body, body.read(operand, read), list(axes.values()), name)
 
 
 def _concat(body: KernelBody, node: Node, indices: Indices, name: str) -> Variable:

@@ -11,19 +11,14 @@ import triton
 from penstock.rgnn.backends.triton import _kernels, _tables
 from penstock.rgnn.backends.triton._body import Inexpressible
 from penstock.rgnn.backends.triton._index import power_of_two
-from penstock.rgnn.backends.triton._launch import (
-    KernelLaunch,
-    LaunchContext,
-    add_pieces,
-    sum_type,
-)
+from penstock.rgnn.backends.triton._launch import KernelLaunch, LaunchContext, add_pieces, sum_type
 from penstock.rgnn.interpreter import wide_dtype
-from penstock.rgnn.ir import Node, Shape, broadcast, maps_of, source
+from penstock.rgnn.ir import Node, Shape, broadcast, find_maps, find_source
 from penstock.rgnn.spaces import RowMap
 
 
 def run_typed_product(context: LaunchContext, node: Node) -> torch.Tensor:
-    """Rows times the matrix of their type."""
+    """Run y_i = x_i W_{type of i}: a segment GEMM over all types in one launch."""
     nodes = context.program.nodes
     vector, matrix = (nodes[operand].shape for operand in node.operands)
     (operand, read), (weight, types) = (_find_rows(context, operand) for operand in node.operands)
@@ -32,12 +27,12 @@ def run_typed_product(context: LaunchContext, node: Node) -> torch.Tensor:
     inner, width = vector[-1], node.shape[-1]
     batch = math.prod(node.shape[len(heads) : -1])
     has_heads = bool(heads) and vector[0] > 1
-    order = _tables.type_order(context.graph, types[0])
-    operand_index = _tables.row_index(context.graph, read, order)
-    out_index = _tables.row_index(context.graph, (), order)
+    order = _tables.find_type_order(context.graph, types[0])
+    operand_index = _tables.compose_index(context.graph, read, order)
+    out_index = _tables.compose_index(context.graph, (), order)
     out = operand.new_empty(context.graph.counts.rows(node.space), *node.shape)
-    blocks = _product_blocks(operand.dtype, inner, width)
-    tiles = _tables.tiles(context.graph, types, batch=batch, block_rows=blocks["BLOCK_ROWS"])
+    blocks = _choose_blocks(operand.dtype, inner, width)
+    tiles = _tables.cut_tiles(context.graph, types, batch=batch, block_rows=blocks["BLOCK_ROWS"])
     constants = {
         "HAS_OPERAND_INDEX": operand_index is not None,
         "HAS_OUT_INDEX": out_index is not None,
@@ -48,7 +43,7 @@ def run_typed_product(context: LaunchContext, node: Node) -> torch.Tensor:
         "INNER": inner,
         "WIDTH": width,
         "TRANSPOSED": node["transposed"],
-        "PRECISION": _precision(operand.dtype),
+        "PRECISION": _choose_precision(operand.dtype),
         "SUM": sum_type(operand.dtype),
     }
     operand_rows = (operand, operand if operand_index is None else operand_index)
@@ -63,7 +58,7 @@ def run_typed_product(context: LaunchContext, node: Node) -> torch.Tensor:
 
 
 def run_weight_gradient(context: LaunchContext, node: Node) -> torch.Tensor:
-    """For each type the sum of outer products of its rows, in pieces that are added up.
+    """Run G_r = sum of x_i^T g_i over the rows i of type r, in pieces that are added up.
 
     Raises:
         Inexpressible: The operands' batch axes are stretched in a way that no kernel has.
@@ -74,28 +69,28 @@ def run_weight_gradient(context: LaunchContext, node: Node) -> torch.Tensor:
     heads = outer["heads"]
     batch_axes = broadcast(shapes[0][:-1], shapes[1][:-1])
     num_heads, batch = math.prod(batch_axes[:heads]), math.prod(batch_axes[heads:])
-    order = _tables.type_order(context.graph, node.map)
+    order = _tables.find_type_order(context.graph, node.map)
     constants: dict[str, Any] = {}
     arguments: list[torch.Tensor] = []
     for side, shape, (rows, maps) in zip(("LEFT", "RIGHT"), shapes, ends, strict=True):
-        index = _tables.row_index(context.graph, maps, order)
+        index = _tables.compose_index(context.graph, maps, order)
         arguments += [rows, rows if index is None else index]
         constants[f"HAS_{side}_INDEX"] = index is not None
         constants[f"{side}_ROW"] = math.prod(shape)
-        constants |= _strides(side, shape, heads, batch)
+        constants |= _find_strides(side, shape, heads, batch)
     rows = arguments[0]
     dtype = rows.dtype
-    pieces = _tables.pieces(context.graph, node.map, batch=batch)
+    pieces = _tables.cut_pieces(context.graph, node.map, batch=batch)
     height, width = node.shape[-2:]
     partial = rows.new_empty(pieces.count, *node.shape, dtype=wide_dtype(dtype))
     out = rows.new_empty(context.graph.counts.rows(node.space), *node.shape)
     blocks = {
         "BLOCK_ROWS": 32,
-        "BLOCK_HEIGHT": _block(height, 64),
-        "BLOCK_WIDTH": _block(width, 64),
+        "BLOCK_HEIGHT": _choose_block(height, 64),
+        "BLOCK_WIDTH": _choose_block(width, 64),
     }
     constants |= {"BATCH": batch, "HEADS": num_heads, "HEIGHT": height, "WIDTH": width}
-    constants |= {"PRECISION": _precision(dtype), "SUM": sum_type(dtype), **blocks}
+    constants |= {"PRECISION": _choose_precision(dtype), "SUM": sum_type(dtype), **blocks}
     num_blocks = triton.cdiv(height, blocks["BLOCK_HEIGHT"]) * triton.cdiv(
         width, blocks["BLOCK_WIDTH"]
     )
@@ -109,13 +104,13 @@ def run_weight_gradient(context: LaunchContext, node: Node) -> torch.Tensor:
 
 
 def _find_rows(context: LaunchContext, position: int) -> tuple[torch.Tensor, tuple[RowMap, ...]]:
-    """The rows that an operand is read from, and along which maps."""
-    rows = context.rows(source(context.program, position))
-    return rows, maps_of(context.program, position)
+    """Return the rows that an operand is read from, and along which maps."""
+    rows = context.rows(find_source(context.program, position))
+    return rows, find_maps(context.program, position)
 
 
-def _strides(side: str, shape: Shape, heads: int, batch: int) -> dict[str, int]:
-    """How far apart the heads and the batch of a row are; 0 where one is read by all."""
+def _find_strides(side: str, shape: Shape, heads: int, batch: int) -> dict[str, int]:
+    """Return the strides of the heads and the batch of a row; 0 where all read the same."""
     of_head, rest, width = shape[:heads], shape[heads:-1], shape[-1]
     if math.prod(rest) not in (1, batch):
         raise Inexpressible(f"batch axes {list(rest)} are stretched to {batch}")
@@ -126,22 +121,22 @@ def _strides(side: str, shape: Shape, heads: int, batch: int) -> dict[str, int]:
     }
 
 
-def _product_blocks(dtype: torch.dtype, inner: int, width: int) -> dict[str, int]:
-    """Tiles of a segment GEMM: small enough for relations with few rows."""
+def _choose_blocks(dtype: torch.dtype, inner: int, width: int) -> dict[str, int]:
+    """Choose tiles of a segment GEMM: small enough for relations with few rows."""
     most = 64 if dtype != torch.float64 else 32
     return {
         "BLOCK_ROWS": most,
-        "BLOCK_INNER": _block(inner, 32),
-        "BLOCK_WIDTH": _block(width, most),
+        "BLOCK_INNER": _choose_block(inner, 32),
+        "BLOCK_WIDTH": _choose_block(width, most),
     }
 
 
-def _block(length: int, most: int) -> int:
-    """At least 16, which is what a matrix instruction takes."""
+def _choose_block(length: int, most: int) -> int:
+    """Choose a block length: at least 16, which is what a matrix instruction takes."""
     return min(most, max(16, power_of_two(length)))
 
 
-def _precision(dtype: torch.dtype) -> str:
-    """How float32 is multiplied: as `torch.backends.cuda.matmul` says for torch's own products."""
+def _choose_precision(dtype: torch.dtype) -> str:
+    """Choose how float32 is multiplied: as `torch.backends.cuda.matmul` says."""
     is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if dtype == torch.float32 and is_tf32 else "ieee"

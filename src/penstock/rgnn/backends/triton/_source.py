@@ -1,4 +1,4 @@
-"""The traversals of a plan as the source of one Python module of Triton kernels."""
+"""The traversals of a program as the source of one Python module of Triton kernels."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TraversalSource:
     """The most features of a row that it stores."""
 
     def functions(self) -> list[KernelSource]:
-        """All of them."""
+        """Return all of them."""
         of_pieces = [*(stage.function for stage in self.stages), self.epilogue]
         return [self.whole, *(function for function in of_pieces if function is not None)]
 
@@ -84,7 +84,7 @@ class TritonSource:
 
 
 def write_source(lowered: LoweredProgram) -> TritonSource:
-    """Write the traversals of a plan."""
+    """Write the traversals of a program."""
     traversals: dict[int, TraversalSource] = {}
     reasons: dict[int, str] = {}
     for number, kernel in enumerate(lowered.schedule.kernels):
@@ -101,12 +101,12 @@ def write_source(lowered: LoweredProgram) -> TritonSource:
     functions = [
         function.text for traversal in traversals.values() for function in traversal.functions()
     ]
-    text = "\n\n".join([_HEADER.format(program=_safe(program)), *functions])
+    text = "\n\n".join([_HEADER.format(program=_escape(program)), *functions])
     return TritonSource(text, traversals, reasons)
 
 
-def _safe(text: str) -> str:
-    """Text that cannot end the docstring it is put into: names are a user's."""
+def _escape(text: str) -> str:
+    """Return text that cannot end the docstring it is put into: names are a user's."""
     return text.encode("ascii", "backslashreplace").decode().replace("\\", "/").replace('"', "'")
 
 
@@ -116,26 +116,26 @@ def _write_traversal(lowered: LoweredProgram, kernel: Kernel, name: str) -> Trav
     if any(0 in shape for shape in shapes):
         raise Inexpressible("rows have no features")
     stored = tuple(value for value in kernel.values if value in lowered.schedule.materialised)
-    said = [f"%{value} = {_safe(describe(program.nodes[value]))}" for value in kernel.values]
+    said = [f"%{value} = {_escape(describe(program.nodes[value]))}" for value in kernel.values]
     lengths = [math.prod(program.nodes[value].shape) for value in stored]
     if kernel.grouped_by is None:
         rowwise = RowwiseWriter(program, kernel, stored)
-        whole = _write_kernel(name, said, rowwise.lines(), rowwise.body, rowwise.arguments)
+        whole = _write_kernel(name, said, rowwise.write(), rowwise.body, rowwise.arguments)
         return TraversalSource(whole, (), None, stored, max(lengths))
     grouped = GroupedWriter(program, kernel, stored)
-    whole = _write_kernel(name, said, grouped.lines(), grouped.body, grouped.arguments)
+    whole = _write_kernel(name, said, grouped.write(), grouped.body, grouped.arguments)
     stages = []
     for number in range(len(grouped.stages)):
         writer = GroupedWriter(program, kernel, stored)
-        lines = writer.lines_of_stage(number)
+        lines = writer.write_stage(number)
         comment = [f"Stage {number} of {name}, for pieces of groups."]
         arguments = (f"{name}_stage_{number}", comment, lines, writer.body)
         function = _write_kernel(*arguments, writer.arguments_of_stage)
-        stages.append(StageSource(function, writer.reduced(number)))
+        stages.append(StageSource(function, writer.find_reduced(number)))
     epilogue = None
     if kernel.epilogue:
         writer = GroupedWriter(program, kernel, stored)
-        lines = writer.lines_of_epilogue()
+        lines = writer.write_epilogue()
         comment = [f"What follows the stages of {name}, for groups that are cut."]
         arguments = (f"{name}_epilogue", comment, lines, writer.body)
         epilogue = _write_kernel(*arguments, writer.arguments_of_epilogue)
@@ -145,7 +145,7 @@ def _write_traversal(lowered: LoweredProgram, kernel: Kernel, name: str) -> Trav
 def _write_kernel(
     name: str, comments: Sequence[str], lines: list[str], body: KernelBody, arguments: Sequence[str]
 ) -> KernelSource:
-    """A kernel from its statements; `arguments` come after the pointers."""
+    """Write a kernel from its statements; `arguments` come after the pointers."""
     if body.num_features > MAX_FEATURES:
         raise Inexpressible(f"a block would have {body.num_features} features")
     (count,) = {"num_rows", "num_items"}.intersection(arguments)

@@ -1,4 +1,4 @@
-"""What kernels need to know of a graph besides its indices; made once per graph, then only read.
+"""Tables of a graph for kernels, besides its indices; built once per graph, then only read.
 
 Making a table may wait for the device; reading one never does.
 """
@@ -6,15 +6,12 @@ Making a table may wait for the device; reading one never does.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Sequence
 
 import torch
 
 from penstock.rgnn import spaces
-from penstock.rgnn.graph import Graph, dtype_for, offsets_of
+from penstock.rgnn.graph import Graph, build_once, compute_offsets, dtype_for
 from penstock.rgnn.spaces import RowMap, Space, is_sorted
 
 LIGHT, MIDDLING, HEAVY = 8, 128, 2048
@@ -23,26 +20,6 @@ PIECE_ROWS = 1024
 """Rows of a piece of a group that is cut."""
 _MIN_PIECE, _MAX_PIECE = 128, 4096
 _NUM_PIECES = 512  # enough for every processor of a large GPU to have several
-
-_P = ParamSpec("_P")
-_Table = TypeVar("_Table")
-_graphs: weakref.WeakKeyDictionary[Graph, dict[Any, Any]] = weakref.WeakKeyDictionary()
-
-
-def _build_once(
-    build: Callable[Concatenate[Graph, _P], _Table],
-) -> Callable[Concatenate[Graph, _P], _Table]:
-    """Make a function build its table for a graph and arguments once."""
-
-    @functools.wraps(build)
-    def read(graph: Graph, *args: _P.args, **kwargs: _P.kwargs) -> _Table:
-        tables = _graphs.setdefault(graph, {})
-        key = (build.__name__, args, *kwargs.items())
-        if key not in tables:
-            tables[key] = build(graph, *args, **kwargs)
-        return tables[key]
-
-    return read
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,13 +35,13 @@ class Runs:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of runs."""
         return len(self.begins)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lanes:
-    """What a program should have at most, before its features are counted."""
+    """The most rows and groups of a Triton program, before its features are counted."""
 
     num_rows: int
     """Rows of a group that are read at once."""
@@ -73,7 +50,7 @@ class Lanes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bucket:
-    """Groups of rows of about one size; of cut_groups, pieces of them."""
+    """Groups of rows of about one size, or pieces of groups that are cut."""
 
     lanes: Lanes
     groups: torch.Tensor
@@ -86,7 +63,7 @@ _HEAVY_LANES = Lanes(256, 1)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CutGroups:
-    """Groups that are cut into pieces whose sums are then added."""
+    """Groups that are cut into pieces; their sums are then added."""
 
     pieces: Bucket
     places: torch.Tensor
@@ -95,11 +72,11 @@ class CutGroups:
     first_pieces: torch.Tensor
 
 
-@_build_once
-def row_index(
+@build_once
+def compose_index(
     graph: Graph, maps: tuple[RowMap, ...], order: RowMap | None = None
 ) -> torch.Tensor | None:
-    """Where `maps` lead from each row, or from each row as `order` groups them.
+    """Return the target of `maps` for each row, or for each row as `order` groups them.
 
     Returns:
         int32 where the numbers fit; None if every row leads to itself.
@@ -113,14 +90,14 @@ def row_index(
     return None if index is None else index.contiguous()
 
 
-def type_order(graph: Graph, row_map: RowMap) -> RowMap | None:
-    """The map by which rows have to be ordered for those of a type to lie together; or None."""
+def find_type_order(graph: Graph, row_map: RowMap) -> RowMap | None:
+    """Return the map by which rows must be ordered for those of a type to lie together; or None."""
     return row_map if row_map == spaces.NODE_TYPE_OF and graph.nodes_by_type is not None else None
 
 
-@_build_once
-def tiles(graph: Graph, maps: tuple[RowMap, ...], *, batch: int, block_rows: int) -> Runs:
-    """Rows of one type each, at most `block_rows`, for a segment GEMM.
+@build_once
+def cut_tiles(graph: Graph, maps: tuple[RowMap, ...], *, batch: int, block_rows: int) -> Runs:
+    """Cut rows into runs of one type and at most `block_rows`, for a segment GEMM.
 
     Args:
         graph: The graph.
@@ -128,36 +105,38 @@ def tiles(graph: Graph, maps: tuple[RowMap, ...], *, batch: int, block_rows: int
         batch: How many rows of the product a row has.
         block_rows: Rows of the product in a tile.
     """
-    found = _runs(graph, maps[0], batch, block_rows)
-    weights = row_index(graph, maps[1:])
+    found = _cut_types(graph, maps[0], batch, block_rows)
+    weights = compose_index(graph, maps[1:])
     if weights is None:
         return found
     return dataclasses.replace(found, targets=weights.index_select(0, found.targets))
 
 
-@_build_once
-def pieces(graph: Graph, row_map: RowMap, *, batch: int) -> Runs:
-    """Rows of one type each, in pieces of a length that depends on the graph alone."""
+@build_once
+def cut_pieces(graph: Graph, row_map: RowMap, *, batch: int) -> Runs:
+    """Cut rows into pieces of one type and of a length that depends on the graph alone."""
     num_rows = graph.counts.rows(row_map.rows) * batch
     length = _MIN_PIECE
     while length < _MAX_PIECE and length * _NUM_PIECES < num_rows:
         length *= 2
-    return _runs(graph, row_map, batch, length)
+    return _cut_types(graph, row_map, batch, length)
 
 
-def _runs(graph: Graph, row_map: RowMap, batch: int, length: int) -> Runs:
+def _cut_types(graph: Graph, row_map: RowMap, batch: int, length: int) -> Runs:
     if row_map.into is Space.ONE:
         starts: Sequence[int] = (0, graph.counts.rows(row_map.rows))
     else:
         starts = graph.segment_starts(row_map)
     starts_of = torch.tensor(starts) * batch
-    return _cut(starts_of[:-1], starts_of[1:], length, graph.device)
+    return _cut_intervals(starts_of[:-1], starts_of[1:], length, graph.device)
 
 
-def _cut(begins: torch.Tensor, ends: torch.Tensor, length: int, device: torch.device) -> Runs:
+def _cut_intervals(
+    begins: torch.Tensor, ends: torch.Tensor, length: int, device: torch.device
+) -> Runs:
     """Cut intervals (on the CPU) into runs of at most `length`, each interval's in order."""
     counts = (ends - begins + length - 1) // length
-    first_runs = offsets_of(counts)
+    first_runs = compute_offsets(counts)
     targets = torch.repeat_interleave(torch.arange(len(counts)), counts)
     number = torch.arange(len(targets)) - first_runs[targets]
     run_begins = begins[targets] + number * length
@@ -171,9 +150,9 @@ def _cut(begins: torch.Tensor, ends: torch.Tensor, length: int, device: torch.de
     )
 
 
-@_build_once
-def buckets(graph: Graph, row_map: RowMap) -> tuple[tuple[Bucket, ...], CutGroups | None]:
-    """The groups of a map by how many rows they have, so that none waits for a longer one.
+@build_once
+def sort_groups(graph: Graph, row_map: RowMap) -> tuple[tuple[Bucket, ...], CutGroups | None]:
+    """Sort the groups of a map by how many rows they have, so that none waits for a longer one.
 
     Args:
         graph: The graph.
@@ -193,18 +172,18 @@ def buckets(graph: Graph, row_map: RowMap) -> tuple[tuple[Bucket, ...], CutGroup
     for above, most, lanes in bounds:
         of = groups[(sizes > above) & (sizes <= most)]
         if len(of):
-            found.append(_bucket(graph, lanes, of, starts[:-1][of], starts[1:][of]))
+            found.append(_make_bucket(graph, lanes, of, starts[:-1][of], starts[1:][of]))
     cut_groups = groups[sizes > HEAVY]
     if not len(cut_groups):
         return tuple(found), None
-    cut = _cut(starts[:-1][cut_groups], starts[1:][cut_groups], PIECE_ROWS, graph.device)
+    cut = _cut_intervals(starts[:-1][cut_groups], starts[1:][cut_groups], PIECE_ROWS, graph.device)
     on_device = cut_groups.to(graph.device, torch.int32)
     of_pieces = on_device.index_select(0, cut.targets)
     pieces = Bucket(_HEAVY_LANES, of_pieces, cut.begins, cut.ends)
     return tuple(found), CutGroups(pieces, cut.targets, on_device, cut.first_runs)
 
 
-def _bucket(
+def _make_bucket(
     graph: Graph, lanes: Lanes, groups: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor
 ) -> Bucket:
     dtype = dtype_for(int(ends.max()))

@@ -1,4 +1,4 @@
-"""Traversals as statements: the loops of a kernel, and what is left when they have ended.
+"""Traversals as statements: the loops of a kernel, and the stores of their reductions.
 
 A traversal that sums has a block of groups in each program and goes through their rows together, a
 few at a time; a later stage goes through them again, with the sums of the one before. A traversal
@@ -28,9 +28,9 @@ from penstock.rgnn.backends.triton._body import (
 from penstock.rgnn.backends.triton._index import (
     Axis,
     Index,
-    of_axis,
+    index_axis,
     power_of_two,
-    sorted_axes,
+    sort_axes,
     unravel,
 )
 from penstock.rgnn.backends.triton._operators import RULES
@@ -48,12 +48,12 @@ PARTS = {"sum": ("",), "softmax": ("_max", "_sum")}
 """What a reduction leaves for each group, by operator: the ends of the names."""
 
 
-def _axis_lines(axes: set[Axis]) -> list[str]:
+def _write_axes(axes: set[Axis]) -> list[str]:
     return [f"{a.name} = tl.arange(0, {a.block})" for a in sorted(axes) if a.block is not None]
 
 
 def remove_unused(lines: Sequence[str]) -> list[str]:
-    """Statements without assignments of names that no later one reads."""
+    """Remove assignments of names that no later statement reads."""
     kept: list[str] = []
     read: set[str] = set()
     for line in reversed(lines):
@@ -68,10 +68,10 @@ def remove_unused(lines: Sequence[str]) -> list[str]:
 def _store_rows(body: KernelBody, value: int, indices: tuple[Index, ...]) -> None:
     """Store features of a value for the rows at hand."""
     block = body.read(value, indices)
-    axes = sorted_axes(indices)
-    row, has_row = body.own_row()
+    axes = sort_axes(indices)
+    row, has_row = body.find_own_row()
     address, mask = body.address(ValueRows(value), row, has_row, indices, axes)
-    body.loop.append(f"tl.store({address}, {body.lifted(block, axes)}, mask={mask})")
+    body.loop.append(f"tl.store({address}, {body.lift(block, axes)}, mask={mask})")
 
 
 class RowwiseWriter:
@@ -84,26 +84,26 @@ class RowwiseWriter:
         self.body = KernelBody(program, kernel, RULES)
         self._stored = stored
 
-    def lines(self) -> list[str]:
-        """The statements of the kernel."""
+    def write(self) -> list[str]:
+        """Return the statements of the kernel."""
         body = self.body
         longest = max(math.prod(body.nodes[value].shape) for value in self._stored)
         feature = Axis(0, longest, "feature", None)
         for value in self._stored:
-            _store_rows(body, value, unravel(of_axis(feature), body.nodes[value].shape))
+            _store_rows(body, value, unravel(index_axis(feature), body.nodes[value].shape))
         return [
             "row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)",
             "is_row = row < num_rows",
             "first_row = tl.zeros([1], tl.int64)",
             "feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)",
-            *_axis_lines(body.axes),
+            *_write_axes(body.axes),
             *body.before,
             *body.loop,
         ]
 
 
 class GroupedWriter:
-    """A traversal whose rows are grouped by where they are summed to, or one stage of it."""
+    """A traversal with rows grouped by where they are summed to, or one stage of it."""
 
     count = "num_items"
     arguments = (
@@ -128,91 +128,91 @@ class GroupedWriter:
         if any(self._op(value) == "softmax" and value in stored for value in kernel.stages[-1]):
             self.stages = (*kernel.stages, ())  # one more loop, which stores it
 
-    def lines(self) -> list[str]:
-        """The statements of a kernel that has all stages."""
+    def write(self) -> list[str]:
+        """Return the statements of a kernel that has all stages."""
         loops: list[str] = []
         for number, stage in enumerate(self.stages):
-            loops += self._loop(number)
-            for value in self._reduced(stage):
+            loops += self._write_loop(number)
+            for value in self._find_reduced(stage):
                 self.body.finish(value, self._name(value))
                 if self._op(value) == "sum" and value in self._stored:
                     loops.append(self._store(ValueRows(value), "group", value, ""))
-        return self._with_groups([*_ROWS_OF_GROUPS, *loops, *self._finish()])
+        return self._add_group_lines([*_ROWS_OF_GROUPS, *loops, *self._write_epilogue()])
 
-    def lines_of_stage(self, number: int) -> list[str]:
-        """The statements of a kernel of one stage, for pieces of groups.
+    def write_stage(self, number: int) -> list[str]:
+        """Return the statements of a kernel of one stage, for pieces of groups.
 
         It reads the totals of the stages before and stores what it sums, both in the precision in
         which it computes.
         """
-        totals = self._totals(number)
-        loop = self._loop(number)
+        totals = self._load_totals(number)
+        loop = self._write_loop(number)
         partial = [
             self._store(Partial(value, part), "item", value, part)
-            for value in self._reduced(self.stages[number])
+            for value in self._find_reduced(self.stages[number])
             for part in PARTS[self._op(value)]
         ]
         giant = "giant = tl.load(cut_groups + item, mask=is_group, other=0).to(tl.int64)"
-        return self._with_groups([*_ROWS_OF_GROUPS, giant, *totals, *loop, *partial])
+        return self._add_group_lines([*_ROWS_OF_GROUPS, giant, *totals, *loop, *partial])
 
-    def lines_of_epilogue(self) -> list[str]:
-        """The statements of a kernel of the epilogue, for groups that are cut."""
-        totals = self._totals(len(self.stages))
-        return self._with_groups(["giant = item", *totals, *self._finish()])
+    def write_epilogue(self) -> list[str]:
+        """Return the statements of a kernel of the epilogue, for groups that are cut."""
+        totals = self._load_totals(len(self.stages))
+        return self._add_group_lines(["giant = item", *totals, *self._write_epilogue()])
 
-    def reduced(self, number: int) -> tuple[int, ...]:
-        """The values that are summed or normalised in a stage."""
-        return tuple(self._reduced(self.stages[number]))
+    def find_reduced(self, number: int) -> tuple[int, ...]:
+        """Return the values that are summed or normalised in a stage."""
+        return tuple(self._find_reduced(self.stages[number]))
 
-    def _totals(self, number: int) -> list[str]:
-        """What the stages before one have left, read."""
+    def _load_totals(self, number: int) -> list[str]:
+        """Write loads of the totals of the stages before one."""
         totals: list[str] = []
         for stage in self.stages[:number]:
-            for value in self._reduced(stage):
+            for value in self._find_reduced(stage):
                 totals += [self._load_total(value, part) for part in PARTS[self._op(value)]]
                 self.body.finish(value, self._name(value))
         return totals
 
-    def _finish(self) -> list[str]:
-        """The epilogue."""
+    def _write_epilogue(self) -> list[str]:
+        """Write the epilogue."""
         self.body.begin_epilogue()
         for value in self._epilogue:
-            _store_rows(self.body, value, self._features(value))
+            _store_rows(self.body, value, self._index_features(value))
         return [*self.body.before, *self.body.loop]
 
-    def _with_groups(self, statements: list[str]) -> list[str]:
+    def _add_group_lines(self, statements: list[str]) -> list[str]:
         return [
             "item = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]",
             "is_group = item < num_items",
             "group = tl.load(groups + item, mask=is_group, other=0).to(tl.int64)",
             "first_row = tl.zeros([1, 1], tl.int64)",
-            *_axis_lines(self.body.axes),
+            *_write_axes(self.body.axes),
             *statements,
         ]
 
-    def _loop(self, number: int) -> list[str]:
-        """One loop over the rows of a group."""
+    def _write_loop(self, number: int) -> list[str]:
+        """Write one loop over the rows of a group."""
         body, stage = self.body, self.stages[number]
         for value in self.stages[number - 1] if number else ():
             if self._op(value) == "softmax" and value in self._stored:
-                _store_rows(body, value, self._features(value))
+                _store_rows(body, value, self._index_features(value))
         for value in stage:
             if self._op(value) == "sum":
-                self._add_up(value)
+                self._write_sum(value)
             elif self._op(value) == "softmax":
-                self._normalise(value)
+                self._write_softmax(value)
             elif value in self._stored:
-                _store_rows(body, value, self._features(value))
+                _store_rows(body, value, self._index_features(value))
         lines = list(body.before)
         if body.loop:
             lines += [
                 "for first in tl.range(0, most_rows, ROWS):",
-                *(f"    {line}" for line in [*self._row_lines(), *body.loop]),
+                *(f"    {line}" for line in [*self._write_row_lines(), *body.loop]),
             ]
         body.end_loop()
         return lines
 
-    def _row_lines(self) -> list[str]:
+    def _write_row_lines(self) -> list[str]:
         row = "slot.to(tl.int64)"
         is_read = any(re.search(r"\brow\b", line) for line in self.body.loop)
         if is_read and not is_sorted(self._grouped_by):
@@ -224,21 +224,21 @@ class GroupedWriter:
             f"row = {row}",
         ]
 
-    def _add_up(self, value: int) -> None:
+    def _write_sum(self, value: int) -> None:
         body, name = self.body, self._name(value)
-        lengths, axes = self._block(value)
-        block = body.read(body.nodes[value].operands[0], self._features(value))
-        is_row = body.lifted(Variable("is_row"), axes)
-        rows = f"tl.where({is_row}, {body.lifted(block, axes)}, 0.0)"
+        lengths, axes = self._shape_block(value)
+        block = body.read(body.nodes[value].operands[0], self._index_features(value))
+        is_row = body.lift(Variable("is_row"), axes)
+        rows = f"tl.where({is_row}, {body.lift(block, axes)}, 0.0)"
         body.before.append(f"{name} = tl.zeros([{lengths}], COMPUTE)")
         body.loop.append(f"{name} += tl.sum({rows}, axis=1, keep_dims=True)")
 
-    def _normalise(self, value: int) -> None:
-        """The largest score and the sum of powers so far, which shrink as the largest grows."""
+    def _write_softmax(self, value: int) -> None:
+        """Write an online softmax: m' = max(m, s), z' = z * exp(m - m') + sum of exp(s - m')."""
         body, name = self.body, self._name(value)
-        lengths, axes = self._block(value)
-        block = body.read(body.nodes[value].operands[0], self._features(value))
-        is_row, score = body.lifted(Variable("is_row"), axes), body.lifted(block, axes)
+        lengths, axes = self._shape_block(value)
+        block = body.read(body.nodes[value].operands[0], self._index_features(value))
+        is_row, score = body.lift(Variable("is_row"), axes), body.lift(block, axes)
         body.before += [
             f"{name}_max = tl.full([{lengths}], {_LOWEST}, COMPUTE)",
             f"{name}_sum = tl.zeros([{lengths}], COMPUTE)",
@@ -253,26 +253,26 @@ class GroupedWriter:
         ]
 
     def _store(self, into: InMemory, row: str, value: int, part: str) -> str:
-        indices = self._features(value)
-        axes = sorted_axes(indices)
+        indices = self._index_features(value)
+        axes = sort_axes(indices)
         address, mask = self.body.address(into, Variable(row), "is_group", indices, axes)
         return f"tl.store({address}, {self._name(value)}{part}, mask={mask})"
 
     def _load_total(self, value: int, part: str) -> str:
-        indices = self._features(value)
-        axes = sorted_axes(indices)
-        self.body.note(axes)
+        indices = self._index_features(value)
+        axes = sort_axes(indices)
+        self.body.note_axes(axes)
         total = Total(value, part)
         address, mask = self.body.address(total, Variable("giant"), "is_group", indices, axes)
         return f"{self._name(value)}{part} = tl.load({address}, mask={mask}, other=0)"
 
-    def _block(self, value: int) -> tuple[str, tuple[Axis, ...]]:
-        """The shape, as source, of what is reduced for a block of groups, and its axes."""
-        axes = sorted_axes(self._features(value))
-        self.body.note(axes)
+    def _shape_block(self, value: int) -> tuple[str, tuple[Axis, ...]]:
+        """Return the shape, as source, of a reduction for a block of groups, and its axes."""
+        axes = sort_axes(self._index_features(value))
+        self.body.note_axes(axes)
         return ", ".join(["GROUPS", "1", *(str(power_of_two(a.length)) for a in axes)]), axes
 
-    def _reduced(self, stage: Sequence[int]) -> list[int]:
+    def _find_reduced(self, stage: Sequence[int]) -> list[int]:
         return [value for value in stage if self._op(value) in PARTS]
 
     def _name(self, value: int) -> str:
@@ -281,5 +281,5 @@ class GroupedWriter:
     def _op(self, value: int) -> str:
         return self.body.nodes[value].op
 
-    def _features(self, value: int) -> tuple[Index, ...]:
-        return self.body.all_of(self.body.nodes[value].shape)
+    def _index_features(self, value: int) -> tuple[Index, ...]:
+        return self.body.index_all(self.body.nodes[value].shape)

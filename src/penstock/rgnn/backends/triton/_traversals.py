@@ -20,12 +20,7 @@ from penstock.rgnn.backends.triton._body import (
     ValueRows,
 )
 from penstock.rgnn.backends.triton._index import power_of_two
-from penstock.rgnn.backends.triton._launch import (
-    KernelLaunch,
-    LaunchContext,
-    add_pieces,
-    sum_type,
-)
+from penstock.rgnn.backends.triton._launch import KernelLaunch, LaunchContext, add_pieces, sum_type
 from penstock.rgnn.backends.triton._source import KernelSource, TraversalSource
 from penstock.rgnn.backends.triton._tables import Bucket, CutGroups
 from penstock.rgnn.backends.triton._traversal_writers import PARTS
@@ -40,14 +35,7 @@ _Reductions = Mapping[Parameter, torch.Tensor]
 def run_traversal(
     context: LaunchContext, written: TraversalSource, module: ModuleType, kernel: Kernel
 ) -> None:
-    """Run a traversal; the values that it stores are put into memory.
-
-    Args:
-        context: The run.
-        written: Its source.
-        module: Its source as functions.
-        kernel: Its place in the schedule.
-    """
+    """Run a traversal; the values that it stores are put into memory."""
     nodes = context.program.nodes
     for value in written.stored:
         num_rows = context.graph.counts.rows(nodes[value].space)
@@ -61,22 +49,19 @@ def run_traversal(
         num_features = min(power_of_two(written.row_features), left, 1024)
         block_rows = min(128, left // num_features)
         constants |= {"ROWS": block_rows, "FEATURES": num_features}
-        grid = (
-            triton.cdiv(num_rows, block_rows),
-            triton.cdiv(written.row_features, num_features),
-        )
-        arguments = (*_pointers(context, written.whole, {}), num_rows)
+        grid = (triton.cdiv(num_rows, block_rows), triton.cdiv(written.row_features, num_features))
+        arguments = (*_find_pointers(context, written.whole, {}), num_rows)
         context.run(KernelLaunch(getattr(module, written.whole.name), grid, arguments, constants))
         return
-    buckets, cut_groups = _tables.buckets(context.graph, kernel.grouped_by)
+    buckets, cut_groups = _tables.sort_groups(context.graph, kernel.grouped_by)
     for bucket in buckets:
-        pointers = _pointers(context, written.whole, {})
-        context.run(_over_groups(written.whole, module, pointers, bucket, constants))
+        pointers = _find_pointers(context, written.whole, {})
+        context.run(_launch_groups(written.whole, module, pointers, bucket, constants))
     if cut_groups is not None:
-        _in_stages(context, written, module, cut_groups, constants)
+        _run_stages(context, written, module, cut_groups, constants)
 
 
-def _in_stages(
+def _run_stages(
     context: LaunchContext,
     written: TraversalSource,
     module: ModuleType,
@@ -94,10 +79,9 @@ def _in_stages(
                     (Partial, len(cut_groups.places)),
                     (Total, len(cut_groups.groups)),
                 ):
-                    made = torch.empty(count, *shape, dtype=wide, device=device)
-                    known[kind(value, part)] = made
-        pointers = (*_pointers(context, stage.function, known), cut_groups.places)
-        context.run(_over_groups(stage.function, module, pointers, cut_groups.pieces, constants))
+                    known[kind(value, part)] = torch.empty(count, *shape, dtype=wide, device=device)
+        pointers = (*_find_pointers(context, stage.function, known), cut_groups.places)
+        context.run(_launch_groups(stage.function, module, pointers, cut_groups.pieces, constants))
         for value in stage.reduced:
             if context.program.nodes[value].op == "softmax":
                 _merge_softmax_pieces(context, value, known, cut_groups)
@@ -114,10 +98,10 @@ def _in_stages(
             if number + 1 < len(written.stages) or written.epilogue is not None:
                 add_pieces(context, partial, known[Total(value, "")], None, cut_groups.first_pieces)
     if written.epilogue is not None:
-        _finish(context, written.epilogue, module, known, cut_groups, constants)
+        _run_epilogue(context, written.epilogue, module, known, cut_groups, constants)
 
 
-def _finish(
+def _run_epilogue(
     context: LaunchContext,
     epilogue: KernelSource,
     module: ModuleType,
@@ -125,23 +109,23 @@ def _finish(
     cut_groups: CutGroups,
     constants: Mapping[str, Any],
 ) -> None:
-    """Run what follows the stages, of groups whose pieces have been added."""
+    """Run the epilogue of groups with pieces that have been added."""
     num_groups = max(1, _BLOCK_NUMBERS // epilogue.num_features)
     count = len(cut_groups.groups)
-    arguments = (*_pointers(context, epilogue, known), cut_groups.groups, count)
+    arguments = (*_find_pointers(context, epilogue, known), cut_groups.groups, count)
     kernel = getattr(module, epilogue.name)
     grid = (triton.cdiv(count, num_groups),)
     context.run(KernelLaunch(kernel, grid, arguments, {"GROUPS": num_groups, **constants}))
 
 
-def _over_groups(
+def _launch_groups(
     function: KernelSource,
     module: ModuleType,
     pointers: tuple[torch.Tensor, ...],
     bucket: Bucket,
     constants: Mapping[str, Any],
 ) -> KernelLaunch:
-    """A traversal of groups, or of pieces of groups, that are about as long."""
+    """Return the launch of a traversal of groups, or of pieces, that are about as long."""
     # Groups of a bucket without partners are long, and there are few of them.
     # Sums of few features leave most lanes of many warps idle, and spill: on gfx942 at 8 warps.
     is_large = bucket.lanes.num_groups == 1 and function.fewest_summed >= 64
@@ -160,7 +144,7 @@ def _over_groups(
     return KernelLaunch(kernel, grid, arguments, {**blocks, **constants}, num_warps)
 
 
-def _pointers(
+def _find_pointers(
     context: LaunchContext, function: KernelSource, known: _Reductions
 ) -> tuple[torch.Tensor, ...]:
     found: list[torch.Tensor] = []
@@ -168,7 +152,7 @@ def _pointers(
         if isinstance(parameter, ValueRows):
             found.append(context.memory[parameter.position])
         elif isinstance(parameter, RowIndex):
-            index = _tables.row_index(context.graph, parameter.maps, parameter.order)
+            index = _tables.compose_index(context.graph, parameter.maps, parameter.order)
             assert index is not None, parameter
             found.append(index)
         elif isinstance(parameter, GroupSizes):
