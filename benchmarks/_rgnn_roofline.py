@@ -1,4 +1,4 @@
-"""Each kernel of a program by itself: its time, what it has to move and compute, and the roofline.
+"""The roofline of each kernel of a program: its time, its least bytes, its operations.
 
 The bytes are those that no implementation can avoid: every value that is read counts once, however
 many edges read it, and never with more rows than the loop has; indices are 4 bytes a row for each
@@ -36,13 +36,13 @@ PRODUCT_ROWS = {"cpu": 2048, "cuda": 8192}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """What a device can do at most, as measured."""
+    """The measured limits of a device."""
 
     bytes_per_second: float
     operations_per_second: float
 
     def seconds(self, num_bytes: int, num_operations: int) -> float:
-        """The least time for so much work."""
+        """Return the least time for so much work."""
         return max(num_bytes / self.bytes_per_second, num_operations / self.operations_per_second)
 
 
@@ -64,7 +64,7 @@ def measured_roofline(device: str) -> Roofline:
 def kernel_facts(
     layer: Layer, program: OurProgram, backend: str, roofline: Roofline
 ) -> list[dict[str, Any]]:
-    """Time, least bytes, operations and fraction of the roofline of each kernel of a step.
+    """Return time, least bytes, operations and fraction of the roofline of each kernel.
 
     Args:
         layer: The layer.
@@ -155,7 +155,7 @@ def _least_bytes(lowered: LoweredProgram, kernel: Kernel, graph: Graph) -> int:
 
 
 def _elementwise_operations(lowered: LoweredProgram, kernel: Kernel, graph: Graph) -> int:
-    """One for each element that a traversal makes or adds up."""
+    """Return one operation for each element that a traversal computes or adds up."""
     rows = graph.counts.rows(kernel.space)
     return sum(
         rows * math.prod(lowered.optimized.program.nodes[value].shape) for value in kernel.values
@@ -163,7 +163,7 @@ def _elementwise_operations(lowered: LoweredProgram, kernel: Kernel, graph: Grap
 
 
 def _seconds(run: Callable[[], object], device: str) -> list[float]:
-    """Of some runs, after one that is not measured; on a GPU the time of its kernels alone."""
+    """Return the seconds of some runs, after a first one; on a GPU of its kernels alone."""
     run()
     if device != "cpu":
         return [_kernel_seconds(run) for _ in range(REPETITIONS)]

@@ -32,7 +32,7 @@ HEADS = {"rgcn": (1,), "rgat": (1, 4), "hgt": (1, 4), "hgt_of_features": (1, 4)}
 
 
 def graph_of_all_sizes() -> rgnn.Graph:
-    """Nodes with no, a few, hundreds and thousands of edges, as destinations and as sources."""
+    """Return a graph of nodes with no, a few, hundreds and thousands of edges, at both ends."""
     generator = torch.Generator().manual_seed(0)
     num_nodes = 4096
     degrees = torch.randint(0, 6, (num_nodes,), generator=generator)
@@ -45,7 +45,7 @@ def graph_of_all_sizes() -> rgnn.Graph:
 
 
 def program_of(layer: str, heads: int, graph: rgnn.Graph, dtype: torch.dtype) -> tuple[Any, ...]:
-    """A layer's compiled function and its arguments."""
+    """Return a layer's compiled function and its arguments."""
     from penstock.rgnn.layers import _hgt, _rgat, _rgcn
 
     def made(*shape: int) -> torch.Tensor:
@@ -92,7 +92,7 @@ def launches_of(function: Any, graph: rgnn.Graph, *arguments: Any) -> list[Kerne
 
 
 def unique_launches(launches: list[KernelLaunch]) -> dict[str, KernelLaunch]:
-    """One launch for each kernel that is compiled, by a name that says what it is."""
+    """Return one launch for each kernel that is compiled, by a name with its constants."""
     found: dict[str, KernelLaunch] = {}
     for launch in launches:
         constants = dict(launch.constants)
@@ -111,7 +111,7 @@ _SAID = ("GROUPS", "ROWS", "FEATURES", "HEADS", "INNER", "HEIGHT", "WIDTH", "LEN
 
 
 def row_of(case: str, target: str, compiled: Compiled, where: Any) -> BenchmarkRow:
-    """One kernel on one target."""
+    """Return the row of one kernel on one target."""
     return BenchmarkRow.of(
         [compiled.seconds],
         topic=TOPIC,

@@ -38,7 +38,7 @@ EARLY = {"LIGHT": 1, "MIDDLING": 2, "HEAVY": 4, "PIECE_ROWS": 3}
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    # Lanes beyond a row or a group compute what nobody reads.
+    # Lanes beyond a row or a group compute numbers that are never read.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 

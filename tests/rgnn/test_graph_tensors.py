@@ -16,7 +16,7 @@ N, R = 12, 4
 
 
 def edges(seed: int = 0) -> GraphTensors:
-    """As a user has them: int64, and nobody's but the test's."""
+    """Edges as a user has them: int64, and owned by the test alone."""
     graph = random_graph(N, 60, seed=seed)
     return GraphTensors(graph.edge_index, graph.edge_type, None, N, R, 1)
 

@@ -266,7 +266,7 @@ def test_operators_keep_torchs_rules(name):
     graph = graph_of_size(12, 60)
     arguments = layer_arguments(name, graph)
     function = rgnn.compile(LAYER_FUNCTIONS[name].__wrapped__)
-    traced, inputs, check = function._trace_symbolic(split_graph(graph), arguments)
+    traced, inputs, check = function._trace(split_graph(graph), arguments)
     program = _custom_ops._remember(function._registration, traced, check)
     numbers = [graph.num_nodes, graph.num_relations, graph.num_node_types]
     indices = [t for t in split_graph(graph) if isinstance(t, torch.Tensor)]

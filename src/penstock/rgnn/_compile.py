@@ -115,7 +115,7 @@ class CompiledFunction:
         self._registration = _custom_ops.register(
             function.__name__,
             options=f"{(tuple(sorted(without)), backend)}",
-            trace=self._trace_symbolic,
+            trace=self._trace,
             compile=self._compile_for,
         )
 
@@ -218,11 +218,11 @@ class CompiledFunction:
         """Return the trace of a call and the tensors that its program takes, by name."""
         _check_graph(graph)
         arguments = bind_arguments(self._signature, args, kwargs)
-        traced, tensors, _ = self._trace(arguments, graph.device, graph.counts.rows)
+        traced, tensors, _ = self._trace(graph, arguments)
         return traced, dict(zip(traced.program.inputs(), tensors, strict=True))
 
-    def _trace_symbolic(
-        self, graph: GraphTensors, arguments: tuple[Any, ...]
+    def _trace(
+        self, graph: Graph | GraphTensors, arguments: Sequence[Any]
     ) -> tuple[TracedFunction, list[torch.Tensor], Callable[[], None] | None]:
         """Trace a call on tensors that may have no data.
 
@@ -230,11 +230,8 @@ class CompiledFunction:
             The trace; the tensors that its program takes; and a check that raises if what the
             function reads besides its arguments has changed since.
         """
-        return self._trace(arguments, graph.device, graph.rows)
-
-    def _trace(
-        self, arguments: Sequence[Any], device: torch.device, rows: Callable[[Space], int]
-    ) -> tuple[TracedFunction, list[torch.Tensor], Callable[[], None] | None]:
+        device = graph.device
+        rows = graph.counts.rows if isinstance(graph, Graph) else graph.rows
         kinds = {}
         for name, kind in zip(self._names, describe(arguments), strict=True):
             if isinstance(kind, TensorKind):

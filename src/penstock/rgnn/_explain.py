@@ -94,7 +94,7 @@ class Explanation:
             if kernel.is_backward is not phase:
                 phase = kernel.is_backward
                 lines += ["", "backward" if phase else "forward"]
-            lines += _kernel_lines(number, kernel)
+            lines += _write_kernel_lines(number, kernel)
         lines += ["", "rewrites, decided for about this size and as many rows for each edge"]
         lines += [f"  {decision}" for decision in self.decisions] or ["  none found a place"]
         lines += [f"  {name} is switched off" for name in self.without]
@@ -195,7 +195,7 @@ def _write_expression(program: Program, node: Node) -> str:
     return f"{node.op}({', '.join(parts)})"
 
 
-def _kernel_lines(number: int, kernel: ExplainedKernel) -> list[str]:
+def _write_kernel_lines(number: int, kernel: ExplainedKernel) -> list[str]:
     head = f"  {number}. {kernel.kind} over {kernel.num_rows:,} {kernel.rows_of} rows"
     if kernel.grouped_by is not None:
         head += f", grouped by {kernel.grouped_by}"

@@ -40,20 +40,8 @@ from penstock.rgnn.spaces import Coordinate, RowMap, Space
 Shape = tuple[int, ...]
 
 BINARY = frozenset({"add", "sub", "mul", "div", "relu_gradient"})
-UNARY = frozenset(
-    {
-        "scale",
-        "shift",
-        "reciprocal",
-        "exp",
-        "log",
-        "tanh",
-        "sigmoid",
-        "relu",
-        "leaky_relu",
-        "leaky_relu_slope",
-    }
-)
+UNARY = frozenset({"scale", "shift", "reciprocal", "exp", "log", "tanh", "sigmoid", "relu"})
+UNARY |= {"leaky_relu", "leaky_relu_slope"}
 LEAVES = frozenset({"input", "inverse_count"})
 MOVES = frozenset({"gather", "sum", "softmax"})  # rows of the result need other rows of an operand
 RESHAPES = frozenset({"reshape", "expand", "total", "concat", "slice", "pad"})
@@ -171,10 +159,10 @@ class Builder:
             ValueError: The operands' shapes do not fit; the message says how.
         """
         assert op in OPERATORS, op
-        if op == "gather" and (short := self._shorter_gather(operands[0], attributes["map"])):
+        if op == "gather" and (short := self._shorten_gather(operands[0], attributes["map"])):
             return short[0]
         if op in ROWWISE:
-            row_map = self.type_map(operands)
+            row_map = self.find_type_map(operands)
             if row_map is not None:
                 moved = [self.read(operand, row_map) for operand in operands]
                 assert None not in moved
@@ -231,7 +219,7 @@ class Builder:
             self._known[node] = position
         return position
 
-    def _shorter_gather(self, position: int, row_map: RowMap) -> tuple[int] | None:
+    def _shorten_gather(self, position: int, row_map: RowMap) -> tuple[int] | None:
         """Return a shorter form of a gather: along an identity, or from a single row."""
         node = self.nodes[position]
         if row_map == spaces.identity(row_map.rows):
@@ -240,7 +228,7 @@ class Builder:
             return (self.add("gather", node.operands[0], map=spaces.to_one(row_map.rows)),)
         return None
 
-    def type_map(self, operands: Sequence[int]) -> RowMap | None:
+    def find_type_map(self, operands: Sequence[int]) -> RowMap | None:
         """Return the one map into types (or the single row) along which every operand is read."""
         nodes = [self.nodes[operand] for operand in operands]
         if not nodes or any(node.op != "gather" for node in nodes):
@@ -281,7 +269,7 @@ def infer_shape(op: str, shapes: list[Shape], attributes: dict[str, Any]) -> Sha
     if op == "dot":
         left, right = shapes
         if not left or len(left) != len(right) or left[-1] != right[-1]:
-            raise ValueError(f"dot needs two vectors of one length; got {_say(left, right)}")
+            raise ValueError(f"dot needs two vectors of one length; got {_show(left, right)}")
         return broadcast(left[:-1], right[:-1])
     if op == "matmul":
         return _matmul_shape(*shapes, transposed=attributes["transposed"])
@@ -295,7 +283,7 @@ def infer_shape(op: str, shapes: list[Shape], attributes: dict[str, Any]) -> Sha
             else len(shape) == len(shapes[0]) and broadcast(shape, shapes[0]) == shape
         )
         if not fits:
-            raise ValueError(f"rows of shape {_say(shapes[0])} cannot become {_say(shape)}")
+            raise ValueError(f"rows of shape {_show(shapes[0])} cannot become {_show(shape)}")
         return shape
     if op == "total":
         axes = attributes["axes"]
@@ -319,7 +307,7 @@ def broadcast(left: Shape, right: Shape) -> Shape:
     padded = [shape + (1,) * (length - len(shape)) for shape in (left, right)]
     for one, other in zip(*padded, strict=True):
         if one != other and 1 not in (one, other):
-            raise ValueError(f"rows of shapes {_say(left, right)} do not line up from the left")
+            raise ValueError(f"rows of shapes {_show(left, right)} do not line up from the left")
     return tuple(other if one == 1 else one for one, other in zip(*padded, strict=True))
 
 
@@ -366,17 +354,17 @@ def find_coordinates(program: Program) -> tuple[frozenset[Coordinate], ...]:
 
 def _matmul_shape(left: Shape, right: Shape, *, transposed: bool) -> Shape:
     if len(right) < 2:
-        raise ValueError(f"@ needs a matrix on its right; got rows of shape {_say(right)}")
+        raise ValueError(f"@ needs a matrix on its right; got rows of shape {_show(right)}")
     *heads, rows, columns = right
     if transposed:
         rows, columns = columns, rows
     if not left or left[-1] != rows:
-        raise ValueError(f"@ of rows of shapes {_say(left, right)}: {_say(left)} is no row of it")
+        raise ValueError(f"@ of rows of shapes {_show(left, right)}: {_show(left)} is no row of it")
     batch = left[:-1]
     if len(heads) > len(batch) or any(
         of_left not in (1, of_right) for of_left, of_right in zip(batch, heads, strict=False)
     ):
-        raise ValueError(f"@ of rows of shapes {_say(left, right)}: the heads differ")
+        raise ValueError(f"@ of rows of shapes {_show(left, right)}: the heads differ")
     return (*broadcast(batch, tuple(heads)), columns)
 
 
@@ -390,7 +378,7 @@ def _joined_shape(op: str, shapes: list[Shape], attributes: dict[str, Any]) -> S
     lengths = [shape[axis] for shape in shapes]
     others = {shape[:axis] + shape[axis + 1 :] for shape in shapes}
     if len(others) != 1:
-        raise ValueError(f"concat of rows of shapes {_say(*shapes)}: only the last may differ")
+        raise ValueError(f"concat of rows of shapes {_show(*shapes)}: only the last may differ")
     if op == "slice":
         if not 0 <= attributes["begin"] <= attributes["end"] <= lengths[0]:
             raise ValueError(
@@ -402,5 +390,5 @@ def _joined_shape(op: str, shapes: list[Shape], attributes: dict[str, Any]) -> S
     return (*shapes[0][:axis], length, *shapes[0][axis + 1 :])
 
 
-def _say(*shapes: Shape) -> str:
+def _show(*shapes: Shape) -> str:
     return " and ".join(str(list(shape)) for shape in shapes)

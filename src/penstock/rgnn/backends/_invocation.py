@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
@@ -40,19 +41,25 @@ class Invocation:
         return torch.get_default_dtype()
 
 
-class Backend(Protocol):
-    """A way to run lowered programs: made for one of them, called for each run."""
+class Backend(abc.ABC):
+    """A way to run lowered programs: constructed for one of them, called for each run.
+
+    Args:
+        lowered: The program.
+    """
 
     lower: ClassVar[Callable[[OptimizedProgram], LoweredProgram]]
-    """How programs are lowered for it."""
-    has_half_precision: ClassVar[bool]
+    """Lowers programs for it."""
+    has_half_precision: ClassVar[bool] = False
     """Whether it keeps values in half precision; else they are converted to float32."""
 
-    def __init__(self, lowered: LoweredProgram) -> None: ...
+    def __init__(self, lowered: LoweredProgram) -> None:
+        self._lowered = lowered
+        self._program = lowered.optimized.program
 
+    @abc.abstractmethod
     def __call__(self, invocation: Invocation) -> Results:
         """Compute the values of a direction."""
-        ...
 
 
 def enter_arguments(program: Program, invocation: Invocation) -> dict[int, torch.Tensor]:

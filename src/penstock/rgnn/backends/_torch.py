@@ -11,21 +11,23 @@ import itertools
 import torch
 
 from penstock.rgnn import interpreter
-from penstock.rgnn.backends._invocation import Invocation, Results, enter_arguments, leave_outputs
+from penstock.rgnn.backends._invocation import (
+    Backend,
+    Invocation,
+    Results,
+    enter_arguments,
+    leave_outputs,
+)
 from penstock.rgnn.graph import Graph
 from penstock.rgnn.ir import READS, Node, Program, find_source
-from penstock.rgnn.lowering import LoweredProgram, find_fused_outers, is_typed_product, lower
+from penstock.rgnn.lowering import find_fused_outers, is_typed_product, lower
 from penstock.rgnn.spaces import RowMap, Space
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """Programs in torch operators, value by value."""
 
     lower = staticmethod(lower)
-    has_half_precision = False
-
-    def __init__(self, lowered: LoweredProgram) -> None:
-        self._program = lowered.optimized.program
 
     def __call__(self, invocation: Invocation) -> Results:
         """Compute the values of a direction."""
@@ -59,7 +61,7 @@ class _Evaluation:
         """Compute the values; return the outputs as the user has them, and what is kept."""
         nodes, direction = self._program.nodes, self._invocation.direction
         self._values |= enter_arguments(self._program, self._invocation)
-        last = self._last_readers()
+        last = self._find_last_readers()
         for position in self._positions:
             if nodes[position].op == "input" or self._is_lazy(position):
                 continue
@@ -70,63 +72,63 @@ class _Evaluation:
         def read(output: int) -> torch.Tensor:
             # Autograd must not see a view of a value as an output.
             is_view = nodes[output].op in ("input", "reshape", "slice")
-            return self._rows(output).clone() if is_view else self._rows(output)
+            return self._read_rows(output).clone() if is_view else self._read_rows(output)
 
         kept = {at: self._values[at] for at in direction.keep}
         return leave_outputs(self._program, self._invocation, read, kept.values()), kept
 
     def _compute(self, node: Node) -> torch.Tensor:
         if node.op == "sum" and node.operands[0] in self._fused:
-            return self._weight_gradient(node)
+            return self._sum_outers_by_type(node)
         if is_typed_product(self._program, node):
-            return self._typed_product(node)
-        operands = [self._rows(operand) for operand in node.operands]
+            return self._multiply_by_type(node)
+        operands = [self._read_rows(operand) for operand in node.operands]
         if node.op == "sum":
             return _sum_rows(operands[0], self._graph, node.map)
         if node.op == "softmax":
             return interpreter.softmax(operands[0], self._graph, node.map, _sum_rows)
         return interpreter.apply(node, operands, self._graph).contiguous()
 
-    def _rows(self, position: int) -> torch.Tensor:
+    def _read_rows(self, position: int) -> torch.Tensor:
         """Return the rows of a value; a lazy one is computed here."""
         node = self._program.nodes[position]
         if node.op == "inverse_count":
             return interpreter.inverse_count(self._graph, node.map, self._dtype)
         if node.op == "reshape":
-            rows = self._rows(node.operands[0])
+            rows = self._read_rows(node.operands[0])
             return rows.reshape(rows.shape[0], *node.shape)
         if node.op != "gather":
             return self._values[position]
-        source = self._rows(node.operands[0])
+        source = self._read_rows(node.operands[0])
         if node.map.into is Space.ONE:  # the same for all rows: broadcasting does it
             return source.expand(self._graph.counts.rows(node.map.rows), *source.shape[1:])
         return source.index_select(0, self._graph.index(node.map))
 
-    def _typed_product(self, node: Node) -> torch.Tensor:
+    def _multiply_by_type(self, node: Node) -> torch.Tensor:
         """Compute y_i = x_i W_{type of i}: one product per type that has rows."""
-        vector = self._rows(node.operands[0])
+        vector = self._read_rows(node.operands[0])
         matrix = self._program.nodes[node.operands[1]]
-        weights = self._rows(matrix.operands[0])
+        weights = self._read_rows(matrix.operands[0])
         if node["transposed"]:
             weights = weights.transpose(-1, -2)
         out = vector.new_empty(vector.shape[0], *node.shape)
-        order, segments = _segments(self._graph, matrix.map)
+        order, segments = _find_segments(self._graph, matrix.map)
         if order is not None:
             vector = vector.index_select(0, order)
         for kind, begin, end in segments:
-            _product(vector[begin:end], weights[kind], out[begin:end])
+            _multiply(vector[begin:end], weights[kind], out[begin:end])
         return out if order is None else torch.empty_like(out).index_copy_(0, order.long(), out)
 
-    def _weight_gradient(self, node: Node) -> torch.Tensor:
+    def _sum_outers_by_type(self, node: Node) -> torch.Tensor:
         """Compute G_r = sum of x_i^T g_i over rows i of type r: one product per type."""
         outer = self._program.nodes[node.operands[0]]
-        left, right = (self._rows(operand) for operand in outer.operands)
+        left, right = (self._read_rows(operand) for operand in outer.operands)
         out = left.new_zeros(self._graph.counts.rows(node.space), *node.shape)
-        order, segments = _segments(self._graph, node.map)
+        order, segments = _find_segments(self._graph, node.map)
         if order is not None:
             left, right = left.index_select(0, order), right.index_select(0, order)
         for kind, begin, end in segments:
-            out[kind] = _outer_sum(left[begin:end], right[begin:end], outer["heads"])
+            out[kind] = _sum_outers(left[begin:end], right[begin:end], outer["heads"])
         return out
 
     def _is_lazy(self, position: int) -> bool:
@@ -134,7 +136,7 @@ class _Evaluation:
         op = self._program.nodes[position].op
         return op in READS or op == "inverse_count" or position in self._fused
 
-    def _last_readers(self) -> dict[int, list[int]]:
+    def _find_last_readers(self) -> dict[int, list[int]]:
         """Return, for each computed value, the values that are not read after it."""
         direction = self._invocation.direction
         nodes = self._program.nodes
@@ -175,7 +177,7 @@ def sum_grouped_rows(rows: torch.Tensor, graph: Graph, row_map: RowMap) -> torch
     return total.reshape(len(lengths), *rows.shape[1:])
 
 
-def _segments(
+def _find_segments(
     graph: Graph, row_map: RowMap
 ) -> tuple[torch.Tensor | None, list[tuple[int, int, int]]]:
     """Return an order that sorts rows by type, and (type, begin, end) for each type with rows."""
@@ -187,7 +189,7 @@ def _segments(
     return order, [(kind, begin, end) for kind, (begin, end) in ends if begin < end]
 
 
-def _product(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+def _multiply(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """Write `rows @ weight`: (r, *batch, k) and (k, n), or (r, heads or 1, k) and (heads, k, n)."""
     if weight.dim() == 2:
         torch.matmul(rows, weight, out=out)
@@ -195,7 +197,7 @@ def _product(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> Non
         out.copy_(torch.matmul(rows.transpose(0, 1), weight).transpose(0, 1))
 
 
-def _outer_sum(left: torch.Tensor, right: torch.Tensor, heads: int) -> torch.Tensor:
+def _sum_outers(left: torch.Tensor, right: torch.Tensor, heads: int) -> torch.Tensor:
     """Sum over rows of outer products: (r, *batch, k) and (r, *batch, n) to (*heads, k, n)."""
     if heads:
         return left.permute(1, 2, 0) @ right.permute(1, 0, 2)

@@ -88,7 +88,7 @@ def combine(coefficients: Value | Argument, bases: Argument) -> Any:
         raise TraceError(f"combine needs the bases as an argument of the function; got {bases!r}")
     trace = bases.trace
 
-    def combined(position: int) -> int:
+    def combine_at(position: int) -> int:
         space = trace.builder.nodes[position].space
         base = bases.bind(Space.ONE)
         num_bases, *shape = trace.builder.nodes[base].shape or (0,)
@@ -99,8 +99,8 @@ def combine(coefficients: Value | Argument, bases: Argument) -> Any:
 
     if isinstance(coefficients, Argument):
         name = f"combine({coefficients.name}, {bases.name})"
-        return Argument(trace, name, lambda space: combined(coefficients.bind(space)))
-    return Value(trace, combined(coefficients.position))
+        return Argument(trace, name, lambda space: combine_at(coefficients.bind(space)))
+    return Value(trace, combine_at(coefficients.position))
 
 
 def edge_softmax(scores: Value, *, within: str = "destination") -> Value:

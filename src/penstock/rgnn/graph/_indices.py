@@ -86,9 +86,9 @@ class Indices:
         if row_map == spaces.EDGE_TYPE:
             return self._edge_type.index_select(0, self.edge_order)
         if row_map in (spaces.EDGE_SRC_PAIR, spaces.SRC_PAIR_SRC, spaces.SRC_PAIR_TYPE):
-            return self._pair_index(self._src_pairs, row_map.name)
+            return self._build_pair_index(self._src_pairs, row_map.name)
         if row_map in (spaces.EDGE_DST_PAIR, spaces.DST_PAIR_DST, spaces.DST_PAIR_TYPE):
-            return self._pair_index(self._dst_pairs, row_map.name)
+            return self._build_pair_index(self._dst_pairs, row_map.name)
         if row_map == spaces.NODE_TYPE_OF:
             if self._node_type is not None:
                 return self._node_type
@@ -146,7 +146,7 @@ class Indices:
     @_outside_inference_mode
     def _by_src_pair(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`relation * num_nodes + source` of all edges in ascending order, and the edges so."""
-        return torch.sort(self._pair_keys(spaces.EDGE_SRC), stable=True)
+        return torch.sort(self._build_pair_keys(spaces.EDGE_SRC), stable=True)
 
     @cached_property
     @_outside_inference_mode
@@ -163,12 +163,14 @@ class Indices:
     @_outside_inference_mode
     def _dst_pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The same of destinations, by which the edges are in order."""
-        return torch.unique_consecutive(self._pair_keys(spaces.EDGE_DST), return_inverse=True)
+        return torch.unique_consecutive(self._build_pair_keys(spaces.EDGE_DST), return_inverse=True)
 
-    def _pair_keys(self, end: RowMap) -> torch.Tensor:
+    def _build_pair_keys(self, end: RowMap) -> torch.Tensor:
         return self.index(spaces.EDGE_TYPE).long() * self.num_nodes + self.index(end)
 
-    def _pair_index(self, pairs: tuple[torch.Tensor, torch.Tensor], name: str) -> torch.Tensor:
+    def _build_pair_index(
+        self, pairs: tuple[torch.Tensor, torch.Tensor], name: str
+    ) -> torch.Tensor:
         key, pair_of_edge = pairs
         num_nodes = max(self.num_nodes, 1)
         if name.endswith(".type"):

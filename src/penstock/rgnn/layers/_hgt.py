@@ -143,7 +143,7 @@ class HGTConv(nn.Module):
             return {}
         p_rel = torch.cat([self.p_rel[_key("__".join(t))] for t in self.edge_types])
         scale = p_rel / math.sqrt(self.out_channels // self.heads)
-        if self._multiplies_weights_first(graph, sizes):
+        if self._should_multiply_weights_first(graph, sizes):
             attended = self._attend_features(graph, x_dict, scale)
         else:
             attended = self._attend_projections(graph, x_dict, scale)
@@ -154,7 +154,7 @@ class HGTConv(nn.Module):
                 results[name] = self._project_output(name, h, x_dict[name])
         return results
 
-    def _multiplies_weights_first(self, graph: Graph, sizes: dict[str, int]) -> bool:
+    def _should_multiply_weights_first(self, graph: Graph, sizes: dict[str, int]) -> bool:
         """Return whether that takes fewer multiplications than projecting nodes, and is legal."""
         if len(set(self.in_channels.values())) > 1:
             return False  # features of different lengths have no common rows

@@ -31,7 +31,7 @@ def fuse_sums(program: Program, schedule: KernelSchedule, counts: Counts) -> Ker
     """Fuse each product with the sum that alone reads it; the kernel stands where the sum stood."""
 
     def find(kernel: Kernel) -> int | None:
-        product = _summed_product(program, kernel)
+        product = _find_summed_product(program, kernel)
         if product is None or product in program.outputs:
             return None
         num_rows = counts.rows(program.nodes[product].space)
@@ -59,7 +59,7 @@ def fuse_biases(program: Program, schedule: KernelSchedule) -> KernelSchedule:
         biased = dataclasses.replace(maker, stages=((product, reader.values[0]),))
         return biased, dataclasses.replace(reader, stages=())
 
-    return _fuse_products(program, schedule, lambda k: _biased_product(program, k), fuse)
+    return _fuse_products(program, schedule, lambda k: _find_biased_product(program, k), fuse)
 
 
 def _fuse_products(
@@ -86,7 +86,7 @@ def _fuse_products(
     )
 
 
-def _biased_product(program: Program, kernel: Kernel) -> int | None:
+def _find_biased_product(program: Program, kernel: Kernel) -> int | None:
     """Return the product that a kernel only adds an argument's row of the same type to."""
     if kernel.kind is not KernelKind.TRAVERSAL or len(kernel.values) != 1:
         return None
@@ -104,7 +104,7 @@ def _biased_product(program: Program, kernel: Kernel) -> int | None:
     return None
 
 
-def _summed_product(program: Program, kernel: Kernel) -> int | None:
+def _find_summed_product(program: Program, kernel: Kernel) -> int | None:
     """Return the product of which a kernel sums the rows, if its loop does nothing else."""
     grouping = kernel.grouped_by
     if grouping is None or _SUMS.get(kernel.space) != grouping or len(kernel.stages) != 1:

@@ -166,7 +166,7 @@ class _ScratchModel:
         needs = [{maker[value] for value in values} - {n} for n, values in enumerate(read)]
         waiting, done, order = set(range(len(kernels))), set(), []
 
-        def growth(number: int) -> tuple[bool, int, int]:
+        def measure_growth(number: int) -> tuple[bool, int, int]:
             computed = [v for v in kernels[number].values if v in self.materialised]
             freed = [
                 value
@@ -181,7 +181,7 @@ class _ScratchModel:
 
         while waiting:
             ready = [number for number in waiting if needs[number] <= done]
-            number = min(ready, key=growth)
+            number = min(ready, key=measure_growth)
             order.append(kernels[number])
             waiting.remove(number)
             done.add(number)

@@ -46,7 +46,7 @@ def aggregate_first(program: Program, counts: Counts, *, can_compact: bool = Tru
         if node.op != "sum" or node.map not in _STEPS:
             return None
         found = _find_product(program, node.operands[0])
-        if found is None or rewriter.typed_map(program.nodes[found.product].operands[1]) != (
+        if found is None or rewriter.find_typed_map(program.nodes[found.product].operands[1]) != (
             spaces.EDGE_TYPE
         ):
             return None

@@ -71,7 +71,7 @@ class Rewriter:
         self.decisions.append(Decision(self.name, applied, what, reason, where))
         return applied
 
-    def typed_map(self, position: int) -> RowMap | None:
+    def find_typed_map(self, position: int) -> RowMap | None:
         """Return the map along which a weight is read, if the value is one."""
         node = self.program.nodes[position]
         return node.map if node.op == "gather" and node.map.into in TYPES else None

@@ -59,13 +59,13 @@ def _rewrite_dot(
     nodes, builder = rewriter.program.nodes, rewriter.builder
     left, right = nodes[position].operands
     for product, vector in ((left, right), (right, left)):
-        if nodes[product].op != "matmul" or rewriter.typed_map(vector) is None:
+        if nodes[product].op != "matmul" or rewriter.find_typed_map(vector) is None:
             continue
         x, matrix = nodes[product].operands
-        if rewriter.typed_map(matrix) is None:
+        if rewriter.find_typed_map(matrix) is None:
             continue
         what = "dot(x @ W, a) to dot(x, W a)"
-        row_map = builder.type_map((rewriter.place[vector], rewriter.place[matrix]))
+        row_map = builder.find_type_map((rewriter.place[vector], rewriter.place[matrix]))
         if row_map is None:
             rewriter.decide(position, False, what, "W and a are not indexed by the same types")
             continue
@@ -138,7 +138,7 @@ def _find_chain(rewriter: Rewriter, position: int) -> _Chain | None:
     if nodes[inner].op != "matmul":
         return None
     x, first = nodes[inner].operands
-    first_map, second_map = rewriter.typed_map(first), rewriter.typed_map(second)
+    first_map, second_map = rewriter.find_typed_map(first), rewriter.find_typed_map(second)
     is_typed_first = first_map == spaces.EDGE_TYPE and second_map == spaces.to_one(Space.EDGE)
     if first_map is None or (second_map != spaces.EDGE_TYPE and not is_typed_first):
         return None

@@ -17,7 +17,13 @@ import torch
 
 from penstock.codegen import load_library
 from penstock.rgnn import interpreter
-from penstock.rgnn.backends._invocation import Invocation, Results, enter_arguments, leave_outputs
+from penstock.rgnn.backends._invocation import (
+    Backend,
+    Invocation,
+    Results,
+    enter_arguments,
+    leave_outputs,
+)
 from penstock.rgnn.backends.cpp._arena import ArenaValue, assign_offsets, place_in_results
 from penstock.rgnn.backends.cpp._graph_arrays import GraphArrays, find_arrays
 from penstock.rgnn.backends.cpp._source import EntryPoint, write_source
@@ -52,14 +58,13 @@ class _LibraryKey:
     has_hubs: bool
 
 
-class CppBackend:
+class CppBackend(Backend):
     """Programs in generated C++, on the CPU."""
 
     lower = staticmethod(lower_for_arena)
-    has_half_precision = False
 
     def __init__(self, lowered: LoweredProgram) -> None:
-        self._lowered = lowered
+        super().__init__(lowered)
         of_kernels = (
             kernel.grouped_by
             for kernel in lowered.schedule.kernels
@@ -171,7 +176,7 @@ class _DirectionFunction:
             elif value in rows and kind not in _WORKSPACES:
                 numbers[place] = rows[value].data_ptr()
             else:
-                name = _workspace_name(value) if kind in _WORKSPACES else value
+                name = _name_workspace(value) if kind in _WORKSPACES else value
                 name = binding.same_place.get(name, name)
                 if name in rows:
                     numbers[place] = rows[name].data_ptr()
@@ -218,11 +223,11 @@ class _DirectionFunction:
         )
         results = [each for value, each in placed.items() if value in owned]
         others = [each for value, each in placed.items() if value not in owned]
-        in_results, rest = place_in_results([*others, *self._workspaces(arrays)], results)
+        in_results, rest = place_in_results([*others, *self._find_workspaces(arrays)], results)
         shapes = {value: shape for value, shape in shapes.items() if value in owned}
         return _Binding(numbers, shapes, same_place, in_results, *assign_offsets(rest))
 
-    def _workspaces(self, arrays: GraphArrays) -> Iterator[ArenaValue]:
+    def _find_workspaces(self, arrays: GraphArrays) -> Iterator[ArenaValue]:
         """Yield the memory of one kernel's own."""
         for _, kind, value in self._of_call:
             node = self._program.nodes[value]
@@ -235,7 +240,7 @@ class _DirectionFunction:
                 continue
             kernel = self._live_ranges[value][0]
             num_bytes = num_elements * self._dtype.itemsize
-            yield ArenaValue(_workspace_name(value), kernel, kernel, num_bytes)
+            yield ArenaValue(_name_workspace(value), kernel, kernel, num_bytes)
 
 
 def _has_dense_rows(rows: torch.Tensor) -> bool:
@@ -246,7 +251,7 @@ def _has_dense_rows(rows: torch.Tensor) -> bool:
     )
 
 
-def _workspace_name(value: int) -> int:
+def _name_workspace(value: int) -> int:
     return -1 - value
 
 

@@ -14,7 +14,13 @@ from triton import knobs
 
 from penstock.codegen import load_module
 from penstock.errors import PenstockError
-from penstock.rgnn.backends._invocation import Invocation, Results, enter_arguments, leave_outputs
+from penstock.rgnn.backends._invocation import (
+    Backend,
+    Invocation,
+    Results,
+    enter_arguments,
+    leave_outputs,
+)
 from penstock.rgnn.backends._torch import run_in_torch
 from penstock.rgnn.backends.triton._body import Inexpressible
 from penstock.rgnn.backends.triton._launch import KernelLaunch, LaunchContext, compile_together
@@ -45,14 +51,14 @@ class _Module:
     """For each kernel of the schedule, the values that it reads from memory."""
 
 
-class TritonBackend:
+class TritonBackend(Backend):
     """Programs in Triton kernels."""
 
     lower = staticmethod(lower)
     has_half_precision = True
 
     def __init__(self, lowered: LoweredProgram) -> None:
-        self._lowered = lowered
+        super().__init__(lowered)
         self._compiled: set[tuple[Direction, frozenset[torch.dtype]]] = set()
 
     def __call__(self, invocation: Invocation) -> Results:
@@ -95,7 +101,7 @@ class TritonBackend:
             invocation: The run.
             launch: Runs a launch, or records it only.
         """
-        program, direction = self._lowered.optimized.program, invocation.direction
+        program, direction = self._program, invocation.direction
         memory = dict(invocation.given)
         for position, rows in enter_arguments(program, invocation).items():
             memory[position] = rows.contiguous()
@@ -128,7 +134,7 @@ class TritonBackend:
         written = write_source(self._lowered)
         for number, reason in written.reasons.items():
             _logger.info("kernel %d of the program runs in torch: %s", number, reason)
-        program, kernels = self._lowered.optimized.program, self._lowered.schedule.kernels
+        program, kernels = self._program, self._lowered.schedule.kernels
         functions = load_module("rgnn_traversals", written.text)
         reads = tuple(_find_reads(program, kernel) for kernel in kernels)
         return _Module(written, functions, reads)

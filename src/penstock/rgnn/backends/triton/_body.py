@@ -167,7 +167,7 @@ class KernelBody:
                 indices = reshape_indices(indices, node.shape, self.nodes[operand].shape)
             position = operand
         if node.op == "inverse_count":
-            return self._inverse_count(node.map, maps, name)
+            return self._read_inverse_count(node.map, maps, name)
         if position not in self._computed:
             return self._load(position, maps, indices, name)
         if node.op == "sum":
@@ -211,8 +211,8 @@ class KernelBody:
         total = self.read_total(position, node.shape, indices, "_sum")
         return self.compute("tl.exp({0} - {1}) / {2}", score, largest, total, name=f"x{position}")
 
-    def _inverse_count(self, row_map: RowMap, maps: tuple[RowMap, ...], name: str) -> Variable:
-        sizes = self.parameter(GroupSizes(row_map))
+    def _read_inverse_count(self, row_map: RowMap, maps: tuple[RowMap, ...], name: str) -> Variable:
+        sizes = self.name_parameter(GroupSizes(row_map))
         row, mask = self._find_row(maps)
         guard = "" if mask is None else f", mask={mask}, other=1"
         count = f"tl.load({sizes} + {row.name}{guard})"
@@ -242,7 +242,7 @@ class KernelBody:
         shape = self.nodes[parameter.position].shape
         length = math.prod(shape)
         at = self.lift(row, axes)
-        parts = [self.parameter(parameter), at if length == 1 else f"{at} * {length}"]
+        parts = [self.name_parameter(parameter), at if length == 1 else f"{at} * {length}"]
         flat = ravel(indices, shape)
         if flat != Index():
             parts.append(self._write_index(flat, axes))
@@ -289,7 +289,7 @@ class KernelBody:
         key = (maps, is_shared)
         memo = self._shared if is_shared else self._local
         if key not in memo:
-            index = self.parameter(RowIndex(maps, order))
+            index = self.name_parameter(RowIndex(maps, order))
             text = f"tl.load({index} + {at}, mask={mask}, other=0).to(tl.int64)"
             memo[key] = self.assign(text, (), is_shared, index.replace("index", "row", 1))
         return memo[key], mask
@@ -347,7 +347,7 @@ class KernelBody:
             return block.name
         return f"{block.name}[{', '.join(places)}]"
 
-    def parameter(self, parameter: Parameter) -> str:
+    def name_parameter(self, parameter: Parameter) -> str:
         """Return the name of a parameter, which is added at its first use."""
         if parameter not in self.parameters:
             if isinstance(parameter, ValueRows):

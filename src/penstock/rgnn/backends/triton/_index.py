@@ -121,12 +121,12 @@ def index_axis(axis: Axis) -> Index:
 def index_row(shape: Shape) -> tuple[Index, ...]:
     """Return the indices of all features of rows of a shape: an axis where there are several."""
     return tuple(
-        ZERO if length == 1 else index_axis(feature_axis(depth, length))
+        ZERO if length == 1 else index_axis(make_feature_axis(depth, length))
         for depth, length in enumerate(shape)
     )
 
 
-def feature_axis(depth: int, length: int) -> Axis:
+def make_feature_axis(depth: int, length: int) -> Axis:
     """Return the axis of a block for the feature axis `depth` of rows that have `length` there."""
     return Axis(depth, length, f"i{depth}_{length}", power_of_two(length))
 

@@ -119,9 +119,14 @@ def add_pieces(
         "BLOCK_PIECES": 16,
         "BLOCK_LENGTH": min(128, power_of_two(length)),
     }
-    grid = (len(first_pieces) - 1, triton.cdiv(length, constants["BLOCK_LENGTH"]))
+    grid = (len(first_pieces) - 1, ceil_div(length, constants["BLOCK_LENGTH"]))
     arguments = (partial, out, out if targets is None else targets, first_pieces)
     context.run(KernelLaunch(_kernels.add_pieces, grid, arguments, constants))
+
+
+def ceil_div(length: int, block: int) -> int:
+    """Return how many blocks cover a length."""
+    return (length + block - 1) // block
 
 
 def sum_type(dtype: torch.dtype) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from penstock.rgnn.backends.triton._body import Indices, KernelBody, Rule, Variable
-from penstock.rgnn.backends.triton._index import ZERO, Axis, Index, feature_axis, index_axis
+from penstock.rgnn.backends.triton._index import ZERO, Axis, Index, index_axis, make_feature_axis
 from penstock.rgnn.ir import Node, Shape, broadcast
 
 
@@ -33,12 +33,12 @@ def _elementwise(template: str) -> Rule:
     return rule
 
 
-def _inner_axis(indices: Indices, length: int, further: int = 0) -> Axis | None:
+def _make_inner_axis(indices: Indices, length: int, further: int = 0) -> Axis | None:
     """Return a new axis beside those of the indices; None for a single feature."""
     if length == 1:
         return None
     depths = [axis.depth for index in indices for axis in index.axes()]
-    return feature_axis(max(depths, default=-1) + 1 + further, length)
+    return make_feature_axis(max(depths, default=-1) + 1 + further, length)
 
 
 def _index_along(axis: Axis | None) -> Index:
@@ -54,7 +54,7 @@ def _sum_axes(body: KernelBody, block: Variable, axes: list[Axis | None], name: 
 
 def _dot(body: KernelBody, node: Node, indices: Indices, name: str) -> Variable:
     shapes = [body.nodes[operand].shape for operand in node.operands]
-    axis = _inner_axis(indices, shapes[0][-1])
+    axis = _make_inner_axis(indices, shapes[0][-1])
     operands = [
         body.read(operand, (*_stretch(indices, shape[:-1]), _index_along(axis)))
         for operand, shape in zip(node.operands, shapes, strict=True)
@@ -67,7 +67,7 @@ def _matmul(body: KernelBody, node: Node, indices: Indices, name: str) -> Variab
     vector, matrix = node.operands
     batch = body.nodes[vector].shape[:-1]
     *heads, _, _ = body.nodes[matrix].shape
-    axis = _inner_axis(indices, body.nodes[vector].shape[-1])
+    axis = _make_inner_axis(indices, body.nodes[vector].shape[-1])
     left = body.read(vector, (*_stretch(indices, batch), _index_along(axis)))
     ends = (_index_along(axis), indices[-1])
     if node["transposed"]:
@@ -81,7 +81,7 @@ def _outer(body: KernelBody, node: Node, indices: Indices, name: str) -> Variabl
     shapes = [body.nodes[operand].shape for operand in node.operands]
     heads = node["heads"]
     lengths = broadcast(shapes[0][:-1], shapes[1][:-1])[heads:]
-    axes = [_inner_axis(indices, length, further) for further, length in enumerate(lengths)]
+    axes = [_make_inner_axis(indices, length, further) for further, length in enumerate(lengths)]
     batch = (*indices[:heads], *map(_index_along, axes))
     left, right = (
         body.read(operand, (*_stretch(batch, shape[:-1]), index))
@@ -100,7 +100,7 @@ def _total(body: KernelBody, node: Node, indices: Indices, name: str) -> Variabl
     (operand,) = node.operands
     shape = body.nodes[operand].shape
     axes = {
-        place: _inner_axis(indices, shape[place], further)
+        place: _make_inner_axis(indices, shape[place], further)
         for further, place in enumerate(node["axes"])
     }
     read = tuple(

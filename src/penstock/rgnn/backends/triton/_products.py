@@ -6,12 +6,17 @@ import math
 from typing import Any
 
 import torch
-import triton
 
 from penstock.rgnn.backends.triton import _kernels, _tables
 from penstock.rgnn.backends.triton._body import Inexpressible
 from penstock.rgnn.backends.triton._index import power_of_two
-from penstock.rgnn.backends.triton._launch import KernelLaunch, LaunchContext, add_pieces, sum_type
+from penstock.rgnn.backends.triton._launch import (
+    KernelLaunch,
+    LaunchContext,
+    add_pieces,
+    ceil_div,
+    sum_type,
+)
 from penstock.rgnn.interpreter import wide_dtype
 from penstock.rgnn.ir import Node, Shape, broadcast, find_maps, find_source
 from penstock.rgnn.spaces import RowMap
@@ -49,7 +54,7 @@ def run_typed_product(context: LaunchContext, node: Node) -> torch.Tensor:
     operand_rows = (operand, operand if operand_index is None else operand_index)
     out_rows = (out, out if out_index is None else out_index)
     table = (tiles.targets, tiles.begins, tiles.ends)
-    grid = (tiles.count * triton.cdiv(width, blocks["BLOCK_WIDTH"]), num_heads)
+    grid = (tiles.count * ceil_div(width, blocks["BLOCK_WIDTH"]), num_heads)
     arguments = (*operand_rows, weight, *out_rows, *table)
     context.run(
         KernelLaunch(_kernels.segment_gemm, grid, arguments, {**constants, **blocks}, num_stages=3)
@@ -91,9 +96,7 @@ def run_weight_gradient(context: LaunchContext, node: Node) -> torch.Tensor:
     }
     constants |= {"BATCH": batch, "HEADS": num_heads, "HEIGHT": height, "WIDTH": width}
     constants |= {"PRECISION": _choose_precision(dtype), "SUM": sum_type(dtype), **blocks}
-    num_blocks = triton.cdiv(height, blocks["BLOCK_HEIGHT"]) * triton.cdiv(
-        width, blocks["BLOCK_WIDTH"]
-    )
+    num_blocks = ceil_div(height, blocks["BLOCK_HEIGHT"]) * ceil_div(width, blocks["BLOCK_WIDTH"])
     grid = (pieces.count * num_blocks, num_heads)
     arguments += [partial, pieces.begins, pieces.ends]
     context.run(

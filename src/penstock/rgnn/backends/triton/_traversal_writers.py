@@ -216,7 +216,7 @@ class GroupedWriter:
         row = "slot.to(tl.int64)"
         is_read = any(re.search(r"\brow\b", line) for line in self.body.loop)
         if is_read and not is_sorted(self._grouped_by):
-            order = self.body.parameter(RowIndex((), self._grouped_by))
+            order = self.body.name_parameter(RowIndex((), self._grouped_by))
             row = f"tl.load({order} + slot, mask=is_row, other=0).to(tl.int64)"
         return [
             "slot = begin + first + tl.arange(0, ROWS)[None, :]",

@@ -8,7 +8,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import triton
 
 from penstock.rgnn.backends.triton import _kernels, _tables
 from penstock.rgnn.backends.triton._body import (
@@ -20,7 +19,13 @@ from penstock.rgnn.backends.triton._body import (
     ValueRows,
 )
 from penstock.rgnn.backends.triton._index import power_of_two
-from penstock.rgnn.backends.triton._launch import KernelLaunch, LaunchContext, add_pieces, sum_type
+from penstock.rgnn.backends.triton._launch import (
+    KernelLaunch,
+    LaunchContext,
+    add_pieces,
+    ceil_div,
+    sum_type,
+)
 from penstock.rgnn.backends.triton._source import KernelSource, TraversalSource
 from penstock.rgnn.backends.triton._tables import Bucket, CutGroups
 from penstock.rgnn.backends.triton._traversal_writers import PARTS
@@ -49,7 +54,7 @@ def run_traversal(
         num_features = min(power_of_two(written.row_features), left, 1024)
         block_rows = min(128, left // num_features)
         constants |= {"ROWS": block_rows, "FEATURES": num_features}
-        grid = (triton.cdiv(num_rows, block_rows), triton.cdiv(written.row_features, num_features))
+        grid = (ceil_div(num_rows, block_rows), ceil_div(written.row_features, num_features))
         arguments = (*_find_pointers(context, written.whole, {}), num_rows)
         context.run(KernelLaunch(getattr(module, written.whole.name), grid, arguments, constants))
         return
@@ -114,7 +119,7 @@ def _run_epilogue(
     count = len(cut_groups.groups)
     arguments = (*_find_pointers(context, epilogue, known), cut_groups.groups, count)
     kernel = getattr(module, epilogue.name)
-    grid = (triton.cdiv(count, num_groups),)
+    grid = (ceil_div(count, num_groups),)
     context.run(KernelLaunch(kernel, grid, arguments, {"GROUPS": num_groups, **constants}))
 
 
@@ -139,7 +144,7 @@ def _launch_groups(
     count = len(bucket.groups)
     arguments = (*pointers, bucket.groups, bucket.begins, bucket.ends, count)
     blocks = {"GROUPS": num_groups, "ROWS": num_rows}
-    grid = (triton.cdiv(count, num_groups),)
+    grid = (ceil_div(count, num_groups),)
     kernel = getattr(module, function.name)
     return KernelLaunch(kernel, grid, arguments, {**blocks, **constants}, num_warps)
 
@@ -170,6 +175,6 @@ def _merge_softmax_pieces(
     length = math.prod(totals[0].shape[1:])
     block = min(128, power_of_two(length))
     constants = {"LENGTH": length, "BLOCK_PIECES": 16, "BLOCK_LENGTH": block}
-    grid = (len(cut_groups.groups), triton.cdiv(length, block))
+    grid = (len(cut_groups.groups), ceil_div(length, block))
     arguments = (*pieces, *totals, cut_groups.first_pieces)
     context.run(KernelLaunch(_kernels.merge_softmax_pieces, grid, arguments, constants))
