@@ -223,7 +223,7 @@ def test_a_star_has_equal_bits_for_any_number_of_threads(name):
     ends[1, ::2] = 7
     relations = torch.randint(NUM_RELATIONS, (40_000,), generator=generator)
     graph = rgnn.Graph(ends, relations, num_nodes=500, num_relations=NUM_RELATIONS)
-    assert _graph_arrays.arrays_of(graph).hubs(spaces.EDGE_DST).tolist() == [7]
+    assert _graph_arrays.find_arrays(graph).hubs(spaces.EDGE_DST).tolist() == [7]
     function, arguments = compiled(name), layer_arguments(name, graph, dim=8)
     runs = []
     for num_threads in (1, 2, 3):
@@ -241,7 +241,7 @@ def test_what_a_step_kept_is_gone_with_it_and_its_memory_used_again(name):
     graph = random_graph(3000, 30_000)
     arguments, function = layer_arguments(name, graph, dim=24), compiled(name)
     results_and_gradients(function, graph, arguments)
-    buffers = _graph_arrays.arrays_of(graph).buffers
+    buffers = _graph_arrays.find_arrays(graph).buffers
     gc.disable()  # nothing may wait for the garbage collector
     try:
         num_buffers = buffers.num_buffers
@@ -293,7 +293,7 @@ def test_a_step_takes_as_many_bytes_as_its_rows_say(name):
     for without in ((), REWRITES):
         function = compiled(name, without)
         results_and_gradients(function, graph, arguments)  # the graph's indices are built here
-        _graph_arrays.arrays_of(graph).buffers.clear()
+        _graph_arrays.find_arrays(graph).buffers.clear()
         with _Peak() as peak:
             results_and_gradients(function, graph, arguments)
         peaks.append(peak.peak_bytes)

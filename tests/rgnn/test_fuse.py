@@ -184,7 +184,7 @@ def test_bits_are_those_of_products_that_stay_alone(name, dim, monkeypatch):
 @needs_compiler
 def test_ranges_cover_all_nodes_and_rows(small):
     graph = random_graph(50, 400)
-    arrays = _graph_arrays.arrays_of(graph)
+    arrays = _graph_arrays.find_arrays(graph)
     ranges = arrays.ranges(SRC_PAIR_SRC)
     assert ranges[0] == 0
     assert ranges[-1] == graph.num_nodes

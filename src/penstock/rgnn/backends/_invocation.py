@@ -88,13 +88,13 @@ def leave_outputs(
         read: Returns the rows of a value.
         others: Tensors with memory that no output may share.
     """
-    taken = {tensor.untyped_storage().data_ptr() for tensor in others}
+    taken = {tensor.data_ptr() for tensor in others}
     found = []
     for output in invocation.direction.outputs:
         space = program.nodes[output].space
         result = interpreter.leave(invocation.graph, space, read(output))
-        if result.untyped_storage().data_ptr() in taken:
+        if result.data_ptr() in taken:
             result = result.clone()
-        taken.add(result.untyped_storage().data_ptr())
+        taken.add(result.data_ptr())
         found.append(result)
     return tuple(found)

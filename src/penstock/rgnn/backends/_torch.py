@@ -21,7 +21,7 @@ from penstock.rgnn.backends._invocation import (
 from penstock.rgnn.graph import Graph
 from penstock.rgnn.ir import READS, Node, Program, find_source
 from penstock.rgnn.lowering import find_fused_outers, is_typed_product, lower
-from penstock.rgnn.spaces import RowMap, Space
+from penstock.rgnn.spaces import NODE_TYPE_OF, RowMap, Space
 
 
 class TorchBackend(Backend):
@@ -181,11 +181,8 @@ def _find_segments(
     graph: Graph, row_map: RowMap
 ) -> tuple[torch.Tensor | None, list[tuple[int, int, int]]]:
     """Return an order that sorts rows by type, and (type, begin, end) for each type with rows."""
-    if row_map.into is Space.ONE:
-        return None, [(0, 0, graph.counts.rows(row_map.rows))]
-    starts = graph.segment_starts(row_map)
-    order = graph.nodes_by_type if row_map.rows is Space.NODE else None
-    ends = enumerate(itertools.pairwise(starts))
+    order = graph.nodes_by_type if row_map == NODE_TYPE_OF else None
+    ends = enumerate(itertools.pairwise(graph.segment_starts(row_map)))
     return order, [(kind, begin, end) for kind, (begin, end) in ends if begin < end]
 
 

@@ -107,6 +107,8 @@ class Indices:
 
         Edges and pairs are stored sorted by relation; nodes need `nodes_by_type`.
         """
+        if row_map.into is Space.ONE:
+            return 0, self.counts.rows(row_map.rows)
         return tuple(compute_offsets(self.group_sizes(row_map).cpu()).tolist())
 
     @cached_property

@@ -47,7 +47,7 @@ class GraphTensors(NamedTuple):
 
 
 def split_graph(graph: Graph) -> GraphTensors:
-    """Return the tensors and numbers for which `graph_of` returns this graph."""
+    """Return the tensors and numbers for which `find_graph` returns this graph."""
     return GraphTensors(
         graph._edge_index,
         graph._edge_type,
@@ -85,14 +85,14 @@ def find_graph(made_from: GraphTensors) -> Graph:
         )
 
     if not is_of_tensors:
-        return make()  # which says what is wrong
+        return make()  # which raises the error
     tensors = [edge_index, edge_type, *([] if node_type is None else [node_type])]
     return remember_graph(tensors, (num_nodes, num_relations, num_node_types), make)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _RememberedGraph:
-    """A graph, and what has to be as it was for it to be the right one."""
+    """A graph, with the storages and versions of the tensors that it was made from."""
 
     storages: tuple[weakref.ref[torch.UntypedStorage], ...]
     versions: tuple[int, ...]
@@ -114,10 +114,10 @@ def remember_graph(
     """Return the graph of `make`, or the one that it made before of the same tensors and numbers.
 
     Args:
-        tensors: What the graph is made from. A change in place is noticed by torch's version
-            counter, so not if it goes through `.data` or NumPy.
-        numbers: What else decides about it.
-        make: Makes it.
+        tensors: The tensors that the graph is made from. A change in place is noticed by torch's
+            version counter, so not if it goes through `.data` or NumPy.
+        numbers: Everything else that decides about it.
+        make: Makes the graph.
     """
     if any(tensor.is_inference() for tensor in tensors):
         return make()  # such tensors do not count their changes

@@ -7,6 +7,7 @@ from penstock.rgnn.lowering._schedule import (
     KernelKind,
     KernelSchedule,
     find_fused_outers,
+    find_reads,
     is_elementwise,
     is_typed_product,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "find_fused_outers",
     "find_live_ranges",
     "find_overwritten",
+    "find_reads",
     "is_elementwise",
     "is_typed_product",
     "lower",

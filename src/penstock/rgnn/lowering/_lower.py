@@ -13,6 +13,7 @@ from penstock.rgnn.lowering._schedule import (
     KernelKind,
     KernelSchedule,
     find_fused_outers,
+    find_reads,
     is_typed_product,
 )
 from penstock.rgnn.spaces import RowMap, Space
@@ -274,14 +275,8 @@ class _Lowering:
 
     def _find_read(self, position: int) -> set[int]:
         """Return the computed values that a value reads, through reads and fused outers."""
-        found: set[int] = set()
-        for operand in self._nodes[position].operands:
-            value = self._find_source(operand)
-            if value in self._fused:
-                found |= self._find_read(value)
-            elif self._nodes[value].op not in LEAVES:
-                found.add(value)
-        return found
+        found = find_reads(self._program, position, self._fused)
+        return {value for value in found if self._nodes[value].op not in LEAVES}
 
     def _find_source(self, position: int) -> int:
         return find_source(self._program, position)

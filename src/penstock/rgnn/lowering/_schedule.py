@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from penstock.rgnn.ir import BINARY, TYPES, UNARY, Node, Program
+from penstock.rgnn.ir import BINARY, TYPES, UNARY, Node, Program, find_source
 from penstock.rgnn.spaces import RowMap, Space
 
 
@@ -105,3 +105,12 @@ def find_fused_outers(program: Program) -> frozenset[int]:
         if node.op != "sum":
             fused.difference_update(node.operands)
     return frozenset(fused)
+
+
+def find_reads(program: Program, value: int, fused: frozenset[int]) -> set[int]:
+    """Return the values that one reads, through gathers, reshapes and fused outers."""
+    found: set[int] = set()
+    for operand in program.nodes[value].operands:
+        read = find_source(program, operand)
+        found |= find_reads(program, read, fused) if read in fused else {read}
+    return found

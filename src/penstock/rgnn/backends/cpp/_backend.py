@@ -12,6 +12,7 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -49,8 +50,7 @@ _WORKSPACES = frozenset({"parts", "packed"})
 _INDEX_TYPES = {torch.int32: "int32_t", torch.int64: "int64_t"}
 
 
-@dataclasses.dataclass(frozen=True)
-class _LibraryKey:
+class _LibraryKey(NamedTuple):
     """Everything besides the program that the source of a library depends on."""
 
     dtype: torch.dtype

@@ -169,10 +169,7 @@ class GraphArrays:
         return getattr(self, field.kind)(*field.maps).data_ptr()
 
     def _cut_types(self, row_map: RowMap, length: int) -> torch.Tensor:
-        if row_map.into is Space.ONE:
-            starts = (0, self.graph.counts.rows(row_map.rows))
-        else:
-            starts = tuple(compute_offsets(self.graph.group_sizes(row_map)).tolist())
+        starts = self.graph.segment_starts(row_map)
         found = [
             (kind, first, min(first + length, end))
             for kind, (begin, end) in enumerate(itertools.pairwise(starts))

@@ -35,6 +35,7 @@ from penstock.rgnn.lowering import (
     KernelKind,
     LoweredProgram,
     find_fused_outers,
+    find_reads,
     lower,
 )
 
@@ -169,10 +170,6 @@ class TritonBackend(Backend):
 def _find_reads(program: Program, kernel: Kernel) -> frozenset[int]:
     """Find the values that a kernel reads from memory."""
     fused = find_fused_outers(program)
-    found: set[int] = set()
-    for value in kernel.values:
-        for operand in program.nodes[value].operands:
-            operands = program.nodes[operand].operands if operand in fused else (operand,)
-            found.update(find_source(program, each) for each in operands)
+    found = {read for value in kernel.values for read in find_reads(program, value, fused)}
     found = {value for value in found if program.nodes[value].op != "inverse_count"}
     return frozenset(found.difference(kernel.values))

@@ -6,13 +6,12 @@ Making a table may wait for the device; reading one never does.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import torch
 
 from penstock.rgnn import spaces
 from penstock.rgnn.graph import Graph, build_once, compute_offsets, dtype_for
-from penstock.rgnn.spaces import RowMap, Space, is_sorted
+from penstock.rgnn.spaces import RowMap, is_sorted
 
 LIGHT, MIDDLING, HEAVY = 8, 128, 2048
 """The most rows of a light, a middling and a heavy group; beyond, it is cut."""
@@ -123,11 +122,7 @@ def cut_pieces(graph: Graph, row_map: RowMap, *, batch: int) -> Runs:
 
 
 def _cut_types(graph: Graph, row_map: RowMap, batch: int, length: int) -> Runs:
-    if row_map.into is Space.ONE:
-        starts: Sequence[int] = (0, graph.counts.rows(row_map.rows))
-    else:
-        starts = graph.segment_starts(row_map)
-    starts_of = torch.tensor(starts) * batch
+    starts_of = torch.tensor(graph.segment_starts(row_map)) * batch
     return _cut_intervals(starts_of[:-1], starts_of[1:], length, graph.device)
 
 
