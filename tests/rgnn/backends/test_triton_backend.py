@@ -32,6 +32,7 @@ from penstock.errors import PenstockError
 from penstock.rgnn import spaces
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton, which comes with CUDA"
 )
@@ -41,7 +42,7 @@ needs_triton = pytest.mark.skipif(
 @pytest.mark.slow
 def test_values_under_the_interpreter():
     """In a process of its own: what is interpreted is chosen when Triton is imported."""
-    paths = [str(HERE.parent.parent / "src"), str(HERE), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT / "src"), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
@@ -56,7 +57,7 @@ def test_values_under_the_interpreter():
         capture_output=True,
         text=True,
         check=False,
-        cwd=HERE.parent.parent,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
@@ -78,7 +79,7 @@ def test_nothing_imports_triton_before_a_gpu_is_used():
         "rgnn.RGCNConv(2, 2, 1)(torch.ones(2, 2), g).sum().backward()\n"
         "assert 'penstock.rgnn.backends.triton' not in sys.modules\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent / "src")}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([sys.executable, "-c", code], env=environment, check=False)
     assert done.returncode == 0
 
