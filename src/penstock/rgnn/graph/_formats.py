@@ -97,14 +97,10 @@ def check_ends(
     Once nodes of all types are in one range, such an end would be a node of the next type.
 
     Args:
-        name: What messages call the edges.
-        edge_index: What should be integers of shape (2, num_edges).
-        types: Of sources and of destinations.
-        sizes: How many nodes each type has.
-
-    Raises:
-        TypeError: They are no tensor of integers.
-        ValueError: The shape is another one, or an end is out of range.
+        name: The name of the edges in messages.
+        edge_index: Integers of shape (2, num_edges).
+        types: Node types of sources and of destinations.
+        sizes: Number of nodes of each type.
     """
     check_integers(name, edge_index)
     if edge_index.dim() != 2 or edge_index.shape[0] != 2:

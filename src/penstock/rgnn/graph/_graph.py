@@ -160,13 +160,10 @@ class Graph(Indices):
             back = tuple(f"{name} (reverse)" for name in names.relations)
             names = dataclasses.replace(names, relations=names.relations + back)
         edge_type = self._edge_type.long()
-        return Graph(
+        return self._with_edges(
             torch.cat([self._edge_index, self._edge_index.flip(0)], dim=1),
             torch.cat([edge_type, edge_type + self.num_relations]),
-            num_nodes=self.num_nodes,
             num_relations=2 * self.num_relations,
-            node_type=self._node_type,
-            num_node_types=self.num_node_types,
             names=names,
         )
 
@@ -185,15 +182,22 @@ class Graph(Indices):
         target = torch.device(device)
         if target.type == self.device.type and target.index in (None, self.device.index):
             return self
-        return Graph(
-            self._edge_index.to(target),
-            self._edge_type.to(target),
-            num_nodes=self.num_nodes,
-            num_relations=self.num_relations,
-            node_type=None if self._node_type is None else self._node_type.to(target),
-            num_node_types=self.num_node_types,
-            names=self.names,
-        )
+        node_type = None if self._node_type is None else self._node_type.to(target)
+        edges = (self._edge_index.to(target), self._edge_type.to(target))
+        return self._with_edges(*edges, node_type=node_type)
+
+    def _with_edges(
+        self, edge_index: torch.Tensor, edge_type: torch.Tensor, **changed: Any
+    ) -> Graph:
+        """Return a graph with other edges, and all else of this one but for what is changed."""
+        same = {
+            "num_nodes": self.num_nodes,
+            "num_relations": self.num_relations,
+            "node_type": self._node_type,
+            "num_node_types": self.num_node_types,
+            "names": self.names,
+        }
+        return Graph(edge_index, edge_type, **(same | changed))
 
     def stats(self) -> GraphStats:
         """Return edges, unique (node, relation) pairs and relation sizes; `print` shows a table."""

@@ -26,12 +26,7 @@ _CANDIDATES = {
 
 
 def choose_rows(program: Program, counts: Counts) -> dict[int, RowMap]:
-    """Choose the fewest rows for each value that can be computed on fewer than its space has.
-
-    Example:
-        >>> choose_rows(program, graph.counts)  # doctest: +SKIP
-        {4: src_pair}
-    """
+    """Choose the fewest rows for each value that can be computed on fewer than its space has."""
     depends = find_coordinates(program)
     layout = {}
     for position, node in enumerate(program.nodes):

@@ -34,11 +34,6 @@ class JointProgram:
 def differentiate(program: Program, wrt: Sequence[str]) -> JointProgram:
     """Append the gradients of a program's outputs with respect to some of its inputs.
 
-    Example:
-        >>> joint = differentiate(program, ["W"])  # doctest: +SKIP
-        >>> joint.program.outputs[joint.num_outputs :]  # doctest: +SKIP
-        (17,)
-
     Args:
         program: Without `outer`, which only a derivative has.
         wrt: Names of inputs.

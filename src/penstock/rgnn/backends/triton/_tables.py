@@ -99,7 +99,7 @@ def cut_tiles(graph: Graph, maps: tuple[RowMap, ...], *, batch: int, block_rows:
     """Cut rows into runs of one type and at most `block_rows`, for a segment GEMM.
 
     Args:
-        graph: The graph.
+        graph: The graph that has the rows.
         maps: From rows to the weight that they are multiplied with; the first one to their type.
         batch: How many rows of the product a row has.
         block_rows: Rows of the product in a tile.
@@ -148,10 +148,6 @@ def _cut_intervals(
 @build_once
 def sort_groups(graph: Graph, row_map: RowMap) -> tuple[tuple[Bucket, ...], CutGroups | None]:
     """Sort the groups of a map by how many rows they have, so that none waits for a longer one.
-
-    Args:
-        graph: The graph.
-        row_map: Sends rows to their group.
 
     Returns:
         Groups that have a program each or share one, and the longest ones, if any are cut.
