@@ -70,8 +70,8 @@ def call(name: str, graph: Graph | GraphTensors, arguments: tuple[Any, ...]) -> 
     """Call a registered function while Dynamo traces.
 
     Args:
-        name: As `register` gave it.
-        graph: A graph, or what one can be made from.
+        name: The unique name of its registration.
+        graph: A graph, or the tensors of one.
         arguments: A value for each parameter after the graph.
     """
     if isinstance(graph, Graph):

@@ -44,7 +44,7 @@ class ExplainedKernel:
     """The map to the targets that the outer loop runs over."""
     num_rows: int
     multiplications: int
-    """Of its matrix product; 0 for a traversal."""
+    """Multiplications of its matrix product; 0 for a traversal."""
     values: tuple[ExplainedValue, ...]
 
 

@@ -127,8 +127,8 @@ def check_rows(program: Program, kinds: Mapping[str, Kind], rows: Callable[[Spac
     """Raise unless each tensor of a traced program has as many rows as the graph.
 
     Args:
-        program: As the frontend made it.
-        kinds: Of the arguments, by name.
+        program: A traced program.
+        kinds: Kinds of the arguments, by name.
         rows: The number of rows of a space.
     """
     for name, position in program.inputs().items():

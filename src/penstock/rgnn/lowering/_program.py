@@ -37,7 +37,7 @@ class LoweredProgram:
     forward: Direction
     backward: Direction
     scratch: tuple[ScratchNumbers, ...] = ()
-    """What the order of the kernels saves in each direction, if it was chosen for that."""
+    """Scratch memory of each direction, if the order of kernels was chosen for it."""
 
 
 def lower(optimized: OptimizedProgram) -> LoweredProgram:

@@ -65,7 +65,7 @@ class KernelSchedule:
 
     kernels: tuple[Kernel, ...]
     num_forward: int
-    """How many of them belong to the forward."""
+    """Number of kernels of the forward, which come first."""
     materialised: frozenset[int]
     """Values that are written to memory: read by another kernel, or an output."""
 

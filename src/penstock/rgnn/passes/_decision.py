@@ -42,7 +42,7 @@ class Rewriter:
     name: str
     builder: Builder = dataclasses.field(default_factory=Builder)
     place: list[int] = dataclasses.field(default_factory=list)
-    """Where each old node is in the new program."""
+    """Position of each old node in the new program."""
     decisions: list[Decision] = dataclasses.field(default_factory=list)
     uses: list[list[int]] = dataclasses.field(init=False)
 

@@ -21,7 +21,7 @@ class JointProgram:
     program: Program
     """Outputs of the original, then one gradient for each name in `wrt`."""
     num_outputs: int
-    """How many outputs the original has."""
+    """Number of outputs of the original."""
     wrt: tuple[str, ...]
     """The inputs that have a gradient: those of the asked-for ones that an output depends on."""
 

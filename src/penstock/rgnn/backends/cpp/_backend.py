@@ -118,13 +118,13 @@ class _Binding:
     numbers: tuple[int, ...]
     """The fields; those of a call are 0."""
     shapes: dict[int, tuple[int, ...]]
-    """Of the values that the call returns."""
+    """Shapes of the values that the call returns."""
     same_place: dict[int, int]
     """Values that lie where another one does: which."""
     in_results: dict[int, tuple[int, int]]
-    """Of the other values, those that lie in the memory of one of these: of which, and where."""
+    """Result and offset in its memory, of the other values that lie in a result's memory."""
     offsets: dict[int, int]
-    """Of the rest, in the arena."""
+    """Offsets in the arena, of the rest."""
     arena_bytes: int
 
 

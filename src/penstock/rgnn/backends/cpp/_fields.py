@@ -21,7 +21,7 @@ class Field:
     """The method of `Fields`, or of `GraphArrays` for what is a graph's."""
     maps: tuple[RowMap, ...] = ()
     position: int = -1
-    """Of the value that it is about, if it is about one."""
+    """Position of the value that it is about; -1 for none."""
     space: Space | None = None
 
 

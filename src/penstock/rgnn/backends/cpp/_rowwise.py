@@ -75,7 +75,7 @@ class Scope:
     task: KernelTask
     lines: Lines
     index: Callable[[RowMap | None], str]
-    """The expression of where a map sends the row; of the row itself for None."""
+    """Returns the target of a map for the row, as an expression; for None the row itself."""
     computed: frozenset[int]
     """Values that are computed for this row here, unless they are in `arrays`."""
     rooted: frozenset[int]
@@ -83,12 +83,12 @@ class Scope:
     arrays: dict[int, str]
     """Rows that are there, by position: the names of arrays."""
     memory: Callable[[int], str | None] = lambda position: None
-    """Where to store a value; None for a local array."""
+    """Returns the address to store a value at; None for a local array."""
     grouping: RowMap | None = None
     sums: Mapping[int, str] = dataclasses.field(default_factory=dict)
     """Finished sums of the row's group, which are read along `grouping`."""
     ahead: Callable[[RowMap | None], str | None] = lambda row_map: None
-    """Where a map sends a row that comes some rows later; None where it is no jump."""
+    """Returns the target of a map for a row that comes some rows later; None if it is no jump."""
     _pointers: dict[tuple[int, str], str] = dataclasses.field(default_factory=dict)
 
     def write_element(self, position: int, subscript: Subscript) -> str:

@@ -338,7 +338,7 @@ class KernelBody:
 
         Args:
             block: The variable.
-            axes: Of features, of the larger block.
+            axes: Axes of features of the larger block.
             is_leading: Whether the variable has axes of groups and rows.
         """
         places = [":" if is_leading else "None"] * self.num_leading

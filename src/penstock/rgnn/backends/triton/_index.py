@@ -202,7 +202,7 @@ def refine_shapes(shapes: Iterable[Shape]) -> Shape | None:
         ((4, 2, 3), None)
 
     Args:
-        shapes: Of rows of one length.
+        shapes: Shapes of rows of one length.
 
     Returns:
         None where one has a bound between axes in the middle of what is an axis of any other.

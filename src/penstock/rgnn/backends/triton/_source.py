@@ -60,7 +60,7 @@ class TraversalSource:
     stages: tuple[StageSource, ...]
     """The same, one stage after another, for groups that are cut; none without groups."""
     epilogue: KernelSource | None
-    """What follows the stages."""
+    """The kernel that follows the stages."""
     stored: tuple[int, ...]
     """The values that it writes to memory."""
     row_features: int

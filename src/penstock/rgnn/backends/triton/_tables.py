@@ -30,7 +30,7 @@ class Runs:
     begins: torch.Tensor
     ends: torch.Tensor
     first_runs: torch.Tensor
-    """Where the runs of each target begin, and where the last ones end."""
+    """The begin of the runs of each target, and the end of the last."""
 
     @property
     def count(self) -> int:
