@@ -292,7 +292,7 @@ def _in_place_of(model: str, programs: Mapping[str, Callable[..., Any]]) -> Iter
         for name, program in programs.items():
             stack.enter_context(mock.patch.object(module, name, program))
         if len(programs) < len(names):
-            patch = mock.patch.object(_hgt.HGTConv, "_multiplies_weights_first", _never)
+            patch = mock.patch.object(_hgt.HGTConv, "_should_multiply_weights_first", _never)
             stack.enter_context(patch)
         yield
 

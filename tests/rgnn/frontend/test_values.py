@@ -239,7 +239,7 @@ REFUSED = {
     "graph": (lambda g, v: len(g), "nothing can be computed with the graph"),
     "argument": (
         lambda g, v: g.sum_to_dst(v),
-        r"got argument 'v'; say whose rows it has: g.edges.src\(v\) or g.edges\(v\)",
+        r"got argument 'v'; say which rows it has: g.edges.src\(v\) or g.edges\(v\)",
     ),
     "edges": (lambda g, v: v[g.edges], r"indexed with g.edges; .*v\[g.edges.type\]"),
     "end": (lambda g, v: v[g.edges.src], r"indexed with 'g.edges.src'; .*g.edges.src\(v\)"),

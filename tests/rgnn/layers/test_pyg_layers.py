@@ -218,14 +218,14 @@ def test_hgt_computes_the_same_in_both_ways(monkeypatch):
     x = {name: random_tensor(size, 8, seed=i) for i, (name, size) in enumerate(SIZES.items())}
     found = []
     for chosen in ((lambda *_: False), (lambda *_: True)):
-        monkeypatch.setattr(layer, "_multiplies_weights_first", chosen)
+        monkeypatch.setattr(layer, "_should_multiply_weights_first", chosen)
         total = sum((h * h).sum() for h in layer(x, hetero_edges()).values())
         leaves = [*x.values(), *layer.parameters()]
         found.append(torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True))
     torch.testing.assert_close(*found)
 
 
-def test_hgt_multiplies_weights_first_only_where_that_is_less_work():
+def test_hgt_should_multiply_weights_first_only_where_that_is_less_work():
     relations = [("a", f"r{n}", "a") for n in range(40)]
     layer = rgnn.HGTConv(8, 8, (["a"], relations), heads=1)
 
@@ -238,7 +238,7 @@ def test_hgt_multiplies_weights_first_only_where_that_is_less_work():
             num_nodes=num_nodes,
             num_relations=40,
         )
-        return layer._multiplies_weights_first(graph, sizes)
+        return layer._should_multiply_weights_first(graph, sizes)
 
     assert not chosen(320)  # 40 products of an 8 x 8 matrix, as long as 320 rows
     assert chosen(321)
@@ -252,7 +252,7 @@ def test_hgt_projects_nodes_first_where_a_graphs_relations_begin_elsewhere():
     for first in (149, 150):  # the last node of a, and the first of b
         edge_index = torch.stack([torch.tensor([first, 399]), torch.tensor([399, 0])])
         graph = rgnn.Graph(edge_index, torch.arange(2), num_nodes=400)
-        is_chosen = layer._multiplies_weights_first(graph, {"a": 150, "b": 250})
+        is_chosen = layer._should_multiply_weights_first(graph, {"a": 150, "b": 250})
         assert is_chosen == (first == 149)
         linear = layer.kqv_lin.lins["a" if first < 150 else "b"]
         value = linear(torch.cat(list(x.values()))[first])[16:] @ layer.v_rel.weight[0]

@@ -148,7 +148,7 @@ def test_aggregate_first_is_rejected_where_the_product_is_needed_elsewhere():
     assert "needed elsewhere" in reasons(plan, "aggregate first")
 
 
-def test_reorder_multiplies_weights_first_where_nothing_else_needs_the_projection():
+def test_reorder_should_multiply_weights_first_where_nothing_else_needs_the_projection():
     graph = random_graph()
     plan = LAYERS["rgat"].explain(graph, *layer_arguments("rgat", graph))
     # The source projection is the message as well, the destination's is not.
