@@ -210,7 +210,7 @@ REFUSED = {
         lambda g, v: g.edges.src(v) @ (g.edges.src(v).heads(3) * g.edges.dst(v).heads(3)),
         "@ needs a weight on its right",
     ),
-    "unindexed": (lambda g, v: v @ v, "say whose rows the left side has"),
+    "unindexed": (lambda g, v: v @ v, "say which rows the left side has"),
     "heads": (lambda g, v: g.nodes(v).heads(2), "do not split into 2 heads"),
     "merge": (lambda g, v: g.nodes(v).merge_heads(), "have no heads to merge"),
     "mean": (lambda g, v: g.nodes(v).mean_heads(), "have no heads to add up"),
