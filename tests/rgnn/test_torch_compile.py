@@ -267,7 +267,7 @@ def test_operators_keep_torchs_rules(name):
     arguments = layer_arguments(name, graph)
     function = rgnn.compile(LAYER_FUNCTIONS[name].__wrapped__)
     traced, inputs, check = function._trace(split_graph(graph), arguments)
-    program = _custom_ops._remember(function._registration, traced, check)
+    program = _custom_ops._remember(function._registered, traced, check)
     numbers = [graph.num_nodes, graph.num_relations, graph.num_node_types]
     indices = [t for t in split_graph(graph) if isinstance(t, torch.Tensor)]
     is_wanted = [True] * len(inputs)

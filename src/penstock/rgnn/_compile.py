@@ -112,7 +112,7 @@ class CompiledFunction:
         self._traces = Traces(function)
         self._compiled = functools.lru_cache(_NUM_REMEMBERED)(self._compile)
         self._specialized = functools.lru_cache(_NUM_REMEMBERED)(self._specialize)
-        self._registration = _custom_ops.register(
+        self._registered = _custom_ops.register(
             function.__name__,
             options=f"{(tuple(sorted(without)), backend)}",
             trace=self._trace,
@@ -140,7 +140,7 @@ class CompiledFunction:
         """
         arguments = bind_arguments(self._signature, args, kwargs)
         if torch.compiler.is_dynamo_compiling():
-            return _custom_ops.call(self._registration.name, graph, arguments)
+            return _custom_ops.call(self._registered.name, graph, arguments)
         _check_graph(graph)
         if are_functorch_transforms_active():
             raise RuntimeError(

@@ -33,7 +33,7 @@ from penstock.rgnn.graph import Graph, GraphTensors, find_graph, split_graph
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
-class Registration:
+class RegisteredFunction:
     """A compiled function as the operators call it; it lives as long as the function.
 
     Attributes:
@@ -56,21 +56,21 @@ class Registration:
     programs: dict[str, _RegisteredProgram] = dataclasses.field(default_factory=dict)
 
 
-_functions: weakref.WeakValueDictionary[str, Registration] = weakref.WeakValueDictionary()
+_functions: weakref.WeakValueDictionary[str, RegisteredFunction] = weakref.WeakValueDictionary()
 
 
-def register(name: str, **fields: Any) -> Registration:
-    """Register a compiled function; `fields` are those of `Registration`."""
+def register(name: str, **fields: Any) -> RegisteredFunction:
+    """Register a compiled function; `fields` are those of `RegisteredFunction`."""
     unique = f"{name} {secrets.token_hex(8)}"
-    registration = _functions[unique] = Registration(unique, **fields)
-    return registration
+    registered = _functions[unique] = RegisteredFunction(unique, **fields)
+    return registered
 
 
 def call(name: str, graph: Graph | GraphTensors, arguments: tuple[Any, ...]) -> Any:
     """Call a registered function while Dynamo traces.
 
     Args:
-        name: The unique name of its registration.
+        name: The unique name that `register` gave it.
         graph: A graph, or the tensors of one.
         arguments: A value for each parameter after the graph.
     """
@@ -139,13 +139,13 @@ def _rgnn(
     }
     known = {"n": None, "y": True, "o": False}
     arguments = tuple(known[k] if k in known else next(constants[k]) for k in kinds)
-    registration = _functions[function]
-    traced, inputs, check = registration.trace(_graph_tensors(numbers, graph), arguments)
+    registered = _functions[function]
+    traced, inputs, check = registered.trace(_graph_tensors(numbers, graph), arguments)
     is_wanted = [
         torch.is_grad_enabled() and tensor.requires_grad and name in traced.used
         for name, tensor in zip(traced.program.inputs(), inputs, strict=True)
     ]
-    program = _remember(registration, traced, check)
+    program = _remember(registered, traced, check)
     outputs = torch.ops.penstock.rgnn_forward(program, is_wanted, numbers, graph, inputs)
     del outputs[len(traced.program.outputs) :]
     return [*outputs, inputs[0].new_empty(0)] if traced.is_tuple else outputs
@@ -158,7 +158,7 @@ _library.impl("rgnn", _rgnn, "CompositeImplicitAutograd")
 class _RegisteredProgram:
     """A traced program of a registered function."""
 
-    function: Registration
+    function: RegisteredFunction
     traced: TracedFunction
     check: Callable[[], None] | None
     """Raises if what the function reads besides its arguments has changed, if it reads any."""
@@ -175,7 +175,7 @@ _programs: weakref.WeakValueDictionary[str, _RegisteredProgram] = weakref.WeakVa
 
 
 def _remember(
-    function: Registration, traced: TracedFunction, check: Callable[[], None] | None
+    function: RegisteredFunction, traced: TracedFunction, check: Callable[[], None] | None
 ) -> str:
     """Return the digest of a traced program and its options; it names them to the operators."""
     # Functions that read nothing but arguments share what is compiled, also between processes.

@@ -132,7 +132,7 @@ def describe_read(program: Program, position: int, *, has_names: bool = True) ->
     return say(position)
 
 
-class Builder:
+class ProgramBuilder:
     """A builder of programs: it infers and checks shapes, and keeps typed weights small.
 
     A rowwise operator on operands that are all read along one map from types (of edges or nodes)

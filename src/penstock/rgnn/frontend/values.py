@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NoReturn
 
 from penstock.rgnn import spaces
 from penstock.rgnn.frontend.errors import TraceError, describe_user_line
-from penstock.rgnn.ir import Builder, Node, Shape
+from penstock.rgnn.ir import Node, ProgramBuilder, Shape
 from penstock.rgnn.spaces import RowMap, Space
 
 
@@ -24,7 +24,7 @@ class Trace:
     """
 
     def __init__(self, shapes: dict[str, Shape]) -> None:
-        self.builder = Builder()
+        self.builder = ProgramBuilder()
         self.whole_weights: list[tuple[str, int, str]] = []
         """Matrices for heads that the vector did not have: name, number of heads, line."""
         self._shapes = shapes

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from penstock.rgnn.ir import Builder, Program
+from penstock.rgnn.ir import Program, ProgramBuilder
 from penstock.rgnn.passes._decision import Decision, PassResult
 
 
 def common_subexpressions(program: Program) -> PassResult:
     """Let equal nodes be one, and drop what nothing needs."""
-    builder = Builder(share=True)
+    builder = ProgramBuilder(share=True)
     place: list[int] = []
     decisions = []
     for node in program.nodes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from penstock.rgnn.ir import TYPES, Builder, Program
+from penstock.rgnn.ir import TYPES, Program, ProgramBuilder
 from penstock.rgnn.spaces import RowMap
 
 
@@ -40,7 +40,7 @@ class Rewriter:
 
     program: Program
     name: str
-    builder: Builder = dataclasses.field(default_factory=Builder)
+    builder: ProgramBuilder = dataclasses.field(default_factory=ProgramBuilder)
     place: list[int] = dataclasses.field(default_factory=list)
     """Position of each old node in the new program."""
     decisions: list[Decision] = dataclasses.field(default_factory=list)

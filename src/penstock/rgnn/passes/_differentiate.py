@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
-from penstock.rgnn.ir import Builder, Node, Program, Shape
+from penstock.rgnn.ir import Node, Program, ProgramBuilder, Shape
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def differentiate(program: Program, wrt: Sequence[str]) -> JointProgram:
         The joint program. It has an input `JointProgram.seed(k)` for the gradient of output `k`,
         with the rows and the row shape of that output.
     """
-    builder = Builder()
+    builder = ProgramBuilder()
     for node in program.nodes:
         builder.copy(node, node.operands)
     assert len(builder.nodes) == len(program.nodes), "a program is built the same way twice"
@@ -81,7 +81,7 @@ def _find_active(program: Program, wrt: frozenset[str]) -> list[bool]:
     return is_active
 
 
-def _join_terms(builder: Builder, node: Node, terms: list[int]) -> list[int]:
+def _join_terms(builder: ProgramBuilder, node: Node, terms: list[int]) -> list[int]:
     """Return the adjoint in as few terms as may be: an outer is not added before its sum."""
     if node.op != "gather":
         return [_add_terms(builder, terms)]
@@ -90,14 +90,14 @@ def _join_terms(builder: Builder, node: Node, terms: list[int]) -> list[int]:
     return alone + ([_add_terms(builder, rest)] if rest else [])
 
 
-def _add_terms(builder: Builder, terms: list[int]) -> int:
+def _add_terms(builder: ProgramBuilder, terms: list[int]) -> int:
     total = terms[0]
     for term in terms[1:]:
         total = builder.add("add", total, term)
     return total
 
 
-def _sum_stretched(builder: Builder, position: int, shape: Shape) -> int:
+def _sum_stretched(builder: ProgramBuilder, position: int, shape: Shape) -> int:
     """Sum over the axes along which a row of `shape` was stretched."""
     found = builder.nodes[position].shape
     padded = shape + (1,) * (len(found) - len(shape))
@@ -113,7 +113,7 @@ def _sum_stretched(builder: Builder, position: int, shape: Shape) -> int:
     return position
 
 
-def _multiply(builder: Builder, g: int, other: int, shape: Shape) -> int:
+def _multiply(builder: ProgramBuilder, g: int, other: int, shape: Shape) -> int:
     """Return `g * other`, summed over the axes along which a row of `shape` was stretched."""
     found = builder.nodes[g].shape
     if found and found == builder.nodes[other].shape and shape == found[:-1]:
@@ -121,35 +121,35 @@ def _multiply(builder: Builder, g: int, other: int, shape: Shape) -> int:
     return _sum_stretched(builder, builder.add("mul", g, other), shape)
 
 
-Rule = Callable[[Builder, Node, int, int], Iterable[int]]
+Rule = Callable[[ProgramBuilder, Node, int, int], Iterable[int]]
 """From a node, its position and its adjoint g: a term of the adjoint of each operand."""
 
 
-def _softmax(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
+def _softmax(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
     # dx = y * (g - sum of y * g over the rows of one target)
     weighted = b.add("mul", at, g)
     mean = b.add("gather", b.add("sum", weighted, map=node.map), map=node.map)
     yield b.add("sub", weighted, b.add("mul", at, mean))
 
 
-def _add(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
+def _add(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
     for operand in node.operands:
         yield _sum_stretched(b, g, b.nodes[operand].shape)
 
 
-def _sub(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
+def _sub(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
     left, right = node.operands
     yield _sum_stretched(b, g, b.nodes[left].shape)
     yield _sum_stretched(b, b.add("scale", g, value=-1.0), b.nodes[right].shape)
 
 
-def _mul(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
+def _mul(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
     left, right = node.operands
     yield _multiply(b, g, right, b.nodes[left].shape)
     yield _multiply(b, g, left, b.nodes[right].shape)
 
 
-def _div(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
+def _div(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
     # y = l / r: dl = g / r, dr = -g * y / r
     left, right = node.operands
     share = b.add("div", g, right)
@@ -158,30 +158,30 @@ def _div(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
     yield _sum_stretched(b, minus, b.nodes[right].shape)
 
 
-def _tanh(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
+def _tanh(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
     # dx = g * (1 - y**2)
     slope = b.add("shift", b.add("scale", b.add("mul", at, at), value=-1.0), value=1.0)
     yield b.add("mul", g, slope)
 
 
-def _sigmoid(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
+def _sigmoid(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
     # dx = g * y * (1 - y)
     rest = b.add("shift", b.add("scale", at, value=-1.0), value=1.0)
     yield b.add("mul", g, b.add("mul", at, rest))
 
 
-def _leaky_relu(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
+def _leaky_relu(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
     slope = b.add("leaky_relu_slope", node.operands[0], value=node["value"])
     yield b.add("mul", g, slope)
 
 
-def _dot(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
+def _dot(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
     left, right = node.operands
     yield _sum_stretched(b, b.add("mul", g, right), b.nodes[left].shape)
     yield _sum_stretched(b, b.add("mul", g, left), b.nodes[right].shape)
 
 
-def _matmul(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
+def _matmul(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
     # y = x W: dx = g W^T, dW = x^T g
     vector, matrix = node.operands
     transposed = node["transposed"]
@@ -191,7 +191,7 @@ def _matmul(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
     yield b.add("outer", *ends, heads=len(b.nodes[matrix].shape) - 2)
 
 
-def _concat(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
+def _concat(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
     axis, begin = node["axis"], 0
     for operand in node.operands:
         end = begin + b.nodes[operand].shape[axis]
@@ -199,19 +199,19 @@ def _concat(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
         begin = end
 
 
-def _slice(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
+def _slice(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
     axis = node["axis"]
     size = b.nodes[node.operands[0]].shape[axis]
     yield b.add("pad", g, axis=axis, begin=node["begin"], size=size)
 
 
-def _pad(b: Builder, node: Node, at: int, g: int) -> Iterable[int]:
+def _pad(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
     axis, begin = node["axis"], node["begin"]
     end = begin + b.nodes[node.operands[0]].shape[axis]
     yield b.add("slice", g, axis=axis, begin=begin, end=end)
 
 
-def _operand_shape(b: Builder, node: Node) -> Shape:
+def _operand_shape(b: ProgramBuilder, node: Node) -> Shape:
     return b.nodes[node.operands[0]].shape
 
 

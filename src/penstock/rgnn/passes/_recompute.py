@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from penstock.rgnn.ir import BINARY, LEAVES, READS, Builder, Program, find_source
+from penstock.rgnn.ir import BINARY, LEAVES, READS, Program, ProgramBuilder, find_source
 from penstock.rgnn.passes._decision import Decision, PassResult
 from penstock.rgnn.spaces import Counts
 
@@ -57,7 +57,7 @@ def _recompute_values(
     program: Program, forward: Collection[int], again: Collection[int]
 ) -> Program:
     """Return the program with some values of the forward recomputed in the backward."""
-    builder, nodes = Builder(), program.nodes
+    builder, nodes = ProgramBuilder(), program.nodes
     place: list[int] = []
     copies: dict[int, int] = {}
 

@@ -17,7 +17,7 @@ _MAX_IDLE = 64  # requests for others after which an unused buffer is freed
 
 
 @dataclasses.dataclass(slots=True)
-class _Buffer:
+class _PooledBuffer:
     memory: torch.Tensor
     num_owners: int
     """Owners of its storage while it is free."""
@@ -39,7 +39,7 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # two threads must not find the same buffer free
-        self._buffers: list[_Buffer] = []
+        self._buffers: list[_PooledBuffer] = []
         self._num_requests = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -72,7 +72,7 @@ class BufferPool:
             buffer.last_used = self._num_requests
             return buffer.memory[:num_bytes]
 
-    def _find_free(self, num_bytes: int, most_bytes: float) -> _Buffer | None:
+    def _find_free(self, num_bytes: int, most_bytes: float) -> _PooledBuffer | None:
         fitting = [
             buffer
             for buffer in self._buffers
@@ -80,7 +80,7 @@ class BufferPool:
         ]
         return min(fitting, key=lambda buffer: len(buffer.memory), default=None)
 
-    def _add_buffer(self, num_bytes: int) -> _Buffer:
+    def _add_buffer(self, num_bytes: int) -> _PooledBuffer:
         oldest = self._num_requests - _MAX_IDLE
         self._buffers = [
             buffer
@@ -91,7 +91,7 @@ class BufferPool:
         memory = torch.empty(num_bytes, dtype=torch.uint8)
         if num_bytes >= 2 * HUGE_PAGE_BYTES:
             advise_huge_pages(memory.data_ptr(), num_bytes)
-        self._buffers.append(_Buffer(memory, _count_owners(memory)))
+        self._buffers.append(_PooledBuffer(memory, _count_owners(memory)))
         return self._buffers[-1]
 
 
