@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.rgnn._backends._triton._launch import Launch
+    from penstock.rgnn.backends.triton._launch import KernelLaunch
 
 TARGETS = {"sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 """An H100 or H200, and an MI300: Triton's name of the backend, architecture, lanes of a warp."""
@@ -42,7 +42,7 @@ class Compiled:
     """How long it took."""
 
 
-def compile_launch(launch: Launch, target: str) -> Compiled:
+def compile_launch(launch: KernelLaunch, target: str) -> Compiled:
     """Compile a launch as it would be on a GPU, from tensors that may be anywhere.
 
     Args:
@@ -115,12 +115,12 @@ def _only(pattern: str, text: str) -> str:
     return found.pop()
 
 
-def recorded(run: Callable[[Callable[[Launch], None]], object]) -> list[Launch]:
+def recorded(run: Callable[[Callable[[KernelLaunch], None]], object]) -> list[KernelLaunch]:
     """The launches of a run that launches nothing.
 
     Args:
         run: Gets what takes the place of a launch.
     """
-    launches: list[Launch] = []
+    launches: list[KernelLaunch] = []
     run(launches.append)
     return launches

@@ -23,7 +23,7 @@ from _rgnn_edgewise import SortedEdges
 from _rgnn_graphs import node_types, relation_types
 from penstock import rgnn
 from penstock.rgnn import CompiledFunction, Explanation, Graph
-from penstock.rgnn._backends._cpp_graph import arrays_of
+from penstock.rgnn.backends.cpp._graph_arrays import find_arrays
 from penstock.rgnn.layers import _hgt, _rgat, _rgcn
 
 MODELS = ("RGCN", "RGAT", "HGT")
@@ -58,18 +58,18 @@ class Arm:
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """What gets a gradient."""
+        """Return the tensors that get a gradient."""
         return [*self.inputs, *self.parameters]
 
 
 def ours(backend: str, without: Collection[str] = ()) -> str:
-    """The name of an arm of ours: "penstock (cpp) without compaction"."""
+    """Return the name of an arm of ours: "penstock (cpp) without compaction"."""
     left_out = "all rewrites" if set(without) == set(rgnn.REWRITES) else ", ".join(without)
     return f"{OURS} ({backend})" + (f" without {left_out}" if left_out else "")
 
 
 def backends(device: str) -> list[str]:
-    """Our backends that are meant for a device, the fastest last."""
+    """Return our back ends for a device, the fastest last."""
     elsewhere = "triton" if device == "cpu" else "cpp"
     return [name for name in rgnn.BACKENDS if name not in ("auto", elsewhere)]
 
@@ -104,11 +104,11 @@ class Layer:
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        """The feature tensors."""
+        """Return the feature tensors."""
         return list(self.x.values()) if self.model == "HGT" else [self.x]
 
     def edgewise(self, *, csr: bool, among: torch.Tensor | None = None) -> Arm:
-        """The layer in torch operators, edge by edge; makes what it needs of the graph.
+        """Return the arm in torch operators, edge by edge.
 
         Args:
             csr: Whether sums are products with sparse matrices.
@@ -128,7 +128,7 @@ class Layer:
         return self.arm({_PROGRAMS[self.model][1][0]: program}, self.graph)
 
     def pyg(self, name: str) -> Arm:
-        """A layer of PyG: stock, `FastRGCNConv`, with pyg-lib's products, or compiled."""
+        """Return an arm of PyG: stock, `FastRGCNConv`, with pyg-lib's products, or compiled."""
         import torch_geometric.backend
         from torch_geometric import nn
 
@@ -154,7 +154,7 @@ class Layer:
         return Arm(forward, self.inputs, list(module.parameters()))
 
     def dgl(self) -> Arm:
-        """DGL's layer for graphs with typed edges, on edges sorted by type."""
+        """Return the arm of DGL's layer for graphs with typed edges, on edges sorted by type."""
         dgl: Any = importlib.import_module("dgl")
         order = torch.sort(self.graph.edge_type, stable=True)[1]
         source, target = self.graph.edge_index[:, order]
@@ -175,7 +175,7 @@ class Layer:
         return Arm(forward, self.inputs, list(module.parameters()))
 
     def arm(self, programs: Mapping[str, Callable[..., Any]], graph: Graph) -> Arm:
-        """Our module on a graph, with other programs inside it, by the names that they have there.
+        """Return the arm of our module on a graph, with other programs in place of its own.
 
         HGT's has features in place of projected nodes only if both of its programs are given.
         """
@@ -187,7 +187,7 @@ class Layer:
         return Arm(forward, self.inputs, list(self.module.parameters()))
 
     def rows_of_results(self, nodes: torch.Tensor) -> list[torch.Tensor]:
-        """A bool for each node as bools for each row of each result."""
+        """Return a bool for each row of each result, from one for each node."""
         if self.model != "HGT":
             return [nodes]
         sizes = torch.bincount(node_types(self.graph)).tolist()
@@ -208,7 +208,7 @@ class Layer:
         ]
 
     def _edges_by_type(self) -> dict[tuple[str, str, str], torch.Tensor]:
-        """As PyG has them: edges of each relation, numbered within the node types of its ends."""
+        """Return edges by relation as PyG has them, numbered within their node types."""
         sizes = torch.bincount(node_types(self.graph))
         starts = (sizes.cumsum(0) - sizes).tolist()
         start_of = dict(zip(self._node_types, starts, strict=True))
@@ -240,13 +240,13 @@ class OurProgram:
         }
 
     def arm(self, graph: Graph | None = None) -> Arm:
-        """The layer with this program, on its graph or on another one like it."""
+        """Return the arm of the layer with this program, on its graph or on another one like it."""
         graph = graph or self._layer.graph
         arm = self._layer.arm(self.compiled, graph)
-        return dataclasses.replace(arm, release=lambda: arrays_of(graph).blocks.clear())
+        return dataclasses.replace(arm, release=lambda: find_arrays(graph).buffers.clear())
 
     def explain(self, *, training: bool) -> Explanation:
-        """The plan on the layer's graph, with a backward or without."""
+        """Explain the program on the layer's graph, with a backward or without."""
         found: list[Explanation] = []
 
         def record(compiled: CompiledFunction, graph: Graph, *args: Any) -> torch.Tensor:
@@ -259,20 +259,20 @@ class OurProgram:
         return found[0]
 
     def forward(self, call: Callable[..., torch.Tensor]) -> None:
-        """The layer's forward with `call(compiled, graph, *arguments)` for `compiled(...)`."""
+        """Run the layer's forward with `call(compiled, graph, *arguments)` for `compiled(...)`."""
         calls = {name: functools.partial(call, found) for name, found in self.compiled.items()}
         self._layer.arm(calls, self._layer.graph).forward()
 
 
 def maker(layer: Layer, name: str) -> Callable[[], Arm]:
-    """What makes an arm that is not ours."""
+    """Return the function that makes an arm that is not ours."""
     if name in (EDGEWISE, EDGEWISE_CSR):
         return functools.partial(layer.edgewise, csr=name == EDGEWISE_CSR)
     return layer.dgl if name == DGL else functools.partial(layer.pyg, name)
 
 
 def baselines(model: str, device: str) -> list[str]:
-    """The arms that are not ours, as far as they exist for a model and on this machine."""
+    """Return the arms that are not ours and exist for a model and on this machine."""
     names = [EDGEWISE, EDGEWISE_CSR, PYG]
     if model == "RGCN":
         names.append(PYG_FAST)
@@ -292,7 +292,7 @@ def _in_place_of(model: str, programs: Mapping[str, Callable[..., Any]]) -> Iter
         for name, program in programs.items():
             stack.enter_context(mock.patch.object(module, name, program))
         if len(programs) < len(names):
-            patch = mock.patch.object(_hgt.HGTConv, "_multiplies_weights_first", _never)
+            patch = mock.patch.object(_hgt.HGTConv, "_should_multiply_weights_first", _never)
             stack.enter_context(patch)
         yield
 

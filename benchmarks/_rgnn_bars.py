@@ -1,4 +1,4 @@
-"""What the rows of `rgnn.py` say about the bars that the compiler is held to."""
+"""Bars of the compiler, held against the rows of `rgnn.py`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PEAK_FACTOR = 1.1
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """One bar and what was found."""
+    """One bar and the result."""
 
     what: str
     asked: str
@@ -44,11 +44,11 @@ class Rows:
         }
 
     def get(self, model: str, graph: str, arm: str) -> BenchmarkRow | None:
-        """A training step, failed or not."""
+        """Return a training step, failed or not."""
         return self._training.get((model, graph, arm))
 
     def ours(self, model: str, graph: str) -> BenchmarkRow | None:
-        """Our arm that the ratios are taken to."""
+        """Return our arm that the ratios are taken to."""
         for (of_model, of_graph, arm), row in self._training.items():
             is_reference = arm.startswith(OURS) and "counts" in row.extra
             if (of_model, of_graph) == (model, graph) and is_reference:
@@ -56,7 +56,7 @@ class Rows:
         return None
 
     def speedup(self, model: str, graph: str, arm: str) -> float | str | None:
-        """How many times longer than ours it takes; why it has no time; None if not measured."""
+        """Return its time over ours; the reason if it has no time; None if not measured."""
         row = self.get(model, graph, arm)
         if row is None:
             return None
@@ -67,7 +67,7 @@ class Rows:
 
 
 def bars(rows: Rows) -> Iterator[Bar]:
-    """All bars that are about time and bytes."""
+    """Return all bars of time and bytes."""
     for (model, graph, arm), factor in SPEEDUP_BARS.items():
         found = rows.speedup(model, graph, arm)
         yield _speedup_bar(f"{model} over {arm}, {graph}", factor, found)
@@ -96,7 +96,7 @@ def _speedup_bar(what: str, factor: float, found: float | str | None) -> Bar:
 
 
 def _segment_mm_bars(rows: Rows) -> Iterator[Bar]:
-    """RGCN over segment-mm on all graphs with reverse edges: the mean, and the worst of them."""
+    """Return the bars of RGCN over segment-mm on graphs with reverse edges: mean and worst."""
     found = {graph: rows.speedup("RGCN", graph, EDGEWISE) for graph in GRAPHS if graph != ONE_WAY}
     speedups = {graph: ratio for graph, ratio in found.items() if isinstance(ratio, float)}
     what = f"RGCN over {EDGEWISE}"
@@ -112,7 +112,7 @@ def _segment_mm_bars(rows: Rows) -> Iterator[Bar]:
 
 
 def _peak_bar(rows: Rows, model: str, graph: str) -> Bar | None:
-    """Our peak against the edgewise one's, scaled by the rows that the plan chose."""
+    """Return the bar of our peak against the edgewise one's, scaled by the rows chosen."""
     ours, edgewise = rows.ours(model, graph), rows.get(model, graph, EDGEWISE)
     if ours is None or edgewise is None or ours.extra["outcome"] != "ok":
         return None
@@ -130,7 +130,7 @@ def _peak_bar(rows: Rows, model: str, graph: str) -> Bar | None:
 
 
 def _survival_bars(rows: Rows) -> Iterator[Bar]:
-    """Ours must run wherever PyG's FastRGCNConv does not."""
+    """Return the bars that ours runs wherever PyG's FastRGCNConv does not."""
     for row in rows.all:
         if row.arm == PYG_FAST and row.extra["outcome"] == OUT_OF_MEMORY:
             ours = rows.ours("RGCN", row.extra["graph"])
@@ -159,7 +159,7 @@ def show(device_name: str, directory: Path) -> None:
 
 
 def ablation(rows: Rows) -> dict[tuple[str, str], dict[str, float]]:
-    """How many times longer a training step takes without a rewrite, by layer and graph.
+    """Return the slowdown of a training step without a rewrite, by layer and graph.
 
     A rewrite that changes nothing there has 1.
     """

@@ -34,12 +34,12 @@ CHECKED_NODES = 1 / 64
 
 
 def say(event: str, **fields: Any) -> None:
-    """Tell the parent."""
+    """Print an event for the parent."""
     print(json.dumps({"event": event, **fields}), flush=True)
 
 
 class Case:
-    """What one process measures.
+    """The arms and modes that one process measures.
 
     Args:
         layer: The layer.
@@ -102,7 +102,7 @@ class Case:
                 say("prepared", arm=name, seconds=self._sorting_seconds(name))
 
     def _add_ablations(self, backend: str) -> None:
-        """Arms without a rewrite; one whose plan is the same would be the same arm again."""
+        """Add arms without a rewrite, but for those with the same program."""
         training = {mode: mode == TRAINING for mode in MODES}
         program = self.programs[backend]
         full = {mode: program.explain(training=training[mode]).kernels for mode in MODES}
@@ -117,7 +117,7 @@ class Case:
         self._unchanged[backend] = unchanged
 
     def _expected(self) -> dict[str, list[torch.Tensor]]:
-        """The results and gradients that every arm is held against.
+        """Return the results and gradients that every arm is held against.
 
         On a large graph those of some nodes, with the gradients that come from these nodes alone:
         both follow from the edges into them.
@@ -163,7 +163,7 @@ class Case:
         return steps
 
     def _preparation_seconds(self, program: OurProgram, usual: Step) -> list[float]:
-        """What the first step on a new graph takes beyond a usual one, making it included."""
+        """Return the seconds of the first step on a new graph beyond a usual one."""
         graph = self.layer.graph
         edge_index, edge_type = graph.edge_index, graph.edge_type
         node_type = _rgnn_graphs.node_types(graph).to(graph.device)
@@ -184,7 +184,7 @@ class Case:
         return seconds
 
     def _sorting_seconds(self, name: str) -> list[float]:
-        """What the edgewise arm does before its first step."""
+        """Return the seconds of the edgewise arm before its first step."""
         seconds = []
         for _ in range(NUM_PREPARATIONS):
             start = time.perf_counter()
@@ -194,7 +194,7 @@ class Case:
 
 
 def is_out_of_memory(failure: Exception) -> bool:
-    """Whether that is what an error says, whichever allocator raised it."""
+    """Return whether an error says so, of any allocator."""
     text = str(failure)
     return isinstance(failure, MemoryError) or bool(
         re.search(r"out of memory|can't allocate memory|bad_alloc", text)
@@ -202,7 +202,7 @@ def is_out_of_memory(failure: Exception) -> bool:
 
 
 def plan_facts(plan: Explanation) -> dict[str, Any]:
-    """What a plan decided: bytes, products, and the rows that it chose in place of edges.
+    """Return a program's decisions: bytes, products, and the rows chosen in place of edges.
 
     `rows_over_edges` are all edge and pair rows that the plan writes, over what they would be with
     a row for each edge, weighted by the bytes of a row.
@@ -226,7 +226,7 @@ def plan_facts(plan: Explanation) -> dict[str, Any]:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Let this process take so many bytes of addresses beyond those that it has."""
+    """Limit this process to so many bytes of addresses beyond those that it has."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + num_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -1,6 +1,6 @@
 """The three layers in torch operators, edge by edge: the strong baseline of `rgnn.py`.
 
-What one writes who knows the data: edges are sorted by relation once, before anything is timed, the
+Written for the data: edges are sorted by relation once, before anything is timed, the
 mean's factors are made then too, messages of all relations go into one buffer by one matrix product
 per relation, and sums into destinations are one operator. Every function takes the arguments of
 the layer's compiled program, so that the layer around it is the same module.
@@ -25,7 +25,7 @@ from penstock.rgnn import Graph
 
 @dataclasses.dataclass(frozen=True)
 class SortedEdges:
-    """The edges of a graph by relation, and what can be made of them beforehand."""
+    """The edges of a graph by relation, and the indices that can be made of them beforehand."""
 
     num_nodes: int
     source: torch.Tensor
@@ -68,19 +68,19 @@ class SortedEdges:
         )
 
     def at_source(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows of the sources of all edges."""
+        """Return rows of the sources of all edges."""
         if self.by_source is None:
             return x.index_select(0, self.source)
         return _Gather.apply(x, self.source, self.by_source)
 
     def at_target(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows of the destinations of all edges."""
+        """Return rows of the destinations of all edges."""
         if self.by_target is None:
             return x.index_select(0, self.target)
         return _Gather.apply(x, self.target, self.by_target)
 
     def sum_to_target(self, rows: torch.Tensor) -> torch.Tensor:
-        """Sums of the rows of all edges into each destination."""
+        """Return sums of the rows of all edges into each destination."""
         if self.by_target is None:
             out = rows.new_zeros(self.num_nodes, rows.shape[1])
             return out.index_add_(0, self.target, rows)
@@ -88,7 +88,7 @@ class SortedEdges:
 
 
 def rgcn(edges: SortedEdges) -> Callable[..., torch.Tensor]:
-    """The graph convolution, for `_rgcn.rgcn`."""
+    """Compute the graph convolution, for `_rgcn.rgcn`."""
 
     def program(
         graph: Graph, x: Any, weight: Any, comp: None, root: Any, bias: Any, *options: Any
@@ -100,7 +100,7 @@ def rgcn(edges: SortedEdges) -> Callable[..., torch.Tensor]:
 
 
 def rgat(edges: SortedEdges) -> Callable[..., torch.Tensor]:
-    """Graph attention with one head and additive scores, for `_rgat.rgat`."""
+    """Compute graph attention with one head and additive scores, for `_rgat.rgat`."""
 
     def program(
         graph: Graph, x: Any, weight: Any, att: None, q: Any, k: Any, bias: Any, *options: Any
@@ -115,7 +115,7 @@ def rgat(edges: SortedEdges) -> Callable[..., torch.Tensor]:
 
 
 def hgt(edges: SortedEdges) -> Callable[..., torch.Tensor]:
-    """The graph transformer's attention with one head, for `_hgt.hgt`."""
+    """Compute the graph transformer's attention with one head, for `_hgt.hgt`."""
 
     def program(
         graph: Graph, k: Any, q: Any, v: Any, k_rel: Any, v_rel: Any, p_rel: Any, *options: Any
@@ -213,7 +213,7 @@ class _Sum(torch.autograd.Function):
 
 
 def _edges_of_nodes(ends: torch.Tensor, num_nodes: int) -> torch.Tensor:
-    """A sparse matrix of ones that sums the rows of edges into one of their ends."""
+    """Return a sparse matrix of ones that sums the rows of edges into one of their ends."""
     order = torch.sort(ends, stable=True)[1]
     starts = ends.new_zeros(num_nodes + 1)
     torch.cumsum(torch.bincount(ends, minlength=num_nodes), 0, out=starts[1:])

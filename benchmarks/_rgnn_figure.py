@@ -19,7 +19,7 @@ FIGURE = REPOSITORY / "docs" / "figures" / "rgnn-ablation.svg"
 
 
 def draw(device_name: str, directory: Path, target: Path = FIGURE) -> None:
-    """A table per layer, of graphs and rewrites: the time of a step without one, as a ratio."""
+    """Draw a table per layer, of graphs and rewrites: the ratio of a step without one."""
     import matplotlib.pyplot as plt
 
     path = results_file(device_name, TOPIC, directory)
@@ -39,7 +39,7 @@ def draw(device_name: str, directory: Path, target: Path = FIGURE) -> None:
 def _figure(
     found: dict[tuple[str, str], dict[str, float]], models: list[str], device_name: str
 ) -> Figure:
-    """A table for each layer: a row for each graph, a column for each rewrite that changes any."""
+    """Return a table for each layer: a row per graph, a column per rewrite that changes any."""
     import matplotlib.pyplot as plt
     from matplotlib.colors import LinearSegmentedColormap, LogNorm
 

@@ -1,4 +1,4 @@
-"""How long the first call of a layer takes in a process that has just begun; `rgnn.py` runs this.
+"""The time of the first call of a layer in a new process; `rgnn.py` runs this.
 
 The first call traces, plans, generates and compiles the forward and the backward, or finds them in
 the cache of generated code. The graph is small, so that little but that is measured, and PyTorch

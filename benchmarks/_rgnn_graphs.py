@@ -26,13 +26,13 @@ _MAG_TYPES = {"citing": (0, 0), "has": (1, 0), "writing": (2, 0)}  # paper, fiel
 
 
 def data_directory() -> Path | None:
-    """Where the data sets are; None where $PENSTOCK_DATA has none."""
+    """Return the directory of the data sets; None where $PENSTOCK_DATA has none."""
     path = Path(os.environ.get("PENSTOCK_DATA", ""), "rgnn")
     return path if path.is_dir() else None
 
 
 def load(name: str, *, typed: bool = False) -> Graph:
-    """A graph by its name, all but the one-way one with a reverse edge for each edge.
+    """Load a graph by its name, all but the one-way one with a reverse edge for each edge.
 
     Args:
         name: One of `GRAPHS`.
@@ -57,7 +57,7 @@ def load(name: str, *, typed: bool = False) -> Graph:
 
 
 def relation_types(graph: Graph) -> list[tuple[int, int]]:
-    """The node types that each relation joins; types 0 for a relation without edges."""
+    """Return the node types that each relation joins; types 0 for a relation without edges."""
     edge_index, relation = graph.edge_index.cpu(), graph.edge_type.cpu()
     found = torch.zeros(graph.num_relations, 2, dtype=torch.int64)
     found[relation] = node_types(graph)[edge_index].T
@@ -65,8 +65,8 @@ def relation_types(graph: Graph) -> list[tuple[int, int]]:
 
 
 def node_types(graph: Graph) -> torch.Tensor:
-    """The type of each node, int64, (num_nodes,), on the CPU."""
-    from penstock.rgnn._rows import NODE_TYPE_OF
+    """Return the type of each node, int64, (num_nodes,), on the CPU."""
+    from penstock.rgnn.spaces import NODE_TYPE_OF
 
     return graph.index(NODE_TYPE_OF).cpu().long()
 
@@ -100,7 +100,7 @@ def _mag(directory: Path, typed: bool) -> Graph:
 
 
 def _of_sizes(path: Path, num_nodes: int, num_types: int) -> Graph:
-    """A random graph whose relations have the sizes in a file and come in pairs of reverses."""
+    """Return a random graph with relations of the sizes in a file, in pairs of reverses."""
     bounds = np.loadtxt(path, delimiter=",", skiprows=1, dtype=np.int64)
     sizes = (bounds[:, 1] - bounds[:, 0])[::2]
     generator = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Each kernel of a plan by itself: its time, what it has to move and compute, and the roofline.
+"""The roofline of each kernel of a program: its time, its least bytes, its operations.
 
 The bytes are those that no implementation can avoid: every value that is read counts once, however
 many edges read it, and never with more rows than the loop has; indices are 4 bytes a row for each
@@ -21,12 +21,12 @@ import torch
 
 from _rgnn_arms import Layer, OurProgram
 from penstock.rgnn import CompiledFunction, Graph
-from penstock.rgnn._backends import choose
-from penstock.rgnn._compile import _bucket
-from penstock.rgnn._differentiate import Differentiated
-from penstock.rgnn._plan import Plan
-from penstock.rgnn._rows import RowMap, Space
-from penstock.rgnn._schedule import Kernel, fused_outers, maps_of, source
+from penstock.rgnn._compiled_program import CompiledProgram
+from penstock.rgnn.backends import Invocation, Results
+from penstock.rgnn.ir import find_maps, find_source
+from penstock.rgnn.lowering import Direction, Kernel, LoweredProgram, find_fused_outers
+from penstock.rgnn.passes import JointProgram
+from penstock.rgnn.spaces import RowMap, Space
 
 REPETITIONS = 9
 INDEX_BYTES = 4
@@ -36,13 +36,13 @@ PRODUCT_ROWS = {"cpu": 2048, "cuda": 8192}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """What a device can do at most, as measured."""
+    """The measured limits of a device."""
 
     bytes_per_second: float
     operations_per_second: float
 
     def seconds(self, num_bytes: int, num_operations: int) -> float:
-        """The least time for so much work."""
+        """Return the least time for so much work."""
         return max(num_bytes / self.bytes_per_second, num_operations / self.operations_per_second)
 
 
@@ -64,7 +64,7 @@ def measured_roofline(device: str) -> Roofline:
 def kernel_facts(
     layer: Layer, program: OurProgram, backend: str, roofline: Roofline
 ) -> list[dict[str, Any]]:
-    """Time, least bytes, operations and fraction of the roofline of each kernel of a step.
+    """Return time, least bytes, operations and fraction of the roofline of each kernel.
 
     Args:
         layer: The layer.
@@ -72,22 +72,27 @@ def kernel_facts(
         backend: The backend that runs single kernels.
         roofline: Of the device.
     """
-    graph, arguments, plan = _training_plan(program)
-    planned = program.explain(training=True).kernels
+    graph, arguments, compiled = _training_program(program, backend)
+    lowered = compiled.lowered
+    explained = program.explain(training=True).kernels
     memory: dict[int, torch.Tensor] = {}
-    execute, found = choose(backend), []
-    for kernel, facts in zip(plan.schedule.kernels, planned, strict=True):
+    found = []
+    kernels = enumerate(lowered.schedule.kernels)
+    for (number, kernel), facts in zip(kernels, explained, strict=True):
         values = frozenset(kernel.values)
-        keep = sorted(values & plan.schedule.materialised)
+        keep = tuple(sorted(values & lowered.schedule.materialised))
+        direction = Direction(values, (kernel,), number, (), keep)
 
-        def run(values: frozenset[int] = values, keep: list[int] = keep) -> dict[int, torch.Tensor]:
-            return execute(plan, graph, values, memory, arguments, (), keep)[1]
+        def run(direction: Direction = direction) -> Results:
+            return compiled.run_direction(Invocation(direction, graph, arguments, memory))
 
-        made = run()
+        _, made = run()
         seconds = statistics.median(_seconds(run, str(graph.device)))
         memory.update(made)
-        num_bytes = _least_bytes(plan, kernel, graph)
-        num_operations = 2 * facts.multiplications or _elementwise_operations(plan, kernel, graph)
+        num_bytes = _least_bytes(lowered, kernel, graph)
+        num_operations = 2 * facts.multiplications or _elementwise_operations(
+            lowered, kernel, graph
+        )
         found.append(
             {
                 "kernel": f"{facts.kind} over {facts.rows_of} rows",
@@ -103,39 +108,43 @@ def kernel_facts(
     return found
 
 
-def _training_plan(program: OurProgram) -> tuple[Graph, dict[str, torch.Tensor], Plan]:
-    """The plan of a training step, and its arguments, gradients of the outputs among them."""
-    found: list[tuple[Graph, dict[str, torch.Tensor], Plan]] = []
+def _training_program(
+    program: OurProgram, backend: str
+) -> tuple[Graph, dict[str, torch.Tensor], CompiledProgram]:
+    """Return the program of a training step, and its arguments with the outputs' gradients."""
+    found: list[tuple[Graph, dict[str, torch.Tensor], CompiledProgram]] = []
 
     def record(compiled: CompiledFunction, graph: Graph, *args: Any) -> torch.Tensor:
-        tensors, traced = compiled._traced(graph, args, {})
+        traced, tensors = compiled._trace_call(graph, args, {})
         wrt = tuple(name for name in tensors if tensors[name].requires_grad)
         result = compiled(graph, *args)
-        seeds = {Differentiated.seed(0): torch.ones_like(result)}
-        plan = compiled._plan(traced, _bucket(graph.counts), wrt)
-        found.append((graph, tensors | seeds, plan))
+        seeds = {JointProgram.seed(0): torch.ones_like(result)}
+        optimized = compiled._compile_for(traced, graph, wrt).lowered.optimized
+        found.append((graph, tensors | seeds, CompiledProgram(optimized, backend)))
         return result
 
     program.forward(record)
     return found[0]
 
 
-def _least_bytes(plan: Plan, kernel: Kernel, graph: Graph) -> int:
-    program, counts = plan.program, graph.counts
-    fused, own = fused_outers(program), set(kernel.values)
+def _least_bytes(lowered: LoweredProgram, kernel: Kernel, graph: Graph) -> int:
+    program, counts = lowered.optimized.program, graph.counts
+    fused, own = find_fused_outers(program), set(kernel.values)
     read: dict[int, int] = {}  # rows of each value that comes from memory
     followed: set[RowMap] = set()
     pending = list(own)
     while pending:
         for operand in program.nodes[pending.pop()].operands:
-            value = source(program, operand)
-            followed.update(maps_of(program, operand))
+            value = find_source(program, operand)
+            followed.update(find_maps(program, operand))
             if value in fused:
                 pending.append(value)
             elif value not in own:
                 rows = counts.rows(program.nodes[value].space)
                 read[value] = min(rows, max(counts.rows(kernel.space), read.get(value, 0)))
-    written = {at: counts.rows(program.nodes[at].space) for at in own & plan.schedule.materialised}
+    written = {
+        at: counts.rows(program.nodes[at].space) for at in own & lowered.schedule.materialised
+    }
     of_values = sum(
         rows * math.prod(program.nodes[value].shape) * 4
         for value, rows in [*read.items(), *written.items()]
@@ -145,14 +154,16 @@ def _least_bytes(plan: Plan, kernel: Kernel, graph: Graph) -> int:
     )
 
 
-def _elementwise_operations(plan: Plan, kernel: Kernel, graph: Graph) -> int:
-    """One for each element that a traversal makes or adds up."""
+def _elementwise_operations(lowered: LoweredProgram, kernel: Kernel, graph: Graph) -> int:
+    """Return one operation for each element that a traversal computes or adds up."""
     rows = graph.counts.rows(kernel.space)
-    return sum(rows * math.prod(plan.program.nodes[value].shape) for value in kernel.values)
+    return sum(
+        rows * math.prod(lowered.optimized.program.nodes[value].shape) for value in kernel.values
+    )
 
 
 def _seconds(run: Callable[[], object], device: str) -> list[float]:
-    """Of some runs, after one that is not measured; on a GPU the time of its kernels alone."""
+    """Return the seconds of some runs, after a first one; on a GPU of its kernels alone."""
     run()
     if device != "cpu":
         return [_kernel_seconds(run) for _ in range(REPETITIONS)]

@@ -1,4 +1,4 @@
-"""From what a process of `_rgnn_case.py` tells to benchmark rows."""
+"""Benchmark rows of the events that a process of `_rgnn_case.py` prints."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Measured:
 
 
 class Record:
-    """All that the processes of one layer on one graph have told.
+    """The events of the processes of one layer on one graph.
 
     Args:
         model: The layer.
@@ -59,7 +59,7 @@ class Record:
         self.preparation: dict[str, float] = {}
 
     def add(self, events: Iterable[dict[str, Any]], only: str | None = None) -> None:
-        """Take in the events of one process; ratios are taken within it.
+        """Add the events of one process; ratios are taken within it.
 
         Args:
             events: In their order.
@@ -92,7 +92,7 @@ class Record:
                 self.measured[arm, mode] = entry
 
     def rows(self, where: Any) -> list[BenchmarkRow]:
-        """A row per arm and mode; `where` are the fields that all rows share."""
+        """Return a row per arm and mode; `where` are the fields that all rows share."""
         return [self._row(entry, where) for entry in self.measured.values() if entry.seconds]
 
     def _row(self, entry: Measured, where: Any) -> BenchmarkRow:
@@ -126,7 +126,7 @@ class Record:
         return dataclasses.replace(row, num_repetitions=0)
 
     def _limit(self, entry: Measured) -> Limit | None:
-        """What our arm is held against: the time of another one over the bar's factor."""
+        """Return the limit of our arm: the time of another one over the bar's factor."""
         if entry.arm != self.reference or entry.mode != TRAINING or entry.outcome != "ok":
             return None
         bars = {arm: self._bar(arm) for arm in (PYG, EDGEWISE)}
@@ -143,7 +143,7 @@ class Record:
         return SPEEDUP_BARS.get((self.model, self.graph, arm))
 
     def _paid_off(self, arm: str) -> dict[str, int]:
-        """After how many training steps the preparation is paid off, for each slower arm."""
+        """Return the training steps that pay off the preparation, for each slower arm."""
         ours = self.measured[arm, TRAINING]
         found = {}
         for (other, mode), entry in self.measured.items():
@@ -157,7 +157,7 @@ class Record:
 
 
 def ratios(seconds: list[float], reference: list[float]) -> dict[str, float]:
-    """How many times as long as a reference, within rounds: quartiles and median."""
+    """Return the time over a reference's, within rounds: quartiles and median."""
     each = [theirs / ours for theirs, ours in zip(seconds, reference, strict=False)]
     if len(each) == 1:
         return dict.fromkeys(("lower", "median", "upper"), rounded(each[0]))
@@ -170,5 +170,5 @@ def ratios(seconds: list[float], reference: list[float]) -> dict[str, float]:
 
 
 def rounded(value: Any) -> Any:
-    """A float with four digits; everything else as it is."""
+    """Round a float to four digits; return everything else as it is."""
     return float(f"{value:.4g}") if isinstance(value, float) else value

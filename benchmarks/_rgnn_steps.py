@@ -1,4 +1,4 @@
-"""A step of an arm of `rgnn.py`: what it computes, its peak of bytes, its time beside others."""
+"""A step of an arm of `rgnn.py`: its results, its peak of bytes, its time beside others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Step:
         self._seeds: list[torch.Tensor] = []
 
     def __call__(self) -> tuple[torch.Tensor, ...]:
-        """The results; gradients are left in the leaves after a training step."""
+        """Return the results; gradients are left in the leaves after a training step."""
         if self.mode == INFERENCE:
             with torch.no_grad():
                 return self.arm.forward()
@@ -49,7 +49,7 @@ class Step:
         return results
 
     def everywhere(self) -> Step:
-        """The same with gradients that come to all rows; this one has been run."""
+        """Return the step with gradients of all rows; this one has been run."""
         if self._among is None:
             return self
         other = Step(self.arm, self.mode, self._device)
@@ -65,7 +65,7 @@ class Step:
             seed.mul_(rows.unsqueeze(1))
 
     def answers(self) -> list[torch.Tensor]:
-        """What a step computes: its results, and after training gradients of the features."""
+        """Return the results of a step, and after training gradients of the features."""
         results = [out.detach() for out in self()]
         if self._among is not None:
             pairs = zip(results, self._among, strict=True)
@@ -76,7 +76,7 @@ class Step:
         return results + [gradient.clone() for gradient in gradients if gradient is not None]
 
     def timed(self) -> float:
-        """Seconds of one run."""
+        """Return the seconds of one run."""
         self.wait()
         start = time.perf_counter()
         self()
@@ -84,12 +84,12 @@ class Step:
         return time.perf_counter() - start
 
     def wait(self) -> None:
-        """Until the device is idle."""
+        """Wait until the device is idle."""
         if self._device != "cpu":
             torch.cuda.synchronize()
 
     def peak_bytes(self) -> int:
-        """The most bytes of tensors that one run has at once, beyond those that were there before.
+        """Return the peak bytes of tensors in one run, beyond those that were there before.
 
         Memory that the arm keeps from step to step counts: it is let go of first.
 
@@ -123,7 +123,7 @@ class Step:
 
 
 def error_of(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float | None:
-    """The largest difference over the largest value; None where shapes differ."""
+    """Return the largest difference over the largest value; None where shapes differ."""
     if [a.shape for a in found] != [b.shape for b in expected]:
         return None
     pairs = zip(found, expected, strict=True)
@@ -131,7 +131,7 @@ def error_of(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float |
 
 
 def measure(steps: dict[str, Step], budget_seconds: float) -> dict[str, list[float]]:
-    """Seconds of every arm, round by round, in an order that alternates.
+    """Measure the seconds of every arm, round by round, in an order that alternates.
 
     Before each measured run of a short arm stands one that is not measured, so that it does not pay
     for what the arm before it has left in caches and allocator. Long arms take part in the first
@@ -154,7 +154,7 @@ def measure(steps: dict[str, Step], budget_seconds: float) -> dict[str, list[flo
 
 
 def num_rounds(seconds: float, budget_seconds: float) -> int:
-    """How often an arm is measured that takes so long."""
+    """Return the number of rounds for an arm that takes so long."""
     if seconds >= ENDLESS_SECONDS:
         return 1
     least = MIN_ROUNDS if seconds < SHORT_SECONDS else MIN_LONG_ROUNDS

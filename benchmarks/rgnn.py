@@ -62,14 +62,14 @@ PARTS = ("cases", "first call", "bars", "figure")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What one process measures."""
+    """The arms and modes that one process measures."""
 
     backends: list[str]
     ablate: list[str] = dataclasses.field(default_factory=list)
     others: list[str] = dataclasses.field(default_factory=list)
 
     def without(self, arm: str) -> Selection:
-        """The same without an arm; without its backend, for one of ours."""
+        """Return the selection without an arm; without its back end, for one of ours."""
         return Selection(
             backends=[name for name in self.backends if not arm.startswith(ours(name))],
             ablate=[name for name in self.ablate if not arm.startswith(ours(name))],
@@ -77,13 +77,13 @@ class Selection:
         )
 
     def flags(self) -> list[str]:
-        """For `_rgnn_case.py`."""
+        """Return the options of `_rgnn_case.py`."""
         fields = dataclasses.asdict(self)
         return [text for name, values in fields.items() for text in (f"--{name}", *values)]
 
 
 def run_script(script: str, flags: list[str], *, timeout: float | None, **variables: str) -> Any:
-    """A process of one of the scripts beside this one: (lines of JSON, exit status or None)."""
+    """Run a script beside this one: (lines of JSON, exit status or None)."""
     path = os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), **variables}
     command = [sys.executable, str(HERE / script), *flags]
@@ -108,7 +108,7 @@ def run_script(script: str, flags: list[str], *, timeout: float | None, **variab
 def run_case(
     model: str, graph: str, selection: Selection, options: argparse.Namespace, timeout: float | None
 ) -> list[dict[str, Any]]:
-    """The events of a case; an arm that takes its process down is left out of the next one."""
+    """Return the events of a case; an arm that takes its process down is left out of the next."""
     flags = [
         *("--model", model, "--graph", graph, "--device", options.device),
         *("--width", str(options.width), "--threads", str(options.threads)),
@@ -135,7 +135,7 @@ def run_case(
 def case_rows(
     model: str, graph: str, options: argparse.Namespace, where: Any
 ) -> list[BenchmarkRow]:
-    """All arms of one layer on one graph."""
+    """Return the rows of all arms of one layer on one graph."""
     available = backends(options.device)
     others = baselines(model, options.device)
     if options.arms:
@@ -154,7 +154,7 @@ def case_rows(
 
 
 def first_call_rows(model: str, options: argparse.Namespace, where: Any) -> list[BenchmarkRow]:
-    """The first call on a new program, and in a second process."""
+    """Return the rows of the first call on a new program, and in a second process."""
     seconds: dict[str, list[float]] = {name: [] for name in FIRST_CALL_LIMITS}
     later = []
     for _ in range(NUM_FIRST_CALLS):
@@ -186,7 +186,7 @@ def first_call_rows(model: str, options: argparse.Namespace, where: Any) -> list
 
 
 def arguments() -> argparse.Namespace:
-    """The options of the command line."""
+    """Return the options of the command line."""
     parser = argument_parser(__doc__)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS[:-1]))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))

@@ -10,7 +10,6 @@ time of a row is that of the compiler. Spilled registers are held against none.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import tempfile
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from _rows import BenchmarkRow, argument_parser, environment, write_rows
 from penstock import rgnn
 
 if TYPE_CHECKING:
-    from penstock.rgnn._backends._triton._launch import Launch
+    from penstock.rgnn.backends.triton._launch import KernelLaunch
 
 TOPIC = "rgnn_kernels"
 DIM = 64
@@ -33,7 +32,7 @@ HEADS = {"rgcn": (1,), "rgat": (1, 4), "hgt": (1, 4), "hgt_of_features": (1, 4)}
 
 
 def graph_of_all_sizes() -> rgnn.Graph:
-    """Nodes with no, a few, hundreds and thousands of edges, as destinations and as sources."""
+    """Return a graph of nodes with no, a few, hundreds and thousands of edges, at both ends."""
     generator = torch.Generator().manual_seed(0)
     num_nodes = 4096
     degrees = torch.randint(0, 6, (num_nodes,), generator=generator)
@@ -46,7 +45,7 @@ def graph_of_all_sizes() -> rgnn.Graph:
 
 
 def program_of(layer: str, heads: int, graph: rgnn.Graph, dtype: torch.dtype) -> tuple[Any, ...]:
-    """A layer's compiled function and its arguments."""
+    """Return a layer's compiled function and its arguments."""
     from penstock.rgnn.layers import _hgt, _rgat, _rgcn
 
     def made(*shape: int) -> torch.Tensor:
@@ -69,18 +68,22 @@ def program_of(layer: str, heads: int, graph: rgnn.Graph, dtype: torch.dtype) ->
     return _hgt.hgt, *keys, *relations, heads
 
 
-def launches_of(function: Any, graph: rgnn.Graph, *arguments: Any) -> list[Launch]:
-    """What a training step launches; nothing is computed."""
-    from penstock.rgnn import _run
-    from penstock.rgnn._backends._triton import execute_with
-    from penstock.rgnn._plan import make_plan
+def launches_of(function: Any, graph: rgnn.Graph, *arguments: Any) -> list[KernelLaunch]:
+    """Return the launches of a training step; nothing is computed."""
+    from penstock.rgnn._compiled_program import CompiledProgram
+    from penstock.rgnn.backends.triton import TritonBackend
+    from penstock.rgnn.passes import optimize
 
-    tensors, traced = function._traced(graph, arguments, {})
-    plan = make_plan(traced.program, graph.counts, wrt=tuple(traced.program.inputs()))
+    traced, tensors = function._trace_call(graph, arguments, {})
+    wrt = tuple(traced.program.inputs())
+    program = CompiledProgram(optimize(traced.program, graph.counts, wrt=wrt), "triton")
 
-    def run(launch: Callable[[Launch], None]) -> None:
-        runner = _run.Runner(plan, functools.partial(execute_with, launch))
-        results = _run.run(runner, graph, [tensors[name] for name in runner.names])
+    backend = program.run_direction
+    assert isinstance(backend, TritonBackend)
+
+    def run(launch: Callable[[KernelLaunch], None]) -> None:
+        program.run_direction = lambda invocation: backend.run(invocation, launch)
+        results = program(graph, [tensors[name] for name in program.names])
         total = sum(result.sum() for result in results)
         assert isinstance(total, torch.Tensor)
         total.backward()
@@ -88,9 +91,9 @@ def launches_of(function: Any, graph: rgnn.Graph, *arguments: Any) -> list[Launc
     return recorded(run)
 
 
-def unique_launches(launches: list[Launch]) -> dict[str, Launch]:
-    """One launch for each kernel that is compiled, by a name that says what it is."""
-    found: dict[str, Launch] = {}
+def unique_launches(launches: list[KernelLaunch]) -> dict[str, KernelLaunch]:
+    """Return one launch for each kernel that is compiled, by a name with its constants."""
+    found: dict[str, KernelLaunch] = {}
     for launch in launches:
         constants = dict(launch.constants)
         said = [f"{name} {constants[name]}" for name in _SAID if name in constants]
@@ -108,7 +111,7 @@ _SAID = ("GROUPS", "ROWS", "FEATURES", "HEADS", "INNER", "HEIGHT", "WIDTH", "LEN
 
 
 def row_of(case: str, target: str, compiled: Compiled, where: Any) -> BenchmarkRow:
-    """One kernel on one target."""
+    """Return the row of one kernel on one target."""
     return BenchmarkRow.of(
         [compiled.seconds],
         topic=TOPIC,

@@ -1,4 +1,4 @@
-"""RGCN tells what an entity of a knowledge graph is: AIFB and MUTAG, whole or in mini-batches.
+"""Entity classification with RGCN: AIFB and MUTAG, whole or in mini-batches.
 
     python examples/entity_classification.py --dataset aifb
     python examples/entity_classification.py --dataset mutag --mini-batch
@@ -33,7 +33,7 @@ HIDDEN, NUM_EPOCHS = 16, 50
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """What the paper says of a data set: its labels, its options, its result."""
+    """A data set of the paper: its labels, its options, its result."""
 
     entity: str
     label: str
@@ -51,7 +51,7 @@ DATASETS = {
 
 @rgnn.compile
 def convolve_messages(g, messages, root, bias):
-    """A relational convolution whose messages come with the edges."""
+    """Compute a relational convolution of messages that come with the edges."""
     e, n = g.edges, g.nodes
     return g.sum_to_dst(rgnn.edge_mean(e(messages))) + n(root) + bias
 
@@ -75,7 +75,7 @@ class EntityClassifier(nn.Module):
         self.second = rgnn.RGCNConv(HIDDEN, num_classes, num_relations, num_bases=num_bases)
 
     def forward(self, graph, node_ids, rows):
-        """Scores of a graph's nodes.
+        """Return scores of a graph's nodes.
 
         Args:
             graph: The whole graph or a part of it.
@@ -104,7 +104,7 @@ class Task:
 
 
 def load(folder, name, dataset, *, validate=False):
-    """The graph without the triples that tell the labels, with reverse edges, and the split.
+    """Load the graph without the triples of the labels, with reverse edges, and the split.
 
     With `validate` the last fifth of the training nodes takes the place of the test nodes.
     """
@@ -140,14 +140,14 @@ def load(folder, name, dataset, *, validate=False):
 
 
 def whole_graph(task):
-    """The graph as what the model takes, with the training nodes among its nodes."""
+    """Return the arguments of the model for the whole graph, and the training nodes."""
     graph, (nodes, labels) = task.graph, task.training
     rows = graph.edge_type * graph.num_nodes + graph.edge_index[0]
     return (graph, torch.arange(graph.num_nodes), rows), nodes, labels
 
 
 def mini_batches(task, sampler, batch_size, generator):
-    """Each batch of training nodes with the sampled graph around it; batches are equally large."""
+    """Yield each batch of training nodes with the sampled graph around it, of one size."""
     nodes, labels = task.training
     graph = task.graph
     num_batches = -(-len(nodes) // batch_size)
@@ -165,7 +165,7 @@ def mini_batches(task, sampler, batch_size, generator):
 
 
 def train(task, dataset, options, seed, advance):
-    """The test accuracy and the mean loss after each epoch."""
+    """Train; yield the test accuracy and the mean loss after each epoch."""
     torch.manual_seed(seed)
     graph = task.graph
     model = EntityClassifier(
@@ -205,7 +205,7 @@ def evaluate(model, inputs, test):
 
 
 def draw(runs, dataset, title, path):
-    """Accuracy and loss over the epochs: the mean of all seeds, and each of them faintly."""
+    """Draw accuracy and loss over the epochs: the mean of all seeds, and each of them faintly."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")

@@ -1,4 +1,4 @@
-"""Which triples are missing in FB15k-237? An RGCN encoder with a DistMult decoder.
+"""Link prediction in FB15k-237: an RGCN encoder with a DistMult decoder.
 
     python examples/link_prediction.py
     python examples/link_prediction.py --mini-batch
@@ -77,7 +77,7 @@ class Questions:
         return len(self._keys)
 
     def numbers(self, triples):
-        """Which question each triple answers; another triple must have asked it."""
+        """Return the question that each triple answers; another triple must have asked it."""
         return torch.searchsorted(self._keys, self._key(triples))
 
     def ends_and_relations(self, numbers):
@@ -85,7 +85,7 @@ class Questions:
         return key // self._num_relations, key % self._num_relations
 
     def answers(self, numbers):
-        """All pairs (place among the numbers, entity)."""
+        """Return all pairs (place among the numbers, entity)."""
         counts = self._first[numbers + 1] - self._first[numbers]
         places = torch.repeat_interleave(torch.arange(len(numbers)), counts)
         within = torch.arange(len(places)) - (counts.cumsum(0) - counts)[places]
@@ -96,7 +96,7 @@ class Questions:
 
 
 def questions_about(triples, num_relations):
-    """What is asked for tails, and for heads."""
+    """Return the questions for tails, and for heads."""
     return [Questions(triples, known, asked, num_relations) for known, asked in ((0, 2), (2, 0))]
 
 
@@ -112,19 +112,19 @@ class LinkPredictor(nn.Module):
             self.convolution = rgnn.RGCNConv(width, width, 2 * num_relations, num_blocks=NUM_BLOCKS)
 
     def encode(self, graph):
-        """(num_entities, width)."""
+        """Return the embeddings of all entities, (num_entities, width)."""
         if self.convolution is None:
             return self.entities
         x = dropout(self.entities, self.drop, self.training)
         return self.entities + torch.relu(self.convolution(x, graph))
 
     def asked(self, h, questions, numbers):
-        """What the embedding of an answer is multiplied with: (questions, width)."""
+        """Return the factors of an answer's embedding: (questions, width)."""
         known, relation = questions.ends_and_relations(numbers)
         return dropout(h[known] * self.relations[relation], self.drop, self.training)
 
     def loss(self, h, questions, numbers, others):
-        """How unlikely the answers are, each among other entities: the sum, and how many."""
+        """Return the sum of the losses of the answers among other entities, and their number."""
         asked = self.asked(h, questions, numbers)
         places, answers = questions.answers(numbers)
         of_others = (asked @ h[others].T).logsumexp(1)
@@ -133,14 +133,14 @@ class LinkPredictor(nn.Module):
 
 
 def message_graph(triples, num_entities, num_relations):
-    """The graph of some triples, with reverse edges."""
+    """Return the graph of some triples, with reverse edges."""
     return rgnn.Graph.from_triples(
         triples, num_nodes=num_entities, num_relations=num_relations
     ).with_reverse_edges()
 
 
 def filtered_ranks(scores, target, true_rows, true_entities):
-    """The rank of each row's target among entities that make no other true triple.
+    """Return the rank of each row's target among entities that make no other true triple.
 
     Entities with the target's score count half: the mean of the best and the worst rank.
     """
@@ -152,7 +152,7 @@ def filtered_ranks(scores, target, true_rows, true_entities):
 
 @torch.no_grad()
 def evaluate(model, triples, asked_for, batch_size=512):
-    """Filtered ranks of both ends of some triples."""
+    """Return filtered ranks of both ends of some triples."""
     model.eval()
     whole = torch.cat([triples.training, triples.validation, triples.test])
     h = model.encode(message_graph(triples.training, triples.num_entities, triples.num_relations))
@@ -172,7 +172,7 @@ def metrics(ranks):
 
 
 def messages_without(triples, questions, numbers, options):
-    """Triples that answer none of the questions: a share of them, or a sample."""
+    """Return triples that answer none of the questions: a share of them, or a sample."""
     kept = torch.ones(len(triples), dtype=torch.bool)
     for each, asked in zip(questions, numbers, strict=True):
         is_asked = torch.zeros(len(each), dtype=torch.bool)
@@ -185,7 +185,7 @@ def messages_without(triples, questions, numbers, options):
 
 
 def train(model, triples, options):
-    """The loss of each step, and (step, validation MRR) after each epoch."""
+    """Train; return the loss of each step, and (step, validation MRR) after each epoch."""
     optimizer = torch.optim.Adam(model.parameters(), lr=options.learning_rate)
     sample = triples.validation[torch.randperm(len(triples.validation))[:2000]]
     questions = questions_about(triples.training, triples.num_relations)

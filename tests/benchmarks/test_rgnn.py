@@ -25,7 +25,7 @@ from _rgnn_steps import INFERENCE, MODES, TRAINING, Step, error_of, measure, num
 from _rows import Environment, read_rows, write_rows
 from penstock import rgnn
 from penstock.codegen import find_compiler
-from penstock.rgnn._backends._cpp_graph import arrays_of
+from penstock.rgnn.backends.cpp._graph_arrays import find_arrays
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -128,9 +128,9 @@ def test_our_kept_memory_is_let_go_of():
     graph = typed_graph(num_nodes=40_000)
     arm = OurProgram(Layer("RGCN", graph, WIDTH), "cpp").arm()
     Step(arm, TRAINING, "cpu")()
-    assert arrays_of(graph).blocks.num_blocks > 0
+    assert find_arrays(graph).buffers.num_buffers > 0
     arm.release()
-    assert arrays_of(graph).blocks.num_blocks == 0
+    assert find_arrays(graph).buffers.num_buffers == 0
 
 
 def test_long_arms_are_measured_less_often_and_beside_the_short_ones():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.rgnn._backends import _cpp
+from penstock.rgnn.backends.cpp import _backend
 
 
 @pytest.fixture(autouse=True)
 def _quick_compiler(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if "optimized" not in request.fixturenames:
-        monkeypatch.setattr(_cpp, "FLAGS", ("-O0", "-fopenmp-simd"))
+        monkeypatch.setattr(_backend, "FLAGS", ("-O0", "-fopenmp-simd"))
 
 
 @pytest.fixture

@@ -21,7 +21,8 @@ from _relational import (
 )
 from penstock import rgnn
 from penstock.rgnn import _custom_ops
-from penstock.rgnn._graph_tensors import tensors_of
+from penstock.rgnn.backends import Invocation, Results
+from penstock.rgnn.graph import split_graph
 
 
 @pytest.fixture(autouse=True)
@@ -185,24 +186,23 @@ def test_wrong_ids_are_refused_when_the_operator_runs():
 
 
 class Counting:
-    """A backend's function that counts its runs."""
+    """The number of runs of a back end."""
 
-    def __init__(self, execute: Callable) -> None:
-        self.execute, self.num_runs = execute, 0
-
-    def __call__(self, *args):
-        self.num_runs += 1
-        return self.execute(*args)
+    num_runs = 0
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> tuple[rgnn.CompiledFunction, Counting]:
     """RGAT in short, with a count of its forwards and backwards."""
-    from penstock.rgnn import _compile
-    from penstock.rgnn._backends import choose
+    from penstock.rgnn.backends._torch import TorchBackend
 
-    counting = Counting(choose("torch"))
-    monkeypatch.setattr(_compile, "choose", lambda *_: counting)
-    return rgnn.compile(LAYER_FUNCTIONS["rgat"].__wrapped__), counting
+    counting, run = Counting(), TorchBackend.__call__
+
+    def run_and_count(self: TorchBackend, invocation: Invocation) -> Results:
+        counting.num_runs += 1
+        return run(self, invocation)
+
+    monkeypatch.setattr(TorchBackend, "__call__", run_and_count)
+    return rgnn.compile(LAYER_FUNCTIONS["rgat"].__wrapped__, backend="torch"), counting
 
 
 def test_a_step_runs_a_forward_and_a_backward_and_leaves_nothing(monkeypatch):
@@ -266,10 +266,10 @@ def test_operators_keep_torchs_rules(name):
     graph = graph_of_size(12, 60)
     arguments = layer_arguments(name, graph)
     function = rgnn.compile(LAYER_FUNCTIONS[name].__wrapped__)
-    traced, inputs, check = function.traced_symbolic(tensors_of(graph), arguments)
-    program = _custom_ops._Program.remember(function, traced, check)
+    traced, inputs, check = function._trace(split_graph(graph), arguments)
+    program = _custom_ops._remember(function._registered, traced, check)
     numbers = [graph.num_nodes, graph.num_relations, graph.num_node_types]
-    indices = [t for t in tensors_of(graph) if isinstance(t, torch.Tensor)]
+    indices = [t for t in split_graph(graph) if isinstance(t, torch.Tensor)]
     is_wanted = [True] * len(inputs)
     common = (program, is_wanted, numbers, indices, inputs)
     torch.library.opcheck(torch.ops.penstock.rgnn_forward.default, common)

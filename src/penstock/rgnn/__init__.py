@@ -1,11 +1,11 @@
 """Relational graph neural networks, compiled to the graph at hand."""
 
 from penstock.rgnn import layers
-from penstock.rgnn._backends import BACKENDS
 from penstock.rgnn._compile import CompiledFunction, compile
 from penstock.rgnn._explain import Explanation
-from penstock.rgnn._formats import GraphNames
-from penstock.rgnn._functions import (
+from penstock.rgnn.backends import BACKENDS
+from penstock.rgnn.frontend.errors import TraceError
+from penstock.rgnn.frontend.functions import (
     combine,
     concat,
     dot,
@@ -18,11 +18,9 @@ from penstock.rgnn._functions import (
     sigmoid,
     tanh,
 )
-from penstock.rgnn._graph import Graph
-from penstock.rgnn._plan import REWRITES
-from penstock.rgnn._stats import GraphStats
-from penstock.rgnn._where import TraceError
+from penstock.rgnn.graph import Graph, GraphNames, GraphStats
 from penstock.rgnn.layers import HGTConv, RGATConv, RGCNConv
+from penstock.rgnn.passes import REWRITES
 
 __all__ = [
     "BACKENDS",

@@ -1,9 +1,9 @@
-"""`@compile`: a function in the language becomes one that runs on a graph.
+"""`compile`: a function in the language becomes one that runs on a graph.
 
-A call is traced once for each set of row shapes. The traced program is planned once for each bucket
-of graph statistics, so that mini-batches of one kind share their plans; the plan is made for the
-bucket, not for the first graph in it, and so does not depend on which came first. A call like one
-before, on a graph with the same counts, skips all that.
+A call is traced once for each set of row shapes. The traced program is compiled once for each
+bucket of graph statistics, so that mini-batches of one kind share their programs; it is compiled
+for the bucket, not for the first graph in it, and so does not depend on which came first. A call
+like one before, on a graph with the same counts, skips all that.
 """
 
 from __future__ import annotations
@@ -11,34 +11,33 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from penstock.compat.dispatch import are_functorch_transforms_active
 from penstock.rgnn import _custom_ops
-from penstock.rgnn._arguments import (
+from penstock.rgnn._compiled_program import CompiledProgram
+from penstock.rgnn._explain import Explanation, explain
+from penstock.rgnn.backends import BACKENDS, choose_dtype, load_backend, resolve
+from penstock.rgnn.frontend.arguments import (
     Kind,
     TensorKind,
-    bind,
+    bind_arguments,
     check_rows,
     check_tensors,
     describe,
-    parameters,
+    read_signature,
 )
-from penstock.rgnn._backends import BACKENDS, choose, computed_dtype, resolve
-from penstock.rgnn._explain import Explanation, explain
-from penstock.rgnn._graph import Graph
-from penstock.rgnn._graph_tensors import GraphTensors
-from penstock.rgnn._interpreter import interpret
-from penstock.rgnn._plan import REWRITES, Plan, make_plan
-from penstock.rgnn._rows import Counts, Space
-from penstock.rgnn._run import Runner, run
-from penstock.rgnn._traces import State, Traced, Traces
-from penstock.rgnn._where import TraceError
+from penstock.rgnn.frontend.traces import State, TracedFunction, Traces
+from penstock.rgnn.graph import Graph, GraphTensors
+from penstock.rgnn.interpreter import interpret
+from penstock.rgnn.passes import check_rewrites, optimize
+from penstock.rgnn.spaces import Counts, Space
 
-_NUM_KEPT = 256  # plans of a function, and kinds of calls, that are remembered
-_STEPS_PER_OCTAVE = 4  # rows for each edge within 19 % of each other share a plan
+_NUM_REMEMBERED = 256  # programs of a function, and kinds of calls
+_STEPS_PER_OCTAVE = 4  # rows for each edge within 19 % of each other share a program
 
 
 def compile(
@@ -62,7 +61,8 @@ def compile(
         function: Its first argument is the graph. Tensors among the others are traced; plain
             numbers, strings, None and booleans are constants that it may branch on.
         without: Rewrites to leave out, of `penstock.rgnn.REWRITES`; for measurements.
-        backend: What runs the plans, of `penstock.rgnn.BACKENDS`; "auto" takes the fastest.
+        backend: The back end that runs the programs, of `penstock.rgnn.BACKENDS`; "auto" takes
+            the fastest.
 
     Returns:
         A `CompiledFunction`.
@@ -77,15 +77,15 @@ def compile(
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Call:
-    """What calls of one kind have in common."""
+class _Specialization:
+    """Everything that calls of one kind share."""
 
-    traced: Traced
-    runner: Runner
+    traced: TracedFunction
+    program: CompiledProgram
     places: tuple[int, ...]
-    """Where among the arguments the runner's tensors are."""
+    """Places of the program's tensors among the arguments."""
     dtype: torch.dtype | None
-    """What the tensors are converted to, if to anything."""
+    """The dtype that tensors are converted to, if to any."""
 
 
 class CompiledFunction:
@@ -94,45 +94,41 @@ class CompiledFunction:
     Args:
         function: The plain Python function.
         without: Rewrites to leave out.
-        backend: What runs the plans.
+        backend: The back end that runs the programs.
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        *,
-        without: Collection[str] = (),
-        backend: str = "auto",
+        self, function: Callable[..., Any], *, without: Collection[str] = (), backend: str = "auto"
     ) -> None:
         functools.update_wrapper(self, function)
-        if unknown := sorted(set(without) - set(REWRITES)):
-            raise ValueError(f"without has {unknown}; the rewrites are {list(REWRITES)}")
+        check_rewrites(without)
         if backend not in BACKENDS:
             raise ValueError(f"backend is {backend!r}; the backends are {list(BACKENDS)}")
         self._function = function
-        self._signature = parameters(function)
+        self._signature = read_signature(function)
         self._names = tuple(self._signature.parameters)[1:]
         self._without = frozenset(without)
         self._backend = backend
         self._traces = Traces(function)
-        self._plan = functools.lru_cache(_NUM_KEPT)(self._make_plan)
-        self._runner = functools.lru_cache(_NUM_KEPT)(self._make_runner)
-        self._call = functools.lru_cache(_NUM_KEPT)(self._make_call)
-        self.registered = _custom_ops.register(self, function.__name__)
-        """The name by which compiled code calls it."""
-        self.programs: dict[str, Any] = {}
-        """What the code that torch.compile makes refers to by digest."""
+        self._compiled = functools.lru_cache(_NUM_REMEMBERED)(self._compile)
+        self._specialized = functools.lru_cache(_NUM_REMEMBERED)(self._specialize)
+        self._registered = _custom_ops.register(
+            function.__name__,
+            options=f"{(tuple(sorted(without)), backend)}",
+            trace=self._trace,
+            compile=self._compile_for,
+        )
 
     def __call__(self, graph: Graph, *args: Any, **kwargs: Any) -> Any:
         """Run on a graph.
 
         Args:
-            graph: On the device of the tensors.
-            args: What the function takes. Tensors of one floating dtype (under autocast they may
+            graph: A graph on the device of the tensors.
+            args: Arguments of the function. Tensors of one floating dtype (under autocast they may
                 differ, and are converted to the widest); node tensors have `graph.num_nodes` rows,
                 edge tensors `graph.num_edges` in the order in which the graph was given, typed
                 weights one row for each type.
-            kwargs: Likewise.
+            kwargs: Arguments of the function by name.
 
         Returns:
             A tensor, or a tuple of tensors if the function returns one; differentiable once.
@@ -142,11 +138,11 @@ class CompiledFunction:
             ValueError: A tensor's rows, dtype or device do not fit the graph.
             RuntimeError: A transform of `torch.func` is active.
         """
-        arguments = bind(self._signature, args, kwargs)
+        arguments = bind_arguments(self._signature, args, kwargs)
         if torch.compiler.is_dynamo_compiling():
-            return _custom_ops.call(self.registered, graph, arguments)
+            return _custom_ops.call(self._registered.name, graph, arguments)
         _check_graph(graph)
-        if torch._C._are_functorch_transforms_active():
+        if are_functorch_transforms_active():
             raise RuntimeError(
                 "a compiled program cannot be transformed by torch.func (grad, vmap, jacrev, ...); "
                 "use what the function's to_torch() returns"
@@ -154,61 +150,58 @@ class CompiledFunction:
         device = graph.device
         is_autocast = torch.is_autocast_enabled(device.type)
         kinds = describe(arguments)
-        state = self._state(kinds)
-        call = self._call(graph.counts, device, torch.is_grad_enabled(), is_autocast, kinds, state)
-        tensors = _converted([arguments[place] for place in call.places], call.dtype)
-        return call.traced.result(run(call.runner, graph, tensors))
+        state = self._traces.state(self._names, kinds)
+        is_grad_enabled = torch.is_grad_enabled()
+        call = self._specialized(graph.counts, device, is_grad_enabled, is_autocast, kinds, state)
+        tensors = _convert([arguments[place] for place in call.places], call.dtype)
+        return call.traced.result(call.program(graph, tensors))
 
     def to_torch(self) -> Callable[..., Any]:
-        """The function as a readable reference: one torch expression per operator.
+        """Return the function as a readable reference: one torch expression per operator.
 
-        It takes what the compiled function takes, is differentiable by autograd any number of
-        times, and makes every value for every edge, weights included: use it on small graphs.
+        It takes the arguments of the compiled function, is differentiable by autograd any number
+        of times, and materialises every value for every edge, weights included: use it on small
+        graphs.
         """
 
         @functools.wraps(self._function)
         def reference(graph: Graph, *args: Any, **kwargs: Any) -> Any:
-            tensors, traced = self._traced(graph, args, kwargs)
+            traced, tensors = self._trace_call(graph, args, kwargs)
             return traced.result(interpret(traced.program, graph, tensors))
 
         return reference
 
     def explain(self, graph: Graph, *args: Any, **kwargs: Any) -> Explanation:
-        """The plan for a call: what is computed on which rows, and which rewrites were made.
+        """Return the compiled program of a call: kernels, rows, bytes, and the rewrites.
 
         Example:
             >>> print(rgcn.explain(graph, x, W))  # doctest: +SKIP
 
         Args:
-            graph: As for a call.
-            args: As for a call; tensors that require gradients get a backward in the plan.
-            kwargs: Likewise.
+            graph: The graph of the call.
+            args: Arguments of the call; tensors that require gradients get a backward.
+            kwargs: Arguments of the call by name.
 
         Returns:
             A report; `print` shows it as text.
         """
-        tensors, traced = self._traced(graph, args, kwargs)
+        traced, tensors = self._trace_call(graph, args, kwargs)
         wrt = tuple(name for name in tensors if tensors[name].requires_grad)
-        plan = self._plan(traced, _bucket(graph.counts), wrt)
-        dtype = next(iter(tensors.values())).dtype if tensors else torch.get_default_dtype()
         backend = resolve(self._backend, graph.device.type)
+        compiled = self._compile_for(traced, graph, wrt)
+        dtype = next(iter(tensors.values())).dtype if tensors else torch.get_default_dtype()
         return explain(
-            plan,
+            compiled.lowered,
             graph,
             name=self._function.__name__,
-            element_bytes=computed_dtype(backend, dtype).itemsize,
+            element_bytes=choose_dtype(load_backend(backend), dtype).itemsize,
             backend=backend,
         )
 
     @property
     def num_plans(self) -> int:
-        """How many plans have been made so far; graphs that are alike share them."""
-        return self._plan.cache_info().misses
-
-    @property
-    def options(self) -> tuple[tuple[str, ...], str]:
-        """The rewrites that are left out, and the name of the backend."""
-        return tuple(sorted(self._without)), self._backend
+        """Number of programs compiled so far; graphs with similar counts share them."""
+        return self._compiled.cache_info().misses
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         raise TypeError(
@@ -219,33 +212,55 @@ class CompiledFunction:
     def __reduce__(self) -> str:
         return self._function.__qualname__  # pickled and copied by name, as functions are
 
-    def traced_symbolic(
-        self, graph: GraphTensors, arguments: tuple[Any, ...]
-    ) -> tuple[Traced, list[torch.Tensor], Callable[[], None] | None]:
-        """The trace of a call on tensors that may have no data, and the tensors that it takes.
+    def _trace_call(
+        self, graph: Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[TracedFunction, dict[str, torch.Tensor]]:
+        """Return the trace of a call and the tensors that its program takes, by name."""
+        _check_graph(graph)
+        arguments = bind_arguments(self._signature, args, kwargs)
+        traced, tensors, _ = self._trace(graph, arguments)
+        return traced, dict(zip(traced.program.inputs(), tensors, strict=True))
 
-        Numbers of rows may be symbolic. Numbers of features are taken as they are. Last comes
-        a check that raises if what the function reads besides its arguments has changed since.
+    def _trace(
+        self, graph: Graph | GraphTensors, arguments: Sequence[Any]
+    ) -> tuple[TracedFunction, list[torch.Tensor], Callable[[], None] | None]:
+        """Trace a call on tensors that may have no data.
+
+        Returns:
+            The trace; the tensors that its program takes; and a check that raises if what the
+            function reads besides its arguments has changed since.
         """
+        device = graph.device
+        rows = graph.counts.rows if isinstance(graph, Graph) else graph.rows
         kinds = {}
         for name, kind in zip(self._names, describe(arguments), strict=True):
             if isinstance(kind, TensorKind):
+                # Numbers of rows may be symbolic; numbers of features are taken as they are.
                 features = tuple(int(length) for length in kind.shape[1:])
                 kind = kind._replace(shape=(*kind.shape[:1], *features))
             kinds[name] = kind
-        is_autocast = torch.is_autocast_enabled(graph.device.type)
-        state = self._state(tuple(kinds.values()))
-        traced, dtype = self._trace(kinds, graph.device, graph.rows, is_autocast, state)
+        is_autocast = torch.is_autocast_enabled(device.type)
+        state = self._traces.state(self._names, kinds.values())
+        traced, dtype = self._find_trace(kinds, device, rows, is_autocast, state)
         by_name = dict(zip(self._names, arguments, strict=True))
-        tensors = [by_name[name] for name in traced.program.inputs()]
-        check = self._traces.check(traced, state, kinds)
-        return traced, _converted(tensors, dtype), check
+        tensors = _convert([by_name[name] for name in traced.program.inputs()], dtype)
+        return traced, tensors, self._traces.make_check(traced, state, kinds)
 
-    def runner(self, traced: Traced, counts: Counts, wrt: tuple[str, ...]) -> Runner:
-        """What runs a traced program on graphs with such counts."""
-        return self._runner(traced, _bucket(counts), wrt)
+    def _find_trace(
+        self,
+        kinds: Mapping[str, Kind],
+        device: torch.device,
+        rows: Callable[[Space], int],
+        is_autocast: bool,
+        state: State,
+    ) -> tuple[TracedFunction, torch.dtype | None]:
+        """Return the trace for these arguments, checked, and the dtype to convert tensors to."""
+        dtype = check_tensors(kinds, device, is_autocast=is_autocast)
+        traced = self._traces.get(kinds, state)
+        check_rows(traced.program, kinds, rows)
+        return traced, dtype
 
-    def _make_call(
+    def _specialize(
         self,
         counts: Counts,
         device: torch.device,
@@ -253,59 +268,35 @@ class CompiledFunction:
         is_autocast: bool,
         kinds: tuple[Kind, ...],
         state: State,
-    ) -> _Call:
+    ) -> _Specialization:
         by_name = dict(zip(self._names, kinds, strict=True))
-        traced, dtype = self._trace(by_name, device, counts.rows, is_autocast, state)
+        traced, dtype = self._find_trace(by_name, device, counts.rows, is_autocast, state)
         traced.warn_of_missing_index(counts.num_relations)
         places = tuple(self._names.index(name) for name in traced.program.inputs())
         tensors = {self._names[place]: kinds[place] for place in places}
         wrt: tuple[str, ...] = ()
         if is_grad_enabled:
-            wrt = traced.differentiable(
+            wrt = tuple(
                 name
                 for name, kind in tensors.items()
-                if isinstance(kind, TensorKind) and kind.requires_grad
+                if isinstance(kind, TensorKind) and kind.requires_grad and name in traced.used
             )
-        return _Call(traced, self.runner(traced, counts, wrt), places, dtype)
+        backend = resolve(self._backend, device.type)
+        program = self._compiled(traced, _round_counts(counts), wrt, backend)
+        return _Specialization(traced, program, places, dtype)
 
-    def _traced(
-        self, graph: Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[dict[str, torch.Tensor], Traced]:
-        """The program of a call and the tensors that it takes, by name."""
-        _check_graph(graph)
-        arguments = bind(self._signature, args, kwargs)
-        by_name = dict(zip(self._names, arguments, strict=True))
-        kinds = dict(zip(self._names, describe(arguments), strict=True))
-        is_autocast = torch.is_autocast_enabled(graph.device.type)
-        state = self._state(tuple(kinds.values()))
-        traced, dtype = self._trace(kinds, graph.device, graph.counts.rows, is_autocast, state)
-        names = list(traced.program.inputs())
-        tensors = _converted([by_name[name] for name in names], dtype)
-        return dict(zip(names, tensors, strict=True)), traced
+    def _compile_for(
+        self, traced: TracedFunction, graph: Graph, wrt: tuple[str, ...]
+    ) -> CompiledProgram:
+        """Compile a traced program for graphs like one, with gradients for some inputs."""
+        backend = resolve(self._backend, graph.device.type)
+        return self._compiled(traced, _round_counts(graph.counts), wrt, backend)
 
-    def _trace(
-        self,
-        kinds: Mapping[str, Kind],
-        device: torch.device,
-        rows: Callable[[Space], int],
-        is_autocast: bool,
-        state: State,
-    ) -> tuple[Traced, torch.dtype | None]:
-        """The trace for these arguments, checked, and the dtype to convert the tensors to."""
-        dtype = check_tensors(kinds, device, is_autocast=is_autocast)
-        traced = self._traces.get(kinds, state)
-        check_rows(traced.program, kinds, rows)
-        return traced, dtype
-
-    def _state(self, kinds: tuple[Kind, ...]) -> State:
-        """What beside the arguments decides the program; see `Traces.state`."""
-        return self._traces.state(self._names, kinds)
-
-    def _make_plan(self, traced: Traced, counts: Counts, wrt: tuple[str, ...]) -> Plan:
-        return make_plan(traced.program, counts, wrt=wrt, without=self._without)
-
-    def _make_runner(self, traced: Traced, counts: Counts, wrt: tuple[str, ...]) -> Runner:
-        return Runner(self._plan(traced, counts, wrt), choose(self._backend))
+    def _compile(
+        self, traced: TracedFunction, counts: Counts, wrt: tuple[str, ...], backend: str
+    ) -> CompiledProgram:
+        optimized = optimize(traced.program, counts, wrt=wrt, without=self._without)
+        return CompiledProgram(optimized, backend)
 
 
 def _check_graph(graph: Graph) -> None:
@@ -315,37 +306,34 @@ def _check_graph(graph: Graph) -> None:
         )
 
 
-def _converted(tensors: list[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
+def _convert(tensors: list[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
     return tensors if dtype is None else [tensor.to(dtype) for tensor in tensors]
 
 
-def _bucket(counts: Counts) -> Counts:
-    """Counts of a graph that stands for all that are alike, so that those share their plans.
+def _round_counts(counts: Counts) -> Counts:
+    """Return the counts of a graph that stands for all similar ones, so that those share programs.
 
     Which rows are the fewest is a matter of rows for each edge; how many edges there are decides
     only whether weights may cost something, so it is rounded to a power of two.
     """
-    num_edges = _rounded(counts.num_edges, 1)
+    num_edges = _round(counts.num_edges, 1)
 
-    def rounded(count: int) -> int:
+    def round_rows(count: int) -> int:
         if not counts.num_edges:
-            return round(_rounded(count, 1))
-        return round(num_edges * _rounded(count / counts.num_edges, _STEPS_PER_OCTAVE))
+            return round(_round(count, 1))
+        return round(num_edges * _round(count / counts.num_edges, _STEPS_PER_OCTAVE))
 
     return dataclasses.replace(
         counts,
         num_edges=round(num_edges),
-        num_nodes=rounded(counts.num_nodes),
-        num_src_pairs=rounded(counts.num_src_pairs),
-        num_dst_pairs=rounded(counts.num_dst_pairs),
+        num_nodes=round_rows(counts.num_nodes),
+        num_src_pairs=round_rows(counts.num_src_pairs),
+        num_dst_pairs=round_rows(counts.num_dst_pairs),
     )
 
 
-def _rounded(number: float, steps_per_octave: int) -> float:
-    """A number rounded to a geometric series."""
+def _round(number: float, steps_per_octave: int) -> float:
+    """Round a number to a geometric series."""
     if not number:
         return 0
     return 2 ** (round(math.log2(number) * steps_per_octave) / steps_per_octave)
-
-
-__all__ = ["CompiledFunction", "TraceError", "compile"]

@@ -1,18 +1,18 @@
-"""Compiled functions inside torch.compile: three operators that the compiler looks into no further.
+"""Compiled functions inside torch.compile: three operators that it does not look into.
 
 While Dynamo traces, a call becomes `penstock::rgnn`. The graph goes into it as the tensors that it
 is made from, so compiled code belongs to no graph and serves them all. Where the compiler prepares
-the backward, that operator turns into `rgnn_forward`, whose gradient is `rgnn_backward`; they name
-the traced program by a digest of its text, so that code that torch keeps on disk fits in any
+the backward, that operator turns into `rgnn_forward`, with `rgnn_backward` as its gradient; they
+name the traced program by a digest of its text, so that code that torch keeps on disk fits in any
 process.
 
 Compiled code has the numbers that a function read besides its arguments as constants. Where they
 have changed since, the operator raises an error, for it cannot have the code compiled again.
 
-Which plan runs is decided when an operator runs, by the counts of its graph. How many tensors the
-backward needs depends on the plan, so no compiler can know it: `rgnn_forward` returns one tensor
-that owns them all, and they live for as long as autograd holds on to it. Whoever copies that tensor
-loses them; the backward then computes them again.
+The program is chosen when an operator runs, by the counts of its graph. How many tensors the
+backward needs depends on the program, so torch cannot know it: `rgnn_forward` returns one tensor
+that owns them all, and they live as long as autograd keeps it. A copy of that tensor owns nothing;
+the backward then computes them again.
 """
 
 from __future__ import annotations
@@ -22,65 +22,60 @@ import hashlib
 import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from penstock.rgnn._graph import Graph
-from penstock.rgnn._graph_tensors import GraphTensors, graph_of, tensors_of
-from penstock.rgnn._rows import Counts
-from penstock.rgnn._run import Runner, Tensors
-from penstock.rgnn._traces import Traced
+from penstock.rgnn._compiled_program import CompiledProgram, Tensors
+from penstock.rgnn.frontend.traces import TracedFunction
+from penstock.rgnn.graph import Graph, GraphTensors, find_graph, split_graph
 
 
-class CompiledFunction(Protocol):
-    """A compiled function, as `_compile.py` makes them.
+@dataclasses.dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
+class RegisteredFunction:
+    """A compiled function as the operators call it; it lives as long as the function.
 
     Attributes:
-        registered: The name by which compiled code calls it.
-        programs: Its programs by digest; they live as long as it does.
+        name: The name by which compiled code calls it; no other function has it, in this process
+            or another.
+        options: The rewrites that are left out and the back end, as text.
+        trace: Returns the trace of a call, the tensors that its program takes, and a check to make
+            before each run, if there is one.
+        compile: Compiles a traced program for graphs like one, with gradients for some inputs.
+        programs: Its programs by digest.
     """
 
-    registered: str
-    programs: dict[str, Any]
-
-    @property
-    def options(self) -> tuple[tuple[str, ...], str]:
-        """The rewrites that are left out, and the name of the backend."""
-        ...
-
-    def traced_symbolic(
-        self, graph: GraphTensors, arguments: tuple[Any, ...]
-    ) -> tuple[Traced, list[torch.Tensor], Callable[[], None] | None]:
-        """The trace of a call, the tensors that it takes, and a check to be made again."""
-        ...
-
-    def runner(self, traced: Traced, counts: Counts, wrt: tuple[str, ...]) -> Runner:
-        """Runs the program on graphs with such counts, with gradients for these inputs."""
-        ...
+    name: str
+    options: str
+    trace: Callable[
+        [GraphTensors, tuple[Any, ...]],
+        tuple[TracedFunction, list[torch.Tensor], Callable[[], None] | None],
+    ]
+    compile: Callable[[TracedFunction, Graph, tuple[str, ...]], CompiledProgram]
+    programs: dict[str, _RegisteredProgram] = dataclasses.field(default_factory=dict)
 
 
-_functions: weakref.WeakValueDictionary[str, CompiledFunction] = weakref.WeakValueDictionary()
+_functions: weakref.WeakValueDictionary[str, RegisteredFunction] = weakref.WeakValueDictionary()
 
 
-def register(function: CompiledFunction, name: str) -> str:
-    """`name` and what makes it one that no other function has, in this process or another."""
+def register(name: str, **fields: Any) -> RegisteredFunction:
+    """Register a compiled function; `fields` are those of `RegisteredFunction`."""
     unique = f"{name} {secrets.token_hex(8)}"
-    _functions[unique] = function
-    return unique
+    registered = _functions[unique] = RegisteredFunction(unique, **fields)
+    return registered
 
 
 def call(name: str, graph: Graph | GraphTensors, arguments: tuple[Any, ...]) -> Any:
-    """A call of a registered function, for Dynamo to trace.
+    """Call a registered function while Dynamo traces.
 
     Args:
-        name: As `register` gave it.
-        graph: A graph, or what one can be made from.
+        name: The unique name that `register` gave it.
+        graph: A graph, or the tensors of one.
         arguments: A value for each parameter after the graph.
     """
     if isinstance(graph, Graph):
-        graph = tensors_of(graph)
+        graph = split_graph(graph)
     if not isinstance(graph, GraphTensors):
         raise TypeError(
             f"the first argument must be a penstock.rgnn.Graph; got {type(graph).__name__}"
@@ -135,7 +130,7 @@ def _rgnn(
     numbers: list[int],
     graph: list[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """The outputs; and one tensor more if the function returns a tuple."""
+    """Return the outputs; and one tensor more if the function returns a tuple."""
     constants: dict[str, Iterator[Any]] = {
         "t": iter(tensors),
         "i": iter([int(value) for value in integers]),
@@ -144,13 +139,13 @@ def _rgnn(
     }
     known = {"n": None, "y": True, "o": False}
     arguments = tuple(known[k] if k in known else next(constants[k]) for k in kinds)
-    compiled = _functions[function]
-    traced, inputs, still_so = compiled.traced_symbolic(_graph_tensors(numbers, graph), arguments)
+    registered = _functions[function]
+    traced, inputs, check = registered.trace(_graph_tensors(numbers, graph), arguments)
     is_wanted = [
         torch.is_grad_enabled() and tensor.requires_grad and name in traced.used
         for name, tensor in zip(traced.program.inputs(), inputs, strict=True)
     ]
-    program = _Program.remember(compiled, traced, still_so)
+    program = _remember(registered, traced, check)
     outputs = torch.ops.penstock.rgnn_forward(program, is_wanted, numbers, graph, inputs)
     del outputs[len(traced.program.outputs) :]
     return [*outputs, inputs[0].new_empty(0)] if traced.is_tuple else outputs
@@ -160,38 +155,38 @@ _library.impl("rgnn", _rgnn, "CompositeImplicitAutograd")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
-class _Program:
-    """What the digest of a program stands for."""
+class _RegisteredProgram:
+    """A traced program of a registered function."""
 
-    function: CompiledFunction
-    traced: Traced
+    function: RegisteredFunction
+    traced: TracedFunction
     check: Callable[[], None] | None
     """Raises if what the function reads besides its arguments has changed, if it reads any."""
 
-    @staticmethod
-    def remember(
-        function: CompiledFunction, traced: Traced, check: Callable[[], None] | None
-    ) -> str:
-        """The digest of a traced program and of how it is run, known while the function lives."""
-        # Functions that read nothing but arguments share what is compiled, also between processes.
-        owner = "" if check is None else function.registered
-        text = f"{traced.program} {list(traced.program.inputs())} {function.options} {owner}"
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        known, program = _programs.get(digest), _Program(function, traced, check)
-        if known is not None:  # code of that function refers to the new program from now on
-            known.function.programs[digest] = program
-        function.programs[digest] = _programs[digest] = program
-        return digest
-
-    def runner(self, graph: Graph, is_wanted: Sequence[bool]) -> Runner:
-        """What runs the program on this graph, with gradients for those inputs."""
+    def compile(self, graph: Graph, is_wanted: Sequence[bool]) -> CompiledProgram:
+        """Compile the program for graphs like one, with gradients for the inputs wanted."""
         names = self.traced.program.inputs()
         wrt = tuple(name for name, wanted in zip(names, is_wanted, strict=True) if wanted)
-        return self.function.runner(self.traced, graph.counts, wrt)
+        return self.function.compile(self.traced, graph, wrt)
 
 
-_programs: weakref.WeakValueDictionary[str, _Program] = weakref.WeakValueDictionary()
+_programs: weakref.WeakValueDictionary[str, _RegisteredProgram] = weakref.WeakValueDictionary()
 """By digest; each is held by the functions that it is a program of."""
+
+
+def _remember(
+    function: RegisteredFunction, traced: TracedFunction, check: Callable[[], None] | None
+) -> str:
+    """Return the digest of a traced program and its options; it names them to the operators."""
+    # Functions that read nothing but arguments share what is compiled, also between processes.
+    owner = "" if check is None else function.name
+    text = f"{traced.program} {list(traced.program.inputs())} {function.options} {owner}"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    known, program = _programs.get(digest), _RegisteredProgram(function, traced, check)
+    if known is not None:  # code of that function refers to the new program from now on
+        known.function.programs[digest] = program
+    function.programs[digest] = _programs[digest] = program
+    return digest
 
 
 @torch.library.custom_op(
@@ -207,23 +202,17 @@ def _forward(
     graph: list[torch.Tensor],
     inputs: list[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """The outputs, and the tensor that owns what the backward needs."""
-    on, known = graph_of(_graph_tensors(numbers, graph)), _programs[program]
+    """Return the outputs, and the tensor that owns what the backward needs."""
+    on, known = find_graph(_graph_tensors(numbers, graph)), _programs[program]
     if known.check is not None:
         known.check()
-    runner = known.runner(on, is_wanted)
-    results, kept = runner.forward(on, inputs)
-    return [*(result.contiguous() for result in results), _owner(_Kept(runner, on, kept))]
+    compiled = known.compile(on, is_wanted)
+    results, kept = compiled.forward(on, inputs)
+    return [*(result.contiguous() for result in results), _make_owner(_Kept(compiled, on, kept))]
 
 
 @_forward.register_fake
-def _(
-    program: str,
-    is_wanted: list[bool],
-    numbers: list[int],
-    graph: list[torch.Tensor],
-    inputs: list[torch.Tensor],
-) -> list[torch.Tensor]:
+def _(program: str, is_wanted: Any, numbers: Any, graph: Any, inputs: Any) -> list[torch.Tensor]:
     rows = _graph_tensors(numbers, graph).rows
     traced = _programs[program].traced.program
     outputs = [traced.nodes[output] for output in traced.outputs]
@@ -246,14 +235,14 @@ def _backward(
     owner: torch.Tensor,
     gradients: list[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """The gradients of the inputs for which one is wanted."""
+    """Return the gradients of the inputs for which one is wanted."""
     kept = _owned.get(owner.untyped_storage()._cdata)
     if kept is None:
-        on = graph_of(_graph_tensors(numbers, graph))
-        runner = _programs[program].runner(on, is_wanted)
-        kept = _Kept(runner, on, runner.forward(on, inputs)[1])
-    saved = [inputs[place] for place in kept.runner.saved]
-    found = kept.runner.backward(kept.graph, saved, kept.tensors, gradients)
+        on = find_graph(_graph_tensors(numbers, graph))
+        compiled = _programs[program].compile(on, is_wanted)
+        kept = _Kept(compiled, on, compiled.forward(on, inputs)[1])
+    saved = [inputs[place] for place in kept.program.saved]
+    found = kept.program.backward(kept.graph, saved, kept.tensors, gradients)
     return [
         torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
         for tensor, gradient, wanted in zip(inputs, found, is_wanted, strict=True)
@@ -263,13 +252,7 @@ def _backward(
 
 @_backward.register_fake
 def _(
-    program: str,
-    is_wanted: list[bool],
-    numbers: list[int],
-    graph: list[torch.Tensor],
-    inputs: list[torch.Tensor],
-    owner: torch.Tensor,
-    gradients: list[torch.Tensor],
+    program: str, is_wanted: Any, numbers: Any, graph: Any, inputs: Any, owner: Any, gradients: Any
 ) -> list[torch.Tensor]:
     wanted = [tensor for tensor, wanted in zip(inputs, is_wanted, strict=True) if wanted]
     return [tensor.new_empty(tensor.shape) for tensor in wanted]
@@ -281,7 +264,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]
     ctx.save_for_backward(*graph, *tensors, output[-1])
 
 
-def _differentiate(ctx: Any, gradients: list[torch.Tensor]) -> tuple[Any, ...]:
+def _run_backward(ctx: Any, gradients: list[torch.Tensor]) -> tuple[Any, ...]:
     *tensors, owner = ctx.saved_tensors
     graph, inputs = tensors[: ctx.num_indices], tensors[ctx.num_indices :]
     results = iter(
@@ -293,14 +276,14 @@ def _differentiate(ctx: Any, gradients: list[torch.Tensor]) -> tuple[Any, ...]:
     return None, None, None, [None] * len(graph), found
 
 
-_forward.register_autograd(_differentiate, setup_context=_setup_context)
+_forward.register_autograd(_run_backward, setup_context=_setup_context)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Kept:
-    """What the backward of one forward needs beside its inputs."""
+    """Everything that the backward of one forward needs beside its inputs."""
 
-    runner: Runner
+    program: CompiledProgram
     graph: Graph
     tensors: Tensors
 
@@ -315,8 +298,8 @@ _owned: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
 """What the storages of owners own, by their address."""
 
 
-def _owner(kept: _Kept) -> torch.Tensor:
-    """A tensor of one zero, whose memory owns `kept`."""
+def _make_owner(kept: _Kept) -> torch.Tensor:
+    """Return a tensor of one zero; its memory owns `kept`."""
     array = np.zeros(1, dtype=np.uint8).view(_Array)
     array.kept = kept
     tensor = torch.from_numpy(array)
@@ -326,12 +309,4 @@ def _owner(kept: _Kept) -> torch.Tensor:
 
 def _graph_tensors(numbers: list[int], graph: list[torch.Tensor]) -> GraphTensors:
     edge_index, edge_type, *node_type = graph
-    num_nodes, num_relations, num_node_types = numbers
-    return GraphTensors(
-        edge_index,
-        edge_type,
-        node_type[0] if node_type else None,
-        num_nodes,
-        num_relations,
-        num_node_types,
-    )
+    return GraphTensors(edge_index, edge_type, node_type[0] if node_type else None, *numbers)

@@ -1,4 +1,4 @@
-"""What a plan does on a graph, for people: rows, products, bytes, and every decision."""
+"""Report on a compiled program: its kernels, rows, products, bytes, and every decision."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.rgnn._graph import Graph
-from penstock.rgnn._ir import Node
-from penstock.rgnn._passes import Decision
-from penstock.rgnn._plan import Plan
-from penstock.rgnn._schedule import Kernel, KernelKind, Schedule
+from penstock.rgnn.graph import Graph
+from penstock.rgnn.ir import Node, Program, describe_read
+from penstock.rgnn.lowering import Kernel, KernelKind, LoweredProgram
+from penstock.rgnn.passes import Decision
+from penstock.rgnn.spaces import Counts
 from penstock.units import format_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlannedValue:
-    """One value of a plan."""
+class ExplainedValue:
+    """One value of a compiled program."""
 
     name: str
     """`%` and its number; numbers of gathers and inputs are left out of the report."""
     expression: str
     rows_of: str
-    """What its rows stand for."""
+    """The space of its rows."""
     num_rows: int
     row_shape: tuple[int, ...]
     memory_bytes: int
@@ -33,24 +33,24 @@ class PlannedValue:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlannedKernel:
-    """One loop nest of a plan."""
+class ExplainedKernel:
+    """One kernel of a compiled program."""
 
     kind: str
     is_backward: bool
     rows_of: str
-    """What its loops run over."""
+    """The space of the rows that its loops run over."""
     grouped_by: str | None
-    """The map whose targets are the outer loop."""
+    """The map to the targets that the outer loop runs over."""
     num_rows: int
     multiplications: int
-    """Of its matrix product; 0 for a traversal."""
-    values: tuple[PlannedValue, ...]
+    """Multiplications of its matrix product; 0 for a traversal."""
+    values: tuple[ExplainedValue, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """A plan on a graph."""
+    """A compiled program on a graph."""
 
     name: str
     num_nodes: int
@@ -58,8 +58,8 @@ class Explanation:
     num_src_pairs: int
     num_dst_pairs: int
     backend: str
-    """What runs the kernels."""
-    kernels: tuple[PlannedKernel, ...]
+    """The back end that runs the kernels."""
+    kernels: tuple[ExplainedKernel, ...]
     decisions: tuple[Decision, ...]
     without: tuple[str, ...]
     """Rewrites that were switched off."""
@@ -71,11 +71,11 @@ class Explanation:
 
     @property
     def multiplications(self) -> int:
-        """Of all matrix products."""
+        """Multiplications in all matrix products."""
         return sum(kernel.multiplications for kernel in self.kernels)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields and the sums as plain data, for JSON."""
+        """Return the fields and the sums as plain data, for JSON."""
         sums = {
             "materialised_bytes": self.materialised_bytes,
             "multiplications": self.multiplications,
@@ -94,30 +94,26 @@ class Explanation:
             if kernel.is_backward is not phase:
                 phase = kernel.is_backward
                 lines += ["", "backward" if phase else "forward"]
-            lines += _kernel_lines(number, kernel)
-        lines += [
-            "",
-            "rewrites, decided for about this size and as many rows for each edge",
-        ]
+            lines += _write_kernel_lines(number, kernel)
+        lines += ["", "rewrites, decided for about this size and as many rows for each edge"]
         lines += [f"  {decision}" for decision in self.decisions] or ["  none found a place"]
         lines += [f"  {name} is switched off" for name in self.without]
         return "\n".join(lines)
 
 
 def explain(
-    plan: Plan, graph: Graph, *, name: str, element_bytes: int, backend: str
+    lowered: LoweredProgram, graph: Graph, *, name: str, element_bytes: int, backend: str
 ) -> Explanation:
-    """Put a plan's kernels beside a graph's counts.
+    """Put a program's kernels beside a graph's counts.
 
     Args:
-        plan: The plan.
+        lowered: The program.
         graph: The graph that it is run on.
-        name: What the program is called.
+        name: The name of the function.
         element_bytes: Bytes of one number.
-        backend: The name of what runs it.
+        backend: The name of the back end that runs it.
     """
     counts = graph.counts
-    schedule = plan.summed_schedule if backend == "cpp" else plan.schedule
     return Explanation(
         name=name,
         num_nodes=counts.num_nodes,
@@ -126,64 +122,61 @@ def explain(
         num_dst_pairs=counts.num_dst_pairs,
         backend=backend,
         kernels=tuple(
-            _planned(plan, kernel, schedule, graph, element_bytes, number >= schedule.num_forward)
-            for number, kernel in enumerate(schedule.kernels)
+            _explain_kernel(lowered, kernel, counts, element_bytes, is_backward)
+            for is_backward, direction in enumerate((lowered.forward, lowered.backward))
+            for kernel in direction.kernels
         ),
-        decisions=(*plan.decisions, *(_orders(plan, element_bytes) if backend == "cpp" else ())),
-        without=tuple(sorted(plan.without)),
+        decisions=(*lowered.optimized.decisions, *_explain_order(lowered, element_bytes)),
+        without=tuple(sorted(lowered.optimized.without)),
     )
 
 
-def _orders(plan: Plan, element_bytes: int) -> Iterator[Decision]:
-    """Where kernels run in another order than they were written in."""
-    ordered = plan.ordered
-    pairs = zip(("forward", "backward"), ordered.scratch, ordered.scratch_before, strict=True)
-    for name, now, before in pairs:
-        if now < before:
-            sizes = (format_bytes(number * element_bytes) for number in (now, before))
-            reason = "{} of scratch memory beside results for {}".format(*sizes)
+def _explain_order(lowered: LoweredProgram, element_bytes: int) -> Iterator[Decision]:
+    """Yield a decision for each direction with kernels in another order than written."""
+    for name, scratch in zip(("forward", "backward"), lowered.scratch, strict=False):
+        if scratch.after < scratch.before:
+            after, before = (
+                format_bytes(number * element_bytes) for number in (scratch.after, scratch.before)
+            )
+            reason = f"{after} of scratch memory beside results for {before}"
             yield Decision("order", True, name, reason, "kernels and their parts")
 
 
-def _planned(
-    plan: Plan,
-    kernel: Kernel,
-    schedule: Schedule,
-    graph: Graph,
-    element_bytes: int,
-    is_backward: bool,
-) -> PlannedKernel:
+def _explain_kernel(
+    lowered: LoweredProgram, kernel: Kernel, counts: Counts, element_bytes: int, is_backward: int
+) -> ExplainedKernel:
+    program, materialised = lowered.optimized.program, lowered.schedule.materialised
     values = []
     for position in kernel.values:
-        node = plan.program.nodes[position]
-        num_rows = graph.counts.rows(node.space)
-        in_memory = position in schedule.materialised
+        node = program.nodes[position]
+        num_rows = counts.rows(node.space)
+        row_bytes = math.prod(node.shape) * element_bytes
         values.append(
-            PlannedValue(
+            ExplainedValue(
                 name=f"%{position}",
-                expression=_expression(plan, node),
+                expression=_write_expression(program, node),
                 rows_of=node.space.value,
                 num_rows=num_rows,
                 row_shape=node.shape,
-                memory_bytes=num_rows * math.prod(node.shape) * element_bytes * in_memory,
+                memory_bytes=num_rows * row_bytes if position in materialised else 0,
                 where=node.where,
             )
         )
-    num_rows = graph.counts.rows(kernel.space)
-    return PlannedKernel(
+    num_rows = counts.rows(kernel.space)
+    return ExplainedKernel(
         kind=kernel.kind.value,
-        is_backward=is_backward,
+        is_backward=bool(is_backward),
         rows_of=kernel.space.value,
         grouped_by=None if kernel.grouped_by is None else kernel.grouped_by.name,
         num_rows=num_rows,
-        multiplications=num_rows * _multiplications(plan, kernel),
+        multiplications=num_rows * _count_multiplications(program, kernel),
         values=tuple(values),
     )
 
 
-def _multiplications(plan: Plan, kernel: Kernel) -> int:
-    """Per row, of a kernel's matrix product."""
-    nodes = plan.program.nodes
+def _count_multiplications(program: Program, kernel: Kernel) -> int:
+    """Return the multiplications of a kernel's matrix product, per row."""
+    nodes = program.nodes
     node = nodes[kernel.values[0]]
     if kernel.kind in (KernelKind.GEMM, KernelKind.SUMMED_GEMM):
         vector, _ = (nodes[operand] for operand in node.operands)
@@ -195,28 +188,14 @@ def _multiplications(plan: Plan, kernel: Kernel) -> int:
     return 0
 
 
-def _expression(plan: Plan, node: Node) -> str:
-    """An operator with its operands, gathers written as reads."""
-    nodes = plan.program.nodes
-
-    def say(position: int) -> str:
-        found = nodes[position]
-        if found.op == "gather":
-            return f"{say(found.operands[0])}[{found.map.name}]"
-        if found.op == "reshape":
-            return f"{say(found.operands[0])}.reshape{found.shape}"
-        if found.op == "inverse_count":
-            return f"inverse_count({found.map.name})"
-        if found.op == "outer":
-            return f"outer({', '.join(say(operand) for operand in found.operands)})"
-        return found["name"] if found.op == "input" else f"%{position}"
-
-    parts = [say(operand) for operand in node.operands]
+def _write_expression(program: Program, node: Node) -> str:
+    """Return an operator with its operands, gathers written as reads."""
+    parts = [describe_read(program, operand) for operand in node.operands]
     parts += [f"{name}={value}" for name, value in node.attributes]
     return f"{node.op}({', '.join(parts)})"
 
 
-def _kernel_lines(number: int, kernel: PlannedKernel) -> list[str]:
+def _write_kernel_lines(number: int, kernel: ExplainedKernel) -> list[str]:
     head = f"  {number}. {kernel.kind} over {kernel.num_rows:,} {kernel.rows_of} rows"
     if kernel.grouped_by is not None:
         head += f", grouped by {kernel.grouped_by}"

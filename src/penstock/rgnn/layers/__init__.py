@@ -1,6 +1,6 @@
 """Layers with the signatures and parameters of PyG's, as programs in the language of this package.
 
-A layer has no kernels of its own: what it computes is a compiled function, public here as well.
+A layer has no kernels: it calls a compiled function, which is public here as well.
 """
 
 from penstock.rgnn.layers._hgt import HGTConv, hgt, hgt_of_features

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from penstock.rgnn._formats import check_integers
-from penstock.rgnn._graph import Graph
-from penstock.rgnn._graph_tensors import GraphTensors, graph_of
+from penstock.rgnn.graph import Graph, GraphTensors, check_integers, find_graph
 
 
 def as_graph(
@@ -17,7 +15,7 @@ def as_graph(
     num_nodes: int,
     num_relations: int,
 ) -> Graph:
-    """The graph of a call `(x, edge_index, edge_type)` or `(x, graph)`.
+    """Return the graph of a call `(x, edge_index, edge_type)` or `(x, graph)`.
 
     Raises:
         ValueError: The graph's relations are not the layer's.
@@ -34,11 +32,11 @@ def as_graph(
         return edge_index
     if edge_type is None:
         raise TypeError("edge_type is missing: one relation for each edge, or pass a Graph")
-    return graph_of(GraphTensors(edge_index, edge_type, None, num_nodes, num_relations, 1))
+    return find_graph(GraphTensors(edge_index, edge_type, None, num_nodes, num_relations, 1))
 
 
 def num_rows(x: torch.Tensor) -> int:
-    """The number of nodes that features are for.
+    """Return the number of nodes that have features.
 
     Raises:
         TypeError: `x` is no tensor, such as PyG's pair of sources and targets.
@@ -49,32 +47,6 @@ def num_rows(x: torch.Tensor) -> int:
             f"of nodes one after another"
         )
     return x.shape[0]
-
-
-def check_size(size: tuple[int, int] | None, num_nodes: int) -> None:
-    """Refuse numbers of sources and of destinations that are not those of one set of nodes.
-
-    Raises:
-        ValueError: They are not.
-    """
-    if size is not None and tuple(size) != (num_nodes, num_nodes):
-        raise ValueError(
-            f"size is {tuple(size)}, and x and the graph are of one set of {num_nodes} nodes; put "
-            f"two sets of nodes one after another"
-        )
-
-
-def check_num_nodes(num_nodes: int, in_channels: int) -> None:
-    """Refuse a graph that has other nodes than those that weights are embeddings of.
-
-    Raises:
-        ValueError: It has.
-    """
-    if num_nodes != in_channels:
-        raise ValueError(
-            f"x is None and the graph has {num_nodes} nodes, but the layer has weights for "
-            f"in_channels={in_channels}; say with integers as x which of those the nodes are"
-        )
 
 
 def check_entities(entities: torch.Tensor, num_entities: int, num_nodes: int) -> None:
@@ -103,7 +75,7 @@ def check_entities(entities: torch.Tensor, num_entities: int, num_nodes: int) ->
 
 
 def glorot_(weight: torch.Tensor | None) -> None:
-    """Glorot's uniform initialisation over the last two axes, for weights with any axes before."""
+    """Initialise weights uniformly as Glorot does, over the last two axes."""
     if weight is not None:
         bound = (6 / (weight.shape[-2] + weight.shape[-1])) ** 0.5
         nn.init.uniform_(weight, -bound, bound)

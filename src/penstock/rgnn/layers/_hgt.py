@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,20 +12,28 @@ from torch import nn
 from torch.nn import functional
 
 from penstock.rgnn._compile import compile
-from penstock.rgnn._formats import check_ends
-from penstock.rgnn._functions import dot, edge_softmax
-from penstock.rgnn._graph import Graph
-from penstock.rgnn._graph_tensors import GraphTensors, graph_of, remembered
-from penstock.rgnn._rows import SRC_PAIR_SRC, SRC_PAIR_TYPE
+from penstock.rgnn.frontend.functions import dot, edge_softmax
+from penstock.rgnn.graph import (
+    Graph,
+    GraphTensors,
+    build_once,
+    check_ends,
+    find_graph,
+    remember_graph,
+)
 from penstock.rgnn.layers._graph_argument import glorot_
 from penstock.rgnn.layers._options import check_message_passing
+from penstock.rgnn.spaces import SRC_PAIR_SRC, SRC_PAIR_TYPE
 
 EdgeType = tuple[str, str, str]
 
 
 @compile
 def hgt(g: Any, k: Any, q: Any, v: Any, k_rel: Any, v_rel: Any, p_rel: Any, heads: int) -> Any:
-    """Attention and messages as a program; keys, queries and values are node tensors."""
+    """Compute attention and messages; keys, queries and values are node tensors."""
+    # In the paper's symbols, for each head, an edge e from s to t and d features of a head:
+    #   ATT(s, e, t) = (K(s) W_ATT^phi(e) Q(t)^T) * mu / sqrt(d), `p_rel` being mu / sqrt(d)
+    #   H[t] = sum over s of softmax over N(t) of ATT(s, e, t) * (M(s) W_MSG^phi(e))
     e, n = g.edges, g.nodes
     keys, queries, values = (n(tensor).heads(heads) for tensor in (k, q, v))
     s = dot(e.src(keys) @ k_rel[e.type], e.dst(queries)) * p_rel[e.type]
@@ -37,7 +44,7 @@ def hgt(g: Any, k: Any, q: Any, v: Any, k_rel: Any, v_rel: Any, p_rel: Any, head
 def hgt_of_features(
     g: Any, x: Any, q: Any, key: Any, k_bias: Any, value: Any, v_bias: Any, p_rel: Any, heads: int
 ) -> Any:
-    """The layer where a relation's matrices make keys and values of features, without a step."""
+    """Compute them of features: a relation's matrices make keys and values in one step."""
     e, n = g.edges, g.nodes
     keys = (e.src(x) @ key[e.type] + k_bias[e.type]).heads(heads)
     values = (e.src(x) @ value[e.type] + v_bias[e.type]).heads(heads)
@@ -131,24 +138,24 @@ class HGTConv(nn.Module):
         if missing := [name for name in self.node_types if name not in x_dict]:
             raise ValueError(f"x_dict has no {missing}, which metadata has")
         sizes = {name: x_dict[name].shape[0] for name in self.node_types}
-        graph = self._graph(edge_index_dict, sizes)
+        graph = self._find_graph(edge_index_dict, sizes)
         if not self.edge_types:
             return {}
         p_rel = torch.cat([self.p_rel[_key("__".join(t))] for t in self.edge_types])
         scale = p_rel / math.sqrt(self.out_channels // self.heads)
-        if self._multiplies_weights_first(graph, sizes):
-            attended = self._attended_features(graph, x_dict, scale)
+        if self._should_multiply_weights_first(graph, sizes):
+            attended = self._attend_features(graph, x_dict, scale)
         else:
-            attended = self._attended_projections(graph, x_dict, scale)
+            attended = self._attend_projections(graph, x_dict, scale)
         is_target = {target for _, _, target in self.edge_types}
         results = {}
         for name, h in zip(self.node_types, attended.split(list(sizes.values())), strict=True):
             if name in is_target:
-                results[name] = self._combined(name, h, x_dict[name])
+                results[name] = self._project_output(name, h, x_dict[name])
         return results
 
-    def _multiplies_weights_first(self, graph: Graph, sizes: dict[str, int]) -> bool:
-        """Whether that takes fewer multiplications than projecting the nodes, and is the same."""
+    def _should_multiply_weights_first(self, graph: Graph, sizes: dict[str, int]) -> bool:
+        """Return whether that takes fewer multiplications than projecting nodes, and is legal."""
         if len(set(self.in_channels.values())) > 1:
             return False  # features of different lengths have no common rows
         if torch.compiler.is_dynamo_compiling():
@@ -161,9 +168,9 @@ class HGTConv(nn.Module):
         if weights_first >= nodes_first:
             return False
         sources = tuple(self.node_types.index(source) for source, _, _ in self.edge_types)
-        return _are_of_types(graph, tuple(sizes.values()), sources)
+        return _has_sources_of_types(graph, tuple(sizes.values()), sources)
 
-    def _attended_features(
+    def _attend_features(
         self, graph: Graph, x_dict: Mapping[str, torch.Tensor], scale: torch.Tensor
     ) -> torch.Tensor:
         names, linears = self.node_types, list(self.kqv_lin.lins.values())
@@ -183,19 +190,19 @@ class HGTConv(nn.Module):
             by_head = by_head[of_source].unflatten(1, (self.heads, -1))
             first = torch.einsum("rhwi,rhwv->rihv", by_head, then.by_relation()).flatten(2)
             weights += [first[:, :-1], first[:, -1]]
-        x = _joined([x_dict[name] for name in names])
-        return hgt_of_features(graph, x, _joined(q), *weights, scale, self.heads)
+        x = _concatenate([x_dict[name] for name in names])
+        return hgt_of_features(graph, x, _concatenate(q), *weights, scale, self.heads)
 
-    def _attended_projections(
+    def _attend_projections(
         self, graph: Graph, x_dict: Mapping[str, torch.Tensor], scale: torch.Tensor
     ) -> torch.Tensor:
-        projected = _joined([self.kqv_lin(name, x_dict[name]) for name in self.node_types])
-        k, q, v = projected.unflatten(1, (3, -1)).unbind(1)  # whose backward is a single stack
+        projected = _concatenate([self.kqv_lin(name, x_dict[name]) for name in self.node_types])
+        k, q, v = projected.unflatten(1, (3, -1)).unbind(1)  # the backward is a single stack
         weights = (self.k_rel.by_relation(), self.v_rel.by_relation(), scale)
         return hgt(graph, k, q, v, *weights, self.heads)
 
-    def _combined(self, name: str, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """The node type's own output projection, and its gated skip connection where sizes fit."""
+    def _project_output(self, name: str, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Apply the type's output projection, and its gated skip connection where sizes fit."""
         out = self.out_lin(name, functional.gelu(h))
         if out.shape[-1] != x.shape[-1]:
             return out
@@ -205,7 +212,7 @@ class HGTConv(nn.Module):
         mix = torch.lerp if torch.compiler.is_dynamo_compiling() else _Lerp.apply
         return mix(x.to(dtype), out.to(dtype), gate.to(dtype))
 
-    def _graph(
+    def _find_graph(
         self, edges: Mapping[EdgeType, torch.Tensor] | Graph, sizes: dict[str, int]
     ) -> Graph:
         num_nodes, num_relations = sum(sizes.values()), len(self.edge_types)
@@ -220,11 +227,11 @@ class HGTConv(nn.Module):
         if unknown := [edge_type for edge_type in edges if edge_type not in self.edge_types]:
             raise ValueError(f"edge_index_dict has {unknown}, which metadata has not")
 
-        def joined() -> Graph:
+        def join_edges() -> Graph:
             starts, total = {}, 0
             for name, length in sizes.items():
                 starts[name], total = total, total + length
-            if not torch.compiler.is_dynamo_compiling():  # whose tensors have no content yet
+            if not torch.compiler.is_dynamo_compiling():  # tensors have no content yet
                 for t in present:
                     check_ends(f"edge_index_dict[{t!r}]", edges[t], (t[0], t[2]), sizes)
             ends = [
@@ -238,37 +245,33 @@ class HGTConv(nn.Module):
                 torch.cat([none, *ends], dim=1),
                 torch.cat([none[0], *relations]),
             )
-            return graph_of(GraphTensors(edge_index, edge_type, None, num_nodes, num_relations, 1))
+            return find_graph(
+                GraphTensors(edge_index, edge_type, None, num_nodes, num_relations, 1)
+            )
 
         if torch.compiler.is_dynamo_compiling():
-            return joined()
+            return join_edges()
         numbers = (tuple(self.edge_types), tuple(present), tuple(sizes.items()))
-        return remembered([edges[t] for t in present], numbers, joined)
+        return remember_graph([edges[t] for t in present], numbers, join_edges)
 
     def extra_repr(self) -> str:
-        """What `print(layer)` shows."""
+        """Return the options that `print(layer)` shows."""
         return f"{self.in_channels}, {self.out_channels}, heads={self.heads}"
 
 
-_known: weakref.WeakKeyDictionary[Graph, dict[Hashable, bool]] = weakref.WeakKeyDictionary()
-
-
-def _are_of_types(graph: Graph, sizes: tuple[int, ...], sources: tuple[int, ...]) -> bool:
-    """Whether the edges of each relation begin in the node type that it should begin in.
+@build_once
+def _has_sources_of_types(graph: Graph, sizes: tuple[int, ...], sources: tuple[int, ...]) -> bool:
+    """Return whether the edges of each relation begin in its source type.
 
     Args:
         graph: Its nodes are of one type after another.
         sizes: Nodes of each type.
         sources: The type for each relation.
     """
-    known = _known.setdefault(graph, {})
-    if (sizes, sources) not in known:
-        end = torch.tensor(sizes).cumsum(0)
-        first, last = ((end - torch.tensor(sizes))[[*sources]], end[[*sources]])
-        source, relation = (graph.index(m).cpu().long() for m in (SRC_PAIR_SRC, SRC_PAIR_TYPE))
-        is_inside = (first[relation] <= source) & (source < last[relation])
-        known[sizes, sources] = bool(is_inside.all())
-    return known[sizes, sources]
+    end = torch.tensor(sizes).cumsum(0)
+    first, last = ((end - torch.tensor(sizes))[[*sources]], end[[*sources]])
+    source, relation = (graph.index(m).cpu().long() for m in (SRC_PAIR_SRC, SRC_PAIR_TYPE))
+    return bool(((first[relation] <= source) & (source < last[relation])).all())
 
 
 class _Lerp(torch.autograd.Function):
@@ -283,13 +286,13 @@ class _Lerp(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (gradient,) = gradients
         x, out, gate = ctx.saved_tensors
-        room = out - x
-        of_gate = room.mul_(gradient).sum().reshape_as(gate)
-        return gradient * (1 - gate), torch.mul(gradient, gate, out=room), of_gate
+        buffer = out - x
+        of_gate = buffer.mul_(gradient).sum().reshape_as(gate)
+        return gradient * (1 - gate), torch.mul(gradient, gate, out=buffer), of_gate
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Parts one after another; the only one is not copied."""
+def _concatenate(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenate parts; a single one is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -316,10 +319,10 @@ class _RelationWeights(nn.Module):
         glorot_(self.weight)
 
     def by_relation(self) -> torch.Tensor:
-        """(relations, heads, width, width)."""
+        """Return the matrices as (relations, heads, width, width)."""
         return self.weight.unflatten(0, (self.heads, -1)).transpose(0, 1)
 
 
 def _key(name: str) -> str:
-    """A name as a key of a module: modules do not allow dots."""
+    """Return a name as a key of a module: modules do not allow dots."""
     return name.replace(".", "#")

@@ -45,3 +45,27 @@ def check_channels(layer: str, in_channels: Any) -> None:
             f"in_channels of {layer} must be one number, for one set of nodes; got "
             f"{in_channels!r}. Put two sets of nodes one after another, with features of one length"
         )
+
+
+def shape_weight(
+    sizes: Mapping[str, int], num_relations: int, num_bases: int | None, num_blocks: int | None
+) -> tuple[int, ...]:
+    """Return the shape of a layer's weight: one matrix per relation, per basis, or in blocks.
+
+    Args:
+        sizes: Rows and columns of a matrix, by the names that an error gives them.
+        num_relations: Number of relations.
+        num_bases: Number of bases that weights are sums of, or None.
+        num_blocks: Number of blocks that weights are made of, or None.
+
+    Raises:
+        ValueError: Both bases and blocks are asked for, or a size does not divide into blocks.
+    """
+    if num_bases is not None and num_blocks is not None:
+        raise ValueError("num_bases and num_blocks exclude each other; give one of them")
+    if num_blocks is None:
+        return (num_relations if num_bases is None else num_bases, *sizes.values())
+    if any(size % num_blocks for size in sizes.values()):
+        named = " and ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ValueError(f"{named} must be multiples of num_blocks {num_blocks}")
+    return (num_relations, num_blocks, *(size // num_blocks for size in sizes.values()))

@@ -11,46 +11,13 @@ from torch import nn
 from torch.nn import functional
 
 from penstock.rgnn._compile import compile
-from penstock.rgnn._functions import combine, edge_softmax, leaky_relu
-from penstock.rgnn._graph import Graph
-from penstock.rgnn.layers._graph_argument import as_graph, check_size, glorot_, num_rows
-from penstock.rgnn.layers._options import check_channels, check_message_passing
+from penstock.rgnn.frontend.functions import combine, edge_softmax, leaky_relu
+from penstock.rgnn.graph import Graph
+from penstock.rgnn.layers._graph_argument import as_graph, glorot_, num_rows
+from penstock.rgnn.layers._options import check_channels, check_message_passing, shape_weight
 
 _WITHIN = {"across-relation": "destination", "within-relation": "relation"}
 _MODES = ("additive-self-attention", "multiplicative-self-attention")
-
-
-@compile
-def rgat(
-    g: Any,
-    x: Any,
-    weight: Any,
-    att: Any,
-    q: Any,
-    k: Any,
-    bias: Any,
-    num_blocks: int | None,
-    heads: int,
-    concat: bool,
-    slope: float | None,
-    within: str,
-) -> Any:
-    """The layer as a program; `att` (the bases' coefficients) and `bias` may be None.
-
-    Attention is additive with the slope of its leaky ReLU, multiplicative with None.
-    """
-    e = g.edges
-    weight = weight if att is None else combine(att, weight)
-    if num_blocks is None:
-        source, target = (end(x) @ weight[e.type] for end in (e.src, e.dst))
-    else:
-        blocks = g.nodes(x).heads(num_blocks)
-        source, target = ((end(blocks) @ weight[e.type]).merge_heads() for end in (e.src, e.dst))
-    key, query = source @ k, target @ q
-    scores = query * key if slope is None else leaky_relu(query + key, slope)
-    h = g.sum_to_dst(edge_softmax(scores, within=within) * source.heads(heads))
-    h = h.merge_heads() if concat else h.mean_heads()
-    return h if bias is None else h + bias
 
 
 @compile
@@ -71,20 +38,25 @@ def rgat_of_edges(
     edge_key: Any,
     dropped: Any,
 ) -> Any:
-    """The layer with what it may have of edges; it returns their attention weights as well.
+    """Compute the layer with all that it may have of edges, and its attention weights.
 
-    `edge_key` makes scores of `edge_attr`; attention weights are multiplied with `dropped`, of
-    which there is one for each edge and head. Each may be None.
+    `att` (the bases' coefficients) and `bias` may be None. Attention is additive with the slope of
+    its leaky ReLU, multiplicative with None. `edge_key` makes scores of `edge_attr`; attention
+    weights are multiplied with `dropped`, of which there is one for each edge and head. Each of
+    these may be None.
     """
+    # In the paper's symbols, with g_i^(r) = h_i W^(r):
+    #   q_i = g_i Q, k_j = g_j K, E_ij = LeakyReLU(q_i + k_j) or q_i * k_j
+    #   alpha_ij = softmax of E_ij over j (and r), h_i' = sum of alpha_ij g_j
     e = g.edges
     weight = weight if att is None else combine(att, weight)
-    ends = [e.src(x), e.dst(x)]
-    if num_blocks is not None:
-        ends = [end(g.nodes(x).heads(num_blocks)) for end in (e.src, e.dst)]
-    source, target = (end @ weight[e.type] for end in ends)
-    if num_blocks is not None:
-        source, target = source.merge_heads(), target.merge_heads()
-    parts = [target @ q, source @ k]
+    if num_blocks is None:
+        source, target = (end(x) @ weight[e.type] for end in (e.src, e.dst))
+    else:
+        blocks = g.nodes(x).heads(num_blocks)
+        source, target = ((end(blocks) @ weight[e.type]).merge_heads() for end in (e.src, e.dst))
+    key = source @ k
+    parts = [target @ q, key]
     if edge_attr is not None:
         parts.append(e(edge_attr) @ edge_key)
     scores = functools.reduce(operator.mul if slope is None else operator.add, parts)
@@ -93,6 +65,27 @@ def rgat_of_edges(
     h = g.sum_to_dst(kept * source.heads(heads))
     h = h.merge_heads() if concat else h.mean_heads()
     return h if bias is None else h + bias, weights
+
+
+@compile
+def rgat(
+    g: Any,
+    x: Any,
+    weight: Any,
+    att: Any,
+    q: Any,
+    k: Any,
+    bias: Any,
+    num_blocks: int | None,
+    heads: int,
+    concat: bool,
+    slope: float | None,
+    within: str,
+) -> Any:
+    """Compute the layer alone; `rgat_of_edges` has the arguments."""
+    options = (num_blocks, heads, concat, slope, within)
+    h, _ = rgat_of_edges.__wrapped__(g, x, weight, att, q, k, bias, *options, None, None, None)
+    return h
 
 
 class RGATConv(nn.Module):
@@ -151,13 +144,8 @@ class RGATConv(nn.Module):
         _check_options(attention_mechanism, attention_mode, mod, dim, dropout)
         check_channels("RGATConv", in_channels)
         width = heads * out_channels
-        if num_bases is not None and num_blocks is not None:
-            raise ValueError("num_bases and num_blocks exclude each other; give one of them")
-        if num_blocks is not None and (in_channels % num_blocks or width % num_blocks):
-            raise ValueError(
-                f"in_channels {in_channels} and heads * out_channels {width} must be multiples of "
-                f"num_blocks {num_blocks}"
-            )
+        sizes = {"in_channels": in_channels, "heads * out_channels": width}
+        shape = shape_weight(sizes, num_relations, num_bases, num_blocks)
         self.in_channels, self.out_channels = in_channels, out_channels
         self.num_relations, self.num_bases, self.num_blocks = num_relations, num_bases, num_blocks
         self.attention_mechanism, self.attention_mode = attention_mechanism, attention_mode
@@ -171,14 +159,11 @@ class RGATConv(nn.Module):
             self.e = nn.Parameter(torch.empty(width, heads))
         if bias:
             self.bias = nn.Parameter(torch.empty(width if concat else out_channels))
-        if num_blocks is not None:
-            block = (in_channels // num_blocks, width // num_blocks)
-            self.weight = nn.Parameter(torch.empty(num_relations, num_blocks, *block))
-        elif num_bases is None:
-            self.weight = nn.Parameter(torch.empty(num_relations, in_channels, width))
+        if num_bases is None:
+            self.weight = nn.Parameter(torch.empty(shape))
         else:
             self.att = nn.Parameter(torch.empty(num_relations, num_bases))
-            self.basis = nn.Parameter(torch.empty(num_bases, in_channels, width))
+            self.basis = nn.Parameter(torch.empty(shape))
         # PyG has these for its modified attention even where it is not used: kept, so that state
         # dicts fit, but not trained.
         for name in ("w", "l1", "b1", "l2", "b2"):
@@ -226,13 +211,14 @@ class RGATConv(nn.Module):
                 shape; `size` is of two sets of nodes.
         """
         graph = as_graph(
-            edge_index,
-            edge_type,
-            num_nodes=num_rows(x),
-            num_relations=self.num_relations,
+            edge_index, edge_type, num_nodes=num_rows(x), num_relations=self.num_relations
         )
-        check_size(size, graph.num_nodes)
-        edge_attr, edge_key = self._of_edges(edge_attr, graph)
+        if size is not None and tuple(size) != (graph.num_nodes, graph.num_nodes):
+            raise ValueError(
+                f"size is {tuple(size)}, and x and the graph are of one set of {graph.num_nodes} "
+                f"nodes; put two sets of nodes one after another"
+            )
+        edge_attr, edge_key = self._read_edges(edge_attr, graph)
         dropped = None
         if self.training and self.dropout > 0:
             dropped = functional.dropout(x.new_ones(graph.num_edges, self.heads), self.dropout)
@@ -252,10 +238,10 @@ class RGATConv(nn.Module):
         edges = edge_index.edge_index if isinstance(edge_index, Graph) else edge_index
         return out, (edges, weights)
 
-    def _of_edges(
+    def _read_edges(
         self, edge_attr: torch.Tensor | None, graph: Graph
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Features of edges, and the matrix that makes scores of them."""
+        """Return features of edges, and the matrix that makes scores of them."""
         if edge_attr is None:
             return None, None
         if self.lin_edge is None or self.e is None:
@@ -273,7 +259,7 @@ class RGATConv(nn.Module):
         return edge_attr, self.lin_edge.weight.T @ self.e
 
     def extra_repr(self) -> str:
-        """What `print(layer)` shows."""
+        """Return the options that `print(layer)` shows."""
         return (
             f"{self.in_channels}, {self.out_channels}, num_relations={self.num_relations}, "
             f"heads={self.heads}"
@@ -281,11 +267,7 @@ class RGATConv(nn.Module):
 
 
 def _check_options(
-    attention_mechanism: str,
-    attention_mode: str,
-    mod: str | None,
-    dim: int,
-    dropout: float,
+    attention_mechanism: str, attention_mode: str, mod: str | None, dim: int, dropout: float
 ) -> None:
     if attention_mechanism not in _WITHIN:
         raise ValueError(

@@ -9,23 +9,24 @@ from torch import nn
 from torch.nn.functional import embedding
 
 from penstock.rgnn._compile import compile
-from penstock.rgnn._functions import combine, edge_mean
-from penstock.rgnn._graph import Graph
-from penstock.rgnn.layers._graph_argument import (
-    as_graph,
-    check_entities,
-    check_num_nodes,
-    glorot_,
-    num_rows,
+from penstock.rgnn.frontend.functions import combine, edge_mean
+from penstock.rgnn.graph import Graph
+from penstock.rgnn.layers._graph_argument import as_graph, check_entities, glorot_, num_rows
+from penstock.rgnn.layers._options import (
+    OTHERWISE,
+    check_channels,
+    check_message_passing,
+    shape_weight,
 )
-from penstock.rgnn.layers._options import OTHERWISE, check_channels, check_message_passing
 
 
 @compile
 def rgcn(
     g: Any, x: Any, weight: Any, comp: Any, root: Any, bias: Any, num_blocks: Any, mean: bool
 ) -> Any:
-    """The layer as a program; `comp`, `root`, `bias` and `num_blocks` may be None."""
+    """Compute the layer as a program; `comp`, `root`, `bias` and `num_blocks` may be None."""
+    # h_i' = W_0 h_i + sum over r of sum over j in N_i^r of 1 / c_{i,r} W_r h_j    (equation 2)
+    # with W_r = sum over b of a_{rb} V_b (equation 3), or block-diagonal (equation 4).
     e, n = g.edges, g.nodes
     weight = weight if comp is None else combine(comp, weight)
     source = e.src(x) if num_blocks is None else e.src(n(x).heads(num_blocks))
@@ -38,7 +39,7 @@ def rgcn(
 
 @compile
 def rgcn_of_embeddings(g: Any, bases: Any, comp: Any, root: Any, bias: Any, mean: bool) -> Any:
-    """The layer where nodes have no features: `x` is the identity, and weights are embeddings.
+    """Compute the layer without features: `x` is the identity, and weights are embeddings.
 
     `bases` has rows (num_bases, out_channels), one embedding of the node in each basis.
     """
@@ -51,7 +52,7 @@ def rgcn_of_embeddings(g: Any, bases: Any, comp: Any, root: Any, bias: Any, mean
 
 @compile
 def rgcn_of_messages(g: Any, messages: Any, root: Any, bias: Any, mean: bool) -> Any:
-    """The layer where each edge comes with its message: an embedding of (relation, source)."""
+    """Compute the layer where each edge has its message: an embedding of (relation, source)."""
     e, n = g.edges, g.nodes
     h = g.sum_to_dst(edge_mean(e(messages)) if mean else e(messages))
     h = h if root is None else h + n(root)
@@ -101,23 +102,11 @@ class RGCNConv(nn.Module):
         check_channels("RGCNConv", in_channels)
         if aggr not in ("mean", "add", "sum"):
             raise ValueError(f"aggr must be 'mean', 'add' or 'sum'; got {aggr!r}. {OTHERWISE}")
-        if num_bases is not None and num_blocks is not None:
-            raise ValueError("num_bases and num_blocks exclude each other; give one of them")
-        if num_blocks is not None and (in_channels % num_blocks or out_channels % num_blocks):
-            raise ValueError(
-                f"in_channels {in_channels} and out_channels {out_channels} must be multiples of "
-                f"num_blocks {num_blocks}"
-            )
+        sizes = {"in_channels": in_channels, "out_channels": out_channels}
+        shape = shape_weight(sizes, num_relations, num_bases, num_blocks)
         self.in_channels, self.out_channels = in_channels, out_channels
         self.num_relations = num_relations
         self.num_bases, self.num_blocks, self.aggr = num_bases, num_blocks, aggr
-        if num_bases is not None:
-            shape = (num_bases, in_channels, out_channels)
-        elif num_blocks is not None:
-            block = (in_channels // num_blocks, out_channels // num_blocks)
-            shape = (num_relations, num_blocks, *block)
-        else:
-            shape = (num_relations, in_channels, out_channels)
         self.weight = nn.Parameter(torch.empty(shape))
         self.comp = self.root = self.bias = None
         if num_bases is not None:
@@ -165,19 +154,23 @@ class RGCNConv(nn.Module):
             num_relations=self.num_relations,
         )
         if x is None or not x.is_floating_point():
-            return self._of_entities(x, graph)
+            return self._run_on_entities(x, graph)
         weights = (self.weight, self.comp, self.root, self.bias)
         return rgcn(graph, x, *weights, self.num_blocks, self.aggr == "mean")
 
-    def _of_entities(self, entities: torch.Tensor | None, graph: Graph) -> torch.Tensor:
+    def _run_on_entities(self, entities: torch.Tensor | None, graph: Graph) -> torch.Tensor:
         if self.num_blocks is not None:
             raise ValueError(
                 "x must be node features where weights are block-diagonal; give num_bases instead "
                 "of num_blocks to nodes without features"
             )
-        if entities is None:
-            check_num_nodes(graph.num_nodes, self.in_channels)
-        else:
+        if entities is None and graph.num_nodes != self.in_channels:
+            raise ValueError(
+                f"x is None and the graph has {graph.num_nodes} nodes, but the layer has weights "
+                f"for in_channels={self.in_channels}; say with integers as x which of those the "
+                f"nodes are"
+            )
+        if entities is not None:
             check_entities(entities, self.in_channels, graph.num_nodes)
             entities = entities.long()
 
@@ -197,5 +190,5 @@ class RGCNConv(nn.Module):
         return rgcn_of_messages(graph, messages, root, self.bias, is_mean)
 
     def extra_repr(self) -> str:
-        """What `print(layer)` shows."""
+        """Return the options that `print(layer)` shows."""
         return f"{self.in_channels}, {self.out_channels}, num_relations={self.num_relations}"

@@ -1,0 +1,135 @@
+"""Compiled programs: a lowered program and its back end, as one autograd function.
+
+A back end computes values of a program; everything around that is the same for all of them and
+stands here. The backward is the program's own, in one `autograd.Function`; what it needs of the
+forward is kept, but never a gather, which is read again from its source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from penstock.rgnn.backends import Backend, Invocation, Results, choose_dtype, load_backend
+from penstock.rgnn.graph import Graph
+from penstock.rgnn.passes import JointProgram, OptimizedProgram
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class CompiledProgram:
+    """A program, lowered for a back end and run by it.
+
+    Args:
+        optimized: The program, laid out for graphs like those that it runs on.
+        backend: The name of a back end, not "auto".
+    """
+
+    def __init__(self, optimized: OptimizedProgram, backend: str) -> None:
+        self._backend: type[Backend] = load_backend(backend)
+        self.lowered = self._backend.lower(optimized)
+        self.run_direction: Callable[[Invocation], Results] = self._backend(self.lowered)
+        of_name = optimized.program.inputs()
+        self.wrt = optimized.wrt
+        self.names = tuple(optimized.traced.inputs())
+        """The inputs, in the order in which `forward` takes them."""
+        self.saved = tuple(
+            place for place, name in enumerate(self.names) if of_name[name] in optimized.kept
+        )
+        """Places of the inputs that the backward reads."""
+        self._saved_names = tuple(self.names[place] for place in self.saved)
+        self._seeds = tuple(JointProgram.seed(k) for k in range(optimized.num_outputs))
+
+    def __call__(self, graph: Graph, tensors: Sequence[torch.Tensor]) -> Tensors:
+        """Run the program, with gradients for its inputs `wrt`.
+
+        Args:
+            graph: On the device of the tensors.
+            tensors: One for each of `names`, of one floating dtype.
+
+        Returns:
+            The outputs, in the program's order.
+        """
+        if not self.wrt:
+            return self.forward(graph, tensors)[0]
+        return _ProgramFunction.apply(self, graph, *tensors)
+
+    def forward(self, graph: Graph, tensors: Sequence[torch.Tensor]) -> tuple[Tensors, Tensors]:
+        """Return the outputs, and the values that the backward needs beside the saved inputs."""
+        arguments = dict(zip(self.names, tensors, strict=True))
+        direction = self.lowered.forward
+        results, kept = self._run(Invocation(direction, graph, arguments, {}))
+        return results, tuple(kept[at] for at in direction.keep)
+
+    def backward(
+        self,
+        graph: Graph,
+        saved: Sequence[torch.Tensor],
+        kept: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradient of each input; None for those outside `wrt`."""
+        arguments = dict(zip(self._saved_names, saved, strict=True))
+        arguments.update(zip(self._seeds, gradients, strict=True))
+        given = dict(zip(self.lowered.forward.keep, kept, strict=True))
+        results, _ = self._run(Invocation(self.lowered.backward, graph, arguments, given))
+        found = dict(zip(self.wrt, results, strict=True))
+        return tuple(found.get(name) for name in self.names)
+
+    def _run(self, invocation: Invocation) -> Results:
+        """Run a direction; half precision is computed in float32 where the back end has none.
+
+        A sum of bfloat16 numbers in bfloat16 stops growing at 256 times what is added, so no sum,
+        mean or softmax may be kept in the dtype of the arguments. Results are rounded once, at the
+        end; what is kept for the backward stays in float32.
+        """
+        arguments = invocation.arguments
+        dtype = next((each.dtype for each in arguments.values()), torch.get_default_dtype())
+        computed = choose_dtype(self._backend, dtype)
+        if computed is dtype:
+            return self.run_direction(invocation)
+        wide = {name: tensor.to(computed) for name, tensor in arguments.items()}
+        results, kept = self.run_direction(
+            Invocation(invocation.direction, invocation.graph, wide, invocation.given)
+        )
+        return tuple(result.to(dtype) for result in results), kept
+
+
+class _ProgramFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, program: CompiledProgram, graph: Graph, *tensors: torch.Tensor
+    ) -> Tensors:
+        results, kept = program.forward(graph, tensors)
+        # Inputs are saved as autograd has them, so that a change in place is noticed.
+        ctx.save_for_backward(*(tensors[place] for place in program.saved), *kept)
+        ctx.program, ctx.graph = program, graph
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        program: CompiledProgram = ctx.program
+        tensors, num_saved = ctx.saved_tensors, len(program.saved)  # a checkpoint unpacks them once
+        with torch.no_grad():
+            found = program.backward(ctx.graph, tensors[:num_saved], tensors[num_saved:], gradients)
+        if torch.is_grad_enabled():  # create_graph=True: an error at its use
+            marker = torch.empty(0, requires_grad=True)
+            found = [None if one is None else _Once.apply(one, marker) for one in found]
+        return None, None, *found
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that can be used, but not differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, marker: torch.Tensor) -> torch.Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> NoReturn:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError(
+            "a compiled program is differentiable once, not twice; for second derivatives use what "
+            "the function's to_torch() returns"
+        )

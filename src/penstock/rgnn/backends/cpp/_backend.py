@@ -1,0 +1,270 @@
+"""The C++ back end: one library for each program, one call for each of its directions.
+
+The kernels of the schedule become functions of a shared library, built once and kept in the user's
+cache. What a call needs of a graph is computed once for the graph; what is left for a call is to
+fill a struct with pointers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+import weakref
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from penstock.codegen import load_library
+from penstock.rgnn import interpreter
+from penstock.rgnn.backends._invocation import (
+    Backend,
+    Invocation,
+    Results,
+    enter_arguments,
+    leave_outputs,
+)
+from penstock.rgnn.backends.cpp._arena import ArenaValue, assign_offsets, place_in_results
+from penstock.rgnn.backends.cpp._graph_arrays import GraphArrays, find_arrays
+from penstock.rgnn.backends.cpp._source import EntryPoint, write_source
+from penstock.rgnn.backends.cpp._summed import count_packed_elements
+from penstock.rgnn.graph import Graph
+from penstock.rgnn.ir import LEAVES, READS, TYPES, Program, find_source
+from penstock.rgnn.lowering import (
+    Direction,
+    KernelKind,
+    LoweredProgram,
+    find_live_ranges,
+    find_overwritten,
+    lower_for_arena,
+)
+
+DTYPES = {torch.float32: "float", torch.float64: "double"}
+"""The dtypes that are computed in C++, by their names there; narrower ones are widened before."""
+
+FLAGS = ("-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
+_KINDS_OF_CALL = frozenset({"threads", "value", "input", "stride", "parts", "packed"})
+_WORKSPACES = frozenset({"parts", "packed"})
+"""Kinds of fields that are memory of one kernel's own."""
+_INDEX_TYPES = {torch.int32: "int32_t", torch.int64: "int64_t"}
+
+
+class _LibraryKey(NamedTuple):
+    """Everything besides the program that the source of a library depends on."""
+
+    dtype: torch.dtype
+    index_dtype: torch.dtype
+    has_hubs: bool
+
+
+class CppBackend(Backend):
+    """Programs in generated C++, on the CPU."""
+
+    lower = staticmethod(lower_for_arena)
+
+    def __init__(self, lowered: LoweredProgram) -> None:
+        super().__init__(lowered)
+        of_kernels = (
+            kernel.grouped_by
+            for kernel in lowered.schedule.kernels
+            if kernel.kind is KernelKind.TRAVERSAL
+        )
+        groupings = (m for m in of_kernels if m is not None and m.into not in TYPES)
+        self._groupings = tuple(dict.fromkeys(groupings))
+        """The maps to groups of rows that one thread sums."""
+        self._functions: dict[_LibraryKey, dict[Direction, _DirectionFunction]] = {}
+
+    def __call__(self, invocation: Invocation) -> Results:
+        """Compute the values of a direction.
+
+        Raises:
+            BuildError: There is no compiler, or it fails; the message says what to do.
+            ValueError: The graph is not on the CPU.
+        """
+        graph = invocation.graph
+        if graph.device.type != "cpu":
+            raise ValueError(
+                f'backend is "cpp", which computes on the CPU, and the graph is on {graph.device}; '
+                f'use backend="auto", or graph.to("cpu")'
+            )
+        arrays = find_arrays(graph)
+        has_hubs = any(len(arrays.hubs(grouping)) for grouping in self._groupings)
+        key = _LibraryKey(invocation.dtype, arrays.index_dtype, has_hubs)
+        functions = self._functions.get(key)
+        if functions is None:
+            functions = self._functions[key] = self._build(key)
+        return functions[invocation.direction](invocation, arrays)
+
+    def _build(self, key: _LibraryKey) -> dict[Direction, _DirectionFunction]:
+        """Load the forward and the backward, built where they are not in the cache."""
+        written = write_source(
+            self._lowered,
+            scalar=DTYPES[key.dtype],
+            index=_INDEX_TYPES[key.index_dtype],
+            has_hubs=key.has_hubs,
+        )
+        library = load_library("rgnn", written.text, flags=FLAGS)
+        return {
+            entry.direction: _DirectionFunction(self._lowered, library, entry, key.dtype)
+            for entry in written.entry_points
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Binding:
+    """Fields and addresses of a direction on one graph, the same in every call."""
+
+    numbers: tuple[int, ...]
+    """The fields; those of a call are 0."""
+    shapes: dict[int, tuple[int, ...]]
+    """Shapes of the values that the call returns."""
+    same_place: dict[int, int]
+    """Values that lie where another one does: which."""
+    in_results: dict[int, tuple[int, int]]
+    """Result and offset in its memory, of the other values that lie in a result's memory."""
+    offsets: dict[int, int]
+    """Offsets in the arena, of the rest."""
+    arena_bytes: int
+
+
+class _DirectionFunction:
+    """A direction as a function of the library, and its bindings to graphs."""
+
+    def __init__(
+        self, lowered: LoweredProgram, library: ctypes.CDLL, entry: EntryPoint, dtype: torch.dtype
+    ) -> None:
+        self._function = getattr(library, entry.name)
+        self._function.argtypes, self._function.restype = [ctypes.c_void_p], None
+        self._program, self._dtype = lowered.optimized.program, dtype
+        self._direction, self._fields = entry.direction, entry.fields
+        self._of_call = [
+            (place, field.kind, field.position)
+            for place, field in enumerate(entry.fields)
+            if field.kind in _KINDS_OF_CALL
+        ]
+        self._frame = ctypes.c_int64 * len(entry.fields)
+        kernels = entry.direction.kernels
+        values = [value for kernel in kernels for value in kernel.values]
+        self._written = [value for value in values if value in lowered.schedule.materialised]
+        self._live_ranges = find_live_ranges(self._program, kernels)
+        self._in_place = find_overwritten(self._program, kernels, self._live_ranges)
+        self._bindings: weakref.WeakKeyDictionary[GraphArrays, _Binding] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def __call__(self, invocation: Invocation, arrays: GraphArrays) -> Results:
+        """Compute all values; return the outputs as the user has them, and what is kept."""
+        program, keep = self._program, self._direction.keep
+        binding = self._bindings.get(arrays)
+        if binding is None:
+            binding = self._bindings[arrays] = self._bind(arrays)
+        rows = {at: tensor.contiguous() for at, tensor in invocation.given.items()}
+        for position, entered in enter_arguments(program, invocation).items():
+            rows[position] = entered if _has_dense_rows(entered) else entered.contiguous()
+        for value, shape in binding.shapes.items():
+            is_kept = value in keep  # what the user sees has memory of its own
+            empty = arrays.buffers.empty if is_kept else torch.empty
+            rows[value] = empty(shape, dtype=self._dtype)
+        arena = arrays.buffers.scratch(binding.arena_bytes)
+        numbers = list(binding.numbers)
+        for place, kind, value in self._of_call:
+            if kind == "threads":
+                numbers[place] = torch.get_num_threads()
+            elif kind == "stride":
+                numbers[place] = rows[value].stride(0)
+            elif value in rows and kind not in _WORKSPACES:
+                numbers[place] = rows[value].data_ptr()
+            else:
+                name = _name_workspace(value) if kind in _WORKSPACES else value
+                name = binding.same_place.get(name, name)
+                if name in rows:
+                    numbers[place] = rows[name].data_ptr()
+                elif name in binding.in_results:
+                    result, begin = binding.in_results[name]
+                    numbers[place] = rows[result].data_ptr() + begin
+                else:
+                    numbers[place] = arena.data_ptr() + binding.offsets[name]
+        self._function(self._frame(*numbers))
+        leaves = [each for at, each in rows.items() if program.nodes[at].op in LEAVES]
+        kept = {at: rows[at] for at in keep}
+
+        def read(output: int) -> torch.Tensor:
+            return _read_rows(program, arrays.graph, rows, output, self._dtype)
+
+        return leave_outputs(program, invocation, read, [*leaves, *kept.values()]), kept
+
+    def _bind(self, arrays: GraphArrays) -> _Binding:
+        """Assign offsets in the arena to values that do not leave; workspaces have names < 0."""
+        counts, width = arrays.graph.counts, self._dtype.itemsize
+        outputs = {find_source(self._program, output) for output in self._direction.outputs}
+        owned = outputs.union(self._direction.keep)
+        shapes, placed, same_place = {}, {}, {}
+        for value in self._written:
+            node = self._program.nodes[value]
+            shapes[value] = (counts.rows(node.space), *node.shape)
+            num_bytes = math.prod(shapes[value]) * width
+            first, last = self._live_ranges[value]
+            operand = self._in_place.get(value)
+            if operand is None or operand in owned:
+                placed[value] = ArenaValue(value, first, last, num_bytes)
+                continue
+            place = same_place.get(operand, operand)
+            if value in owned:  # the result's memory is the operand's from the start
+                same_place |= {at: value for at, of in same_place.items() if of == place}
+                same_place[place] = value
+                placed[value] = dataclasses.replace(placed.pop(place), value=value)
+            else:
+                same_place[value] = place
+                placed[place] = dataclasses.replace(placed[place], last=last)
+        numbers = tuple(
+            0 if field.kind in _KINDS_OF_CALL else arrays.number(field, self._dtype)
+            for field in self._fields
+        )
+        results = [each for value, each in placed.items() if value in owned]
+        others = [each for value, each in placed.items() if value not in owned]
+        in_results, rest = place_in_results([*others, *self._find_workspaces(arrays)], results)
+        shapes = {value: shape for value, shape in shapes.items() if value in owned}
+        return _Binding(numbers, shapes, same_place, in_results, *assign_offsets(rest))
+
+    def _find_workspaces(self, arrays: GraphArrays) -> Iterator[ArenaValue]:
+        """Yield the memory of one kernel's own."""
+        for _, kind, value in self._of_call:
+            node = self._program.nodes[value]
+            if kind == "parts":
+                num_elements = len(arrays.tasks(node.map)) * math.prod(node.shape)
+            elif kind == "packed":
+                num_types = arrays.graph.counts.num_relations
+                num_elements = num_types * count_packed_elements(self._program, value)
+            else:
+                continue
+            kernel = self._live_ranges[value][0]
+            num_bytes = num_elements * self._dtype.itemsize
+            yield ArenaValue(_name_workspace(value), kernel, kernel, num_bytes)
+
+
+def _has_dense_rows(rows: torch.Tensor) -> bool:
+    """Return whether each row is contiguous."""
+    return all(
+        length == 1 or stride == math.prod(rows.shape[axis + 2 :])
+        for axis, (length, stride) in enumerate(zip(rows.shape[1:], rows.stride()[1:], strict=True))
+    )
+
+
+def _name_workspace(value: int) -> int:
+    return -1 - value
+
+
+def _read_rows(
+    program: Program, graph: Graph, rows: dict[int, torch.Tensor], position: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the rows of a value; one that is only a read is computed here."""
+    node = program.nodes[position]
+    if node.op == "inverse_count":
+        return interpreter.inverse_count(graph, node.map, dtype)
+    if node.op not in READS:
+        return rows[position]
+    operand = _read_rows(program, graph, rows, node.operands[0], dtype)
+    if node.op == "gather":
+        return operand.index_select(0, graph.index(node.map))
+    return operand.reshape(operand.shape[0], *node.shape)

@@ -1,0 +1,175 @@
+"""The Triton back end: kernels of a direction one after another, values freed at their last use."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from triton import knobs
+
+from penstock.codegen import load_module
+from penstock.errors import PenstockError
+from penstock.rgnn.backends._invocation import (
+    Backend,
+    Invocation,
+    Results,
+    enter_arguments,
+    leave_outputs,
+)
+from penstock.rgnn.backends._torch import run_in_torch
+from penstock.rgnn.backends.triton._body import Inexpressible
+from penstock.rgnn.backends.triton._launch import KernelLaunch, LaunchContext, compile_together
+from penstock.rgnn.backends.triton._products import run_typed_product, run_weight_gradient
+from penstock.rgnn.backends.triton._source import TritonSource, write_source
+from penstock.rgnn.backends.triton._traversals import run_traversal
+from penstock.rgnn.interpreter import wide_dtype
+from penstock.rgnn.ir import Program, find_maps, find_source
+from penstock.rgnn.lowering import (
+    Direction,
+    Kernel,
+    KernelKind,
+    LoweredProgram,
+    find_fused_outers,
+    find_reads,
+    lower,
+)
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Module:
+    """The traversals of a program as Triton kernels."""
+
+    source: TritonSource
+    functions: ModuleType
+    reads: tuple[frozenset[int], ...]
+    """For each kernel of the schedule, the values that it reads from memory."""
+
+
+class TritonBackend(Backend):
+    """Programs in Triton kernels."""
+
+    lower = staticmethod(lower)
+    has_half_precision = True
+
+    def __init__(self, lowered: LoweredProgram) -> None:
+        super().__init__(lowered)
+        self._compiled: set[tuple[Direction, frozenset[torch.dtype]]] = set()
+
+    def __call__(self, invocation: Invocation) -> Results:
+        """Compute the values of a direction.
+
+        Raises:
+            PenstockError: The graph is not on a GPU, and Triton's interpreter is not on.
+        """
+        device = invocation.graph.device
+        if device.type == "cpu" and not knobs.runtime.interpret:
+            raise PenstockError(
+                "backend 'triton' runs on GPUs, and the graph is on the CPU: move the graph and "
+                "the tensors with .to('cuda'), or compile with backend='auto'; for tests, set "
+                "TRITON_INTERPRET=1 before Triton is imported"
+            )
+        on_device = contextlib.nullcontext()
+        if device.type == "cuda":  # Triton launches on the current device
+            on_device = torch.cuda.device(device)
+        with on_device, torch.autocast(device.type, enabled=False):
+            if device.type == "cuda":
+                self.compile_once(invocation)
+            return self.run(invocation, KernelLaunch.__call__)
+
+    def compile_once(self, invocation: Invocation) -> None:
+        """Compile the kernels of a run, if it is the direction's first in its dtypes.
+
+        Other graphs may launch other kernels, of groups of other sizes; those are compiled one by
+        one.
+        """
+        tensors = (*invocation.arguments.values(), *invocation.given.values())
+        key = (invocation.direction, frozenset(tensor.dtype for tensor in tensors))
+        if key not in self._compiled:
+            compile_together(lambda launch: self.run(invocation, launch))
+            self._compiled.add(key)
+
+    def run(self, invocation: Invocation, launch: Callable[[KernelLaunch], None]) -> Results:
+        """Go through the kernels of a direction; `launch` gets each launch, to run or look at it.
+
+        Args:
+            invocation: The run.
+            launch: Runs a launch, or records it only.
+        """
+        program, direction = self._program, invocation.direction
+        memory = dict(invocation.given)
+        for position, rows in enter_arguments(program, invocation).items():
+            memory[position] = rows.contiguous()
+        context = LaunchContext(program, invocation.graph, invocation.dtype, launch, memory)
+        kept_until_end = {
+            *direction.keep,
+            *(find_source(program, out) for out in direction.outputs),
+        }
+        reads, first = self._module.reads, direction.first_kernel
+        numbers = range(first, first + len(direction.kernels))
+        last = {value: number for number in numbers for value in reads[number]}
+        for number in numbers:
+            self._run_kernel(context, number)
+            for value in reads[number]:
+                if last[value] == number and value not in kept_until_end:
+                    del memory[value]
+        kept = {position: memory[position] for position in direction.keep}
+        others = (*invocation.arguments.values(), *invocation.given.values(), *kept.values())
+
+        def read(output: int) -> torch.Tensor:
+            rows = context.rows(find_source(program, output))
+            for row_map in reversed(find_maps(program, output)):
+                rows = rows.index_select(0, invocation.graph.index(row_map))
+            return rows.view(len(rows), *program.nodes[output].shape)
+
+        return leave_outputs(program, invocation, read, others), kept
+
+    @functools.cached_property
+    def _module(self) -> _Module:
+        written = write_source(self._lowered)
+        for number, reason in written.reasons.items():
+            _logger.info("kernel %d of the program runs in torch: %s", number, reason)
+        program, kernels = self._program, self._lowered.schedule.kernels
+        functions = load_module("rgnn_traversals", written.text)
+        reads = tuple(_find_reads(program, kernel) for kernel in kernels)
+        return _Module(written, functions, reads)
+
+    def _run_kernel(self, context: LaunchContext, number: int) -> None:
+        kernel = self._lowered.schedule.kernels[number]
+        value, traversals = kernel.values[0], self._module.source.traversals
+        node = context.program.nodes[value]
+        try:
+            if kernel.kind is KernelKind.GEMM:
+                context.memory[value] = run_typed_product(context, node)
+            elif kernel.kind is KernelKind.WEIGHT_GRADIENT:
+                context.memory[value] = run_weight_gradient(context, node)
+            elif number in traversals:
+                run_traversal(context, traversals[number], self._module.functions, kernel)
+            else:
+                self._run_in_torch(context, kernel)
+        except Inexpressible as reason:
+            _logger.info("kernel %d of the program runs in torch: %s", number, reason)
+            self._run_in_torch(context, kernel)
+
+    def _run_in_torch(self, context: LaunchContext, kernel: Kernel) -> None:
+        materialised = self._lowered.schedule.materialised
+        stored = tuple(value for value in kernel.values if value in materialised)
+        dtype = wide_dtype(context.dtype)
+        wide = {at: rows.to(dtype) for at, rows in context.memory.items()}
+        direction = Direction(frozenset(kernel.values), (kernel,), 0, (), stored)
+        _, found = run_in_torch(context.program, Invocation(direction, context.graph, {}, wide))
+        context.memory.update({at: rows.to(context.dtype) for at, rows in found.items()})
+
+
+def _find_reads(program: Program, kernel: Kernel) -> frozenset[int]:
+    """Find the values that a kernel reads from memory."""
+    fused = find_fused_outers(program)
+    found = {read for value in kernel.values for read in find_reads(program, value, fused)}
+    found = {value for value in found if program.nodes[value].op != "inverse_count"}
+    return frozenset(found.difference(kernel.values))

@@ -1,0 +1,285 @@
+"""Traversals as statements: the loops of a kernel, and the stores of their reductions.
+
+A traversal that sums has a block of groups in each program and goes through their rows together, a
+few at a time; a later stage goes through them again, with the sums of the one before. A traversal
+without sums has a block of rows, and of the features that it stores.
+
+What is computed of the sums of a group follows its last loop: the epilogue.
+
+A group that is too long for one program is cut into pieces. Then each stage is a kernel of its own:
+it leaves a partial sum for each piece, and the next one reads the totals; so does the epilogue.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from penstock.rgnn.backends.triton._body import (
+    InMemory,
+    KernelBody,
+    Partial,
+    RowIndex,
+    Total,
+    ValueRows,
+    Variable,
+)
+from penstock.rgnn.backends.triton._index import (
+    Axis,
+    Index,
+    index_axis,
+    power_of_two,
+    sort_axes,
+    unravel,
+)
+from penstock.rgnn.backends.triton._operators import RULES
+from penstock.rgnn.ir import Program
+from penstock.rgnn.lowering import Kernel
+from penstock.rgnn.spaces import is_sorted
+
+_LOWEST = "-3.4028234663852886e38"  # finite, so that a group without rows makes no NaN
+_ROWS_OF_GROUPS = [
+    "begin = tl.load(begins + item, mask=is_group, other=0)",
+    "end = tl.load(ends + item, mask=is_group, other=0)",
+    "most_rows = tl.max(end - begin)",
+]
+PARTS = {"sum": ("",), "softmax": ("_max", "_sum")}
+"""What a reduction leaves for each group, by operator: the ends of the names."""
+
+
+def _write_axes(axes: set[Axis]) -> list[str]:
+    return [f"{a.name} = tl.arange(0, {a.block})" for a in sorted(axes) if a.block is not None]
+
+
+def remove_unused(lines: Sequence[str]) -> list[str]:
+    """Remove assignments of names that no later statement reads."""
+    kept: list[str] = []
+    read: set[str] = set()
+    for line in reversed(lines):
+        name, is_assignment, value = line.strip().partition(" = ")
+        if is_assignment and name.isidentifier() and name not in read:
+            continue
+        kept.append(line)
+        read.update(re.findall(r"[A-Za-z_]\w*", value if is_assignment else line))
+    return kept[::-1]
+
+
+def _store_rows(body: KernelBody, value: int, indices: tuple[Index, ...]) -> None:
+    """Store features of a value for the rows at hand."""
+    block = body.read(value, indices)
+    axes = sort_axes(indices)
+    row, has_row = body.find_own_row()
+    address, mask = body.address(ValueRows(value), row, has_row, indices, axes)
+    body.loop.append(f"tl.store({address}, {body.lift(block, axes)}, mask={mask})")
+
+
+class RowwiseWriter:
+    """A traversal without sums."""
+
+    count = "num_rows"
+    arguments = (count, "ROWS: tl.constexpr", "FEATURES: tl.constexpr", "COMPUTE: tl.constexpr")
+
+    def __init__(self, program: Program, kernel: Kernel, stored: Sequence[int]) -> None:
+        self.body = KernelBody(program, kernel, RULES)
+        self._stored = stored
+
+    def write(self) -> list[str]:
+        """Return the statements of the kernel."""
+        body = self.body
+        longest = max(math.prod(body.nodes[value].shape) for value in self._stored)
+        feature = Axis(0, longest, "feature", None)
+        for value in self._stored:
+            _store_rows(body, value, unravel(index_axis(feature), body.nodes[value].shape))
+        return [
+            "row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)",
+            "is_row = row < num_rows",
+            "first_row = tl.zeros([1], tl.int64)",
+            "feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)",
+            *_write_axes(body.axes),
+            *body.before,
+            *body.loop,
+        ]
+
+
+class GroupedWriter:
+    """A traversal with rows grouped by where they are summed to, or one stage of it."""
+
+    count = "num_items"
+    arguments = (
+        "groups",
+        "begins",
+        "ends",
+        count,
+        "GROUPS: tl.constexpr",
+        "ROWS: tl.constexpr",
+        "COMPUTE: tl.constexpr",
+    )
+    arguments_of_stage = ("cut_groups", *arguments)
+    arguments_of_epilogue = ("groups", count, "GROUPS: tl.constexpr", "COMPUTE: tl.constexpr")
+
+    def __init__(self, program: Program, kernel: Kernel, stored: Sequence[int]) -> None:
+        assert kernel.grouped_by is not None
+        self.body = KernelBody(program, kernel, RULES)
+        self._stored = stored
+        self._grouped_by = kernel.grouped_by
+        self._epilogue = [value for value in kernel.epilogue if value in stored]
+        self.stages = kernel.stages
+        if any(self._op(value) == "softmax" and value in stored for value in kernel.stages[-1]):
+            self.stages = (*kernel.stages, ())  # one more loop, which stores it
+
+    def write(self) -> list[str]:
+        """Return the statements of a kernel that has all stages."""
+        loops: list[str] = []
+        for number, stage in enumerate(self.stages):
+            loops += self._write_loop(number)
+            for value in self._find_reduced(stage):
+                self.body.finish(value, self._name(value))
+                if self._op(value) == "sum" and value in self._stored:
+                    loops.append(self._store(ValueRows(value), "group", value, ""))
+        return self._add_group_lines([*_ROWS_OF_GROUPS, *loops, *self._write_epilogue()])
+
+    def write_stage(self, number: int) -> list[str]:
+        """Return the statements of a kernel of one stage, for pieces of groups.
+
+        It reads the totals of the stages before and stores what it sums, both in the precision in
+        which it computes.
+        """
+        totals = self._load_totals(number)
+        loop = self._write_loop(number)
+        partial = [
+            self._store(Partial(value, part), "item", value, part)
+            for value in self._find_reduced(self.stages[number])
+            for part in PARTS[self._op(value)]
+        ]
+        giant = "giant = tl.load(cut_groups + item, mask=is_group, other=0).to(tl.int64)"
+        return self._add_group_lines([*_ROWS_OF_GROUPS, giant, *totals, *loop, *partial])
+
+    def write_epilogue(self) -> list[str]:
+        """Return the statements of a kernel of the epilogue, for groups that are cut."""
+        totals = self._load_totals(len(self.stages))
+        return self._add_group_lines(["giant = item", *totals, *self._write_epilogue()])
+
+    def find_reduced(self, number: int) -> tuple[int, ...]:
+        """Return the values that are summed or normalised in a stage."""
+        return tuple(self._find_reduced(self.stages[number]))
+
+    def _load_totals(self, number: int) -> list[str]:
+        """Write loads of the totals of the stages before one."""
+        totals: list[str] = []
+        for stage in self.stages[:number]:
+            for value in self._find_reduced(stage):
+                totals += [self._load_total(value, part) for part in PARTS[self._op(value)]]
+                self.body.finish(value, self._name(value))
+        return totals
+
+    def _write_epilogue(self) -> list[str]:
+        """Write the epilogue."""
+        self.body.begin_epilogue()
+        for value in self._epilogue:
+            _store_rows(self.body, value, self._index_features(value))
+        return [*self.body.before, *self.body.loop]
+
+    def _add_group_lines(self, statements: list[str]) -> list[str]:
+        return [
+            "item = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]",
+            "is_group = item < num_items",
+            "group = tl.load(groups + item, mask=is_group, other=0).to(tl.int64)",
+            "first_row = tl.zeros([1, 1], tl.int64)",
+            *_write_axes(self.body.axes),
+            *statements,
+        ]
+
+    def _write_loop(self, number: int) -> list[str]:
+        """Write one loop over the rows of a group."""
+        body, stage = self.body, self.stages[number]
+        for value in self.stages[number - 1] if number else ():
+            if self._op(value) == "softmax" and value in self._stored:
+                _store_rows(body, value, self._index_features(value))
+        for value in stage:
+            if self._op(value) == "sum":
+                self._write_sum(value)
+            elif self._op(value) == "softmax":
+                self._write_softmax(value)
+            elif value in self._stored:
+                _store_rows(body, value, self._index_features(value))
+        lines = list(body.before)
+        if body.loop:
+            lines += [
+                "for first in tl.range(0, most_rows, ROWS):",
+                *(f"    {line}" for line in [*self._write_row_lines(), *body.loop]),
+            ]
+        body.end_loop()
+        return lines
+
+    def _write_row_lines(self) -> list[str]:
+        row = "slot.to(tl.int64)"
+        is_read = any(re.search(r"\brow\b", line) for line in self.body.loop)
+        if is_read and not is_sorted(self._grouped_by):
+            order = self.body.name_parameter(RowIndex((), self._grouped_by))
+            row = f"tl.load({order} + slot, mask=is_row, other=0).to(tl.int64)"
+        return [
+            "slot = begin + first + tl.arange(0, ROWS)[None, :]",
+            "is_row = slot < end",
+            f"row = {row}",
+        ]
+
+    def _write_sum(self, value: int) -> None:
+        body, name = self.body, self._name(value)
+        lengths, axes = self._shape_block(value)
+        block = body.read(body.nodes[value].operands[0], self._index_features(value))
+        is_row = body.lift(Variable("is_row"), axes)
+        rows = f"tl.where({is_row}, {body.lift(block, axes)}, 0.0)"
+        body.before.append(f"{name} = tl.zeros([{lengths}], COMPUTE)")
+        body.loop.append(f"{name} += tl.sum({rows}, axis=1, keep_dims=True)")
+
+    def _write_softmax(self, value: int) -> None:
+        """Write an online softmax: m' = max(m, s), z' = z * exp(m - m') + sum of exp(s - m')."""
+        body, name = self.body, self._name(value)
+        lengths, axes = self._shape_block(value)
+        block = body.read(body.nodes[value].operands[0], self._index_features(value))
+        is_row, score = body.lift(Variable("is_row"), axes), body.lift(block, axes)
+        body.before += [
+            f"{name}_max = tl.full([{lengths}], {_LOWEST}, COMPUTE)",
+            f"{name}_sum = tl.zeros([{lengths}], COMPUTE)",
+        ]
+        scores = f"tl.where({is_row}, {score}, {_LOWEST})"
+        powers = f"tl.where({is_row}, tl.exp({score} - {name}_new), 0.0)"
+        body.loop += [
+            f"{name}_new = tl.maximum({name}_max, tl.max({scores}, axis=1, keep_dims=True))",
+            f"{name}_sum *= tl.exp({name}_max - {name}_new)",
+            f"{name}_sum += tl.sum({powers}, axis=1, keep_dims=True)",
+            f"{name}_max = {name}_new",
+        ]
+
+    def _store(self, into: InMemory, row: str, value: int, part: str) -> str:
+        indices = self._index_features(value)
+        axes = sort_axes(indices)
+        address, mask = self.body.address(into, Variable(row), "is_group", indices, axes)
+        return f"tl.store({address}, {self._name(value)}{part}, mask={mask})"
+
+    def _load_total(self, value: int, part: str) -> str:
+        indices = self._index_features(value)
+        axes = sort_axes(indices)
+        self.body.note_axes(axes)
+        total = Total(value, part)
+        address, mask = self.body.address(total, Variable("giant"), "is_group", indices, axes)
+        return f"{self._name(value)}{part} = tl.load({address}, mask={mask}, other=0)"
+
+    def _shape_block(self, value: int) -> tuple[str, tuple[Axis, ...]]:
+        """Return the shape, as source, of a reduction for a block of groups, and its axes."""
+        axes = sort_axes(self._index_features(value))
+        self.body.note_axes(axes)
+        return ", ".join(["GROUPS", "1", *(str(power_of_two(a.length)) for a in axes)]), axes
+
+    def _find_reduced(self, stage: Sequence[int]) -> list[int]:
+        return [value for value in stage if self._op(value) in PARTS]
+
+    def _name(self, value: int) -> str:
+        return f"{self._op(value)}{value}"
+
+    def _op(self, value: int) -> str:
+        return self.body.nodes[value].op
+
+    def _index_features(self, value: int) -> tuple[Index, ...]:
+        return self.body.index_all(self.body.nodes[value].shape)

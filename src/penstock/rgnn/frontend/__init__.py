@@ -1,0 +1,1 @@
+"""Front end: the language, tracing, and everything of a call that decides which program runs."""

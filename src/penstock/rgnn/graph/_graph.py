@@ -1,0 +1,295 @@
+"""Graphs with typed edges.
+
+It is immutable, so that everything derived from it can be built once and kept; `_indices.py` does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.rgnn import spaces
+from penstock.rgnn.graph._formats import GraphNames, check_integers, read_pyg, read_triples
+from penstock.rgnn.graph._indices import Indices, dtype_for
+from penstock.rgnn.graph._stats import GraphStats
+
+if TYPE_CHECKING:
+    import os
+
+    import numpy as np
+
+
+_living: weakref.WeakValueDictionary[int, Graph] = weakref.WeakValueDictionary()
+"""Graphs by the storage of their edges, which nothing else shares."""
+
+
+class Graph(Indices):
+    """An immutable directed graph with a relation for each edge and types of nodes.
+
+    Example:
+        >>> edge_index = torch.tensor([[0, 0, 2], [1, 2, 1]])
+        >>> graph = Graph(edge_index, torch.tensor([0, 1, 0]), num_nodes=4)
+        >>> graph.num_edges, graph.num_relations, graph.stats().num_dst_pairs
+        (3, 2, 2)
+
+    Args:
+        edge_index: Integers, shape (2, num_edges): sources, then destinations. Copied.
+        edge_type: Integers, shape (num_edges,): the relation of each edge.
+        num_nodes: Number of nodes; by default one more than the largest id that occurs.
+        num_relations: Number of relations; by default one more than the largest that occurs.
+        node_type: Integers, shape (num_nodes,): the type of each node; by default all 0.
+        num_node_types: Number of node types; by default one more than the largest that occurs.
+        names: What the numbers stand for; kept as it is.
+
+    Raises:
+        TypeError: An argument is no tensor of integers.
+        ValueError: A shape does not fit, or an id is out of range; the message names it.
+    """
+
+    def __init__(
+        self,
+        edge_index: torch.Tensor,
+        edge_type: torch.Tensor,
+        *,
+        num_nodes: int | None = None,
+        num_relations: int | None = None,
+        node_type: torch.Tensor | None = None,
+        num_node_types: int | None = None,
+        names: GraphNames | None = None,
+    ) -> None:
+        check_integers("edge_index", edge_index)
+        if edge_index.dim() != 2 or edge_index.shape[0] != 2:
+            raise ValueError(
+                f"edge_index must have shape (2, num_edges): sources, then destinations; "
+                f"got {tuple(edge_index.shape)}"
+            )
+        num_edges = edge_index.shape[1]
+        check_integers("edge_type", edge_type)
+        _check_shape("edge_type", edge_type, num_edges, "one relation for each edge")
+        if edge_type.device != edge_index.device:
+            raise ValueError(
+                f"edge_type is on {edge_type.device} and edge_index on {edge_index.device}; "
+                f"move both to one device"
+            )
+        if num_nodes is None and node_type is not None:
+            num_nodes = node_type.shape[0] if node_type.dim() else None
+        num_nodes = _check_ids("edge_index", edge_index, num_nodes, "num_nodes")
+        num_relations = _check_ids("edge_type", edge_type, num_relations, "num_relations")
+        if node_type is None:
+            if num_node_types not in (None, 1):
+                raise ValueError(f"num_node_types is {num_node_types!r} without a node_type")
+            num_node_types = 1
+        else:
+            check_integers("node_type", node_type)
+            _check_shape("node_type", node_type, num_nodes, "one type for each node")
+            num_node_types = _check_ids("node_type", node_type, num_node_types, "num_node_types")
+            node_type = _copy_ids(node_type.to(edge_index.device), num_node_types)
+        set_once = self.__dict__.update  # assignment is refused below
+        set_once(
+            _edge_index=_copy_ids(edge_index, num_nodes),
+            _edge_type=_copy_ids(edge_type, num_relations),
+            _node_type=node_type,
+            num_nodes=num_nodes,
+            num_edges=num_edges,
+            num_relations=num_relations,
+            num_node_types=num_node_types,
+            names=names or GraphNames(),
+        )
+        _living[self._edge_index.untyped_storage()._cdata] = self
+
+    if TYPE_CHECKING:  # set through __dict__, read-only elsewhere
+        names: GraphNames
+
+    @classmethod
+    def from_pyg(cls, data: Any) -> Graph:
+        """Make a graph of PyG's `HeteroData`: node types one after another, relations in its order.
+
+        Example:
+            >>> graph = Graph.from_pyg(data)  # doctest: +SKIP
+            >>> graph.names.node_types, graph.names.relations  # doctest: +SKIP
+            (('paper', 'author'), ('author writes paper',))
+
+        Args:
+            data: A `torch_geometric.data.HeteroData` with an `edge_index` for each edge type.
+
+        Returns:
+            A graph in which node `i` of type `t` is `i` plus the number of nodes of earlier types.
+
+        Raises:
+            TypeError: It is no `HeteroData`, or an `edge_index` does not hold integers.
+            ValueError: A number of nodes or an `edge_index` is missing, or an id is out of range.
+        """
+        return cls(**read_pyg(data))
+
+    @classmethod
+    def from_triples(
+        cls, triples: torch.Tensor | np.ndarray | str | os.PathLike[str], **kwargs: Any
+    ) -> Graph:
+        """Make a graph of (head, relation, tail) triples in memory or in a file.
+
+        Example:
+            >>> graph = Graph.from_triples(torch.tensor([[0, 1, 2], [2, 0, 0]]))
+            >>> graph.num_nodes, graph.num_relations
+            (3, 2)
+
+        Args:
+            triples: Integers or, in NumPy, strings of shape (num_triples, 3), columns head,
+                relation, tail; or a file: N-Triples (`.nt`), OpenKE (`head tail relation` after a
+                line with the count), or three columns of names or ids, head, relation, tail, apart
+                by tabs or spaces, where lines that begin with `# ` are comments. Files may be
+                compressed (`.gz`). Names are numbered in the order in which they occur.
+            kwargs: `num_nodes`, `num_relations`, `node_type` as for `Graph`.
+
+        Returns:
+            The graph, with an edge from head to tail for each triple, in their order; a triple that
+            occurs twice is two edges.
+
+        Raises:
+            ValueError: A line is no triple; the message has the file and the line.
+        """
+        return cls(**(read_triples(triples) | kwargs))
+
+    def with_reverse_edges(self) -> Graph:
+        """Return the graph with an edge back for each edge, of relation `r + num_relations`."""
+        names = self.names
+        if names.relations:
+            back = tuple(f"{name} (reverse)" for name in names.relations)
+            names = dataclasses.replace(names, relations=names.relations + back)
+        edge_type = self._edge_type.long()
+        return self._with_edges(
+            torch.cat([self._edge_index, self._edge_index.flip(0)], dim=1),
+            torch.cat([edge_type, edge_type + self.num_relations]),
+            num_relations=2 * self.num_relations,
+            names=names,
+        )
+
+    @property
+    def edge_index(self) -> torch.Tensor:
+        """A copy of the edges in the order in which they were given, int64, (2, num_edges)."""
+        return self._edge_index.to(torch.int64, copy=True)
+
+    @property
+    def edge_type(self) -> torch.Tensor:
+        """A copy of the relations in the order in which they were given, int64, (num_edges,)."""
+        return self._edge_type.to(torch.int64, copy=True)
+
+    def to(self, device: torch.device | str) -> Graph:
+        """Return the graph with its indices on another device; itself where they are there."""
+        target = torch.device(device)
+        if target.type == self.device.type and target.index in (None, self.device.index):
+            return self
+        node_type = None if self._node_type is None else self._node_type.to(target)
+        edges = (self._edge_index.to(target), self._edge_type.to(target))
+        return self._with_edges(*edges, node_type=node_type)
+
+    def _with_edges(
+        self, edge_index: torch.Tensor, edge_type: torch.Tensor, **changed: Any
+    ) -> Graph:
+        """Return a graph with other edges, and all else of this one but for what is changed."""
+        same = {
+            "num_nodes": self.num_nodes,
+            "num_relations": self.num_relations,
+            "node_type": self._node_type,
+            "num_node_types": self.num_node_types,
+            "names": self.names,
+        }
+        return Graph(edge_index, edge_type, **(same | changed))
+
+    def stats(self) -> GraphStats:
+        """Return edges, unique (node, relation) pairs and relation sizes; `print` shows a table."""
+        return GraphStats(
+            num_nodes=self.num_nodes,
+            num_edges=self.num_edges,
+            num_relations=self.num_relations,
+            num_node_types=self.num_node_types,
+            num_src_pairs=self.counts.num_src_pairs,
+            num_dst_pairs=self.counts.num_dst_pairs,
+            num_edges_of_relation=_count_rows(self.segment_starts(spaces.EDGE_TYPE)),
+            num_src_pairs_of_relation=_count_rows(self.segment_starts(spaces.SRC_PAIR_TYPE)),
+            num_dst_pairs_of_relation=_count_rows(self.segment_starts(spaces.DST_PAIR_TYPE)),
+        )
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a Graph is immutable; make a new one to change its {name}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = (
+            self._edge_index,
+            self._edge_type,
+            self._node_type,
+            (self.num_nodes, self.num_relations, self.num_node_types),
+            dataclasses.astuple(self.names),  # plain, so that torch.load takes it as weights
+        )
+        return (_unpickle, state)
+
+    def __repr__(self) -> str:
+        types = f", num_node_types={self.num_node_types}" if self._node_type is not None else ""
+        return (
+            f"Graph(num_nodes={self.num_nodes}, num_edges={self.num_edges}, "
+            f"num_relations={self.num_relations}{types}, device={str(self.device)!r})"
+        )
+
+
+def find_owner(edge_index: torch.Tensor) -> Graph | None:
+    """Return the graph that owns this tensor, if there is one and it is alive."""
+    return _living.get(edge_index.untyped_storage()._cdata)
+
+
+def _unpickle(
+    edge_index: torch.Tensor,
+    edge_type: torch.Tensor,
+    node_type: torch.Tensor | None,
+    numbers: tuple[int, int, int],
+    names: tuple[tuple[str, ...], ...],
+) -> Graph:
+    return Graph(
+        edge_index,
+        edge_type,
+        num_nodes=numbers[0],
+        num_relations=numbers[1],
+        node_type=node_type,
+        num_node_types=numbers[2],
+        names=GraphNames(nodes=names[0], relations=names[1], node_types=names[2]),
+    )
+
+
+torch.serialization.add_safe_globals([_unpickle])  # tensors, numbers and texts make a graph
+
+
+@torch.inference_mode(False)  # a graph outlives the mode that it is made in
+def _copy_ids(ids: torch.Tensor, count: int) -> torch.Tensor:
+    return ids.detach().to(dtype_for(count), copy=True)
+
+
+def _count_rows(starts: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(end - begin for begin, end in itertools.pairwise(starts))
+
+
+def _check_shape(name: str, value: torch.Tensor, length: int, meaning: str) -> None:
+    if value.shape != (length,):
+        raise ValueError(f"{name} must have shape ({length},), {meaning}; got {tuple(value.shape)}")
+
+
+def _check_ids(name: str, ids: torch.Tensor, count: int | None, count_name: str) -> int:
+    """Return the number of different ids, checked against those that occur."""
+    if count is not None and (isinstance(count, bool) or not hasattr(count, "__index__")):
+        raise TypeError(f"{count_name} must be an integer; got {count!r}")
+    if count is not None and count < 0:
+        raise ValueError(f"{count_name} must be at least 0; got {count}")
+    if ids.numel() == 0:
+        return count or 0
+    low, high = (int(bound) for bound in torch.aminmax(ids))
+    if low < 0:
+        raise ValueError(f"{name} holds {low}; ids begin at 0")
+    if count is None:
+        return high + 1
+    if high >= count:
+        raise ValueError(
+            f"{name} holds {high}, but {count_name} is {count}; ids must be below it. "
+            f"Give a larger {count_name}, or leave it out to count the ids"
+        )
+    return count

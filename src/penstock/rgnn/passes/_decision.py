@@ -1,0 +1,77 @@
+"""Decisions of rewrites with their reasons, and the rewriter that all local rewrites share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from penstock.rgnn.ir import TYPES, Program, ProgramBuilder
+from penstock.rgnn.spaces import RowMap
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """One place where a rewrite could apply."""
+
+    rewrite: str
+    applied: bool
+    what: str
+    """The expression at hand."""
+    reason: str
+    where: str
+    """The user's line."""
+
+    def __str__(self) -> str:
+        verb = "applied" if self.applied else "rejected"
+        return f"{self.rewrite} {verb}: {self.what}: {self.reason}  [{self.where}]"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PassResult:
+    """A program after a rewrite, and the decisions on the way."""
+
+    program: Program
+    decisions: tuple[Decision, ...] = ()
+
+
+@dataclasses.dataclass(slots=True)
+class Rewriter:
+    """A program being rebuilt node by node; a rewrite looks at the old one and adds to the new."""
+
+    program: Program
+    name: str
+    builder: ProgramBuilder = dataclasses.field(default_factory=ProgramBuilder)
+    place: list[int] = dataclasses.field(default_factory=list)
+    """Position of each old node in the new program."""
+    decisions: list[Decision] = dataclasses.field(default_factory=list)
+    uses: list[list[int]] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.uses = self.program.uses()
+
+    def run(self, rewrite: Callable[[Rewriter, int], int | None]) -> PassResult:
+        """Rebuild the program; where `rewrite` returns a new position, that replaces the node."""
+        for position, node in enumerate(self.program.nodes):
+            self.builder.where = node.where
+            new = rewrite(self, position)
+            if new is None:
+                operands = [self.place[operand] for operand in node.operands]
+                new = self.builder.copy(node, operands)
+            self.place.append(new)
+        outputs = [self.place[output] for output in self.program.outputs]
+        return PassResult(self.builder.program(outputs), tuple(self.decisions))
+
+    def is_only_used_by(self, position: int, user: int) -> bool:
+        """Return whether a value has no reader but one node and is no output."""
+        return set(self.uses[position]) == {user} and position not in self.program.outputs
+
+    def decide(self, position: int, applied: bool, what: str, reason: str) -> bool:
+        """Record a decision about a node; return whether the rewrite applies."""
+        where = self.program.nodes[position].where
+        self.decisions.append(Decision(self.name, applied, what, reason, where))
+        return applied
+
+    def find_typed_map(self, position: int) -> RowMap | None:
+        """Return the map along which a weight is read, if the value is one."""
+        node = self.program.nodes[position]
+        return node.map if node.op == "gather" and node.map.into in TYPES else None

@@ -1,0 +1,248 @@
+"""Reverse-mode differentiation of a program into a program.
+
+The transpose of a gather is the sum along the same map and the other way round, so the backward of
+a program that is laid out on few rows is laid out on few rows by itself. Where a matrix of types is
+read per row, its adjoint is an `outer` per row; those go straight into the sum over rows, one by
+one, and are never added up before it: a lowered program multiplies them as matrices and forms none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+from penstock.rgnn.ir import Node, Program, ProgramBuilder, Shape
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JointProgram:
+    """A program that computes what another does, and then gradients."""
+
+    program: Program
+    """Outputs of the original, then one gradient for each name in `wrt`."""
+    num_outputs: int
+    """Number of outputs of the original."""
+    wrt: tuple[str, ...]
+    """The inputs that have a gradient: those of the asked-for ones that an output depends on."""
+
+    @staticmethod
+    def seed(output: int) -> str:
+        """Return the name of the input with the gradient of the given output."""
+        return f"gradient of output {output}"
+
+
+def differentiate(program: Program, wrt: Sequence[str]) -> JointProgram:
+    """Append the gradients of a program's outputs with respect to some of its inputs.
+
+    Args:
+        program: Without `outer`, which only a derivative has.
+        wrt: Names of inputs.
+
+    Returns:
+        The joint program. It has an input `JointProgram.seed(k)` for the gradient of output `k`,
+        with the rows and the row shape of that output.
+    """
+    builder = ProgramBuilder()
+    for node in program.nodes:
+        builder.copy(node, node.operands)
+    assert len(builder.nodes) == len(program.nodes), "a program is built the same way twice"
+    is_active = _find_active(program, frozenset(wrt))
+    terms: dict[int, list[int]] = {}
+    for output, position in enumerate(program.outputs):
+        node = program.nodes[position]
+        if is_active[position]:
+            seed = builder.input(JointProgram.seed(output), node.space, node.shape)
+            terms.setdefault(position, []).append(seed)
+    gradients: dict[str, int] = {}
+    for position in range(len(program.nodes) - 1, -1, -1):
+        node = program.nodes[position]
+        if position not in terms:
+            continue
+        builder.where = node.where
+        if node.op == "input":
+            gradients[node["name"]] = _add_terms(builder, terms[position])
+            continue
+        for adjoint in _join_terms(builder, node, terms.pop(position)):
+            found = _RULES[node.op](builder, node, position, adjoint)
+            for operand, term in zip(node.operands, found, strict=False):  # some have no terms
+                if is_active[operand]:
+                    terms.setdefault(operand, []).append(term)
+    reached = tuple(name for name in wrt if name in gradients)
+    outputs = (*program.outputs, *(gradients[name] for name in reached))
+    return JointProgram(builder.program(outputs), len(program.outputs), reached)
+
+
+def _find_active(program: Program, wrt: frozenset[str]) -> list[bool]:
+    """Return, for each node, whether it depends on an input of `wrt`."""
+    is_active: list[bool] = []
+    for node in program.nodes:
+        is_wanted = node.op == "input" and node["name"] in wrt
+        is_active.append(is_wanted or any(is_active[operand] for operand in node.operands))
+    return is_active
+
+
+def _join_terms(builder: ProgramBuilder, node: Node, terms: list[int]) -> list[int]:
+    """Return the adjoint in as few terms as may be: an outer is not added before its sum."""
+    if node.op != "gather":
+        return [_add_terms(builder, terms)]
+    alone = [term for term in terms if builder.nodes[term].op == "outer"]
+    rest = [term for term in terms if builder.nodes[term].op != "outer"]
+    return alone + ([_add_terms(builder, rest)] if rest else [])
+
+
+def _add_terms(builder: ProgramBuilder, terms: list[int]) -> int:
+    total = terms[0]
+    for term in terms[1:]:
+        total = builder.add("add", total, term)
+    return total
+
+
+def _sum_stretched(builder: ProgramBuilder, position: int, shape: Shape) -> int:
+    """Sum over the axes along which a row of `shape` was stretched."""
+    found = builder.nodes[position].shape
+    padded = shape + (1,) * (len(found) - len(shape))
+    axes = tuple(
+        axis
+        for axis, (wide, narrow) in enumerate(zip(found, padded, strict=True))
+        if wide != narrow
+    )
+    if axes:
+        position = builder.add("total", position, axes=axes)
+    if builder.nodes[position].shape != shape:
+        position = builder.add("reshape", position, shape=shape)
+    return position
+
+
+def _multiply(builder: ProgramBuilder, g: int, other: int, shape: Shape) -> int:
+    """Return `g * other`, summed over the axes along which a row of `shape` was stretched."""
+    found = builder.nodes[g].shape
+    if found and found == builder.nodes[other].shape and shape == found[:-1]:
+        return builder.add("dot", g, other)  # a scalar scaled a vector: no product per feature
+    return _sum_stretched(builder, builder.add("mul", g, other), shape)
+
+
+Rule = Callable[[ProgramBuilder, Node, int, int], Iterable[int]]
+"""From a node, its position and its adjoint g: a term of the adjoint of each operand."""
+
+
+def _softmax(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
+    # dx = y * (g - sum of y * g over the rows of one target)
+    weighted = b.add("mul", at, g)
+    mean = b.add("gather", b.add("sum", weighted, map=node.map), map=node.map)
+    yield b.add("sub", weighted, b.add("mul", at, mean))
+
+
+def _add(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
+    for operand in node.operands:
+        yield _sum_stretched(b, g, b.nodes[operand].shape)
+
+
+def _sub(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
+    left, right = node.operands
+    yield _sum_stretched(b, g, b.nodes[left].shape)
+    yield _sum_stretched(b, b.add("scale", g, value=-1.0), b.nodes[right].shape)
+
+
+def _mul(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
+    left, right = node.operands
+    yield _multiply(b, g, right, b.nodes[left].shape)
+    yield _multiply(b, g, left, b.nodes[right].shape)
+
+
+def _div(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
+    # y = l / r: dl = g / r, dr = -g * y / r
+    left, right = node.operands
+    share = b.add("div", g, right)
+    yield _sum_stretched(b, share, b.nodes[left].shape)
+    minus = b.add("scale", b.add("mul", share, at), value=-1.0)
+    yield _sum_stretched(b, minus, b.nodes[right].shape)
+
+
+def _tanh(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
+    # dx = g * (1 - y**2)
+    slope = b.add("shift", b.add("scale", b.add("mul", at, at), value=-1.0), value=1.0)
+    yield b.add("mul", g, slope)
+
+
+def _sigmoid(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
+    # dx = g * y * (1 - y)
+    rest = b.add("shift", b.add("scale", at, value=-1.0), value=1.0)
+    yield b.add("mul", g, b.add("mul", at, rest))
+
+
+def _leaky_relu(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
+    slope = b.add("leaky_relu_slope", node.operands[0], value=node["value"])
+    yield b.add("mul", g, slope)
+
+
+def _dot(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
+    left, right = node.operands
+    yield _sum_stretched(b, b.add("mul", g, right), b.nodes[left].shape)
+    yield _sum_stretched(b, b.add("mul", g, left), b.nodes[right].shape)
+
+
+def _matmul(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
+    # y = x W: dx = g W^T, dW = x^T g
+    vector, matrix = node.operands
+    transposed = node["transposed"]
+    back = b.add("matmul", g, matrix, transposed=not transposed)
+    yield _sum_stretched(b, back, b.nodes[vector].shape)
+    ends = (g, vector) if transposed else (vector, g)
+    yield b.add("outer", *ends, heads=len(b.nodes[matrix].shape) - 2)
+
+
+def _concat(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
+    axis, begin = node["axis"], 0
+    for operand in node.operands:
+        end = begin + b.nodes[operand].shape[axis]
+        yield b.add("slice", g, axis=axis, begin=begin, end=end)
+        begin = end
+
+
+def _slice(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
+    axis = node["axis"]
+    size = b.nodes[node.operands[0]].shape[axis]
+    yield b.add("pad", g, axis=axis, begin=node["begin"], size=size)
+
+
+def _pad(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
+    axis, begin = node["axis"], node["begin"]
+    end = begin + b.nodes[node.operands[0]].shape[axis]
+    yield b.add("slice", g, axis=axis, begin=begin, end=end)
+
+
+def _operand_shape(b: ProgramBuilder, node: Node) -> Shape:
+    return b.nodes[node.operands[0]].shape
+
+
+_RULES: dict[str, Rule] = {
+    "inverse_count": lambda b, node, at, g: (),
+    "gather": lambda b, node, at, g: (b.add("sum", g, map=node.map),),
+    "sum": lambda b, node, at, g: (b.add("gather", g, map=node.map),),
+    "softmax": _softmax,
+    "add": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "div": _div,
+    "scale": lambda b, node, at, g: (b.add("scale", g, value=node["value"]),),
+    "shift": lambda b, node, at, g: (g,),
+    # y = 1 / x: dx = -g * y**2
+    "reciprocal": lambda b, node, at, g: (
+        b.add("scale", b.add("mul", g, b.add("mul", at, at)), value=-1.0),
+    ),
+    "exp": lambda b, node, at, g: (b.add("mul", g, at),),
+    "log": lambda b, node, at, g: (b.add("div", g, node.operands[0]),),
+    "tanh": _tanh,
+    "sigmoid": _sigmoid,
+    "relu": lambda b, node, at, g: (b.add("relu_gradient", g, at),),
+    "leaky_relu": _leaky_relu,
+    "leaky_relu_slope": lambda b, node, at, g: (),
+    "dot": _dot,
+    "matmul": _matmul,
+    "reshape": lambda b, node, at, g: (b.add("reshape", g, shape=_operand_shape(b, node)),),
+    "expand": lambda b, node, at, g: (_sum_stretched(b, g, _operand_shape(b, node)),),
+    "total": lambda b, node, at, g: (b.add("expand", g, shape=_operand_shape(b, node)),),
+    "concat": _concat,
+    "slice": _slice,
+    "pad": _pad,
+}
