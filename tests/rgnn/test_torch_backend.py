@@ -25,7 +25,7 @@ from penstock import rgnn
 from penstock.rgnn import _interpreter, _rows
 from penstock.rgnn._backends._torch import sum_grouped_rows
 from penstock.rgnn._compile import _bucket
-from penstock.unified import NeighborSampler
+from penstock.traversal import NeighborSampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,7 +11,8 @@ from torch_geometric.sampler import NodeSamplerInput
 from torch_geometric.utils import k_hop_subgraph, trim_to_layer
 
 from penstock.integrations.pyg import UnifiedSampler
-from penstock.unified import NeighborSampler, unify
+from penstock.traversal import NeighborSampler
+from penstock.unified import unify
 
 
 @pytest.fixture

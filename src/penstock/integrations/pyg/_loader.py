@@ -22,7 +22,8 @@ from penstock.integrations.pyg._feature_store import UnifiedFeatureStore
 from penstock.integrations.pyg._prefetch import Prefetched
 from penstock.integrations.pyg._sampler import UnifiedSampler
 from penstock.tables import report_table
-from penstock.unified import NeighborSampler, UnifiedTensor
+from penstock.traversal import NeighborSampler
+from penstock.unified import UnifiedTensor
 
 # Options of PyG's loader, with the one value that says what is done here anyway.
 _ONLY = {

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch_geometric.sampler import BaseSampler, NodeSamplerInput, SamplerOutput
 
-from penstock.unified import NeighborSampler
+from penstock.traversal import NeighborSampler
 
 
 class UnifiedSampler(BaseSampler):
@@ -30,7 +30,7 @@ class UnifiedSampler(BaseSampler):
     def __init__(self, graph: NeighborSampler) -> None:
         if not isinstance(graph, NeighborSampler):
             raise TypeError(
-                f"graph: expected a penstock.unified.NeighborSampler, got {type(graph).__name__}"
+                f"graph: expected a penstock.traversal.NeighborSampler, got {type(graph).__name__}"
             )
         self.graph = graph
 
