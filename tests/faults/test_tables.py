@@ -57,7 +57,7 @@ def folder(real_disk, tmp_path_factory) -> Path:
 def method(request, monkeypatch) -> str:
     """How rows of files are read; io_uring only where the kernel allows it."""
     if request.param == "python":
-        monkeypatch.setattr(_reader, "library", lambda: None)
+        monkeypatch.setattr(_reader, "get_library", lambda: None)
     original = RowReader.__init__
 
     def init(self, *arguments, **options) -> None:
@@ -430,7 +430,7 @@ def test_a_read_error_in_the_middle_of_a_batch(disk, method):
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_write_error_in_the_middle_of_a_batch(disk, compiled, monkeypatch):
     if not compiled:
-        monkeypatch.setattr("penstock.unified.file._places.library", lambda: None)
+        monkeypatch.setattr("penstock.unified.file._places.get_library", lambda: None)
     writer = RowWriter(disk.layout)
     os.close(writer.file._fd)
     writer.file._fd = os.open("/proc/self/mem", os.O_RDWR | os.O_CLOEXEC)
@@ -445,7 +445,7 @@ def test_a_write_error_in_the_middle_of_a_batch(disk, compiled, monkeypatch):
         real(*arguments)
 
     is_sound = [True]
-    monkeypatch.setattr(file_writer, "_write_rows", write_to_broken_disk)
+    monkeypatch.setattr(file_writer, "write_places", write_to_broken_disk)
     rows = np.array([3, 39, 40, 63])
     content = np.full((4, PAGE_BYTES), 7, dtype=np.uint8)
     with pytest.raises(StoreWriteError, match="Input/output error"):

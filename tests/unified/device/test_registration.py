@@ -29,7 +29,7 @@ PAGE = 4096
 def runtime(simulated_cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> SimulatedCuda:
     forgotten = lambda device: simulated_cuda.calls.append(("clear error", device))  # noqa: E731
     monkeypatch.setattr(_registration, "_clear_error", forgotten)
-    monkeypatch.setattr(_registration, "numa_node", lambda _: None)
+    monkeypatch.setattr(_registration, "find_numa_node", lambda _: None)
     monkeypatch.setattr(_registration, "_ranges", {})
     return simulated_cuda
 
@@ -225,7 +225,7 @@ def test_the_node_of_a_gpu_is_what_sys_says(content, node, tmp_path: Path, monke
 
 
 def test_pages_come_from_the_gpus_node_or_it_is_said_that_they_do_not(monkeypatch, caplog):
-    monkeypatch.setattr(_registration, "numa_node", lambda _: 0)
+    monkeypatch.setattr(_registration, "find_numa_node", lambda _: 0)
     with caplog.at_level(logging.INFO, logger="penstock"):
         with _registration._prefer_node_of(GPU):
             torch.zeros(1000)

@@ -43,7 +43,7 @@ def test_a_row_that_is_read_while_it_is_written_is_whole_and_not_kept_old(tmp_pa
 
     with monkeypatch.context() as patch:
         patch.setattr(RowReader, "read_rows", gather_late)
-        patch.setattr(file_writer, "_write_rows", place_late)
+        patch.setattr(file_writer, "write_places", place_late)
         reader = threading.Thread(target=lambda: u[index])
         reader.start()
         assert reads.wait(20)

@@ -28,7 +28,7 @@ TABLE_BYTES = NUM_ROWS * WIDTH * 4
 
 @pytest.fixture(autouse=True)
 def _looks_each_time(monkeypatch):
-    monkeypatch.setattr(_source, "_SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(_source, "_SECONDS_BETWEEN_CHECKS", 0.0)
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def folder(real_disk, tmp_path_factory) -> Path:
 def reader_of(request, monkeypatch):
     """Makes readers of each kind; io_uring only where the kernel allows it."""
     if request.param == "python":
-        monkeypatch.setattr(_reader, "library", lambda: None)
+        monkeypatch.setattr(_reader, "get_library", lambda: None)
     readers = []
 
     def make(path) -> RowReader:

@@ -176,7 +176,7 @@ def test_rows_that_a_killed_process_tore_are_mended(folder, monkeypatch):
         raise OSError(errno.EIO, "")
 
     with monkeypatch.context() as patch:
-        patch.setattr(file_writer, "_write_rows", tear_one)
+        patch.setattr(file_writer, "write_places", tear_one)
         with pytest.raises(StoreWriteError, match="could not be written: Input/output error"):
             writer.write(np.array([3]), content_of(layout, 1, 9))
     del writer
@@ -189,7 +189,7 @@ def test_the_next_write_finishes_one_that_failed(folder, monkeypatch):
     layout = open_layout(create(folder / "table", (10, 512), torch.float32).path)
     writer = RowWriter(layout)
     with monkeypatch.context() as patch:
-        patch.setattr(file_writer, "_write_rows", fails(errno.EIO))
+        patch.setattr(file_writer, "write_places", fails(errno.EIO))
         for _ in range(2):
             with pytest.raises(StoreError, match="Input/output error"):
                 writer.write(np.array([3]), content_of(layout, 1, 9))
@@ -203,7 +203,7 @@ def test_a_write_of_several_files_that_failed_is_finished_by_any_of_them(folder,
     writers = [RowWriter(layout) for layout in layouts]
     parts = [(writer, ROWS, content_of(writer.layout, 100, 5)) for writer in writers]
     with monkeypatch.context() as patch:
-        patch.setattr(file_writer, "_write_rows", fails(errno.EIO))
+        patch.setattr(file_writer, "write_places", fails(errno.EIO))
         with pytest.raises(StoreWriteError):
             write_batch(parts)
         with pytest.raises(StoreWriteError):
@@ -218,7 +218,7 @@ def test_rows_are_not_read_while_a_write_of_them_is_unfinished(folder, monkeypat
     index, ones = torch.tensor([2, 3]), torch.ones(2, 4)
     assert not u[index[:1]].any()  # which the cache has from now on
     with monkeypatch.context() as patch:
-        patch.setattr(file_writer, "_write_rows", fails(errno.EIO))
+        patch.setattr(file_writer, "write_places", fails(errno.EIO))
         with pytest.raises(StoreWriteError):
             u[index] = ones
         with pytest.raises(StoreWriteError, match="Input/output error"):

@@ -372,7 +372,7 @@ def test_a_step_whose_rows_are_in_the_journal_is_made_once(tmp_path, monkeypatch
         table[[1, 3]].sum().backward()
         optimizer.step()
         with monkeypatch.context() as patch:
-            patch.setattr(file_writer, "_write_rows", fail)
+            patch.setattr(file_writer, "write_places", fail)
             with pytest.raises(StoreWriteError, match="Input/output error"):
                 optimizer.step()
 
