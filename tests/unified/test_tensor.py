@@ -175,7 +175,7 @@ def test_a_table_that_was_made_in_inference_mode_is_written_elsewhere():
 
 
 def test_a_table_that_does_not_fit_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(host_memory, "_madvise", lambda *_: 12)
+    monkeypatch.setattr(host_memory, "advise", lambda *_: 12)
     with pytest.raises(CapacityError, match="does not fit into memory: Cannot allocate memory"):
         empty((1024, 1024))
     monkeypatch.undo()

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from penstock.compat.dispatch import is_in_bad_fork
+
 GPU = "cuda"  # tests let another type of device play this part
 
 
@@ -43,7 +45,7 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
 
 def in_forked_child() -> bool:
     """Return whether this process is the child of a fork of one that has used CUDA."""
-    return bool(torch.cuda._is_in_bad_fork())
+    return bool(is_in_bad_fork())
 
 
 def check_process(device: torch.device) -> None:

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch._compile import _disable_dynamo
-from torch.utils._pytree import tree_leaves
 
+from penstock.compat.dispatch import tree_leaves, without_torch_function
+from penstock.compat.dynamo import disable_dynamo
 from penstock.errors import WholeTableError
 from penstock.unified._devices import resolve_device
 from penstock.unified._report import UnifiedReport
@@ -79,7 +79,7 @@ class UnifiedTensor(TableTensor):
             TypeError: `index` does not hold integers, or `out` has another dtype.
             ValueError: `out` has another shape, or is on another GPU than `index`.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             if torch.compiler.is_dynamo_compiling():
                 return _gather_uncompiled(self, index, out=out)
             return gather(self, index, out=out)
@@ -113,7 +113,7 @@ class UnifiedTensor(TableTensor):
             TypeError: `index` does not hold integers.
             ValueError: `stream` is given, but the rows go to the CPU.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return PendingRows(self, index, stream)
 
     def save_rows(self, path: str | os.PathLike[str]) -> UnifiedTensor:
@@ -130,7 +130,7 @@ class UnifiedTensor(TableTensor):
         Raises:
             StoreError: The file exists, or has no room.
         """
-        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(mode=False):
+        with without_torch_function(), torch.inference_mode(mode=False):
             return tensor_over(copy_to_file(self._table, path))
 
     def report(self) -> UnifiedReport:
@@ -148,7 +148,7 @@ class UnifiedTensor(TableTensor):
         table = self._table
         assert isinstance(table, HostTable)
         table.use.synchronize()
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             device = "cpu" if table.device.type == "cpu" else None
             return rebuild_from_content, (table.rows, device, self.requires_grad)
 
@@ -158,8 +158,8 @@ class UnifiedTensor(TableTensor):
 
 
 # Breaks in a compiled graph: the compiler sees the result, not how rows are gathered.
-_dispatch_uncompiled = _disable_dynamo(dispatch)
-_gather_uncompiled = _disable_dynamo(gather)
+_dispatch_uncompiled = disable_dynamo(dispatch)
+_gather_uncompiled = disable_dynamo(gather)
 
 
 class FileTensor(UnifiedTensor):
@@ -196,7 +196,7 @@ class FileTensor(UnifiedTensor):
     def _reduce_to_name(self) -> Any:
         table = self._table
         assert isinstance(table, FileTable)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             device = "cpu" if table.device.type == "cpu" else None
             hot_rows = table.hot_rows
             cache = None if table.may_copy else (0, None)

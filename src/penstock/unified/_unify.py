@@ -13,7 +13,7 @@ import torch
 from penstock.unified._devices import resolve_device
 from penstock.unified._tensor import UnifiedTensor, tensor_over
 from penstock.unified.device.hot_rows import HotRows, parse_cache
-from penstock.unified.file.layout import is_path, split_source
+from penstock.unified.file.layout import is_path, split_source, torch_dtype
 from penstock.unified.file.table import FileTable, create_table
 from penstock.unified.host.table import HostTable
 
@@ -168,7 +168,7 @@ def _absolute(source: str | os.PathLike[str]) -> str:
 def _copy_array(array: np.ndarray) -> HostTable:
     """Return a table with the content of an array of any strides and byte order."""
     try:
-        dtype = torch.from_numpy(np.empty(0, array.dtype.newbyteorder("="))).dtype
+        dtype = torch_dtype(array.dtype)
     except TypeError as error:
         raise TypeError(f"source: {error}") from error
     table = HostTable.empty(array.shape, dtype)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from penstock.memory import pinned
 from penstock.unified import unify
 from penstock.unified.device import _registration
 from penstock.unified.device._registration import StreamUses
@@ -28,7 +29,7 @@ PAGE = 4096
 @pytest.fixture
 def runtime(simulated_cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> SimulatedCuda:
     forgotten = lambda device: simulated_cuda.calls.append(("clear error", device))  # noqa: E731
-    monkeypatch.setattr(_registration, "_clear_error", forgotten)
+    monkeypatch.setattr(pinned, "_clear_last_error", forgotten)
     monkeypatch.setattr(_registration, "find_numa_node", lambda _: None)
     monkeypatch.setattr(_registration, "_ranges", {})
     return simulated_cuda
@@ -77,7 +78,7 @@ def test_a_refusal_is_said_once_forgotten_by_cuda_and_remembered(runtime, caplog
 
 
 def test_memory_that_cannot_be_moved_is_a_refusal_too(runtime, caplog, monkeypatch):
-    monkeypatch.setattr(host_memory, "_madvise", lambda *_: 28)  # no page can be had
+    monkeypatch.setattr(host_memory, "advise", lambda *_: 28)  # no page can be had
     with caplog.at_level(logging.INFO, logger="penstock"):
         assert _registration.register(TableMemory(PAGE), GPU) is None
     assert "could not be moved into shared memory" in caplog.text
@@ -102,7 +103,7 @@ def test_memory_is_unregistered_after_its_last_reader_and_writer(runtime):
     for stream in (first, first, second):
         registration.reads.record(stream)
     registration.writes.record(first)
-    registration.use_by_anyone(GPU)
+    registration.mark_exported(GPU)
     del memory
     gc.collect()
     assert runtime.calls[1:] == [
@@ -230,12 +231,3 @@ def test_pages_come_from_the_gpus_node_or_it_is_said_that_they_do_not(monkeypatc
         with _registration._prefer_node_of(GPU):
             torch.zeros(1000)
     assert "NUMA node 0, next to cuda:0" in caplog.text
-
-
-def test_cudas_last_error_is_forgotten_by_asking_for_it(monkeypatch):
-    """Not by a kernel: its launch would be the call that fails."""
-    asked = []
-    library = SimpleNamespace(cudaGetLastError=lambda: asked.append("last error"))
-    monkeypatch.setattr(_registration, "_runtime_library", lambda: library)
-    _registration._clear_error(GPU)
-    assert asked == ["last error"]

@@ -75,16 +75,16 @@ def test_a_table_moves_into_shared_memory_where_it_is(num_rows, monkeypatch):
 
 
 def test_sharing_without_memory_says_so(monkeypatch):
-    advise = host_memory._madvise
+    advise = host_memory.advise
 
     def full(address: int, num_bytes: int, advice: int) -> int:
         """Have no pages."""
-        populates = advice == host_memory._POPULATE_WRITE
+        populates = advice == host_memory.MADV_POPULATE_WRITE
         return errno.ENOSPC if populates else advise(address, num_bytes, advice)
 
     table = unify(torch.ones(5, 5))
     with monkeypatch.context() as patch:
-        patch.setattr(host_memory, "_madvise", full)
+        patch.setattr(host_memory, "advise", full)
         with pytest.raises(CapacityError, match="No space left"):
             table.share_memory_()
     assert torch.equal(table.cpu(), torch.ones(5, 5))

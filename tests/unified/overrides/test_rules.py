@@ -220,7 +220,7 @@ def test_a_device_is_found_or_refused(monkeypatch):
 
 def test_a_forked_child_of_a_user_of_cuda_is_told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(_devices, "is_in_bad_fork", lambda: True)
     assert resolve_device(None) == torch.device("cpu")
     table = unify(torch.ones(3, 2))._table.view_from(torch.device("cuda", 0), None)
     with pytest.raises(RuntimeError, match=r"forked from one that uses CUDA.*spawn"):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import logging
 import os
 import platform
@@ -22,14 +21,15 @@ from typing import Any
 
 import torch
 
+from penstock.compat.dispatch import storage_from_pointer
 from penstock.errors import CapacityError
+from penstock.memory.pages import PAGE_BYTES, round_up
+from penstock.memory.pinned import try_pin, unpin
 from penstock.unified.host.memory import TableMemory
 from penstock.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-_PORTABLE = 1  # cudaHostRegisterPortable: for all GPUs, not only the current one
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MEMPOLICY_CALLS = {"x86_64": (239, 238), "aarch64": (236, 237)}  # get_mempolicy, set_mempolicy
 _DEFAULT, _PREFERRED = 0, 1  # MPOL_DEFAULT, MPOL_PREFERRED
 
@@ -140,43 +140,14 @@ def _register_range(address: int, num_bytes: int, device: torch.device) -> str:
     """Register whole pages; returns the error, or an empty string."""
     if not num_bytes:
         return ""
-    end = address + -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+    end = address + round_up(num_bytes, PAGE_BYTES)
     for other, other_end in _ranges.items():
         if address < other_end and other < end:
             return "a part of it is registered already"
-    with torch.cuda.device(device):
-        runtime: Any = torch.cuda.cudart()
-        code = int(runtime.cudaHostRegister(address, end - address, _PORTABLE))
-        if code:
-            _clear_error(device)
-            return f"CUDA error {code}"
+    if code := try_pin(address, end - address, device):
+        return f"CUDA error {code}"
     _ranges[address] = end
     return ""
-
-
-def _clear_error(device: torch.device) -> None:
-    """Clear CUDA's last error, which it would repeat to the next call that asks."""
-    runtime = _runtime_library()
-    if runtime is not None:
-        runtime.cudaGetLastError()
-        return
-    try:  # a kernel's launch asks
-        torch.zeros(1, device=device).add_(1)
-    except RuntimeError as error:
-        logger.debug("forgotten: %s", error)
-
-
-@functools.cache
-def _runtime_library() -> ctypes.CDLL | None:
-    """Return the CUDA runtime of PyTorch, whose Python module has no `cudaGetLastError`."""
-    with open("/proc/self/maps") as maps:
-        paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "libcudart" in line}
-    for path in sorted(paths):
-        with contextlib.suppress(OSError, AttributeError):
-            library = ctypes.CDLL(path)
-            library.cudaGetLastError.restype = ctypes.c_int
-            return library
-    return None
 
 
 def _unregister(
@@ -196,10 +167,7 @@ def _unregister(
         torch.cuda.synchronize(device)
     with _lock:
         del _ranges[address]
-        runtime: Any = torch.cuda.cudart()
-        code = int(runtime.cudaHostUnregister(address))
-    if code:
-        logger.warning("cudaHostUnregister failed with CUDA error %d", code)
+        unpin(address)
 
 
 # ----------------------------------------------------------------------- aliases
@@ -242,8 +210,7 @@ def make_alias(
 
 def _make_alias_at(memory: TableMemory, device: torch.device) -> torch.Tensor:
     """Make an alias on any device, by a function of PyTorch's that checks and owns nothing."""
-    construct: Any = torch._C._construct_storage_from_data_pointer
-    storage = construct(memory.address, device, memory.num_bytes)
+    storage: Any = storage_from_pointer(memory.address, device, memory.num_bytes)
     # PyTorch keeps a storage's Python object, with its attributes, as long as a tensor over it.
     storage._penstock_memory = memory
     empty = torch.empty(0, dtype=torch.uint8, device=device)

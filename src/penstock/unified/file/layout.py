@@ -30,53 +30,18 @@ import numpy as np
 import torch
 
 from penstock.errors import StoreError, StoreFullError, StoreUnavailableError
+from penstock.memory.safetensors import SafetensorsHeader
 from penstock.units import format_bytes
 
 PAGE_BYTES = 4096
 _MAGIC = b"PENSTOCK"
 _VERSION = 1
 FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_MAX_HEADER_BYTES = 64 * 2**20  # of a foreign file: more than this is no header
+_MAX_HEADER_BYTES = 64 * 2**20  # of a foreign file: a longer one is no header
 _MAX_COUNT = 2**62  # of elements or bytes: offsets stay below 2^63
-_SAFETENSORS_FIELDS = ("dtype", "shape", "data_offsets")
 _AT_FDCWD, _AT_EMPTY_PATH = -100, 0x1000
 _STATX_INO, _STATX_BTIME = 0x100, 0x800
 _STATX = struct.Struct("=32xQ40x12s44xII112x")  # inode, time of birth, device
-_NUMPY_KINDS = {
-    "f2": torch.float16,
-    "f4": torch.float32,
-    "f8": torch.float64,
-    "i1": torch.int8,
-    "i2": torch.int16,
-    "i4": torch.int32,
-    "i8": torch.int64,
-    "u1": torch.uint8,
-    "u2": torch.uint16,
-    "u4": torch.uint32,
-    "u8": torch.uint64,
-    "b1": torch.bool,
-    "c8": torch.complex64,
-    "c16": torch.complex128,
-}
-_SAFETENSORS_KINDS = {
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "BOOL": torch.bool,
-}
-
 
 FileId = tuple[int, int, bytes]
 """Device, inode and time of birth: a new file may get the inode of one that is gone."""
@@ -266,12 +231,15 @@ def _new_native(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[
 
 
 def _new_npy(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[RowLayout, bytes]:
-    kind = next((kind for kind, each in _NUMPY_KINDS.items() if each == dtype), None)
-    if kind is None:
-        raise ValueError(f"path={path!r}: NumPy's format has no {dtype}; leave out the .npy")
-    fields = {"descr": np.dtype(kind).str, "fortran_order": False, "shape": shape}
+    try:
+        description = torch.empty(0, dtype=dtype).numpy().dtype.str
+    except TypeError as error:
+        problem = f"path={path!r}: NumPy's format has no {dtype}; leave out the .npy"
+        raise ValueError(problem) from error
     header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, fields)
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": description, "fortran_order": False, "shape": shape}
+    )
     return _plain_layout(path, shape, dtype, len(header.getvalue())), header.getvalue()
 
 
@@ -337,46 +305,44 @@ def _npy_layout(file: Any, path: str) -> RowLayout:
         kind, fortran, shape = fields["descr"], fields["fortran_order"], tuple(fields["shape"])
     except (ValueError, SyntaxError, KeyError, TypeError) as error:
         raise _format_error(path, f"has a damaged header: {error}") from error
-    if isinstance(kind, str) and kind[0] == ">" and kind[1:] in _NUMPY_KINDS:
-        raise _format_error(
-            path,
-            f"has elements of dtype {kind!r}, big endian; save array.astype({'<' + kind[1:]!r})",
-        )
-    if not isinstance(kind, str) or kind[1:] not in _NUMPY_KINDS:
-        raise _format_error(path, f"has elements of dtype {kind!r}, which tables do not hold")
+    try:
+        described = np.dtype(kind if isinstance(kind, str) else "V")
+        dtype = torch_dtype(described)
+    except TypeError as error:
+        problem = f"has elements of dtype {kind!r}, which tables do not hold"
+        raise _format_error(path, problem) from error
+    if described.byteorder == ">":
+        little = described.newbyteorder("<").str
+        problem = f"has elements of dtype {kind!r}, big endian; save array.astype({little!r})"
+        raise _format_error(path, problem)
     if fortran and len(shape) > 1:
         raise _format_error(
             path, "is in Fortran order, so its rows are in pieces; save it in C order"
         )
-    return _plain_layout(path, _check_shape(path, shape), _NUMPY_KINDS[kind[1:]], begin + num_bytes)
+    return _plain_layout(path, _check_shape(path, shape), dtype, begin + num_bytes)
+
+
+def torch_dtype(dtype: np.dtype) -> torch.dtype:
+    """Return torch's dtype for NumPy's of any byte order; raise TypeError where it has none."""
+    return torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
 
 
 def _safetensors_layout(file: Any, path: str, key: str) -> RowLayout:
     """Read the place of one tensor of a file in Hugging Face's format."""
     if not key:
         raise ValueError(f"source={path!r}: which tensor of it? Write {path}#name")
-    start = file.read(8)
-    num_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER_BYTES + 1
-    if num_bytes > _MAX_HEADER_BYTES:
-        raise _format_error(path, "is no .safetensors file: its first bytes are wrong")
     try:
-        entries = json.loads(file.read(num_bytes))
+        header = SafetensorsHeader(file, path)
+        extent = header.extent_of(key) if key in header.names else None
     except ValueError as error:
-        raise _format_error(path, f"has a damaged header: {error}") from error
-    names = sorted(name for name in entries if name != "__metadata__")
-    if key not in names:
-        some = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+        raise StoreError(str(error), path=path) from error
+    if extent is None:
+        some = ", ".join(header.names[:8]) + (", ..." if len(header.names) > 8 else "")
         raise StoreUnavailableError(f"{path} has no tensor {key!r}; it has {some}", path=path)
-    try:
-        kind, lengths, (begin, end) = (entries[key][name] for name in _SAFETENSORS_FIELDS)
-    except (KeyError, TypeError, ValueError) as error:
-        raise _format_error(path, f"has a damaged header: {key!r} is {entries[key]!r}") from error
-    if kind not in _SAFETENSORS_KINDS:
-        raise _format_error(path, f"holds {key!r} as {kind}, which tables do not hold")
-    dtype, shape = _SAFETENSORS_KINDS[kind], _check_shape(path, lengths)
-    if not _is_count(begin) or end != begin + math.prod(shape) * dtype.itemsize:
-        raise _format_error(path, f"has a damaged header: {key!r} lies from byte {begin} to {end}")
-    return _plain_layout(path, shape, dtype, 8 + num_bytes + begin, key)
+    if extent.dtype is None:
+        problem = f"holds {key!r} as {extent.dtype_name}, which tables do not hold"
+        raise _format_error(path, problem)
+    return _plain_layout(path, extent.shape, extent.dtype, extent.offset, key)
 
 
 def _is_count(number: Any) -> bool:

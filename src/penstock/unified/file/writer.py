@@ -25,6 +25,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import torch
 
+from penstock.compat.autograd import set_grad_enabled
 from penstock.errors import StoreFullError, StoreUnavailableError, StoreWriteError
 from penstock.unified.file._journal import SUFFIX, Change, recover, try_lock, unlock, write_journal
 from penstock.unified.file._places import open_file, read_places, write_places
@@ -54,16 +55,15 @@ def without_gradients(function: Callable[_Arguments, _Result]) -> Callable[_Argu
     """Run a function as under `torch.no_grad`, which a signal whose handler raises can leave on:
     it may come within the context manager's own Python.
     """
-    turn = torch._C._set_grad_enabled  # Python handles signals after a call in C, not before
 
     @functools.wraps(function)
     def call(*args: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
         before = torch.is_grad_enabled()
         try:
-            turn(False)
+            set_grad_enabled(False)  # in C: Python handles signals after the call, not before
             return function(*args, **options)
         finally:
-            turn(before)
+            set_grad_enabled(before)
 
     return call
 

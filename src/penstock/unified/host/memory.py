@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import functools
 import mmap
 import os
 import threading
@@ -20,17 +19,24 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from penstock.errors import CapacityError
-from penstock.memory import available_ram
+from penstock.memory import available_ram, pages
+from penstock.memory.pages import (
+    HUGE_PAGE_BYTES,
+    MADV_HUGEPAGE,
+    MADV_POPULATE_WRITE,
+    MAP_FIXED,
+    PAGE_BYTES,
+    advise,
+    map_anonymous,
+    map_at,
+    round_up,
+    unmap,
+)
 from penstock.units import format_bytes
 
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
-_HUGEPAGE = 14  # MADV_HUGEPAGE
-_MAP_FIXED = 0x10
-_HUGE_BYTES = 2 * 2**20
 _LARGE_BYTES = 16 * 2**20  # less than this is often memory that is used again
 _CHUNK_BYTES = 64 * 2**20  # touched, or moved, at a time
 _LONG_BYTES = 8 * 2**30  # touching more than this is worth a progress bar
-_PAGE_BYTES = mmap.PAGESIZE
 
 
 class TableMemory:
@@ -51,15 +57,16 @@ class TableMemory:
         """
         if num_bytes > available_ram():
             raise _capacity_error(num_bytes, f"{format_bytes(available_ram())} are available")
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         try:
-            mapping = mmap.mmap(-1, _round_to_pages(num_bytes) + _HUGE_BYTES, flags=flags)
+            mapping = map_anonymous(_round_to_pages(num_bytes) + HUGE_PAGE_BYTES, private=True)
         except OSError as error:  # a limit of the process, or one of the machine on promises
             raise _capacity_error(num_bytes, os.strerror(error.errno or 0)) from error
         everything = torch.frombuffer(mapping, dtype=torch.uint8)
-        gap = -everything.data_ptr() % _HUGE_BYTES
+        gap = -everything.data_ptr() % HUGE_PAGE_BYTES
         self._adopt(everything[gap : gap + num_bytes], num_bytes, None)
-        _madvise(self.address, _round_to_pages(num_bytes), _HUGEPAGE)  # where the kernel allows it
+        advise(
+            self.address, _round_to_pages(num_bytes), MADV_HUGEPAGE
+        )  # where the kernel allows it
 
     @classmethod
     def attach(cls, descriptor: int, num_bytes: int) -> TableMemory:
@@ -119,22 +126,22 @@ class TableMemory:
         """
         num_bytes = min(_CHUNK_BYTES, self.num_bytes - start)
         length = _round_to_pages(num_bytes)
-        room = _map(None, length + _HUGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        room = map_at(None, length + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
         try:
-            shared = room + -room % _HUGE_BYTES
-            _map(shared, length, mmap.MAP_SHARED | _MAP_FIXED, descriptor, start)
-            _madvise(shared, length, _HUGEPAGE)
+            shared = room + -room % HUGE_PAGE_BYTES
+            map_at(shared, length, mmap.MAP_SHARED | MAP_FIXED, descriptor, start)
+            advise(shared, length, MADV_HUGEPAGE)
             # Pages that cannot be had are an error here; where they are touched, a signal.
-            number = _madvise(shared, length, _POPULATE_WRITE)
+            number = advise(shared, length, MADV_POPULATE_WRITE)
             if number == errno.EINVAL:  # an older kernel
                 os.posix_fallocate(descriptor, start, length)
             elif number:
                 raise OSError(number, os.strerror(number))
             ctypes.memmove(shared, self.address + start, num_bytes)
         finally:
-            _libc().munmap(ctypes.c_void_p(room), ctypes.c_size_t(length + _HUGE_BYTES))
-        _map(self.address + start, length, mmap.MAP_SHARED | _MAP_FIXED, descriptor, start)
-        _madvise(self.address + start, length, _HUGEPAGE)
+            unmap(room, length + HUGE_PAGE_BYTES)
+        map_at(self.address + start, length, mmap.MAP_SHARED | MAP_FIXED, descriptor, start)
+        advise(self.address + start, length, MADV_HUGEPAGE)
         return num_bytes
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -154,9 +161,9 @@ class TableMemory:
 
     def _touch_chunk(self, start: int) -> int:
         num_bytes = min(_CHUNK_BYTES, self.num_bytes - start)
-        number = _madvise(self.address + start, num_bytes, _POPULATE_WRITE)
+        number = advise(self.address + start, num_bytes, MADV_POPULATE_WRITE)
         if number == errno.EINVAL:  # an older kernel
-            self._content[start : start + num_bytes : _PAGE_BYTES].zero_()
+            self._content[start : start + num_bytes : PAGE_BYTES].zero_()
         elif number:
             raise _capacity_error(self.num_bytes, os.strerror(number))
         return num_bytes
@@ -172,7 +179,7 @@ def _capacity_error(num_bytes: int, why: str) -> CapacityError:
 
 def _round_to_pages(num_bytes: int) -> int:
     """Return the bytes of as many whole pages, at least one."""
-    return max(1, -(-num_bytes // _PAGE_BYTES)) * _PAGE_BYTES
+    return max(PAGE_BYTES, round_up(num_bytes, PAGE_BYTES))
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> None:
@@ -183,38 +190,7 @@ def advise_huge_pages(tensor: torch.Tensor) -> None:
     """
     num_bytes = tensor.numel() * tensor.element_size()
     if num_bytes >= _LARGE_BYTES:
-        start = -(-tensor.data_ptr() // _HUGE_BYTES) * _HUGE_BYTES
-        end = (tensor.data_ptr() + num_bytes) // _HUGE_BYTES * _HUGE_BYTES
-        _madvise(start, end - start, _HUGEPAGE)
-
-
-def _madvise(address: int, num_bytes: int, advice: int) -> int:
-    """Give the kernel advice about a range of pages; returns 0 or the error's number."""
-    failed = _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice)
-    return ctypes.get_errno() if failed else 0
-
-
-def _map(address: int | None, num_bytes: int, flags: int, descriptor: int, offset: int) -> int:
-    """Map memory, for reading and writing; returns its address."""
-    mapped = _libc().mmap(
-        ctypes.c_void_p(address),
-        ctypes.c_size_t(num_bytes),
-        mmap.PROT_READ | mmap.PROT_WRITE,
-        flags,
-        descriptor,
-        ctypes.c_long(offset),
-    )
-    if mapped in (None, ctypes.c_void_p(-1).value):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    return mapped
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    return libc
+        pages.advise_huge_pages(tensor.data_ptr(), num_bytes)
 
 
 def _show_progress(done: Iterator[int], total_bytes: int) -> Iterator[int]:

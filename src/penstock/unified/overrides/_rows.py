@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from penstock.compat.dispatch import functions
 from penstock.unified._devices import GPU
 from penstock.unified._tensor import FileTensor, UnifiedTensor
 from penstock.unified.overrides.gather import check_index, gather
@@ -13,7 +14,7 @@ from penstock.unified.overrides.registry import Operation, implements, run
 
 # Not `torch.index_select`, which PyTorch Geometric replaces with a function of its own that calls
 # this one: imported after it, we would not see the calls.
-_INDEX_SELECT: Operation = torch._C._VariableFunctions.index_select  # type: ignore[attr-defined]
+_INDEX_SELECT: Operation = functions.index_select
 
 
 @implements(

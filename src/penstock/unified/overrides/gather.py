@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from penstock.compat.dispatch import without_torch_function
 from penstock.unified._devices import GPU, gpu_of
 from penstock.unified._table_tensor import TableTensor
 from penstock.unified.host.memory import advise_huge_pages
@@ -82,7 +83,7 @@ class PendingRows:
         """
         rows = self._take()
         if torch.is_grad_enabled() and self._table.requires_grad:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return _SparseGather.apply(self._table, self._index, False, None, rows)
         return rows
 

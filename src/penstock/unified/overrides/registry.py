@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
+from penstock.compat.dispatch import tree_leaves, tree_map, without_torch_function
 from penstock.unified._devices import gpu_among
 from penstock.unified._table_tensor import TableTensor, whole_table_error
 from penstock.unified.host.table import HostTable
@@ -70,7 +70,7 @@ def implements(
 def dispatch(func: Operation, args: Any, kwargs: dict[str, Any] | None) -> Any:
     """Call the override of a function, or the function where its operands are."""
     override = OVERRIDES.get(func, run)
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         return override(func, *args, **(kwargs or {}))
 
 

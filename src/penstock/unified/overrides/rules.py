@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from penstock.compat.dispatch import parse_to
 from penstock.unified._devices import GPU
 from penstock.unified._table_tensor import whole_table_error
 from penstock.unified._tensor import FileTensor, UnifiedTensor, tensor_over
@@ -118,7 +119,7 @@ def _clone(func: Operation, table: Any, *args: Any, **kwargs: Any) -> Any:
 )
 def _to(func: Operation, table: Any, *args: Any, **kwargs: Any) -> Any:
     copies = kwargs.pop("copy", False)
-    device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
+    device, dtype, _, _ = parse_to(*args, **kwargs)
     _refuse_dtype(table, dtype)
     if device is not None and device.type != table.device.type and not _gathers_to(table, device):
         raise whole_table_error(
