@@ -88,7 +88,7 @@ def best_fio_depth(path: Path, count: int) -> int | None:
 def file_rows(table_bytes: int, directory: str | None, count: int, where: Any) -> list[Any]:
     """Random rows of a file, nothing of it in memory."""
     from penstock.unified import unify
-    from penstock.unified.file._reader import RowReader
+    from penstock.unified.file._rows import RowReader
     from penstock.unified.file.layout import open_layout
 
     with tempfile.TemporaryDirectory(dir=directory) as folder:

@@ -33,9 +33,9 @@ from penstock.errors import (
     StoreWriteError,
 )
 from penstock.unified import UnifiedTensor, unify
-from penstock.unified.file import _reader
+from penstock.unified.file import _rows
 from penstock.unified.file import writer as file_writer
-from penstock.unified.file._reader import RowReader
+from penstock.unified.file._rows import RowReader
 from penstock.unified.file.layout import RowLayout
 from penstock.unified.file.writer import RowWriter
 from penstock.unified.optim import Adam
@@ -57,7 +57,7 @@ def folder(real_disk, tmp_path_factory) -> Path:
 def method(request, monkeypatch) -> str:
     """How rows of files are read; io_uring only where the kernel allows it."""
     if request.param == "python":
-        monkeypatch.setattr(_reader, "get_library", lambda: None)
+        monkeypatch.setattr(_rows, "get_library", lambda: None)
     original = RowReader.__init__
 
     def init(self, *arguments, **options) -> None:
@@ -430,7 +430,7 @@ def test_a_read_error_in_the_middle_of_a_batch(disk, method):
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_write_error_in_the_middle_of_a_batch(disk, compiled, monkeypatch):
     if not compiled:
-        monkeypatch.setattr("penstock.unified.file._places.get_library", lambda: None)
+        monkeypatch.setattr("penstock.unified.file._rows.get_library", lambda: None)
     writer = RowWriter(disk.layout)
     os.close(writer.file._fd)
     writer.file._fd = os.open("/proc/self/mem", os.O_RDWR | os.O_CLOEXEC)

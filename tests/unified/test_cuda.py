@@ -555,7 +555,7 @@ def test_operators_are_what_they_say():
     u[torch.tensor([0])]
     index = torch.tensor([3, 1, 3], device="cuda")
     out = torch.zeros(3, 6, device="cuda")
-    first = torch.full((), device_rows.NONE_WRONG, device="cuda")
+    first = torch.full((), torch.iinfo(torch.int64).max, device="cuda")
     tests = ("test_schema", "test_faketensor")
     arguments = (u.cpu(), index, out, None, first, False, True, 0)
     torch.library.opcheck(device_rows.copy_rows, arguments, test_utils=tests)

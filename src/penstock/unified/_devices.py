@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -59,17 +58,11 @@ def check_process(device: torch.device) -> None:
 
 
 def gpu_of(*values: Any) -> torch.device | None:
-    """Return the GPU of the first tensor that is on one; None if none is."""
+    """Return the GPU of the first tensor that is on one, also within lists; None if none is."""
     for value in values:
+        found = gpu_of(*value) if isinstance(value, list | tuple) else None
         if isinstance(value, torch.Tensor) and value.device.type == GPU:
-            return value.device
-    return None
-
-
-def gpu_among(leaves: Iterable[Any]) -> torch.device | None:
-    """Return the GPU of the first tensor that is on one, of arguments that may be lists."""
-    for each in leaves:
-        found = gpu_among(each) if isinstance(each, list | tuple) else gpu_of(each)
+            found = value.device
         if found is not None:
             return found
     return None

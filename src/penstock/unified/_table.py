@@ -55,14 +55,18 @@ class Table(abc.ABC):
         """
 
     @abc.abstractmethod
-    def write_rows(self, index: torch.Tensor, source: torch.Tensor, *, negative: bool) -> None:
-        """Write rows: `table[index[i]] = source[i]`; of several for one row the last one stays."""
-
-    @abc.abstractmethod
-    def add_rows(
-        self, index: torch.Tensor, source: torch.Tensor, *, alpha: float, negative: bool
+    def write_rows(
+        self,
+        index: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        alpha: float | None = None,
+        negative: bool,
     ) -> None:
-        """Add rows: `table[index[i]] += alpha * source[i]`, in the order of `i` for each row."""
+        """Write rows: `table[index[i]] = source[i]`; of several for one row the last one stays.
+
+        With `alpha` add them: `table[index[i]] += alpha * source[i]`, in the order of `i`.
+        """
 
     @abc.abstractmethod
     def contains(self, tensor: torch.Tensor) -> bool:

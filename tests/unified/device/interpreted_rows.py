@@ -16,7 +16,6 @@ from penstock.unified import HotRows, unify
 from penstock.unified.device import _registration
 from penstock.unified.device import _rows as device_rows
 from penstock.unified.device._registration import Registration, StreamUses
-from penstock.unified.device._rows import NONE_WRONG
 from penstock.unified.device.table import DeviceTable, IndexCheck
 from penstock.unified.host import table as host_table
 from random_rows import DTYPES, noise, same_bits
@@ -28,7 +27,7 @@ WIDTHS = [1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 513,
 
 
 def none_wrong() -> torch.Tensor:
-    return torch.tensor(NONE_WRONG)
+    return torch.tensor(torch.iinfo(torch.int64).max)
 
 
 # ------------------------------------------------------------------ gather and put
@@ -118,7 +117,9 @@ def test_wrong_indices_become_zeroes_and_the_first_is_named(
     right = torch.tensor([low <= each < num_rows for each in indices])
     assert torch.equal(out[right], table[index[right].long()])
     assert not out[~right].any()
-    assert int(first) == (NONE_WRONG if right.all() else int((~right).nonzero()[0]))
+    assert int(first) == (
+        torch.iinfo(torch.int64).max if right.all() else int((~right).nonzero()[0])
+    )
 
 
 @pytest.mark.parametrize("width", [3, 16, 40])
@@ -153,7 +154,7 @@ def test_places_below_zero_are_passed_over(width):
     first = none_wrong()
     device_rows.read_rows(table, index, out, places=places, first_wrong=first)
     assert torch.equal(out[[2, 0]], table[[3, 5]]) and not out[[1, 3]].any()
-    assert int(first) == NONE_WRONG
+    assert int(first) == torch.iinfo(torch.int64).max
     out.zero_()
     device_rows.read_rows(table, torch.tensor([-1, 4]), out[:2])  # a slot that is none
     assert torch.equal(out[1], table[4]) and not out[0].any()
@@ -267,7 +268,7 @@ def test_a_table_is_read_through_its_kernels_and_its_cache(registered, cache, wi
         if step % 10 == 4:
             u.index_add_(0, index, torch.ones(60, width))
         if step % 10 == 7:
-            on.write_rows(index[:5], torch.randn(5, width), negative=False)
+            on.write_rows(index[:5], torch.randn(5, width), alpha=None, negative=False)
             table.use.mark_written(index[:5], u._version - 1)
         if step % 10 == 9:
             u.mul_(0.5)  # of which no cache is told
@@ -297,7 +298,7 @@ def test_a_check_names_what_a_kernel_found():
         assert check.done()
         with pytest.raises(IndexError, match=r"index\[1\]\[1\] is 77, but the table has 50 rows"):
             check.raise_if_wrong()
-    IndexCheck(index, torch.tensor(NONE_WRONG), 50).raise_if_wrong()
+    IndexCheck(index, torch.tensor(torch.iinfo(torch.int64).max), 50).raise_if_wrong()
 
 
 def test_the_next_use_of_a_table_raises_for_what_nobody_waited_for(registered):

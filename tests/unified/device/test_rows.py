@@ -88,7 +88,7 @@ def launches(monkeypatch):
     from penstock.unified.device import _kernels
 
     found = {}
-    for name in ("copy_words", "gather_narrow", "add_runs"):
+    for name in ("copy_words", "copy_narrow", "add_runs"):
         found[name] = Launches(getattr(_kernels, name))
         monkeypatch.setattr(_kernels, name, found[name])
     return lambda: [each for launch in found.values() for each in launch.compiled]
@@ -118,7 +118,7 @@ def test_the_gather_compiled_for_hopper_loads_the_widest_words(row_bytes, index_
     from penstock.unified.device import _rows as device_rows
 
     table = unify(torch.zeros(10, row_bytes, dtype=torch.uint8)).cpu()
-    index, first = torch.zeros(7, dtype=index_dtype), torch.tensor(device_rows.NONE_WRONG)
+    index, first = torch.zeros(7, dtype=index_dtype), torch.tensor(torch.iinfo(torch.int64).max)
     out = torch.empty(7, row_bytes, dtype=torch.uint8)
     device_rows.read_rows(table, index, out, first_wrong=first)
     (kernel,) = launches()

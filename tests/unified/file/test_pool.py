@@ -17,7 +17,7 @@ from penstock.errors import StoreError, StoreFullError, StoreUnavailableError
 from penstock.unified import empty, unify
 from penstock.unified.file import _pool
 from penstock.unified.file import writer as file_writer
-from penstock.unified.file._reader import RowReader
+from penstock.unified.file._rows import RowReader
 
 ROW = torch.tensor([1])
 NUM_ROWS = 4

@@ -12,7 +12,7 @@ import torch
 
 from penstock.unified import empty, unify
 from penstock.unified.file import writer as file_writer
-from penstock.unified.file._reader import RowReader
+from penstock.unified.file._rows import RowReader
 from penstock.unified.optim import Adam
 
 

@@ -16,10 +16,10 @@ import torch
 
 from penstock.errors import StoreReadError
 from penstock.unified import empty, unify
-from penstock.unified.file import _reader, _source
+from penstock.unified.file import _rows, _source
 from penstock.unified.file import table as file_table
 from penstock.unified.file import writer as file_writer
-from penstock.unified.file._reader import RowReader
+from penstock.unified.file._rows import RowReader
 from penstock.unified.file.layout import open_layout
 
 NUM_ROWS, WIDTH = 4096, 64  # 16 rows of 256 bytes in a page: 256 pages, of which 32 are an eighth
@@ -84,8 +84,8 @@ def test_one_batch_that_asks_for_so_much_is_gathered_from_the_copy(path, table):
 @pytest.mark.parametrize("width", [1, 3, 250, 1024, 1300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_a_copy_of_any_layout_has_all_rows(name, width, dtype, folder, monkeypatch):
-    monkeypatch.setattr(_reader, "_PART_BYTES", 64 * 1024)  # so that there are several
-    monkeypatch.setattr(_reader, "_BLOCK_BYTES", 64 * 1024)
+    monkeypatch.setattr(_rows, "_PART_BYTES", 64 * 1024)  # so that there are several
+    monkeypatch.setattr(_rows, "_BLOCK_BYTES", 64 * 1024)
     rows = torch.randint(-100, 100, (3001, width), dtype=dtype)
     file = folder / name.partition("#")[0]
     if name == "rows.npy":

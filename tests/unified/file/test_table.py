@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from penstock.errors import StoreReadError, StoreUnavailableError, WholeTableError
 from penstock.unified import UnifiedTensor, empty, unify
-from penstock.unified.file import _reader
-from penstock.unified.file._reader import RowReader
+from penstock.unified.file import _rows
+from penstock.unified.file._rows import RowReader
 from penstock.unified.file.layout import create, open_layout
 
 
@@ -34,7 +34,7 @@ def folder(real_disk, tmp_path_factory) -> Path:
 def reader_of(request, monkeypatch):
     """Makes readers of each kind; io_uring only where the kernel allows it."""
     if request.param == "python":
-        monkeypatch.setattr(_reader, "get_library", lambda: None)
+        monkeypatch.setattr(_rows, "get_library", lambda: None)
     readers = []
 
     def make(path) -> RowReader:
@@ -420,7 +420,7 @@ def test_threads_of_a_forked_child_share_one_cache(folder):
     outs = [torch.empty(len(index), 64) for _ in range(6)]
     child = os.fork()
     if child == 0:
-        threads = [threading.Thread(target=reader.gather, args=(index, out)) for out in outs]
+        threads = [threading.Thread(target=reader.read_rows, args=(index, out)) for out in outs]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -91,7 +91,7 @@ def killed_at(call: int, work: Callable[[], None]) -> bool:
             return wrapped
 
         original_rows = file_writer.write_places
-        _journal._write = counted(_journal._write)
+        _journal.write_all = counted(_journal.write_all)
         file_writer.write_places = counted(original_rows)
         for name in ("fdatasync", "fsync", "link", "unlink"):
             setattr(os, name, counted(getattr(os, name)))
@@ -232,7 +232,7 @@ def test_a_journal_without_room_leaves_the_table_as_it_was(folder, monkeypatch, 
     layouts = make_files(folder)
     writers = [RowWriter(layout) for layout in layouts[:2]]
     parts = [(writer, ROWS, content_of(writer.layout, 100, 5)) for writer in writers]
-    write, calls = _journal._write, []
+    write, calls = _journal.write_all, []
 
     def write_some(fd, content, offset):
         calls.append(offset)
@@ -241,7 +241,7 @@ def test_a_journal_without_room_leaves_the_table_as_it_was(folder, monkeypatch, 
         write(fd, content, offset)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_journal, "_write", write_some)
+        patch.setattr(_journal, "write_all", write_some)
         with pytest.raises(StoreFullError, match="No space left on device"):
             write_batch(parts)
     assert len(calls) == call and sorted(path.name for path in folder.iterdir()) == sorted(NAMES)

@@ -30,7 +30,6 @@ _PROGRAMS_PER_PROCESSOR = 8
 _SORT_ROW_BYTES = 256  # rows up to here gain from being read in the order of their addresses
 _SORT_INDICES = 4096  # fewer than this are read before they would be sorted
 _WORDS = {16: tl.int32, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
-NONE_WRONG = torch.iinfo(torch.int64).max
 _SUMS = {
     torch.float16: tl.float32,
     torch.bfloat16: tl.float32,

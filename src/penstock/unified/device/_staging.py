@@ -23,7 +23,7 @@ ReadRows = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class Staging:
-    """Two buffers of page-locked memory for copies to one device; thread-safe."""
+    """Two buffers of pinned memory for copies to one device; thread-safe."""
 
     def __init__(self, device: torch.device, *, buffer_bytes: int = _BUFFER_BYTES) -> None:
         self._device = device
@@ -76,7 +76,7 @@ class Staging:
                 torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)
             ]
         except RuntimeError as error:
-            logger.info("buffers for copies to %s are not page-locked: %s", self._device, error)
+            logger.info("buffers for copies to %s are not pinned: %s", self._device, error)
             self._buffers = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2)]
 
 

@@ -156,9 +156,8 @@ class DeviceTable:
         index = index.view(-1)
         first_wrong = None
         if index.device.type != "cpu":
-            from penstock.unified.device._rows import NONE_WRONG
-
-            first_wrong = torch.full((), NONE_WRONG, dtype=torch.int64, device=self._device)
+            none_wrong = torch.iinfo(torch.int64).max
+            first_wrong = torch.full((), none_wrong, dtype=torch.int64, device=self._device)
         if self._cache is None:
             self._fetch(index, out, None, negative, first_wrong, max_programs)
         elif index.numel():
@@ -181,11 +180,9 @@ class DeviceTable:
         if self._registration is None:
             self._staging.read_rows(self._read_on_host, index.cpu(), out)
             return
-        from penstock.unified.device._rows import read_rows
-
         assert self._use is not None
         with self._ordered_launch(self._registration.reads, after=(self._registration.writes,)):
-            read_rows(
+            _device_rows().read_rows(
                 self._use.rows,
                 index.to(self._device, non_blocking=True),
                 out,
@@ -227,9 +224,7 @@ class DeviceTable:
         if self._registration is None:
             self._read_staged_misses(cache, found, out)
         else:
-            from penstock.unified.device._rows import read_rows
-
-            read_rows(cache.rows, found.slots, out, places=found.order)
+            _device_rows().read_rows(cache.rows, found.slots, out, places=found.order)
             missed = torch.where(found.slots < 0, found.order, -1)
             self._fetch(found.rows, out, missed, False, first_wrong, max_programs)
         cache.admit(found, out)
@@ -263,37 +258,22 @@ class DeviceTable:
 
     # ------------------------------------------------------------------ writes
 
-    def write_rows(self, index: torch.Tensor, source: torch.Tensor, *, negative: bool) -> None:
-        """Write rows by the GPU: `table[index[i]] = source[i]`; the memory must be registered."""
-        from penstock.unified.device._rows import write_rows
+    def can_write(self, dtype: torch.dtype | None) -> bool:
+        """Return whether the GPU can write rows, and add numbers of `dtype` if one is given."""
+        return self.method == "triton" and (dtype is None or _device_rows().can_add(dtype))
 
-        with self._write_access() as rows:
-            write_rows(
-                rows, self._index_on_device(index), source.to(self._device), negative=negative
-            )
-
-    def add_rows(
-        self, index: torch.Tensor, source: torch.Tensor, *, alpha: float, negative: bool
+    def write_rows(
+        self, index: torch.Tensor, source: torch.Tensor, *, alpha: float | None, negative: bool
     ) -> None:
-        """Add rows by the GPU: `table[index[i]] += alpha * source[i]`, in registered memory."""
-        from penstock.unified.device._rows import add_rows
-
-        with self._write_access() as rows:
-            index, source = self._index_on_device(index), source.to(self._device)
-            add_rows(rows, index, source, alpha=alpha, negative=negative)
-
-    def can_add(self, dtype: torch.dtype) -> bool:
-        """Return whether `add_rows` can add numbers of this dtype."""
-        from penstock.unified.device._rows import can_add
-
-        return can_add(dtype)
-
-    @contextlib.contextmanager
-    def _write_access(self) -> Iterator[torch.Tensor]:
+        """Write or add rows by the GPU; see `Table`. The memory must be registered."""
         assert self._registration is not None and self._use is not None
-        use = self._registration
+        index, source = as_index(index).view(-1).to(self._device), source.to(self._device)
+        rows, use = self._use.rows, self._registration
         with self._ordered_launch(use.writes, after=(use.reads, use.writes)):
-            yield self._use.rows
+            if alpha is None:
+                _device_rows().write_rows(rows, index, source, negative=negative)
+            else:
+                _device_rows().add_rows(rows, index, source, alpha=alpha, negative=negative)
 
     @contextlib.contextmanager
     def _ordered_launch(self, uses: StreamUses, *, after: tuple[StreamUses, ...]) -> Iterator[None]:
@@ -346,9 +326,6 @@ class DeviceTable:
                 self._unchecked = [check for check in self._unchecked if check not in done]
             for check in done:
                 check.raise_if_wrong()
-
-    def _index_on_device(self, index: torch.Tensor) -> torch.Tensor:
-        return as_index(index).view(-1).to(self._device)
 
     def _is_capturing(self) -> bool:
         return self._device.type == GPU and torch.cuda.is_current_stream_capturing()
@@ -424,6 +401,13 @@ class PendingDeviceRows:
             self._is_remembered = True
             self._table.defer_check(check)
         return rows
+
+
+def _device_rows() -> Any:
+    """Return the module that launches kernels; it imports Triton."""
+    from penstock.unified.device import _rows
+
+    return _rows
 
 
 def _stream_module(device: torch.device) -> Any:

@@ -38,7 +38,8 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import StoreError, StoreUnavailableError
-from penstock.unified.file._places import open_file, read_places, write_places
+from penstock.unified.file._pool import open_file
+from penstock.unified.file._rows import read_places, write_all, write_places
 from penstock.unified.file.layout import RowLayout, open_layout
 
 logger = logging.getLogger(__name__)
@@ -144,15 +145,9 @@ def _write_body(journal: int, body: list[memoryview]) -> None:
     checksum, at = 0, _HEADER.size
     for part in body:
         checksum = zlib.crc32(part, checksum)
-        _write(journal, part, at)
+        write_all(journal, part, at)
         at += part.nbytes
-    _write(journal, memoryview(_HEADER.pack(_MAGIC, at - _HEADER.size, checksum)), 0)
-
-
-def _write(fd: int, content: memoryview, offset: int) -> None:
-    while content:
-        written = os.pwrite(fd, content, offset)
-        content, offset = content[written:], offset + written
+    write_all(journal, memoryview(_HEADER.pack(_MAGIC, at - _HEADER.size, checksum)), 0)
 
 
 # ------------------------------------------------------------------------ finding one

@@ -138,6 +138,23 @@ def _close_idle_files() -> None:
                 file.close()
 
 
+def open_file(path: str, flags: int) -> int:
+    """Return a descriptor of a table's file.
+
+    Raises:
+        StoreUnavailableError: The file cannot be opened; the message says why.
+    """
+    try:
+        return os.open(path, flags | os.O_CLOEXEC)
+    except OSError as error:
+        raise StoreUnavailableError(
+            f"{path} cannot be opened{'' if flags == os.O_RDONLY else ' for writing'}: "
+            f"{os.strerror(error.errno or 0)}",
+            path=path,
+            errno=error.errno,
+        ) from error
+
+
 def replaced_error(path: str) -> StoreUnavailableError:
     """Return the error of a name that another file has now."""
     return StoreUnavailableError(

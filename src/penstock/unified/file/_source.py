@@ -30,7 +30,7 @@ import torch
 from penstock.errors import CapacityError, StoreReadError
 from penstock.memory import available_ram
 from penstock.unified._row_index import as_index
-from penstock.unified.file._reader import RowReader
+from penstock.unified.file._rows import RowReader
 from penstock.unified.file.layout import PAGE_BYTES
 from penstock.unified.host import table as host_table
 from penstock.units import format_bytes

@@ -33,7 +33,15 @@ struct Outcome {
   int64_t position;  // in the index (kOutOfRange), else the row whose bytes are missing
   int64_t offset;    // in the file
   int64_t number;    // errno
+  int64_t num_reads;
+  int64_t bytes_read;
+  int64_t num_hits;  // different rows that were in the cache
+  int64_t num_misses;
 };
+
+Outcome make_outcome(Status status, int64_t position, int64_t offset, int64_t number) {
+  return {status, position, offset, number, 0, 0, 0, 0};
+}
 
 // Row r lies at offset + (r / per_block) * block_stride + (r % per_block) * row_bytes.
 struct Layout {
@@ -87,12 +95,12 @@ int64_t needed(const Batch& batch, const Read& read) {
 
 Outcome too_short(const Batch& batch, const Read& read, int64_t got) {
   const Wanted& last = batch.wanted[static_cast<size_t>(read.last - 1)];
-  return {kTooShort, last.row, read.offset + got, 0};
+  return make_outcome(kTooShort, last.row, read.offset + got, 0);
 }
 
 Outcome failed(const Batch& batch, const Read& read, int64_t got, int number) {
   const Wanted& first = batch.wanted[static_cast<size_t>(read.first)];
-  return {kReadFailed, first.row, read.offset + got, number};
+  return make_outcome(kReadFailed, first.row, read.offset + got, number);
 }
 
 // Whether nothing more is to come behind a read that brought less than it was asked for: the end of
@@ -161,7 +169,7 @@ class Threads {
     std::lock_guard<std::mutex> turn(turn_);
     std::unique_lock<std::mutex> lock(mutex_);
     start();
-    outcome_ = {kDone, 0, 0, 0};
+    outcome_ = make_outcome(kDone, 0, 0, 0);
     next_.store(0);
     batch_ = &batch;
     memory_ = memory;
@@ -211,7 +219,7 @@ class Threads {
     const int64_t num_reads = static_cast<int64_t>(batch.reads.size());
     for (;;) {
       const int64_t number = next_.fetch_add(1);
-      if (number >= num_reads) return {kDone, 0, 0, 0};
+      if (number >= num_reads) return make_outcome(kDone, 0, 0, 0);
       const Read& read = batch.reads[static_cast<size_t>(number)];
       int64_t got = 0;
       int tries = 0;
@@ -288,7 +296,7 @@ class Engine {
     };
     std::vector<Flight> flights(static_cast<size_t>(depth_));
     const int64_t num_reads = static_cast<int64_t>(batch.reads.size());
-    Outcome outcome{kDone, 0, 0, 0};
+    Outcome outcome = make_outcome(kDone, 0, 0, 0);
     int64_t next = 0;
     int in_flight = 0;
     const auto send = [&](int number) {
@@ -310,7 +318,7 @@ class Engine {
         static_cast<void>(slots_.release());
         slots_ = aligned(slot_bytes_ * depth_);
         ring_.reset();
-        return {kReadFailed, 0, 0, number};
+        return make_outcome(kReadFailed, 0, 0, number);
       }
       uint64_t tag = 0;
       int result = 0;
@@ -439,35 +447,19 @@ void keep(Cache& cache, const Batch& batch) {
   }
 }
 
-// Gathers what `wanted` asks for. One batch at a time has the cache, if there is one.
-Outcome gather(Engines& engines, Cache* cache, Batch& batch, int64_t max_read_bytes,
-               int64_t max_gap, int64_t& num_hits) {
+// Reads the wanted rows. One batch at a time has the cache, if there is one.
+Outcome read_batch(Engines& engines, Cache* cache, Batch& batch, int64_t max_read_bytes,
+                   int64_t max_gap, int64_t& num_hits) {
   std::unique_lock<std::mutex> turn;
   if (cache != nullptr) {
     turn = std::unique_lock<std::mutex>(cache->turn());
     num_hits = take_from_cache(*cache, batch);
   }
   join(batch, max_read_bytes, max_gap);
-  if (batch.reads.empty()) return {kDone, 0, 0, 0};
+  if (batch.reads.empty()) return make_outcome(kDone, 0, 0, 0);
   const Outcome outcome = engines.run(batch, max_read_bytes);
   if (cache != nullptr && outcome.status == kDone) keep(*cache, batch);
   return outcome;
-}
-
-// Reads or writes `length` bytes; returns 0 or errno, and how many bytes were done.
-template <class Call>
-int whole(Call call, int64_t length, int64_t& done) {
-  for (done = 0; done < length;) {
-    const ssize_t result = call(done);
-    if (result > 0) {
-      done += result;
-    } else if (result == 0) {
-      return ENODATA;
-    } else if (errno != EINTR) {
-      return errno;
-    }
-  }
-  return 0;
 }
 
 // Calls `work(first, next, offset, length)` for each run of rows that lie side by side; `rows` rise,
@@ -481,6 +473,29 @@ void for_runs(const Layout& layout, const int64_t* rows, int64_t count, Work wor
     if (!work(i, at, (next - i) * layout.row_bytes)) return;
     i = next;
   }
+}
+
+// Calls `move(at, length, offset)` until all bytes of the rows are read or written, `at` being
+// counted in the memory of the rows. A call that moves nothing is the error `none`.
+template <class Move>
+void move_places(const Layout& layout, const int64_t* rows, int64_t count, Outcome& outcome,
+                 int none, Move move) {
+  outcome = make_outcome(kDone, 0, 0, 0);
+  for_runs(layout, rows, count, [&](int64_t first, int64_t at, int64_t length) {
+    for (int64_t done = 0; done < length;) {
+      const ssize_t result = move(first * layout.row_bytes + done,
+                                  static_cast<size_t>(length - done), at + done);
+      if (result > 0) {
+        done += result;
+      } else if (result == 0 || errno != EINTR) {
+        const int number = result == 0 ? none : errno;
+        outcome = make_outcome(number == ENODATA ? kTooShort : kReadFailed, rows[first], at + done,
+                               number);
+        return false;
+      }
+    }
+    return true;
+  });
 }
 
 }  // namespace
@@ -528,17 +543,14 @@ void penstock_row_cache_update(void* cache, const int64_t* rows, int64_t count, 
   for (int64_t i = 0; i < count; ++i) kept.update(rows[i], source + i * row_bytes);
 }
 
-// `out[i] = row index[i]` of the file; `cache` may be null. Fills in `outcome` (see Outcome), then
-// the number of reads and of bytes read, and how many different rows were in the cache and were
-// not. Every row is smaller than `max_read_bytes` less twice the alignment.
-void penstock_read_rows(void* engines, void* cache, int32_t fd, int64_t offset, int64_t num_rows,
-                        int64_t row_bytes, int64_t per_block, int64_t block_stride,
+// Reads rows of the file: `out[i] = row index[i]`; `cache` may be null. Every row is smaller than
+// `max_read_bytes` less twice the alignment.
+void penstock_read_rows(void* engines, void* cache, int32_t fd, const Layout* layout,
                         const void* index, int32_t index_bytes, int64_t num_indices,
-                        int32_t negative, char* out, int64_t alignment,
-                        int64_t max_read_bytes, int64_t max_gap, int64_t* outcome) {
-  Outcome result{kDone, 0, 0, 0};
+                        int32_t negative, char* out, int64_t alignment, int64_t max_read_bytes,
+                        int64_t max_gap, Outcome* outcome) {
   int64_t num_hits = 0;
-  Batch batch{fd, alignment, {offset, num_rows, row_bytes, per_block, block_stride}, out, {}, {}};
+  Batch batch{fd, alignment, *layout, out, {}, {}};
   try {
     int64_t bad = -1;
     const bool good =
@@ -546,81 +558,43 @@ void penstock_read_rows(void* engines, void* cache, int32_t fd, int64_t offset, 
             ? resolve(batch, static_cast<const int32_t*>(index), num_indices, negative != 0, bad)
             : resolve(batch, static_cast<const int64_t*>(index), num_indices, negative != 0, bad);
     if (good) {
-      result = gather(*static_cast<Engines*>(engines), static_cast<Cache*>(cache), batch,
-                      max_read_bytes, max_gap, num_hits);
+      *outcome = read_batch(*static_cast<Engines*>(engines), static_cast<Cache*>(cache), batch,
+                            max_read_bytes, max_gap, num_hits);
     } else {
-      result = {kOutOfRange, bad, 0, 0};
+      *outcome = make_outcome(kOutOfRange, bad, 0, 0);
     }
   } catch (const std::bad_alloc&) {
-    result = {kReadFailed, 0, 0, ENOMEM};
+    *outcome = make_outcome(kReadFailed, 0, 0, ENOMEM);
   } catch (...) {
-    result = {kReadFailed, 0, 0, EAGAIN};  // a thread could not be started
+    *outcome = make_outcome(kReadFailed, 0, 0, EAGAIN);  // a thread could not be started
   }
-  outcome[0] = result.status;
-  outcome[1] = result.position;
-  outcome[2] = result.offset;
-  outcome[3] = result.number;
-  outcome[4] = static_cast<int64_t>(batch.reads.size());
-  outcome[5] = 0;
-  for (const Read& read : batch.reads) outcome[5] += read.length;
-  outcome[6] = num_hits;
-  outcome[7] = 0;
+  outcome->num_reads = static_cast<int64_t>(batch.reads.size());
+  for (const Read& read : batch.reads) outcome->bytes_read += read.length;
+  outcome->num_hits = num_hits;
   for (size_t i = 0; i < batch.wanted.size(); ++i) {
-    outcome[7] += i == 0 || batch.wanted[i].row != batch.wanted[i - 1].row;
+    outcome->num_misses += i == 0 || batch.wanted[i].row != batch.wanted[i - 1].row;
   }
 }
 
 // Writes row `source[i]` to place `rows[i]` of the file; `rows` rise, none of them twice. Neighbours
-// are written together. Fills in `outcome` as above: kReadFailed stands for a failed write.
-void penstock_write_rows(int32_t fd, int64_t offset, int64_t num_rows, int64_t row_bytes,
-                         int64_t per_block, int64_t block_stride, const int64_t* rows,
-                         int64_t count, const char* source, int64_t* outcome) {
-  const Layout layout{offset, num_rows, row_bytes, per_block, block_stride};
-  outcome[0] = kDone;
-  for_runs(layout, rows, count, [&](int64_t first, int64_t at, int64_t length) {
-    int64_t done = 0;
-    const char* from = source + first * row_bytes;
-    const int error = whole(
-        [&](int64_t begin) {
-          return pwrite(fd, from + begin, static_cast<size_t>(length - begin), at + begin);
-        },
-        length, done);
-    if (error != 0) {
-      outcome[0] = kReadFailed;
-      outcome[1] = rows[first];
-      outcome[2] = at + done;
-      outcome[3] = error == ENODATA ? ENOSPC : error;
-    }
-    return error == 0;
+// are written together. kReadFailed stands for a failed write.
+void penstock_write_places(int32_t fd, const Layout* layout, const int64_t* rows, int64_t count,
+                           const char* source, Outcome* outcome) {
+  move_places(*layout, rows, count, *outcome, ENOSPC, [&](int64_t at, size_t length, int64_t offset) {
+    return pwrite(fd, source + at, length, offset);
   });
 }
 
 // Reads place `rows[i]` of the file into row `to[i]`, through the page cache, where a write of the
-// same rows will need the pages; otherwise as `penstock_write_rows`.
-void penstock_read_places(int32_t fd, int64_t offset, int64_t num_rows, int64_t row_bytes,
-                          int64_t per_block, int64_t block_stride, const int64_t* rows,
-                          int64_t count, char* to, int64_t* outcome) {
-  const Layout layout{offset, num_rows, row_bytes, per_block, block_stride};
-  outcome[0] = kDone;
-  for_runs(layout, rows, count, [&](int64_t, int64_t at, int64_t length) {
+// same rows will need the pages; otherwise as `penstock_write_places`.
+void penstock_read_places(int32_t fd, const Layout* layout, const int64_t* rows, int64_t count,
+                          char* to, Outcome* outcome) {
+  for_runs(*layout, rows, count, [&](int64_t, int64_t at, int64_t length) {
     posix_fadvise(fd, at, length, POSIX_FADV_WILLNEED);  // many at once
     return true;
   });
-  for_runs(layout, rows, count, [&](int64_t first, int64_t at, int64_t length) {
-    int64_t done = 0;
-    char* into = to + first * row_bytes;
-    const int error = whole(
-        [&](int64_t begin) {
-          return pread(fd, into + begin, static_cast<size_t>(length - begin), at + begin);
-        },
-        length, done);
-    if (error != 0) {
-      outcome[0] = error == ENODATA ? kTooShort : kReadFailed;
-      outcome[1] = rows[first];
-      outcome[2] = at + done;
-      outcome[3] = error;
-    }
-    return error == 0;
+  move_places(*layout, rows, count, *outcome, ENODATA, [&](int64_t at, size_t length, int64_t offset) {
+    return pread(fd, to + at, length, offset);
   });
 }
 

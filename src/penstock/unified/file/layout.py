@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.codegen import to_struct
 from penstock.errors import StoreError, StoreFullError, StoreUnavailableError
 from penstock.memory.safetensors import SafetensorsHeader
 from penstock.units import format_bytes
@@ -45,6 +46,17 @@ _STATX = struct.Struct("=32xQ40x12s44xII112x")  # inode, time of birth, device
 
 FileId = tuple[int, int, bytes]
 """Device, inode and time of birth: a new file may get the inode of one that is gone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """The struct `Layout` of `file_rows.cpp`."""
+
+    offset: int
+    num_rows: int
+    row_bytes: int
+    rows_per_block: int
+    block_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +81,12 @@ class RowLayout:
     """Identity of the file whose header was read."""
     file_bytes: int | None = dataclasses.field(default=None, compare=False)
     """Length of the file at that time."""
+
+    @functools.cached_property
+    def struct(self) -> ctypes.Structure:
+        """The same as the struct `Layout` of `file_rows.cpp`."""
+        numbers = self.offset, self.num_rows, self.row_bytes, self.rows_per_block, self.block_bytes
+        return to_struct(_Layout(*numbers))
 
     @property
     def num_rows(self) -> int:
@@ -271,21 +289,12 @@ def _native_layout(file: Any, path: str) -> RowLayout:
     shape, dtype = _check_shape(path, fields["shape"]), getattr(torch, str(fields["dtype"]), None)
     if not shape or not isinstance(dtype, torch.dtype):
         raise _format_error(path, f"has a damaged header: shape {shape}, dtype {fields['dtype']!r}")
-    layout = RowLayout(
-        path=path,
-        shape=shape,
-        dtype=dtype,
-        offset=PAGE_BYTES,
-        rows_per_block=fields["rows_per_block"],
-        block_bytes=fields["block_bytes"],
-    )
+    layout = native_layout(path, shape, dtype)
     # All that this version writes; a checksum alone does not tell which version wrote it.
-    if layout != native_layout(path, shape, dtype):
-        raise _format_error(
-            path,
-            f"has a damaged header: {layout.rows_per_block!r} rows of {layout.row_bytes} bytes in "
-            f"blocks of {layout.block_bytes!r}",
-        )
+    blocks = fields["rows_per_block"], fields["block_bytes"]
+    if blocks != (layout.rows_per_block, layout.block_bytes):
+        problem = "has a damaged header: {!r} rows of {} bytes in blocks of {!r}"
+        raise _format_error(path, problem.format(blocks[0], layout.row_bytes, blocks[1]))
     return layout
 
 

@@ -17,8 +17,8 @@ from penstock.unified._table import CPU, Table
 from penstock.unified.device.hot_rows import HotRows
 from penstock.unified.device.table import DeviceTable
 from penstock.unified.file._journal import forget_journal, recover
-from penstock.unified.file._places import open_file, write_places
-from penstock.unified.file._reader import RowReader
+from penstock.unified.file._pool import open_file
+from penstock.unified.file._rows import RowReader, write_places
 from penstock.unified.file._source import RowSource
 from penstock.unified.file.layout import FULL_ERRORS, RowLayout, create, open_layout
 from penstock.unified.file.writer import (
@@ -83,29 +83,27 @@ class FileTable(Table):
         self._read(index, out, negative=negative)
         self.count_batch(index, out.numel() * out.element_size())
 
-    def write_rows(self, index: torch.Tensor, source: torch.Tensor, *, negative: bool) -> None:
-        """Write rows; see `Table`."""
-        rows, place, content = self._unique_rows(index, source, negative)
-        write_rows(content, place, source.cpu())
-        write_tables([(self, rows, content)])
-
-    def add_rows(
-        self, index: torch.Tensor, source: torch.Tensor, *, alpha: float, negative: bool
+    def write_rows(
+        self,
+        index: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        alpha: float | None = None,
+        negative: bool,
     ) -> None:
-        """Add rows; see `Table`."""
-        rows, place, content = self._unique_rows(index, source, negative)
+        """Write or add rows; see `Table`."""
+        index, source = index.cpu(), source.cpu()
+        index = resolve_index(as_index(index).long(), self.layout.num_rows, negative)
+        rows, place = torch.unique(index, return_inverse=True)
+        content = torch.empty((len(rows), *source.shape[1:]), dtype=source.dtype)
+        if alpha is None:
+            write_rows(content, place, source)
+            write_tables([(self, rows, content)])
+            return
         with change_lock():
             self._read(rows, content)
-            add_rows(content, place, source.cpu(), alpha=alpha)
+            add_rows(content, place, source, alpha=alpha)
             write_tables([(self, rows, content)])
-
-    def _unique_rows(
-        self, index: torch.Tensor, source: torch.Tensor, negative: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the unique rows, the place of each index among them, and memory for the rows."""
-        index = resolve_index(as_index(index.cpu()).long(), self.layout.num_rows, negative)
-        rows, place = torch.unique(index, return_inverse=True)
-        return rows, place, torch.empty((len(rows), *source.shape[1:]), dtype=source.dtype)
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Return False: the table has no memory."""

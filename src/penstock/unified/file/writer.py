@@ -28,8 +28,8 @@ import torch
 from penstock.compat.autograd import set_grad_enabled
 from penstock.errors import StoreFullError, StoreUnavailableError, StoreWriteError
 from penstock.unified.file._journal import SUFFIX, Change, recover, try_lock, unlock, write_journal
-from penstock.unified.file._places import open_file, read_places, write_places
-from penstock.unified.file._pool import replaced_error
+from penstock.unified.file._pool import open_file, replaced_error
+from penstock.unified.file._rows import read_places, write_places
 from penstock.unified.file.layout import FULL_ERRORS, FileId, RowLayout, file_id
 
 _Arguments = ParamSpec("_Arguments")

@@ -12,7 +12,6 @@ import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -95,35 +94,27 @@ class HostTable(Table):
         yield self.rows
         self.use.mark_written(index, before)
 
-    def write_rows(self, index: torch.Tensor, source: torch.Tensor, *, negative: bool) -> None:
-        """Write rows; see `Table`."""
-        writer, before = self._device_writer(index, source), self.rows._version
-        if writer is not None:
-            writer.write_rows(index, source, negative=negative)
-            self.use.mark_written(index, before)
-            return
-        index, source = index.cpu(), source.cpu()
-        with self.write_access(index) as rows:
-            write_rows(rows, index, source, negative=negative)
-
-    def add_rows(
-        self, index: torch.Tensor, source: torch.Tensor, *, alpha: float, negative: bool
+    def write_rows(
+        self,
+        index: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        alpha: float | None = None,
+        negative: bool,
     ) -> None:
-        """Add rows; see `Table`."""
-        writer, before = self._device_writer(index, source), self.rows._version
-        if writer is not None and writer.can_add(self.rows.dtype):
-            writer.add_rows(index, source, alpha=alpha, negative=negative)
+        """Write or add rows, on the GPU of an operand if that can; see `Table`."""
+        before, device = self.rows._version, gpu_of(index, source)
+        writer = None if device is None else self.device_table(device)
+        if writer is not None and writer.can_write(None if alpha is None else self.rows.dtype):
+            writer.write_rows(index, source, alpha=alpha, negative=negative)
             self.use.mark_written(index, before)
             return
         index, source = index.cpu(), source.cpu()
         with self.write_access(index) as rows:
-            add_rows(rows, index, source, alpha=alpha, negative=negative)
-
-    def _device_writer(self, *operands: Any) -> DeviceTable | None:
-        """Return the table on the operands' GPU, if that can write to the memory."""
-        device = gpu_of(*operands)
-        table = None if device is None else self.device_table(device)
-        return table if table is not None and table.method == "triton" else None
+            if alpha is None:
+                write_rows(rows, index, source, negative=negative)
+            else:
+                add_rows(rows, index, source, alpha=alpha, negative=negative)
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor lies in the table's memory; see `Table`."""

@@ -54,7 +54,7 @@ def _index_add(
 ) -> Any:
     if _writes_whole_rows(input, dim, index, source):
         rows = _materialise(input, source)
-        input._table.add_rows(check_index(index).reshape(-1), rows, alpha=alpha, negative=False)
+        input._table.write_rows(check_index(index).reshape(-1), rows, alpha=alpha, negative=False)
         return _count_version(input)
     return run(func, input, dim, index, source, alpha=alpha)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from penstock.compat.dispatch import tree_leaves, tree_map, without_torch_function
-from penstock.unified._devices import gpu_among
+from penstock.unified._devices import gpu_of
 from penstock.unified._table_tensor import TableTensor, whole_table_error
 from penstock.unified.host.table import HostTable
 
@@ -87,7 +87,7 @@ def _run_where_operands_are(func: Operation, args: Any, kwargs: dict[str, Any]) 
     found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, TableTensor)]
     # Those in files have no memory; their own dispatch refuses whatever reaches it.
     tables: list[Any] = [each for each in found if isinstance(each._table, HostTable)]
-    device = gpu_among((*args, *kwargs.values()))
+    device = gpu_of(*args, *kwargs.values())
     if device is None or not tables:
         for table in tables:
             table._table.use.synchronize(to_write=True)

@@ -1,20 +1,23 @@
-"""Rows of tables in files: read with many reads in flight, past the page cache.
+"""Rows of tables in files: read with many reads in flight, or read and written in place.
 
-`file_rows.cpp` reads them, built at first use; without a compiler a pool of Python threads does,
-more slowly and with the same results.
+`file_rows.cpp` does it, built at first use; without a compiler Python does, more slowly and with
+the same results.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from penstock.codegen import load_optional_library
+from penstock.codegen import load_optional_library, struct_type
 from penstock.errors import CapacityError, StoreError, StoreReadError
 from penstock.unified._report import Counters
 from penstock.unified._row_index import as_index, index_error, resolve_index
@@ -95,37 +98,23 @@ class RowReader:
         if self._library is None:
             self._read_in_python(resolve_index(index, self.layout.num_rows, negative), out)
             return
-        outcome = (ctypes.c_int64 * 8)()
-        layout = self.layout
+        layout, outcome = self.layout, struct_type(_Outcome)()
         long_bytes = min(_LONG_READ_BYTES, out.nbytes) if in_order else 0
         with self._file as fd:
             self._library.penstock_read_rows(
-                _get_engines(os.getpid(), self._allow_ring),
-                self._get_cache(),
-                fd,
-                layout.offset,
-                layout.num_rows,
-                layout.row_bytes,
-                layout.rows_per_block,
-                layout.block_bytes,
-                index.data_ptr(),
-                index.element_size(),
-                index.numel(),
-                negative,
-                out.data_ptr(),
-                self._file.alignment,
-                max(self._max_read_bytes, long_bytes),
-                _GAP_BYTES,
-                outcome,
+                *(_get_engines(os.getpid(), self._allow_ring), self._get_cache(), fd),
+                *(ctypes.byref(layout.struct), index.data_ptr(), index.element_size()),
+                *(index.numel(), negative, out.data_ptr(), self._file.alignment),
+                *(max(self._max_read_bytes, long_bytes), _GAP_BYTES, ctypes.byref(outcome)),
             )
-        status, position, offset, number, num_reads, num_bytes, num_hits, num_misses = outcome
-        if status == _OUT_OF_RANGE:
-            raise index_error(index, position, layout.num_rows)
-        if status:
-            raise self._read_error(position, offset, number if status == _READ_FAILED else None)
-        self.counters.add(num_reads=num_reads, bytes_read=num_bytes)
+        if outcome.status == _OUT_OF_RANGE:
+            raise index_error(index, outcome.position, layout.num_rows)
+        if outcome.status:
+            number = outcome.number if outcome.status == _READ_FAILED else None
+            raise self._read_error(outcome.position, outcome.offset, number)
+        self.counters.add(num_reads=outcome.num_reads, bytes_read=outcome.bytes_read)
         if self.cache_bytes:
-            self.counters.add(num_hits=num_hits, num_misses=num_misses)
+            self.counters.add(num_hits=outcome.num_hits, num_misses=outcome.num_misses)
 
     def read_table(self) -> torch.Tensor:
         """Read all rows, in long reads; shape and dtype are the layout's, the memory is new.
@@ -291,14 +280,95 @@ def _get_engines(process: int, allow_ring: bool) -> int:
     return found
 
 
+# ---------------------------------------------------------------------- rows in place
+
+
+def write_places(fd: int, layout: RowLayout, rows: np.ndarray, content: np.ndarray) -> None:
+    """Write rows to their places, through the page cache.
+
+    Args:
+        fd: Descriptor of the file, open for writing.
+        layout: Layout of its rows.
+        rows: Row numbers, int64, rising, none of them twice.
+        content: Bytes of the rows, uint8 (len(rows), row_bytes), contiguous.
+
+    Raises:
+        OSError: Some rows could not be written.
+    """
+    if (compiled := get_library()) is not None:
+        _call(compiled.penstock_write_places, fd, layout, rows, content)
+        return
+    whole = np.ascontiguousarray(content).data.cast("B")
+    for place, row in enumerate(rows.tolist()):
+        part = whole[place * layout.row_bytes : (place + 1) * layout.row_bytes]
+        write_all(fd, part, layout.row_offset(row))
+
+
+def write_all(fd: int, content: memoryview, offset: int) -> None:
+    """Write all bytes at an offset of a file, in as many writes as the system takes."""
+    while content:
+        written = os.pwrite(fd, content, offset)
+        content, offset = content[written:], offset + written
+
+
+def read_places(fd: int, layout: RowLayout, rows: np.ndarray) -> np.ndarray:
+    """Read rows, whose numbers rise, from their places; uint8 (len(rows), row_bytes).
+
+    Raises:
+        OSError: Some rows could not be read.
+    """
+    content = np.empty((len(rows), layout.row_bytes), dtype=np.uint8)
+    if (compiled := get_library()) is not None:
+        _call(compiled.penstock_read_places, fd, layout, rows, content)
+        return content
+    for place, row in enumerate(rows.tolist()):
+        part, offset = content[place].data, layout.row_offset(row)
+        while part:
+            num_bytes = os.preadv(fd, [part], offset)
+            if not num_bytes:
+                raise OSError(5, "the file has become shorter")
+            part, offset = part[num_bytes:], offset + num_bytes
+    return content
+
+
+def _call(
+    function: Callable[..., None],
+    fd: int,
+    layout: RowLayout,
+    rows: np.ndarray,
+    content: np.ndarray,
+) -> None:
+    outcome = struct_type(_Outcome)()
+    places = rows.ctypes.data, len(rows), content.ctypes.data
+    function(fd, ctypes.byref(layout.struct), *places, ctypes.byref(outcome))
+    if outcome.status:
+        raise OSError(outcome.number, os.strerror(outcome.number))
+
+
+# -------------------------------------------------------------------------- the library
+
+
+@dataclasses.dataclass
+class _Outcome:
+    """The struct `Outcome` of `file_rows.cpp`."""
+
+    status: int
+    position: int
+    offset: int
+    number: int
+    num_reads: int
+    bytes_read: int
+    num_hits: int
+    num_misses: int
+
+
 @functools.cache
 def get_library() -> ctypes.CDLL | None:
+    """Return the compiled library; None without a compiler."""
     pointer, count, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    read = [
-        *(pointer, pointer, flag, count, count, count, count, count),
-        *(pointer, flag, count, flag, pointer, count, count, count, pointer),
-    ]
-    places = [flag, *[count] * 5, pointer, count, pointer, pointer]
+    read = [pointer, pointer, flag, pointer, pointer, flag, count, flag]
+    read += [pointer, count, count, count, pointer]
+    places = [flag, pointer, pointer, count, pointer, pointer]
     return load_optional_library(
         "file_rows",
         _SOURCES,
@@ -312,7 +382,7 @@ def get_library() -> ctypes.CDLL | None:
             "penstock_row_cache_clear": (None, [pointer]),
             "penstock_row_cache_update": (None, [pointer, pointer, count, pointer, count]),
             "penstock_read_rows": (None, read),
-            "penstock_write_rows": (None, places),
+            "penstock_write_places": (None, places),
             "penstock_read_places": (None, places),
         },
         work="rows of files are read",
