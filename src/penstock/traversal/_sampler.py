@@ -120,19 +120,7 @@ class NeighborSampler:
             TypeError: `edge_index` does not hold integers.
             ValueError: `edge_index` has another shape, or a node that the graph does not have.
         """
-        if not isinstance(edge_index, torch.Tensor) or edge_index.dtype not in _INTEGERS:
-            found = getattr(edge_index, "dtype", type(edge_index).__name__)
-            raise TypeError(f"edge_index: expected integers, got {found}")
-        if edge_index.dim() != 2 or len(edge_index) != 2:
-            raise ValueError(
-                f"edge_index: expected shape (2, num_edges), got {tuple(edge_index.shape)}"
-            )
-        if edge_index.numel():
-            low, high = int(edge_index.min()), int(edge_index.max())
-            if low < 0 or high >= num_nodes:
-                raise ValueError(
-                    f"edge_index: names node {low if low < 0 else high}, but num_nodes={num_nodes}"
-                )
+        _check_edges(edge_index, num_nodes)
         source, target = edge_index.cpu()
         order = torch.argsort(target, stable=True)
         degrees = torch.bincount(target, minlength=num_nodes)
@@ -237,6 +225,22 @@ class NeighborSampler:
                 f"{self.num_nodes} nodes"
             )
         return found
+
+
+def _check_edges(edge_index: Any, num_nodes: int) -> None:
+    if not isinstance(edge_index, torch.Tensor) or edge_index.dtype not in _INTEGERS:
+        found = getattr(edge_index, "dtype", type(edge_index).__name__)
+        raise TypeError(f"edge_index: expected integers, got {found}")
+    if edge_index.dim() != 2 or len(edge_index) != 2:
+        raise ValueError(
+            f"edge_index: expected shape (2, num_edges), got {tuple(edge_index.shape)}"
+        )
+    if edge_index.numel():
+        low, high = int(edge_index.min()), int(edge_index.max())
+        if low < 0 or high >= num_nodes:
+            raise ValueError(
+                f"edge_index: names node {low if low < 0 else high}, but num_nodes={num_nodes}"
+            )
 
 
 def _parse_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:

@@ -144,11 +144,7 @@ def empty(
         CapacityError: There is not enough memory.
         StoreError: The file cannot be made.
     """
-    if isinstance(shape, int) or not all(isinstance(each, int | np.integer) for each in shape):
-        raise TypeError(f"shape={shape!r}: expected integers (num_rows, *row)")
-    lengths = tuple(int(length) for length in shape)
-    if not lengths or min(lengths) < 0:
-        raise ValueError(f"shape={tuple(shape)}: expected (num_rows, *row), none of them negative")
+    lengths = _parse_shape(shape)
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype={dtype!r}: expected one of torch, such as torch.float32")
@@ -157,6 +153,15 @@ def empty(
         return unify(file, device=device, requires_grad=requires_grad)
     table = HostTable.empty(lengths, dtype, device=resolve_device(device))
     return tensor_over(table, requires_grad=requires_grad)
+
+
+def _parse_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(shape, int) or not all(isinstance(each, int | np.integer) for each in shape):
+        raise TypeError(f"shape={shape!r}: expected integers (num_rows, *row)")
+    lengths = tuple(int(length) for length in shape)
+    if not lengths or min(lengths) < 0:
+        raise ValueError(f"shape={tuple(shape)}: expected (num_rows, *row), none of them negative")
+    return lengths
 
 
 def _absolute(source: str | os.PathLike[str]) -> str:

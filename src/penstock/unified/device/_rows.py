@@ -30,6 +30,7 @@ _PROGRAMS_PER_PROCESSOR = 8
 _SORT_ROW_BYTES = 256  # rows up to here gain from being read in the order of their addresses
 _SORT_INDICES = 4096  # fewer than this are read before they would be sorted
 _WORDS = {16: tl.int32, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+_TILE_CONSTANTS = ("row", "line", "base", "span", "rows", "columns")
 _SUMS = {
     torch.float16: tl.float32,
     torch.bfloat16: tl.float32,
@@ -180,12 +181,7 @@ def copy_rows(
         "HAS_TARGET_INDEX": target_index is not None,
         "NEGATIVE": negative,
         "CHECK": first_wrong is not None,
-        "ROW": tile.row,
-        "LINE": tile.line,
-        "BASE": tile.base,
-        "SPAN": tile.span,
-        "ROWS": tile.rows,
-        "COLUMNS": tile.columns,
+        **{each.upper(): getattr(tile, each) for each in _TILE_CONSTANTS},
         "num_warps": _NUM_WARPS,
     }
     grid = _choose_grid(source, target, -(-num_places // tile.rows), max_programs)

@@ -1,8 +1,8 @@
-// Rows of a table in a file, gathered with many reads in flight.
+// Rows of a table in a file, read with many reads in flight.
 //
-// One call gathers one batch. It sorts the rows by their place in the file, joins those that lie
+// One call reads one batch. It sorts the rows by their place in the file, joins those that lie
 // close together into one read, keeps as many reads in flight as it has slots, and copies each row
-// to every place that asked for it as soon as its read has ended. The reads go through io_uring
+// to all its places in the result as soon as its read has ended. The reads go through io_uring
 // where the kernel allows it, and through a few threads elsewhere.
 
 #include <fcntl.h>
@@ -25,7 +25,7 @@ namespace {
 
 constexpr int kMaxTries = 4;  // of a read that fails with EIO, EAGAIN or EINTR
 
-// What went wrong first, as Python is told.
+// The first error, as reported to Python.
 enum Status : int64_t { kDone = 0, kOutOfRange = 1, kReadFailed = 2, kTooShort = 3 };
 
 struct Outcome {
@@ -56,7 +56,7 @@ struct Layout {
   }
 };
 
-struct Wanted {
+struct Request {
   int64_t row;
   int64_t position;
 };
@@ -73,38 +73,38 @@ struct Batch {
   int64_t alignment;  // of offsets and lengths, if reads go past the page cache; else 1
   Layout layout;
   char* out;
-  std::vector<Wanted> wanted;
+  std::vector<Request> requests;
   std::vector<Read> reads;
 };
 
-// Copies the rows of a read that has ended to wherever they belong.
+// Copies the rows of a read that has ended to their places in the result.
 void deliver(const Batch& batch, const Read& read, const char* bytes) {
   for (int64_t i = read.first; i < read.last; ++i) {
-    const Wanted& wanted = batch.wanted[static_cast<size_t>(i)];
-    std::memcpy(batch.out + wanted.position * batch.layout.row_bytes,
-                bytes + (batch.layout.at(wanted.row) - read.offset),
+    const Request& request = batch.requests[static_cast<size_t>(i)];
+    std::memcpy(batch.out + request.position * batch.layout.row_bytes,
+                bytes + (batch.layout.at(request.row) - read.offset),
                 static_cast<size_t>(batch.layout.row_bytes));
   }
 }
 
 // The bytes that a read must bring for its last row to be whole; the file may end behind it.
 int64_t needed(const Batch& batch, const Read& read) {
-  const Wanted& last = batch.wanted[static_cast<size_t>(read.last - 1)];
+  const Request& last = batch.requests[static_cast<size_t>(read.last - 1)];
   return batch.layout.at(last.row) + batch.layout.row_bytes - read.offset;
 }
 
 Outcome too_short(const Batch& batch, const Read& read, int64_t got) {
-  const Wanted& last = batch.wanted[static_cast<size_t>(read.last - 1)];
+  const Request& last = batch.requests[static_cast<size_t>(read.last - 1)];
   return make_outcome(kTooShort, last.row, read.offset + got, 0);
 }
 
 Outcome failed(const Batch& batch, const Read& read, int64_t got, int number) {
-  const Wanted& first = batch.wanted[static_cast<size_t>(read.first)];
+  const Request& first = batch.requests[static_cast<size_t>(read.first)];
   return make_outcome(kReadFailed, first.row, read.offset + got, number);
 }
 
-// Whether nothing more is to come behind a read that brought less than it was asked for: the end of
-// the file is the only place where direct reads stop between two multiples of the alignment.
+// Whether a read that returned less than its length has reached the end of the file: only there
+// do direct reads stop between two multiples of the alignment.
 bool at_end(const Batch& batch, int64_t result, int64_t got) {
   return result == 0 || got % batch.alignment != 0;
 }
@@ -113,10 +113,10 @@ bool worth_another_try(int number) {
   return number == EINTR || number == EAGAIN || number == EIO;
 }
 
-// Fills in `wanted`, in the order of the file. False, and a position, if an index is out of range.
+// Fills in the requests, in the order of the file. False, and a position, if an index is out of range.
 template <class Index>
 bool resolve(Batch& batch, const Index* index, int64_t num_indices, bool negative, int64_t& bad) {
-  batch.wanted.resize(static_cast<size_t>(num_indices));
+  batch.requests.resize(static_cast<size_t>(num_indices));
   for (int64_t at = 0; at < num_indices; ++at) {
     int64_t row = index[at];
     if (negative && row < 0) row += batch.layout.num_rows;
@@ -124,20 +124,20 @@ bool resolve(Batch& batch, const Index* index, int64_t num_indices, bool negativ
       bad = at;
       return false;
     }
-    batch.wanted[static_cast<size_t>(at)] = {row, at};
+    batch.requests[static_cast<size_t>(at)] = {row, at};
   }
-  std::sort(batch.wanted.begin(), batch.wanted.end(),
-            [](const Wanted& a, const Wanted& b) { return a.row < b.row; });
+  std::sort(batch.requests.begin(), batch.requests.end(),
+            [](const Request& a, const Request& b) { return a.row < b.row; });
   return true;
 }
 
-// Joins rows into reads whose ends are multiples of `alignment`. A gap that is not wanted is read
-// with its neighbours if it is at most `max_gap` bytes.
+// Joins rows into reads that end at multiples of `alignment`. A gap between two rows is read
+// with them if it is at most `max_gap` bytes.
 void join(Batch& batch, int64_t max_read_bytes, int64_t max_gap) {
   const int64_t alignment = batch.alignment;
-  const int64_t count = static_cast<int64_t>(batch.wanted.size());
+  const int64_t count = static_cast<int64_t>(batch.requests.size());
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t at = batch.layout.at(batch.wanted[static_cast<size_t>(i)].row);
+    const int64_t at = batch.layout.at(batch.requests[static_cast<size_t>(i)].row);
     const int64_t begin = at / alignment * alignment;
     const int64_t end =
         (at + batch.layout.row_bytes + alignment - 1) / alignment * alignment;
@@ -157,7 +157,7 @@ void join(Batch& batch, int64_t max_read_bytes, int64_t max_gap) {
 // ------------------------------------------------------------------------------- threads
 
 constexpr int kMaxThreads = 16;     // of a process, whatever the number of its tables
-constexpr int kMaxEngines = 4;      // likewise: as many batches are under way at once
+constexpr int kMaxEngines = 4;      // of a process: as many batches are under way at once
 constexpr int kDepth = 128;         // reads in flight of an engine; disks gain nothing from more
 constexpr int kMinDepth = 4;        // of an engine whose reads are long
 constexpr int64_t kEngineBytes = 64 << 20;  // for its reads, if it has more than the fewest
@@ -314,7 +314,7 @@ class Engine {
     for (int number = 0; number < depth_; ++number) start(number);
     while (in_flight > 0) {  // after an error, too: the kernel still writes into the slots
       if (const int number = ring_->submit_and_wait()) {
-        // Nothing can be said of the reads in flight, so this memory is never used again.
+        // The kernel may still write to this memory, so it is never used again.
         static_cast<void>(slots_.release());
         slots_ = aligned(slot_bytes_ * depth_);
         ring_.reset();
@@ -421,33 +421,33 @@ class Engines {
 int64_t take_from_cache(Cache& cache, Batch& batch) {
   int64_t num_hits = 0;
   size_t kept = 0;
-  for (size_t i = 0; i < batch.wanted.size();) {
-    const int64_t row = batch.wanted[i].row;
+  for (size_t i = 0; i < batch.requests.size();) {
+    const int64_t row = batch.requests[i].row;
     const char* bytes = cache.find(row);
     num_hits += bytes != nullptr;
-    for (; i < batch.wanted.size() && batch.wanted[i].row == row; ++i) {
+    for (; i < batch.requests.size() && batch.requests[i].row == row; ++i) {
       if (bytes == nullptr) {
-        batch.wanted[kept++] = batch.wanted[i];
+        batch.requests[kept++] = batch.requests[i];
       } else {
-        std::memcpy(batch.out + batch.wanted[i].position * batch.layout.row_bytes, bytes,
+        std::memcpy(batch.out + batch.requests[i].position * batch.layout.row_bytes, bytes,
                     static_cast<size_t>(batch.layout.row_bytes));
       }
     }
   }
-  batch.wanted.resize(kept);
+  batch.requests.resize(kept);
   return num_hits;
 }
 
 void keep(Cache& cache, const Batch& batch) {
   int64_t last = -1;
-  for (const Wanted& wanted : batch.wanted) {
-    if (wanted.row == last) continue;
-    last = wanted.row;
-    cache.keep(last, batch.out + wanted.position * batch.layout.row_bytes);
+  for (const Request& request : batch.requests) {
+    if (request.row == last) continue;
+    last = request.row;
+    cache.keep(last, batch.out + request.position * batch.layout.row_bytes);
   }
 }
 
-// Reads the wanted rows. One batch at a time has the cache, if there is one.
+// Reads the requested rows. One batch at a time has the cache, if there is one.
 Outcome read_batch(Engines& engines, Cache* cache, Batch& batch, int64_t max_read_bytes,
                    int64_t max_gap, int64_t& num_hits) {
   std::unique_lock<std::mutex> turn;
@@ -535,7 +535,7 @@ void penstock_row_cache_clear(void* cache) {
   rows.clear();
 }
 
-// Tells the cache of rows that have changed.
+// Updates rows in the cache that have changed.
 void penstock_row_cache_update(void* cache, const int64_t* rows, int64_t count, const char* source,
                                int64_t row_bytes) {
   Cache& kept = *static_cast<Cache*>(cache);
@@ -571,8 +571,8 @@ void penstock_read_rows(void* engines, void* cache, int32_t fd, const Layout* la
   outcome->num_reads = static_cast<int64_t>(batch.reads.size());
   for (const Read& read : batch.reads) outcome->bytes_read += read.length;
   outcome->num_hits = num_hits;
-  for (size_t i = 0; i < batch.wanted.size(); ++i) {
-    outcome->num_misses += i == 0 || batch.wanted[i].row != batch.wanted[i - 1].row;
+  for (size_t i = 0; i < batch.requests.size(); ++i) {
+    outcome->num_misses += i == 0 || batch.requests[i].row != batch.requests[i - 1].row;
   }
 }
 

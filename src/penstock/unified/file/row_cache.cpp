@@ -24,8 +24,8 @@ Memory aligned(int64_t num_bytes) {
   return Memory(memory);
 }
 
-// Rows that were read before, as many as the budget allows. A row that is asked for again is spared
-// when the hand of the clock comes by (second chance), so that what is popular stays.
+// Rows that were read before, as many as the budget allows. A row that is read again is spared
+// once by the hand of the clock (second chance), so that hot rows stay.
 class Cache {
  public:
   Cache(int64_t capacity, int64_t row_bytes)
@@ -75,7 +75,7 @@ class Cache {
     }
   }
 
-  // Held by whoever uses the cache.
+  // Held while the cache is used.
   std::mutex& turn() { return turn_; }
 
  private:

@@ -1,4 +1,4 @@
-// Rows of a table in host memory: gathered, put and added.
+// Rows of a table in host memory: read, written and added to.
 //
 // All row indices are checked while they are used, never before in a pass of their own: the first
 // position with an index out of range is returned, and no memory outside the table is touched.
@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kAheadBytes = 32768;  // how far prefetching runs ahead, by bytes of rows
 constexpr int64_t kMaxAhead = 64;       // and by rows
 constexpr int64_t kMaxPrefetch = 1024;  // of one row; the hardware follows what is longer
-constexpr int64_t kBlockBytes = 98304;  // read together, then written together; see gather_streaming
+constexpr int64_t kBlockBytes = 98304;  // read together, then written together; see read_streaming
 constexpr int64_t kTogether = 4;        // rows of a block that are fetched line by line in turns
 
 // The first position that was out of range, over all threads.
@@ -131,7 +131,7 @@ struct AnyCopy {
 };
 
 template <class Index, class Copy>
-int64_t gather(const Table& table, const Index* index, int64_t num_indices, char* out,
+int64_t read_rows(const Table& table, const Index* index, int64_t num_indices, char* out,
                bool negative, int num_threads, Copy copy) {
   FirstBad bad;
   const int64_t ahead =
@@ -163,7 +163,7 @@ int64_t gather(const Table& table, const Index* index, int64_t num_indices, char
 // Rows that do not end where a line of the result ends are put side by side first, so that every
 // line is written once and whole.
 template <class Index>
-int64_t gather_streaming(const Table& table, const Index* index, int64_t num_indices, char* out,
+int64_t read_streaming(const Table& table, const Index* index, int64_t num_indices, char* out,
                          bool negative, int num_threads) {
   FirstBad bad;
   const int64_t row_bytes = table.row_bytes;
@@ -182,7 +182,7 @@ int64_t gather_streaming(const Table& table, const Index* index, int64_t num_ind
         int64_t row = index[at];
         if (!resolve(row, table.num_rows, negative)) {
           bad.note(at);
-          row = 0;  // whatever is put there: the caller raises
+          row = 0;  // any row: the caller raises
           if (table.num_rows == 0) continue;
         }
         const char* from = table.rows + row * table.stride;
@@ -201,10 +201,10 @@ int64_t gather_streaming(const Table& table, const Index* index, int64_t num_ind
 #endif
 
 template <class Index>
-int64_t gather(const Table& table, const Index* index, int64_t num_indices, char* out,
+int64_t read_rows(const Table& table, const Index* index, int64_t num_indices, char* out,
                bool negative, int num_threads, bool streaming) {
   const auto with = [&](auto copy) {
-    return gather(table, index, num_indices, out, negative, num_threads, copy);
+    return read_rows(table, index, num_indices, out, negative, num_threads, copy);
   };
   switch (table.row_bytes) {
     case 1: return with(FixedCopy<1>());
@@ -217,7 +217,7 @@ int64_t gather(const Table& table, const Index* index, int64_t num_indices, char
   }
 #if defined(__AVX512F__)
   if (streaming && table.row_bytes >= 2 * kLine) {
-    return gather_streaming(table, index, num_indices, out, negative, num_threads);
+    return read_streaming(table, index, num_indices, out, negative, num_threads);
   }
   if (table.row_bytes >= kLine) return with(VectorCopy());
 #else
@@ -279,7 +279,7 @@ int64_t penstock_read_rows(char* rows, int64_t num_rows, int64_t stride, int64_t
                              int32_t negative, int32_t num_threads, char* out, int32_t streaming) {
   const Table table{rows, num_rows, stride, row_bytes};
   return with_index(index, index_bytes, [&](auto typed) {
-    return gather(table, typed, num_indices, out, negative != 0, num_threads, streaming != 0);
+    return read_rows(table, typed, num_indices, out, negative != 0, num_threads, streaming != 0);
   });
 }
 

@@ -134,9 +134,24 @@ def update_rows(
     if library is None or not _has_kind(library, table.dtype):
         _update_in_torch(step, groups, gradients, tables, gathered)
         return
-    width = tables[0].shape[1]
+    update = _make_struct(step, groups, gradients, tables, gathered)
+    numbers = step.numbers()
+    values = (ctypes.c_double * len(numbers))(*numbers)
+    if getattr(library, step.function)(ctypes.byref(update), values):
+        raise _memory_error()
+
+
+def _make_struct(
+    step: RowStep,
+    groups: RowGroups,
+    gradients: torch.Tensor,
+    tables: list[torch.Tensor],
+    gathered: bool,
+) -> _Update:
+    table, *states = tables
+    width = table.shape[1]
     num_bytes = len(groups.rows) * width * table.element_size()
-    update = _Update(
+    return _Update(
         kind=_KINDS[table.dtype],
         num_states=len(states),
         maximize=step.maximize,
@@ -152,10 +167,6 @@ def update_rows(
         table=table.data_ptr(),
         states=(ctypes.c_void_p * _MAX_STATES)(*(each.data_ptr() for each in states)),
     )
-    numbers = step.numbers()
-    values = (ctypes.c_double * len(numbers))(*numbers)
-    if getattr(library, step.function)(ctypes.byref(update), values):
-        raise _memory_error()
 
 
 def _update_in_torch(

@@ -88,7 +88,7 @@ void sort_by_upper_bits(uint64_t* keys, uint64_t* other, int64_t count, int shif
 // Each step computes with `Value`, element by element; `row` and the states are changed in place.
 // The numbers arrive as double and are rounded to `Value` once, as torch does with its scalars.
 
-// What is written here without branches becomes vectors.
+// Without branches, so that the compiler makes vectors of it.
 template <bool kMaximize, class Value>
 inline Value decayed(Value gradient, Value weight, Value decay, bool decays) {
   const Value g = kMaximize ? -gradient : gradient;
@@ -230,7 +230,7 @@ struct Table {
 
 extern "C" {
 
-// What is updated: mirrored by _row_updates.py.
+// The rows to update; `_updates.py` has the same struct.
 struct PenstockUpdate {
   int32_t kind;          // of the rows and gradients; the states of narrow rows are float
   int32_t num_states;
@@ -302,7 +302,7 @@ void run(const PenstockUpdate& update, const Step& step) {
     }
   };
   parallel(num_threads, [&](int thread, int count) {
-    // Equal shares of the gradients; whoever has the first of a group has all of it.
+    // Equal shares of the gradients; the thread of a group's first gradient has all of the group.
     const auto share = [&](int number) {
       const int64_t* end = update.starts + update.num_groups;
       return std::lower_bound(update.starts, end, update.num_positions * number / count) -
@@ -378,7 +378,7 @@ int64_t penstock_group_rows(const int64_t* index, int64_t num_indices, int64_t n
     if (static_cast<uint64_t>(index[at]) >= static_cast<uint64_t>(num_rows)) return -1 - at;
     rising = rising && (at == 0 || index[at - 1] <= index[at]);
   }
-  // A row and a position in one number, sorted where the result goes to.
+  // A row and a position in one number, sorted in the memory of the result.
   const int row_bits = bits_of(static_cast<uint64_t>(std::max<int64_t>(num_rows - 1, 0)));
   const int position_bits = bits_of(static_cast<uint64_t>(num_indices));
   const bool packed = row_bits + position_bits <= 64;
