@@ -1,5 +1,4 @@
-"""The errors and warnings that Penstock raises, so that one `except PenstockError` catches them
-all.
+"""Errors and warnings of Penstock: one `except PenstockError` catches all errors.
 
 Wrong arguments raise `ValueError` or `TypeError`; these classes are for what goes wrong with the
 right arguments: a full disk, a broken compiler, a budget that cannot be met.
@@ -21,7 +20,7 @@ class PenstockError(Exception):
 
 
 class CapacityError(PenstockError):
-    """A budget cannot be met, however long one waits or whatever moves elsewhere."""
+    """A budget cannot be met, even after a wait, and with everything else moved elsewhere."""
 
 
 class InfeasibleError(CapacityError):
@@ -29,7 +28,7 @@ class InfeasibleError(CapacityError):
 
     Attributes:
         minimum_device_bytes: No plan fits less, in any order of the operators; bytes as they are,
-            without alignment. None where that is not known. (Of `pack`: a capacity that suffices.)
+            without alignment. None where that is unknown. (Of `pack`: a capacity that suffices.)
         operator: Name of the operator that needs it, where there is one.
         proved: Whether it is proved that nothing fits; else a longer search may find a plan.
         sufficient_device_bytes: The least budget for which a plan was found, if any was.
@@ -90,7 +89,7 @@ class NonFiniteLossError(PenstockError):
     """The loss of a planned step is infinite or NaN; model and optimizer are as before the step.
 
     Attributes:
-        loss: What it is.
+        loss: Its value.
     """
 
     def __init__(self, message: str, *, loss: float) -> None:
@@ -99,11 +98,11 @@ class NonFiniteLossError(PenstockError):
 
 
 class UnlikeEagerError(PenstockError):
-    """A planned step's loss has other bits than the program itself, called eagerly, gives.
+    """A planned step's loss has other bits than that of the program, called eagerly.
 
     Attributes:
-        loss: That of the planned step.
-        expected: That of the program.
+        loss: Loss of the planned step.
+        expected: Loss of the program.
     """
 
     def __init__(self, message: str, *, loss: float, expected: float) -> None:
@@ -121,7 +120,7 @@ class BuildError(PenstockError):
 
 
 class StoreError(PenstockError):
-    """Something went wrong with the files of a store; the message names the path and the remedy.
+    """A store's file failed; the message names the path and the remedy.
 
     Example:
         >>> error = StoreError("no such extent", path="/mnt/nvme", offset=4096)
@@ -129,7 +128,7 @@ class StoreError(PenstockError):
         ('/mnt/nvme', 4096, None)
 
     Args:
-        message: What happened, where, and what to do about it.
+        message: The failure, its place and the remedy.
         path: The directory of the store.
         offset: Byte offset in the store's file at which it happened, where there is one.
         errno: The operating system's error number, where there is one.
@@ -166,7 +165,7 @@ class StoreReadError(StoreError):
 
 
 class StoreWarning(UserWarning):
-    """The store works but is not what it seems, for example a directory that lives in RAM."""
+    """A store works otherwise than expected, as a directory that lies in RAM does."""
 
 
 def stacklevel_of_user() -> int:

@@ -1,4 +1,4 @@
-"""A report as a table for the terminal, so that every report reads the same.
+"""Reports as tables for the terminal, so that all read the same.
 
 The unit of a number is the end of its name: `peak_file_bytes` is shown in GiB and `stall_seconds`
 in milliseconds without the report saying so again.
@@ -27,7 +27,7 @@ _UNITS = {
 
 
 def report_table(report: DataclassInstance | Iterable[tuple[str, object]], *, title: str) -> str:
-    """Lay out a report as a two-column table: what, and how much.
+    """Lay out a report as a table of names and values.
 
     Example:
         >>> print(report_table([("peak_file_bytes", 3 * 2**30), ("num_steps", 5)], title="demo"))

@@ -1,4 +1,4 @@
-"""Byte counts, bandwidths and durations as people write them, to numbers and back.
+"""Byte counts, bandwidths and durations as users write them, to numbers and back.
 
 Every size that a user passes to Penstock goes through this file, so that `"8GiB"` means the same
 everywhere and a wrong size is refused with the name of the argument that carried it.
@@ -58,14 +58,14 @@ def parse_bytes(value: int | str, *, name: str = "value") -> int:
 
 
 def parse_share(text: object) -> Fraction | None:
-    """Read a share of something, as `"1/8"` or `"25%"`; above 0.
+    """Read a share, such as `"1/8"` or `"25%"`; above 0.
 
     Example:
         >>> parse_share("1/8"), parse_share("25%"), parse_share("8GiB")
         (Fraction(1, 8), Fraction(1, 4), None)
 
     Args:
-        text: What a user gave.
+        text: The text.
 
     Returns:
         The share; None if it is none.

@@ -55,7 +55,7 @@ class PlainFile:
 
 
 class Ram:
-    """`DeviceMemory` that remembers what was waited for."""
+    """Memory of a device that notes what was waited for."""
 
     def __init__(self) -> None:
         self.waited: list[object] = []

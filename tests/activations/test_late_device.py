@@ -91,7 +91,7 @@ def test_after_a_read_that_failed_no_copy_is_under_way(store, simulated_cuda, mo
     content = torch.randint(0, 256, (MIB,), dtype=torch.uint8)
     copy = route.store(content.untyped_storage(), route.mark(CPU))
     assert route._next_victim() is copy
-    route._move_to_file(copy)
+    route._spill(copy)
     assert len(copy.spans) > 2
     load, num_loads = file.load, iter(range(100))
 
@@ -161,7 +161,7 @@ def test_discarding_waits_neither_for_the_file_nor_for_the_device(
 
     monkeypatch.setattr(file, "store", slow)
     assert route._next_victim() is moving
-    thread = threading.Thread(target=route._move_to_file, args=(moving,))
+    thread = threading.Thread(target=route._spill, args=(moving,))
     thread.start()
     assert writing.wait(20)
     route.discard(moving)  # while it is written

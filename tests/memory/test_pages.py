@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from penstock.memory import pages
-from penstock.memory.pages import HUGE_PAGE_BYTES, PAGE_BYTES, map_anonymous, round_up
+from penstock.memory.pages import HUGE_PAGE_BYTES, PAGE_BYTES, map_anonymous, round_down, round_up
 from penstock.memory.raw_memory import address_of
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "multiple", "expected"), [(0, 8, 0), (1, 8, 8), (8, 8, 8), (9, 8, 16)]
+    ("num_bytes", "multiple", "up", "down"),
+    [(0, 8, 0, 0), (1, 8, 8, 0), (8, 8, 8, 8), (9, 8, 16, 8)],
 )
-def test_rounding_up(num_bytes, multiple, expected):
-    assert round_up(num_bytes, multiple) == expected
+def test_rounding(num_bytes, multiple, up, down):
+    assert (round_up(num_bytes, multiple), round_down(num_bytes, multiple)) == (up, down)
 
 
 def smaps_of(address: int) -> str:

@@ -45,7 +45,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_probe, "_device", lambda: _probe._Device("cpu", "a processor", 2**30))
+    monkeypatch.setattr(
+        _probe, "_device", lambda: _probe._ProbedDevice("cpu", "a processor", 2**30)
+    )
 
 
 def count_measurements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -98,7 +100,7 @@ def test_a_machine_with_a_gpu(store: Path):
 
 def test_with_a_gpu_all_links_meet_in_the_host(store: Path, monkeypatch: pytest.MonkeyPatch):
     pcie = LinkProfile(5e10, (5e10, 5e10), 9)
-    monkeypatch.setattr(_probe, "_device", lambda: _probe._Device("cuda", "a GPU", 2**37))
+    monkeypatch.setattr(_probe, "_device", lambda: _probe._ProbedDevice("cuda", "a GPU", 2**37))
     monkeypatch.setattr(
         _probe, "_measure_pcie", lambda: {L.DEVICE_TO_HOST: pcie, L.HOST_TO_DEVICE: pcie}
     )
@@ -261,7 +263,7 @@ def test_a_profile_of_an_older_version_knows_less():
     assert MachineProfile.from_dict(data) == expected
 
 
-def test_plans_reckon_with_links_that_are_busy_both_ways():
+def test_plans_are_made_with_links_that_are_busy_both_ways():
     links = example().while_both_are_busy().links
     assert links[L.HOST_TO_FILE].bytes_per_second == 1e9
     assert links[L.DEVICE_TO_HOST].bytes_per_second == 1.5e9

@@ -27,7 +27,8 @@ def tensors() -> dict[str, torch.Tensor]:
     """One of each dtype; bool has no other values than 0 and 1."""
     bits = torch.arange(6, dtype=torch.uint8).bitwise_and(1)
     made = {str(dtype): bits.repeat(dtype.itemsize).view(dtype) for dtype in DTYPES.values()}
-    return {**made, "matrix": torch.arange(6.0).view(2, 3), "scalar": torch.tensor(3.0), "b": torch.zeros(0)}
+    made |= {"matrix": torch.arange(6.0).view(2, 3), "b": torch.zeros(0)}
+    return {**made, "scalar": torch.tensor(3.0)}
 
 
 def bits_of(tensor: torch.Tensor) -> bytes:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import atexit
 import functools
-import logging
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -18,7 +16,7 @@ import torch
 from penstock.activations._engine import Engine
 from penstock.activations._hooks import Hooks
 from penstock.activations._owners import ModuleStorages
-from penstock.activations._policy import AutoPolicy, Policy
+from penstock.activations._policy import AutoPolicy, Limits, Policy
 from penstock.activations._report import OffloadReport
 from penstock.activations._routes import FileRoute, Route
 from penstock.memory import (
@@ -36,13 +34,12 @@ from penstock.units import parse_bytes
 if TYPE_CHECKING:
     from penstock.memory import CachingAllocator
 
-logger = logging.getLogger(__name__)
-
-_MIB = 1024**2
+# By device type how many bytes writes may lag behind, and reads run ahead of, the computation.
+_AHEAD_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
 
 
 class Offload:
-    """Sends saved tensors out of the device tier while it is entered; made by `penstock.offload`.
+    """Context in which saved tensors leave the device tier; made by `penstock.offload`.
 
     It can be entered any number of times, one after the other, nested, and in several threads
     (PyTorch installs saved-tensor hooks per thread). Graphs outlive the block: what they saved
@@ -50,46 +47,11 @@ class Offload:
     """
 
     def __init__(
-        self,
-        store: str | os.PathLike[str] | FileStore | None = None,
-        *,
-        device_memory: int | str | None = None,
-        host_memory: int | str | None = None,
-        min_bytes: int | str = "1MiB",
-        policy: Literal["auto", "all"] = "auto",
+        self, store: FileStore | None, limits: Limits, policy: Policy, *, host_memory: int | None
     ) -> None:
-        smallest = parse_bytes(min_bytes, name="min_bytes")
-        budget = None if device_memory is None else parse_bytes(device_memory, name="device_memory")
-        self._host_memory = (
-            None if host_memory is None else parse_bytes(host_memory, name="host_memory")
-        )
-        if policy not in ("auto", "all"):
-            raise ValueError(f'policy={policy!r}: expected "auto" or "all"')
-        on_gpu = torch.cuda.is_available()
-        if store is None and not on_gpu:
-            raise ValueError(
-                "store=None: this machine has no GPU, so saved tensors lie in RAM and can only "
-                "leave to a file. Give a directory on a disk, for example "
-                'penstock.offload("/mnt/nvme").'
-            )
-        self._store = None if store is None else FileStore.of(store)
-        limit = None if self._store is None else self._store.max_bytes
-        if limit is not None and limit < smallest and not on_gpu and budget is None:
-            raise ValueError(
-                f"store: its max_bytes={limit} is below min_bytes={smallest}, so nothing could "
-                "leave. Raise max_bytes of the FileStore, or lower min_bytes."
-            )
-        scale = 8 if on_gpu else 1
-        limits = {"in_flight_bytes": scale * 128 * _MIB, "window_bytes": scale * 128 * _MIB}
-        chosen = AutoPolicy(device_memory=budget, **limits) if policy == "auto" else Policy()
+        self._store = store
         self.ledger = Ledger()
-        self._engine = Engine(
-            ledger=self.ledger,
-            policy=chosen,
-            device_memory=budget,
-            min_bytes=smallest,
-            **limits,
-        )
+        self._engine = Engine(self.ledger, policy, limits)
         self._modules = ModuleStorages()
         self._local = threading.local()
         self._lock = threading.Lock()
@@ -97,22 +59,12 @@ class Offload:
         self._closed = False
         self._allocator: CachingAllocator | None = None
         self._allocator_name = "stock"
-        self._file = None if self._store is None else ExtentFile(self._store)
-        self._routes: dict[str, Route] = {}
-        if self._file is not None:
-            self._routes["cpu"] = FileRoute(self._file, self.ledger, host_memory=self._host_memory)
-        if self._store is not None and self._store.gpu_direct:
-            self._routes["cuda"] = self._gds_route(on_gpu=on_gpu)
-        elif on_gpu:
-            from penstock.activations._host_route import HostRoute
-
-            self._routes["cuda"] = HostRoute.for_cuda(
-                self.ledger, file=self._file, host_memory=self._host_memory
-            )
+        self._file = None if store is None else ExtentFile(store)
+        self._routes = self._make_routes(host_memory)
         self._engine.file_route = self._routes.get("cpu")
         # Imported here: in a block, other threads may fork while the module's lock is held.
         self._caching_allocator = None if "cuda" in self._routes else _caching_allocator()
-        self._hooks = Hooks(self._engine, self._modules, self._routes, min_bytes=smallest)
+        self._hooks = Hooks(self._engine, self._modules, self._routes)
         _ENGINES.add(self._engine)
         _OFFLOADS.add(self)
         self._finalizer = weakref.finalize(
@@ -120,16 +72,23 @@ class Offload:
         )
         self._finalizer.atexit = False  # there `_close_all` is called
 
-    def _gds_route(self, *, on_gpu: bool) -> Route:
-        if not on_gpu:
-            raise ValueError(
-                "store: gpu_direct=True, but PyTorch sees no CUDA device here. Leave gpu_direct "
-                "out: saved tensors lie in RAM and go to the file directly."
-            )
-        from penstock.activations._gds_route import GdsRoute
+    def _make_routes(self, host_memory: int | None) -> dict[str, Route]:
+        """Return the routes by the type of the device that storages leave."""
+        routes: dict[str, Route] = {}
+        if self._file is not None:
+            routes["cpu"] = FileRoute(self._file, self.ledger, host_memory=host_memory)
+        if self._file is not None and self._file.file_store.gpu_direct:
+            from penstock.activations._gds_route import GdsRoute
 
-        assert self._file is not None
-        return GdsRoute.for_cuda(self._file, self.ledger)
+            routes["cuda"] = GdsRoute.for_cuda(self._file, self.ledger)
+        elif torch.cuda.is_available():
+            from penstock.activations._cuda import CudaCopies
+            from penstock.activations._host_route import HostRoute
+
+            routes["cuda"] = HostRoute(
+                self.ledger, CudaCopies(), file=self._file, host_memory=host_memory
+            )
+        return routes
 
     # ----------------------------------------------------------------- context
 
@@ -143,7 +102,7 @@ class Offload:
                 raise
             if not deferred_signals.pending:
                 return self  # Python looks for no signal in between
-            self._leave(None, None, None)
+            self._leave()
             deferred_signals.deliver(sys._getframe(1))  # which may raise
 
     def _enter(self) -> None:
@@ -159,34 +118,24 @@ class Offload:
                     self._start()
                 self._num_entered += 1
         except BaseException:
-            hooks.__exit__(None, None, None)
+            hooks.__exit__()
             raise
         if not hasattr(self._local, "entered"):
             self._local.entered = []
         self._local.entered.append(hooks)
 
     @uninterrupted
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._leave(exception_type, exception, traceback)
+    def __exit__(self, *exception: object) -> None:
+        self._leave(*exception)
 
-    def _leave(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def _leave(self, *exception: object) -> None:
         entered = getattr(self._local, "entered", None)
         if not entered:
             raise RuntimeError(
                 "this thread has not entered this Offload: use `with offload:`, which leaves it in "
                 "the thread that has entered it"
             )
-        entered.pop().__exit__(exception_type, exception, traceback)
+        entered.pop().__exit__(*exception)
         with self._lock:
             self._num_entered -= 1
             if self._num_entered == 0:
@@ -210,7 +159,7 @@ class Offload:
         """End the transfers and close the file.
 
         Raises:
-            RuntimeError: a graph that saved tensors here is still alive, or the block is not left.
+            RuntimeError: A graph that saved tensors here is still alive, or the block is not left.
         """
         if self._num_entered and not self._engine.disowned:
             raise RuntimeError(
@@ -230,7 +179,7 @@ class Offload:
     # ------------------------------------------------------------------ reports
 
     def report(self) -> OffloadReport:
-        """What was saved, moved and waited for until now; valid inside and after the block."""
+        """Return what was saved, moved and waited for until now; inside and after the block."""
         self._engine.settle()
         totals, ledger, file = self._engine.totals, self.ledger, self._file
         policy, error = self._engine.policy, self._engine.error
@@ -258,7 +207,7 @@ class Offload:
         )
 
     def timeline(self) -> Timeline:
-        """Bytes per tier over time, computation, transfers and stalls of the last whole step."""
+        """Return the bytes per tier over time, transfers and stalls of the last whole step."""
         self._engine.settle()
         return self.ledger.timeline("last")
 
@@ -271,7 +220,7 @@ def offload(
     min_bytes: int | str = "1MiB",
     policy: Literal["auto", "all"] = "auto",
 ) -> Offload:
-    """Train with saved activations in host memory or in a file, behind the computation's back.
+    """Train with saved activations in host memory or in a file, moved beside the computation.
 
     Example::
 
@@ -288,12 +237,12 @@ def offload(
     machine without a GPU from RAM to the file. Gradients are bit for bit those without it.
 
     Args:
-        store: a directory on a fast local disk, or a `penstock.memory.FileStore` with limits. One
+        store: A directory on a fast local disk, or a `penstock.memory.FileStore` with limits. One
             file without a name is created in it; it vanishes with the process.
-        device_memory: budget in bytes ("8GiB") for saved tensors on the device; saving waits
+        device_memory: Budget in bytes ("8GiB") for saved tensors on the device; saving waits
             rather than exceed it. Exceeded by at most the largest single saved storage.
-        host_memory: budget in bytes for host memory that Penstock may hold.
-        min_bytes: smaller storages stay where they are, unless `device_memory` needs their room:
+        host_memory: Budget in bytes for host memory that Penstock may hold.
+        min_bytes: Smaller storages stay where they are, unless `device_memory` needs their room:
             then they leave too, the smallest packed together.
         policy: "all" sends out everything eligible; "auto" profiles the first step and keeps what
             could not be back in time, or as much as `device_memory` allows.
@@ -302,20 +251,59 @@ def offload(
         A reusable context manager with `report()` and `timeline()`.
 
     Raises:
-        ValueError: an argument is out of its range; no store on a machine without a GPU.
-        StoreError: the store cannot be used, or, in a backward pass, bytes cannot be read.
+        ValueError: An argument is out of its range; no store on a machine without a GPU.
+        StoreError: The store cannot be used, or, in a backward pass, bytes cannot be read.
         CapacityError: `device_memory` cannot be held because the store is full.
 
     Source:
         SSDTrain (arXiv 2408.10013), sections III-A to III-D.
     """
-    return Offload(
-        store,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        min_bytes=min_bytes,
-        policy=policy,
+    if policy not in ("auto", "all"):
+        raise ValueError(f'policy={policy!r}: expected "auto" or "all"')
+    ahead_bytes = _AHEAD_BYTES["cuda" if torch.cuda.is_available() else "cpu"]
+    limits = Limits(
+        min_bytes=parse_bytes(min_bytes, name="min_bytes"),
+        device_memory=_parse_optional(device_memory, "device_memory"),
+        in_flight_bytes=ahead_bytes,
+        window_bytes=ahead_bytes,
     )
+    return Offload(
+        _parse_store(store, limits),
+        limits,
+        AutoPolicy(limits) if policy == "auto" else Policy(),
+        host_memory=_parse_optional(host_memory, "host_memory"),
+    )
+
+
+def _parse_optional(value: int | str | None, name: str) -> int | None:
+    return None if value is None else parse_bytes(value, name=name)
+
+
+def _parse_store(
+    store: str | os.PathLike[str] | FileStore | None, limits: Limits
+) -> FileStore | None:
+    on_gpu = torch.cuda.is_available()
+    if store is None and not on_gpu:
+        raise ValueError(
+            "store=None: this machine has no GPU, so saved tensors lie in RAM and can only leave "
+            "to a file. Give a directory on a disk, for example "
+            'penstock.offload("/mnt/nvme").'
+        )
+    if store is None:
+        return None
+    store = FileStore.of(store)
+    if store.gpu_direct and not on_gpu:
+        raise ValueError(
+            "store: gpu_direct=True, but PyTorch sees no CUDA device here. Leave gpu_direct out: "
+            "saved tensors lie in RAM and go to the file directly."
+        )
+    limit, least = store.max_bytes, limits.min_bytes
+    if limit is not None and limit < least and not on_gpu and not limits.has_budget:
+        raise ValueError(
+            f"store: its max_bytes={limit} is below min_bytes={least}, so nothing could leave. "
+            "Raise max_bytes of the FileStore, or lower min_bytes."
+        )
+    return store
 
 
 def _caching_allocator() -> Callable[[], tuple[CachingAllocator | None, str]]:
@@ -332,7 +320,7 @@ def _caching_allocator() -> Callable[[], tuple[CachingAllocator | None, str]]:
 
 
 def _release(engine: Engine, routes: list[Route]) -> None:
-    """An `Offload` was garbage collected; graphs that saved tensors there may live on."""
+    """End the work of an `Offload` that was garbage collected; its graphs may live on."""
     engine.abandon(functools.partial(_close, routes))
 
 
@@ -346,7 +334,7 @@ _OFFLOADS: weakref.WeakSet[Offload] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """Before the interpreter goes: no thread of ours may still be in torch or in a write."""
+    """Close all before the interpreter ends: no thread may still be in torch or in a write."""
     for engine in list(_ENGINES):
         engine.close()
 

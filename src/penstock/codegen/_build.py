@@ -1,4 +1,4 @@
-"""Build a shared library from C++ source, once per machine.
+"""Shared libraries from C++ source, each built once per machine.
 
 The steps are always the same: is it in the cache; take the lock; is it there now; build it in a
 temporary directory; move it into place with one atomic rename. So a reader never sees half
@@ -15,8 +15,9 @@ import re
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypedDict
 
 import filelock
 
@@ -41,8 +42,8 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 def why_nothing_can_be_built() -> str | None:
     """Return why no library can be built or found here, or None where that can be done.
 
-    It is what to ask before work is given to C++ that can be done without it: a machine without a
-    compiler and one without a usable cache directory are alike.
+    Ask it before work is given to C++ that can be done without it: a machine without a compiler and
+    one without a usable cache directory are alike.
 
     Example:
         >>> why_nothing_can_be_built() is None
@@ -64,6 +65,14 @@ def why_nothing_can_be_built() -> str | None:
     )
 
 
+class BuildOptions(TypedDict, total=False):
+    """Options of `build_library` that loading takes, too."""
+
+    flags: Sequence[str]
+    include_torch: bool
+    include_python: bool
+
+
 def build_library(
     name: str,
     source: str | Path | Sequence[Path],
@@ -71,6 +80,7 @@ def build_library(
     flags: Sequence[str] = (),
     include_torch: bool = False,
     include_python: bool = False,
+    replace: bool = False,
 ) -> Path:
     """Compile C++ source to a shared library, or find it in the cache from an earlier time.
 
@@ -86,6 +96,7 @@ def build_library(
         flags: Further arguments of the compiler, after the source file, so `-l` flags work.
         include_torch: Whether to make torch's headers available and to link against libc10.
         include_python: Whether to make the headers of this Python available.
+        replace: Whether to compile the source even if the cache has a library of it.
 
     Returns:
         The path of the shared library. Its name holds the hash of the source, the flags and all
@@ -96,39 +107,6 @@ def build_library(
             command and its output), or the cache directory is not safe.
         ValueError: `name` is not an identifier.
     """
-    headers = _headers(include_torch=include_torch, include_python=include_python)
-    return _build(name, source, flags=flags, headers=headers, replace=False)
-
-
-def rebuild_library(
-    name: str,
-    source: str | Path | Sequence[Path],
-    *,
-    flags: Sequence[str] = (),
-    include_torch: bool = False,
-    include_python: bool = False,
-) -> Path:
-    """Compile C++ source whether or not the cache has a library of it, as `build_library` does."""
-    headers = _headers(include_torch=include_torch, include_python=include_python)
-    return _build(name, source, flags=flags, headers=headers, replace=True)
-
-
-_Headers = Sequence[Callable[[], tuple[list[str], str]]]
-"""Functions that return flags and what identifies the headers that these make available."""
-
-
-def _headers(*, include_torch: bool, include_python: bool) -> _Headers:
-    return [torch_flags] * include_torch + [python_flags] * include_python
-
-
-def _build(
-    name: str,
-    source: str | Path | Sequence[Path],
-    *,
-    flags: Sequence[str],
-    headers: _Headers,
-    replace: bool,
-) -> Path:
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"name is {name!r}, but must consist of letters, digits and underscores and not start "
@@ -137,7 +115,7 @@ def _build(
     text = _text(source)
     compiler = require_compiler()
     all_flags, identity = list(flags), [compiler_identity(compiler), machine_identity(flags)]
-    for find in headers:
+    for find in [torch_flags] * include_torch + [python_flags] * include_python:
         extra_flags, headers_identity = find()
         all_flags += extra_flags
         identity.append(headers_identity)
@@ -171,7 +149,7 @@ def _text(source: str | Path | Sequence[Path]) -> str:
 
 
 def _compile(compiler: Sequence[str], text: str, flags: Sequence[str], path: Path) -> None:
-    """Compile `text` and move the result, and the source for whoever debugs it, to `path`."""
+    """Compile `text` and move the result, and the source for debuggers, to `path`."""
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as temporary:
         source_path, built_path = Path(temporary, f"{path.stem}.cpp"), Path(temporary, path.name)
         source_path.write_text(text, encoding="utf-8")
@@ -205,7 +183,7 @@ def _compile(compiler: Sequence[str], text: str, flags: Sequence[str], path: Pat
 
 
 def _is_whole(path: Path) -> bool:
-    """Tell whether a library is there, byte for byte as it was built.
+    """Return whether a library is there, byte for byte as it was built.
 
     The dynamic linker maps a file that was cut short, and the process dies where it reads beyond
     the end; so what was not built here, or lost its end with the power, must not reach it.

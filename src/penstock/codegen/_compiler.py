@@ -1,8 +1,8 @@
-"""Which C++ compiler there is, and everything about it that a compiled library depends on.
+"""The C++ compiler, and everything that a compiled library depends on.
 
 Two libraries may share a cache entry only if they would be the same: same compiler, same C library,
 same PyTorch, and the same processor where the flags say "native". Home directories are shared
-between machines, so each of these is asked for, never assumed.
+between machines, so each of these is looked up, never assumed.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def compiler_identity(compiler: Sequence[str]) -> str:
 
 @functools.cache
 def _version_text(compiler: tuple[str, ...], changed_ns: int) -> str:
-    del changed_ns  # part of the cache's key only: a compiler may be upgraded under our feet
+    del changed_ns  # part of the cache's key only: the compiler may be upgraded meanwhile
     try:
         finished = subprocess.run(
             [*compiler, "--version"],

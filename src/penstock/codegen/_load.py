@@ -6,9 +6,9 @@ import ctypes
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from penstock.codegen._build import build_library, rebuild_library
+from penstock.codegen._build import BuildOptions, build_library
 from penstock.errors import BuildError
 
 _logger = logging.getLogger(__name__)
@@ -21,10 +21,8 @@ def load_library(
     name: str,
     source: str | Path | Sequence[Path],
     *,
-    flags: Sequence[str] = (),
-    include_torch: bool = False,
-    include_python: bool = False,
     functions: Functions | None = None,
+    **options: Unpack[BuildOptions],
 ) -> ctypes.CDLL:
     """Compile C++ source (or find it in the cache) and load it into this process.
 
@@ -33,31 +31,28 @@ def load_library(
         42
 
     Args:
-        name: As for `build_library`.
-        source: As for `build_library`.
-        flags: As for `build_library`.
-        include_torch: As for `build_library`.
-        include_python: As for `build_library`; the functions are then called with the GIL held,
-            and may return with a Python exception set.
+        name: Starts the file's name; letters, digits and underscores.
+        source: The source text, or the path of its file, or those of several files in their order.
         functions: By name of a function its result's type and its arguments' types, as ctypes has
             them; others keep what ctypes assumes.
+        **options: Those of `build_library`. With `include_python` the functions are called with
+            the GIL held, and may return with a Python exception set.
 
     Returns:
         The loaded library. It stays loaded until the process ends.
 
     Raises:
-        BuildError: As for `build_library`; or the library cannot be loaded even when built anew.
+        BuildError: The library cannot be built, or not be loaded even when built anew.
         ValueError: `name` is not an identifier.
     """
-    headers = {"include_torch": include_torch, "include_python": include_python}
-    path = build_library(name, source, flags=flags, **headers)
-    loader = ctypes.PyDLL if include_python else ctypes.CDLL
+    path = build_library(name, source, **options)
+    loader = ctypes.PyDLL if options.get("include_python") else ctypes.CDLL
     try:
         library = loader(str(path))
     except OSError as error:
         # A machine that lost power may keep a damaged file; a fresh one costs a second.
         _logger.info("building %s again because it does not load: %s", path.name, error)
-        path = rebuild_library(name, source, flags=flags, **headers)
+        path = build_library(name, source, **options, replace=True)
         try:
             library = loader(str(path))
         except OSError as error:
@@ -72,16 +67,14 @@ def load_optional_library(
     name: str,
     source: str | Path | Sequence[Path],
     *,
-    flags: Sequence[str] = (),
-    include_torch: bool = False,
-    include_python: bool = False,
-    functions: Functions | None = None,
     work: str,
     otherwise: str,
+    functions: Functions | None = None,
+    **options: Unpack[BuildOptions],
 ) -> ctypes.CDLL | None:
     """Load a library as `load_library` does, for work that can also be done without it.
 
-    Which way the work is done is logged, so whoever calls this keeps the answer.
+    The way in which the work is done is logged at each call, so the caller keeps the result.
 
     Example:
         >>> load_optional_library(
@@ -93,14 +86,12 @@ def load_optional_library(
         42
 
     Args:
-        name: As for `build_library`.
-        source: As for `build_library`.
-        flags: As for `build_library`.
-        include_torch: As for `build_library`.
-        include_python: As for `load_library`.
-        functions: As for `load_library`.
-        work: What the library does, as a clause for the log.
+        name: Starts the file's name; letters, digits and underscores.
+        source: The source text, or the path of its file, or those of several files in their order.
+        work: The library's work, as a clause for the log.
         otherwise: How it is done without the library, as the end of that clause.
+        functions: As for `load_library`: the types of results and arguments by name.
+        **options: Those of `build_library`.
 
     Returns:
         The loaded library; None where it cannot be built or loaded.
@@ -109,14 +100,7 @@ def load_optional_library(
         ValueError: `name` is not an identifier.
     """
     try:
-        library = load_library(
-            name,
-            source,
-            flags=flags,
-            include_torch=include_torch,
-            include_python=include_python,
-            functions=functions,
-        )
+        library = load_library(name, source, functions=functions, **options)
     except BuildError as error:
         _logger.info("%s %s: %s", work, otherwise, error)
         return None

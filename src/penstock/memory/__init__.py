@@ -1,4 +1,4 @@
-"""What Penstock knows about memory: tiers and links, one ledger of bytes, staging, the extent file.
+"""Memory: tiers and links, one ledger of bytes, staging, the extent file, the measured machine.
 
 `probe` and `CachingAllocator` load on first use, so importing this package stays light.
 """

@@ -2,8 +2,8 @@
 
 Offloading frees and allocates large blocks all the time. glibc either keeps what was freed, and the
 peak that the operating system sees does not fall, or unmaps it, and every reuse pays page faults.
-`cpu_allocator.cpp` does neither; this file builds it, counts who needs it, and says so where it
-cannot be had.
+`cpu_allocator.cpp` does neither; this file builds it, counts its users, and logs where it cannot be
+had.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_LIMIT = ctypes.c_size_t(-1).value
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllocatorStatistics:
-    """What the allocator holds, and how well it reuses it; all zero where it is not available."""
+    """Memory that the allocator holds, and its reuse; all zero where it is not available."""
 
     live_bytes: int = 0
     """Bytes in blocks in use, rounded up to 32 KiB each."""
@@ -85,14 +85,14 @@ _FUNCTIONS = {
 
 
 class CachingAllocator:
-    """Torch's CPU allocator for as long as somebody needs it; one per process.
+    """CPU allocator of torch for as long as it has users; one per process.
 
     Blocks of 256 KiB and more come from memory that is reused without page faults, start on a
     multiple of 4096 bytes, and never make the process larger than its live blocks need at their
     peak. Smaller ones come from torch's own allocator. Tensors may outlive `release`.
 
     Where it cannot be had (no Linux, no C++ compiler) the same object is there, does not replace
-    anything, and its `trim` asks glibc to return what it can.
+    anything, and its `trim` has glibc return what it can.
 
     Example:
         >>> allocator = CachingAllocator.instance()
@@ -122,14 +122,14 @@ class CachingAllocator:
         """Return whether `acquire` can replace torch's allocator; the first call builds it.
 
         Returns:
-            False where it cannot; `reason` then says why, and it has been logged once.
+            False where it cannot; `reason` then has the reason, which was logged once.
         """
         with self._lock:
             return self._prepare() is not None
 
     @property
     def reason(self) -> str:
-        """Why the allocator is not available, or "" where it is (or nobody has asked yet)."""
+        """Reason for which it is not available; "" where it is, or was not needed yet."""
         return self._reason or ""
 
     def acquire(self) -> bool:

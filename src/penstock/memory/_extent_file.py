@@ -1,6 +1,6 @@
-"""The slow tier: one nameless file per process whose extents hold what left the memory.
+"""The file tier: one nameless file per process, in extents.
 
-Bytes go between the file and the memory of a tensor without a copy: O_DIRECT wants offsets and
+Bytes go between the file and the memory of a tensor without a copy: O_DIRECT demands offsets and
 lengths that are multiples of 4096 and addresses that are multiples of 512, so `store` writes the
 aligned middle of a memory range straight from where it lies and keeps the few bytes around it in
 RAM.
@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from penstock.errors import StoreError
 from penstock.memory import _fork
-from penstock.memory._extents import ALIGNMENT_BYTES
 from penstock.memory._file_space import FileSpace
 from penstock.memory._store import (
     FileStore,
@@ -28,6 +27,7 @@ from penstock.memory._store import (
 )
 from penstock.memory._throttle import Throttle
 from penstock.memory._transfers import Transfers
+from penstock.memory.pages import DIRECT_IO_BYTES
 from penstock.memory.raw_memory import view_at
 from penstock.units import parse_bytes
 
@@ -36,12 +36,12 @@ _MIN_RESERVE_BYTES = 64 * 2**20
 
 
 def _pwritev(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Write; every byte that reaches the file goes through here, so tests can make it fail."""
+    """Write; every byte to the file goes through here, so that tests can make it fail."""
     return os.pwritev(fd, buffers, offset)
 
 
 def _preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Read; every byte that comes from the file goes through here, so tests can make it fail."""
+    """Read; every byte from the file goes through here, so that tests can make it fail."""
     return os.preadv(fd, buffers, offset)
 
 
@@ -60,7 +60,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredSpan:
-    """A range of memory that `ExtentFile.store` took away.
+    """Range of memory that `ExtentFile.store` took away.
 
     Attributes:
         extent: Where the aligned middle is, or everything where there is none.
@@ -104,7 +104,7 @@ class ExtentFile:
 
     Args:
         store: Directory, or a `FileStore` with limits.
-        reserve_bytes: Bytes of the file system that the file leaves free for everyone else, as an
+        reserve_bytes: Bytes of the file system that the file leaves free, as an
             int or text such as `"1GiB"`; None: 1 % of the file system, at least 64 MiB.
 
     Raises:
@@ -344,7 +344,7 @@ class ExtentFile:
         self.close()
 
     def _disown(self) -> None:
-        """Let go of the file in a forked child, without an effect on the parent."""
+        """Close the file in a forked child, without an effect on the parent."""
         if not self._closed:
             os.close(self._fd)
 
@@ -381,9 +381,9 @@ class ExtentFile:
 
     def _check_transfer(self, extent: Extent, num_bytes: int, begin: int) -> None:
         self._check_live(extent)
-        if begin % ALIGNMENT_BYTES or not 0 <= begin <= extent.num_bytes:
+        if begin % DIRECT_IO_BYTES or not 0 <= begin <= extent.num_bytes:
             raise ValueError(
-                f"begin must be a multiple of {ALIGNMENT_BYTES} in [0, {extent.num_bytes}] for "
+                f"begin must be a multiple of {DIRECT_IO_BYTES} in [0, {extent.num_bytes}] for "
                 f"{extent}; got {begin}"
             )
         if not 0 <= num_bytes <= extent.num_bytes - begin:
@@ -394,7 +394,7 @@ class ExtentFile:
 
 
 def reserved_bytes(file_system_bytes: int) -> int:
-    """Return how many bytes of a file system an extent file leaves free unless it is told."""
+    """Return how many bytes of a file system an extent file leaves free by default."""
     return max(_MIN_RESERVE_BYTES, file_system_bytes // 100)
 
 

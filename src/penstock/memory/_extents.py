@@ -1,4 +1,4 @@
-"""Where in a file (or any range of addresses) the next bytes go: first fit over the free extents.
+"""First-fit allocation of extents in a file, or in any range of addresses.
 
 First fit keeps what is in use near the beginning, so a file that grows on demand stays as short as
 the peak needs. All extents are multiples of 4096 bytes, which direct file I/O demands.
@@ -8,21 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-ALIGNMENT_BYTES = 4096
-
-
-def round_up(num_bytes: int) -> int:
-    """Return the smallest multiple of 4096 that is not below `num_bytes`.
-
-    Example:
-        >>> round_up(1), round_up(4096)
-        (4096, 4096)
-    """
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+from penstock.memory.pages import round_down, round_up
 
 
 class ExtentAllocator:
-    """Hands out half-open extents `[offset, offset + length)` of a range; not thread-safe.
+    """Allocator of half-open extents `[offset, offset + length)` of a range; not thread-safe.
 
     Freed neighbours are merged at once. Finding room looks at the free extents in order of their
     offset: some 30 ns each, 0.2 ms with 10 000 extents in use and every other one free.
@@ -47,7 +37,7 @@ class ExtentAllocator:
         if capacity_bytes < 0:
             raise ValueError(f"capacity_bytes must be at least 0; got {capacity_bytes}")
         self.capacity_bytes = capacity_bytes
-        usable_bytes = capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        usable_bytes = round_down(capacity_bytes)
         # The free extents, in order of their offset: never empty, never adjacent.
         self._free_offsets = [0] if usable_bytes else []
         self._free_lengths = [usable_bytes] if usable_bytes else []
@@ -61,14 +51,14 @@ class ExtentAllocator:
 
     @property
     def largest_free(self) -> int:
-        """Bytes of the largest extent that `allocate` could hand out now."""
+        """Bytes of the largest extent that `allocate` could return now."""
         return max(self._free_lengths, default=0)
 
     def allocate(self, num_bytes: int) -> int | None:
         """Take the first free extent that is long enough.
 
         Args:
-            num_bytes: Bytes wanted, at least 1; rounded up to a multiple of 4096.
+            num_bytes: Bytes, at least 1; rounded up to a multiple of 4096.
 
         Returns:
             The offset of the extent, a multiple of 4096, or None where no free extent is long

@@ -1,5 +1,4 @@
-"""The space of the extent file: which extents are in use, and how the file grows without filling
-the disk.
+"""Space of the extent file: extents in use, and growth that does not fill the disk.
 
 The file is preallocated in steps, so a full disk shows when space is asked for and not in the
 middle of a write. `posix_fallocate` may fail and yet leave a file as long as was asked for,
@@ -12,9 +11,10 @@ import errno
 import os
 
 from penstock.errors import StoreFullError
-from penstock.memory._extents import ALIGNMENT_BYTES, ExtentAllocator, round_up
+from penstock.memory._extents import ExtentAllocator
 from penstock.memory._mailbox import Mailbox
 from penstock.memory._store import free_bytes
+from penstock.memory.pages import DIRECT_IO_BYTES, round_down, round_up
 from penstock.units import format_bytes
 
 _MIN_STEP_BYTES = 64 * 2**20
@@ -37,7 +37,7 @@ class FileSpace:
         fd: The file, empty. Used by `allocate` only.
         path: Where it is, for messages.
         max_bytes: The file never grows beyond this; None: beyond what is free.
-        reserve_bytes: Bytes of the file system that stay free for everyone else.
+        reserve_bytes: Bytes of the file system that stay free.
     """
 
     def __init__(self, fd: int, *, path: str, max_bytes: int | None, reserve_bytes: int) -> None:
@@ -49,7 +49,7 @@ class FileSpace:
         self._mailbox: Mailbox[int] = Mailbox(self._extents.free)
         self._file_bytes = 0
         self._peak_used_bytes = 0
-        self._require_free(ALIGNMENT_BYTES)
+        self._require_free(DIRECT_IO_BYTES)
 
     @property
     def used_bytes(self) -> int:
@@ -113,7 +113,7 @@ class FileSpace:
             return
         step = min(max(self._file_bytes // 4, _MIN_STEP_BYTES), _MAX_STEP_BYTES)
         target = min(
-            max(end, round_up(self._file_bytes + step)), self._extents.capacity_bytes // 4096 * 4096
+            max(end, round_up(self._file_bytes + step)), round_down(self._extents.capacity_bytes)
         )
         if free_bytes(self._fd) - (target - self._file_bytes) < self._reserve_bytes:
             target = end

@@ -1,8 +1,8 @@
-"""What a fork must not break: a child owns no store, and no read may be in flight while it is made.
+"""Forks: a child owns no store, and no read may be in flight while it is made.
 
 The child of a fork shares the parent's open files. If it wrote to or reused the parent's extents,
-the parent would compute with wrong numbers, so a child is told apart here by a counter that costs
-one comparison. It also closes its copy of the files, or a child that outlives its parent would keep
+the parent would compute with wrong numbers, so a counter, which costs one comparison, identifies
+a child. It also closes its copy of the files, or a child that outlives its parent would keep
 the disk space.
 
 The kernel may resolve a fork's copy-on-write in the parent while a direct read is under way, and
@@ -24,7 +24,7 @@ _MAX_WAIT_SECONDS = 10.0
 
 
 class OwnsFiles(Protocol):
-    """Something with open files that a child process must let go of."""
+    """Owner of open files that a child process must close."""
 
     def _disown(self) -> None: ...
 

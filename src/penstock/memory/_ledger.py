@@ -1,6 +1,6 @@
-"""One account of the bytes: resident per tier, moved per link, and the time the computation waited.
+"""Ledger: bytes resident per tier, bytes moved per link, and the time the computation waited.
 
-Whoever moves bytes writes here and every report reads here, so that two numbers about one run
+All that moves bytes writes here and every report reads here, so that two numbers about one run
 cannot disagree. Writing must be cheap enough for hot paths and safe in destructors: see `_mailbox`.
 """
 
@@ -24,18 +24,18 @@ _NS_PER_SECOND = 1e9
 _TIERS: tuple[str, ...] = tuple(Tier)
 _LINKS: tuple[str, ...] = tuple(Link)
 
-# What a message of the ledger is about.
+# Kinds of the ledger's messages.
 _ADD, _TRANSFER, _STALL, _SPAN = range(4)
 _Event = tuple[int, str, str, int, int, int]  # kind, key, name, start_ns, end_ns, num_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took place in `[start_ns, end_ns)` on one lane of a timeline.
+    """Event that took place in `[start_ns, end_ns)` on one lane of a timeline.
 
     Attributes:
         lane: `"compute"`, `"stall"` or the value of a `Link`.
-        name: What it was, for example `"forward"`; empty for transfers.
+        name: Its name, for example `"forward"`; empty for transfers.
         start_ns: Beginning, on the clock of `time.perf_counter_ns`.
         end_ns: End, same clock.
         num_bytes: Bytes moved; 0 where nothing moved.
@@ -50,7 +50,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What happened during one step: memory per tier over time, and who was busy when.
+    """Events of one step: memory per tier over time, and the links' busy times.
 
     Attributes:
         start_ns: Beginning of the step, on the clock of `time.perf_counter_ns`.
@@ -86,7 +86,7 @@ class Timeline:
 
 
 class Ledger:
-    """Counts bytes and waiting time; thread-safe, bounded in memory, under 2 microseconds a call.
+    """Account of bytes and waiting time; thread-safe, of bounded length, 2 microseconds a call.
 
     The methods that write (`add`, `record_*`) never wait for a lock, so destructors may call them.
     The methods that read see everything that was written before.
@@ -119,7 +119,7 @@ class Ledger:
         """Record that a tier holds more, or fewer, bytes than before.
 
         Args:
-            tier: Where.
+            tier: The tier.
             num_bytes: Change of resident bytes; negative when bytes left.
         """
         self._mailbox.put((_ADD, tier, "", time.perf_counter_ns(), 0, num_bytes))
@@ -128,7 +128,7 @@ class Ledger:
         """Record bytes that moved along a link.
 
         Args:
-            link: Which way.
+            link: The link.
             num_bytes: Bytes moved.
             start_ns: Beginning, from `time.perf_counter_ns`.
             end_ns: End, same clock, not before `start_ns`.
@@ -143,7 +143,7 @@ class Ledger:
         """Record that the computation waited.
 
         Args:
-            reason: For what, for example `"load"`.
+            reason: Name of the cause, for example `"load"`.
             start_ns: Beginning, from `time.perf_counter_ns`.
             end_ns: End, same clock, not before `start_ns`.
 
@@ -154,11 +154,11 @@ class Ledger:
         self._mailbox.put((_STALL, "stall", reason, start_ns, end_ns, 0))
 
     def record_span(self, lane: str, name: str, start_ns: int, end_ns: int) -> None:
-        """Record something worth seeing on the timeline.
+        """Record an event for the timeline.
 
         Args:
             lane: The lane, for example `"compute"`.
-            name: What it was, for example `"forward"`.
+            name: Its name, for example `"forward"`.
             start_ns: Beginning, from `time.perf_counter_ns`.
             end_ns: End, same clock, not before `start_ns`.
 
@@ -181,7 +181,7 @@ class Ledger:
         """Return the bytes that a tier holds now.
 
         Args:
-            tier: Which tier.
+            tier: The tier.
 
         Returns:
             Bytes.
@@ -192,7 +192,7 @@ class Ledger:
         """Return the most bytes that a tier held since the last `reset_peaks`.
 
         Args:
-            tier: Which tier.
+            tier: The tier.
 
         Returns:
             Bytes.
@@ -207,7 +207,7 @@ class Ledger:
         """Return the bytes that moved along a link since the beginning.
 
         Args:
-            link: Which link.
+            link: The link.
 
         Returns:
             Bytes.
@@ -223,7 +223,7 @@ class Ledger:
         """Return the rate of a link while it was in use, over its recent transfers.
 
         Args:
-            link: Which link.
+            link: The link.
 
         Returns:
             Bytes per second: bytes of the last 128 transfers over the length of the union of their

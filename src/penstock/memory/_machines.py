@@ -1,4 +1,4 @@
-"""Machines that one plans for without having them: published figures, and what is left of them.
+"""Profiles of machines that are not there, from published figures times what is reached.
 
 The rates of arithmetic and memory are those of NVIDIA's datasheets for the SXM modules (V100:
 "Tesla V100 GPU Accelerator", A100: "A100 Tensor Core GPU", H100 and H200: likewise), dense, times

@@ -1,4 +1,4 @@
-"""A lock that destructors can use: they leave a message and never wait.
+"""Mailbox: a lock that destructors can use, as they leave a message and never wait.
 
 An offloaded tensor frees its bytes when it dies, and Python may let it die anywhere: in the middle
 of `allocate` on the same thread, or while another thread holds a lock that this one is after. A
@@ -51,7 +51,7 @@ class Mailbox(Generic[_Message]):
         _mailboxes.add(self)
 
     def put(self, message: _Message) -> None:
-        """Apply a message: now, when the lock is free, or when somebody reads.
+        """Apply a message: now if the lock is free, else with the next read.
 
         Args:
             message: What `apply` is called with.
@@ -81,7 +81,7 @@ class Mailbox(Generic[_Message]):
 
     @uninterrupted
     def _apply_unless_locked(self) -> None:
-        # The thread that holds the lock looks again after letting go: no message is forgotten.
+        # The thread that holds the lock looks again after releasing it: no message is forgotten.
         while self._messages and self._lock.acquire(False):
             try:
                 self._apply_all()
@@ -93,7 +93,7 @@ class Mailbox(Generic[_Message]):
             self._apply(self._messages.popleft())
 
     def renew(self) -> None:
-        """In a forked child: a thread that is not there may hold the lock."""
+        """Replace the lock in a forked child: a thread that is not there may hold it."""
         self._lock = threading.Lock()
 
 

@@ -1,5 +1,4 @@
-"""How fast this machine's links really are: measured as they will be used, not read off a
-datasheet.
+"""Measurement of this machine's tiers and links, in the way in which they will be used.
 
 Files are measured through the extent file, with its direct I/O and several threads, and rewritten
 as every step rewrites them. The spread is kept beside the median, because a shared disk has one.
@@ -11,7 +10,6 @@ import dataclasses
 import itertools
 import json
 import logging
-import mmap
 import os
 import platform
 import time
@@ -24,7 +22,6 @@ from typing import NamedTuple
 from penstock.codegen import cache_entry
 from penstock.errors import StoreUnavailableError
 from penstock.memory._extent_file import Extent, ExtentFile, reserved_bytes
-from penstock.memory._extents import ALIGNMENT_BYTES
 from penstock.memory._profile import (
     MAX_LOAD,
     ComputeProfile,
@@ -35,6 +32,7 @@ from penstock.memory._profile import (
 from penstock.memory._ram import installed_ram
 from penstock.memory._store import FileStore
 from penstock.memory._tiers import Link, Tier
+from penstock.memory.pages import map_anonymous, round_down
 from penstock.memory.raw_memory import address_of, copy_bytes
 
 _log = logging.getLogger(__name__)
@@ -58,7 +56,7 @@ _LOCK_SECONDS = 120.0
 _SPREAD_SECONDS = 600.0  # rates that vary are measured again after so long
 
 
-class _Device(NamedTuple):
+class _ProbedDevice(NamedTuple):
     kind: str  # "cuda" or "cpu"
     name: str
     capacity_bytes: int
@@ -93,7 +91,7 @@ def probe(
     # The others of a `torchrun` wait for the profile, instead of measuring each other's load.
     with cache_entry("profiles", _key(device, file_store), wait_seconds=_LOCK_SECONDS) as entry:
         profile = None if refresh else entry.load(_read_profile)
-        if profile is not None and _is_worth_another(profile):
+        if profile is not None and _is_outdated(profile):
             _log.info(
                 "the machine was busy when it was measured (%s): measuring again", profile.load
             )
@@ -106,7 +104,7 @@ def probe(
             if profile.was_busy:
                 _log.warning(
                     "the machine was busy while it was measured (%s processes for each core, rates "
-                    "vary by %.0f %%): plans reckon with what was left of it; it is measured again "
+                    "vary by %.0f %%): plans use what was left of it; it is measured again "
                     "once it is quieter",
                     "unknown" if load is None else f"{load:.1f}",
                     100 * profile.spread,
@@ -123,8 +121,8 @@ def _write_profile(profile: MachineProfile, directory: Path) -> None:
     (directory / _FILE_NAME).write_text(text, encoding="utf-8")
 
 
-def _is_worth_another(profile: MachineProfile) -> bool:
-    """Whether a kept profile is of a busy machine that may be quiet by now."""
+def _is_outdated(profile: MachineProfile) -> bool:
+    """Return whether a kept profile is of a busy machine that may be quiet by now."""
     if not profile.was_busy:
         return False
     load = _load()
@@ -134,14 +132,14 @@ def _is_worth_another(profile: MachineProfile) -> bool:
 
 
 def _load() -> float | None:
-    """Processes that run or wait for each core, on the average of the last minute."""
+    """Return the processes that run or wait for each core, on the last minute's average."""
     try:
         return os.getloadavg()[0] / (os.cpu_count() or 1)
-    except OSError:  # not told
+    except OSError:  # unknown here
         return None
 
 
-def _key(device: _Device, store: FileStore | None) -> list[object]:
+def _key(device: _ProbedDevice, store: FileStore | None) -> list[object]:
     key: list[object] = [_SCHEMA, platform.node(), device.kind, device.name, _num_cores()]
     if store is not None:
         path = os.path.realpath(store.path)
@@ -159,7 +157,7 @@ def _key(device: _Device, store: FileStore | None) -> list[object]:
     return key
 
 
-def _measure(device: _Device, store: FileStore | None) -> MachineProfile:
+def _measure(device: _ProbedDevice, store: FileStore | None) -> MachineProfile:
     links: dict[Link, LinkProfile] = {}
     both_ways: dict[Link, LinkProfile] = {}
     direct_io = None
@@ -189,7 +187,7 @@ def _measure(device: _Device, store: FileStore | None) -> MachineProfile:
 
 
 def _measure_memcpy() -> LinkProfile:
-    source, destination = mmap.mmap(-1, _MEMCPY_BYTES), mmap.mmap(-1, _MEMCPY_BYTES)
+    source, destination = map_anonymous(_MEMCPY_BYTES), map_anonymous(_MEMCPY_BYTES)
     source.write(b"\x01" * _MEMCPY_BYTES)  # untouched pages would all be the one page of zeros
 
     def run() -> int:
@@ -217,7 +215,7 @@ def _measure_pcie() -> dict[Link, LinkProfile]:
     }
 
 
-def _measure_compute(device: _Device) -> ComputeProfile:
+def _measure_compute(device: _ProbedDevice) -> ComputeProfile:
     """Multiply square matrices, add long vectors and many short ones."""
     import torch
 
@@ -260,7 +258,7 @@ def _measure_compute(device: _Device) -> ComputeProfile:
 
 
 class _FileRates(NamedTuple):
-    """Of writing and reading: each alone, and both at once."""
+    """Rates of writing and reading: each alone, and both at once."""
 
     alone: tuple[LinkProfile, LinkProfile]
     both_ways: tuple[LinkProfile, ...]
@@ -269,7 +267,7 @@ class _FileRates(NamedTuple):
 
 def _measure_file(store: FileStore) -> _FileRates:
     """Write and read through an extent file: several threads in turns, then one each at once."""
-    buffers = [mmap.mmap(-1, _REQUEST_BYTES) for _ in range(_NUM_THREADS)]
+    buffers = [map_anonymous(_REQUEST_BYTES) for _ in range(_NUM_THREADS)]
     noise = os.urandom(_REQUEST_BYTES)  # some file systems and disks compress
     for buffer in buffers:
         buffer.write(noise)
@@ -325,15 +323,15 @@ def _extents_for(file: ExtentFile, write: Callable[[Extent], int]) -> list[Exten
     limit = file.file_store.max_bytes
     num_bytes = _REQUEST_BYTES
     if limit is not None:
-        num_bytes = min(num_bytes, limit - limit % ALIGNMENT_BYTES)
+        num_bytes = min(num_bytes, round_down(limit))
     first = file.allocate(num_bytes)
     start = time.perf_counter()
     write(first)
-    wanted = round(_RUN_SECONDS / (time.perf_counter() - start))
-    wanted = min(max(wanted, 2), _MAX_REQUESTS_PER_RUN)  # one for each direction
+    num_extents = round(_RUN_SECONDS / (time.perf_counter() - start))
+    num_extents = min(max(num_extents, 2), _MAX_REQUESTS_PER_RUN)  # one for each direction
     if limit is not None:
-        wanted = min(wanted, limit // num_bytes)
-    return [first, *(file.allocate(num_bytes) for _ in range(wanted - 1))]
+        num_extents = min(num_extents, limit // num_bytes)
+    return [first, *(file.allocate(num_bytes) for _ in range(num_extents - 1))]
 
 
 def _repeat(run: Callable[[], int]) -> LinkProfile:
@@ -350,7 +348,7 @@ def _repeat(run: Callable[[], int]) -> LinkProfile:
     return LinkProfile.of(rates)
 
 
-def _tiers(device: _Device, store: FileStore | None) -> dict[Tier, TierProfile]:
+def _tiers(device: _ProbedDevice, store: FileStore | None) -> dict[Tier, TierProfile]:
     tiers = {Tier.DEVICE: TierProfile(device.capacity_bytes)}
     if device.kind == "cuda":
         tiers[Tier.HOST] = TierProfile(installed_ram())
@@ -363,13 +361,13 @@ def _tiers(device: _Device, store: FileStore | None) -> dict[Tier, TierProfile]:
     return tiers
 
 
-def _device() -> _Device:
+def _device() -> _ProbedDevice:
     import torch
 
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return _Device("cuda", properties.name, properties.total_memory)
-    return _Device("cpu", _processor_name(), installed_ram())
+        return _ProbedDevice("cuda", properties.name, properties.total_memory)
+    return _ProbedDevice("cpu", _processor_name(), installed_ram())
 
 
 def _num_cores() -> int:

@@ -1,10 +1,10 @@
-"""What `probe` found out about a machine, as plain data."""
+"""Profile of a machine, as `probe` measures it."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from penstock.memory._tiers import Link, Tier
@@ -18,7 +18,7 @@ MAX_LOAD, MAX_SPREAD = 0.75, 0.5
 
 @dataclass(frozen=True, slots=True)
 class TierProfile:
-    """How much a tier holds.
+    """Capacity of a tier.
 
     Attributes:
         capacity_bytes: Of the device: its memory; of the host: the RAM, within the limit of the
@@ -30,7 +30,7 @@ class TierProfile:
 
 @dataclass(frozen=True, slots=True)
 class LinkProfile:
-    """How fast a link was, over several runs.
+    """Rate of a link, over several runs.
 
     Attributes:
         bytes_per_second: Median.
@@ -61,7 +61,7 @@ class LinkProfile:
 
     @property
     def spread(self) -> float:
-        """How far the quartiles are apart, as a share of the median."""
+        """Distance of the quartiles, as a share of the median."""
         first, third = self.quartiles
         return (third - first) / self.bytes_per_second if self.bytes_per_second > 0 else 0.0
 
@@ -76,7 +76,7 @@ class LinkProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeProfile:
-    """How fast the device computes: the two roofs of a roofline, and what a start costs.
+    """Rates of the device: the two roofs of a roofline, and the cost of a launch.
 
     Attributes:
         flops_per_second: Of products of large matrices, by the name of the dtype.
@@ -97,7 +97,7 @@ class ComputeProfile:
         Args:
             flops: Its floating-point operations.
             num_bytes: Bytes that it reads and writes.
-            dtype: In what it computes; one that was not measured counts as float32.
+            dtype: Name of its dtype; one that was not measured counts as float32.
 
         Returns:
             Seconds, with the start.
@@ -127,8 +127,8 @@ class MachineProfile:
             time each, as planned steps use them. Many disks share their rate between reading and
             writing.
         load: Processes of all kinds that were running or waiting for each core, on the average of
-            the minute before it was measured; None where that is not known.
-        measured_at: Seconds since the epoch; 0 where that is not known.
+            the minute before it was measured; None where that is unknown.
+        measured_at: Seconds since the epoch; 0 where that is unknown.
     """
 
     name: str
@@ -153,7 +153,7 @@ class MachineProfile:
 
     @property
     def was_busy(self) -> bool:
-        """Whether others took so much of the machine that its rates say little."""
+        """Whether other processes took so much of the machine that its rates are too low."""
         return (self.load or 0.0) > MAX_LOAD or self.spread > MAX_SPREAD
 
     def while_both_are_busy(self) -> MachineProfile:
@@ -166,24 +166,10 @@ class MachineProfile:
         Returns:
             The fields by name, tiers and links by their values.
         """
-        return {
-            "name": self.name,
-            "device": self.device,
-            "device_name": self.device_name,
-            "num_cores": self.num_cores,
-            "tiers": {
-                tier.value: {"capacity_bytes": profile.capacity_bytes}
-                for tier, profile in self.tiers.items()
-            },
-            "links": _links_to_dict(self.links),
-            "both_ways": _links_to_dict(self.both_ways),
-            "memcpy": _link_to_dict(self.memcpy),
-            "store": self.store,
-            "direct_io": self.direct_io,
-            "compute": None if self.compute is None else _compute_to_dict(self.compute),
-            "load": self.load,
-            "measured_at": self.measured_at,
-        }
+        data = asdict(self)
+        for name in ("tiers", "links", "both_ways"):
+            data[name] = {str(key): profile for key, profile in data[name].items()}
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> MachineProfile:
@@ -259,21 +245,8 @@ class MachineProfile:
         return report_table(rows, title="penstock.probe")
 
 
-def _links_to_dict(links: Mapping[Link, LinkProfile]) -> dict[str, Any]:
-    return {link.value: _link_to_dict(profile) for link, profile in links.items()}
-
-
 def _links_from_dict(data: Mapping[str, Any]) -> dict[Link, LinkProfile]:
     return {Link(link): _link_from_dict(profile) for link, profile in data.items()}
-
-
-def _compute_to_dict(profile: ComputeProfile) -> dict[str, Any]:
-    return {
-        "flops_per_second": dict(profile.flops_per_second),
-        "memory_bytes_per_second": profile.memory_bytes_per_second,
-        "launch_seconds": profile.launch_seconds,
-        "source": profile.source,
-    }
 
 
 def _compute_from_dict(data: Mapping[str, Any] | None) -> ComputeProfile | None:
@@ -287,14 +260,6 @@ def _compute_from_dict(data: Mapping[str, Any] | None) -> ComputeProfile | None:
         launch_seconds=float(data["launch_seconds"]),
         source=str(data["source"]),
     )
-
-
-def _link_to_dict(profile: LinkProfile) -> dict[str, Any]:
-    return {
-        "bytes_per_second": profile.bytes_per_second,
-        "quartiles": list(profile.quartiles),
-        "num_runs": profile.num_runs,
-    }
 
 
 def _link_from_dict(data: Mapping[str, Any]) -> LinkProfile:

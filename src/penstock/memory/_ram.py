@@ -1,4 +1,4 @@
-"""How much RAM this process may have: the machine's, within the limits of its control groups."""
+"""RAM of this process: the machine's, within the limits of its control groups."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def installed_ram() -> int:
-    """Bytes of RAM, or the limit of a control group that this process is in where that is lower."""
+    """Return the bytes of RAM, or the limit of this process's control group where that is lower."""
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([installed, *(limit for _, limit in _limits())])
 
 
 def available_ram() -> int:
-    """Bytes of RAM that can be taken now without swapping or being killed for it."""
+    """Return the bytes of RAM that can be taken now without swapping or being killed for it."""
     free = [_meminfo("MemAvailable")]
     for group, limit in _limits():
-        # Pages of files that nobody has used for a while are given back under pressure.
+        # Pages of files that were not used for a while are given back under pressure.
         used = int(_read(group / "memory.current") or 0) - _statistic(group, "inactive_file")
         free.append(limit - used)
     return max(0, min(free))
 
 
 def _limits() -> Iterator[tuple[Path, int]]:
-    """The control groups (version 2) of this process that have a limit, from its own upwards."""
+    """Yield the control groups (version 2) of this process with their limits, its own first."""
     own = "/"
     for line in _read(_PROCESS).splitlines():
         number, _, path = line.partition("::")

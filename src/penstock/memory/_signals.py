@@ -2,9 +2,10 @@
 
 Python runs signal handlers in the main thread between any two bytecodes, and many raise: Ctrl-C's
 KeyboardInterrupt, a SIGTERM handler that exits, an alarm. An exception there leaves a lock held, a
-count too high or an extent without an owner. While somebody watches, each handler is wrapped: the
-wrapper looks at the stack that it has interrupted, and where a function marked `uninterrupted` is
-on it, the handler runs when that function ends. A call costs a comparison for this, no system call.
+count too high or an extent without an owner. While an `Offload` or a table watches, each handler is
+wrapped: the wrapper looks at the stack that it has interrupted, and where a function marked
+`uninterrupted` is on it, the handler runs when that function ends. A call costs a comparison for
+this, no system call.
 
 A function that waits is marked `interruptible`: what it is called from is consistent, and
 exceptions may come out of it at once. A signal that comes again after a second is not held back.
@@ -30,7 +31,7 @@ _PATIENCE_SECONDS = 1.0
 
 
 class DeferredSignals:
-    """The signals that came while an uninterrupted function ran.
+    """Signals that came while an uninterrupted function ran.
 
     Attributes:
         pending: Handlers to be called, by signal; looked at when an uninterrupted function ends.
@@ -61,7 +62,7 @@ class DeferredSignals:
         self.renew()
 
     def renew(self) -> None:
-        """Wrap handlers that are new, or unwrap all once nobody watches; in the main thread."""
+        """Wrap new handlers, or unwrap all when nothing watches any more; in the main thread."""
         if threading.get_ident() != self._main:
             return
         for number in _NUMBERS:
@@ -81,7 +82,7 @@ class DeferredSignals:
             self.pending.pop(number)(number, frame)
 
     def holds_back(self, number: int, frame: FrameType | None) -> bool:
-        """Whether a signal that interrupts `frame` has to wait."""
+        """Return whether a signal that interrupts `frame` has to wait."""
         if not self._is_held_back(frame):
             return False
         now = time.monotonic()
@@ -98,13 +99,13 @@ class DeferredSignals:
         return False
 
     def forget(self) -> None:
-        """In a forked child: what came, came to the parent."""
+        """Forget signals in a forked child: they came to the parent."""
         self.pending.clear()
         self._main = threading.get_ident()
 
 
 class _Wrapped:
-    """A signal's handler that waits for uninterrupted functions."""
+    """Handler of a signal that waits for uninterrupted functions."""
 
     __slots__ = ("handler",)
 

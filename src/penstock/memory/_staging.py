@@ -1,22 +1,21 @@
-"""Host memory that bytes pass through on their way between tiers, under a budget that is never
-exceeded.
+"""Host memory for bytes on their way between tiers, under a budget that is never exceeded.
 
-Buffers are cut from a few large slabs, because telling a device about memory (page-locking it) is
-slow and is done once a slab. Whoever wants a buffer beyond the budget waits: this is the
-back-pressure that keeps a fast producer from filling the memory ahead of a slow link.
+Buffers are cut from a few large slabs, because pinning memory is slow and is done once a slab. A
+request beyond the budget waits: this is the back-pressure that keeps a fast producer from filling
+the memory ahead of a slow link.
 """
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 from penstock.errors import CapacityError
-from penstock.memory._extents import ALIGNMENT_BYTES, ExtentAllocator, round_up
+from penstock.memory._extents import ExtentAllocator
 from penstock.memory._mailbox import Mailbox
+from penstock.memory.pages import map_anonymous, round_down, round_up
 from penstock.memory.raw_memory import address_of
 from penstock.units import format_bytes, parse_bytes
 
@@ -29,7 +28,7 @@ class StagingBuffer:
     Attributes:
         address: Where it begins, a multiple of 4096.
         num_bytes: Bytes asked for.
-        view: The same memory as a writable view. After `release` it belongs to someone else.
+        view: The same memory as a writable view. After `release` it belongs to another buffer.
     """
 
     def __init__(self, pool: StagingPool, slab: _Slab, offset: int, num_bytes: int) -> None:
@@ -59,18 +58,18 @@ class _Slab:
     """One mapping, and which parts of it are lent out."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.memory = mmap.mmap(-1, num_bytes)
+        self.memory = map_anonymous(num_bytes)
         self.address = address_of(self.memory)
         self.num_bytes = num_bytes
         self.extents = ExtentAllocator(num_bytes)
 
 
 class StagingPool:
-    """Lends page-aligned buffers out of slabs whose sum stays within a budget; thread-safe.
+    """Page-aligned buffers, lent out of slabs whose sum stays within a budget; thread-safe.
 
     A slab is mapped when the others have no room. When the budget has no room for another one,
-    slabs that nobody uses are given back to the operating system first. Who waits is served first
-    come first served, so a large request is not starved by small ones.
+    unused slabs are given back to the operating system first. Requests that wait are served first
+    come, first served, so a large one is not starved by small ones.
 
     Example:
         >>> pool = StagingPool("1MiB")
@@ -101,7 +100,7 @@ class StagingPool:
         on_unmap: Callable[[int, int], object] | None = None,
     ) -> None:
         budget_bytes = parse_bytes(budget_bytes, name="budget_bytes")
-        self.budget_bytes = budget_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        self.budget_bytes = round_down(budget_bytes)
         self._slab_bytes = round_up(parse_bytes(slab_bytes, name="slab_bytes"))
         self._on_map = on_map
         self._on_unmap = on_unmap
@@ -109,14 +108,14 @@ class StagingPool:
         self._slabs: list[_Slab] = []
         self._mapped_bytes = 0
         self._peak_bytes = 0
-        # Whoever waits, in order of arrival; SimpleQueue, because its put is safe in destructors.
+        # Requests that wait, in order of arrival; a SimpleQueue's put is safe in destructors.
         self._waiting: deque[SimpleQueue[None]] = deque()
 
     @property
     def used_bytes(self) -> int:
         """Bytes in buffers that are lent out, each rounded up to 4096."""
         with self._mailbox:
-            return self._used()
+            return self._count_used()
 
     @property
     def mapped_bytes(self) -> int:
@@ -166,7 +165,7 @@ class StagingPool:
                 self._wake_first()
 
     def try_acquire(self, num_bytes: int) -> StagingBuffer | None:
-        """Borrow a buffer if there is room for it now and nobody waits.
+        """Borrow a buffer if there is room for it now and no request waits.
 
         Args:
             num_bytes: Bytes, at least 1.
@@ -189,7 +188,7 @@ class StagingPool:
 
     # The rest runs under the lock, except `_wait`.
 
-    def _used(self) -> int:
+    def _count_used(self) -> int:
         return sum(slab.extents.used_bytes for slab in self._slabs)
 
     def _take(self, num_bytes: int) -> StagingBuffer | None:
@@ -205,7 +204,7 @@ class StagingPool:
         return StagingBuffer(self, slab, offset, num_bytes)
 
     def _map(self, length: int) -> _Slab | None:
-        """Another slab for a buffer of `length` bytes, None if the budget has no room for it."""
+        """Map a slab for a buffer of `length` bytes; None if the budget has no room for it."""
         unused = [slab for slab in self._slabs if not slab.extents.used_bytes]
         room_bytes = self.budget_bytes - self._mapped_bytes
         if room_bytes + sum(slab.num_bytes for slab in unused) < length:

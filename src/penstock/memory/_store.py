@@ -1,4 +1,4 @@
-"""The directory that a user gives as a store: what it is, and how a nameless file is opened in it.
+"""Directories that a user gives as a store, and nameless files in them.
 
 A nameless file (`O_TMPFILE`) is reclaimed by the kernel when the process ends, however it ends, so
 not even SIGKILL leaves anything behind.
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import errno
 import logging
-import mmap
 import os
 import warnings
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.errors import StoreUnavailableError, StoreWarning, stacklevel_of_user
-from penstock.memory._extents import ALIGNMENT_BYTES
+from penstock.memory.pages import DIRECT_IO_BYTES, map_anonymous
 from penstock.units import parse_bandwidth, parse_bytes
 
 _logger = logging.getLogger(__name__)
@@ -25,10 +24,10 @@ _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _O_TMPFILE: int = getattr(os, "O_TMPFILE", 0)
 
 _RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
-# What a file system says that does not know O_TMPFILE or O_DIRECT.
+# Errors of a file system without O_TMPFILE or O_DIRECT.
 _NOT_SUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOSYS})
 # Memory addresses of direct I/O: most devices take 512, some demand the page.
-_ADDRESS_ALIGNMENTS = (512, ALIGNMENT_BYTES)
+_ADDRESS_ALIGNMENTS = (512, DIRECT_IO_BYTES)
 
 
 @dataclass(frozen=True, init=False)
@@ -73,8 +72,8 @@ class FileStore:
     ) -> None:
         if max_bytes is not None:
             max_bytes = parse_bytes(max_bytes, name="max_bytes")
-            if max_bytes < ALIGNMENT_BYTES:
-                raise ValueError(f"max_bytes must be at least {ALIGNMENT_BYTES}; got {max_bytes}")
+            if max_bytes < DIRECT_IO_BYTES:
+                raise ValueError(f"max_bytes must be at least {DIRECT_IO_BYTES}; got {max_bytes}")
         if write_bytes_per_second is not None:
             write_bytes_per_second = parse_bandwidth(
                 write_bytes_per_second, name="write_bytes_per_second"
@@ -154,7 +153,7 @@ def open_nameless(path: str) -> OpenFile:
                 os.close(fd)
                 raise
             if alignment is not None:
-                return OpenFile(fd, True, alignment, ALIGNMENT_BYTES)
+                return OpenFile(fd, True, alignment, DIRECT_IO_BYTES)
             if not direct:
                 _logger.warning(
                     "store %r refuses direct I/O: its transfers go through the page cache, which "
@@ -193,7 +192,7 @@ def filesystem_type(path: str) -> str | None:
         path: An existing file or directory.
 
     Returns:
-        The type, or None where the system does not tell.
+        The type, or None where the system does not name it.
     """
     device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
@@ -239,16 +238,16 @@ def _open(path: str, *, direct: bool, nameless: bool) -> int:
 
 def _address_alignment(fd: int) -> int | None:
     """Find by trial which memory alignment direct writes need; None: they are refused."""
-    with mmap.mmap(-1, 2 * ALIGNMENT_BYTES) as memory, memoryview(memory) as view:
+    with map_anonymous(2 * DIRECT_IO_BYTES) as memory, memoryview(memory) as view:
         for alignment in _ADDRESS_ALIGNMENTS:
-            with view[alignment : alignment + ALIGNMENT_BYTES] as block:
+            with view[alignment : alignment + DIRECT_IO_BYTES] as block:
                 try:
                     os.pwritev(fd, [block], 0)
                 except OSError as error:
                     if error.errno == errno.EINVAL:
                         continue
-                    # A full disk says nothing about alignment, and the first real write reports it.
-                    return ALIGNMENT_BYTES
+                    # A full disk is no matter of alignment, and the first real write reports it.
+                    return DIRECT_IO_BYTES
             os.ftruncate(fd, 0)
             return alignment
     return None

@@ -1,4 +1,4 @@
-"""A store made slower on purpose: to share a disk fairly, or to see what a slower one would do."""
+"""Throttle of a store: to share a disk fairly, or to simulate a slower one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _BURST_SECONDS = 0.010
 
 
 class Throttle:
-    """Lets bytes pass at a fixed rate, first come first served; thread-safe.
+    """Limit on the rate at which bytes pass, first come first served; thread-safe.
 
     A request of n bytes takes n / rate seconds, as it would on a device of that rate, so that the
     rate measured over busy time is the rate asked for. Idle time is credited up to 10 ms, which

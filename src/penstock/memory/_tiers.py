@@ -1,4 +1,4 @@
-"""The places where bytes can be and the ways between them: the words that every report uses."""
+"""Tiers and the links between them: the words that every report uses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class Tier(enum.StrEnum):
-    """A place where bytes can be resident.
+    """Memory with a capacity, in which bytes can be resident.
 
     On a machine without a GPU `DEVICE` is the RAM that a budget allows, and there is no `HOST`.
 
@@ -21,7 +21,7 @@ class Tier(enum.StrEnum):
 
 
 class Link(enum.StrEnum):
-    """A direction in which bytes can move between two tiers.
+    """Direction in which bytes can move between two tiers.
 
     `DEVICE_TO_FILE` and `FILE_TO_DEVICE` are for machines where the device tier is RAM (or where
     the GPU reads and writes files itself).

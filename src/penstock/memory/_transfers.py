@@ -1,5 +1,4 @@
-"""Raw memory to a file and back, whole or not at all: short transfers, errors, alignment,
-throttling.
+"""Transfers between raw memory and a file, whole or not at all.
 
 A transfer either moves every byte or raises. The operating system may move fewer bytes than it was
 asked to, at any count; direct I/O can only go on from an aligned position, so what lies beyond the
@@ -27,7 +26,7 @@ RawIO = Callable[[int, Sequence[memoryview], int], int]  # (fd, buffers, offset)
 
 
 class Transfers:
-    """Moves bytes between raw memory and a file; thread-safe.
+    """Transfers between raw memory and one file; thread-safe.
 
     Args:
         path: Where the file is, for messages.
@@ -70,9 +69,7 @@ class Transfers:
         return (head_bytes, middle_bytes) if middle_bytes > 0 else (0, num_bytes)
 
     def write(self, fd: int, offset: int, address: int, num_bytes: int) -> None:
-        """Write memory to the file; the file's blocks are written whole, so padding follows the
-        end.
-        """
+        """Write memory to the file; its blocks are written whole, so padding follows the end."""
         direct_bytes = self._direct_bytes(address, num_bytes)
         self._write_aligned(fd, offset, address, direct_bytes)
         for at, length in _chunks(direct_bytes, num_bytes):

@@ -38,6 +38,20 @@ def round_up(num_bytes: int, multiple: int = DIRECT_IO_BYTES) -> int:
     return -(-num_bytes // multiple) * multiple
 
 
+def round_down(num_bytes: int, multiple: int = DIRECT_IO_BYTES) -> int:
+    """Return the largest multiple that is not above `num_bytes`.
+
+    Example:
+        >>> round_down(4095), round_down(4096), round_down(10, 8)
+        (0, 4096, 8)
+
+    Args:
+        num_bytes: Bytes, at least 0.
+        multiple: What the result is a multiple of; by default what direct file I/O demands.
+    """
+    return num_bytes // multiple * multiple
+
+
 def map_anonymous(num_bytes: int, *, private: bool = False, huge_pages: bool = False) -> mmap.mmap:
     """Map zeroed memory that belongs to no file; it is unmapped with the last use of its buffer.
 
@@ -88,7 +102,7 @@ def advise_huge_pages(address: int, num_bytes: int) -> None:
         num_bytes: Its length; only the huge pages that lie wholly within it are asked for.
     """
     begin = round_up(address, HUGE_PAGE_BYTES)
-    end = (address + num_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    end = round_down(address + num_bytes, HUGE_PAGE_BYTES)
     if begin < end:
         advise(begin, end - begin, MADV_HUGEPAGE)
 

@@ -1,7 +1,6 @@
-"""Memory by address: what file I/O and copies need when a tensor hands out only a pointer.
+"""Memory by address: views and copies for file I/O, where a tensor offers only a pointer.
 
-Nothing here owns memory. Whoever passes an address keeps what lies there alive until the call
-returns.
+Nothing here owns memory. The caller keeps what lies at an address alive until the call returns.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ import mmap
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from penstock.memory.pages import map_anonymous
 
 MAX_VIEW_BYTES = 8 * 2**20
 
@@ -67,7 +68,7 @@ class BounceBuffers:
         try:
             buffer = self._idle.pop()
         except IndexError:
-            buffer = mmap.mmap(-1, self.NUM_BYTES)
+            buffer = map_anonymous(self.NUM_BYTES)
         try:
             yield address_of(buffer)
         finally:
