@@ -50,7 +50,7 @@ class Table(abc.ABC):
 
         Args:
             index: Integers of any shape on the CPU.
-            out: Contiguous, on the CPU, of shape (*index.shape, *row).
+            out: Memory on the CPU of shape (*index.shape, *row), contiguous.
             negative: Whether indices below zero count from the end.
         """
 

@@ -496,7 +496,7 @@ def test_who_may_only_read_opens_the_table_unless_rows_are_torn(folder, monkeypa
     layout = make_files(folder)[0]
     killed_in_the_rows(layout)
     monkeypatch.setattr(_journal, "open_file", read_only(_journal.open_file))
-    with pytest.raises(StoreUnavailableError, match="as a user who may write to both"):
+    with pytest.raises(StoreUnavailableError, match="as a user with permission to write to both"):
         unify(folder / "table")
     assert (folder / "table.journal").exists()
 

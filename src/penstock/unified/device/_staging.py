@@ -36,10 +36,7 @@ class Staging:
     def read_rows(self, read: ReadRows, index: torch.Tensor, out: torch.Tensor) -> None:
         """Read rows: `out[i] = table[index[i]]`; copies are launched on the current stream.
 
-        Args:
-            read: Reads rows of the table to the CPU.
-            index: On the CPU, shape (n,); read before this returns.
-            out: Shape (n, *row) on the device, contiguous.
+        `index` has shape (n,), on the CPU; `out` has shape (n, *row), on the device, contiguous.
         """
         row_bytes = out.numel() // max(1, len(out)) * out.element_size()
         if not row_bytes:

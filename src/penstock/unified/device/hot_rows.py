@@ -128,11 +128,7 @@ class RowCache:
         return hits, misses
 
     def look_up(self, index: torch.Tensor) -> Lookup:
-        """Find the rows of a batch in the cache, and count hits and misses.
-
-        Args:
-            index: Integers of shape (n,) on the device; those below zero are out of range.
-        """
+        """Find the rows of a batch, of shape (n,), in the cache, and count hits and misses."""
         rows, order = torch.sort(index.long(), stable=True)
         is_first = torch.ones_like(rows, dtype=torch.bool)
         is_first[1:] = rows[1:] != rows[:-1]
@@ -156,12 +152,7 @@ class RowCache:
         )
 
     def admit(self, lookup: Lookup, batch: torch.Tensor) -> None:
-        """Keep those rows of a batch that more batches ask for than for kept ones.
-
-        Args:
-            lookup: Lookup of the batch.
-            batch: Rows of the batch, shape (n, *row).
-        """
+        """Keep those rows of a batch, shape (n, *row), that have larger counts than kept ones."""
         num_places = min(len(lookup.rows), self.capacity)
         if self._scores is not None or not num_places:
             return
@@ -188,7 +179,7 @@ class RowCache:
 
         Args:
             index: Rows that have changed.
-            fetch: Reads rows of the table.
+            fetch: Function that reads rows of the table.
             before: Version of the table before; if the cache has another one, all rows are dropped.
             after: Version of the table now.
         """

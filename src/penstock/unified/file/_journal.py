@@ -40,7 +40,7 @@ import numpy as np
 from penstock.errors import StoreError, StoreUnavailableError
 from penstock.unified.file._pool import open_file
 from penstock.unified.file._rows import read_places, write_all, write_places
-from penstock.unified.file.layout import RowLayout, open_layout
+from penstock.unified.file.layout import RowLayout, open_layout, split_source
 
 logger = logging.getLogger(__name__)
 
@@ -73,12 +73,7 @@ class Change:
 
 
 def write_journal(path: str, changes: Sequence[Change], mode: int) -> None:
-    """Write a journal and sync it; when this returns it is there, and complete.
-
-    Args:
-        path: Name of the journal.
-        changes: Rows that it holds.
-        mode: Permissions of the file.
+    """Write a journal with the permissions `mode`, and sync it; when this returns it is complete.
 
     Raises:
         FileExistsError: There is a journal of this name.
@@ -278,8 +273,7 @@ class _InterruptedWrite:
 
     def _open(self, entry: dict[str, Any], opened: ExitStack) -> _File | None:
         """Open the file of an entry; None if there is none any more."""
-        name, mark, key = entry["source"].rpartition(".safetensors#")
-        name = name + mark[:-1] if mark else entry["source"]
+        name, key = split_source(entry["source"])
         path = self._find(name, entry["inode"])
         if path is None:
             return None
@@ -291,7 +285,7 @@ class _InterruptedWrite:
             fd, is_writable = open_file(path, os.O_RDONLY), False
         opened.callback(os.close, fd)
         return _File(
-            source=path + (f"#{key}" if mark else ""),
+            source=path + (f"#{key}" if key else ""),
             fd=fd,
             is_writable=is_writable,
             is_other_file=os.fstat(fd).st_ino != entry["inode"],
@@ -372,7 +366,7 @@ class _InterruptedWrite:
         return StoreUnavailableError(
             f"{self._path} holds rows of an interrupted write to "
             f"{self._path.removesuffix(SUFFIX)}, which this process may not finish: open the table "
-            "once as a user who may write to both",
+            "once as a user with permission to write to both",
             path=self._path,
             errno=errno.EACCES,
         )

@@ -19,6 +19,7 @@ import torch
 
 from penstock.codegen import load_optional_library, struct_type
 from penstock.errors import CapacityError, StoreError, StoreReadError
+from penstock.memory.pages import round_down, round_up
 from penstock.unified._report import Counters
 from penstock.unified._row_index import as_index, index_error, resolve_index
 from penstock.unified.file._pool import PooledFile
@@ -79,13 +80,9 @@ class RowReader:
         negative: bool = False,
         in_order: bool = False,
     ) -> None:
-        """Read rows: `out[i] = table[index[i]]`.
+        """Read rows: `out[i] = table[index[i]]`; see `Table.read_rows`.
 
-        Args:
-            index: Integers of any shape.
-            out: Memory for the rows, contiguous, of shape (*index.shape, *row).
-            negative: Whether negative indices count from the end.
-            in_order: Whether all rows lie side by side, to be read in long reads.
+        With `in_order` all rows lie side by side, and are read in long reads.
 
         Raises:
             IndexError: An index is out of range; the message names it. `out` is then undefined.
@@ -128,7 +125,7 @@ class RowReader:
         lead = layout.offset % PAGE_BYTES  # so that pages of the file are pages of memory
         is_whole = layout.block_bytes == layout.rows_per_block * layout.row_bytes
         if is_whole and lead % layout.dtype.itemsize == 0:
-            memory = TableMemory(-(-(lead + num_bytes) // PAGE_BYTES) * PAGE_BYTES)
+            memory = TableMemory(round_up(lead + num_bytes))
             content = memory.tensor((memory.num_bytes,), torch.uint8)
             self._read_pages(content, layout.offset - lead)
             return content[lead : lead + num_bytes].view(layout.dtype).view(layout.shape)
@@ -245,8 +242,7 @@ class RowReader:
         def read(fd: int, position: int) -> None:
             row = int(index[position])
             start = layout.row_offset(row)
-            begin = start // PAGE_BYTES * PAGE_BYTES
-            end = -(-(start + layout.row_bytes) // PAGE_BYTES) * PAGE_BYTES
+            begin, end = round_down(start), round_up(start + layout.row_bytes)
             try:
                 content = os.pread(fd, end - begin, begin)
             except OSError as error:
@@ -284,16 +280,9 @@ def _get_engines(process: int, allow_ring: bool) -> int:
 
 
 def write_places(fd: int, layout: RowLayout, rows: np.ndarray, content: np.ndarray) -> None:
-    """Write rows to their places, through the page cache.
+    """Write rows to their places, through the page cache; raise OSError for some that cannot be.
 
-    Args:
-        fd: Descriptor of the file, open for writing.
-        layout: Layout of its rows.
-        rows: Row numbers, int64, rising, none of them twice.
-        content: Bytes of the rows, uint8 (len(rows), row_bytes), contiguous.
-
-    Raises:
-        OSError: Some rows could not be written.
+    `rows` are int64, rising, none of them twice; `content` is uint8 (len(rows), row_bytes).
     """
     if (compiled := get_library()) is not None:
         _call(compiled.penstock_write_places, fd, layout, rows, content)
@@ -312,11 +301,7 @@ def write_all(fd: int, content: memoryview, offset: int) -> None:
 
 
 def read_places(fd: int, layout: RowLayout, rows: np.ndarray) -> np.ndarray:
-    """Read rows, whose numbers rise, from their places; uint8 (len(rows), row_bytes).
-
-    Raises:
-        OSError: Some rows could not be read.
-    """
+    """Read rows, whose numbers rise, from their places; uint8 (len(rows), row_bytes)."""
     content = np.empty((len(rows), layout.row_bytes), dtype=np.uint8)
     if (compiled := get_library()) is not None:
         _call(compiled.penstock_read_places, fd, layout, rows, content)

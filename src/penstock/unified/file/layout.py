@@ -31,6 +31,7 @@ import torch
 
 from penstock.codegen import to_struct
 from penstock.errors import StoreError, StoreFullError, StoreUnavailableError
+from penstock.memory.pages import round_up
 from penstock.memory.safetensors import SafetensorsHeader
 from penstock.units import format_bytes
 
@@ -180,7 +181,7 @@ def native_layout(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> RowL
     """Return the layout of a table in the native format."""
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     per_block = max(1, PAGE_BYTES // max(row_bytes, 1)) if row_bytes <= PAGE_BYTES else 1
-    block_bytes = PAGE_BYTES if row_bytes <= PAGE_BYTES else -(-row_bytes // 512) * 512
+    block_bytes = PAGE_BYTES if row_bytes <= PAGE_BYTES else round_up(row_bytes, 512)
     return RowLayout(
         path=path,
         shape=shape,

@@ -142,15 +142,9 @@ def read_rows(
     negative: bool = False,
     single_thread: bool = False,
 ) -> None:
-    """Read rows of any shape: `out[i] = table[index[i]]`.
+    """Read rows of a tensor, at any distance: `out[i] = table[index[i]]`; see `Table.read_rows`.
 
-    Args:
-        table: On the CPU, shape (num_rows, *row); rows contiguous, at any distance.
-        index: On the CPU, integers of any shape.
-        out: On the CPU, shape (*index.shape, *row), of the table's dtype; contiguous.
-        negative: Whether indices below zero count from the end.
-        single_thread: Whether the calling thread does it all, as in a forked process, in which the
-            threads of its parent are not.
+    `single_thread` is for a forked process, which has none of its parent's threads.
 
     Raises:
         IndexError: An index is out of range; the message names it. `out` is then undefined.
@@ -180,10 +174,9 @@ def write_rows(
     negative: bool = False,
     single_thread: bool = False,
 ) -> None:
-    """Write rows: `table[index[i]] = source[i]`; of several for one row the last one stays.
+    """Write rows of a tensor: `table[index[i]] = source[i]`; see `Table.write_rows`.
 
-    Nothing is written if an index is out of range. Arguments as of `read_rows`, `source` being of
-    the shape of `out`.
+    Nothing is written if an index is out of range.
     """
     index = as_index(index)
     library = _library()
@@ -212,9 +205,9 @@ def add_rows(
     alpha: float = 1,
     negative: bool = False,
 ) -> None:
-    """Add rows: `table[index[i]] += alpha * source[i]`, in the order of `i` for each row.
+    """Add rows of a tensor: `table[index[i]] += alpha * source[i]`; see `Table.write_rows`.
 
-    Nothing is written if an index is out of range. Arguments as of `write_rows`.
+    Nothing is written if an index is out of range.
     """
     index = as_index(index)
     library = _library()

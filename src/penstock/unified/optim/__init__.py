@@ -29,19 +29,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from penstock.unified.optim._optimizer import RowOptimizer
-from penstock.unified.optim._steps import AdagradStep, AdamStep, RowStep, SgdStep
+from penstock.unified.optim._steps import AdagradStep, AdamStep, SgdStep
 
 __all__ = ["SGD", "Adagrad", "Adam"]
-
-
-def _common_options(group: dict[str, Any], count: int) -> dict[str, Any]:
-    """Return the options that all steps have."""
-    return {
-        "lr": float(group["lr"]),
-        "weight_decay": float(group["weight_decay"]),
-        "maximize": bool(group["maximize"]),
-        "count": count,
-    }
 
 
 class SGD(RowOptimizer):
@@ -75,6 +65,8 @@ class SGD(RowOptimizer):
         ValueError: An option makes no sense.
     """
 
+    _step_class = SgdStep
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -100,10 +92,6 @@ class SGD(RowOptimizer):
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
 
-    def _make_step(self, group: dict[str, Any], count: int) -> RowStep:
-        options = {name: group[name] for name in ("momentum", "dampening", "nesterov")}
-        return SgdStep(**options, **_common_options(group, count))
-
 
 class Adagrad(RowOptimizer):
     """Adagrad on the rows of tables (Duchi et al., JMLR 12, 2011, figure 1, diagonal).
@@ -128,6 +116,8 @@ class Adagrad(RowOptimizer):
         TypeError: One of `params` is no table.
         ValueError: An option makes no sense.
     """
+
+    _step_class = AdagradStep
 
     def __init__(
         self,
@@ -157,10 +147,6 @@ class Adagrad(RowOptimizer):
     def _initial_value(self, group: dict[str, Any]) -> float:
         return float(group["initial_accumulator_value"])
 
-    def _make_step(self, group: dict[str, Any], count: int) -> RowStep:
-        options = {name: group[name] for name in ("lr_decay", "eps")}
-        return AdagradStep(**options, **_common_options(group, count))
-
 
 class Adam(RowOptimizer):
     """Adam on the rows of tables (Kingma and Ba, ICLR 2015, algorithm 1).
@@ -188,6 +174,8 @@ class Adam(RowOptimizer):
         ValueError: An option makes no sense.
     """
 
+    _step_class = AdamStep
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -210,7 +198,3 @@ class Adam(RowOptimizer):
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         names = ("exp_avg", "exp_avg_sq")
         return (*names, "max_exp_avg_sq") if group["amsgrad"] else names
-
-    def _make_step(self, group: dict[str, Any], count: int) -> RowStep:
-        options = {name: group[name] for name in ("betas", "eps", "amsgrad")}
-        return AdamStep(**options, **_common_options(group, count))

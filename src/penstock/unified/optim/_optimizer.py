@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import logging
 import os
 import zlib
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -43,9 +44,15 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Return the names of a table's state, in the order in which the step takes it."""
 
-    @abc.abstractmethod
+    _step_class: ClassVar[type[RowStep]]
+
     def _make_step(self, group: dict[str, Any], count: int) -> RowStep:
         """Return the `count`-th step of a table with the options of `group`."""
+        names = {each.name for each in dataclasses.fields(self._step_class)} - {"count"}
+        options = {name: group[name] for name in names}
+        for name in ("lr", "weight_decay"):  # which may be tensors
+            options[name] = float(options[name])
+        return self._step_class(count=count, **options)
 
     def _initial_value(self, group: dict[str, Any]) -> float:
         """Return the number with which new state is filled."""

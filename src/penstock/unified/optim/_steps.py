@@ -68,7 +68,6 @@ class SgdStep(RowStep):
         return self.count == 1
 
     def numbers(self) -> tuple[float, ...]:
-        """Return the numbers for C++."""
         return (
             *(self.lr, self.weight_decay, self.momentum, self.dampening),
             *(self._is_first, self.nesterov),
@@ -77,7 +76,6 @@ class SgdStep(RowStep):
     def run_in_torch(
         self, rows: torch.Tensor, gradients: torch.Tensor, states: list[torch.Tensor]
     ) -> None:
-        """Call torch's function."""
         velocities: list[torch.Tensor | None] = [
             None if self._is_first else each for each in states
         ]
@@ -105,14 +103,12 @@ class AdagradStep(RowStep):
     eps: float
 
     def numbers(self) -> tuple[float, ...]:
-        """Return the numbers for C++."""
         lr = self.lr / (1 + (self.count - 1) * self.lr_decay)
         return lr, self.weight_decay, self.eps
 
     def run_in_torch(
         self, rows: torch.Tensor, gradients: torch.Tensor, states: list[torch.Tensor]
     ) -> None:
-        """Call torch's function."""
         adagrad(
             [rows],
             [gradients],
@@ -135,7 +131,6 @@ class AdamStep(RowStep):
     amsgrad: bool
 
     def numbers(self) -> tuple[float, ...]:
-        """Return the numbers for C++."""
         beta1, beta2 = self.betas
         step_size = self.lr / (1 - beta1**self.count)
         correction = (1 - beta2**self.count) ** 0.5
@@ -147,7 +142,6 @@ class AdamStep(RowStep):
     def run_in_torch(
         self, rows: torch.Tensor, gradients: torch.Tensor, states: list[torch.Tensor]
     ) -> None:
-        """Call torch's function."""
         adam(
             [rows],
             [gradients],

@@ -31,12 +31,8 @@ def gather(
 ) -> torch.Tensor:
     """Return `table[index]` for integers of any shape; see `UnifiedTensor.gather_rows`.
 
-    Args:
-        table: Table of shape (num_rows, *row).
-        index: Integers, on the CPU or a GPU.
-        out: Memory for the rows.
-        negative: Whether indices below zero count from the end.
-        padding_index: Row that gets no gradient, as in `torch.nn.functional.embedding`.
+    With `negative` indices below zero count from the end. The row `padding_index` gets no gradient,
+    as in `torch.nn.functional.embedding`.
     """
     check_index(index)
     differentiable = torch.is_grad_enabled() and table.requires_grad
