@@ -109,7 +109,7 @@ def test_a_file_without_room_is_an_error_and_leaves_nothing(tmp_path, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(file_layout.os, "posix_fallocate", no_space)
-    with pytest.raises(StoreFullError, match=r"table of 1\.00 MiB cannot be made there: No space"):
+    with pytest.raises(StoreFullError, match=r"cannot be made as a table of 1\.00 MiB: No space"):
         create(tmp_path / "table", (2**18 - 1024, 1), torch.float32)
     assert list(tmp_path.iterdir()) == []
 

@@ -13,7 +13,7 @@ import threading
 from operator import attrgetter
 
 from penstock.errors import StoreError, StoreUnavailableError
-from penstock.unified.file.layout import PAGE_BYTES, RowLayout, file_id
+from penstock.unified.file.layout import PAGE_BYTES, RowLayout, file_id, store_error
 
 logger = logging.getLogger(__name__)
 
@@ -115,11 +115,7 @@ class PooledFile:
                 self._direct = False
             fd = os.open(path, flags)
         except OSError as error:
-            raise StoreError(
-                f"{self._path} cannot be opened: {os.strerror(error.errno or 0)}",
-                path=self._path,
-                errno=error.errno,
-            ) from error
+            raise store_error(error, self._path, "cannot be opened", StoreError) from error
         if self._at_random:  # no reading ahead
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         return fd, 1
@@ -147,12 +143,8 @@ def open_file(path: str, flags: int) -> int:
     try:
         return os.open(path, flags | os.O_CLOEXEC)
     except OSError as error:
-        raise StoreUnavailableError(
-            f"{path} cannot be opened{'' if flags == os.O_RDONLY else ' for writing'}: "
-            f"{os.strerror(error.errno or 0)}",
-            path=path,
-            errno=error.errno,
-        ) from error
+        problem = "cannot be opened" + ("" if flags == os.O_RDONLY else " for writing")
+        raise store_error(error, path, problem, StoreUnavailableError) from error
 
 
 def replaced_error(path: str) -> StoreUnavailableError:

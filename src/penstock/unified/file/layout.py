@@ -38,7 +38,7 @@ from penstock.units import format_bytes
 PAGE_BYTES = 4096
 _MAGIC = b"PENSTOCK"
 _VERSION = 1
-FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _MAX_HEADER_BYTES = 64 * 2**20  # of a foreign file: a longer one is no header
 _MAX_COUNT = 2**62  # of elements or bytes: offsets stay below 2^63
 _AT_FDCWD, _AT_EMPTY_PATH = -100, 0x1000
@@ -136,11 +136,7 @@ def open_layout(source: str | os.PathLike[str]) -> RowLayout:
             identity = file_id(file.fileno())
             num_bytes = os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise StoreUnavailableError(
-            f"{path} cannot be opened: {os.strerror(error.errno or 0)}",
-            path=path,
-            errno=error.errno,
-        ) from error
+        raise store_error(error, path, "cannot be opened", StoreUnavailableError) from error
     if num_bytes < layout.end:
         raise StoreError(
             f"{path} is shorter than its header says: a table of shape {layout.shape} and "
@@ -150,6 +146,13 @@ def open_layout(source: str | os.PathLike[str]) -> RowLayout:
             offset=num_bytes,
         )
     return dataclasses.replace(layout, file_id=identity, file_bytes=num_bytes)
+
+
+def store_error(error: OSError, path: str, problem: str, kind: type[StoreError]) -> StoreError:
+    """Return the error of a failed system call; `StoreFullError` if there is no room."""
+    kind = StoreFullError if error.errno in _FULL_ERRORS else kind
+    message = f"{path} {problem}: {os.strerror(error.errno or 0)}"
+    return kind(message, path=path, errno=error.errno)
 
 
 def file_id(file: int | str) -> FileId:
@@ -224,13 +227,8 @@ def create(path: str | os.PathLike[str], shape: tuple[int, ...], dtype: torch.dt
             errno=error.errno,
         ) from error
     except OSError as error:
-        kind = StoreFullError if error.errno in FULL_ERRORS else StoreUnavailableError
-        raise kind(
-            f"{layout.path}: a table of {format_bytes(num_bytes)} cannot be made there: "
-            f"{os.strerror(error.errno or 0)}",
-            path=layout.path,
-            errno=error.errno,
-        ) from error
+        problem = f"cannot be made as a table of {format_bytes(num_bytes)}"
+        raise store_error(error, layout.path, problem, StoreUnavailableError) from error
     return layout
 
 

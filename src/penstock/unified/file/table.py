@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from penstock.errors import StoreFullError, StoreReadError, StoreWriteError
+from penstock.errors import StoreReadError, StoreWriteError
 from penstock.unified._report import UnifiedReport
 from penstock.unified._row_index import as_index, resolve_index
 from penstock.unified._table import CPU, Table
@@ -20,7 +20,7 @@ from penstock.unified.file._journal import forget_journal, recover
 from penstock.unified.file._pool import open_file
 from penstock.unified.file._rows import RowReader, write_places
 from penstock.unified.file._source import RowSource
-from penstock.unified.file.layout import FULL_ERRORS, RowLayout, create, open_layout
+from penstock.unified.file.layout import RowLayout, create, open_layout, store_error
 from penstock.unified.file.writer import (
     TICK_NANOSECONDS,
     RowWriter,
@@ -228,11 +228,8 @@ def copy_to_file(table: HostTable | FileTable, path: str | os.PathLike[str]) -> 
             os.fsync(file)
         except OSError as error:
             os.unlink(layout.path)
-            kind = StoreFullError if error.errno in FULL_ERRORS else StoreWriteError
-            raise kind(
-                f"{layout.path} could not be written: {os.strerror(error.errno or 0)}",
-                path=layout.path,
-                errno=error.errno,
+            raise store_error(
+                error, layout.path, "could not be written", StoreWriteError
             ) from error
         except BaseException:
             os.unlink(layout.path)

@@ -26,11 +26,11 @@ import numpy as np
 import torch
 
 from penstock.compat.autograd import set_grad_enabled
-from penstock.errors import StoreFullError, StoreUnavailableError, StoreWriteError
+from penstock.errors import StoreUnavailableError, StoreWriteError
 from penstock.unified.file._journal import SUFFIX, Change, recover, try_lock, unlock, write_journal
 from penstock.unified.file._pool import open_file, replaced_error
 from penstock.unified.file._rows import read_places, write_places
-from penstock.unified.file.layout import FULL_ERRORS, FileId, RowLayout, file_id
+from penstock.unified.file.layout import FileId, RowLayout, file_id, store_error
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -239,12 +239,7 @@ class TableFile:
         try:
             yield
         except OSError as error:
-            kind = StoreFullError if error.errno in FULL_ERRORS else StoreWriteError
-            raise kind(
-                f"rows of {self._path} could not be written: {os.strerror(error.errno or 0)}",
-                path=self._path,
-                errno=error.errno,
-            ) from error
+            raise store_error(error, self._path, "could not be written", StoreWriteError) from error
 
     def _reset_after_fork(self) -> None:
         """Reset the state in a forked child: its parent's batch and lock are not its own."""
