@@ -34,7 +34,7 @@ def run(source: str, directory: Path) -> str:
     return done.stdout
 
 
-def test_the_placement_rules_are_those_of_the_code():
+def test_the_rules_of_tables_are_those_of_the_code():
     assert rule_table() in (REPOSITORY / "docs" / "unified.md").read_text()
 
 

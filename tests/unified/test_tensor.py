@@ -1,4 +1,4 @@
-"""A table behaves as the tensor that it was made from, apart from what the placement rules say."""
+"""A table behaves as the tensor that it was made from, apart from its overrides."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Launches:
 
 @pytest.fixture
 def launches(monkeypatch):
-    """What `_device_rows` launches, compiled as on a GPU, from tensors that are here."""
+    """What `_rows` launches, compiled as on a GPU, from tensors that are here."""
     from penstock.unified.device import _kernels
 
     found = {}

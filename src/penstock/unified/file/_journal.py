@@ -405,7 +405,7 @@ def _open_same_layout(source: str, entry: dict[str, Any]) -> RowLayout | None:
 
 
 @dataclasses.dataclass
-class _Comparison:
+class _RowComparison:
     """The rows of a file, compared with those of a journal."""
 
     has_new: bool = False
@@ -414,8 +414,8 @@ class _Comparison:
     """Whether it has bytes of neither."""
 
 
-def _compare(fd: int, change: Change) -> _Comparison:
-    comparison = _Comparison()
+def _compare(fd: int, change: Change) -> _RowComparison:
+    comparison = _RowComparison()
     step = max(1, (16 << 20) // max(1, change.layout.row_bytes))
     for start in range(0, len(change.rows), step):
         part = slice(start, start + step)

@@ -95,7 +95,7 @@ class RowReader:
         if self._library is None:
             self._read_in_python(resolve_index(index, self.layout.num_rows, negative), out)
             return
-        layout, outcome = self.layout, struct_type(_Outcome)()
+        layout, outcome = self.layout, struct_type(_ReadOutcome)()
         long_bytes = min(_LONG_READ_BYTES, out.nbytes) if in_order else 0
         with self._file as fd:
             self._library.penstock_read_rows(
@@ -323,7 +323,7 @@ def _call(
     rows: np.ndarray,
     content: np.ndarray,
 ) -> None:
-    outcome = struct_type(_Outcome)()
+    outcome = struct_type(_ReadOutcome)()
     places = rows.ctypes.data, len(rows), content.ctypes.data
     function(fd, ctypes.byref(layout.struct), *places, ctypes.byref(outcome))
     if outcome.status:
@@ -334,7 +334,7 @@ def _call(
 
 
 @dataclasses.dataclass
-class _Outcome:
+class _ReadOutcome:
     """The struct `Outcome` of `file_rows.cpp`."""
 
     status: int

@@ -50,7 +50,7 @@ FileId = tuple[int, int, bytes]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Layout:
+class _LayoutStruct:
     """The struct `Layout` of `file_rows.cpp`."""
 
     offset: int
@@ -87,7 +87,7 @@ class RowLayout:
     def struct(self) -> ctypes.Structure:
         """The same as the struct `Layout` of `file_rows.cpp`."""
         numbers = self.offset, self.num_rows, self.row_bytes, self.rows_per_block, self.block_bytes
-        return to_struct(_Layout(*numbers))
+        return to_struct(_LayoutStruct(*numbers))
 
     @property
     def num_rows(self) -> int:
