@@ -123,7 +123,8 @@ def file_rows(table_bytes: int, directory: str | None, count: int, where: Any) -
             "unify": functools.partial(timed, from_table, count),
             "numpy.memmap, MADV_RANDOM": functools.partial(timed, memmap, few),
             **{
-                name: functools.partial(timed, each.read_rows, count) for name, each in readers.items()
+                name: functools.partial(timed, each.read_rows, count)
+                for name, each in readers.items()
             },
         }
         depth = best_fio_depth(path, count)
