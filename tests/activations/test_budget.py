@@ -31,7 +31,7 @@ def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 
 def saved_bytes(store, model: nn.Module, batch: int) -> tuple[int, int]:
-    """What one step saves, in all and at most in one storage."""
+    """Return the bytes that one step saves, in all and at most in one storage."""
     with penstock.offload(store, policy="all", min_bytes="1GiB") as offload:
         gradients(model, batch)
     return offload.report().saved_bytes, batch * HIDDEN * 4

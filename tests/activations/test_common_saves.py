@@ -103,7 +103,7 @@ def hooks_without_python(offload: penstock.activations.Offload, otherwise: Any) 
 
 
 def facts(handle: Any, tensor: torch.Tensor) -> Any:
-    """What there is to know of a handle but which objects it is made of."""
+    """Return a handle's content without the identities of its objects."""
     if type(handle) is tuple:
         alias, version, chunk = handle
     elif isinstance(handle, SmallHandle):

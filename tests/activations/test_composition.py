@@ -352,7 +352,7 @@ def test_batch_norm(everything, frozen_statistics):
 
 
 class TiedLanguageModel(nn.Module):
-    """The embedding is the output projection too; a buffer is shared with nobody."""
+    """The embedding is the output projection too; a buffer is shared with nothing."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ CASES = ["ddp", "fsdp2", "fsdp2 kept", "fsdp2 checkpoint", "fsdp2 bfloat16", "fs
 
 @pytest.fixture(scope="module")
 def results(real_disk: Path) -> list[dict[str, Any]]:
-    """What each rank saw, by case: all cases share one start of torchrun, which takes longest."""
+    """Results of each rank, by case: all cases share one start of torchrun, which takes longest."""
     with tempfile.TemporaryDirectory(prefix="penstock-test-", dir=real_disk) as temporary:
         output, store = Path(temporary, "output"), Path(temporary, "store")
         output.mkdir()

@@ -42,7 +42,7 @@ pytestmark = [
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """What the process holds, as far as an Offload may have a part in it."""
+    """Resources of the process that an Offload may hold."""
 
     num_objects: int
     num_threads: int

@@ -1,4 +1,4 @@
-"""What autograd can do with a saved tensor, it can do with an offloaded one."""
+"""Offloaded tensors serve autograd in every way in which saved ones do."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ EXCEPTIONS = {
 
 @dataclasses.dataclass
 class Tally:
-    """What was really compared, so that the test cannot pass without comparing."""
+    """Count of what was compared, so that the test cannot pass without comparing."""
 
     tried: set[str] = dataclasses.field(default_factory=set)
     compared: set[str] = dataclasses.field(default_factory=set)
@@ -235,7 +235,7 @@ def copied(value: Any, *, leaves: bool) -> Any:
 
 
 def compare(found: Outcome, expected: Outcome) -> str | None:
-    """What differs, or None."""
+    """Return what differs, or None."""
     if len(found) != len(expected):
         return f"found {found}, stock gives {expected}"
     for index, (ours, stock) in enumerate(zip(found, expected, strict=True)):
@@ -248,7 +248,7 @@ def compare(found: Outcome, expected: Outcome) -> str | None:
 
 
 def identical(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether every bit agrees, or both are NaN."""
+    """Return whether every bit agrees, or both are NaN."""
     if (a.dtype, a.shape, a.layout) != (b.dtype, b.shape, b.layout):
         return False
     if a.layout is torch.strided and a.stride() != b.stride():

@@ -1,4 +1,4 @@
-"""How far reads run ahead of a backward pass, in bytes."""
+"""Distance that reads run ahead of a backward pass, in bytes."""
 
 from __future__ import annotations
 

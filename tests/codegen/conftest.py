@@ -1,4 +1,4 @@
-"""What the tests of codegen share: a cache of their own."""
+"""Fixture of the tests of codegen: a cache of their own."""
 
 from pathlib import Path
 

@@ -25,7 +25,7 @@ def wait_until_nothing_is_resident(offload: penstock.activations.Offload) -> Non
 
 
 def nothing_is_held(offload: penstock.activations.Offload, seconds: float = 5.0) -> bool:
-    """Whether every record is gone, as soon as a thread has seen its handles die."""
+    """Return whether every record is gone, as soon as a thread has seen its handles die."""
     deadline = time.monotonic() + seconds
     while True:
         offload._engine.settle()

@@ -39,7 +39,7 @@ OPTIONS = [
 
 
 class Came(BaseException):
-    """What a handler raises."""
+    """Exception of a handler."""
 
 
 def gradient() -> torch.Tensor:

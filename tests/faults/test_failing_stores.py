@@ -117,7 +117,7 @@ def mounted(*arguments: str) -> Iterator[Path]:
 
 @pytest.mark.filterwarnings("ignore::penstock.errors.StoreWarning")  # tmpfs is RAM
 def test_file_system_full_in_the_middle_of_a_step():
-    """Somebody else fills the disk between two layers."""
+    """Another program fills the disk between two layers."""
     reserve = 64 * MIB  # what Penstock leaves free for everyone else
     with mounted("-t", "tmpfs", "-o", f"size={reserve + 40 * MIB}", "tmpfs") as directory:
         with offloading(directory) as offload:

@@ -55,7 +55,7 @@ def folder(real_disk, tmp_path_factory) -> Path:
 
 @pytest.fixture(params=["io_uring", "threads", "python"])
 def method(request, monkeypatch) -> str:
-    """How rows of files are read; io_uring only where the kernel allows it."""
+    """Ways to read rows of files; io_uring only where the kernel allows it."""
     if request.param == "python":
         monkeypatch.setattr(_rows, "get_library", lambda: None)
     original = RowReader.__init__
@@ -207,7 +207,7 @@ def test_an_optimizer_killed_in_the_middle_of_a_step(folder):
             assert os.read(reading, 1) == b"."
             time.sleep(numbers.uniform(0, 0.03))
         names = ("", ".exp_avg", ".exp_avg_sq", ".step")
-        order = names if number % 2 else names[::-1]  # whoever is opened first mends all
+        order = names if number % 2 else names[::-1]  # the first one that is opened mends all
         tables = {name: unify(f"{path}{name}") for name in order}
         count = int(tables[".step"][0])
         assert count > done

@@ -1,4 +1,4 @@
-"""What goes out and comes back: noise of any length at an address of choice."""
+"""Round trips through a file: noise of any length at an address of choice."""
 
 import numpy as np
 

@@ -35,7 +35,7 @@ def block(num_bytes: int, value: int | None = None) -> torch.Tensor:
 
 
 def resident_bytes() -> int:
-    """What the operating system counts as this process's memory."""
+    """Memory of this process as the operating system counts it."""
     num_pages = int(Path("/proc/self/statm").read_text().split()[1])
     return num_pages * os.sysconf("SC_PAGE_SIZE")
 

@@ -1,4 +1,4 @@
-"""What goes into the extent file comes out, or an error says why: no wrong bytes and no leaks."""
+"""Bytes that go into the extent file come out, or an error is raised: none wrong, none leaked."""
 
 import contextlib
 import gc

@@ -22,7 +22,7 @@ def test_rounding(num_bytes, multiple, up, down):
 
 
 def smaps_of(address: int) -> str:
-    """What the kernel says about the mapping that holds an address."""
+    """Return the kernel's flags of the mapping that holds an address."""
     found = False
     with open("/proc/self/smaps") as lines:
         for line in lines:

@@ -18,7 +18,7 @@ def cuda(monkeypatch) -> SimulatedCuda:
 
 @pytest.fixture
 def asked(monkeypatch) -> list[str]:
-    """What the CUDA runtime is asked for."""
+    """Questions to the CUDA runtime."""
     asked: list[str] = []
     library = SimpleNamespace(cudaGetLastError=lambda: asked.append("last error"))
     monkeypatch.setattr(pinned, "_runtime_library", lambda: library)

@@ -13,7 +13,7 @@ from penstock.memory._mailbox import Mailbox
 
 
 class Came(BaseException):
-    """What a handler raises."""
+    """Exception of a handler."""
 
 
 def raising(number: int, frame: object) -> None:

@@ -1,4 +1,4 @@
-"""The staging pool never holds more than its budget, and who waits for it is served in turn."""
+"""The staging pool never holds more than its budget, and requests that wait are served in turn."""
 
 import gc
 import random
@@ -101,7 +101,7 @@ def test_trying_never_waits_and_never_overtakes():
     assert pool.try_acquire(3 * PAGE) is None
     waiter = in_thread(lambda: pool.acquire(2 * PAGE).release())
     wait_until(lambda: pool._waiting)
-    assert pool.try_acquire(PAGE) is None  # there is room, but somebody is first
+    assert pool.try_acquire(PAGE) is None  # there is room, but another request is first
     held.release()
     waiter.join(timeout=10)
     assert pool.try_acquire(2 * PAGE) is not None
@@ -206,7 +206,7 @@ def test_release_never_waits():
     wait_until(lambda: pool._waiting)
     with pool._mailbox:
         buffer.release()  # a lock that waited would hang here
-    waiter.join(timeout=10)  # who waits hears of it although nobody else comes by
+    waiter.join(timeout=10)  # it is woken although no other call is made
     assert not waiter.is_alive()
     assert pool.used_bytes == 0
 

@@ -1,4 +1,4 @@
-"""The throttle keeps its rate, whoever asks and however much; mostly on a clock that tests move."""
+"""The throttle keeps its rate for requests of any length; mostly on a clock that tests move."""
 
 import threading
 
@@ -72,7 +72,7 @@ def test_the_rate_is_never_exceeded(rate: float, requests: list[tuple[int, float
 
 
 class SharedClock(Clock):
-    """Moves on to whoever wakes next once all its threads sleep, however busy the machine is."""
+    """Clock that moves on to the next wake-up once all its threads sleep."""
 
     def __init__(self, num_threads: int) -> None:
         super().__init__()

@@ -166,7 +166,7 @@ class SimulatedCuda:
         return 0
 
     def is_registered(self, tensor: torch.Tensor) -> bool:
-        """Whether copies of that memory run beside the host."""
+        """Return whether copies of that memory run beside the host."""
         begin = tensor.data_ptr()
         end = begin + tensor.numel() * tensor.element_size()
         return any(start <= begin and end <= start + n for start, n in self.registered.items())
@@ -382,7 +382,7 @@ def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator
 
 
 def _plain(schema: Any) -> bool:
-    """Whether an operator gives the host a number."""
+    """Return whether an operator gives the host a number."""
     return any("Tensor" not in str(each.type) for each in schema.returns)
 
 

@@ -10,7 +10,7 @@ from penstock.activations._account import DeviceAccount
 from penstock.activations._policy import Limits
 from penstock.activations._record import Activity, Record
 from penstock.activations._small import pack
-from penstock.activations._transfers import Reads, Writes
+from penstock.activations._transfers import RecordReads, RecordWrites
 from penstock.errors import CapacityError
 
 
@@ -35,8 +35,8 @@ class DeviceBudget:
         self,
         limits: Limits,
         account: DeviceAccount,
-        writes: Writes,
-        reads: Reads,
+        writes: RecordWrites,
+        reads: RecordReads,
         wait_while: WaitWhile,
     ) -> None:
         self._limits = limits

@@ -23,11 +23,10 @@ from penstock.activations._deferred import DeferredSaves
 from penstock.activations._policy import Limits, Policy
 from penstock.activations._reaper import Reaper
 from penstock.activations._record import Activity, HandleWatch, Record, RecordTable, SavedHandle
-from penstock.activations._record import not_in_child as _not_in_child
 from penstock.activations._routes import Route
 from penstock.activations._small import Chunk, SmallHandle, SmallSaves, unpack
 from penstock.activations._steps import StepTracker
-from penstock.activations._transfers import Callbacks, Changed, Reads, Writes
+from penstock.activations._transfers import Callbacks, Changed, RecordReads, RecordWrites
 from penstock.compat.autograd import current_graph_task_id
 from penstock.errors import PenstockError, StoreError, stacklevel_of_user
 from penstock.memory import Ledger, deferred_signals, interruptible, uninterrupted
@@ -65,8 +64,8 @@ class Engine:
         self._busy: dict[int, Record] = {}  # in a transfer, dead or alive
         callbacks = Callbacks(self._changed, self._collect, self._fail)
         parts = callbacks, self.steps, self._account, self._busy
-        self._writes = Writes(*parts)
-        self._reads = Reads(*parts, self._records, limits)
+        self._writes = RecordWrites(*parts)
+        self._reads = RecordReads(*parts, self._records, limits)
         self._budget = DeviceBudget(
             limits, self._account, self._writes, self._reads, self._wait_while
         )
@@ -225,8 +224,8 @@ class Engine:
         """Return the tensor of a handle whose chunk was packed; all of the chunk comes back."""
         record = handle.chunk.record
         in_backward = current_graph_task_id() != -1
-        if self.disowned and record.storage is None:
-            raise _not_in_child()
+        if self.disowned:
+            record.require_storage()
         with self._lock:
             self._collect()
             self.steps.note_used(record.entry, in_backward=in_backward)

@@ -60,6 +60,7 @@ class GdsRoute:
         self._ledger = ledger
         self._device_file = device_file
         self._memory = memory
+        self.mark, self.mark_again = memory.mark, memory.mark_again
 
     @classmethod
     def for_cuda(cls, file: ExtentFile, ledger: Ledger) -> GdsRoute:
@@ -78,14 +79,6 @@ class GdsRoute:
                 f"({error}). Install it with pip install 'penstock[gds]', or leave gpu_direct out."
             ) from error
         return cls(file, ledger, device_file=device_file, memory=CudaMemory())
-
-    def mark(self, device: torch.device) -> Any:
-        """Return a token for all that was launched on the device until now."""
-        return self._memory.mark(device)
-
-    def mark_again(self, ready: Any) -> Any:
-        """Return a token that includes the operator that did the saving."""
-        return self._memory.mark_again(ready)
 
     def store(self, storage: torch.UntypedStorage, ready: Any) -> tuple[Extent, Any]:
         """Write the storage; raises StoreError and keeps nothing if that fails."""

@@ -66,6 +66,7 @@ class HostRoute:
     ) -> None:
         self._ledger = ledger
         self._copies = copies
+        self.mark, self.mark_again, self.settle = copies.mark, copies.mark_again, copies.settle
         self._file = file
         budget = int(available_ram() * _DEFAULT_SHARE) if host_memory is None else host_memory
         self._bounce_bytes = 0
@@ -79,14 +80,6 @@ class HostRoute:
         self._cached: OrderedDict[int, HostCopy] = OrderedDict()  # oldest first
         self._num_arriving = 0  # buffers that are being filled, and can be spilled afterwards
         self._leaving: deque[HostCopy] = deque()  # discarded, and still read by the device
-
-    def mark(self, device: torch.device) -> Any:
-        """Return a token for all that was launched on the device until now."""
-        return self._copies.mark(device)
-
-    def mark_again(self, ready: Any) -> Any:
-        """Return a token that includes the operator that did the saving."""
-        return self._copies.mark_again(ready)
 
     def store(self, storage: torch.UntypedStorage, ready: Any) -> HostCopy:
         """Copy the storage to host memory, making room there first.
@@ -135,10 +128,6 @@ class HostRoute:
             return storage, 0, copy.token
         finally:
             self._end_busy(copy)
-
-    def settle(self, ready: Any, storage: torch.UntypedStorage | None) -> None:
-        """Order the current computation after the copy."""
-        self._copies.settle(ready, storage)
 
     def discard(self, copy: HostCopy) -> None:
         """Free the copy's bytes, wherever they are, now or when what uses them has ended."""

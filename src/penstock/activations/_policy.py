@@ -54,7 +54,7 @@ class Limits:
 
     @property
     def has_budget(self) -> bool:
-        """Whether the device tier is limited."""
+        """True if the device tier is limited."""
         return self.device_memory is not None
 
     @property
@@ -126,7 +126,7 @@ class AutoPolicy(Policy):
 
     @property
     def has_amount(self) -> bool:  # type: ignore[override]
-        """Whether a step of this kind has shown what a device budget demands."""
+        """True if a step of this kind has shown what a device budget demands."""
         return self._limits.has_budget and self._amount is not None
 
     def begin_step(self) -> None:
@@ -297,6 +297,16 @@ def count_hidden(entries: Sequence[SavedEntry], rates: MeasuredRates, *, window_
     return low
 
 
+def _write_ends(entries: Sequence[SavedEntry], bytes_per_second: float) -> dict[int, float]:
+    # Storage i of b_i bytes is saved at p_i and used at u_i, on the clock of the undisturbed step.
+    # Its write ends at w_i = max(w_(i-1), p_i) + b_i / W.
+    written, free = {}, 0.0
+    for entry in entries:
+        free = max(free, entry.packed_seconds) + entry.num_bytes / bytes_per_second
+        written[id(entry)] = free
+    return written
+
+
 def simulate_delay(
     entries: Sequence[SavedEntry], count: int, rates: MeasuredRates, *, window_bytes: int
 ) -> float | None:
@@ -310,13 +320,7 @@ def simulate_delay(
     write = rates.write_bytes_per_second * _RATE_MARGIN
     read = rates.read_bytes_per_second * _RATE_MARGIN
     offloaded = [entry for entry in entries[:count] if entry.offloadable]
-    # Storage i of b_i bytes is saved at p_i and used at u_i, on the clock of the undisturbed step.
-    # Its write ends at w_i = max(w_(i-1), p_i) + b_i / W.
-    written: dict[int, float] = {}
-    free = 0.0
-    for entry in offloaded:
-        free = max(free, entry.packed_seconds) + entry.num_bytes / write
-        written[id(entry)] = free
+    written = _write_ends(offloaded, write)
     used = {id(entry): entry.used_seconds for entry in entries if entry.used_seconds is not None}
     # (time of use, bytes) of what is in memory: kept, or read ahead
     resident = [

@@ -162,6 +162,20 @@ class Record:
             return None
         return storage
 
+    def require_storage(self) -> torch.UntypedStorage:
+        """Return the storage in a forked process, whose parent owns the file.
+
+        Raises:
+            StoreError: The bytes are in the file.
+        """
+        if self.storage is None:
+            raise StoreError(
+                "this process was forked from one that had offloaded this saved tensor, and the "
+                "parent owns the store. Run the backward pass in the process that ran the forward "
+                "pass, or fork before it."
+            )
+        return self.storage
+
 
 class RecordTable:
     """All living records, by storage and in the order of saving.
@@ -267,10 +281,7 @@ class SavedHandle:
 
     def restore_in_child(self) -> torch.Tensor:
         """Return the saved tensor in a forked process, which has the fork's memory and no store."""
-        storage = self.record.storage
-        if storage is None:
-            raise not_in_child()
-        return self.restore(storage, self.record.shift)
+        return self.restore(self.record.require_storage(), self.record.shift)
 
 
 def view_of(tensor: torch.Tensor) -> View:
@@ -306,15 +317,6 @@ def version_probe(tensor: torch.Tensor) -> torch.Tensor:
     probe = tensor.detach()
     probe.data = _empty(tensor.dtype, tensor.device)
     return probe
-
-
-def not_in_child() -> StoreError:
-    """Return the error for saved tensors that are in the file of a forked process's parent."""
-    return StoreError(
-        "this process was forked from one that had offloaded this saved tensor, and the parent "
-        "owns the store. Run the backward pass in the process that ran the forward pass, or fork "
-        "before it."
-    )
 
 
 def changed_in_place(

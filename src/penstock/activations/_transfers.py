@@ -57,7 +57,7 @@ class Changed:
             self.lock.acquire()
 
     def renew(self) -> None:
-        """In a forked child: a thread that is not there may hold the lock."""
+        """Replace the lock in a forked child: a thread that is not there may hold it."""
         self.lock = threading.Lock()
         self._waiting.clear()
 
@@ -155,14 +155,14 @@ class Workers:
                         self._changed.wait()
 
 
-class Writes:
+class RecordWrites:
     """Records on their way out.
 
     Args:
         callbacks: The engine's.
         steps: Clocks and sums of the step.
         account: Of the device tier.
-        busy: Records in a transfer, dead or alive, by number; shared with `Reads`.
+        busy: Records in a transfer, dead or alive, by number; shared with `RecordReads`.
 
     Attributes:
         backlog_bytes: Bytes of records that are queued or being written.
@@ -268,14 +268,14 @@ class Writes:
             self._account.remove(record)
 
 
-class Reads:
+class RecordReads:
     """Records on their way back.
 
     Args:
         callbacks: The engine's.
         steps: Clocks and sums of the step.
         account: Of the device tier.
-        busy: Records in a transfer, dead or alive, by number; shared with `Writes`.
+        busy: Records in a transfer, dead or alive, by number; shared with `RecordWrites`.
         records: All living records.
         limits: Of the engine: reads run ahead within them.
 

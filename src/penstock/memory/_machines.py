@@ -95,16 +95,18 @@ def machine(name: str) -> MachineProfile:
         },
         links={Link.DEVICE_TO_HOST: pcie, Link.HOST_TO_DEVICE: pcie},
         memcpy=_rate(_MEMCPY),
-        compute=ComputeProfile(
-            flops_per_second={
-                dtype: rate * 1e12 * ARITHMETIC_FRACTION
-                for dtype, rate in published.teraflops.items()
-            },
-            memory_bytes_per_second=published.memory_gigabytes_per_second * 1e9 * MEMORY_FRACTION,
-            launch_seconds=_LAUNCH_SECONDS,
-            source=f"datasheet, {ARITHMETIC_FRACTION:.0%} of arithmetic, {MEMORY_FRACTION:.0%} of "
-            "memory",
-        ),
+        compute=_compute(published),
+    )
+
+
+def _compute(published: _Published) -> ComputeProfile:
+    teraflops = published.teraflops.items()
+    return ComputeProfile(
+        flops_per_second={dtype: rate * 1e12 * ARITHMETIC_FRACTION for dtype, rate in teraflops},
+        memory_bytes_per_second=published.memory_gigabytes_per_second * 1e9 * MEMORY_FRACTION,
+        launch_seconds=_LAUNCH_SECONDS,
+        source=f"datasheet, {ARITHMETIC_FRACTION:.0%} of arithmetic, {MEMORY_FRACTION:.0%} of "
+        "memory",
     )
 
 

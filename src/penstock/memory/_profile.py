@@ -153,7 +153,7 @@ class MachineProfile:
 
     @property
     def was_busy(self) -> bool:
-        """Whether other processes took so much of the machine that its rates are too low."""
+        """True if other processes took so much of the machine that its rates are too low."""
         return (self.load or 0.0) > MAX_LOAD or self.spread > MAX_SPREAD
 
     def while_both_are_busy(self) -> MachineProfile:

@@ -7,6 +7,7 @@ not even SIGKILL leaves anything behind.
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import warnings
@@ -134,34 +135,25 @@ def open_nameless(path: str) -> OpenFile:
         raise StoreUnavailableError(
             f"store {path!r} {problem}; pass an existing directory on a local disk", path=path
         )
-    for direct in (True, False):
-        for nameless in (True, False):
-            try:
-                fd = _open(path, direct=direct, nameless=nameless)
-            except OSError as error:
-                if error.errno in _NOT_SUPPORTED:
-                    continue
-                raise StoreUnavailableError(
-                    f"store {path!r} cannot be used: {error.strerror} (errno {error.errno}); "
-                    "pass a directory that this user may write",
-                    path=path,
-                    errno=error.errno,
-                ) from error
-            try:
-                alignment = _address_alignment(fd) if direct else None
-            except BaseException:
-                os.close(fd)
-                raise
-            if alignment is not None:
-                return OpenFile(fd, True, alignment, DIRECT_IO_BYTES)
-            if not direct:
-                _logger.warning(
-                    "store %r refuses direct I/O: its transfers go through the page cache, which "
-                    "is slower and uses memory of its own",
-                    path,
-                )
-                return OpenFile(fd, False, 1, 1)
+    for direct, nameless in itertools.product((True, False), repeat=2):
+        fd = _try_open(path, direct=direct, nameless=nameless)
+        if fd is None:
+            continue
+        if not direct:
+            _logger.warning(
+                "store %r refuses direct I/O: its transfers go through the page cache, which is "
+                "slower and uses memory of its own",
+                path,
+            )
+            return OpenFile(fd, False, 1, 1)
+        try:
+            alignment = _address_alignment(fd)
+        except BaseException:
             os.close(fd)
+            raise
+        if alignment is not None:
+            return OpenFile(fd, True, alignment, DIRECT_IO_BYTES)
+        os.close(fd)
     raise StoreUnavailableError(
         f"store {path!r} cannot be used: no file can be created there; pass a directory that this "
         "user may write",
@@ -219,6 +211,21 @@ def total_bytes(fd: int) -> int:
     """Return the bytes that the file system of an open file has in all."""
     statistics = os.fstatvfs(fd)
     return statistics.f_blocks * statistics.f_frsize
+
+
+def _try_open(path: str, *, direct: bool, nameless: bool) -> int | None:
+    """Open a file in one of the ways; None where the file system does not have it."""
+    try:
+        return _open(path, direct=direct, nameless=nameless)
+    except OSError as error:
+        if error.errno in _NOT_SUPPORTED:
+            return None
+        raise StoreUnavailableError(
+            f"store {path!r} cannot be used: {error.strerror} (errno {error.errno}); pass a "
+            "directory that this user may write",
+            path=path,
+            errno=error.errno,
+        ) from error
 
 
 def _open(path: str, *, direct: bool, nameless: bool) -> int:

@@ -249,7 +249,7 @@ class Arena {
     size_t wanted = 4 * static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
     wanted = std::clamp(std::bit_ceil(wanted), kMinReservedBytes, kMaxReservedBytes);
     rlimit limit{};
-    // A limit on addresses counts reserved ones too: leave most of them to everybody else.
+    // A limit on addresses counts reserved ones too: leave most of them to the rest of the process.
     if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
       wanted = std::min<size_t>(wanted, limit.rlim_cur / 4 / kChunkBytes * kChunkBytes);
     for (; wanted >= kMinReservedBytes; wanted = wanted / 2 / kChunkBytes * kChunkBytes)

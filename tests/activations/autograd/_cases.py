@@ -1,4 +1,4 @@
-"""What the programs that must be as in stock PyTorch are made of, and how they are told."""
+"""Parts of the programs that must be as in stock PyTorch, and how they are compared."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def error_of(function: Callable[[], Any]) -> str:
 
 
 def outcome_of(function: Case) -> Any:
-    """What a case gives. An error counts, too; as text it keeps no frames and no graph alive."""
+    """Return a case's result. An error counts, too; as text it keeps no graph alive."""
     try:
         return function()
     except Exception as error:

@@ -52,7 +52,7 @@ def backward_in_inference_mode():
 
 @case
 def deterministic_algorithms():
-    """Which fill fresh memory with NaN, ours too."""
+    """Deterministic algorithms, which fill fresh memory with NaN, also that of reads."""
     x = leaf()
     torch.use_deterministic_algorithms(True)
     try:

@@ -58,7 +58,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
     "resize": lambda x: x.detach().resize_(7, 7),
     "set": lambda x: x.detach().set_(torch.zeros(6, 6, dtype=F64)),
     "out": lambda x: torch.sin(torch.ones(6, 6, dtype=F64), out=x.detach()),
-    "numpy": lambda x: x.detach().numpy().fill(1),  # nobody sees it, stock neither
+    "numpy": lambda x: x.detach().numpy().fill(1),  # not noticed, by stock neither
     "foreach": lambda x: torch._foreach_add_([x], 1.0),
     "random": lambda x: nn.init.uniform_(x),
 }
@@ -87,7 +87,7 @@ def tensor_saved_at_two_versions():
     with torch.no_grad():
         hidden.mul_(2)
     second = (hidden.sin() * hidden.cos()).sum()
-    del hidden  # nobody but the graphs has the bytes
+    del hidden  # only the graphs have the bytes
     return error_of(lambda: grad(first.sum(), x)), grad(second, x)
 
 

@@ -61,7 +61,7 @@ def test_handles_die_with_their_graph(everything, end):
 
 
 def test_close_right_after_the_graph_has_died(store):
-    """Whoever hears of it later, `close` counts what is dead as dead."""
+    """Deaths that no thread has noted yet count when `close` is called."""
     x = leaf()
     for _ in range(100):
         offload = penstock.offload(store, policy="all", min_bytes="0B")
@@ -146,7 +146,7 @@ def test_forward_and_backward_in_threads(everything):
 
 
 def test_saving_leaves_the_version_counter_alone(everything):
-    """It is everybody's: PyTorch compares it before and after each pack hook, in every thread."""
+    """It is shared: PyTorch compares it before and after each pack hook, in every thread."""
     shared, weight, versions = leaf() * 1, leaf(), set()
 
     def look(frame: Any, event: str, argument: Any) -> Any:

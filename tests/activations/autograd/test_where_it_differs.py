@@ -1,4 +1,4 @@
-"""Where a program can tell: what PyTorch forbids under hooks, and what differs from stock."""
+"""Differences from stock that a program can see, and what PyTorch forbids under hooks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FORBIDDEN: dict[str, tuple[str, Case]] = {
         lambda: torch.func.hessian(lambda x: x.sin().sum())(torch.ones(3)),
     ),
 }
-"""What PyTorch itself refuses while hooks are active, with the reason. Its error is kept."""
+"""Uses that PyTorch itself refuses while hooks are active, with the reason. Its error is kept."""
 
 DIFFERENT: dict[str, tuple[str, Callable[[], object], object, object]] = {
     "x.data = other": (
@@ -98,7 +98,7 @@ def detached_after_saving() -> None:
 
 
 def object_outlives_its_user() -> bool:
-    """Whether a saved tensor's Python object is there after `del`."""
+    """Return whether a saved tensor's Python object is there after `del`."""
     hidden = leaf() * 1
     out = hidden.sin()
     reference = weakref.ref(hidden)
@@ -196,7 +196,7 @@ def test_an_offload_inside_another(everything, store):
 
 
 def test_graph_outlives_its_offload(store):
-    """Nobody holds the Offload any more, and nobody closes it."""
+    """Nothing holds the Offload any more, and it was not closed."""
     x = leaf()
 
     def loss() -> torch.Tensor:
