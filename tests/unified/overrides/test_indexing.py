@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from torch.nn import functional
 
 from penstock.errors import WholeTableError
 from penstock.unified import empty, optim, unify
+from penstock.unified.host import table as host_table
 
 ROWS = torch.tensor([3, 1, 3, -1])
 MASK = torch.arange(12) % 3 == 0
@@ -179,3 +182,26 @@ def test_bags_with_weights_train_a_table_in_a_file(tmp_path):
     bags.sum().backward()
     optim.SGD([table], lr=1.0).step()
     assert torch.equal(table.detach()[[5, 7, 0]][:, 0], torch.tensor([-1.0, -2.0, 0.0]))
+
+
+@pytest.mark.parametrize("index", [torch.tensor([3, 1]), [3, 1], torch.arange(10) < 2])
+def test_an_index_passes_five_files_to_the_copy_loop(index, monkeypatch):
+    """With the loop's own file, `host_rows.cpp`, the road that docs/unified.md shows."""
+    library, road = host_table._library(), []
+    if library is None:
+        pytest.skip("there is no compiler")
+
+    def read_rows(*arguments):
+        frame = sys._getframe(1)
+        while frame is not None:
+            _, inside, path = frame.f_code.co_filename.partition("/penstock/unified/")
+            road.extend([path] if inside and path not in road else [])
+            frame = frame.f_back
+        return library.penstock_read_rows(*arguments)
+
+    monkeypatch.setattr(
+        host_table, "_library", lambda: types.SimpleNamespace(penstock_read_rows=read_rows)
+    )
+    assert unify(torch.randn(10, 4))[index].shape == (2, 4)
+    names = ("host/table", "overrides/gather", "overrides/_indexing", "overrides/registry")
+    assert road == [f"{name}.py" for name in (*names, "_tensor")]
