@@ -1,4 +1,4 @@
-"""What the parts of `unified.py` share: indices, arms measured side by side, their rows."""
+"""Helpers of the parts of `unified.py`: indices, arms measured side by side, their rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fill(table: torch.Tensor) -> None:
         flat[start:end] = piece[: end - start]
 
 
-def measured(
+def measure(
     arms: dict[str, Arm], draw: Callable[[], torch.Tensor], out: torch.Tensor, repetitions: int
 ) -> dict[str, list[float]]:
     """Seconds of every arm, each time for indices that `draw` has made."""

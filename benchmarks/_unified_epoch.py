@@ -124,7 +124,7 @@ def tiled_graph(path: Path) -> tuple[Any, Any]:
     """Labels of copies of the graph, side by side, and a sampler of all of them."""
     from torch_geometric.data import Data
 
-    from penstock.unified import NeighborSampler
+    from penstock.traversal import NeighborSampler
 
     file = np.load(path)
     edges = torch.from_numpy(file["edges"]).t().contiguous()

@@ -88,8 +88,8 @@ def best_fio_depth(path: Path, count: int) -> int | None:
 def file_rows(table_bytes: int, directory: str | None, count: int, where: Any) -> list[Any]:
     """Random rows of a file, nothing of it in memory."""
     from penstock.unified import unify
-    from penstock.unified._file_rows import RowReader
-    from penstock.unified._row_file import open_layout
+    from penstock.unified.file._rows import RowReader
+    from penstock.unified.file.layout import open_layout
 
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         path = Path(folder, "table.npy")
@@ -123,7 +123,8 @@ def file_rows(table_bytes: int, directory: str | None, count: int, where: Any) -
             "unify": functools.partial(timed, from_table, count),
             "numpy.memmap, MADV_RANDOM": functools.partial(timed, memmap, few),
             **{
-                name: functools.partial(timed, each.gather, count) for name, each in readers.items()
+                name: functools.partial(timed, each.read_rows, count)
+                for name, each in readers.items()
             },
         }
         depth = best_fio_depth(path, count)

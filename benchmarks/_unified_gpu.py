@@ -72,7 +72,7 @@ def gather_arms(
     unified: Any, cached: Any, on_gpu: torch.Tensor
 ) -> Callable[[int], dict[str, GpuArm]]:
     """What gathers batches of so many rows."""
-    from penstock.unified import _device_rows
+    from penstock.unified.device import _rows as device_rows
 
     table = unified.cpu()
     alias = alias_of(unified)
@@ -81,11 +81,11 @@ def gather_arms(
         out.copy_(torch.index_select(table, 0, cpu))
 
     def unsorted(cpu: torch.Tensor, gpu: torch.Tensor, out: torch.Tensor) -> None:
-        _device_rows.copy_rows(table, gpu, out, None, None, False, True, 0)
+        device_rows.copy_rows(table, gpu, out, None, None, False, True, 0)
 
     def in_order(cpu: torch.Tensor, gpu: torch.Tensor, out: torch.Tensor) -> None:
         rows, places = torch.sort(gpu)
-        _device_rows.copy_rows(table, rows, out, places, None, False, True, 0)
+        device_rows.copy_rows(table, rows, out, places, None, False, True, 0)
 
     def arms(count: int) -> dict[str, GpuArm]:
         pinned = torch.empty((count, *table.shape[1:]), dtype=table.dtype, pin_memory=True)
@@ -132,7 +132,7 @@ def measured_on_gpu(
 
 def alias_of(unified: Any) -> torch.Tensor:
     """The table as a tensor on the GPU, over the same host memory."""
-    alias = unified._table.on(unified._table.device).alias()
+    alias = unified._table.device_table(unified._table.device).alias()
     if alias is None:
         raise RuntimeError(
             "CUDA refused to register the table's memory: there is nothing to measure"

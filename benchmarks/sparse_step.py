@@ -51,19 +51,20 @@ def sparse(index: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
 
 def table_step(name: str, *, compiled: bool) -> Step:
     """Penstock's optimizer, by C++ or as on a machine without a compiler."""
-    from penstock.unified import _row_updates, empty, optim
+    from penstock.unified import empty, optim
+    from penstock.unified.optim import _updates
 
     table = empty((NUM_ROWS, WIDTH), requires_grad=True)
     optimizer = getattr(optim, name)([table], lr=0.01)
-    library = _row_updates._library
+    library = _updates._library
 
     def step(index: torch.Tensor, gradients: torch.Tensor) -> float:
         table.grad = sparse(index, gradients)
-        _row_updates._library = library if compiled else lambda: None  # type: ignore[assignment]
+        _updates._library = library if compiled else lambda: None  # type: ignore[assignment]
         try:
             return timed(optimizer)
         finally:
-            _row_updates._library = library
+            _updates._library = library
 
     return step
 

@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional
 
 from _rows import BenchmarkRow, announce, argument_parser, environment, write_rows
-from _unified_arms import Arm, fill, indices, measured, repetitions_of, rows_of
+from _unified_arms import Arm, fill, indices, measure, repetitions_of, rows_of
 from _unified_epoch import epoch_rows
 from _unified_file import file_rows
 from _unified_gpu import FOOTPRINT_BYTES, FOOTPRINT_ROW_BYTES, GPU_ROW_BYTES, gpu_rows
@@ -60,7 +60,7 @@ def memory_rows(row_bytes: int, table_bytes: int, where: Any) -> list[BenchmarkR
         out = torch.zeros(count, width)
         for kind in ("uniform", "zipf"):
             draw = functools.partial(indices, kind, count, num_rows, generator)
-            seconds = measured(arms, draw, out, repetitions_of(num_bytes))
+            seconds = measure(arms, draw, out, repetitions_of(num_bytes))
             case = f"{format_bytes(table_bytes)} table, {row_bytes} B rows, {count} {kind}"
             rows += rows_of(case, seconds, "index_select", num_bytes, where)
     return rows

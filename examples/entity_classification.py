@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy, embedding
 
 from penstock import rgnn
 from penstock.tables import report_table
-from penstock.unified import NeighborSampler
+from penstock.traversal import NeighborSampler
 
 HIDDEN, NUM_EPOCHS = 16, 50
 

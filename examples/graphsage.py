@@ -35,7 +35,7 @@ HIDDEN, BLOCK_ROWS = 64, 8192
 
 
 def tiled(path, *, width, budget_bytes, table_path, cache_bytes):
-    """The tiled graph, the table of its features, and the training and test nodes."""
+    """Return the tiled graph, the table of its features, and the training and test nodes."""
     file = np.load(path)
     edges, features = (torch.from_numpy(file[name]) for name in ("edges", "node_features"))
     edges = torch.cat([edges, edges.flip(1)]).t()
@@ -60,7 +60,7 @@ def tiled(path, *, width, budget_bytes, table_path, cache_bytes):
 
 
 def roc_auc(scores, labels):
-    """The chance that a banned worker is scored above one who was not; ties count half."""
+    """Return the probability that a banned worker outscores another; ties count half."""
     _, places, counts = torch.unique(scores, return_inverse=True, return_counts=True)
     ranks = (counts.cumsum(0) - (counts - 1) / 2)[places].double()
     num_ones = labels.sum().double()
@@ -69,14 +69,14 @@ def roc_auc(scores, labels):
 
 
 def clock(device):
-    """Seconds, once everything that the device was given is done."""
+    """Return the seconds once all work of the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def train(model, loader, device, *, num_epochs):
-    """Seconds that the training spent on each of its parts."""
+    """The seconds of each part of the training."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     seconds = {"transfer": 0.0, "train": 0.0}
     text = TextColumn("[progress.description]{task.description}")
@@ -113,7 +113,7 @@ def evaluate(model, loader, device):
 
 
 def draw(rows, title, path):
-    """A bar for each thread: what it did, added up."""
+    """Draw a bar for each thread: the times of its parts."""
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
@@ -167,7 +167,7 @@ def read_options(arguments):
 
 
 def run(options, table_path):
-    """Train and evaluate; the metric, what both threads did, and the table's report."""
+    """Train and evaluate; return the metric, the times of both threads, and the report."""
     budget_bytes = parse_bytes(options.budget, name="--budget")
     device = torch.device(options.device)
     data, table, training, test = tiled(

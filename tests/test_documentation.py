@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.unified._placement import placement_table
+from penstock.unified.overrides.rules import rule_table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -34,8 +34,8 @@ def run(source: str, directory: Path) -> str:
     return done.stdout
 
 
-def test_the_placement_rules_are_those_of_the_code():
-    assert placement_table() in (REPOSITORY / "docs" / "unified.md").read_text()
+def test_the_rules_of_tables_are_those_of_the_code():
+    assert rule_table() in (REPOSITORY / "docs" / "unified.md").read_text()
 
 
 def test_the_examples_of_tables_run_one_after_the_other(store):

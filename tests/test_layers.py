@@ -1,7 +1,7 @@
 """The import order of the package, read from the source: a room imports only from rooms below it.
 
 compat, units, errors, tables <- memory, codegen <- activations, unified, graph, rgnn, batching
-  <- planner <- executor <- report <- integrations, cli, demo, env
+  <- traversal <- planner <- executor <- report <- integrations, cli, demo, env
 
 No modules import each other in a circle, and none imports a private module of another package.
 Imports inside functions and under TYPE_CHECKING count as well: they are dependencies all the same.
@@ -19,6 +19,7 @@ LAYERS = [
     {"compat", "units", "errors", "tables", "_lazy", "_version"},
     {"memory", "codegen"},
     {"activations", "unified", "graph", "rgnn", "batching"},
+    {"traversal"},
     {"planner"},
     {"executor"},
     {"report"},
@@ -38,6 +39,7 @@ LAYERS = [
 APART = {"activations", "unified", "rgnn", "batching"}
 # Rooms that may not use everything below them, only the first layer and these.
 ONLY = {
+    "traversal": {"unified"},
     "planner": {"graph", "memory", "codegen"},
     "executor": {"planner", "memory", "graph", "codegen"},
 }
@@ -224,6 +226,8 @@ def test_the_package_itself_imports_no_room_when_it_loads():
         ("memory", "activations", False),
         ("activations", "unified", False),
         ("rgnn", "batching", False),
+        ("traversal", "unified", True),
+        ("unified", "traversal", False),
         ("planner", "activations", False),
         ("executor", "planner", True),
         ("executor", "errors", True),

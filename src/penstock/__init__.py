@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         report,
         rgnn,
         tables,
+        traversal,
         unified,
         units,
     )
@@ -68,6 +69,7 @@ __all__ = [
     "report",
     "rgnn",
     "tables",
+    "traversal",
     "unified",
     "unify",
     "units",

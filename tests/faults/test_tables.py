@@ -32,10 +32,12 @@ from penstock.errors import (
     StoreUnavailableError,
     StoreWriteError,
 )
-from penstock.unified import UnifiedTensor, _file_rows, _row_writer, unify
-from penstock.unified._file_rows import RowReader
-from penstock.unified._row_file import RowLayout
-from penstock.unified._row_writer import RowWriter
+from penstock.unified import UnifiedTensor, unify
+from penstock.unified.file import _rows
+from penstock.unified.file import writer as file_writer
+from penstock.unified.file._rows import RowReader
+from penstock.unified.file.layout import RowLayout
+from penstock.unified.file.writer import RowWriter
 from penstock.unified.optim import Adam
 
 pytest.importorskip("pytest_timeout", reason="a hang would not end")
@@ -55,7 +57,7 @@ def folder(real_disk, tmp_path_factory) -> Path:
 def method(request, monkeypatch) -> str:
     """Ways to read rows of files; io_uring only where the kernel allows it."""
     if request.param == "python":
-        monkeypatch.setattr(_file_rows, "library", lambda: None)
+        monkeypatch.setattr(_rows, "get_library", lambda: None)
     original = RowReader.__init__
 
     def init(self, *arguments, **options) -> None:
@@ -409,18 +411,18 @@ def test_a_read_error_in_the_middle_of_a_batch(disk, method):
     reader._file._fd = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
     out = torch.empty(200, PAGE_BYTES, dtype=torch.uint8)
     index = torch.randint(0, 64, (200,))
-    reader.gather(index, out)
+    reader.read_rows(index, out)
     assert torch.equal(out, disk.table[index])
     disk.breaks(40)
     with pytest.raises(StoreReadError, match=r"row \d+ of .*: Input/output error") as caught:
-        reader.gather(index, out)
+        reader.read_rows(index, out)
     assert caught.value.errno == errno.EIO
     assert caught.value.offset >= disk.layout.offset
     sound = index[index < 40]
-    reader.gather(sound, out[: len(sound)])  # the reader is as good as before
+    reader.read_rows(sound, out[: len(sound)])  # the reader is as good as before
     assert torch.equal(out[: len(sound)], disk.table[sound])
     disk.is_mended()
-    reader.gather(index, out)
+    reader.read_rows(index, out)
     assert torch.equal(out, disk.table[index])
     reader.close()
 
@@ -428,13 +430,13 @@ def test_a_read_error_in_the_middle_of_a_batch(disk, method):
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_write_error_in_the_middle_of_a_batch(disk, compiled, monkeypatch):
     if not compiled:
-        monkeypatch.setattr("penstock.unified._row_places.library", lambda: None)
+        monkeypatch.setattr("penstock.unified.file._rows.get_library", lambda: None)
     writer = RowWriter(disk.layout)
     os.close(writer.file._fd)
     writer.file._fd = os.open("/proc/self/mem", os.O_RDWR | os.O_CLOEXEC)
     monkeypatch.setattr(writer.file, "_check_name", lambda layout: None)
-    monkeypatch.setattr("penstock.unified._row_writer.os.fdatasync", lambda fd: None)
-    real = _row_writer._write_rows
+    monkeypatch.setattr("penstock.unified.file.writer.os.fdatasync", lambda fd: None)
+    real = file_writer.write_places
 
     def write_to_broken_disk(*arguments) -> None:
         if is_sound:
@@ -443,11 +445,11 @@ def test_a_write_error_in_the_middle_of_a_batch(disk, compiled, monkeypatch):
         real(*arguments)
 
     is_sound = [True]
-    monkeypatch.setattr(_row_writer, "_write_rows", write_to_broken_disk)
+    monkeypatch.setattr(file_writer, "write_places", write_to_broken_disk)
     rows = np.array([3, 39, 40, 63])
     content = np.full((4, PAGE_BYTES), 7, dtype=np.uint8)
     with pytest.raises(StoreWriteError, match="Input/output error"):
-        writer.put(rows, content)
+        writer.write(rows, content)
     with pytest.raises(StoreWriteError, match="Input/output error"):
         writer.file.finish()
     disk.is_mended()

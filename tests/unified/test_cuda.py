@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn import functional
 
 from penstock.errors import WholeTableError
-from penstock.unified import HotRows, _registration, empty, unify
+from penstock.unified import HotRows, empty, unify
+from penstock.unified.device import _registration
 from penstock.unified.optim import SGD
 from random_rows import DTYPES, noise, same_bits
 
@@ -271,7 +272,7 @@ def test_memory_ends_while_kernels_are_under_way_on_two_streams():
 def test_a_view_of_an_alias_keeps_the_memory():
     u = unify(torch.arange(600.0).view(100, 6))
     address = u._table.memory.address
-    view = u._table.on(CUDA).alias()[50:]
+    view = u._table.device_table(CUDA).alias()[50:]
     assert view.data_ptr() == address + 50 * 24  # no copy
     del u
     gc.collect()
@@ -286,7 +287,7 @@ def test_a_view_of_an_alias_keeps_the_memory():
 def test_an_alias_of_any_dtype_is_no_copy(dtype):
     content = noise(40, 5, dtype=dtype)
     u = unify(content)
-    alias = u._table.on(CUDA).alias()
+    alias = u._table.device_table(CUDA).alias()
     assert alias.dtype == dtype and alias.data_ptr() == u.data_ptr() and alias.device == CUDA
     assert same_bits(alias, content)
 
@@ -360,7 +361,7 @@ def test_a_second_gpu_reads_the_same_memory():
     for device in ("cuda:0", "cuda:1"):
         assert torch.equal(u[index.to(device)].cpu(), content[index])
         assert (u * torch.ones(6, device=device)).device == torch.device(device)
-        assert u._table.on(torch.device(device)).alias().data_ptr() == u.data_ptr()
+        assert u._table.device_table(torch.device(device)).alias().data_ptr() == u.data_ptr()
 
 
 # --------------------------------------------------------------- streams and threads
@@ -466,7 +467,7 @@ def test_the_cache_keeps_its_budget():
     index = torch.arange(1000)
     u[index]
     torch.cuda.synchronize()
-    cache = u._table.on(CUDA)._cache
+    cache = u._table.device_table(CUDA)._cache
     assert sum(each.numel() * each.element_size() for each in cache.tensors) <= (256 << 10) + 16
 
 
@@ -548,13 +549,13 @@ def test_a_compiled_function_gathers():
 
 
 def test_operators_are_what_they_say():
-    from penstock.unified import _device_rows
+    from penstock.unified.device import _rows as device_rows
 
     u = unify(torch.randn(90, 6))
     u[torch.tensor([0])]
     index = torch.tensor([3, 1, 3], device="cuda")
     out = torch.zeros(3, 6, device="cuda")
-    first = torch.full((), _device_rows.NONE_WRONG, device="cuda")
+    first = torch.full((), torch.iinfo(torch.int64).max, device="cuda")
     tests = ("test_schema", "test_faketensor")
     arguments = (u.cpu(), index, out, None, first, False, True, 0)
-    torch.library.opcheck(_device_rows.copy_rows, arguments, test_utils=tests)
+    torch.library.opcheck(device_rows.copy_rows, arguments, test_utils=tests)

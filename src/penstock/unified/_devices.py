@@ -1,20 +1,21 @@
-"""Which device a table's rows go to, and which one an operation runs on."""
+"""Devices: the one to which a table's rows go, and the one on which an operation runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
+
+from penstock.compat.dispatch import is_in_bad_fork
 
 GPU = "cuda"  # tests let another type of device play this part
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
-    """The device that `device=` of `penstock.unified.unify` means; it does not start CUDA.
+    """Return the device that `device=` of `penstock.unified.unify` names, without starting CUDA.
 
     Raises:
-        ValueError: there is no such device here.
+        ValueError: There is no such device here.
     """
     # Counted by NVML, while `torch.cuda.is_available` starts the driver, which no fork survives.
     num_gpus = torch.cuda.device_count()
@@ -42,12 +43,12 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
 
 
 def in_forked_child() -> bool:
-    """Whether this process is the child of a fork of one that has used CUDA."""
-    return bool(torch.cuda._is_in_bad_fork())
+    """Return whether this process is the child of a fork of one that has used CUDA."""
+    return bool(is_in_bad_fork())
 
 
 def check_process(device: torch.device) -> None:
-    """Raises RuntimeError where `device` cannot be used because the process was forked."""
+    """Raise RuntimeError where `device` cannot be used because the process was forked."""
     if device.type == GPU and in_forked_child():
         raise RuntimeError(
             f"{device} cannot be used in this process, which was forked from one that uses CUDA. "
@@ -57,17 +58,11 @@ def check_process(device: torch.device) -> None:
 
 
 def gpu_of(*values: Any) -> torch.device | None:
-    """The GPU of the first tensor that is on one; None if none is."""
+    """Return the GPU of the first tensor that is on one, also within lists; None if none is."""
     for value in values:
+        found = gpu_of(*value) if isinstance(value, list | tuple) else None
         if isinstance(value, torch.Tensor) and value.device.type == GPU:
-            return value.device
-    return None
-
-
-def gpu_among(leaves: Iterable[Any]) -> torch.device | None:
-    """The same for arguments that may be lists of tensors."""
-    for each in leaves:
-        found = gpu_among(each) if isinstance(each, list | tuple) else gpu_of(each)
+            found = value.device
         if found is not None:
             return found
     return None

@@ -1,4 +1,4 @@
-"""What was gathered from a table, and where it came from, in numbers."""
+"""The report of a table: rows that were gathered from it, and their source."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class UnifiedReport:
     num_reads: int
     """Reads from the file."""
     bytes_read: int
-    """What those brought, with what lay between the rows."""
+    """Bytes of those reads, including the gaps between rows."""
     num_cache_hits: int
     """Different rows of a batch that the cache had."""
     num_cache_misses: int
@@ -30,22 +30,22 @@ class UnifiedReport:
     cache_bytes: int
     """Budget of the cache; zero where there is none."""
     copy_bytes: int
-    """What a copy of the whole table in memory takes; zero where there is none."""
+    """Bytes of a copy of the whole table in memory; zero where there is none."""
     reads: str
-    """Where the rows of a table in a file come from by now: "direct", from the disk past the page
-    cache; "page cache", through it; or "host copy", from a copy of all rows in memory. The first
-    batches decide it. "none" of a table in memory."""
+    """Source of the rows of a table in a file by now: "direct", the disk past the page cache; "page
+    cache", the file through it; or "host copy", a copy of all rows in memory. The first batches
+    decide it. "none" for a table in memory."""
     tier: str
-    """Where the table lies: "host" or "file"."""
+    """Tier of the table: "host" or "file"."""
     device: str
-    """Where gathered rows go, unless an operand says otherwise."""
+    """Device to which gathered rows go, unless an operand is on another one."""
     method: str
-    """How they get there. To the CPU: "cpp" or "torch" from memory, "io_uring", "threads" or
+    """Method of copying rows. To the CPU: "cpp" or "torch" from memory, "io_uring", "threads" or
     "python" from a file. To a GPU: "triton", which reads host memory itself, or "staged", through
-    buffers of page-locked memory; "none yet" before the first gather, which decides it."""
+    buffers of pinned memory; "none yet" before the first gather, which decides it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain data, for JSON."""
+        """Return the fields as plain data, for JSON."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from penstock.errors import WholeTableError
-from penstock.unified._tables import FileTable, HostTable
+from penstock.unified.file.table import FileTable
+from penstock.unified.host.table import HostTable
 from penstock.units import format_bytes
 
 
@@ -15,11 +16,13 @@ class TableTensor(torch.Tensor):
     _table: HostTable | FileTable
 
 
-def copies_everything(table: torch.Tensor, operation: str, remedy: str) -> WholeTableError:
-    """The error of an operation that would copy a whole table behind its user's back."""
-    return WholeTableError(f"{operation} would copy the whole table of {size_of(table)}: {remedy}.")
+def whole_table_error(table: torch.Tensor, operation: str, remedy: str) -> WholeTableError:
+    """Return the error of an operation that would silently copy a whole table."""
+    return WholeTableError(
+        f"{operation} would copy the whole table of {format_size(table)}: {remedy}."
+    )
 
 
-def size_of(table: torch.Tensor) -> str:
-    """The bytes of a table, for messages."""
+def format_size(table: torch.Tensor) -> str:
+    """Return the bytes of a table, for messages."""
     return format_bytes(table.numel() * table.element_size())

@@ -1,9 +1,9 @@
-"""A table as a tensor: what ordinary code does with it, and where that runs.
+"""Tables as tensors.
 
-A `UnifiedTensor` *is* a tensor over the table's memory, so whatever PyTorch can do with a tensor it
-can do with this one, without a copy. `__torch_function__` takes over where a table is different:
-rows are gathered by kernels made for that, their gradients are sparse, and what would copy the
-whole table raises. `_placement.py` has the list.
+A `UnifiedTensor` *is* a tensor over the table's memory, so all that PyTorch can do with a tensor it
+can do with this one, without a copy. `__torch_function__` calls an override where a table is
+different (`overrides/`): rows are gathered by kernels made for that, their gradients are sparse,
+and an operation that would copy the whole table raises.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch._compile import _disable_dynamo
-from torch.utils._pytree import tree_leaves
 
+from penstock.compat.dispatch import tree_leaves, without_torch_function
+from penstock.compat.dynamo import disable_dynamo
 from penstock.errors import WholeTableError
 from penstock.unified._devices import resolve_device
-from penstock.unified._gather import PendingRows, gather
-from penstock.unified._hot_rows import HotRows
-from penstock.unified._operands import run
 from penstock.unified._report import UnifiedReport
-from penstock.unified._table_tensor import TableTensor, copies_everything, size_of
-from penstock.unified._tables import FileTable, HostTable, copy_to_file
+from penstock.unified._table_tensor import TableTensor, format_size, whole_table_error
+from penstock.unified.device.hot_rows import HotRows
+from penstock.unified.file.table import FileTable, copy_to_file
+from penstock.unified.host.table import HostTable
+from penstock.unified.overrides.gather import PendingRows, gather
+from penstock.unified.overrides.registry import dispatch
 
 _CPU = torch.device("cpu")
 
@@ -44,16 +45,16 @@ class UnifiedTensor(TableTensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return _uncompiled(func, args, kwargs)
-        return _overridden(func, args, kwargs)
+            return _dispatch_uncompiled(func, args, kwargs)
+        return dispatch(func, args, kwargs)
 
     @property
     def output_device(self) -> torch.device:
-        """Where gathered rows go if no operand is on a GPU; the table itself stays on the CPU."""
+        """Device of gathered rows if no operand is on a GPU; the table itself stays on the CPU."""
         return self._table.device
 
     def gather_rows(self, index: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Rows of the table, copied side by side.
+        """Return rows of the table, copied side by side.
 
         Example:
             >>> from penstock.unified import unify
@@ -63,10 +64,10 @@ class UnifiedTensor(TableTensor):
                     [0., 1., 2.]])
 
         Args:
-            index: integers of any shape, from 0 to num_rows - 1, on the CPU or a GPU. For one on a
-                GPU the host waits for the rows, to say if it was wrong; `gather_rows_async` does
+            index: Integers of any shape, from 0 to num_rows - 1, on the CPU or a GPU. For one on a
+                GPU the host waits for the rows, to raise if it was wrong; `gather_rows_async` does
                 not.
-            out: where the rows go, of shape (*index.shape, *row) and the table's dtype; not where
+            out: Memory for the rows, of shape (*index.shape, *row) and the table's dtype; not where
                 gradients are recorded.
 
         Returns:
@@ -74,11 +75,11 @@ class UnifiedTensor(TableTensor):
             `output_device`. Its gradient reaches the table as a sparse tensor.
 
         Raises:
-            IndexError: an index is out of range; the message names it.
+            IndexError: An index is out of range; the message names it.
             TypeError: `index` does not hold integers, or `out` has another dtype.
             ValueError: `out` has another shape, or is on another GPU than `index`.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             if torch.compiler.is_dynamo_compiling():
                 return _gather_uncompiled(self, index, out=out)
             return gather(self, index, out=out)
@@ -86,7 +87,7 @@ class UnifiedTensor(TableTensor):
     def gather_rows_async(
         self, index: torch.Tensor, *, stream: torch.cuda.Stream | None = None
     ) -> PendingRows:
-        """Begin to gather rows beside other work, and go on.
+        """Start to gather rows beside other work, and return at once.
 
         Rows for the CPU are gathered by another thread, rows for a GPU on another stream, by few
         of its processors, so that the model has the others.
@@ -99,9 +100,10 @@ class UnifiedTensor(TableTensor):
             tensor([[6., 7., 8.]])
 
         Args:
-            index: as for `gather_rows`; not to be changed before `wait` has returned. One on the
-                GPU is waited for, with all that was launched on the current stream before it.
-            stream: of the GPU, to gather on; by default one that all tables share.
+            index: Integers of any shape, from 0 to num_rows - 1, on the CPU or a GPU; not to be
+                changed before `wait` has returned. One on the GPU is waited for, with all that was
+                launched on the current stream before it.
+            stream: Stream of the GPU for the gather; by default one that all tables share.
 
         Returns:
             An object whose `wait()` returns the rows, or raises what `gather_rows` raises. On a GPU
@@ -111,7 +113,7 @@ class UnifiedTensor(TableTensor):
             TypeError: `index` does not hold integers.
             ValueError: `stream` is given, but the rows go to the CPU.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return PendingRows(self, index, stream)
 
     def save_rows(self, path: str | os.PathLike[str]) -> UnifiedTensor:
@@ -120,33 +122,33 @@ class UnifiedTensor(TableTensor):
         `torch.save` writes the name of a table in a file, not its rows; this writes the rows.
 
         Args:
-            path: of the new file, as for `penstock.unified.empty`.
+            path: Path of the new file: in NumPy's format if it ends in ".npy", else in Penstock's.
 
         Returns:
             The table in the new file.
 
         Raises:
-            StoreError: the file exists, or has no room.
+            StoreError: The file exists, or has no room.
         """
-        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(mode=False):
+        with without_torch_function(), torch.inference_mode(mode=False):
             return tensor_over(copy_to_file(self._table, path))
 
     def report(self) -> UnifiedReport:
-        """What was gathered from the table so far, and where it came from."""
+        """Return the account of what was gathered from the table so far."""
         return self._table.report()
 
     def __copy__(self) -> UnifiedTensor:
         return tensor_over(self._table, requires_grad=self.requires_grad)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise copies_everything(self, "copy.deepcopy", "share it, or copy it with unify(u.cpu())")
+        raise whole_table_error(self, "copy.deepcopy", "share it, or copy it with unify(u.cpu())")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """By content, as for `torch.save`; processes share tables through multiprocessing."""
+        """Save the content, as for `torch.save`; multiprocessing shares the memory instead."""
         table = self._table
         assert isinstance(table, HostTable)
-        table.use.settle()
-        with torch._C.DisableTorchFunctionSubclass():
+        table.use.synchronize()
+        with without_torch_function():
             device = "cpu" if table.device.type == "cpu" else None
             return rebuild_from_content, (table.rows, device, self.requires_grad)
 
@@ -155,20 +157,9 @@ class UnifiedTensor(TableTensor):
         return f"UnifiedTensor({parts}{', requires_grad=True' if self.requires_grad else ''})"
 
 
-HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""What runs in place of a function of PyTorch; `_placement.py` fills it."""
-
-
-def _overridden(func: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None) -> Any:
-    """The function as `_placement.py` has it, or as PyTorch has it where its operands are."""
-    handler = HANDLERS.get(func, run)
-    with torch._C.DisableTorchFunctionSubclass():
-        return handler(func, *args, **(kwargs or {}))
-
-
-# Breaks in a compiled graph: the compiler sees what comes out, not how rows are gathered.
-_uncompiled = _disable_dynamo(_overridden)
-_gather_uncompiled = _disable_dynamo(gather)
+# Breaks in a compiled graph: the compiler sees the result, not how rows are gathered.
+_dispatch_uncompiled = disable_dynamo(dispatch)
+_gather_uncompiled = disable_dynamo(gather)
 
 
 class FileTensor(UnifiedTensor):
@@ -186,13 +177,13 @@ class FileTensor(UnifiedTensor):
         name = func.overloadpacket.__name__
         if func._schema.is_mutable:
             raise WholeTableError(
-                f"{name} would write the whole table of {size_of(table)}: write rows of it, with "
-                "u[index] = rows or the optimizers of penstock.unified.optim."
+                f"{name} would write the whole table of {format_size(table)}: write rows of it, "
+                "with u[index] = rows or the optimizers of penstock.unified.optim."
             )
-        raise copies_everything(table, name, "gather rows of it, or load all of it into a tensor")
+        raise whole_table_error(table, name, "gather rows of it, or load all of it into a tensor")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """By name: what is loaded opens the same file."""
+        """Save the file's name: loading opens the same file."""
         table = self._table
         assert isinstance(table, FileTable)
         warnings.warn(
@@ -205,17 +196,17 @@ class FileTensor(UnifiedTensor):
     def _reduce_to_name(self) -> Any:
         table = self._table
         assert isinstance(table, FileTable)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             device = "cpu" if table.device.type == "cpu" else None
             hot_rows = table.hot_rows
-            cache = None if table.may_keep else (0, None)
+            cache = None if table.may_copy else (0, None)
             if hot_rows is not None:
                 cache = (hot_rows.budget_bytes, hot_rows.scores)
             return rebuild_from_file, (table.source, device, cache, self.requires_grad)
 
 
 def tensor_over(table: HostTable | FileTable, *, requires_grad: bool = False) -> UnifiedTensor:
-    """A tensor over `table`."""
+    """Return a tensor over `table`."""
     if isinstance(table, HostTable):  # all tensors over its rows share their version counter
         tensor = torch.Tensor._make_subclass(UnifiedTensor, table.rows, requires_grad)
     else:
@@ -224,8 +215,8 @@ def tensor_over(table: HostTable | FileTable, *, requires_grad: bool = False) ->
             FileTensor,
             layout.shape,
             dtype=layout.dtype,
-            # Inside it is of a kind that `x.data = table` refuses for any tensor that has memory:
-            # it would get the null pointer that this one has for its own.
+            # On this device `x.data = table` is refused for any tensor that has memory: it would
+            # get the null pointer of this one.
             device=torch.device("meta"),
             dispatch_device=True,
             requires_grad=requires_grad,
@@ -238,7 +229,7 @@ def tensor_over(table: HostTable | FileTable, *, requires_grad: bool = False) ->
 def rebuild_from_content(
     rows: torch.Tensor, device: str | None, requires_grad: bool
 ) -> UnifiedTensor:
-    """A new table with the content of `rows`; `device` None is the best there is here."""
+    """Return a new table with the content of `rows`; `device` None is the best there is here."""
     table = HostTable.empty(tuple(rows.shape), rows.dtype, device=resolve_device(device))
     table.rows.copy_(rows)
     return tensor_over(table, requires_grad=requires_grad)
@@ -250,8 +241,8 @@ def rebuild_from_file(
     cache: tuple[int, torch.Tensor | None] | None,
     requires_grad: bool,
 ) -> UnifiedTensor:
-    """The table in a file; see `penstock.unified.unify` for what `source` may be."""
+    """Return the table in a file; `source` is a path as `penstock.unified.unify` takes it."""
     hot_rows = HotRows(cache[0], scores=cache[1]) if cache is not None and cache[0] else None
     place = resolve_device(device)
-    table = FileTable(source, device=place, hot_rows=hot_rows, may_keep=cache is None)
+    table = FileTable(source, device=place, hot_rows=hot_rows, may_copy=cache is None)
     return tensor_over(table, requires_grad=requires_grad)

@@ -1,4 +1,4 @@
-"""Making tables: from what is in memory, or empty."""
+"""Making tables: from a tensor, an array or a file, or empty."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from penstock.unified._devices import resolve_device
-from penstock.unified._hot_rows import HotRows, hot_rows_of
-from penstock.unified._row_file import create, is_path, split_source
-from penstock.unified._row_journal import forget_journal
-from penstock.unified._tables import FileTable, HostTable
 from penstock.unified._tensor import UnifiedTensor, tensor_over
+from penstock.unified.device.hot_rows import HotRows, parse_cache
+from penstock.unified.file.layout import is_path, split_source, torch_dtype
+from penstock.unified.file.table import FileTable, create_table
+from penstock.unified.host.table import HostTable
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def unify(
     cache: int | str | HotRows | None = None,
     requires_grad: bool = False,
 ) -> UnifiedTensor:
-    """A table whose rows are gathered from where they lie.
+    """Return a table whose rows are gathered from where they lie.
 
     Example:
         >>> features = unify(torch.rand(1000, 16))
@@ -36,18 +36,18 @@ def unify(
         torch.Size([3, 16])
 
     Args:
-        source: a dense tensor on the CPU or a NumPy array, of shape (num_rows, *row) and any
+        source: A dense tensor on the CPU or a NumPy array, of shape (num_rows, *row) and any
             strides; it is left untouched. Or the path of a table in a file, which is read row by
-            row: "x.npy", "file.safetensors#name", or what `empty(path=...)` has made.
+            row: "x.npy", "file.safetensors#name", or a file that `empty(path=...)` has made.
             A `UnifiedTensor` gives another one over the same table.
-        device: where gathered rows go: "cpu", or a CUDA device, which reads them where they lie.
+        device: Device of gathered rows: "cpu", or a CUDA device, which reads them where they lie.
             By default the current CUDA device where there is one, else the CPU (and for a
             `UnifiedTensor` as before). The table itself stays where it is.
-        cache: what the rows that are wanted most may take on that device, such as "2GiB", or a
-            `HotRows`. On the CPU only a table in a file has one, in memory. With None nothing is
-            kept on a GPU, and a table in a file is copied to memory as a whole once that pays and
-            where it takes no more than a quarter of what is free; with 0 nothing is kept.
-        requires_grad: whether gradients are recorded; those of gathered rows are sparse.
+        cache: Bytes for hot rows on that device, such as "2GiB", or a `HotRows`. On the CPU only a
+            table in a file has a cache, in memory. With None nothing is kept on a GPU, and a table
+            in a file is copied to memory as a whole once that pays and where it takes no more than
+            a quarter of what is free; with 0 nothing is kept.
+        requires_grad: Whether gradients are recorded; those of gathered rows are sparse.
 
     Returns:
         The table, contiguous, of the same shape and dtype.
@@ -56,30 +56,30 @@ def unify(
         TypeError: `source` is something else.
         ValueError: `source` has no dimension of rows, `cache` makes no sense, or `device` is not
             there.
-        CapacityError: there is not enough memory.
-        StoreError: the file cannot be used; the message says why.
+        CapacityError: There is not enough memory.
+        StoreError: The file cannot be used; the message says why.
     """
-    place, hot_rows = resolve_device(device), hot_rows_of(cache)
+    place, hot_rows = resolve_device(device), parse_cache(cache)
     if is_path(source):
         table = FileTable(
-            _absolute(source), device=place, hot_rows=hot_rows, may_keep=cache is None
+            _absolute(source), device=place, hot_rows=hot_rows, may_copy=cache is None
         )
     elif isinstance(source, UnifiedTensor):
         table = source._table
         if isinstance(table, FileTable):
             if device is not None or cache is not None:
-                may_keep = cache is None and table.may_keep
-                table = FileTable(table.source, device=place, hot_rows=hot_rows, may_keep=may_keep)
+                may_copy = cache is None and table.may_copy
+                table = FileTable(table.source, device=place, hot_rows=hot_rows, may_copy=may_copy)
         elif (device is not None and place != table.device) or hot_rows is not None:
-            table = table.seen_from(place if device is not None else table.device, hot_rows)
+            table = table.view_from(place if device is not None else table.device, hot_rows)
     else:
-        table = _copied(source).seen_from(place, hot_rows)
+        table = _copy_source(source).view_from(place, hot_rows)
     _check_cache(table)
     return tensor_over(table, requires_grad=requires_grad)
 
 
-def _copied(source: Any) -> HostTable:
-    """A table in memory with the content of `source`."""
+def _copy_source(source: Any) -> HostTable:
+    """Return a table in memory with the content of `source`."""
     if not isinstance(source, torch.Tensor | np.ndarray):
         raise TypeError(
             f"source: expected a tensor, a NumPy array or a path, got {type(source).__name__}"
@@ -87,7 +87,7 @@ def _copied(source: Any) -> HostTable:
     if source.ndim == 0:
         raise ValueError("source: expected a table of shape (num_rows, *row), got a scalar")
     if isinstance(source, np.ndarray):
-        return _table_like(source)
+        return _copy_array(source)
     if source.device.type != "cpu" or source.layout != torch.strided or source.is_quantized:
         raise TypeError(
             f"source: expected a dense tensor on the CPU, got {source.layout} on {source.device}; "
@@ -99,7 +99,7 @@ def _copied(source: Any) -> HostTable:
 
 
 def _check_cache(table: HostTable | FileTable) -> None:
-    """Settle what a cache means where a script runs that was written for another machine."""
+    """Adapt the cache of a script that was written for a machine with a GPU, or without."""
     hot_rows = table.hot_rows
     if hot_rows is None:
         return
@@ -122,53 +122,58 @@ def empty(
     path: str | os.PathLike[str] | None = None,
     requires_grad: bool = False,
 ) -> UnifiedTensor:
-    """A table of zeroes.
+    """Return a table of zeroes.
 
     Example:
         >>> empty((1000, 16), torch.float16).shape
         torch.Size([1000, 16])
 
     Args:
-        shape: (num_rows, *row).
-        dtype: of the elements; by default PyTorch's.
-        device: as for `unify`.
-        path: of a new file that holds the table: in NumPy's format if it ends in ".npy", else in
-            one of Penstock's, whose random rows take fewer reads. By default it lies in memory.
-        requires_grad: whether gradients are recorded; those of gathered rows are sparse.
+        shape: Lengths (num_rows, *row).
+        dtype: Dtype of the elements; by default PyTorch's.
+        device: Device of gathered rows: "cpu" or a CUDA device; by default the current CUDA device
+            where there is one, else the CPU.
+        path: Path of a new file that holds the table: in NumPy's format if it ends in ".npy", else
+            in Penstock's, whose random rows take fewer reads. By default it lies in memory.
+        requires_grad: Whether gradients are recorded; those of gathered rows are sparse.
 
     Raises:
         TypeError: `shape` is no sequence of integers, or `dtype` is not torch's.
         ValueError: `shape` is empty or has a negative length, `device` is not there, or a file at
             `path` would be of a format that cannot hold the table.
-        CapacityError: there is not enough memory.
-        StoreError: the file cannot be made.
+        CapacityError: There is not enough memory.
+        StoreError: The file cannot be made.
     """
-    if isinstance(shape, int) or not all(isinstance(each, int | np.integer) for each in shape):
-        raise TypeError(f"shape={shape!r}: expected integers (num_rows, *row)")
-    lengths = tuple(int(length) for length in shape)
-    if not lengths or min(lengths) < 0:
-        raise ValueError(f"shape={tuple(shape)}: expected (num_rows, *row), none of them negative")
+    lengths = _parse_shape(shape)
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype={dtype!r}: expected one of torch, such as torch.float32")
     if path is not None:
-        forget_journal(os.fspath(path))
-        file = create(path, lengths, dtype).path
+        file = create_table(path, lengths, dtype).path
         return unify(file, device=device, requires_grad=requires_grad)
     table = HostTable.empty(lengths, dtype, device=resolve_device(device))
     return tensor_over(table, requires_grad=requires_grad)
 
 
+def _parse_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(shape, int) or not all(isinstance(each, int | np.integer) for each in shape):
+        raise TypeError(f"shape={shape!r}: expected integers (num_rows, *row)")
+    lengths = tuple(int(length) for length in shape)
+    if not lengths or min(lengths) < 0:
+        raise ValueError(f"shape={tuple(shape)}: expected (num_rows, *row), none of them negative")
+    return lengths
+
+
 def _absolute(source: str | os.PathLike[str]) -> str:
-    """The same file from whatever directory a process may change to, and by whatever link."""
+    """Return the source with an absolute path, without links."""
     path, key = split_source(os.fspath(source))
     return os.path.realpath(path) + (f"#{key}" if key else "")
 
 
-def _table_like(array: np.ndarray) -> HostTable:
-    """A table with the content of an array, whatever its strides and byte order."""
+def _copy_array(array: np.ndarray) -> HostTable:
+    """Return a table with the content of an array of any strides and byte order."""
     try:
-        dtype = torch.from_numpy(np.empty(0, array.dtype.newbyteorder("="))).dtype
+        dtype = torch_dtype(array.dtype)
     except TypeError as error:
         raise TypeError(f"source: {error}") from error
     table = HostTable.empty(array.shape, dtype)

@@ -1,4 +1,4 @@
-// Work on many rows by several threads; the first part of whatever has such work.
+// Work on many rows by several threads; the first part of every library with such work.
 //
 // The threads are those of torch. Compiled OpenMP code enters its runtime through GOMP_parallel, and
 // so does this file, by the weak name that the process resolves to whatever runtime torch has

@@ -13,7 +13,8 @@ from torch_geometric.loader.utils import filter_custom_hetero_store, filter_hete
 
 from penstock.errors import WholeTableError
 from penstock.integrations.pyg import UnifiedFeatureStore, UnifiedSampler
-from penstock.unified import NeighborSampler, UnifiedTensor, unify
+from penstock.traversal import NeighborSampler
+from penstock.unified import UnifiedTensor, unify
 
 
 @pytest.fixture(params=["memory", "file"])

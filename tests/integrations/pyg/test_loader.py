@@ -14,7 +14,8 @@ from torch_geometric.sampler.base import SubgraphType
 
 from penstock.errors import StoreReadError
 from penstock.integrations.pyg import NeighborLoader, UnifiedFeatureStore, UnifiedSampler
-from penstock.unified import NeighborSampler, unify
+from penstock.traversal import NeighborSampler
+from penstock.unified import unify
 
 NUM_NODES = 80
 

@@ -11,7 +11,8 @@ from torch_geometric.sampler import NodeSamplerInput
 from torch_geometric.utils import k_hop_subgraph, trim_to_layer
 
 from penstock.integrations.pyg import UnifiedSampler
-from penstock.unified import NeighborSampler, unify
+from penstock.traversal import NeighborSampler
+from penstock.unified import unify
 
 
 @pytest.fixture
@@ -89,5 +90,5 @@ def test_what_it_does_not_do_is_refused(data):
         sampler.sample_from_nodes(NodeSamplerInput(None, seeds, input_type="paper"))
     with pytest.raises(NotImplementedError, match="give the nodes at both ends"):
         sampler.sample_from_edges(None)
-    with pytest.raises(TypeError, match=r"expected a penstock\.unified\.NeighborSampler, got Data"):
+    with pytest.raises(TypeError, match=r"expected a penstock\.traversal\.NeighborSampler, got Data"):
         UnifiedSampler(data)

@@ -25,7 +25,7 @@ from penstock import rgnn
 from penstock.rgnn import interpreter, spaces
 from penstock.rgnn._compile import _round_counts
 from penstock.rgnn.backends._torch import sum_grouped_rows
-from penstock.unified import NeighborSampler
+from penstock.traversal import NeighborSampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -1,8 +1,8 @@
 """PyTorch Geometric: tables as a feature store, and mini-batches without compiled samplers.
 
 `data.x = penstock.unify(data.x)` needs nothing of this: PyG's own loaders gather rows of the table,
-in this process and in workers. This module adds what PyG needs compiled extensions for, and what
-makes a table usable where PyG asks for a `FeatureStore`.
+in this process and in workers. This module has the loader for which PyG needs compiled extensions,
+and tables as a `FeatureStore`.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""Tables where PyG asks for a `FeatureStore`: features by group and name, fetched row by row."""
+"""Tables as PyG's `FeatureStore`: features by group and name, gathered row by row."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class UnifiedFeatureStore(FeatureStore):
         torch.Size([2, 8])
 
     Args:
-        features: by (group, name), such as `("paper", "x")`; the group is a node type, an edge type
-            or None. Each is a table, or what `penstock.unify` takes: a tensor, an array, the path
-            of a file.
+        features: Features by (group, name), such as `("paper", "x")`; the group is a node type, an
+            edge type or None. Each is a table, or another source of `penstock.unify`: a tensor, an
+            array, the path of a file.
 
     Raises:
-        TypeError: a key is no pair.
+        TypeError: A key is no pair.
     """
 
     def __init__(self, features: Mapping[tuple[Any, str], Any] | None = None) -> None:
@@ -37,7 +37,7 @@ class UnifiedFeatureStore(FeatureStore):
             self._tables[key] = _as_table(source)
 
     def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
-        """A new table, or rows written into the one that is there; False if none is."""
+        """Put a new table, or write rows of the one that is there; return False if none is."""
         if attr.index is None:
             self._tables[_key(attr)] = _as_table(tensor)
             return True
@@ -55,12 +55,12 @@ class UnifiedFeatureStore(FeatureStore):
         return True
 
     def update_tensor(self, tensor: Any, *args: Any, **kwargs: Any) -> bool:
-        """Write rows into a table, or replace a table; returns whether it was there.
+        """Write rows of a table, or replace a table; returns whether it was there.
 
         Args:
-            tensor: what to write.
-            *args: arguments of `TensorAttr`: the group, the name and the index.
-            **kwargs: the same by name.
+            tensor: Rows, or a whole table.
+            *args: Arguments of `TensorAttr`: the group, the name and the index.
+            **kwargs: Arguments of `TensorAttr` by name.
         """
         attr: Any = self._tensor_attr_cls.cast(
             *args, **kwargs
@@ -86,7 +86,7 @@ class UnifiedFeatureStore(FeatureStore):
         return tuple(self._get_tensor(attr).shape)
 
     def get_all_tensor_attrs(self) -> list[TensorAttr]:
-        """Group and name of each table; a loader fills in the index."""
+        """Return group and name of each table; a loader fills in the index."""
         return [TensorAttr(group, name) for group, name in self._tables]
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Mini-batches of a graph as PyG's `NeighborLoader` gives them, without a compiled sampler.
+"""Mini-batches of a graph as of PyG's `NeighborLoader`, without a compiled sampler.
 
 PyG's own loader joins the nodes with their features, so the batches have its fields. The sampler is
 Penstock's, and the next batch is sampled and gathered in another thread while this one is used.
@@ -19,13 +19,14 @@ from torch_geometric.data import Data, FeatureStore, HeteroData
 from torch_geometric.loader import NodeLoader
 
 from penstock.integrations.pyg._feature_store import UnifiedFeatureStore
-from penstock.integrations.pyg._prefetch import Prefetched
+from penstock.integrations.pyg._prefetch import PrefetchIterator
 from penstock.integrations.pyg._sampler import UnifiedSampler
 from penstock.tables import report_table
-from penstock.unified import NeighborSampler, UnifiedTensor
+from penstock.traversal import NeighborSampler
+from penstock.unified import UnifiedTensor
 
-# Options of PyG's loader, with the one value that says what is done here anyway.
-_ONLY = {
+# Options of PyG's loader, with the one value that this loader supports.
+_ONLY_VALUES = {
     "input_time": None,
     "time_attr": None,
     "temporal_strategy": "uniform",
@@ -38,7 +39,7 @@ _ONLY = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoaderReport:
-    """Where the time of a loader's batches went, over all iterations in this process.
+    """The time of a loader's batches, over all iterations in this process.
 
     Batches that worker processes have made (`num_workers`) are not in it.
     """
@@ -46,14 +47,14 @@ class LoaderReport:
     num_batches: int
     """Batches that were made."""
     sample_seconds: float
-    """Choosing neighbours."""
+    """Time of sampling neighbours."""
     gather_seconds: float
-    """Fetching the features of the chosen nodes and edges."""
+    """Time of gathering the features of the sampled nodes and edges."""
     wait_seconds: float
-    """What the consumer waited for all that. Without prefetch, the sum of both."""
+    """Time in which the consumer waited for both. Without prefetch, their sum."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain data, for JSON."""
+        """Return the fields as plain data, for JSON."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
@@ -77,23 +78,23 @@ class NeighborLoader(NodeLoader):
         [0, 1, 2, 3] [1, 2, 1]
 
     Args:
-        data: the graph and its features; or a pair of a `FeatureStore` and a `GraphStore`, where
+        data: Graph and its features; or a pair of a `FeatureStore` and a `GraphStore`, where
             `neighbor_sampler` has the graph.
-        num_neighbors: neighbours per node at each hop; -1 takes all of them.
-        input_nodes: the seeds: node numbers, or a mask; by default all nodes.
-        replace: whether a neighbour may be taken more than once.
-        neighbor_sampler: samples instead of one that is made of `data.edge_index`; so that several
+        num_neighbors: Neighbours per node at each hop; -1 takes all of them.
+        input_nodes: Seeds: node numbers, or a mask; by default all nodes.
+        replace: Whether a neighbour may be taken more than once.
+        neighbor_sampler: Sampler in place of one that is made of `data.edge_index`; so that several
             loaders share one, or the graph is in files.
-        prefetch: how many batches are made ahead; 0 makes each when it is asked for. Without effect
-            where there are `num_workers`, which have a `prefetch_factor`.
-        generator: of the order of the seeds and of the samples.
-        **kwargs: as for PyG's `NodeLoader` and PyTorch's `DataLoader`: `batch_size`, `shuffle`,
+        prefetch: Number of batches that are made ahead; 0 makes each when it is next. Without
+            effect where there are `num_workers`, which have a `prefetch_factor`.
+        generator: Generator of the order of the seeds and of the samples.
+        **kwargs: Options of PyG's `NodeLoader` and PyTorch's `DataLoader`: `batch_size`, `shuffle`,
             `drop_last`, `transform`, `num_workers`, ...
 
     Raises:
         TypeError: `data` is heterogeneous, or something else.
-        ValueError: there is no graph; an option of PyG's is not supported; or `prefetch` would
-            fetch rows of a table that requires gradients before the step that changes them.
+        ValueError: There is no graph; an option of PyG's is not supported; or `prefetch` would
+            gather rows of a table that requires gradients before the step that changes them.
     """
 
     def __init__(
@@ -109,10 +110,10 @@ class NeighborLoader(NodeLoader):
         **kwargs: Any,
     ) -> None:
         _check_data(data)
-        kwargs = _supported(kwargs)
+        kwargs = _drop_fixed_options(kwargs)
         if prefetch < 0:
             raise ValueError(f"prefetch={prefetch}: expected 0 or more batches")
-        trained = _trained_features(data)
+        trained = _list_trained_features(data)
         if trained and prefetch:
             raise ValueError(
                 f"prefetch={prefetch}: {trained[0]!r} requires gradients, so the rows of the next "
@@ -120,7 +121,7 @@ class NeighborLoader(NodeLoader):
                 "from the table in the training step"
             )
         if neighbor_sampler is None:
-            neighbor_sampler = _sampler_of(data, num_neighbors, replace)
+            neighbor_sampler = _make_sampler(data, num_neighbors, replace)
         elif num_neighbors is not None or replace:
             raise ValueError("neighbor_sampler: it has its own fanouts; leave the others out")
         elif isinstance(neighbor_sampler, NeighborSampler):
@@ -137,25 +138,25 @@ class NeighborLoader(NodeLoader):
     def __iter__(self) -> Any:
         if self.num_workers:
             return super().__iter__()
-        # Drawn here, so that no other thread takes from the generator what the training draws.
+        # Drawn here, so that no other thread advances the generator of the training.
         seed = torch.empty((), dtype=torch.int64).random_(generator=self.generator).item()
         jobs = self._jobs(int(seed))
         if self.prefetch:
-            return Prefetched(jobs, ahead=self.prefetch, waited=self._waited)
-        return self._one_by_one(jobs)
+            return PrefetchIterator(jobs, ahead=self.prefetch, count_wait=self._count_wait)
+        return self._run_in_turn(jobs)
 
     @property
     def graph(self) -> NeighborSampler:
-        """What neighbours are sampled from; another loader can share it (`neighbor_sampler=`)."""
+        """Sampler of the graph; another loader can share it (`neighbor_sampler=`)."""
         assert isinstance(self.node_sampler, UnifiedSampler)
         return self.node_sampler.graph
 
     def __getstate__(self) -> dict[str, Any]:
-        """For worker processes, which make batches and draw none: generators cannot be spawned."""
+        """Return the state for worker processes without generators, which cannot be spawned."""
         return {**self.__dict__, "generator": None, "sampler": None, "batch_sampler": None}
 
     def report(self) -> LoaderReport:
-        """Where the time of the batches so far went."""
+        """Return the time of the batches so far."""
         return LoaderReport(
             num_batches=self._num_batches,
             sample_seconds=self._seconds["sample"],
@@ -164,17 +165,17 @@ class NeighborLoader(NodeLoader):
         )
 
     def _jobs(self, seed: int) -> Iterator[Callable[[], Any]]:
-        """What makes each batch, with random numbers of its own."""
+        """Yield the job of each batch, with random numbers of its own."""
         if self.batch_sampler is None:
             raise ValueError("batch_size=None: expected a number of seeds per batch")
         seeds = torch.Generator().manual_seed(seed)
         for index in self.batch_sampler:
             each = int(torch.empty((), dtype=torch.int64).random_(generator=seeds))
-            # Another thread does not know what holds in this one.
+            # Streams and gradient modes belong to a thread.
             stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-            yield functools.partial(self._batch, index, each, torch.is_grad_enabled(), stream)
+            yield functools.partial(self._make_batch, index, each, torch.is_grad_enabled(), stream)
 
-    def _batch(
+    def _make_batch(
         self, index: list[int], seed: int, gradients: bool, stream: torch.cuda.Stream | None
     ) -> Any:
         on_stream = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
@@ -189,14 +190,14 @@ class NeighborLoader(NodeLoader):
             self._num_batches += 1
             return batch
 
-    def _waited(self, seconds: float) -> None:
+    def _count_wait(self, seconds: float) -> None:
         self._seconds["wait"] += seconds
 
-    def _one_by_one(self, jobs: Iterator[Callable[[], Any]]) -> Iterator[Any]:
+    def _run_in_turn(self, jobs: Iterator[Callable[[], Any]]) -> Iterator[Any]:
         for job in jobs:
             start = time.perf_counter()
             batch = job()
-            self._waited(time.perf_counter() - start)
+            self._count_wait(time.perf_counter() - start)
             yield batch
 
 
@@ -206,36 +207,36 @@ def _check_data(data: Any) -> None:
             "data: expected a graph with one type of node, got HeteroData; use PyG's loader with "
             "pyg-lib, whose feature fetch works with tables too"
         )
-    if not isinstance(data, Data) and not _is_stores(data):
+    if not isinstance(data, Data) and not _is_store_pair(data):
         raise TypeError(
             "data: expected torch_geometric.data.Data, or a pair of a FeatureStore and a "
             f"GraphStore, got {type(data).__name__}"
         )
 
 
-def _is_stores(data: Any) -> bool:
+def _is_store_pair(data: Any) -> bool:
     return isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], FeatureStore)
 
 
-def _supported(options: dict[str, Any]) -> dict[str, Any]:
-    """The options without those of PyG's that change nothing; raises for those that would."""
+def _drop_fixed_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options without those that change nothing; raise for unsupported values."""
     kept = {}
     for name, value in options.items():
         if name == "is_sorted":  # the edges are sorted here in any case
             continue
-        if name not in _ONLY:
+        if name not in _ONLY_VALUES:
             kept[name] = value
-        elif getattr(value, "value", value) != _ONLY[name]:
+        elif getattr(value, "value", value) != _ONLY_VALUES[name]:
             raise ValueError(
-                f"{name}={value!r}: Penstock's loader does {name}={_ONLY[name]!r} only; leave it "
-                "out, or use PyG's own with pyg-lib"
+                f"{name}={value!r}: Penstock's loader does {name}={_ONLY_VALUES[name]!r} only; "
+                "leave it out, or use PyG's own with pyg-lib"
             )
     return kept
 
 
-def _trained_features(data: Any) -> list[str]:
-    """Names of the tables in the data that require gradients."""
-    if _is_stores(data):
+def _list_trained_features(data: Any) -> list[str]:
+    """Return the names of the tables in the data that require gradients."""
+    if _is_store_pair(data):
         attrs = data[0].get_all_tensor_attrs() if isinstance(data[0], UnifiedFeatureStore) else []
         items = [(attr.attr_name, data[0][attr.group_name, attr.attr_name, None]) for attr in attrs]
     else:
@@ -247,8 +248,8 @@ def _trained_features(data: Any) -> list[str]:
     ]
 
 
-def _sampler_of(data: Any, num_neighbors: Sequence[int] | None, replace: bool) -> UnifiedSampler:
-    if _is_stores(data):
+def _make_sampler(data: Any, num_neighbors: Sequence[int] | None, replace: bool) -> UnifiedSampler:
+    if _is_store_pair(data):
         raise ValueError("neighbor_sampler: needed where data is a pair of stores")
     if num_neighbors is None:
         raise ValueError("num_neighbors: expected neighbours per node at each hop, such as [10, 5]")

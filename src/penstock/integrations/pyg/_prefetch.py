@@ -1,4 +1,4 @@
-"""Work that runs one step ahead of its consumer, in a thread that ends with the iteration."""
+"""Jobs that run ahead of their consumer, in a thread that ends with the iteration."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item")
 
 
-class Prefetched(Iterator[Item], Generic[Item]):
-    """The results of some jobs, in their order, of which the next ones are computed in advance.
+class PrefetchIterator(Iterator[Item], Generic[Item]):
+    """An iterator over the results of jobs, in their order, which computes the next ones ahead.
 
     Jobs are drawn by the thread that iterates, and run by one other thread, one after the other.
-    What a job raises is raised where its result would have been returned, and ends the iteration.
-    If the iteration is abandoned, at most the job that is running comes to its end.
+    The error of a job is raised in place of its result, and ends the iteration. If the iteration is
+    abandoned, at most the job that is running is completed.
 
     Args:
-        jobs: what to compute.
-        ahead: how many jobs may run, or wait, ahead of the one whose result is wanted.
-        waited: is told how many seconds each result was waited for.
+        jobs: Functions that compute the results.
+        ahead: Number of jobs that may run, or wait, ahead of the next result.
+        count_wait: Function that takes the seconds that each result was waited for.
     """
 
     def __init__(
-        self, jobs: Iterator[Callable[[], Item]], *, ahead: int, waited: Callable[[float], None]
+        self, jobs: Iterator[Callable[[], Item]], *, ahead: int, count_wait: Callable[[float], None]
     ) -> None:
-        self._jobs, self._ahead, self._waited = jobs, ahead, waited
+        self._jobs, self._ahead, self._count_wait = jobs, ahead, count_wait
         self._pending: deque[Future[Item]] = deque()
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="penstock-loader")
         self._stop = weakref.finalize(self, self._threads.shutdown, wait=False, cancel_futures=True)
@@ -42,7 +42,7 @@ class Prefetched(Iterator[Item], Generic[Item]):
         try:
             start = time.perf_counter()
             result = self._pending.popleft().result()
-            self._waited(time.perf_counter() - start)
+            self._count_wait(time.perf_counter() - start)
             self._refill()
         except BaseException:
             self._pending.clear()
@@ -52,6 +52,6 @@ class Prefetched(Iterator[Item], Generic[Item]):
         return result
 
     def _refill(self) -> None:
-        """Have as many jobs under way as may be."""
+        """Submit jobs until `ahead` of them are under way."""
         while len(self._pending) < self._ahead and (job := next(self._jobs, None)) is not None:
             self._pending.append(self._threads.submit(job))

@@ -1,4 +1,4 @@
-"""Penstock's neighbour sampler as one of PyG's, so that PyG's loaders work with it."""
+"""Penstock's neighbour sampler as one of PyG's, for PyG's loaders."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 import torch
 from torch_geometric.sampler import BaseSampler, NodeSamplerInput, SamplerOutput
 
-from penstock.unified import NeighborSampler
+from penstock.traversal import NeighborSampler
 
 
 class UnifiedSampler(BaseSampler):
-    """Samples for PyG's `NodeLoader` from a graph in tables, without pyg-lib and torch-sparse.
+    """A sampler for PyG's `NodeLoader` of a graph in tables, without pyg-lib and torch-sparse.
 
     Example:
         >>> from torch_geometric.data import Data
@@ -24,13 +24,13 @@ class UnifiedSampler(BaseSampler):
         tensor([0, 1, 2])
 
     Args:
-        graph: the sampler; its edge ids are those of the data's edge attributes.
+        graph: Sampler whose edge ids are those of the data's edge attributes.
     """
 
     def __init__(self, graph: NeighborSampler) -> None:
         if not isinstance(graph, NeighborSampler):
             raise TypeError(
-                f"graph: expected a penstock.unified.NeighborSampler, got {type(graph).__name__}"
+                f"graph: expected a penstock.traversal.NeighborSampler, got {type(graph).__name__}"
             )
         self.graph = graph
 
@@ -41,12 +41,12 @@ class UnifiedSampler(BaseSampler):
         generator: torch.Generator | None = None,
         **kwargs: Any,
     ) -> SamplerOutput:
-        """The neighbourhood of some seeds, as PyG's loaders want it.
+        """Sample the neighbourhood of some seeds for PyG's loaders.
 
         Args:
-            index: the seeds.
-            generator: of the random numbers; by default PyTorch's.
-            **kwargs: none.
+            index: Seeds.
+            generator: Generator of the random numbers; by default PyTorch's.
+            **kwargs: None.
 
         Raises:
             ValueError: `index` has times or a node type.
@@ -70,7 +70,7 @@ class UnifiedSampler(BaseSampler):
         )
 
     def sample_from_edges(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not supported: give the nodes at both ends of the edges instead."""
+        """Raise NotImplementedError: give the nodes at both ends of the edges instead."""
         raise NotImplementedError(
             "UnifiedSampler samples from nodes only; give the nodes at both ends of the edges"
         )

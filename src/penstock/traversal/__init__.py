@@ -1,0 +1,5 @@
+"""Traversals of graphs whose lists are tables, in memory or in files."""
+
+from penstock.traversal._sampler import Neighborhood, NeighborSampler
+
+__all__ = ["NeighborSampler", "Neighborhood"]

@@ -1,0 +1,1 @@
+"""Tables as GPUs see them."""

@@ -1,0 +1,265 @@
+"""Registration of tables' memory with CUDA, which ends after the last use on any stream.
+
+`cudaHostRegister` locks a table's pages and maps them for all GPUs of the process. Ending that, or
+unmapping the memory, while a kernel reads it is a fault that ends the program, and PyTorch's
+allocator orders such things for its own memory only. So the streams that use a table are recorded
+here, and its memory is unregistered after the last of them has finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import platform
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.compat.dispatch import storage_from_pointer
+from penstock.errors import CapacityError
+from penstock.memory.pages import PAGE_BYTES, round_up
+from penstock.memory.pinned import try_pin, unpin
+from penstock.unified.host.memory import TableMemory
+from penstock.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_MEMPOLICY_CALLS = {"x86_64": (239, 238), "aarch64": (236, 237)}  # get_mempolicy, set_mempolicy
+_DEFAULT, _PREFERRED = 0, 1  # MPOL_DEFAULT, MPOL_PREFERRED
+
+_lock = threading.RLock()  # a collection, and with it a table's end, may come while it is held
+_ranges: dict[int, int] = {}  # begin and end of what this process has registered
+_of_memory: weakref.WeakKeyDictionary[TableMemory, Registration | None]
+_of_memory = weakref.WeakKeyDictionary()
+_captured: list[TableMemory] = []
+
+
+class StreamUses:
+    """The last use of a memory on each stream that has used it."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._events: dict[Any, Any] = {}
+
+    def record(self, stream: Any) -> None:
+        """Record that what was launched on `stream` so far uses the memory."""
+        event = stream.record_event()
+        if event is not None:  # on the CPU, where tests run, it has ended already
+            self._events[stream] = event
+
+    def make_wait(self, stream: Any) -> None:
+        """Make later launches on `stream` wait for all uses recorded so far."""
+        for other, event in list(self._events.items()):
+            if other != stream:
+                stream.wait_event(event)
+
+    def wait(self) -> None:
+        """Block this thread until all uses recorded so far have ended."""
+        if self._events and self._process == os.getpid():  # a forked child has no part in them
+            for event in list(self._events.values()):
+                event.synchronize()
+
+
+class Registration:
+    """A table's memory that the GPUs of this process can use.
+
+    Attributes:
+        device: The GPU that was current when the memory was registered.
+        reads: Kernels that read the memory.
+        writes: Kernels that write to it.
+    """
+
+    def __init__(self, memory: TableMemory, device: torch.device) -> None:
+        self.address = memory.address
+        self.num_bytes = memory.num_bytes
+        self.device = device
+        self.reads = StreamUses()
+        self.writes = StreamUses()
+        self._exported: set[torch.device] = set()
+        # At the interpreter's end nothing is undone: kernels may still run then, other clean-ups
+        # may still use the table, and the process's end gives everything back anyway.
+        content = memory.tensor((memory.num_bytes,), torch.uint8)
+        weakref.finalize(
+            memory, _unregister, os.getpid(), content, self.reads, self.writes, self._exported
+        ).atexit = False
+
+    def mark_exported(self, device: torch.device) -> None:
+        """Expect uses on `device` that are not recorded, through an alias."""
+        self._exported.add(device)
+
+
+def register(memory: TableMemory, device: torch.device) -> Registration | None:
+    """Make memory usable by all GPUs; at most once, then the same registration is returned.
+
+    The memory moves into shared memory first, as much for the driver, which pins shared pages
+    through a fork, as for processes that will get the table later.
+
+    Returns:
+        None where CUDA refuses; the reason is logged, once for each memory. No error stays behind.
+    """
+    with _lock:
+        if memory not in _of_memory:
+            error = _move_to_shared(memory, device) or _register_range(
+                memory.address, memory.num_bytes, device
+            )
+            if error:
+                logger.info(
+                    "CUDA refused to register %s of host memory: %s. Rows are copied through "
+                    "buffers instead, more slowly. A higher locked-memory limit (ulimit -l) or "
+                    "memory limit of this container may help.",
+                    format_bytes(memory.num_bytes),
+                    error,
+                )
+            _of_memory[memory] = None if error else Registration(memory, device)
+        return _of_memory[memory]
+
+
+def keep_for_graph(memory: TableMemory) -> None:
+    """Keep memory until the process ends, for a CUDA graph that may be replayed until then."""
+    if memory not in _captured:
+        _captured.append(memory)
+
+
+def _move_to_shared(memory: TableMemory, device: torch.device) -> str:
+    """Move the memory to where it can be registered; returns the error, or an empty string."""
+    try:
+        with _prefer_node_of(device):
+            memory.share()
+    except CapacityError as error:
+        return f"it could not be moved into shared memory ({error})"
+    return ""
+
+
+def _register_range(address: int, num_bytes: int, device: torch.device) -> str:
+    """Register whole pages; returns the error, or an empty string."""
+    if not num_bytes:
+        return ""
+    end = address + round_up(num_bytes, PAGE_BYTES)
+    for other, other_end in _ranges.items():
+        if address < other_end and other < end:
+            return "a part of it is registered already"
+    if code := try_pin(address, end - address, device):
+        return f"CUDA error {code}"
+    _ranges[address] = end
+    return ""
+
+
+def _unregister(
+    process: int,
+    content: torch.Tensor,
+    reads: StreamUses,
+    writes: StreamUses,
+    exported: set[torch.device],
+) -> None:
+    """Unregister the memory of a table that is gone; `content` keeps it mapped until then."""
+    address = content.data_ptr()
+    if process != os.getpid() or address not in _ranges:
+        return
+    reads.wait()
+    writes.wait()
+    for device in exported:
+        torch.cuda.synchronize(device)
+    with _lock:
+        del _ranges[address]
+        unpin(address)
+
+
+# ----------------------------------------------------------------------- aliases
+
+
+class _CudaArray:
+    """Registered memory in the protocol by which libraries exchange CUDA arrays.
+
+    PyTorch's tensor over it holds a reference to this object, and this one to the memory.
+    """
+
+    def __init__(self, memory: TableMemory, num_bytes: int) -> None:
+        self.memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (memory.address, False),
+            "version": 3,
+        }
+
+
+def make_alias(
+    memory: TableMemory, registration: Registration, device: torch.device
+) -> torch.Tensor:
+    """Return all bytes of registered memory as a tensor on a GPU, without a copy.
+
+    As long as it lives, or a view of it, the memory stays.
+    """
+    registration.mark_exported(device)
+    if not memory.num_bytes:
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    with torch.cuda.device(device):
+        # The address belongs to the GPU that was current at registration. For another one PyTorch
+        # would copy everything, so one byte tells.
+        probe = torch.as_tensor(_CudaArray(memory, 1), device=device)
+        if probe.data_ptr() == memory.address:
+            return torch.as_tensor(_CudaArray(memory, memory.num_bytes), device=device)
+    return _make_alias_at(memory, device)
+
+
+def _make_alias_at(memory: TableMemory, device: torch.device) -> torch.Tensor:
+    """Make an alias on any device, by a function of PyTorch's that checks and owns nothing."""
+    storage: Any = storage_from_pointer(memory.address, device, memory.num_bytes)
+    # PyTorch keeps a storage's Python object, with its attributes, as long as a tensor over it.
+    storage._penstock_memory = memory
+    empty = torch.empty(0, dtype=torch.uint8, device=device)
+    return empty.set_(storage, 0, (memory.num_bytes,), (1,))
+
+
+# ------------------------------------------------------------------- NUMA nodes
+
+
+def find_numa_node(
+    device: torch.device, devices: Path = Path("/sys/bus/pci/devices")
+) -> int | None:
+    """Return the memory node nearest to a GPU; None where there is one only, or none known."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    try:
+        name = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:"
+        node = int((devices / f"{name}{properties.pci_device_id:02x}.0" / "numa_node").read_text())
+    except (AttributeError, OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+@contextlib.contextmanager
+def _prefer_node_of(device: torch.device) -> Iterator[None]:
+    """Make the kernel take this thread's new pages from the GPU's node while there are some.
+
+    Where the user has chosen a policy of their own, as by numactl, that stays.
+    """
+    node = find_numa_node(device)
+    calls = _MEMPOLICY_CALLS.get(platform.machine())
+    if node is None or calls is None or node >= 64:
+        yield
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    get, set_ = calls
+    policy = ctypes.c_int(-1)
+    libc.syscall(get, ctypes.byref(policy), None, ctypes.c_ulong(0), None, ctypes.c_ulong(0))
+    mask = ctypes.c_uint64(1 << node)
+    preferred = policy.value == _DEFAULT and not libc.syscall(
+        set_, _PREFERRED, ctypes.byref(mask), ctypes.c_ulong(65)
+    )
+    logger.info(
+        "pages of a table %s NUMA node %d, next to %s",
+        "are taken from" if preferred else "cannot be had, or are not to be, from",
+        node,
+        device,
+    )
+    try:
+        yield
+    finally:
+        if preferred:
+            libc.syscall(set_, _DEFAULT, None, ctypes.c_ulong(0))

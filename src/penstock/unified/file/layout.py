@@ -1,0 +1,385 @@
+"""Layouts: the places of a table's rows in a file.
+
+Three formats are read: NumPy's `.npy`, one tensor of a `.safetensors` file, and Penstock's own,
+whose rows never cross a page if they fit into one, so that a random row costs one read of one page.
+
+The native format, version 1: the first 4096 bytes hold 8 bytes of magic, the length of a JSON text
+(unsigned, 4 bytes, little endian), its CRC-32 (the same) and the text: `shape`, `dtype` (as torch
+names it, without "torch."), `rows_per_block` and `block_bytes`. The rows begin at byte 4096: row r
+at 4096 + (r // rows_per_block) * block_bytes + (r % rows_per_block) * row_bytes. Numbers are little
+endian. What lies between rows is zero.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import dataclasses
+import errno
+import functools
+import io
+import json
+import math
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.codegen import to_struct
+from penstock.errors import StoreError, StoreFullError, StoreUnavailableError
+from penstock.memory.pages import round_up
+from penstock.memory.safetensors import SafetensorsHeader
+from penstock.units import format_bytes
+
+PAGE_BYTES = 4096
+_MAGIC = b"PENSTOCK"
+_VERSION = 1
+_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_MAX_HEADER_BYTES = 64 * 2**20  # of a foreign file: a longer one is no header
+_MAX_COUNT = 2**62  # of elements or bytes: offsets stay below 2^63
+_AT_FDCWD, _AT_EMPTY_PATH = -100, 0x1000
+_STATX_INO, _STATX_BTIME = 0x100, 0x800
+_STATX = struct.Struct("=32xQ40x12s44xII112x")  # inode, time of birth, device
+
+FileId = tuple[int, int, bytes]
+"""Device, inode and time of birth: a new file may get the inode of one that is gone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _LayoutStruct:
+    """The struct `Layout` of `file_rows.cpp`."""
+
+    offset: int
+    num_rows: int
+    row_bytes: int
+    rows_per_block: int
+    block_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowLayout:
+    """The places of a table's rows in a file."""
+
+    path: str
+    """Path of the file."""
+    shape: tuple[int, ...]
+    """Lengths (num_rows, *row)."""
+    dtype: torch.dtype
+    """Dtype of the elements."""
+    offset: int
+    """Byte at which the first row begins."""
+    rows_per_block: int = 1
+    """Rows that lie side by side."""
+    block_bytes: int
+    """Bytes from the first row of a block to the first row of the next."""
+    key: str = ""
+    """Name of the tensor, in a file that holds several."""
+    file_id: FileId | None = dataclasses.field(default=None, compare=False)
+    """Identity of the file whose header was read."""
+    file_bytes: int | None = dataclasses.field(default=None, compare=False)
+    """Length of the file at that time."""
+
+    @functools.cached_property
+    def struct(self) -> ctypes.Structure:
+        """The same as the struct `Layout` of `file_rows.cpp`."""
+        numbers = self.offset, self.num_rows, self.row_bytes, self.rows_per_block, self.block_bytes
+        return to_struct(_LayoutStruct(*numbers))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table."""
+        return self.shape[0]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    def is_same_table(self, other: RowLayout) -> bool:
+        """Return whether both are of the same rows of the same file."""
+        return (self.file_id, self.offset) == (other.file_id, other.offset)
+
+    def row_offset(self, row: int) -> int:
+        """Return the byte at which a row begins."""
+        block, place = divmod(row, self.rows_per_block)
+        return self.offset + block * self.block_bytes + place * self.row_bytes
+
+    @property
+    def end(self) -> int:
+        """Byte behind the last row."""
+        return self.row_offset(self.num_rows - 1) + self.row_bytes if self.num_rows else self.offset
+
+
+def open_layout(source: str | os.PathLike[str]) -> RowLayout:
+    """Read the header of a file and check that its rows are all there.
+
+    Args:
+        source: Path that ends in ".npy", or "file.safetensors#name", or of a native file.
+
+    Raises:
+        StoreUnavailableError: There is no such file, or no such tensor in it.
+        StoreError: The file is not what its name or its header says; the message says why.
+    """
+    path, key = split_source(os.fspath(source))
+    try:
+        with open(path, "rb") as file:
+            if path.endswith(".safetensors"):
+                layout = _safetensors_layout(file, path, key)
+            elif path.endswith(".npy"):
+                layout = _npy_layout(file, path)
+            else:
+                layout = _native_layout(file, path)
+            identity = file_id(file.fileno())
+            num_bytes = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise store_error(error, path, "cannot be opened", StoreUnavailableError) from error
+    if num_bytes < layout.end:
+        raise StoreError(
+            f"{path} is shorter than its header says: a table of shape {layout.shape} and "
+            f"{layout.dtype} ends at byte {layout.end}, but the file has {num_bytes}. It was "
+            "truncated, or its copying was not finished.",
+            path=path,
+            offset=num_bytes,
+        )
+    return dataclasses.replace(layout, file_id=identity, file_bytes=num_bytes)
+
+
+def store_error(error: OSError, path: str, problem: str, kind: type[StoreError]) -> StoreError:
+    """Return the error of a failed system call; `StoreFullError` if there is no room."""
+    kind = StoreFullError if error.errno in _FULL_ERRORS else kind
+    message = f"{path} {problem}: {os.strerror(error.errno or 0)}"
+    return kind(message, path=path, errno=error.errno)
+
+
+def file_id(file: int | str) -> FileId:
+    """Identify the file of a descriptor or a path, by `statx`.
+
+    Raises:
+        OSError: There is no such file.
+    """
+    directory, path = (file, b"") if isinstance(file, int) else (_AT_FDCWD, os.fsencode(file))
+    status = ctypes.create_string_buffer(_STATX.size)
+    if _libc().statx(directory, path, _AT_EMPTY_PATH, _STATX_INO | _STATX_BTIME, status):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    inode, birth, *device = _STATX.unpack(status.raw)
+    return os.makedev(*device), inode, birth  # zeroes, where a file system does not keep it
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def split_source(source: str) -> tuple[str, str]:
+    """Return the file and, of a .safetensors file, the tensor in it."""
+    path, mark, key = source.rpartition(".safetensors#")
+    return (path + mark[:-1], key) if mark else (source, "")
+
+
+def native_layout(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> RowLayout:
+    """Return the layout of a table in the native format."""
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    per_block = max(1, PAGE_BYTES // max(row_bytes, 1)) if row_bytes <= PAGE_BYTES else 1
+    block_bytes = PAGE_BYTES if row_bytes <= PAGE_BYTES else round_up(row_bytes, 512)
+    return RowLayout(
+        path=path,
+        shape=shape,
+        dtype=dtype,
+        offset=PAGE_BYTES,
+        rows_per_block=per_block,
+        block_bytes=block_bytes,
+    )
+
+
+def create(path: str | os.PathLike[str], shape: tuple[int, ...], dtype: torch.dtype) -> RowLayout:
+    """Make a file of zeroes, with its space allocated: NumPy's if its name says so, else native.
+
+    Raises:
+        ValueError: The name is that of another format, or NumPy has no such dtype.
+        StoreUnavailableError: The file exists, or its directory cannot be written to.
+        StoreFullError: The file system has no room.
+    """
+    path = os.fspath(path)
+    if path.endswith(".npy"):
+        layout, header = _new_npy(path, shape, dtype)
+    elif split_source(path)[0].endswith(".safetensors"):
+        raise ValueError(f"path={path!r}: no table is made in that format; end the name otherwise")
+    else:
+        layout, header = _new_native(path, shape, dtype)
+    num_blocks = -(-layout.num_rows // layout.rows_per_block)
+    num_bytes = layout.offset + num_blocks * layout.block_bytes
+    try:
+        with open(layout.path, "xb") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+                file.write(header)
+            except BaseException:
+                os.unlink(layout.path)
+                raise
+    except FileExistsError as error:
+        raise StoreUnavailableError(
+            f"{layout.path} exists; give another path, or open it with penstock.unify",
+            path=layout.path,
+            errno=error.errno,
+        ) from error
+    except OSError as error:
+        problem = f"cannot be made as a table of {format_bytes(num_bytes)}"
+        raise store_error(error, layout.path, problem, StoreUnavailableError) from error
+    return layout
+
+
+def _new_native(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[RowLayout, bytes]:
+    layout = native_layout(path, shape, dtype)
+    text = json.dumps(
+        {
+            "version": _VERSION,
+            "shape": list(shape),
+            "dtype": str(dtype).removeprefix("torch."),
+            "rows_per_block": layout.rows_per_block,
+            "block_bytes": layout.block_bytes,
+        }
+    ).encode()
+    header = _MAGIC + struct.pack("<II", len(text), zlib.crc32(text)) + text
+    return layout, header.ljust(PAGE_BYTES, b"\0")
+
+
+def _new_npy(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[RowLayout, bytes]:
+    try:
+        description = torch.empty(0, dtype=dtype).numpy().dtype.str
+    except TypeError as error:
+        problem = f"path={path!r}: NumPy's format has no {dtype}; leave out the .npy"
+        raise ValueError(problem) from error
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": description, "fortran_order": False, "shape": shape}
+    )
+    return _plain_layout(path, shape, dtype, len(header.getvalue())), header.getvalue()
+
+
+def _format_error(path: str, problem: str) -> StoreError:
+    return StoreError(f"{path} {problem}", path=path)
+
+
+def _native_layout(file: Any, path: str) -> RowLayout:
+    header = file.read(PAGE_BYTES)
+    if header[:8] != _MAGIC:
+        raise _format_error(
+            path, "is no table: expected .npy, .safetensors#name or the native format"
+        )
+    num_bytes, checksum = struct.unpack("<II", header[8:16])
+    text = header[16 : 16 + num_bytes]
+    if len(text) != num_bytes or zlib.crc32(text) != checksum:
+        raise _format_error(path, "has a damaged header: its checksum is wrong")
+    try:
+        fields = json.loads(text)
+        missing = {"version", "shape", "dtype", "rows_per_block", "block_bytes"} - set(fields)
+    except (ValueError, TypeError) as error:
+        raise _format_error(path, f"has a damaged header: {error}") from error
+    if not isinstance(fields, dict) or missing:
+        raise _format_error(path, f"has a damaged header: it lacks {sorted(missing)}")
+    if fields["version"] != _VERSION:
+        raise _format_error(
+            path, f"has version {fields['version']}; this Penstock reads {_VERSION}"
+        )
+    shape, dtype = _check_shape(path, fields["shape"]), getattr(torch, str(fields["dtype"]), None)
+    if not shape or not isinstance(dtype, torch.dtype):
+        raise _format_error(path, f"has a damaged header: shape {shape}, dtype {fields['dtype']!r}")
+    layout = native_layout(path, shape, dtype)
+    # All that this version writes; a checksum alone does not tell which version wrote it.
+    blocks = fields["rows_per_block"], fields["block_bytes"]
+    if blocks != (layout.rows_per_block, layout.block_bytes):
+        problem = "has a damaged header: {!r} rows of {} bytes in blocks of {!r}"
+        raise _format_error(path, problem.format(blocks[0], layout.row_bytes, blocks[1]))
+    return layout
+
+
+def _npy_layout(file: Any, path: str) -> RowLayout:
+    """Read the header of NumPy's format, versions 1 to 3."""
+    start = file.read(12)
+    if start[:6] != b"\x93NUMPY" or start[6] not in (1, 2, 3):
+        raise _format_error(path, "is no .npy file: its first bytes are wrong")
+    long = start[6] > 1
+    num_bytes = struct.unpack("<I", start[8:12])[0] if long else struct.unpack("<H", start[8:10])[0]
+    begin = 12 if long else 10
+    if num_bytes > _MAX_HEADER_BYTES:
+        raise _format_error(path, f"is no .npy file: a header of {num_bytes} bytes")
+    file.seek(begin)
+    try:
+        fields = ast.literal_eval(file.read(num_bytes).decode("utf-8" if long else "latin-1"))
+        kind, fortran, shape = fields["descr"], fields["fortran_order"], tuple(fields["shape"])
+    except (ValueError, SyntaxError, KeyError, TypeError) as error:
+        raise _format_error(path, f"has a damaged header: {error}") from error
+    try:
+        described = np.dtype(kind if isinstance(kind, str) else "V")
+        dtype = torch_dtype(described)
+    except TypeError as error:
+        problem = f"has elements of dtype {kind!r}, which tables do not hold"
+        raise _format_error(path, problem) from error
+    if described.byteorder == ">":
+        little = described.newbyteorder("<").str
+        problem = f"has elements of dtype {kind!r}, big endian; save array.astype({little!r})"
+        raise _format_error(path, problem)
+    if fortran and len(shape) > 1:
+        raise _format_error(
+            path, "is in Fortran order, so its rows are in pieces; save it in C order"
+        )
+    return _plain_layout(path, _check_shape(path, shape), dtype, begin + num_bytes)
+
+
+def torch_dtype(dtype: np.dtype) -> torch.dtype:
+    """Return torch's dtype for NumPy's of any byte order; raise TypeError where it has none."""
+    return torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
+
+
+def _safetensors_layout(file: Any, path: str, key: str) -> RowLayout:
+    """Read the place of one tensor of a file in Hugging Face's format."""
+    if not key:
+        raise ValueError(f"source={path!r}: which tensor of it? Write {path}#name")
+    try:
+        header = SafetensorsHeader(file, path)
+        extent = header.extent_of(key) if key in header.names else None
+    except ValueError as error:
+        raise StoreError(str(error), path=path) from error
+    if extent is None:
+        some = ", ".join(header.names[:8]) + (", ..." if len(header.names) > 8 else "")
+        raise StoreUnavailableError(f"{path} has no tensor {key!r}; it has {some}", path=path)
+    if extent.dtype is None:
+        problem = f"holds {key!r} as {extent.dtype_name}, which tables do not hold"
+        raise _format_error(path, problem)
+    return _plain_layout(path, extent.shape, extent.dtype, extent.offset, key)
+
+
+def _is_count(number: Any) -> bool:
+    return type(number) is int and 0 <= number <= _MAX_COUNT
+
+
+def _check_shape(path: str, lengths: Any) -> tuple[int, ...]:
+    """Return the shape that a header names, if a table can have it."""
+    if not isinstance(lengths, list | tuple) or not all(_is_count(each) for each in lengths):
+        raise _format_error(path, f"has a damaged header: its shape is {lengths!r}")
+    if math.prod(lengths) > _MAX_COUNT:
+        raise _format_error(
+            path, f"has a damaged header: no file has as many bytes as {lengths!r} needs"
+        )
+    return tuple(lengths)
+
+
+def _plain_layout(
+    path: str, shape: tuple[int, ...], dtype: torch.dtype, offset: int, key: str = ""
+) -> RowLayout:
+    """Return the layout of rows without a gap."""
+    if not shape:
+        raise _format_error(path, "holds a scalar, not a table of shape (num_rows, *row)")
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    return RowLayout(
+        path=path, shape=shape, dtype=dtype, offset=offset, block_bytes=row_bytes, key=key
+    )
+
+
+def is_path(source: object) -> bool:
+    """Return whether `source` names a file."""
+    return isinstance(source, str | Path | os.PathLike)

@@ -1,0 +1,219 @@
+"""Optimizer steps on rows: gradients grouped by row, each row and its state changed once, in place.
+
+`row_updates.cpp` makes them, built at first use; without a compiler torch does. Which of the two is
+chosen once per process, and logged. Their results are the same bit by bit where torch's kernels
+have fused multiply-add (AVX2, AVX512), but for square roots: those of C++ are rounded right, those
+of torch come from MKL, which is one unit in the last place off now and then.
+
+For numbers of 16 bits gradients are added up in float, the state is kept in float, and the row is
+rounded once, when it is stored.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+from pathlib import Path
+
+import torch
+
+from penstock.codegen import load_optional_library
+from penstock.errors import CapacityError
+from penstock.unified._row_index import index_error, resolve_index
+from penstock.unified.optim._steps import RowStep
+
+_HERE = Path(__file__).parent
+_SOURCES = [_HERE.parent / "threads.cpp", _HERE / "row_updates.cpp"]
+# Without -fno-math-errno a square root is a call, not an instruction.
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno")
+_KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+_MAX_STATES = 3
+_SINGLE_THREAD_BYTES = 64 * 1024  # fewer bytes are updated before a second thread is awake
+
+
+@dataclasses.dataclass(frozen=True)
+class RowGroups:
+    """The positions of a batch, grouped by row."""
+
+    rows: torch.Tensor
+    """Unique rows, rising; int64 (n,)."""
+    starts: torch.Tensor
+    """Place in `order` at which the positions of each row begin, and their end; int64 (n + 1,)."""
+    order: torch.Tensor
+    """Positions, rising within a row; int64."""
+
+
+class _Update(ctypes.Structure):
+    """The struct `PenstockUpdate` of `row_updates.cpp`."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("kind", "num_states", "maximize", "num_threads")),
+        *((name, ctypes.c_int64) for name in ("width", "num_groups", "num_positions")),
+        *((name, ctypes.c_void_p) for name in ("rows", "starts", "order", "gradients")),
+        ("gradient_stride", ctypes.c_int64),
+        ("table", ctypes.c_void_p),
+        ("states", ctypes.c_void_p * _MAX_STATES),
+    )
+
+
+def backend() -> str:
+    """Return what updates rows in this process: "cpp" or "torch"."""
+    return "torch" if _library() is None else "cpp"
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a table's state."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def group_rows(index: torch.Tensor, num_rows: int) -> RowGroups:
+    """Group the positions of an index by row.
+
+    Args:
+        index: On the CPU, int64 (n,), from 0 to num_rows - 1; in any order, with duplicates.
+        num_rows: Rows of the table.
+
+    Raises:
+        IndexError: An index is out of range; the message names it.
+    """
+    index = index.contiguous()
+    library = _library()
+    if library is None:
+        values, order = resolve_index(index, num_rows, negative=False).sort(stable=True)
+        rows, counts = values.unique_consecutive(return_counts=True)
+        starts = torch.zeros(len(rows) + 1, dtype=torch.int64)
+        torch.cumsum(counts, 0, out=starts[1:])
+        return RowGroups(rows, starts, order)
+    rows, order = torch.empty_like(index), torch.empty_like(index)
+    starts = torch.empty(len(index) + 1, dtype=torch.int64)
+    count = library.penstock_group_rows(
+        *(index.data_ptr(), len(index), num_rows),
+        *(rows.data_ptr(), starts.data_ptr(), order.data_ptr()),
+    )
+    if count == torch.iinfo(torch.int64).min:
+        raise _memory_error()
+    if count < 0:
+        raise index_error(index, -1 - count, num_rows)
+    return RowGroups(rows[:count], starts[: count + 1], order)
+
+
+def update_rows(
+    step: RowStep,
+    groups: RowGroups,
+    gradients: torch.Tensor,
+    table: torch.Tensor,
+    states: list[torch.Tensor],
+    *,
+    gathered: bool = False,
+) -> None:
+    """Make a step on the rows of `groups`, in place.
+
+    Args:
+        step: Step of an optimizer.
+        groups: Rows, and the positions of their gradients.
+        gradients: On the CPU, shape (number of positions, *row), of the table's dtype.
+        table: On the CPU, shape (num_rows, *row), contiguous.
+        states: On the CPU, contiguous, of the table's shape, of `state_dtype`.
+        gathered: Whether row k of the table and of its states is the k-th of `groups`, as those of
+            a table in a file are.
+    """
+    if table.is_complex():
+        table, gradients = torch.view_as_real(table), torch.view_as_real(gradients.resolve_conj())
+        states = [torch.view_as_real(each) for each in states]
+    if not table.numel() or not len(groups.rows):
+        return
+    gradients = gradients.resolve_neg().reshape(gradients.shape[0], -1)
+    if gradients.stride(1) != 1:
+        gradients = gradients.contiguous()
+    tables = [each.view(each.shape[0], -1) for each in (table, *states)]
+    for each in tables[1:]:  # C++ gets only their addresses
+        assert each.shape == tables[0].shape and each.dtype == state_dtype(table.dtype)
+    assert gradients.dtype == table.dtype and gradients.shape[1] == tables[0].shape[1]
+    library = _library()
+    if library is None or not _has_kind(library, table.dtype):
+        _update_in_torch(step, groups, gradients, tables, gathered)
+        return
+    update = _make_struct(step, groups, gradients, tables, gathered)
+    numbers = step.numbers()
+    values = (ctypes.c_double * len(numbers))(*numbers)
+    if getattr(library, step.function)(ctypes.byref(update), values):
+        raise _memory_error()
+
+
+def _make_struct(
+    step: RowStep,
+    groups: RowGroups,
+    gradients: torch.Tensor,
+    tables: list[torch.Tensor],
+    gathered: bool,
+) -> _Update:
+    table, *states = tables
+    width = table.shape[1]
+    num_bytes = len(groups.rows) * width * table.element_size()
+    return _Update(
+        kind=_KINDS[table.dtype],
+        num_states=len(states),
+        maximize=step.maximize,
+        num_threads=1 if num_bytes < _SINGLE_THREAD_BYTES else torch.get_num_threads(),
+        width=width,
+        num_groups=len(groups.rows),
+        num_positions=len(groups.order),
+        rows=None if gathered else groups.rows.data_ptr(),
+        starts=groups.starts.data_ptr(),
+        order=groups.order.data_ptr(),
+        gradients=gradients.data_ptr(),
+        gradient_stride=gradients.stride(0) * gradients.element_size(),
+        table=table.data_ptr(),
+        states=(ctypes.c_void_p * _MAX_STATES)(*(each.data_ptr() for each in states)),
+    )
+
+
+def _update_in_torch(
+    step: RowStep,
+    groups: RowGroups,
+    gradients: torch.Tensor,
+    tables: list[torch.Tensor],
+    gathered: bool,
+) -> None:
+    wide = state_dtype(gradients.dtype)
+    first, later = groups.starts[:-1], torch.ones(len(groups.order), dtype=torch.bool)
+    later[first] = False
+    sums = gradients[groups.order[first]].to(wide)
+    of_position = torch.repeat_interleave(groups.starts.diff())
+    sums.index_add_(0, of_position[later], gradients[groups.order[later]].to(wide))
+    rows = [each if gathered else each.index_select(0, groups.rows) for each in tables]
+    changed = rows[0].to(wide)
+    step.run_in_torch(changed, sums, rows[1:])
+    rows[0].copy_(changed)
+    if not gathered:
+        for each, content in zip(tables, rows, strict=True):
+            each.index_copy_(0, groups.rows, content)
+
+
+def _has_kind(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
+    return dtype != torch.float16 or bool(library.penstock_has_half())
+
+
+def _memory_error() -> CapacityError:
+    return CapacityError("there is not enough memory to group the gradients of a step by row")
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    pointer, count, update = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(_Update)
+    group = [pointer, count, count, pointer, pointer, pointer]
+    step = (ctypes.c_int32, [update, pointer])
+    return load_optional_library(
+        "row_updates",
+        _SOURCES,
+        flags=_FLAGS,
+        functions={
+            "penstock_group_rows": (count, group),
+            "penstock_sgd": step,
+            "penstock_adagrad": step,
+            "penstock_adam": step,
+        },
+        work="rows are updated",
+        otherwise="by torch",
+    )

@@ -1,0 +1,1 @@
+"""Functions of PyTorch that run differently on a table."""

@@ -1,0 +1,210 @@
+"""Overrides of `u[key]` and `u[key] = value`: the rows that a key chooses, and parts of them."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.unified._table_tensor import whole_table_error
+from penstock.unified._tensor import FileTensor, UnifiedTensor
+from penstock.unified.file.table import FileTable
+from penstock.unified.file.writer import change_lock
+from penstock.unified.overrides._rows import is_plain_write, is_readable_by_torch, write_rows
+from penstock.unified.overrides.gather import INTEGERS, gather
+from penstock.unified.overrides.registry import RULES, Operation, Rule, implements, run
+
+Rows = int | slice | torch.Tensor
+_VIEWS = (int, slice, tuple)  # keys whose results PyTorch makes as fast, or without a copy
+_INDEX_DTYPES = INTEGERS - {torch.uint8}  # of which tensors are PyTorch's masks of old
+_WIDE_UNSIGNED = frozenset({torch.uint16, torch.uint32, torch.uint64})
+
+
+@implements(
+    torch.Tensor.__getitem__,
+    shown=("u[index]", "u[mask]", "u[list]"),
+    result="rows, copied by Penstock; sparse gradient",
+)
+def _getitem(func: Operation, table: Any, key: Any) -> Any:
+    if not isinstance(table, UnifiedTensor):
+        return run(func, table, key)
+    if isinstance(key, torch.Tensor) and key.dtype in _INDEX_DTYPES and key.dim():
+        return gather(table, key, negative=True)
+    if isinstance(key, _VIEWS) and is_readable_by_torch(table):
+        return run(func, table, key)
+    chosen = _split_key(table.shape[0], key)
+    if chosen is None and isinstance(table, FileTensor) and (error := _key_error(key)):
+        raise error
+    if chosen is None or (is_readable_by_torch(table) and not _are_whole_rows(*chosen)):
+        return run(func, table, key)
+    rows, rest = chosen
+    if isinstance(rows, slice) and _are_all(rows, len(table)):
+        if not isinstance(table, FileTensor):
+            return run(func, table, key)
+        raise whole_table_error(table, "a slice of all rows", "gather those that are needed")
+    found = gather(table, _row_numbers(len(table), rows), negative=True)
+    if isinstance(rows, int):
+        return found[0][rest] if rest else found[0]
+    return found[_skip_row_dimensions(rows, rest)] if rest else found
+
+
+RULES.append(
+    Rule(
+        ("u[5]", "u[2:7]", "u[index, 1:3]"),
+        "of a table in a file, or one that requires a gradient, parts of gathered rows; sparse "
+        "gradient. Else as on any tensor: the first two are views",
+    )
+)
+
+
+@implements(
+    torch.Tensor.__setitem__,
+    shown=("u[index] = rows",),
+    result="rows written in place; of several for one row the last one stays",
+)
+def _setitem(func: Operation, table: Any, key: Any, value: Any) -> None:
+    chosen = _split_key(table.shape[0], key) if isinstance(table, UnifiedTensor) else None
+    if isinstance(table, FileTensor) and chosen is not None:
+        _write_to_file(table, *chosen, value)
+        return
+    if isinstance(table, FileTensor) and (error := _key_error(key)):
+        raise error
+    is_plain = isinstance(value, torch.Tensor) and is_plain_write(table, value)
+    if chosen is None or not is_plain or not _are_whole_rows(*chosen):
+        run(func, table, key, value)
+        return
+    index = _row_numbers(len(table), chosen[0])
+    rows = value.to(table.dtype).expand(*index.shape, *table.shape[1:])
+    write_rows(table, index, rows, negative=True)
+
+
+def _write_to_file(table: FileTensor, rows: Rows, rest: tuple[Any, ...], value: Any) -> None:
+    """Write `table[rows, *rest] = value`; rows that keep a part are read first."""
+    value = torch.as_tensor(value, dtype=table.dtype)
+    if not is_plain_write(table, value):
+        raise RuntimeError(
+            "u[...] = value records no gradient, but the table or the value requires one: write "
+            "under torch.no_grad()"
+        )
+    if isinstance(rows, slice) and _are_all(rows, len(table)):
+        raise whole_table_error(table, "writing all rows at once", "write them in blocks")
+    index, file = _row_numbers(len(table), rows).cpu(), table._table
+    assert isinstance(file, FileTable)
+    with torch.no_grad(), change_lock():
+        content = torch.empty((*index.shape, *table.shape[1:]), dtype=table.dtype)
+        if rest:
+            file.read_rows(index, content, negative=True)
+        if isinstance(rows, int):
+            content[0][rest or ...] = value
+        else:
+            content[_skip_row_dimensions(rows, rest)] = value
+        write_rows(table, index, content, negative=True)
+
+
+def _are_whole_rows(rows: Rows, rest: tuple[Any, ...]) -> bool:
+    """Return whether Penstock copies the rows although PyTorch could: whole, in any order."""
+    return isinstance(rows, torch.Tensor) and not rest
+
+
+def _are_all(rows: slice, num_rows: int) -> bool:
+    return len(range(*rows.indices(num_rows))) == num_rows > 0
+
+
+def _split_key(num_rows: int, key: Any) -> tuple[Rows, tuple[Any, ...]] | None:
+    """Return the rows that `key` chooses, and the key within each of them.
+
+    Rows are an int, a slice, or a tensor of integers. None if `key` does not choose rows first, or
+    chooses among what they hold by more than numbers, slices, None and `...`.
+    """
+    first, rest = (key[0], key[1:]) if isinstance(key, tuple) and key else (key, ())
+    if not all(type(each) in (int, slice, types.NoneType, types.EllipsisType) for each in rest):
+        return None
+    rows = _choose_rows(num_rows, first)
+    return None if rows is None else (rows, rest)
+
+
+def _key_error(key: Any) -> IndexError | None:
+    """Return the error of a key by which tables in files do not choose rows.
+
+    None if the key is for all rows: then that is the error.
+    """
+    parts = key if isinstance(key, tuple) else (key,)
+    chosen = isinstance(parts[0], list | torch.Tensor | np.ndarray | int) if parts else False
+    if not chosen:
+        return None
+    names = [
+        f"{type(each).__name__} of {each.dtype}, {each.ndim}-dimensional"
+        if isinstance(each, torch.Tensor | np.ndarray)
+        else repr(each)[:40]
+        for each in parts
+    ]
+    return IndexError(
+        f"u[{', '.join(names)}]: rows of a table in a file are chosen first, by a number, a slice "
+        "with a step above 0, a list of numbers, a mask of one dimension or a tensor of integers, "
+        "then parts of them by numbers, slices, None and `...`. Gather the rows and index them: "
+        "u[rows][...]; give nested lists as a tensor"
+    )
+
+
+def _choose_rows(num_rows: int, first: Any) -> Rows | None:
+    if isinstance(first, slice):
+        return first if first.step is None or int(first.step) > 0 else None
+    if _is_number(first):
+        return int(first)
+    if isinstance(first, list | range):
+        first = _list_to_tensor(first)
+    elif isinstance(first, np.ndarray):
+        first = _array_to_tensor(first)
+    if not isinstance(first, torch.Tensor):
+        return None
+    if first.dim() == 0:
+        return int(first) if first.dtype in INTEGERS and first.is_cpu else None
+    if first.dtype in (torch.bool, torch.uint8):  # bytes are PyTorch's masks of old
+        if first.dim() > 1:
+            return None
+        if len(first) != num_rows:
+            raise IndexError(
+                f"the mask has {len(first)} entries, but the table has {num_rows} rows"
+            )
+        return first.nonzero().flatten()
+    if first.dtype in _WIDE_UNSIGNED:  # gathers take none of them
+        return first.long()
+    return first if first.dtype in INTEGERS else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _list_to_tensor(values: list[Any] | range) -> torch.Tensor | None:
+    """Return row numbers or a mask; None for what PyTorch takes for a tuple, and for a mixture."""
+    if all(_is_number(each) for each in values):
+        return torch.tensor(values, dtype=torch.int64)
+    if all(isinstance(each, bool | np.bool_) for each in values):
+        return torch.tensor(values, dtype=torch.bool)
+    return None
+
+
+def _array_to_tensor(values: np.ndarray) -> torch.Tensor | None:
+    if values.dtype.kind not in "iub":
+        return None
+    if values.dtype.kind == "u" and values.itemsize > 1:  # gathers take no wider ones
+        values = values.astype(np.int64)
+    return torch.from_numpy(values)
+
+
+def _row_numbers(num_rows: int, rows: Rows) -> torch.Tensor:
+    """Return the rows as a tensor of integers; those of a slice in its order."""
+    if isinstance(rows, int):
+        return torch.tensor([rows])
+    if isinstance(rows, slice):
+        chosen = range(*rows.indices(num_rows))
+        return torch.arange(chosen.start, max(chosen.start, chosen.stop), chosen.step)
+    return rows
+
+
+def _skip_row_dimensions(rows: Rows, rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the key `rest` behind the dimensions of a slice or an index of rows."""
+    return (slice(None),) * (rows.dim() if isinstance(rows, torch.Tensor) else 1) + rest

@@ -1,0 +1,120 @@
+"""The registry of overrides, and the default for all other functions of PyTorch.
+
+`@implements(torch.Tensor.__getitem__)` registers what runs in place of a function, with the line
+that the documentation shows of it. A function without an override runs where its operands are: on
+the CPU, or, with an operand on a GPU, there, where an alias stands for the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from penstock.compat.dispatch import tree_leaves, tree_map, without_torch_function
+from penstock.unified._devices import gpu_of
+from penstock.unified._table_tensor import TableTensor, whole_table_error
+from penstock.unified.host.table import HostTable
+
+Operation = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """The result of some operations on a table."""
+
+    operations: tuple[str, ...]
+    """Operations as a user writes them, `u` being the table."""
+    result: str
+    """Their result, and the bytes that move."""
+
+
+OVERRIDES: dict[Operation, Operation] = {}
+"""By function of PyTorch the function that runs instead; it gets PyTorch's as first argument."""
+RULES: list[Rule] = []
+"""All rules, in the order in which the documentation shows them."""
+
+# Functions that only ask for a table's properties, or set them: they do not wait for a GPU.
+_PROPERTIES = frozenset(
+    {"__get__", "__set__", "__delete__", "__len__", "__hash__", "__format__"}
+    | {"size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "type"}
+    | {"storage_offset", "data_ptr", "untyped_storage", "is_contiguous", "get_device", "is_shared"}
+    | {"is_floating_point", "is_complex", "is_signed", "is_pinned", "requires_grad_", "backward"}
+    | {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "is_inference"}
+)
+
+
+def implements(
+    *functions: Operation, shown: tuple[str, ...] = (), result: str = ""
+) -> Callable[[Operation], Operation]:
+    """Register the decorated function for some functions of PyTorch.
+
+    Args:
+        functions: Functions of PyTorch.
+        shown: Operations that the documentation shows; none where another line has them.
+        result: Their result, for the documentation.
+    """
+
+    def register(override: Operation) -> Operation:
+        OVERRIDES.update(dict.fromkeys(functions, override))
+        if shown:
+            RULES.append(Rule(shown, result))
+        return override
+
+    return register
+
+
+def dispatch(func: Operation, args: Any, kwargs: dict[str, Any] | None) -> Any:
+    """Call the override of a function, or the function where its operands are."""
+    override = OVERRIDES.get(func, run)
+    with without_torch_function():
+        return override(func, *args, **(kwargs or {}))
+
+
+def run(func: Operation, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of PyTorch, on the GPU if an operand is on one."""
+    if not torch.cuda.is_initialized():
+        return func(*args, **kwargs)
+    return _run_where_operands_are(func, args, kwargs)
+
+
+def _run_where_operands_are(func: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
+    if getattr(func, "__name__", "") in _PROPERTIES:
+        return func(*args, **kwargs)
+    found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, TableTensor)]
+    # Those in files have no memory; their own dispatch refuses whatever reaches it.
+    tables: list[Any] = [each for each in found if isinstance(each._table, HostTable)]
+    device = gpu_of(*args, *kwargs.values())
+    if device is None or not tables:
+        for table in tables:
+            table._table.use.synchronize(to_write=True)
+        return func(*args, **kwargs)
+    aliases = {id(table): _alias(table, device, func) for table in tables}
+    with contextlib.ExitStack() as stack:
+        for table in tables:
+            on_device = table._table.device_table(device)
+            stack.enter_context(on_device.alias_access(aliases[id(table)]))
+        args, kwargs = tree_map(lambda each: aliases.get(id(each), each), (args, kwargs))
+        result = func(*args, **kwargs)
+    for table in tables:
+        if result is aliases[id(table)]:  # it was changed in place
+            return table
+    return result
+
+
+def _alias(table: Any, device: torch.device, func: Operation) -> torch.Tensor:
+    name = getattr(func, "__name__", str(func))
+    if torch.is_grad_enabled() and table.requires_grad:
+        operation = f"the gradient of {name} on {device}"
+        raise whole_table_error(table, operation, "gather rows, or use u.detach()")
+    alias = table._table.device_table(device).alias()
+    if alias is None:
+        raise whole_table_error(
+            table,
+            f"{name} on {device}, for which CUDA refused to register the memory,",
+            "gather rows, or allow more locked memory (ulimit -l)",
+        )
+    return alias

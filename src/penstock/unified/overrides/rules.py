@@ -1,0 +1,219 @@
+"""Overrides that return a table itself, a plain tensor, or the error of a whole copy.
+
+Importing this module registers the overrides of all modules beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from penstock.compat.dispatch import parse_to
+from penstock.unified._devices import GPU
+from penstock.unified._table_tensor import whole_table_error
+from penstock.unified._tensor import FileTensor, UnifiedTensor, tensor_over
+from penstock.unified.file.table import FileTable
+from penstock.unified.host.table import HostTable
+from penstock.unified.overrides import _embedding, _indexing, _rows  # noqa: F401 (registered)
+from penstock.unified.overrides.registry import OVERRIDES, RULES, Operation, Rule, implements, run
+
+_T = torch.Tensor
+
+
+@implements(
+    _T.detach, shown=("u.detach()",), result="another name for the same table, without gradient"
+)
+def _detach(func: Operation, table: Any) -> Any:
+    return tensor_over(table._table) if isinstance(table, UnifiedTensor) else func(table)
+
+
+@implements(_T.cpu, shown=("u.cpu()",), result="a plain tensor over the same memory")
+def _cpu(func: Operation, table: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if isinstance(table, FileTensor):
+        raise whole_table_error(table, "cpu()", "gather rows of it")
+    table._table.use.synchronize()
+    return table.view_as(table)
+
+
+@implements(
+    *(_T.numpy, _T.tolist, _T.__array__),
+    shown=("u.numpy()", "u.tolist()"),
+    result="of the same memory; WholeTableError if the table is in a file",
+)
+def _to_python(func: Operation, table: Any, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(table, FileTensor):
+        raise whole_table_error(table, f"{func.__name__}()", "gather rows of it")
+    return run(func, table, *args, **kwargs)
+
+
+@implements(
+    _T.copy_,
+    shown=("u.copy_(x)",),
+    result="as on any tensor; a table in a file takes only itself, else WholeTableError",
+)
+def _copy(func: Operation, input: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(input, FileTensor) and isinstance(source, FileTensor):
+        target, origin = input._table, source._table
+        assert isinstance(target, FileTable) and isinstance(origin, FileTable)
+        if target.layout.is_same_table(origin.layout):
+            return input  # as where a module loads the state that it had
+    return run(func, input, source, *args, **kwargs)
+
+
+@implements(
+    _T.data.__set__,  # type: ignore[attr-defined]
+    shown=("u.data = x",),
+    result="TypeError; and `x.data = u` of a table in a file is a RuntimeError of PyTorch's",
+)
+def _set_data(func: Operation, tensor: Any, data: Any) -> None:
+    if isinstance(tensor, UnifiedTensor):
+        if isinstance(data, UnifiedTensor) and data._table is tensor._table:
+            return  # as a module's `to` does with parameters that are there already
+        raise TypeError(
+            "u.data = x: a table keeps its memory or its file. Write rows of it, u[index] = rows, "
+            "or make another one: penstock.unify(x)"
+        )
+    func(tensor, data)
+
+
+@implements(
+    *(_T.contiguous, _T.pin_memory),
+    shown=("u.contiguous()", "u.pin_memory()"),
+    result="u itself: it is that already",
+)
+def _return_table(func: Operation, table: Any, *args: Any, **kwargs: Any) -> Any:
+    return table
+
+
+@implements(
+    _T.share_memory_,
+    shown=("u.share_memory_()",),
+    result="u itself, moved to where other processes see what is written",
+)
+def _share_memory(func: Operation, table: Any) -> Any:
+    if isinstance(table._table, HostTable):
+        table._table.use.synchronize(to_write=True)
+        table._table.memory.share()
+    return table
+
+
+@implements(_T.is_shared, shown=("u.is_shared()",), result="whether other processes see it")
+def _is_shared(func: Operation, table: Any) -> bool:
+    return isinstance(table._table, FileTable) or table._table.memory.descriptor is not None
+
+
+@implements(
+    *(_T.clone, torch.clone),
+    shown=("u.clone()", "copy.deepcopy(u)"),
+    result="WholeTableError: it would copy the whole table",
+)
+def _clone(func: Operation, table: Any, *args: Any, **kwargs: Any) -> Any:
+    raise whole_table_error(table, f"{func.__name__}()", "gather rows, or unify(u.cpu())")
+
+
+@implements(
+    _T.to,
+    shown=("u.to(device)", "u.cuda()"),
+    result="u itself on the CPU or if its rows go to that device, else WholeTableError",
+)
+def _to(func: Operation, table: Any, *args: Any, **kwargs: Any) -> Any:
+    copies = kwargs.pop("copy", False)
+    device, dtype, _, _ = parse_to(*args, **kwargs)
+    _refuse_dtype(table, dtype)
+    if device is not None and device.type != table.device.type and not _gathers_to(table, device):
+        raise whole_table_error(
+            table, f"to({str(device)!r})", f"gather rows there: unify(u, device={str(device)!r})"
+        )
+    if copies:
+        return _clone(func, table)
+    return table
+
+
+def _gathers_to(table: UnifiedTensor, device: torch.device) -> bool:
+    """Return whether gathered rows go to `device` anyway."""
+    there = table._table.device
+    return device.type == there.type and device.index in (None, there.index)
+
+
+@implements(_T.cuda)
+def _cuda(func: Operation, table: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
+    return _to(func, table, torch.device(GPU, device) if isinstance(device, int) else device or GPU)
+
+
+@implements(
+    *(_T.new, _T.new_tensor, _T.new_empty, _T.new_empty_strided),
+    *(_T.new_full, _T.new_ones, _T.new_zeros),
+    shown=("u.new(...)", "u.new_zeros(size)", "u.new_tensor(data)"),
+    result="a plain tensor of the table's dtype, where its rows go",
+)
+def _new(func: Operation, table: UnifiedTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    # Tables in files have no memory to make it like.
+    like = torch.empty(0, dtype=table.dtype, device=table.output_device)
+    return func(like, *args, **kwargs)
+
+
+RULES.append(
+    Rule(
+        ("u + x", "u @ x", "torch.where(mask, u, x)", "u.scatter_(0, index, x)"),
+        "with `x` or another operand on a GPU, there, through an alias of the same memory; "
+        "WholeTableError if `u` needs a gradient or CUDA refused its memory",
+    )
+)
+
+
+@implements(
+    _T.type,
+    shown=("u.to(dtype)", "u.type(dtype)", "u.half()", "u.float()", "u.long()"),
+    result="WholeTableError if it would copy the whole table, else u itself",
+)
+def _type(func: Operation, table: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(dtype, torch.dtype):  # a question, or the name of a legacy type
+        return run(func, table, dtype, *args, **kwargs)
+    _refuse_dtype(table, dtype)
+    return table
+
+
+@implements(_T.type_as)
+def _type_as(func: Operation, table: Any, other: torch.Tensor) -> Any:
+    return _to(func, table, other) if isinstance(table, UnifiedTensor) else run(func, table, other)
+
+
+def _convert_to(dtype: torch.dtype) -> Operation:
+    def convert(func: Operation, table: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_dtype(table, dtype)
+        return table
+
+    return convert
+
+
+OVERRIDES.update(
+    {
+        _T.half: _convert_to(torch.float16),
+        _T.float: _convert_to(torch.float32),
+        _T.double: _convert_to(torch.float64),
+        _T.bfloat16: _convert_to(torch.bfloat16),
+        _T.long: _convert_to(torch.int64),
+        _T.int: _convert_to(torch.int32),
+        _T.short: _convert_to(torch.int16),
+        _T.char: _convert_to(torch.int8),
+        _T.byte: _convert_to(torch.uint8),
+        _T.bool: _convert_to(torch.bool),
+    }
+)
+
+
+def _refuse_dtype(table: Any, dtype: torch.dtype | None) -> None:
+    if dtype is not None and dtype != table.dtype:
+        raise whole_table_error(
+            table, f"converting it to {dtype}", "convert it before unify, or convert gathered rows"
+        )
+
+
+def rule_table() -> str:
+    """Return the rules as a table in Markdown, as the documentation shows them."""
+    lines = ["| operation | result |", "|---|---|"]
+    for rule in RULES:
+        lines.append(f"| {', '.join(f'`{each}`' for each in rule.operations)} | {rule.result} |")
+    lines.append("| everything else | as on any tensor over the same memory |")
+    return "\n".join(lines)

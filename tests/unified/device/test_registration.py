@@ -1,0 +1,233 @@
+"""Host memory that CUDA knows: once, refused without harm, let go of after the last kernel.
+
+The runtime is a simulated one, which records what it is asked.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from penstock.memory import pinned
+from penstock.unified import unify
+from penstock.unified.device import _registration
+from penstock.unified.device._registration import StreamUses
+from penstock.unified.host import memory as host_memory
+from penstock.unified.host.memory import TableMemory
+from simulated_cuda import SimulatedCuda
+
+GPU = torch.device("cuda", 0)
+PAGE = 4096
+
+
+@pytest.fixture
+def runtime(simulated_cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> SimulatedCuda:
+    forgotten = lambda device: simulated_cuda.calls.append(("clear error", device))  # noqa: E731
+    monkeypatch.setattr(pinned, "_clear_last_error", forgotten)
+    monkeypatch.setattr(_registration, "find_numa_node", lambda _: None)
+    monkeypatch.setattr(_registration, "_ranges", {})
+    return simulated_cuda
+
+
+def test_memory_is_shared_and_registered_once_in_whole_pages(runtime):
+    memory = TableMemory(3 * PAGE + 5)
+    registration = _registration.register(memory, GPU)
+    assert registration is not None and _registration.register(memory, GPU) is registration
+    assert runtime.calls == [("register", memory.address, 4 * PAGE, 1)]
+    assert memory.descriptor is not None
+    assert (registration.address, registration.device) == (memory.address, GPU)
+    assert registration.num_bytes == 3 * PAGE + 5
+
+
+def test_tables_over_one_memory_share_its_registration(runtime):
+    u = unify(torch.ones(100, 8))
+    table = u._table
+    views = [table, table.view_from(torch.device("cpu"), None)]
+    found = [view.use.register(GPU) for view in views]
+    assert found[0] is found[1] and found[0] is not None
+    assert len(runtime.calls) == 1
+
+
+def test_nothing_is_registered_for_no_bytes(runtime):
+    memory = TableMemory(0)
+    assert _registration.register(memory, GPU) is not None
+    del memory
+    gc.collect()
+    assert runtime.calls == []
+
+
+def test_a_refusal_is_said_once_forgotten_by_cuda_and_remembered(runtime, caplog):
+    runtime.code = 2
+    memory = TableMemory(PAGE)
+    with caplog.at_level(logging.INFO, logger="penstock"):
+        assert _registration.register(memory, GPU) is None
+        assert _registration.register(memory, GPU) is None
+    assert [call[0] for call in runtime.calls] == ["register", "clear error"]
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert "refused to register 4.00 KiB of host memory: CUDA error 2." in caplog.text
+    assert "ulimit -l" in caplog.text
+    del memory
+    gc.collect()
+    assert [call[0] for call in runtime.calls] == ["register", "clear error"]
+
+
+def test_memory_that_cannot_be_moved_is_a_refusal_too(runtime, caplog, monkeypatch):
+    monkeypatch.setattr(host_memory, "advise", lambda *_: 28)  # no page can be had
+    with caplog.at_level(logging.INFO, logger="penstock"):
+        assert _registration.register(TableMemory(PAGE), GPU) is None
+    assert "could not be moved into shared memory" in caplog.text
+    assert "No space left" in caplog.text and runtime.calls == []
+
+
+def test_a_range_that_overlaps_another_is_refused_without_asking(runtime, caplog):
+    memory = TableMemory(8 * PAGE)
+    _registration._ranges[memory.address + 7 * PAGE] = memory.address + 9 * PAGE
+    with caplog.at_level(logging.INFO, logger="penstock"):
+        assert _registration.register(memory, GPU) is None
+    assert "a part of it is registered already" in caplog.text and runtime.calls == []
+    beside = TableMemory(8 * PAGE)
+    assert _registration.register(beside, GPU) is not None
+
+
+def test_memory_is_unregistered_after_its_last_reader_and_writer(runtime):
+    memory = TableMemory(PAGE)
+    address, content = memory.address, memory.tensor((PAGE,), torch.uint8)
+    registration = _registration.register(memory, GPU)
+    first, second = (runtime.Stream(name=each) for each in ("first", "second"))
+    for stream in (first, first, second):
+        registration.reads.record(stream)
+    registration.writes.record(first)
+    registration.mark_exported(GPU)
+    del memory
+    gc.collect()
+    assert runtime.calls[1:] == [
+        ("wait", ("first", 2)),
+        ("wait", ("second", 1)),
+        ("wait", ("first", 3)),
+        ("synchronize", GPU),
+        ("unregister", address),
+    ]
+    assert not _registration._ranges
+    content.fill_(1)  # still mapped
+
+
+def test_memory_of_a_captured_graph_stays(runtime, monkeypatch):
+    monkeypatch.setattr(_registration, "_captured", [])
+    memory = TableMemory(PAGE)
+    _registration.register(memory, GPU)
+    for _ in range(2):
+        _registration.keep_for_graph(memory)
+    del memory
+    gc.collect()
+    assert [call[0] for call in runtime.calls] == ["register"]
+    assert len(_registration._captured) == 1
+    _registration._captured.clear()
+    gc.collect()
+    assert runtime.calls[-1][0] == "unregister"
+
+
+def test_a_forked_child_unregisters_nothing(runtime, monkeypatch):
+    memory = TableMemory(PAGE)
+    registration = _registration.register(memory, GPU)
+    registration.reads.record(runtime.Stream(name="parent's"))
+    with monkeypatch.context() as patch:
+        patch.setattr(_registration.os, "getpid", lambda: -1)
+        registration.reads.wait()
+        del memory
+        gc.collect()
+    assert [call[0] for call in runtime.calls] == ["register"]
+
+
+def test_at_the_interpreters_end_nothing_is_unregistered(runtime):
+    memory = TableMemory(PAGE)
+    registration = _registration.register(memory, GPU)
+    assert registration is not None
+    finalizers = [each for each in registration_finalizers(memory) if not each.atexit]
+    assert len(finalizers) == 1
+
+
+def registration_finalizers(memory: TableMemory) -> list:
+    import weakref
+
+    return [each for each in weakref.finalize._registry if each.peek()[0] is memory]
+
+
+def test_a_stream_comes_after_what_others_have_launched(runtime):
+    uses, reader, writer = (
+        StreamUses(),
+        runtime.Stream(name="reader"),
+        runtime.Stream(name="writer"),
+    )
+    uses.record(reader)
+    uses.record(writer)
+    uses.make_wait(writer)  # not after itself: a stream is in order
+    assert runtime.calls == [("writer after", ("reader", 1))]
+
+
+def test_the_cpu_waits_for_those_that_it_would_disturb(runtime):
+    u, index = unify(torch.zeros(10, 4)), torch.tensor([1, 2])
+    registration = u._table.use.register(GPU)
+    registration.reads.record(runtime.Stream(name="reader"))
+    registration.writes.record(runtime.Stream(name="writer"))
+    after_reader, after_writer = ("wait", ("reader", 1)), ("wait", ("writer", 1))
+    reads = (lambda: u[index], lambda: u.cpu(), lambda: pickle.dumps(u))
+    writes = (
+        lambda: u.index_add_(0, index, torch.ones(2, 4)),
+        lambda: u.__setitem__(index, torch.ones(2, 4)),
+    )
+    for operations, expected in ((reads, {after_writer}), (writes, {after_reader, after_writer})):
+        for operation in operations:
+            runtime.calls.clear()
+            operation()
+            assert set(runtime.calls) == expected
+
+
+def test_an_alias_without_an_owner_keeps_the_memory(runtime):
+    memory = TableMemory(2 * PAGE)
+    content = memory.tensor((2 * PAGE,), torch.uint8)
+    content.copy_(torch.randint(0, 256, (2 * PAGE,), dtype=torch.uint8))
+    _registration.register(memory, GPU)
+    alias = _registration._make_alias_at(memory, torch.device("cpu"))
+    assert alias.data_ptr() == memory.address and torch.equal(alias, content)
+    view = alias.view(torch.bfloat16).view(64, -1)[3:]
+    del memory, alias
+    gc.collect()
+    assert [call[0] for call in runtime.calls] == ["register"]
+    del view
+    gc.collect()
+    assert [call[0] for call in runtime.calls] == ["register", "unregister"]
+
+
+def test_the_protocol_object_says_where_the_memory_lies():
+    memory = TableMemory(100)
+    view = _registration._CudaArray(memory, 100)
+    described = view.__cuda_array_interface__
+    assert described["data"] == (memory.address, False)
+    assert described["shape"] == (100,) and described["typestr"] == "|u1"
+    assert view.memory is memory
+
+
+@pytest.mark.parametrize(("content", "node"), [("1\n", 1), ("-1\n", None), ("?", None)])
+def test_the_node_of_a_gpu_is_what_sys_says(content, node, tmp_path: Path, monkeypatch):
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xAB, pci_device_id=3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    device = tmp_path / "0000:ab:03.0"
+    device.mkdir()
+    (device / "numa_node").write_text(content)
+    assert _registration.find_numa_node(GPU, tmp_path) == node
+    properties.pci_bus_id = 1
+    assert _registration.find_numa_node(GPU, tmp_path) is None
+
+
+def test_pages_come_from_the_gpus_node_or_it_is_said_that_they_do_not(monkeypatch, caplog):
+    monkeypatch.setattr(_registration, "find_numa_node", lambda _: 0)
+    with caplog.at_level(logging.INFO, logger="penstock"):
+        with _registration._prefer_node_of(GPU):
+            torch.zeros(1000)
+    assert "NUMA node 0, next to cuda:0" in caplog.text

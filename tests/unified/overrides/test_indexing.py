@@ -1,0 +1,207 @@
+"""What may stand between the brackets of a table: as PyTorch has it, in memory and in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from penstock.errors import WholeTableError
+from penstock.unified import empty, optim, unify
+from penstock.unified.host import table as host_table
+
+ROWS = torch.tensor([3, 1, 3, -1])
+MASK = torch.arange(12) % 3 == 0
+
+# What chooses whole rows, or a part of each.
+KEYS = {
+    "number": 5,
+    "number below zero": -1,
+    "number of NumPy's": np.int64(3),
+    "scalar": torch.tensor(3),
+    "scalar of NumPy's": np.array(3),
+    "slice": slice(2, 7),
+    "slice with steps": slice(-5, None, 2),
+    "slice of nothing": slice(7, 2),
+    "list": [1, 2, -1],
+    "empty list": [],
+    "range": range(3),
+    "list of bool": MASK.tolist(),
+    "array": np.array([1, 5, -2], dtype=np.int32),
+    "unsigned array": np.array([1, 5], dtype=np.uint16),
+    "mask of NumPy's": MASK.numpy(),
+    "mask": MASK,
+    "mask of old": MASK.byte(),
+    "matrix": ROWS.view(2, 2),
+    "one in a tuple": (ROWS,),
+    "columns of rows": (ROWS, slice(1, 3)),
+    "column of rows": (ROWS, 1),
+    "column of a matrix of rows": (ROWS.view(2, 2), None, 2),
+    "columns of a mask": (MASK, slice(1, 3)),
+    "last column of rows": (ROWS, ..., -1),
+    "one after a slice": (ROWS, slice(None), 1),
+    "columns of a list": ([1, 2], slice(1, 3)),
+    "element": (5, 2, 1),
+    "columns of a slice": (slice(2, 5), 1),
+}
+
+# What PyTorch gives to those in memory, and what would need all of one in a file.
+WHOLE = {
+    "everything": slice(None),
+    "dots": ...,
+    "column": (..., 0),
+    "elements": (ROWS, torch.tensor([0, 1, 2, 0])),
+    "mask of elements": torch.ones(12, 4, 2) > 0,
+    "new dimension": None,
+}
+
+
+@pytest.fixture(params=["memory", "file"])
+def make(request, tmp_path):
+    """A table with some content, and the content."""
+
+    def made(*, requires_grad=False):
+        content = torch.arange(12 * 4 * 2, dtype=torch.float32).view(12, 4, 2)
+        if request.param == "memory":
+            return unify(content, requires_grad=requires_grad), content
+        np.save(tmp_path / "table.npy", content.numpy())
+        return unify(tmp_path / "table.npy", requires_grad=requires_grad), content
+
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
+def test_rows_are_those_of_torch_with_sparse_gradients(key, make):
+    table, content = make()
+    assert torch.equal(table[key], content[key])
+    table, content = make(requires_grad=True)
+    content.requires_grad_()
+    (table[key] * 2).sum().backward()
+    (content[key] * 2).sum().backward()
+    assert table.grad.layout == torch.sparse_coo
+    assert torch.equal(table.grad.to_dense(), content.grad)
+
+
+@pytest.mark.parametrize("key", WHOLE.values(), ids=WHOLE)
+def test_what_does_not_choose_rows_is_for_torch(key, make):
+    table, content = make()
+    in_file = table.report().tier == "file"
+    refused = pytest.raises((WholeTableError, IndexError), match=r"whole table|are chosen first")
+    with refused if in_file else contextlib.nullcontext():
+        assert torch.equal(table[key], content[key])
+
+
+@pytest.mark.parametrize("key", [12, [25], (ROWS, 4), MASK[:7]], ids=str)
+def test_what_is_out_of_range_is_an_index_error(key, make):
+    table, _ = make()
+    with pytest.raises(IndexError):
+        table[key]
+
+
+@pytest.mark.parametrize("key", [KEYS[name] for name in KEYS if name != "mask of old"], ids=str)
+def test_rows_are_written_as_torch_writes_them(key, make):
+    for value in (7.0, "rows"):
+        table, content = make()
+        new = -torch.ones_like(content[key]) if value == "rows" else value
+        table[key] = new
+        content[key] = new
+        assert torch.equal(table[torch.arange(12)], content)
+
+
+def test_a_write_that_is_wrong_changes_nothing(make):
+    table, content = make()
+    for key, value in (([1, 2], torch.ones(3, 4, 2)), ([25], 0.0), ((ROWS, 9), 1.0)):
+        with pytest.raises((RuntimeError, IndexError)):
+            table[key] = value
+    assert torch.equal(table[torch.arange(12)], content)
+
+
+def test_a_write_of_all_rows_of_a_file_at_once_says_what_to_do(tmp_path):
+    table = empty((4, 2), path=tmp_path / "table")
+    with pytest.raises(WholeTableError, match="write them in blocks"):
+        table[:] = 1.0
+    with pytest.raises(WholeTableError, match=r"fill_ would write.*penstock.unified.optim"):
+        table.fill_(1.0)
+    table.requires_grad_()
+    with pytest.raises(RuntimeError, match="no_grad"):
+        table[[1]] = 1.0
+
+
+def test_a_shallow_copy_is_the_same_table(make):
+    table, content = make(requires_grad=True)
+    other = copy.copy(table)
+    assert other.requires_grad
+    with torch.no_grad():
+        other[[2]] = 9.0
+    content[2] = 9.0
+    assert torch.equal(table.detach()[torch.arange(12)], content)
+
+
+BAGS = {
+    "matrix": {"input": torch.tensor([[1, 2], [3, 3], [2, 0]])},
+    "offsets": {"input": torch.tensor([1, 2, 4, 3, 1]), "offsets": torch.tensor([0, 2, 2])},
+    "last offset": {
+        "input": torch.tensor([1, 2, 4]),
+        "offsets": torch.tensor([0, 1, 3]),
+        "include_last_offset": True,
+    },
+    "padding": {"input": torch.tensor([[1, 2], [3, 3]]), "padding_idx": 2},
+    "padding that does not occur": {"input": torch.tensor([[1, 2], [3, 3]]), "padding_idx": -1},
+}
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("options", BAGS.values(), ids=BAGS)
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_bags_are_those_of_torch_with_sparse_gradients(options, mode, kind, tmp_path):
+    plain = torch.randn(12, 6, requires_grad=True)
+    np.save(tmp_path / "table.npy", plain.detach().numpy())
+    table = unify(plain if kind == "memory" else tmp_path / "table.npy", requires_grad=True)
+    expected = functional.embedding_bag(weight=plain, mode=mode, **options)
+    found = functional.embedding_bag(weight=table, mode=mode, **options)
+    assert torch.equal(found, expected)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    assert table.grad.layout == torch.sparse_coo
+    torch.testing.assert_close(table.grad.to_dense(), plain.grad)
+
+
+def test_bags_with_weights_train_a_table_in_a_file(tmp_path):
+    table = empty((12, 3), path=tmp_path / "table", requires_grad=True)
+    weights = torch.tensor([[1.0, 2.0]])
+    bags = functional.embedding_bag(
+        torch.tensor([[5, 7]]), table, mode="sum", per_sample_weights=weights
+    )
+    bags.sum().backward()
+    optim.SGD([table], lr=1.0).step()
+    assert torch.equal(table.detach()[[5, 7, 0]][:, 0], torch.tensor([-1.0, -2.0, 0.0]))
+
+
+@pytest.mark.parametrize("index", [torch.tensor([3, 1]), [3, 1], torch.arange(10) < 2])
+def test_an_index_passes_five_files_to_the_copy_loop(index, monkeypatch):
+    """With the loop's own file, `host_rows.cpp`, the road that docs/unified.md shows."""
+    library, road = host_table._library(), []
+    if library is None:
+        pytest.skip("there is no compiler")
+
+    def read_rows(*arguments):
+        frame = sys._getframe(1)
+        while frame is not None:
+            _, inside, path = frame.f_code.co_filename.partition("/penstock/unified/")
+            road.extend([path] if inside and path not in road else [])
+            frame = frame.f_back
+        return library.penstock_read_rows(*arguments)
+
+    monkeypatch.setattr(
+        host_table, "_library", lambda: types.SimpleNamespace(penstock_read_rows=read_rows)
+    )
+    assert unify(torch.randn(10, 4))[index].shape == (2, 4)
+    names = ("host/table", "overrides/gather", "overrides/_indexing", "overrides/registry")
+    assert road == [f"{name}.py" for name in (*names, "_tensor")]
