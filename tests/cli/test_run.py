@@ -17,9 +17,10 @@ import pytest
 from typer.testing import CliRunner
 
 import penstock
-from penstock import _launch, _launch_modes, cli
+from penstock import cli
+from penstock.cli import _modes, _run
 
-SOURCE = Path(__file__).resolve().parent.parent / "src"
+SOURCE = Path(__file__).resolve().parents[2] / "src"
 OURS = re.compile(r"^penstock.*\n", re.MULTILINE)
 
 TRAIN = """
@@ -115,7 +116,7 @@ def test_help_teaches_by_example():
 
 
 def test_help_does_not_import_torch(tmp_path: Path):
-    code = "import sys, penstock.cli, penstock._launch; print('torch' in sys.modules)"
+    code = "import sys, penstock.cli, penstock.cli._sweep; print('torch' in sys.modules)"
     assert run_python("-c", code, cwd=tmp_path).stdout == "False\n"
 
 
@@ -138,7 +139,7 @@ def test_version():
 def test_wrong_arguments_are_said_before_torch_is_imported(
     arguments: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
-    monkeypatch.setattr(_launch, "arrange_process", lambda: pytest.fail("went on"))
+    monkeypatch.setattr(_run, "set_up_process", lambda **_: pytest.fail("went on"))
     (tmp_path / "file").touch()
     names = {"file": tmp_path / "file", "directory": tmp_path}
     with pytest.raises(SystemExit) as stop:
@@ -192,10 +193,10 @@ def test_a_script_sees_what_it_sees_under_python(store: Path, tmp_path: Path):
     expected = [run_python(*target, cwd=tmp_path).stdout for target in targets]
     # Module names must be found from the current directory although PYTHONPATH comes first.
     cases = [
-        _launch.Launch(
-            target=target[1] if target[0] == "-m" else target[0],
-            arguments=tuple(target[2:] if target[0] == "-m" else target[1:]),
-            is_module=target[0] == "-m",
+        _run.RunOptions(
+            script=target[1] if target[0] == "-m" else target[0],
+            arguments=target[2:] if target[0] == "-m" else target[1:],
+            module=target[0] == "-m",
             store=str(store),
         )
         for target in targets
@@ -208,21 +209,20 @@ def test_a_script_sees_what_it_sees_under_python(store: Path, tmp_path: Path):
 
 DRIVER = """
 import json, os, sys
-from penstock import _launch
+from penstock.cli import _run
 cases = json.loads(sys.argv[1])
 first_path = sys.path[0]
 for case in cases:
-    case["arguments"] = tuple(case["arguments"])
     sys.path[0] = first_path
     sys.modules.pop("about", None)
     print("<case>", flush=True)
     print("<case>", file=sys.stderr, flush=True)
-    exit_code = _launch.launch(_launch.Launch(**case))
+    exit_code = _run.launch(_run.RunOptions(**case))
     print(f"<end>{exit_code}", flush=True)
 """
 
 
-def launch_all(cases: list[_launch.Launch], *, cwd: Path) -> list[tuple[int, str, str]]:
+def launch_all(cases: list[_run.RunOptions], *, cwd: Path) -> list[tuple[int, str, str]]:
     """Launch scripts one after the other in one process: (exit status, stdout, stderr)."""
     plain = [{**vars(case)} for case in cases]
     done = run_python("-c", DRIVER, json.dumps(plain), cwd=cwd)
@@ -241,9 +241,9 @@ def test_ends_of_a_script(store: Path, tmp_path: Path):
     (tmp_path / "wrong.py").write_text("x = (\n")
     (tmp_path / "end.py").write_text(END)
     ends = ["", "raise", "exit", "word", "interrupt"]
-    cases = [_launch.Launch(target="end.py", arguments=(end,), store=str(store)) for end in ends]
-    cases.append(_launch.Launch(target="wrong.py", store=str(store)))
-    cases.append(_launch.Launch(target="nowhere.module", is_module=True, store=str(store)))
+    cases = [_run.RunOptions(script="end.py", arguments=[end], store=str(store)) for end in ends]
+    cases.append(_run.RunOptions(script="wrong.py", store=str(store)))
+    cases.append(_run.RunOptions(script="nowhere.module", module=True, store=str(store)))
     results = launch_all(cases, cwd=tmp_path)
     assert [exit_code for exit_code, _, _ in results] == [0, 1, 7, 1, 130, 1, 1]
     said = [OURS.sub("", errors) for _, _, errors in results]
@@ -265,7 +265,7 @@ def test_the_report_is_written_also_when_the_script_raises(store: Path, script: 
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr.endswith("ValueError: no luck\n")
-    assert "_launch.py" not in done.stderr
+    assert "_script.py" not in done.stderr
     report = json.loads((script.parent / "out.json").read_text())
     assert (report["exit_code"], report["exception"]) == (1, "ValueError: no luck")
     assert (report["target"], report["arguments"]) == ("train.py", ["raise"])
@@ -357,7 +357,7 @@ def test_a_loop_of_the_scripts_own_is_refused_before_it_trains(tmp_path: Path, v
 def test_a_script_that_does_not_train_has_not_been_planned():
     pytest.importorskip("transformers", reason="penstock[demo] installs Transformers")
     for is_optional in (True, False):
-        planning = _launch_modes.Planning({"device_memory": "1MiB"}, is_optional=is_optional)
+        planning = _modes.Planning({"device_memory": "1MiB"}, is_optional=is_optional)
         with planning.running():
             pass
         entries, (line,) = planning.results()
@@ -366,7 +366,7 @@ def test_a_script_that_does_not_train_has_not_been_planned():
         if is_optional:
             planning.finish()
         else:
-            with pytest.raises(_launch_modes.NothingPlannedError, match="nothing was planned"):
+            with pytest.raises(_modes.NothingPlannedError, match="nothing was planned"):
                 planning.finish()
 
 
@@ -375,7 +375,7 @@ def test_a_script_that_calls_fit_has_planned_itself():
     import torch
 
     model = torch.nn.Linear(2, 1)
-    planning = _launch_modes.Planning({"device_memory": "1MiB"})
+    planning = _modes.Planning({"device_memory": "1MiB"})
     with planning.running():
         penstock.capture(
             model,
@@ -483,7 +483,7 @@ def test_where_a_rank_writes(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert _launch._result_path(tmp_path / "out.json", "--report") == tmp_path / expected
+    assert _run._result_path(tmp_path / "out.json", "--report") == tmp_path / expected
 
 
 def test_ctrl_c_ends_with_130_and_a_report(store: Path, tmp_path: Path, script: Path):
@@ -517,7 +517,7 @@ def test_without_a_store_it_is_said_what_to_do(
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(_launch, "arrange_process", lambda: None)
+    monkeypatch.setattr(_run, "set_up_process", lambda **_: None)
     monkeypatch.delenv("PENSTOCK_STORE", raising=False)
     with pytest.raises(SystemExit) as stop:
         cli.app(["run", *arguments, str(script)])

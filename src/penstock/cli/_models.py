@@ -1,4 +1,4 @@
-"""What `penstock plan` takes for a model: a name, a configuration, a function, or a saved graph."""
+"""Models of `penstock plan`: a name, a configuration, a function, or a saved graph."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from penstock.cli._options import name_option, number_option
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
@@ -87,41 +88,45 @@ _TASKS = {
     "t5": "T5ForConditionalGeneration",
     "vit": "ViTForImageClassification",
 }
-OPTIMIZERS = ("adamw", "adam", "sgd")
 
 
 class ModelError(PenstockError):
-    """What was given for a model is none."""
+    """A MODEL that names no model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """How a model from a configuration is trained.
+    """Training options of a model that comes from a configuration."""
 
-    Attributes:
-        batch: Samples.
-        sequence: Tokens of a sample; None: as many as the model takes, at most 1024.
-        optimizer: One of `OPTIMIZERS`.
-        dtype: Of parameters and activations.
-    """
-
-    batch: int
-    sequence: int | None
-    optimizer: str
-    dtype: str
+    batch: Annotated[int, number_option("Samples of a batch.", min=1)] = 8
+    sequence: Annotated[
+        int | None,
+        number_option(
+            "Tokens of a sample. Default: the model's longest, at most 1024.",
+            min=1,
+            show_default=False,
+        ),
+    ] = None
+    optimizer: Annotated[
+        Literal["adamw", "adam", "sgd"], name_option("adamw, adam, or sgd (with momentum).")
+    ] = "adamw"
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"],
+        name_option("Of parameters: float32, bfloat16, float16."),
+    ] = "float32"
 
 
 def load_graph(source: str, options: ModelOptions) -> StepGraph:
-    """Capture what `source` names, or read it.
+    """Capture the step of a model, or read a saved one.
 
     Args:
         source: A name of `SHAPES`, a JSON file (a Transformers configuration or a saved step
             graph), or `module:function`, a function without arguments that returns model,
             optimizer, batch and perhaps the loss function.
-        options: For names and configurations.
+        options: Training options for names and configurations.
 
     Raises:
-        ModelError: It is none of these.
+        ModelError: `source` is none of these.
         CaptureError: The step cannot be captured.
         GraphFileError: A saved graph is damaged.
     """
@@ -132,11 +137,11 @@ def load_graph(source: str, options: ModelOptions) -> StepGraph:
         values = _read_json(path)
         if values is None or "format" in values:
             return StepGraph.load(path)
-        return capture(*_from_config(values, source, options))
+        return capture(*_make_from_config(values, source, options))
     if ":" in source:
         return capture_function(source)
     if source in SHAPES:
-        return capture(*_from_config(SHAPES[source], source, options))
+        return capture(*_make_from_config(SHAPES[source], source, options))
     raise ModelError(
         f"{source!r} is no model: give one of {', '.join(SHAPES)}; or a JSON file with a "
         "Transformers configuration or a saved step graph; or module:function"
@@ -144,7 +149,7 @@ def load_graph(source: str, options: ModelOptions) -> StepGraph:
 
 
 def capture_function(source: str) -> StepGraph:
-    """Capture what a function returns: (model, optimizer, batch) or (..., loss)."""
+    """Capture a step from a function that returns (model, optimizer, batch) or (..., loss)."""
     from penstock.graph import capture
 
     module_name, _, function_name = source.partition(":")
@@ -169,7 +174,7 @@ def capture_function(source: str) -> StepGraph:
 
 
 def _read_json(path: Path) -> Mapping[str, Any] | None:
-    """The content of a file; None for one that is compressed, which only graphs are."""
+    """Return the content of a file; None if it is compressed, as only graphs are."""
     try:
         data = path.read_bytes()
         values = None if data[:2] == b"\x1f\x8b" else json.loads(data)
@@ -182,10 +187,10 @@ def _read_json(path: Path) -> Mapping[str, Any] | None:
     return values
 
 
-def _from_config(
+def _make_from_config(
     values: Mapping[str, Any], source: str, options: ModelOptions
 ) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    """Model, optimizer and batch without memory."""
+    """Make model, optimizer and batch without memory."""
     try:
         import transformers
     except ImportError as error:
@@ -202,7 +207,7 @@ def _from_config(
     except (ValueError, KeyError) as error:
         raise ModelError(
             f"{source} is no configuration that this version of transformers "
-            f"({transformers.__version__}) knows: its model_type is {kind!r}"
+            f"({transformers.__version__}) has: its model_type is {kind!r}"
         ) from error
     config.use_cache = False
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
@@ -215,11 +220,11 @@ def _from_config(
         else:
             model = transformers.AutoModelForCausalLM.from_config(config)
         model = model.to(getattr(torch, options.dtype)).train()
-        batch = _batch(config, options)
-    return model, _optimizer(options.optimizer, model), batch
+        batch = _make_batch(config, options)
+    return model, _make_optimizer(options.optimizer, model), batch
 
 
-def _batch(config: Any, options: ModelOptions) -> dict[str, torch.Tensor]:
+def _make_batch(config: Any, options: ModelOptions) -> dict[str, torch.Tensor]:
     import torch
 
     if hasattr(config, "image_size"):
@@ -236,7 +241,7 @@ def _batch(config: Any, options: ModelOptions) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "labels")}
 
 
-def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+def _make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     import torch
 
     if name == "sgd":

@@ -11,18 +11,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from penstock.demo._config import ARMS, PLANNED, ArmResult, DemoConfig, DemoError
+from penstock.cli.demo._config import ARMS, PLANNED, ArmResult, DemoConfig, DemoError, DemoOptions
 
 
-def plan_arms(
-    config: DemoConfig, plans: str, store: str | os.PathLike[str], plan_seconds: int
-) -> None:
+def plan_arms(options: DemoOptions, plans: str) -> None:
     """Make the plans of the planned arms, in a process of their own."""
-    command = [sys.executable, *_script(config), "--plans", plans, "--store", os.fspath(store)]
-    command += ["--plan-seconds", str(plan_seconds)]
+    command = [sys.executable, *_planning_script(options, plans)]
+    command += ["--plan-seconds", str(options.plan_seconds)]
     done = subprocess.run(command, capture_output=True, text=True, env=_environment())
     if done.returncode:
         raise DemoError(f"planning failed; its last words:\n{done.stderr[-2000:]}")
@@ -52,46 +49,42 @@ def take_turns(
         longest_seconds = max(longest_seconds, time.monotonic() - start)
 
 
-def commands_of(
-    config: DemoConfig,
-    out: Path,
-    plans: str,
-    *,
-    store: str | os.PathLike[str],
-    policy: str,
-    min_bytes: str,
-) -> dict[str, list[str]]:
-    """The command line of every arm, in the order in which they run."""
-    script = _script(config)
-    run = ["-m", "penstock", "run", "--store", os.fspath(store), "--policy", policy]
-    run += ["--min-bytes", min_bytes, "--report", str(out / "report.json")]
+def list_commands(options: DemoOptions, plans: str) -> dict[str, list[str]]:
+    """Return the command line of every arm, in the order in which they run."""
+    script, out = _script(options.model), options.out
+    run = ["-m", "penstock", "run", "--store", str(options.store), "--policy", options.policy]
+    run += ["--min-bytes", options.min_bytes, "--report", str(out / "report.json")]
     run += ["--trace", str(out / "timeline.trace.json"), "--picture", str(out / "timeline.png")]
     arms = {"stock": script, "checkpoint": [*script, "--checkpoint"], "penstock": [*run, *script]}
-    planned = [*script, "--plans", plans, "--store", os.fspath(store), "--planned"]
+    planned = [*_planning_script(options, plans), "--planned"]
     arms |= {name: [*planned, str(divisor)] for name, divisor in PLANNED.items()}
     return {name: [sys.executable, *arguments] for name, arguments in arms.items()}
 
 
+def _planning_script(options: DemoOptions, plans: str) -> list[str]:
+    return [*_script(options.model), "--plans", plans, "--store", str(options.store)]
+
+
 def _script(config: DemoConfig) -> list[str]:
-    """The training script, for an interpreter."""
-    script = ["-m", "penstock.demo"]
+    """Return the training script as arguments of an interpreter."""
+    script = ["-m", "penstock.cli.demo"]
     for name, value in dataclasses.asdict(config).items():
         script += [option(name), str(value)]
     return script
 
 
 def option(field_name: str) -> str:
-    """What the command line calls a field."""
+    """Return the option of a field."""
     return "--" + field_name.replace("_", "-")
 
 
 def _environment() -> dict[str, str]:
-    """Nothing is downloaded, and no library should try."""
+    """Return variables with which no library tries to download."""
     return {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
 class Arm:
-    """The process of one arm, which takes a step whenever it is told to."""
+    """The process of one arm; it takes one step per line of its standard input."""
 
     def __init__(self, name: str, command: list[str]) -> None:
         self.name = name
@@ -121,7 +114,7 @@ class Arm:
         self._process.wait()
 
     def wait_until_loaded(self) -> None:
-        """Return when the model is there and nothing has been trained yet."""
+        """Wait until the model is loaded and nothing has been trained yet."""
         self._next_event()
 
     def take_step(self) -> dict[str, Any]:

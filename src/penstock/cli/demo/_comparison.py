@@ -1,4 +1,4 @@
-"""The table, the picture and the words about what the arms reported."""
+"""The table, the picture and the sentences about the results of the arms."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.demo._config import ARMS, PLANNED, ArmResult, DemoConfig
+from penstock.cli.demo._config import ARMS, PLANNED, ArmResult, DemoConfig
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Slowest over fastest step of one arm, beyond which its times say more about the machine.
+# Slowest over fastest step of one arm; beyond this its times say more about the machine.
 _UNSTEADY = 1.5
 
 
 def is_same(stock: ArmResult, ours: ArmResult) -> bool:
-    """Whether two arms have the same bits."""
+    """Return whether two arms have the same bits."""
     return (stock.losses, stock.weights_sha256) == (ours.losses, ours.weights_sha256)
 
 
-def table_of(results: Sequence[ArmResult], config: DemoConfig) -> Table:
-    """Memory, times and losses of all arms."""
+def make_table(results: Sequence[ArmResult], config: DemoConfig) -> Table:
+    """Return memory, times and losses of all arms as a table."""
     from rich import box
     from rich.table import Table
 
@@ -35,7 +35,7 @@ def table_of(results: Sequence[ArmResult], config: DemoConfig) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for result in results:
         seconds = statistics.median(result.step_seconds)
-        # Steps of the same round are compared: they met the machine in the same mood.
+        # Steps of the same round are compared: the machine was in the same state.
         pairs = zip(result.step_seconds, stock.step_seconds, strict=True)
         time_ratio = statistics.median(ours / theirs for ours, theirs in pairs)
         peak_ratio = result.peak_bytes / max(stock.peak_bytes, 1)
@@ -56,8 +56,8 @@ def table_of(results: Sequence[ArmResult], config: DemoConfig) -> Table:
     return table
 
 
-def verdict(stock: ArmResult, ours: ArmResult, *, equal: bool) -> str:
-    """In a sentence, whether an arm has the bits of stock PyTorch."""
+def state_verdict(stock: ArmResult, ours: ArmResult, *, equal: bool) -> str:
+    """Return a sentence about whether an arm has the bits of stock PyTorch."""
     num_equal = sum(a == b for a, b in zip(stock.losses, ours.losses, strict=True))
     if equal:
         return f"Stock and Penstock: all {num_equal} losses and the weights are equal bit for bit."
@@ -68,8 +68,8 @@ def verdict(stock: ArmResult, ours: ArmResult, *, equal: bool) -> str:
     )
 
 
-def remarks(stock: ArmResult, num_steps: int) -> Iterator[str]:
-    """What a reader must know about the machine before believing the times."""
+def list_remarks(stock: ArmResult, num_steps: int) -> Iterator[str]:
+    """Yield warnings about a machine whose times cannot be trusted."""
     if len(stock.step_seconds) < num_steps:
         yield f"The machine is slow: only {len(stock.step_seconds)} steps were measured."
     fastest, slowest = min(stock.step_seconds), max(stock.step_seconds)
@@ -82,7 +82,7 @@ def remarks(stock: ArmResult, num_steps: int) -> Iterator[str]:
 
 
 def draw(results: Sequence[ArmResult], config: DemoConfig, path: Path) -> None:
-    """Throughput against memory, of all arms."""
+    """Draw throughput against memory, of all arms."""
     from penstock.report import Measured, draw_comparison
 
     points = [

@@ -1,4 +1,4 @@
-"""The process of one arm: it trains, a step whenever a line comes in, and says what it saw."""
+"""The process of one arm: it trains a step per line of standard input, and reports each."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from penstock._vector_math import settle_vector_math
-from penstock.demo._config import DemoConfig
-from penstock.demo._plans import PlannedArm, make_plans
-from penstock.demo._processes import option
-from penstock.demo._training import sample, text, train, trainee
+from penstock.cli._vector_math import settle_vector_math
+from penstock.cli.demo._config import DemoConfig
+from penstock.cli.demo._plans import PlannedArm, make_plans
+from penstock.cli.demo._processes import option
+from penstock.cli.demo._training import draw_batch, load_text, make_trainee, train
 
 
 def _main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m penstock.demo")
+    parser = argparse.ArgumentParser(prog="python -m penstock.cli.demo")
     parser.add_argument("--checkpoint", action="store_true")
     parser.add_argument("--plans", help="directory of the plans")
     parser.add_argument("--plan-seconds", type=float, help="make them, in so much time each")
@@ -32,15 +32,15 @@ def _main(arguments: Sequence[str] | None = None) -> None:
     config = DemoConfig(**values)
     settle_vector_math()
     if plan_seconds is not None:
-        batch = sample(text(), config)
-        make_plans(*trainee(config), batch, plans, store=store, plan_seconds=plan_seconds)
+        batch = draw_batch(load_text(), config)
+        make_plans(*make_trainee(config), batch, plans, store=store, plan_seconds=plan_seconds)
         return
 
     def say(**event: Any) -> None:
         sys.stdout.write(json.dumps(event) + "\n")
         sys.stdout.flush()
 
-    turns = iter(sys.stdin.readline, "")  # whoever started this process says when
+    turns = iter(sys.stdin.readline, "")  # a line of the parent process starts a step
     planned = None if divisor is None else PlannedArm(plans, divisor, store)
     train(config, turns, checkpoint=checkpoint, planned=planned, say=say)
 

@@ -1,4 +1,4 @@
-"""What `penstock run` does to a script: its activations leave, or its trainers run as planned."""
+"""Modes of `penstock run`: activations are offloaded, or trainers run as planned."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _logger = logging.getLogger(__name__)
 
 
 class NothingPlannedError(PenstockError):
-    """A script that was to run as planned trains with a loop of its own, or not at all."""
+    """A script under --plan trains with a loop of its own, or not at all."""
 
 
 class Offloading:
-    """Saved activations leave the device.
+    """The mode in which saved activations leave the device.
 
     Args:
-        offload: Made, not entered.
-        trace_path: Where to write the last step as a Chrome trace.
-        picture_path: Where to draw the last step.
+        offload: The context manager, not entered yet.
+        trace_path: File for the last step as a Chrome trace.
+        picture_path: File for a drawing of the last step.
     """
 
     def __init__(
@@ -40,18 +40,18 @@ class Offloading:
 
     @property
     def has_trained(self) -> bool:
-        """Whether there is anything to report."""
+        """True if there is anything to report."""
         return self._offload.report().num_saved > 0
 
     def running(self) -> AbstractContextManager[object]:
-        """The block in which the script runs."""
+        """Return the context manager in which the script runs."""
         return self._offload
 
     def finish(self) -> None:
         """Accept a script that has come to its end."""
 
     def results(self) -> tuple[dict[str, Any], list[str]]:
-        """Write what was asked for; return entries of the report, and lines for people."""
+        """Write the trace and the picture; return entries of the report, and lines to print."""
         report = self._offload.report()
         if self._trace_path or self._picture_path:
             from penstock.report import draw_timeline, write_chrome_trace
@@ -70,11 +70,11 @@ class Offloading:
 
 
 class Planning:
-    """Each step of a trainer runs as planned.
+    """The mode in which each step of a trainer runs as planned.
 
     Args:
-        options: Of `penstock.integrations.transformers.plan_trainers`.
-        is_optional: Whether a script that trains with a loop of its own runs on without a plan.
+        options: Keyword arguments for `penstock.integrations.transformers.plan_trainers`.
+        is_optional: True lets a script that trains with a loop of its own run without a plan.
     """
 
     def __init__(self, options: dict[str, Any], *, is_optional: bool = False) -> None:
@@ -88,21 +88,21 @@ class Planning:
 
     @property
     def has_trained(self) -> bool:
-        """Whether there is anything to report."""
+        """True if there is anything to report."""
         return any(each.report() is not None for each in self._trainings)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The block in which the script runs."""
+        """Surround the script with the planning of its trainers."""
         import torch
 
         backward = torch.autograd.backward
 
-        def looked_at(*args: Any, **kwargs: Any) -> Any:
-            self._look_at_loop()
+        def checked_backward(*args: Any, **kwargs: Any) -> Any:
+            self._check_loop()
             return backward(*args, **kwargs)
 
-        torch.autograd.backward = looked_at  # what Tensor.backward calls
+        torch.autograd.backward = checked_backward  # Tensor.backward calls it
         try:
             with self._trainers as self._trainings:
                 yield
@@ -113,7 +113,7 @@ class Planning:
         """Accept a script that has come to its end, if steps of it were planned.
 
         Raises:
-            NothingPlannedError: None was, and it was not said that this is all right.
+            NothingPlannedError: No step was planned, and planning is not optional.
         """
         if not (self._is_optional or self.has_trained or self._has_planned_itself):
             raise NothingPlannedError(
@@ -121,7 +121,7 @@ class Planning:
                 "--plan=auto accepts that"
             )
 
-    def _look_at_loop(self) -> None:
+    def _check_loop(self) -> None:
         """Refuse the first backward pass of a loop of the script's own, or say so once."""
         from penstock.integrations.transformers import is_training
 
@@ -144,7 +144,7 @@ class Planning:
         _logger.warning("%s; it goes on without a plan (--plan=auto)", said)
 
     def results(self) -> tuple[dict[str, Any], list[str]]:
-        """Return entries of the report, and lines for people."""
+        """Return entries of the report, and lines to print."""
         reports = [training.report() for training in self._trainings]
         done = [report for report in reports if report is not None]
         lines = [_planned_line(report) for report in done]
@@ -168,22 +168,23 @@ def _offload_lines(report: OffloadReport) -> list[str]:
 
 
 _HERE = Path(__file__).parent
+_PACKAGE = _HERE.parent
 
 
 def _is_called_by_penstock() -> bool:
-    """Tell whether a backward pass is part of a capture, and none of the script's."""
+    """Return whether a backward pass is part of a capture, and not the script's own."""
     for frame in traceback.extract_stack()[::-1]:
         path = Path(frame.filename)
-        if _HERE in path.parents and path != Path(__file__):
+        if _PACKAGE in path.parents and path != Path(__file__):
             return path.parent != _HERE  # frames of `penstock run` itself are around every script
     return False
 
 
 def _script_line() -> str:
-    """Name the innermost line that belongs to no installed package."""
+    """Return the innermost line that belongs to no installed package."""
     import torch
 
-    packages = (str(Path(torch.__file__).parents[1]), str(_HERE), "<frozen")
+    packages = (str(Path(torch.__file__).parents[1]), str(_PACKAGE), "<frozen")
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith(packages):
             return f"{frame.filename}:{frame.lineno}"

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from penstock.executor import PlannedStep
 
 DIVISORS = (2, 4, 8)
-"""Of the memory that a plan without limits needs, which is what the program itself does."""
+"""Divisors of the memory that a plan without limits, and so the program itself, needs."""
 
-_NUM_RUNS = 3  # of each operator, where their times are measured
-_SLACK = 1.02  # where a share is less than anything that was found
+_NUM_RUNS = 3  # of each operator, to measure its time
+_SLACK = 1.02  # the factor on the smallest known budget, if a share is infeasible
 
 
 def make_plans(
@@ -33,9 +33,9 @@ def make_plans(
         model: The model.
         optimizer: Its optimizer.
         batch: A batch.
-        directory: Where the graph and the plans are written.
-        store: Where the planned steps will keep what has no room.
-        plan_seconds: For each plan.
+        directory: The directory for the graph and the plans.
+        store: The directory to which planned steps spill.
+        plan_seconds: Seconds for each plan.
     """
     from penstock.errors import InfeasibleError
     from penstock.executor import executable
@@ -47,18 +47,13 @@ def make_plans(
     graph.save(Path(directory) / "graph.json.gz")
     machine = probe(store)
     full = plan(graph, machine=machine, time_limit=plan_seconds)
+    limits = {"store": store, "machine": machine, "time_limit": plan_seconds}
     for divisor in DIVISORS:
         budget = full.peak_device_bytes // divisor
         found = None
         while found is None:
             try:
-                found = plan(
-                    graph,
-                    device_memory=budget,
-                    store=store,
-                    machine=machine,
-                    time_limit=plan_seconds,
-                )
+                found = plan(graph, device_memory=budget, **limits)
             except InfeasibleError as error:
                 budget = int(max(error.sufficient_device_bytes or 0, budget) * _SLACK)
         found.save(_plan_file(directory, divisor))
@@ -68,9 +63,9 @@ class PlannedArm:
     """One of the plans; loaded before memory is watched, bound afterwards.
 
     Args:
-        directory: What `make_plans` has filled.
-        divisor: Which plan.
-        store: Where it keeps what has no room.
+        directory: The directory that `make_plans` has filled.
+        divisor: The plan is for this part of the memory.
+        store: The directory to which the step spills.
     """
 
     def __init__(
@@ -84,7 +79,7 @@ class PlannedArm:
         self._store = store
 
     def bind(self, model: Any, optimizer: torch.optim.Optimizer) -> PlannedStep:
-        """Make the step of a model."""
+        """Bind the plan to a model."""
         from penstock.executor import bind
 
         return bind(self._plan, model, optimizer, graph=self._graph, store=self._store)

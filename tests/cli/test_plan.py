@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 import graphs
 import penstock.graph
 import penstock.memory
-from penstock import _plan_run
-from penstock._plan_models import SHAPES, ModelError, ModelOptions, load_graph
-from penstock._plan_run import parse_device_memory
-from penstock.cli import app
+from penstock.cli import _plan, app
+from penstock.cli._captured import CapturedModel
+from penstock.cli._models import SHAPES, ModelError, ModelOptions, load_graph
+from penstock.cli._plan import parse_device_memory
 from penstock.errors import GraphFileError
 from penstock.graph import StepGraph
 from penstock.planner import Plan, check
@@ -84,7 +84,7 @@ def test_a_sweep_goes_down_until_nothing_fits(saved, tmp_path):
 
 @pytest.mark.usefixtures("on_a_machine")
 def test_ctrl_c_ends_a_sweep_with_what_there_is(saved, monkeypatch):
-    real, calls = _plan_run.make_plan, []
+    real, calls = CapturedModel.make_plan, []
 
     def interrupted(*arguments):
         calls.append(arguments)
@@ -92,7 +92,7 @@ def test_ctrl_c_ends_a_sweep_with_what_there_is(saved, monkeypatch):
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(_plan_run, "make_plan", interrupted)
+    monkeypatch.setattr(CapturedModel, "make_plan", interrupted)
     code, out, _ = run(saved, *SWEEP)
     assert code == 0
     assert len(calls) == 3
@@ -103,7 +103,7 @@ def test_ctrl_c_during_the_capture_says_that_there_is_nothing(saved, monkeypatch
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_plan_run, "load_graph", interrupted)
+    monkeypatch.setattr(_plan, "load_graph", interrupted)
     code, out, err = run(saved, "--machine", "test")
     assert code == 130 and not out
     assert "interrupted before there was a plan" in err

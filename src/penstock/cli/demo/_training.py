@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.demo._config import DemoConfig, DemoError
-from penstock.demo._plans import PlannedArm
+from penstock.cli.demo._config import DemoConfig, DemoError
+from penstock.cli.demo._plans import PlannedArm
 
 if TYPE_CHECKING:
     import torch
@@ -28,17 +28,17 @@ def train(
     planned: PlannedArm | None = None,
     say: Callable[..., None],
 ) -> None:
-    """Train the model; an ordinary loop that knows nothing of Penstock, but for planned steps.
+    """Train the model in an ordinary loop, without Penstock but for planned steps.
 
     Args:
-        config: model and training.
-        turns: one item for every step; the loop waits for the next one and ends with the last.
-        checkpoint: recompute activations with `torch.utils.checkpoint` instead of keeping them.
-        planned: take planned steps instead.
-        say: called with keyword arguments after loading, after every step, and at the end.
+        config: The model and its training.
+        turns: One item for every step; the loop waits for the next one and ends with the last.
+        checkpoint: True recomputes activations with `torch.utils.checkpoint`.
+        planned: A plan, to take planned steps instead.
+        say: Called with keyword arguments after loading, after every step, and at the end.
     """
-    corpus = text()
-    model, optimizer = trainee(config)
+    corpus = load_text()
+    model, optimizer = make_trainee(config)
     if checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
@@ -58,21 +58,21 @@ def train(
             step = stack.enter_context(planned.bind(model, optimizer))
         for _ in turns:
             start = time.perf_counter()
-            loss = step(sample(corpus, config)).item()
+            loss = step(draw_batch(corpus, config)).item()
             say(seconds=time.perf_counter() - start, loss=loss)
-        peak_bytes = model_bytes + _status_bytes("VmHWM") - loaded_bytes
-        say(peak_bytes=peak_bytes, weights_sha256=_digest(model))
+        peak_bytes = model_bytes + _read_status("VmHWM") - loaded_bytes
+        say(peak_bytes=peak_bytes, weights_sha256=_hash_weights(model))
 
 
-def text() -> torch.Tensor:
-    """What it learns, a byte a token."""
+def load_text() -> torch.Tensor:
+    """Return the text to learn, a byte a token."""
     import torch
 
-    return torch.frombuffer(bytearray(_corpus()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(_read_corpus()), dtype=torch.uint8)
 
 
-def trainee(config: DemoConfig) -> tuple[Any, torch.optim.Optimizer]:
-    """The model and its optimizer, the same in every process."""
+def make_trainee(config: DemoConfig) -> tuple[Any, torch.optim.Optimizer]:
+    """Make the model and its optimizer, the same in every process."""
     import torch
 
     torch.manual_seed(config.seed)
@@ -99,8 +99,8 @@ def _make_model(config: DemoConfig) -> Any:
     return GPT2LMHeadModel(gpt2).train()
 
 
-def _corpus() -> bytes:
-    """The first Python sources of the standard library, in a fixed order."""
+def _read_corpus() -> bytes:
+    """Read the first Python sources of the standard library, in a fixed order."""
     directory = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
     for path in sorted(directory.glob("*.py")) + sorted(directory.glob("[a-z]*/*.py")):
@@ -112,8 +112,8 @@ def _corpus() -> bytes:
     return bytes(text[:_CORPUS_BYTES])
 
 
-def sample(text: torch.Tensor, config: DemoConfig) -> dict[str, torch.Tensor]:
-    """A batch of random passages, int64 of shape (batch_size, sequence_length)."""
+def draw_batch(text: torch.Tensor, config: DemoConfig) -> dict[str, torch.Tensor]:
+    """Draw a batch of random passages, int64 of shape (batch_size, sequence_length)."""
     import torch
 
     starts = torch.randint(len(text) - config.sequence_length, (config.batch_size,)).tolist()
@@ -122,7 +122,7 @@ def sample(text: torch.Tensor, config: DemoConfig) -> dict[str, torch.Tensor]:
     return {"input_ids": batch, "labels": batch}
 
 
-def _digest(model: Any) -> str:
+def _hash_weights(model: Any) -> str:
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().numpy().tobytes())
@@ -130,16 +130,16 @@ def _digest(model: Any) -> str:
 
 
 def _watch_peak() -> int:
-    """Start the kernel's record of the peak anew; return the bytes that are resident now."""
+    """Reset the kernel's record of the peak; return the bytes in RAM now."""
     # Where the kernel refuses, the record still holds the peak of loading. The result is then an
     # upper bound, and an exact one as soon as training needs more than loading did.
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    return _status_bytes("VmRSS")
+    return _read_status("VmRSS")
 
 
-def _status_bytes(field: str) -> int:
-    """A size from the kernel's account of this process, in bytes."""
+def _read_status(field: str) -> int:
+    """Read a size of this process from the kernel, in bytes."""
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         name, _, value = line.partition(":")
         if name == field:
