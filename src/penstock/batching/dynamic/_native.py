@@ -1,8 +1,8 @@
-"""The planner in C++: how it is built, and how it is called.
+"""The compiled library of scheduling and layout: its build and its calls.
 
 Scheduling and layout walk over every edge a few times, and with batches that are composed anew in
 every epoch they do so in every step. In C++ that takes less than a millisecond where NumPy takes
-ten; without a compiler NumPy does it, and schedules are not searched beyond the rule.
+ten; without a compiler NumPy does it, and the search beyond the rule is left out.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.batching._costs import Integers
-from penstock.batching._node_graph import NodeGraph
+from penstock.batching._arrays import Integers
+from penstock.batching.dynamic._node_graph import NodeGraph
 from penstock.codegen import load_optional_library
 
 _SOURCES = [Path(__file__).with_name(name) for name in ("schedule.cpp", "layout.cpp")]
@@ -23,8 +23,8 @@ _MAX_NODES = 1 << 30  # node numbers have 32 bits there
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """The planner in C++, or None where there is no compiler; which one it is is logged once."""
+def load_library() -> ctypes.CDLL | None:
+    """Return the library, or None without a compiler; the outcome is logged once."""
     count, pointer = ctypes.c_int64, ctypes.c_void_p
     graph = [count, count, pointer, pointer, pointer]
     return load_optional_library(
@@ -41,16 +41,16 @@ def library() -> ctypes.CDLL | None:
     )
 
 
-def library_for(graph: NodeGraph) -> ctypes.CDLL | None:
-    """The planner in C++, or None where NumPy has to do."""
-    return library() if graph.num_nodes < _MAX_NODES and len(graph.flat) < _MAX_NODES else None
+def load_library_for(graph: NodeGraph) -> ctypes.CDLL | None:
+    """Return the library, or None if there is none or the graph is too large for it."""
+    return load_library() if graph.num_nodes < _MAX_NODES and len(graph.flat) < _MAX_NODES else None
 
 
-def merged(graphs: Sequence[NodeGraph], num_types: int) -> NodeGraph:
-    """Lay graphs side by side, as `NodeGraph.merged` does."""
-    compiled = library()
+def merge(graphs: Sequence[NodeGraph], num_types: int) -> NodeGraph:
+    """Join graphs into one, as `NodeGraph.merge` does."""
+    compiled = load_library()
     if compiled is None:
-        return NodeGraph.merged(graphs, num_types)
+        return NodeGraph.merge(graphs, num_types)
     parts = np.array([graph.pointers for graph in graphs], dtype=np.int64)
     num_nodes, num_arguments = parts[:, :2].sum(axis=0).tolist()
     types = np.empty(num_nodes, dtype=np.int64)
@@ -58,26 +58,28 @@ def merged(graphs: Sequence[NodeGraph], num_types: int) -> NodeGraph:
     flat = np.empty(num_arguments, dtype=np.int64)
     written = (each.ctypes.data for each in (parts, types, starts, flat))
     compiled.penstock_batching_merge(len(graphs), *written)
-    return NodeGraph.merged(graphs, num_types, (types, starts, flat))
+    return NodeGraph.merge(graphs, num_types, (types, starts, flat))
 
 
-def order_native(
+def order_by_library(
     compiled: ctypes.CDLL, graph: NodeGraph, *, search: bool, frees_most: bool
 ) -> tuple[tuple[Integers, Integers, Integers], int]:
-    """Schedule a graph as `order_of` does, and say how many batches there are by depth."""
+    """Schedule a graph as `order_nodes` does; return also the number of batches by depth."""
     num_nodes = graph.num_nodes
     memory = np.empty(3 * num_nodes + 3, dtype=np.int64)
     order, begins = memory[:num_nodes], memory[num_nodes : 2 * num_nodes + 1]
     kinds, bounds = memory[2 * num_nodes + 1 : -2], memory[-2:]
     outputs = (each.ctypes.data for each in (order, begins, kinds, bounds))
-    num_batches = compiled.penstock_batching_order(*_pointers(graph), search, frees_most, *outputs)
+    num_batches = compiled.penstock_batching_order(
+        *_list_pointers(graph), search, frees_most, *outputs
+    )
     lower_bound, by_depth = bounds.tolist()
     graph.remember_bound(lower_bound)
     return (order, begins[: num_batches + 1], kinds[:num_batches]), by_depth
 
 
-class NativeLayout:
-    """What `penstock_batching_layout` writes, array by array."""
+class LibraryLayout:
+    """The arrays that `penstock_batching_layout` writes."""
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class NativeLayout:
         plan = np.empty(6 * num_nodes + 8 * num_arguments, dtype=np.int64)
         written = (self.nodes, self.pool_of_kind, self.batch_of, self.row_of, self.places)
         length = compiled.penstock_batching_layout(
-            *_pointers(graph),
+            *_list_pointers(graph),
             len(kinds),
             begins.ctypes.data,
             kinds.ctypes.data,
@@ -111,6 +113,6 @@ class NativeLayout:
         self.plan: list[int] = plan[:length].tolist()
 
 
-def _pointers(graph: NodeGraph) -> tuple[int, ...]:
+def _list_pointers(graph: NodeGraph) -> tuple[int, ...]:
     num_nodes, _, *arrays = graph.pointers
     return num_nodes, graph.num_types, *arrays

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.batching import _native, schedule
-from penstock.batching._node_graph import NodeGraph
-from penstock.batching._schedule import by_numpy, order_of
+from penstock.batching import schedule
+from penstock.batching.dynamic import _native
+from penstock.batching.dynamic._node_graph import NodeGraph
+from penstock.batching.dynamic._schedule import order_by_numpy, order_nodes
 from penstock.codegen import find_compiler
 
 
@@ -79,7 +80,7 @@ def fewest(types, arguments):
 def planner(request, monkeypatch):
     """Both planners: the one of C++, and what there is without a compiler."""
     if request.param == "NumPy":
-        monkeypatch.setattr(_native, "library", lambda: None)
+        monkeypatch.setattr(_native, "load_library", lambda: None)
     elif find_compiler() is None:
         pytest.skip("there is no compiler")
     return request.param
@@ -176,9 +177,9 @@ def test_searching_finds_what_the_rule_does_not():
     shorter = 0
     for seed in range(6):
         types, arguments = lattices(seed, 16, 30, 0.7)
-        graph, _ = NodeGraph.of(types, arguments).with_dense_types()
-        by_rule, searched = order_of(graph), order_of(graph, search=True)
-        assert len(searched[2]) <= len(by_rule[2]) <= len(by_numpy(graph)[2])
+        graph, _ = NodeGraph.of(types, arguments).renumber_types()
+        by_rule, searched = order_nodes(graph), order_nodes(graph, search=True)
+        assert len(searched[2]) <= len(by_rule[2]) <= len(order_by_numpy(graph)[2])
         shorter += len(searched[2]) <= 0.97 * len(by_rule[2])
     assert shorter >= 4
 
@@ -186,7 +187,7 @@ def test_searching_finds_what_the_rule_does_not():
 def test_depth_is_not_exceeded_where_the_rule_exceeds_it(planner):
     types = [1, 1, 0, 1, 1, 1, 1, 1, 0, 0, 1, 0]
     arguments = [[], [0], [], [2], [], [2], [1, 4], [], [6], [], [5], [8, 7]]
-    assert len(by_numpy(NodeGraph.of(types, arguments))[2]) == 7
+    assert len(order_by_numpy(NodeGraph.of(types, arguments))[2]) == 7
     assert schedule(types, arguments).num_batches == check(
         types, arguments, schedule(types, arguments)
     )
@@ -196,10 +197,10 @@ def test_depth_is_not_exceeded_where_the_rule_exceeds_it(planner):
 @settings(max_examples=100)
 @given(graph=graphs())
 def test_batches_by_depth_are_counted(graph):
-    nodes, _ = NodeGraph.of(*graph).with_dense_types()
-    library = _native.library()
+    nodes, _ = NodeGraph.of(*graph).renumber_types()
+    library = _native.load_library()
     assert library is not None
-    _, num_by_depth = _native.order_native(library, nodes, search=False, frees_most=False)
+    _, num_by_depth = _native.order_by_library(library, nodes, search=False, frees_most=False)
     assert num_by_depth == check(*graph, schedule(*graph))
 
 

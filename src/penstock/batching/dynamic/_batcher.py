@@ -1,6 +1,6 @@
-"""Run irregular computations in few kernels: one call of a cell for all nodes that are ready.
+"""The batcher: irregular computations in one call of a cell for all nodes that are ready.
 
-A graph's nodes are scheduled, their outputs laid out, and what every batch reads is found, all
+A graph's nodes are scheduled, their outputs laid out, and the operands of every batch found, all
 before anything runs and once per shape. Then each batch is one call of an ordinary module.
 """
 
@@ -19,15 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock.batching._costs import Integers
-from penstock.batching._execution import Execution
-from penstock.batching._execution_plan import ExecutionPlan, plan_execution
-from penstock.batching._native import merged
-from penstock.batching._node_graph import NodeGraph
-from penstock.batching._outputs import BatchedOutputs, BatchReport
-from penstock.batching._pieces import Budget, LaidInputs
-from penstock.batching._pools import Pools
-from penstock.batching._typed_graph import Signature, TypedGraph
+from penstock.batching._arrays import Integers
+from penstock.batching.dynamic._layout import ExecutionPlan, plan_execution
+from penstock.batching.dynamic._native import merge
+from penstock.batching.dynamic._node_graph import NodeGraph
+from penstock.batching.dynamic._outputs import BatchedOutputs, BatchReport
+from penstock.batching.dynamic._pools import OutputPools
+from penstock.batching.dynamic._run import BatchRun
+from penstock.batching.dynamic._splitting import BatchSplitter, InputTensors
+from penstock.batching.dynamic._typed_graph import Signature, TypedGraph
 from penstock.units import parse_bytes
 
 _MAX_CACHED_PLANS = 512
@@ -35,22 +35,22 @@ Order = Callable[[NodeGraph], tuple[Integers, Integers, Integers]]
 
 
 @dataclass(frozen=True)
-class _KnownGraph:
-    """A graph in the numbers of a batcher."""
+class _NumberedGraph:
+    """A graph with its signatures numbered by a batcher."""
 
     nodes: NodeGraph
     codes: list[int]
     """The batcher's number of each of the graph's signatures."""
     key: bytes
-    """The same for graphs that have the same plan."""
+    """A digest, equal for graphs that have the same plan."""
 
 
 class DynamicBatcher(nn.Module):
-    """Runs typed graphs, all nodes of a type that are ready in one call of the type's cell.
+    """A module that runs typed graphs: all ready nodes of a type in one call of the type's cell.
 
-    A cell is an ordinary module. It is called with one operand per argument, what the cells of the
-    argument nodes returned (a tensor, or a tuple of tensors), and then with the inputs of its
-    nodes; everything has the nodes as its first axis, and so has what it returns. Cells may be
+    A cell is an ordinary module. Its arguments are the outputs of the argument nodes (a tensor, or
+    a tuple of tensors, each), and then the inputs of its nodes; the first axis of arguments and
+    outputs is that of the nodes. Cells may be
     compiled (`torch.compile(cell, dynamic=True)`), shared between types, and used elsewhere.
 
     Example:
@@ -67,16 +67,16 @@ class DynamicBatcher(nn.Module):
 
     Args:
         cells: The module of each operator type.
-        max_bytes: What running graphs may take at the peak, beyond parameters, their gradients and
-            the caller's own tensors, as bytes or text such as "2GiB". Batches are split, and where
-            what backward needs does not fit, it is recomputed there. Before a type runs on new
+        max_bytes: The cap on memory at the peak, beyond parameters, their gradients and the
+            caller's own tensors, as bytes or text such as "2GiB". Batches are split, and values
+            for backward that do not fit are recomputed there. Before a type runs on new
             shapes or dtypes (or in another mode), its cell runs three times on copies of one node
             to be measured; its buffers and the random numbers are put back, its hooks and other
             side effects happen.
 
     Raises:
-        TypeError: a cell is no module.
-        ValueError: there are no cells.
+        TypeError: A cell is no module.
+        ValueError: There are no cells.
     """
 
     def __init__(
@@ -92,25 +92,25 @@ class DynamicBatcher(nn.Module):
         self._cell_of = {kind: place for place, kind in enumerate(cells)}
         self.max_bytes = None if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
         self._codes: dict[Signature, int] = {}
-        self._forget()
+        self._clear_caches()
 
-    def _forget(self) -> None:
-        """Start with empty caches."""
-        self._graphs: weakref.WeakKeyDictionary[TypedGraph, _KnownGraph] = (
+    def _clear_caches(self) -> None:
+        """Empty all caches."""
+        self._graphs: weakref.WeakKeyDictionary[TypedGraph, _NumberedGraph] = (
             weakref.WeakKeyDictionary()
         )
         self._plans: OrderedDict[Hashable, tuple[ExecutionPlan, Integers]] = OrderedDict()
-        self._budget = None if self.max_bytes is None else Budget(self.max_bytes)
+        self._splitter = None if self.max_bytes is None else BatchSplitter(self.max_bytes)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave caches behind: they are about objects of this process."""
-        caches = ("_graphs", "_plans", "_budget")
+        """Return the state without caches, which refer to objects of this process."""
+        caches = ("_graphs", "_plans", "_splitter")
         return {name: each for name, each in self.__dict__.items() if name not in caches}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` returned."""
+        """Restore the state, with empty caches."""
         super().__setstate__(state)
-        self._forget()
+        self._clear_caches()
 
     def forward(
         self, graphs: TypedGraph | Sequence[TypedGraph], *, keep: Sequence[Hashable] | None = None
@@ -119,15 +119,15 @@ class DynamicBatcher(nn.Module):
 
         Args:
             graphs: One or more; graphs that are run again are planned faster.
-            keep: The types whose outputs are wanted. Where nothing is recorded for backward, those
-                of all other types make room as soon as nobody has to read them. None keeps all.
+            keep: The types to keep the outputs of. Without gradients, rows of all other types are
+                reused as soon as no batch has to read them. None keeps all.
 
         Returns:
             The outputs of all nodes, or of those of the types in `keep`, differentiable.
 
         Raises:
-            ValueError: a type has no cell, a cell cannot take as many arguments, or cells whose
-                outputs are read alike return different shapes.
+            ValueError: A type has no cell, a cell cannot take as many arguments, or cells with
+                outputs for the same argument return different shapes.
             CapacityError: `max_bytes` is less than the outputs and the smallest piece need.
         """
         return self.run(graphs, keep=keep)
@@ -139,35 +139,28 @@ class DynamicBatcher(nn.Module):
         keep: Sequence[Hashable] | None = None,
         order: Order | None = None,
     ) -> BatchedOutputs:
-        """Do what `forward` does, in an order of one's own: a schedule to compare with."""
+        """Run graphs as `forward` does, in the order of another scheduler to compare with."""
         begin = time.perf_counter()
-        graphs = [graphs] if isinstance(graphs, TypedGraph) else list(graphs)
-        if not graphs:
-            raise ValueError("graphs is empty; give at least one")
-        for place, graph in enumerate(graphs):
-            if not isinstance(graph, TypedGraph):
-                raise TypeError(f"graphs[{place}] must be a TypedGraph; got {graph!r}")
-        if keep is not None and not set(keep) <= set(self._cell_of):
-            raise ValueError(f"keep must name types of {list(self._cell_of)}; got {list(keep)}")
-        frees = keep is not None and not torch.is_grad_enabled()
-        known = self._known(graphs)
-        plan, types, was_planned = self._plan(known, order, tuple(keep) if keep and frees else None)
+        graphs = self._check_arguments(graphs, keep)
+        numbered = self._number(graphs)
+        kept = None if torch.is_grad_enabled() else tuple(keep or ()) or None
+        plan, types, was_planned = self._plan(numbered, order, kept)
         first_nodes = np.cumsum([0, *map(len, graphs)])
         seconds = time.perf_counter() - begin
-        inputs = self._lay_inputs(graphs, known)
+        inputs = self._concatenate_inputs(graphs, numbered)
         index = torch.from_numpy(np.concatenate([plan.index, plan.input_index])).to(inputs.device)
-        mixes = torch.is_autocast_enabled(inputs.device.type)
-        pools = Pools(plan.pool_rows, index, plan.shared_pools if mixes else ())
-        cells = {batch.kind: self._cell(batch.kind) for batch in plan.batches}
-        execution = Execution(plan, cells, pools, inputs, index[len(plan.index) :], self._budget)
-        tokens = execution.run()
+        is_mixed = torch.is_autocast_enabled(inputs.device.type)
+        pools = OutputPools(plan.pool_rows, index, plan.shared_pools if is_mixed else ())
+        cells = {batch.kind: self._find_cell(batch.kind) for batch in plan.batches}
+        run = BatchRun(plan, cells, pools, inputs, index[len(plan.index) :], self._splitter)
+        tokens = run.run()
         report = BatchReport(
             num_graphs=len(graphs),
             num_nodes=int(first_nodes[-1]),
             num_batches=len(plan.batches),
             lower_bound=plan.lower_bound,
-            num_pieces=execution.num_pieces,
-            num_recomputed=execution.num_recomputed,
+            num_pieces=run.num_pieces,
+            num_recomputed=run.num_recomputed,
             gathered_bytes=pools.gathered_bytes,
             sliced_bytes=pools.sliced_bytes,
             output_bytes=pools.nbytes(),
@@ -176,27 +169,40 @@ class DynamicBatcher(nn.Module):
             planned_by=plan.planned_by,
         )
         kinds = [kind for kind, _, _ in self._codes]
-        outputs = (plan, pools, tokens, execution.is_tuple, first_nodes, kinds, types, report)
+        outputs = (plan, pools, tokens, run.is_tuple, first_nodes, kinds, types, report)
         return BatchedOutputs(*outputs, None if keep is None else set(keep))
 
+    def _check_arguments(
+        self, graphs: TypedGraph | Sequence[TypedGraph], keep: Sequence[Hashable] | None
+    ) -> list[TypedGraph]:
+        graphs = [graphs] if isinstance(graphs, TypedGraph) else list(graphs)
+        if not graphs:
+            raise ValueError("graphs is empty; give at least one")
+        for place, graph in enumerate(graphs):
+            if not isinstance(graph, TypedGraph):
+                raise TypeError(f"graphs[{place}] must be a TypedGraph; got {graph!r}")
+        if keep is not None and not set(keep) <= set(self._cell_of):
+            raise ValueError(f"keep must name types of {list(self._cell_of)}; got {list(keep)}")
+        return graphs
+
     def forget_plans(self) -> None:
-        """Plan graphs anew that have been run together; what is known of each graph stays."""
+        """Forget the plans of graphs that were run together; the numbers of each graph stay."""
         self._plans.clear()
 
-    def _cell(self, code: int) -> tuple[Hashable, nn.Module]:
+    def _find_cell(self, code: int) -> tuple[Hashable, nn.Module]:
         """Return the type and the module of a signature, by its number."""
         kind = list(self._codes)[code][0]
         return kind, self._cells[self._cell_of[kind]]
 
     def _plan(
-        self, known: list[_KnownGraph], order: Order | None, keep: tuple[Hashable, ...] | None
+        self, graphs: list[_NumberedGraph], order: Order | None, keep: tuple[Hashable, ...] | None
     ) -> tuple[ExecutionPlan, Integers, bool]:
-        digest = hashlib.blake2b(b"".join(each.key for each in known), digest_size=16)
+        digest = hashlib.blake2b(b"".join(each.key for each in graphs), digest_size=16)
         key = (digest.digest(), order, keep)
         if key in self._plans:
             self._plans.move_to_end(key)
             return *self._plans[key], True
-        graph = merged([each.nodes for each in known], len(self._codes))
+        graph = merge([each.nodes for each in graphs], len(self._codes))
         kept = None
         if keep is not None:
             kept = [code for (kind, _, _), code in self._codes.items() if kind in keep]
@@ -206,39 +212,39 @@ class DynamicBatcher(nn.Module):
             self._plans.popitem(last=False)
         return plan, graph.types, False
 
-    def _known(self, graphs: Sequence[TypedGraph]) -> list[_KnownGraph]:
-        """Return graphs with this batcher's numbers of signatures; new signatures get one."""
-        known = [self._graphs.get(graph) for graph in graphs]
-        for graph, each in zip(graphs, known, strict=True):
+    def _number(self, graphs: Sequence[TypedGraph]) -> list[_NumberedGraph]:
+        """Number the signatures of graphs; a signature keeps its number."""
+        cached = [self._graphs.get(graph) for graph in graphs]
+        for graph, each in zip(graphs, cached, strict=True):
             if each is not None:
                 continue
             for signature in graph.signatures:
                 if signature not in self._codes:
-                    self._check(signature)
+                    self._check_signature(signature)
                     self._codes[signature] = len(self._codes)
         num_types = len(self._codes)
         return [
             each if each is not None and each.nodes.num_types == num_types else self._recode(graph)
-            for graph, each in zip(graphs, known, strict=True)
+            for graph, each in zip(graphs, cached, strict=True)
         ]
 
-    def _recode(self, graph: TypedGraph) -> _KnownGraph:
+    def _recode(self, graph: TypedGraph) -> _NumberedGraph:
         codes = np.array([self._codes[each] for each in graph.signatures], dtype=np.int64)
-        # By the numbers, which are equal where the types are: their text may be the same for many.
+        # By the numbers, which differ where types do: different types may have the same text.
         key = hashlib.blake2b(graph.key + codes.tobytes(), digest_size=16).digest()
-        nodes = graph.nodes.recoded(codes, len(self._codes))
-        known = _KnownGraph(nodes, codes.tolist(), key)
-        self._graphs[graph] = known
-        return known
+        nodes = graph.nodes.recode(codes, len(self._codes))
+        numbered = _NumberedGraph(nodes, codes.tolist(), key)
+        self._graphs[graph] = numbered
+        return numbered
 
-    def _check(self, signature: Signature) -> None:
+    def _check_signature(self, signature: Signature) -> None:
         kind, num_arguments, num_inputs = signature
         if kind not in self._cell_of:
             raise ValueError(f"no cell for nodes of type {kind!r}; cells has {list(self._cell_of)}")
         if num_arguments + num_inputs == 0:
             raise ValueError(
-                f"a node of type {kind!r} has neither arguments nor inputs, so that its cell could "
-                "not know for how many nodes it runs; give it an input"
+                f"a node of type {kind!r} has neither arguments nor inputs, so that its cell "
+                "cannot see the number of its nodes; give it an input"
             )
         forward = inspect.signature(self._cells[self._cell_of[kind]].forward)
         try:
@@ -249,18 +255,20 @@ class DynamicBatcher(nn.Module):
                 f"but its cell takes {forward}: {error}"
             ) from None
 
-    def _lay_inputs(self, graphs: list[TypedGraph], known: list[_KnownGraph]) -> LaidInputs:
-        """Lay the inputs of all graphs end to end, by signature, where the cells are."""
+    def _concatenate_inputs(
+        self, graphs: list[TypedGraph], numbered: list[_NumberedGraph]
+    ) -> InputTensors:
+        """Concatenate the inputs of all graphs, by signature, on the device of the cells."""
         found: dict[int, list[tuple[Tensor, ...]]] = {}
         copied: dict[int, bool] = {}
-        for graph, each in zip(graphs, known, strict=True):
+        for graph, each in zip(graphs, numbered, strict=True):
             for local, tensors in graph.inputs.items():
                 if tensors:
                     code = each.codes[local]
                     found.setdefault(code, []).append(tensors)
                     copied[code] = copied.get(code, False) or not graph.has_whole_inputs
         device = next((parameter.device for parameter in self.parameters()), None)
-        if device is None:  # cells without parameters work where their inputs are
+        if device is None:  # cells without parameters run on the device of their inputs
             inputs = (tensor for parts in found.values() for part in parts for tensor in part)
             device = next((tensor.device for tensor in inputs), torch.device("cpu"))
         laid = {
@@ -270,11 +278,11 @@ class DynamicBatcher(nn.Module):
             )
             for code, parts in found.items()
         }
-        # A copy counts, whoever makes it; before it is laid there may be one of each graph's, too.
+        # Every copy counts; until the concatenation is done there may be one of each graph, too.
         kept_bytes = peak_bytes = 0
         for code, tensors in laid.items():
             num_bytes = sum(tensor.nbytes for tensor in tensors)
             is_new = tensors[0] is not found[code][0][0]
             kept_bytes += num_bytes if is_new or copied[code] else 0
             peak_bytes += num_bytes if is_new and copied[code] else 0
-        return LaidInputs(laid, device, kept_bytes, kept_bytes + peak_bytes)
+        return InputTensors(laid, device, kept_bytes, kept_bytes + peak_bytes)

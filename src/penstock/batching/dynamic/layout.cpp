@@ -1,4 +1,4 @@
-// Where outputs lie and what each batch reads: what _execution_plan.py says, in a few passes over
+// The layout of outputs and the rows that each batch reads, as in _layout.py, in a few passes over
 // the arguments. Compiled together with schedule.cpp.
 
 namespace {
@@ -17,10 +17,10 @@ void number_pools(int64_t num_nodes, int64_t num_types, const int64_t* types, co
   };
   Longs read_as(num_types * std::max<int64_t>(most_arguments, 1), -1);
   for (int64_t v = 0; v < num_nodes; ++v) {
-    int64_t* mine = &read_as[types[v] * most_arguments];
+    int64_t* own = &read_as[types[v] * most_arguments];
     for (int64_t k = starts[v]; k < starts[v + 1]; ++k) {
       const int64_t kind = types[arguments[k]];
-      int64_t& first = mine[k - starts[v]];
+      int64_t& first = own[k - starts[v]];
       if (first < 0) first = kind;
       if (first == kind) continue;
       const int64_t one = root(first), other = root(kind);
@@ -30,16 +30,16 @@ void number_pools(int64_t num_nodes, int64_t num_types, const int64_t* types, co
   Longs number(num_types, -1);
   int64_t num_pools = 0;
   for (int64_t kind = 0; kind < num_types; ++kind) {
-    int64_t& mine = number[root(kind)];
-    if (mine < 0) mine = num_pools++;
-    pool_of_kind[kind] = mine;
+    int64_t& own = number[root(kind)];
+    if (own < 0) own = num_pools++;
+    pool_of_kind[kind] = own;
   }
 }
 
 }  // namespace
 
-// Lays graphs side by side. `parts` has for each the numbers of its nodes and arguments, and where its
-// types, starts and arguments lie.
+// Joins graphs into one. `parts` has for each the numbers of its nodes and arguments, and the
+// addresses of its types, starts and arguments.
 extern "C" void penstock_batching_merge(int64_t num_graphs, const int64_t* parts, int64_t* types,
                                         int64_t* starts, int64_t* arguments) {
   int64_t num_nodes = 0, num_arguments = 0;
@@ -58,11 +58,12 @@ extern "C" void penstock_batching_merge(int64_t num_graphs, const int64_t* parts
   starts[num_nodes] = num_arguments;
 }
 
-// Lays out a schedule. `first_rows`, unless null, says where each batch begins in its pool. `nodes`
-// comes as the schedule has it and leaves in the order of the rows; `places` gets which of its type each of them is. `index` gets the rows to gather, `plan` for
-// every batch: kind, count, pool, first row, first input or -1, number of operands; and for every
-// operand: pool, first row or -1, where its rows begin and end in `index`, number of slots, these,
-// number of batches it comes from, these. Returns the length of `plan`.
+// Lays out a schedule. `first_rows`, unless null, has the first row of each batch in its pool.
+// `nodes` comes in the order of the schedule and leaves in the order of the rows; `places` gets the
+// number of each node within its type. `index` gets the rows to gather, `plan` for every batch:
+// kind, count, pool, first row, first input or -1, number of operands; and for every operand: pool,
+// first row or -1, the range of its rows in `index`, number of slots, these, number of batches that
+// write its rows, these. Returns the length of `plan`.
 extern "C" int64_t penstock_batching_layout(int64_t num_nodes, int64_t num_types,
                                             const int64_t* types, const int64_t* starts,
                                             const int64_t* arguments, int64_t num_batches,
@@ -76,9 +77,9 @@ extern "C" int64_t penstock_batching_layout(int64_t num_nodes, int64_t num_types
   for (int64_t batch = 0; batch < num_batches; ++batch)
     for (int64_t k = begins[batch]; k < begins[batch + 1]; ++k) batch_of[nodes[k]] = batch;
 
-  // From the last batch backwards: who is read together lies together, in the order of the first who
-  // read it: by batch, by the argument it is read as, by the reader's place. Reads go on a stack of
-  // the batch that is read, those of later readers first, so the stack has them in that order.
+  // From the last batch backwards: nodes that are read together are adjacent, in the order of their
+  // first readers: by batch, by argument, by the reader's place. Reads go on a stack of the batch
+  // that is read, those of later readers first, so the stack has them in that order.
   const int64_t num_reads = starts[num_nodes];
   Longs top(num_batches, -1), below(num_reads), read(num_reads), num_read(num_batches, 0), left;
   std::vector<char> has_place(num_nodes, 0);
@@ -98,10 +99,10 @@ extern "C" int64_t penstock_batching_layout(int64_t num_nodes, int64_t num_types
     const int64_t arity = starts[nodes[first] + 1] - starts[nodes[first]];
     for (int64_t slot = arity - 1; slot >= 0; --slot)
       for (int64_t k = last - 1; k >= first; --k) {
-        const int64_t node = arguments[starts[nodes[k]] + slot], whose = batch_of[node];
+        const int64_t node = arguments[starts[nodes[k]] + slot], source = batch_of[node];
         read[used] = node;
-        below[used] = top[whose];
-        top[whose] = used++;
+        below[used] = top[source];
+        top[source] = used++;
       }
   }
 
@@ -118,7 +119,7 @@ extern "C" int64_t penstock_batching_layout(int64_t num_nodes, int64_t num_types
   for (int64_t batch = 0; batch < num_batches; ++batch) {
     const int64_t first = begins[batch], last = begins[batch + 1], kind = kinds[batch];
     const int64_t arity = starts[nodes[first] + 1] - starts[nodes[first]];
-    if (arity > 0) {  // whom nobody reads comes in the order of what it reads
+    if (arity > 0) {  // nodes without readers take the order of their operands
       keyed.clear();
       for (int64_t k = first + num_read[batch]; k < last; ++k)
         keyed.push_back({row_of[arguments[starts[nodes[k]]]], k});
@@ -172,7 +173,7 @@ extern "C" int64_t penstock_batching_layout(int64_t num_nodes, int64_t num_types
       out = std::copy(std::begin(fields), std::end(fields), out);
       write_sources(sources);
     }
-    // What is not contiguous is gathered at once, pool by pool.
+    // Operands that are not contiguous are gathered at once, pool by pool.
     while (!scattered.empty()) {
       const int64_t from = pool_of_kind[types[argument(first, scattered[0])]];
       Longs together, others;

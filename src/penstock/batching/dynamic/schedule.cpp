@@ -1,11 +1,10 @@
-// Orders typed nodes so that they run in few batches: see _schedule.py for what is computed, and
-// for the rule; here is the same rule in one pass over the edges, and the search that begins with
-// what it finds.
+// Orders typed nodes so that they run in few batches: the rule and the bound of _schedule.py in one
+// pass over the edges, and the search that begins with the rule's result.
 //
 // A schedule is a sequence of types. Two properties make searching for a shorter one cheap. Read
 // backwards it is a schedule of the reversed graph, so every method runs in both directions. And
 // whatever lies between two places of a sequence is a graph of its own: the nodes that the part
-// before cannot run yet and the part after cannot run alone. So a stretch is taken out, its nodes
+// before cannot run yet and the part after cannot run alone. So a window is taken out, its nodes
 // are scheduled by a beam search, and put back if that takes no more batches (large neighbourhood
 // search, Shaw 1998); equally many are taken too, since they open other ways.
 
@@ -26,13 +25,13 @@ using Sequence = Ints;  // the type of each batch
 constexpr double kRuleExponents[] = {8.0, std::numeric_limits<double>::infinity(), 4.0};
 constexpr double kBeamExponents[] = {8.0, 12.0};
 constexpr int kBeamWidth = 32;
-constexpr int kStretches[] = {16, 32, 64};  // batches that are taken out together
+constexpr int kWindows[] = {16, 32, 64};  // batches that are taken out together
 constexpr int kMostRounds = 8;
 
 struct Graph {
   int32_t num_nodes = 0, num_types = 0;
   Ints types, starts, arguments;       // node v reads arguments[starts[v]:starts[v + 1]]
-  Ints reader_starts, readers;         // who reads a node, as often as it does
+  Ints reader_starts, readers;         // the readers of a node, as often as they read it
   Ints ahead;                          // [num_nodes, num_types]: most nodes of a type on one path
   Ints length;                         // of the longest path, the node included
 
@@ -45,7 +44,7 @@ struct Graph {
     for (int32_t k = reader_starts[node]; k < reader_starts[node + 1]; ++k) visit(readers[k]);
   }
 
-  // Fills what follows from types, starts and arguments.
+  // Computes the other fields from types, starts and arguments.
   void finish() {
     reader_starts.assign(num_nodes + 1, 0);
     for (int32_t argument : arguments) ++reader_starts[argument + 1];
@@ -57,13 +56,13 @@ struct Graph {
     ahead.assign(size_t(num_nodes) * num_types, 0);
     length.assign(num_nodes, 0);
     for (int32_t v = num_nodes - 1; v >= 0; --v) {
-      int32_t* mine = &ahead[size_t(v) * num_types];
+      int32_t* own = &ahead[size_t(v) * num_types];
       each_reader(v, [&](int32_t reader) {
-        const int32_t* theirs = ahead_of(reader);
-        for (int32_t t = 0; t < num_types; ++t) mine[t] = std::max(mine[t], theirs[t]);
+        const int32_t* other = ahead_of(reader);
+        for (int32_t t = 0; t < num_types; ++t) own[t] = std::max(own[t], other[t]);
         length[v] = std::max(length[v], length[reader]);
       });
-      ++mine[types[v]];
+      ++own[types[v]];
       ++length[v];
     }
   }
@@ -76,7 +75,7 @@ struct Graph {
   }
 };
 
-Graph reversed(const Graph& graph) {
+Graph reverse(const Graph& graph) {
   Graph result;
   result.num_nodes = graph.num_nodes;
   result.num_types = graph.num_types;
@@ -91,7 +90,7 @@ Graph reversed(const Graph& graph) {
   return result;
 }
 
-Graph induced(const Graph& graph, const std::vector<char>& chosen) {
+Graph induce(const Graph& graph, const std::vector<char>& chosen) {
   Graph result;
   result.num_types = graph.num_types;
   result.starts.push_back(0);
@@ -108,7 +107,7 @@ Graph induced(const Graph& graph, const std::vector<char>& chosen) {
   return result;
 }
 
-// Nodes that are ready, by type, and what is known of each type's.
+// Nodes that are ready, by type, and the paths behind those of each type.
 struct Frontier {
   std::vector<Ints> ready;
   Ints ahead;  // [num_types, num_types]: for each type the most ahead of any of its ready nodes
@@ -118,9 +117,9 @@ struct Frontier {
   void arrive(const Graph& graph, int32_t node) {
     const int32_t type = graph.types[node], num_types = graph.num_types;
     ready[type].push_back(node);
-    int32_t* mine = &ahead[size_t(type) * num_types];
-    const int32_t* theirs = graph.ahead_of(node);
-    for (int32_t t = 0; t < num_types; ++t) mine[t] = std::max(mine[t], theirs[t]);
+    int32_t* own = &ahead[size_t(type) * num_types];
+    const int32_t* other = graph.ahead_of(node);
+    for (int32_t t = 0; t < num_types; ++t) own[t] = std::max(own[t], other[t]);
   }
 
   Ints take(int32_t type) {
@@ -131,7 +130,7 @@ struct Frontier {
     return batch;
   }
 
-  // Whether running the type lowers the bound of what remains.
+  // True if running the type lowers the bound of the remaining graph.
   bool is_free(int32_t type) const {
     const size_t num_types = ready.size();
     int32_t others = 0;
@@ -141,14 +140,14 @@ struct Frontier {
   }
 };
 
-Ints waits_of(const Graph& graph) {
+Ints count_waits(const Graph& graph) {
   Ints waits(graph.num_nodes);
   for (int32_t v = 0; v < graph.num_nodes; ++v) waits[v] = graph.num_arguments(v);
   return waits;
 }
 
-// What a node counts while it waits: more the longer the path that waits behind it.
-std::vector<double> weights_of(const Graph& graph, double exponent) {
+// Weight of a ready node: (l(v) / longest) ** exponent, l(v) the length of the path behind it.
+std::vector<double> weigh(const Graph& graph, double exponent) {
   const double longest = graph.num_nodes
       ? *std::max_element(graph.length.begin(), graph.length.end()) : 1.0;
   std::vector<double> of_length(size_t(longest) + 1);
@@ -158,17 +157,17 @@ std::vector<double> weights_of(const Graph& graph, double exponent) {
   return weights;
 }
 
-// Which nodes have readers that have not run, to know what a batch would free.
+// Counts of readers that have not run, from which the outputs that a batch frees follow.
 class Unread {
  public:
-  Unread(const Graph& graph, bool is_asked) : graph_(graph), left_(is_asked ? graph.num_nodes : 0) {
+  Unread(const Graph& graph, bool is_used) : graph_(graph), left_(is_used ? graph.num_nodes : 0) {
     for (size_t v = 0; v < left_.size(); ++v)
       left_[v] = graph.reader_starts[v + 1] - graph.reader_starts[v];
   }
 
   void run(const Ints& batch) { subtract(batch, 1); }
 
-  // How many nodes fewer are alive after a batch that has run; itself counts too.
+  // Number of nodes that a batch frees, minus its own, which become live.
   int64_t freed_by(const Ints& batch) {
     subtract(batch, 1);
     int64_t freed = -int64_t(batch.size());
@@ -198,20 +197,20 @@ class Unread {
   Ints left_;
 };
 
-// The rule: run a free type if there is one, and of several the one that is waited for most; or,
-// if memory is short, the one that frees most, which costs no batch.
+// The rule: run a free type if there is one, and of several the most urgent one; or, if memory is
+// short, the one that frees most, which costs no batch.
 Sequence by_rule(const Graph& graph, double exponent, bool frees_most = false) {
   Unread unread(graph, frees_most);
   const bool longest_only = std::isinf(exponent);
   std::vector<double> weights(graph.length.begin(), graph.length.end());
-  if (!longest_only) weights = weights_of(graph, exponent);
-  Ints waits = waits_of(graph);
+  if (!longest_only) weights = weigh(graph, exponent);
+  Ints waits = count_waits(graph);
   Frontier frontier(graph.num_types);
   std::vector<double> urgency(graph.num_types, 0.0);
   auto arrive = [&](int32_t node) {
     frontier.arrive(graph, node);
-    double& mine = urgency[graph.types[node]];
-    mine = longest_only ? std::max(mine, weights[node]) : mine + weights[node];
+    double& own = urgency[graph.types[node]];
+    own = longest_only ? std::max(own, weights[node]) : own + weights[node];
   };
   for (int32_t v = 0; v < graph.num_nodes; ++v)
     if (waits[v] == 0) arrive(v);
@@ -251,7 +250,7 @@ uint64_t hash_of(uint64_t node) {  // splitmix64
   return z ^ (z >> 31);
 }
 
-// Everything that some nodes have been run for, and how it was come by.
+// State of the search after some nodes have run, and the last step to it.
 struct State {
   Ints waits;
   Frontier frontier;
@@ -271,8 +270,8 @@ struct Candidate {
   double weight;
 };
 
-// What becomes of a state if a type is run; the state is changed and changed back.
-Candidate tried(const Graph& graph, State& state, int32_t type, const std::vector<double>& weights) {
+// Evaluates running a type in a state; the state is changed and restored.
+Candidate evaluate(const Graph& graph, State& state, int32_t type, const std::vector<double>& weights) {
   const int32_t num_types = graph.num_types;
   Candidate result{0.0, 0, type, state.done, state.weight};
   Ints most(num_types, 0);
@@ -286,14 +285,14 @@ Candidate tried(const Graph& graph, State& state, int32_t type, const std::vecto
     graph.each_reader(node, [&](int32_t reader) {
       if (--state.waits[reader] != 0) return;
       result.weight += weights[reader];
-      const int32_t* theirs = graph.ahead_of(reader);
-      for (int32_t k = 0; k < num_types; ++k) most[k] = std::max(most[k], theirs[k]);
+      const int32_t* other = graph.ahead_of(reader);
+      for (int32_t k = 0; k < num_types; ++k) most[k] = std::max(most[k], other[k]);
     });
   }
   for (int32_t node : state.frontier.ready[type])
     graph.each_reader(node, [&](int32_t reader) { ++state.waits[reader]; });
   const int64_t remaining = std::accumulate(most.begin(), most.end(), int64_t(0));
-  // The bound of what remains comes first; the logarithm tells apart what it cannot.
+  // The bound of the remaining graph comes first; the logarithm breaks ties.
   result.key = double(remaining) + std::log(std::max(result.weight, 1e-300));
   if (remaining == 0) result.key = -std::numeric_limits<double>::infinity();
   return result;
@@ -302,10 +301,10 @@ Candidate tried(const Graph& graph, State& state, int32_t type, const std::vecto
 // Beam search: of all states that as many batches lead to, the most promising go on. Returns
 // nothing where that takes more than `most` batches.
 Sequence by_beam(const Graph& graph, int width, double exponent, size_t most) {
-  const std::vector<double> weights = weights_of(graph, exponent);
+  const std::vector<double> weights = weigh(graph, exponent);
   std::vector<Step> history;
   std::vector<State> states;
-  states.push_back(State{waits_of(graph), Frontier(graph.num_types), 0.0, 0, -1});
+  states.push_back(State{count_waits(graph), Frontier(graph.num_types), 0.0, 0, -1});
   for (int32_t v = 0; v < graph.num_nodes; ++v) {
     if (states[0].waits[v] != 0) continue;
     states[0].frontier.arrive(graph, v);
@@ -331,7 +330,7 @@ Sequence by_beam(const Graph& graph, int width, double exponent, size_t most) {
       for (int32_t t = 0; t < graph.num_types; ++t) {
         if (state.frontier.ready[t].empty()) continue;
         if (any_free && !state.frontier.is_free(t)) continue;
-        Candidate found = tried(graph, state, t, weights);
+        Candidate found = evaluate(graph, state, t, weights);
         found.state = int32_t(s);
         if (seen.insert(found.done).second) candidates.push_back(found);
       }
@@ -362,8 +361,8 @@ Sequence by_beam(const Graph& graph, int width, double exponent, size_t most) {
 }
 
 // The batch of every node if each runs as early as a sequence allows.
-Ints earliest(const Graph& graph, const Sequence& sequence) {
-  Ints waits = waits_of(graph), batch_of(graph.num_nodes, -1);
+Ints find_earliest(const Graph& graph, const Sequence& sequence) {
+  Ints waits = count_waits(graph), batch_of(graph.num_nodes, -1);
   std::vector<Ints> ready(graph.num_types);
   for (int32_t v = 0; v < graph.num_nodes; ++v)
     if (waits[v] == 0) ready[graph.types[v]].push_back(v);
@@ -381,45 +380,45 @@ Ints earliest(const Graph& graph, const Sequence& sequence) {
 }
 
 // The sequence without batches that stay empty when every node runs as early as it can.
-Sequence without_empty(const Graph& graph, const Sequence& sequence) {
+Sequence drop_empty(const Graph& graph, const Sequence& sequence) {
   std::vector<char> is_used(sequence.size(), 0);
-  for (int32_t batch : earliest(graph, sequence)) is_used[batch] = 1;
+  for (int32_t batch : find_earliest(graph, sequence)) is_used[batch] = 1;
   Sequence result;
   for (size_t batch = 0; batch < sequence.size(); ++batch)
     if (is_used[batch]) result.push_back(sequence[batch]);
   return result;
 }
 
-// Take stretches out of a sequence and schedule their nodes anew.
-Sequence shortened(const Graph& graph, const Graph& backward, Sequence sequence, size_t bound) {
+// Takes windows out of a sequence and schedules their nodes anew.
+Sequence shorten(const Graph& graph, const Graph& backward, Sequence sequence, size_t bound) {
   for (int round = 0; round < kMostRounds && sequence.size() > bound; ++round) {
     const size_t before = sequence.size();
-    const int32_t stretch = kStretches[round % 3];
-    for (int32_t first = 0; first < int32_t(sequence.size()); first += stretch / 2) {
+    const int32_t window = kWindows[round % 3];
+    for (int32_t first = 0; first < int32_t(sequence.size()); first += window / 2) {
       const int32_t count = int32_t(sequence.size());
-      const int32_t last = std::min(first + stretch, count);
-      const Ints from_front = earliest(graph, sequence);
-      const Ints from_back = earliest(backward, Sequence(sequence.rbegin(), sequence.rend()));
+      const int32_t last = std::min(first + window, count);
+      const Ints from_front = find_earliest(graph, sequence);
+      const Ints from_back = find_earliest(backward, Sequence(sequence.rbegin(), sequence.rend()));
       std::vector<char> between(graph.num_nodes);
       for (int32_t v = 0; v < graph.num_nodes; ++v) {
         const int32_t latest = count - 1 - from_back[graph.num_nodes - 1 - v];
         between[v] = from_front[v] >= first && latest < last;
       }
-      const Graph part = induced(graph, between);
+      const Graph part = induce(graph, between);
       const Sequence found =
           by_beam(part, kBeamWidth, kBeamExponents[round % 2], size_t(last - first));
       if (part.num_nodes > 0 && found.empty()) continue;
       Sequence changed(sequence.begin(), sequence.begin() + first);
       changed.insert(changed.end(), found.begin(), found.end());
       changed.insert(changed.end(), sequence.begin() + last, sequence.end());
-      sequence = without_empty(graph, changed);
+      sequence = drop_empty(graph, changed);
     }
     if (sequence.size() == before && round >= 2) break;
   }
   return sequence;
 }
 
-int64_t num_by_depth(const Graph& graph) {
+int64_t count_by_depth(const Graph& graph) {
   Ints depth(graph.num_nodes, 0);
   std::vector<char> seen;
   int64_t count = 0;
@@ -439,14 +438,14 @@ Sequence best_sequence(const Graph& graph, bool search, bool frees_most, size_t 
   Sequence best;
   bool found = false;
   auto keep = [&](const Sequence& given) {
-    Sequence sequence = given.size() <= bound ? given : without_empty(graph, given);
+    Sequence sequence = given.size() <= bound ? given : drop_empty(graph, given);
     if (!found || sequence.size() < best.size()) best.swap(sequence);
     found = true;
     return best.size() <= bound;
   };
   for (double exponent : kRuleExponents)
     if (keep(by_rule(graph, exponent, frees_most))) return best;
-  const Graph backward = reversed(graph);
+  const Graph backward = reverse(graph);
   auto keep_reversed = [&](const Sequence& sequence) {
     return keep(Sequence(sequence.rbegin(), sequence.rend()));
   };
@@ -461,16 +460,16 @@ Sequence best_sequence(const Graph& graph, bool search, bool frees_most, size_t 
     if (!sequence.empty() && keep_reversed(sequence)) return best;
   }
   const Sequence from_beam = best;
-  keep(shortened(graph, backward, from_rule, bound));
-  keep(shortened(graph, backward, from_beam, bound));
+  keep(shorten(graph, backward, from_rule, bound));
+  keep(shorten(graph, backward, from_beam, bound));
   return best;
 }
 
 }  // namespace
 
-// Schedules a graph. `order` gets the nodes in execution order, `begins` where each batch begins
-// (num_nodes + 1 places), `kinds` the type of each batch, `bounds` the lower bound and how many
-// batches there are by depth. Returns the number of batches.
+// Schedules a graph. `order` gets the nodes in execution order, `begins` the first place of each
+// batch (num_nodes + 1 entries), `kinds` the type of each batch, `bounds` the lower bound and the
+// number of batches by depth. Returns the number of batches.
 extern "C" int64_t penstock_batching_order(int64_t num_nodes, int64_t num_types,
                                            const int64_t* types, const int64_t* starts,
                                            const int64_t* arguments, int64_t search,
@@ -485,8 +484,8 @@ extern "C" int64_t penstock_batching_order(int64_t num_nodes, int64_t num_types,
   graph.finish();
   bounds[0] = graph.lower_bound();
   const Sequence sequence = best_sequence(graph, search != 0, frees_most != 0, size_t(bounds[0]));
-  bounds[1] = num_by_depth(graph);
-  const Ints batch_of = earliest(graph, sequence);
+  bounds[1] = count_by_depth(graph);
+  const Ints batch_of = find_earliest(graph, sequence);
   std::fill_n(begins, sequence.size() + 1, int64_t(0));
   for (int32_t batch : batch_of) ++begins[batch + 1];
   std::partial_sum(begins, begins + sequence.size() + 1, begins);

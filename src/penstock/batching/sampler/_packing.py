@@ -1,11 +1,11 @@
-"""Which sample goes into which batch: dealing to windows, and packing the batches of a window.
+"""Packing: samples are dealt to windows, and the batches of each window are filled.
 
 A window is a group of batches that are filled together. Samples are dealt to the windows by size,
 so that every window gets its share of the large ones, and at random among those of one size, so
 that every epoch composes its batches anew. Within a window the largest sample comes first and goes
 into the lightest batch (longest processing time first, Graham 1969).
 
-Everything here is arrays and a seeded generator: no ranks, no epochs, no data loaders.
+All functions take arrays and a seeded generator: no ranks, no epochs, no data loaders.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.batching._costs import Floats, Integers, SampleCosts
+from penstock.batching._arrays import Floats, Integers
+from penstock.batching.sampler._costs import SampleCosts
 
-NOWHERE = -1
+UNPLACED = -1
 """The batch of a sample that fits into none."""
 
 # From so many windows on, a step for all of them at once is faster than one step of a heap each.
@@ -27,19 +28,19 @@ _SWAPS_PER_BATCH, _MOST_SWAPS = 8, 1000
 _JITTER = 0.1  # relative, of the sizes by which a single window is sorted
 
 
-def shares(total: int, parts: int) -> Integers:
+def divide(total: int, parts: int) -> Integers:
     """Divide `total` into whole parts that differ by at most one, the larger ones first."""
     base, rest = divmod(total, parts)
     return np.full(parts, base, dtype=np.int64) + (np.arange(parts) < rest)
 
 
-def windows_of(num_batches: int, window: int) -> Integers:
-    """Return how many batches each window has: about `window`, and two windows where possible.
+def size_windows(num_batches: int, window: int) -> Integers:
+    """Return the batches of each window: about `window`, and two windows where possible.
 
     With a single window the same large samples would meet in every epoch.
     """
     num_windows = max(-(-num_batches // window), min(2, num_batches // 2), 1)
-    return shares(num_batches, num_windows)
+    return divide(num_batches, num_windows)
 
 
 def deal(
@@ -48,9 +49,9 @@ def deal(
     """Deal samples to windows, as many as each window has batches.
 
     Args:
-        sizes: What samples are sorted by, `[num_samples]`.
+        sizes: Keys by which samples are sorted, `[num_samples]`.
         batches_of: Batches per window, differing by at most one, the larger ones first.
-        random: None deals consecutive samples to a window.
+        random: A seeded generator; None deals consecutive samples to a window.
 
     Returns:
         The samples by window, the largest of a window first, `[num_samples]`, and where each
@@ -73,9 +74,9 @@ def deal(
     # only those that have a batch more. `base` times that, every batch has `base` samples.
     rounds = int(batches_of.min())
     num_larger = int((batches_of > rounds).sum())
-    everyone = random.random((base * rounds, num_windows)).argsort(axis=1)
+    full_rounds = random.random((base * rounds, num_windows)).argsort(axis=1)
     larger = random.random((base, num_larger)).argsort(axis=1)
-    turns = np.concatenate([everyone.reshape(base, -1), larger], axis=1).ravel()
+    turns = np.concatenate([full_rounds.reshape(base, -1), larger], axis=1).ravel()
     last = random.permutation(np.repeat(np.arange(num_windows), batches_of))[:rest]
     window = np.concatenate([turns, last])
     counts = np.bincount(window, minlength=num_windows)
@@ -83,7 +84,7 @@ def deal(
     return by_window, np.concatenate([[0], np.cumsum(counts)])
 
 
-def lightest_first(
+def pack_lightest_first(
     costs: Floats | Integers,
     starts: Integers,
     batches_of: Integers,
@@ -94,14 +95,14 @@ def lightest_first(
     """Put the samples of each window, in their order, into its lightest batch that has room.
 
     Args:
-        costs: Of the samples by window, `[num_samples]`.
-        starts: Where each window's samples begin, `[num_windows + 1]`.
+        costs: Costs of the samples by window, `[num_samples]`.
+        starts: The first sample of each window, `[num_windows + 1]`.
         batches_of: Batches per window.
-        most_samples: How many samples each batch may have, `[num_batches]`.
-        most_cost: What each batch may cost.
+        most_samples: The largest number of samples of each batch, `[num_batches]`.
+        most_cost: The cap of each batch's cost.
 
     Returns:
-        The batch of each sample, or `NOWHERE`, `[num_samples]`.
+        The batch of each sample, or `UNPLACED`, `[num_samples]`.
     """
     first_batch = np.concatenate([[0], np.cumsum(batches_of)])
     most = np.full(first_batch[-1], len(costs)) if most_samples is None else most_samples
@@ -120,7 +121,7 @@ def _pack_together(
     room[exists] = most
     never = np.iinfo(np.int64).max if costs.dtype.kind == "i" else np.inf
     loads = np.where(room > 0, np.zeros((), costs.dtype), never)
-    batches = np.full(len(costs), NOWHERE, dtype=np.int64)
+    batches = np.full(len(costs), UNPLACED, dtype=np.int64)
     windows = np.arange(num_windows)
     for step in range(int(np.diff(starts).max())):
         windows = windows[starts[windows] + step < starts[windows + 1]]
@@ -141,16 +142,16 @@ def _pack_together(
 def _pack_one_by_one(
     costs: Any, starts: Integers, first_batch: Integers, most: Integers, most_cost: int | None
 ) -> Integers:
-    """Pack one window after the other, with its batches in a heap."""
+    """Pack one window after the other, with its batches in a heap by cost."""
     batches = []
     room = most.tolist()
     limit = float("inf") if most_cost is None else most_cost
     for window in range(len(starts) - 1):
-        mine = range(int(first_batch[window]), int(first_batch[window + 1]))
-        heap = [(0, batch) for batch in mine if room[batch] > 0]
+        window_batches = range(int(first_batch[window]), int(first_batch[window + 1]))
+        heap = [(0, batch) for batch in window_batches if room[batch] > 0]
         for cost in costs[starts[window] : starts[window + 1]].tolist():
             if not heap or heap[0][0] + cost > limit:
-                batches.append(NOWHERE)
+                batches.append(UNPLACED)
                 continue
             load, batch = heap[0]
             batches.append(batch)
@@ -165,22 +166,14 @@ def _pack_one_by_one(
 def place_rest(
     costs: Integers, batches: Integers, num_batches: int, *, most_cost: int, most_samples: int
 ) -> tuple[Integers, int]:
-    """Put samples that are nowhere into the fullest batch that has room, whatever its window.
+    """Put unplaced samples into the fullest batch of any window that has room, or into new ones.
 
-    Args:
-        costs: Of the samples, `[num_samples]`, none above `most_cost`.
-        batches: The batch of each sample, or `NOWHERE`.
-        num_batches: Batches that there are.
-        most_cost: What each batch may cost.
-        most_samples: How many samples each batch may have.
-
-    Returns:
-        The batch of each sample, and the number of batches, with those that had to be opened.
+    No sample costs more than `most_cost`. Returns the batch of each sample, and their number.
     """
-    homeless = np.flatnonzero(batches == NOWHERE)
-    if len(homeless) == 0:
+    unplaced = np.flatnonzero(batches == UNPLACED)
+    if len(unplaced) == 0:
         return batches, num_batches
-    batches, placed = batches.copy(), batches != NOWHERE
+    batches, placed = batches.copy(), batches != UNPLACED
     loads = np.zeros(num_batches, dtype=np.int64)
     np.add.at(loads, batches[placed], costs[placed])
     counts = np.bincount(batches[placed], minlength=num_batches).tolist()
@@ -189,7 +182,7 @@ def place_rest(
         for batch, load in enumerate(loads)
         if counts[batch] < most_samples
     )
-    for sample in homeless[np.argsort(-costs[homeless], kind="stable")].tolist():
+    for sample in unplaced[np.argsort(-costs[unplaced], kind="stable")].tolist():
         cost = int(costs[sample])
         place = bisect_left(slack, (cost, -1))
         if place < len(slack):
@@ -205,8 +198,8 @@ def place_rest(
     return batches, num_batches
 
 
-def without_empty(batches: Integers, num_batches: int) -> tuple[Integers, int]:
-    """Number the batches anew where some have no sample, as with samples that cost nothing."""
+def drop_empty(batches: Integers, num_batches: int) -> tuple[Integers, int]:
+    """Number the batches anew without empty ones, which arise if samples cost nothing."""
     used = np.bincount(batches, minlength=num_batches) > 0
     if used.all():
         return batches, num_batches
@@ -214,15 +207,9 @@ def without_empty(batches: Integers, num_batches: int) -> tuple[Integers, int]:
 
 
 def level(costs: Floats | Integers, batches: Integers, num_batches: int) -> Integers:
-    """Swap samples of the heaviest batch and the lightest one as long as the heaviest gets lighter.
+    """Swap samples of the heaviest batch and the lightest one while the heaviest gets lighter.
 
-    Args:
-        costs: Of the samples, `[num_samples]`.
-        batches: The batch of each sample.
-        num_batches: Batches that there are.
-
-    Returns:
-        The batch of each sample; every batch has as many as before.
+    Returns the batch of each sample; every batch has as many samples as before.
     """
     batches = batches.copy()
     by_batch = np.argsort(batches, kind="stable")
@@ -231,19 +218,20 @@ def level(costs: Floats | Integers, batches: Integers, num_batches: int) -> Inte
     for _ in range(min(_SWAPS_PER_BATCH * num_batches, _MOST_SWAPS)):
         heavy, light = int(loads.argmax()), int(loads.argmin())
         gap = loads[heavy] - loads[light]
-        theirs = members[light][np.argsort(costs[members[light]], kind="stable")]
-        mine = costs[members[heavy]]
+        light_ones = members[light][np.argsort(costs[members[light]], kind="stable")]
+        heavy_costs = costs[members[heavy]]
         # For each sample of the heavy batch the one of the light batch that halves the gap best.
-        places = np.searchsorted(costs[theirs], mine - gap / 2).clip(0, len(theirs) - 1)
-        gains = mine - costs[theirs[places]]
+        places = np.searchsorted(costs[light_ones], heavy_costs - gap / 2)
+        places = places.clip(0, len(light_ones) - 1)
+        gains = heavy_costs - costs[light_ones[places]]
         gains = np.where((gains > 0) & (gains < gap), np.minimum(gains, gap - gains), 0)
         best = int(gains.argmax())
         if gains[best] <= 0:
             break
-        given, taken = members[heavy][best], theirs[places[best]]
+        given, taken = members[heavy][best], light_ones[places[best]]
         members[heavy][best] = taken
-        theirs[places[best]] = given
-        members[light] = theirs
+        light_ones[places[best]] = given
+        members[light] = light_ones
         loads[heavy] += costs[taken] - costs[given]
         loads[light] += costs[given] - costs[taken]
     for batch, each in enumerate(members):
@@ -251,20 +239,13 @@ def level(costs: Floats | Integers, batches: Integers, num_batches: int) -> Inte
     return batches
 
 
-def longest_first(
+def pack_longest_first(
     costs: SampleCosts, by_window: Integers, starts: Integers, *, most_cost: int, most_samples: int
 ) -> tuple[Integers, int]:
-    """Fill batches with samples of similar length, one after the other, where padding counts.
+    """Fill batches with samples of similar length, one after the other, if padding counts.
 
-    Args:
-        costs: Of all samples.
-        by_window: The samples by window, the longest of a window first.
-        starts: Where each window's begin.
-        most_cost: What each batch may cost, padding and fixed bytes included.
-        most_samples: How many samples each batch may have.
-
-    Returns:
-        The batch of each entry of `by_window`, and the number of batches.
+    `by_window` has the longest samples of each window first. `most_cost` includes padding and fixed
+    bytes. Returns the batch of each entry of `by_window`, and the number of batches.
     """
     batches: list[int] = []
     batch = -1
@@ -283,16 +264,7 @@ def longest_first(
 
 
 def split_largest(batches: Integers, num_batches: int, wanted: int) -> Integers:
-    """Halve batches, those of the most samples first, until there are `wanted`.
-
-    Args:
-        batches: The batch of each sample, `[num_samples]`, at least `wanted` samples.
-        num_batches: Batches that there are.
-        wanted: Batches that there shall be.
-
-    Returns:
-        The batch of each sample.
-    """
+    """Halve batches, those of the most samples first, until there are `wanted` of them."""
     if num_batches >= wanted:
         return batches
     batches = batches.copy()

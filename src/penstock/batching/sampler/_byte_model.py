@@ -1,10 +1,13 @@
-"""How many bytes a batch will need, as a sum over its samples, fitted to a few measured steps.
+"""A model of the bytes of a batch: a sum over its samples, fitted to a few measured steps.
 
-Memory of a step is nearly linear in what it works on: so much per node, per edge, per token, per
-pair of tokens. The coefficients are fitted by least squares of the relative error and are never
-negative: more work never needs less memory, also far from what was measured. Small batches need
-less than another moment of the step, that of the optimizer, which does not depend on the batch: so
-a prediction is the larger one of the two.
+Memory of a step is nearly linear in its work: so much per node, edge, token or pair of tokens.
+With `f_k(b)` the value of feature k for batch b (its sum, or its maximum times the samples),
+
+    bytes(b) = max(least, x_0 + sum_k x_k * f_k(b)),    x >= 0
+
+The coefficients x minimise the relative squared error. They are never negative: more work never
+needs less memory, also far from the measured batches. `least` is the peak of another moment of the
+step, that of the optimizer, which does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -19,26 +22,31 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.batching._costs import Floats, Integers, SampleCosts, numbers_of, whole_bytes
+from penstock.batching._arrays import Floats, Integers
 from penstock.batching._meter import measured_peak
+from penstock.batching.sampler._costs import (
+    SampleCosts,
+    check_numbers,
+    round_up_bytes,
+)
 from penstock.tables import report_table
 
 logger = logging.getLogger(__name__)
 
 _FORMAT, _VERSION = "penstock-byte-model", 2
 _LEAST_MARGIN = 0.05
-_CLEARLY = 1.03  # what is so much above the least peak of a step is decided by the batch
-_SUSPICIOUS_MARGIN = 0.5  # beyond it a feature is missing more likely than not
+_CLEARLY = 1.03  # a peak that exceeds the least one by this factor is decided by the batch
+_SUSPICIOUS_MARGIN = 0.5  # beyond it a feature is probably missing
 _RESIDUAL_MARGIN = 2.0  # of the largest relative amount that a probe lies above its prediction
 _MOST_ITERATIONS = 1000
 _MIXED_SEED = 0
-# Where the samples of a probe lie among all, sorted by size; None: anywhere.
+# Positions of a probe's samples among all, sorted by size; None: random.
 _PROBED_RANKS = (None, 1.0, 0.15, 0.5, 0.0, None, 0.3)
 
 
 @dataclass(frozen=True)
 class Padded:
-    """A feature of which every sample of a batch has as much as the largest of them.
+    """A feature that is padded: every sample of a batch counts as the largest of them.
 
     Example:
         >>> features = {"tokens": Padded([3, 5, 2]), "pairs": Padded([9, 25, 4])}
@@ -67,19 +75,19 @@ class ByteModel:
     """
 
     fixed_bytes: float
-    """Of every batch."""
+    """Bytes of every batch."""
     least_bytes: float
-    """At the moment of the step that does not depend on the batch; 0 where no probe shows it."""
+    """Bytes at the moment of the step that does not depend on the batch; 0 if no probe shows it."""
     summed_bytes: dict[str, float]
-    """Per unit of each feature that adds up over the samples."""
+    """Bytes per unit of each feature that is summed over the samples."""
     padded_bytes: dict[str, float]
-    """Per unit of each feature that is padded to the largest of the batch."""
+    """Bytes per unit of each feature that is padded to the largest of the batch."""
     margin: float
-    """What `costs` adds, as a fraction."""
+    """Fraction that `costs` adds."""
     measured_bytes: tuple[int, ...] = ()
     """Peaks of the probes."""
     predicted_bytes: tuple[int, ...] = ()
-    """What the model says of them, without the margin."""
+    """Predicted peaks of the probes, without the margin."""
 
     @classmethod
     def fit(
@@ -102,17 +110,17 @@ class ByteModel:
             features: For each feature one number per sample of the data set, or a `Padded`.
             margin: Fraction that `costs` adds to predictions; by default twice the largest by
                 which a probe exceeds its prediction, and at least 5 %.
-            device: Where the step runs. On a GPU its allocator is asked; on the CPU the tensors
+            device: The device of the step. On a GPU its allocator is asked; on the CPU the tensors
                 are counted.
 
         Returns:
-            The model; printing it says how well it predicts.
+            The model; printed, it shows its errors for the probes.
 
         Raises:
-            ValueError: there are fewer than two batches, features differ in length or are not
+            ValueError: There are fewer than two batches, features differ in length or are not
                 numbers >= 0, or the margin is negative.
         """
-        arrays = _arrays(features)
+        arrays = _read_features(features)
         probes = [list(batch) for batch in samples]
         if len(probes) < 2 or not all(probes):
             raise ValueError(f"samples must be two batches or more, none empty; got {samples!r}")
@@ -120,20 +128,13 @@ class ByteModel:
             raise ValueError(f"margin must be >= 0; got {margin}")
         step(probes[0])
         measured = [measured_peak(lambda batch=batch: step(batch), device)[0] for batch in probes]
-        rows = np.array([_row(batch, arrays) for batch in probes])
+        rows = np.array([_sum_features(batch, arrays) for batch in probes])
         peaks = np.array(measured, dtype=np.float64)
-        found, least = _fitted(rows, peaks)
+        found, least = _fit_peaks(rows, peaks)
         predicted = np.maximum(rows @ found, least)
-        if margin is None:
-            above = float(np.max((peaks - predicted) / np.maximum(predicted, 1.0), initial=0.0))
-            margin = max(_LEAST_MARGIN, _RESIDUAL_MARGIN * above)
-            if margin > _SUSPICIOUS_MARGIN:
-                logger.warning(
-                    "a margin of %.0f %% is needed: bytes do not follow from the features %s; one "
-                    "is missing, as the square of a length is for attention",
-                    *(100 * margin, list(arrays)),
-                )
         names = list(arrays)
+        if margin is None:
+            margin = _choose_margin(peaks, predicted, names)
         coefficients = dict(zip(names, found[1:].tolist(), strict=True))
         return cls(
             fixed_bytes=float(found[0]),
@@ -150,25 +151,25 @@ class ByteModel:
 
         Args:
             batch: Numbers of its samples.
-            features: Those that the model was fitted to, of any data set.
+            features: The features of the fit, of any data set.
 
         Returns:
             Bytes.
         """
-        arrays = self._checked(features)
-        total = float(np.dot(_row(batch, arrays), self._coefficients(arrays)))
+        arrays = self._check_features(features)
+        total = float(np.dot(_sum_features(batch, arrays), self._coefficients(arrays)))
         return round(max(total, self.least_bytes))
 
     def costs(self, features: Features) -> SampleCosts:
-        """Return what each sample needs, margin included, for `BalancedBatchSampler`.
+        """Return the bytes of each sample, margin included, for `BalancedBatchSampler`.
 
         Args:
-            features: Those that the model was fitted to, of any data set.
+            features: The features of the fit, of any data set.
 
         Returns:
             The costs; `costs.of_batch(batch)` is at least `predict` plus the margin.
         """
-        arrays = self._checked(features)
+        arrays = self._check_features(features)
         summed = np.zeros(len(next(iter(arrays.values()))[0]))
         padded: list[Integers] = []
         for name, (values, is_padded) in arrays.items():
@@ -177,11 +178,11 @@ class ByteModel:
             if not is_padded:
                 summed += bytes_of
             elif known[name] > 0:
-                padded.append(whole_bytes(bytes_of, name=name))
+                padded.append(round_up_bytes(bytes_of, name=name))
         return SampleCosts(
             fixed_bytes=int(np.ceil(self.fixed_bytes * (1 + self.margin))),
             least_bytes=int(np.ceil(self.least_bytes * (1 + self.margin))),
-            summed_bytes=whole_bytes(summed, name="costs"),
+            summed_bytes=round_up_bytes(summed, name="costs"),
             padded_bytes=tuple(padded),
         )
 
@@ -196,10 +197,10 @@ class ByteModel:
 
     @classmethod
     def load(cls, path: str | Path) -> ByteModel:
-        """Read what `save` wrote.
+        """Read a model that `save` wrote.
 
         Raises:
-            ValueError: the file is no model, or one of another version.
+            ValueError: The file is no model, or one of another version.
         """
         try:
             values = json.loads(Path(path).read_text())
@@ -228,11 +229,11 @@ class ByteModel:
         return report_table(rows, title="byte model")
 
     def _coefficients(self, arrays: dict[str, tuple[Floats, bool]]) -> list[float]:
-        known = {**self.summed_bytes, **self.padded_bytes}
-        return [self.fixed_bytes, *(known[name] for name in arrays)]
+        bytes_of = {**self.summed_bytes, **self.padded_bytes}
+        return [self.fixed_bytes, *(bytes_of[name] for name in arrays)]
 
-    def _checked(self, features: Features) -> dict[str, tuple[Floats, bool]]:
-        arrays = _arrays(features)
+    def _check_features(self, features: Features) -> dict[str, tuple[Floats, bool]]:
+        arrays = _read_features(features)
         given = {name: is_padded for name, (_, is_padded) in arrays.items()}
         fitted = dict.fromkeys(self.summed_bytes, False) | dict.fromkeys(self.padded_bytes, True)
         if given != fitted:
@@ -252,15 +253,15 @@ def probe_batches(
         [32, 16, 8, 1]
 
     Args:
-        features: As for `ByteModel.fit`.
-        num_probes: How many batches.
+        features: For each feature one number per sample of the data set, or a `Padded`.
+        num_probes: Number of batches.
         max_samples: Samples in the largest of them: about as many as are to be predicted.
-        seed: Of what is drawn.
+        seed: Seed of the random samples.
 
     Returns:
         The batches, the largest first; the last is the smallest sample alone.
     """
-    arrays = _arrays(features)
+    arrays = _read_features(features)
     ranks = np.sum([values / max(float(values.max()), 1e-300) for values, _ in arrays.values()], 0)
     by_size = np.argsort(ranks, kind="stable")
     random = np.random.default_rng(seed)
@@ -279,11 +280,24 @@ def probe_batches(
     return batches
 
 
-def _fitted(rows: Floats, peaks: Floats) -> tuple[Floats, float]:
-    """Fit `max(rows @ x, least)` to the peaks: x and least.
+def _choose_margin(peaks: Floats, predicted: Floats, names: list[str]) -> float:
+    """Return twice the largest relative excess of a probe; warn if it is suspicious."""
+    above = float(np.max((peaks - predicted) / np.maximum(predicted, 1.0), initial=0.0))
+    margin = max(_LEAST_MARGIN, _RESIDUAL_MARGIN * above)
+    if margin > _SUSPICIOUS_MARGIN:
+        logger.warning(
+            "a margin of %.0f %% is needed: bytes do not follow from the features %s; one "
+            "is missing, as the square of a length is for attention",
+            *(100 * margin, names),
+        )
+    return margin
 
-    Which probes are below `least` is not known; every peak is tried as the highest of them, and
-    `least` is nothing unless that makes the worst error much smaller.
+
+def _fit_peaks(rows: Floats, peaks: Floats) -> tuple[Floats, float]:
+    """Fit `max(rows @ x, least)` to the peaks; return x and least.
+
+    The probes below `least` are not known in advance: every peak is tried as the highest of them,
+    and `least` is 0 unless that makes the worst error much smaller.
     """
 
     def fit(least: float) -> tuple[float, Floats, float]:
@@ -331,7 +345,7 @@ def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
             negative = free & (solution <= 0)
             if not negative.any():
                 break
-            # Go towards the solution as far as nothing becomes negative; what is 0 there leaves.
+            # Go towards the solution until a value reaches 0; that value is no longer free.
             steps = x[negative] / (x[negative] - solution[negative])
             x += float(steps.min()) * (solution - x)
             free &= x > 1e-14 * max(float(x.max()), 1e-300)
@@ -343,7 +357,7 @@ def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
     return x / scale
 
 
-def _arrays(features: Features) -> dict[str, tuple[Floats, bool]]:
+def _read_features(features: Features) -> dict[str, tuple[Floats, bool]]:
     if not features:
         raise ValueError("features is empty; give at least one, such as the nodes of each sample")
     arrays = {}
@@ -352,18 +366,21 @@ def _arrays(features: Features) -> dict[str, tuple[Floats, bool]]:
         values = given.values if is_padded else given
         if isinstance(values, range):
             values = list(values)
-        arrays[name] = numbers_of(values, name=f"features[{name!r}]").astype(np.float64), is_padded
+        arrays[name] = (
+            check_numbers(values, name=f"features[{name!r}]").astype(np.float64),
+            is_padded,
+        )
     lengths = {name: len(values) for name, (values, _) in arrays.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"features must have one number per sample each; got lengths {lengths}")
     return arrays
 
 
-def _row(batch: Sequence[int], arrays: dict[str, tuple[Floats, bool]]) -> list[float]:
-    """The features of a batch, with a 1 before them for what every batch needs."""
+def _sum_features(batch: Sequence[int], arrays: dict[str, tuple[Floats, bool]]) -> list[float]:
+    """Return the features of a batch, after a 1 for the bytes of every batch."""
     chosen = np.asarray(batch, dtype=np.int64)
     row = [1.0]
     for values, is_padded in arrays.values():
-        mine = values[chosen]
-        row.append(float(len(chosen) * mine.max(initial=0.0) if is_padded else mine.sum()))
+        selected = values[chosen]
+        row.append(float(len(chosen) * selected.max(initial=0.0) if is_padded else selected.sum()))
     return row

@@ -1,8 +1,8 @@
 """A batch sampler that balances batches of a fixed count, or fills a byte cap and never exceeds it.
 
 Every rank makes the same plan of an epoch (`_epoch_plan.py`) and takes its own share of each step;
-an epoch that was interrupted goes on with exactly the batches that were left. Here is which epoch
-and batch come next, and whose share they are.
+an epoch that was interrupted goes on with exactly the batches that were left. This file holds the
+position in an epoch, and the share of a rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from torch.utils.data import Sampler
 
-from penstock.batching._epoch_plan import EpochPlanner, PackingOptions, Split
+from penstock.batching.sampler._epoch_plan import EpochPlanner, PackingOptions, Split
 from penstock.units import parse_bytes
 
 logger = logging.getLogger(__name__)
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 class BalancedBatchSampler(Sampler[list[Any]]):
     """Batches of equal cost: of a fixed count, or of as many samples as a byte cap has room for.
 
-    It is what `torch.utils.data.DataLoader(batch_sampler=...)` takes, and PyG's and Transformers'
-    loaders with it. With `batch_size` no batch has more samples, their counts differ by at most one
+    `torch.utils.data.DataLoader(batch_sampler=...)` takes it, and so do PyG's and Transformers'
+    loaders. With `batch_size` no batch has more samples, their counts differ by at most one
     (33 samples in batches of at most 32 are 17 and 16), and the costs of the batches are as equal
     as possible. With `max_bytes` the batches are as few as possible, no batch ever costs more, and
     they are of similar cost. With both, both hold. `len()` is the same in every epoch. Every rank
@@ -44,11 +44,11 @@ class BalancedBatchSampler(Sampler[list[Any]]):
         2
 
     Args:
-        costs: What each sample costs: a sequence, an array or a tensor of `[num_samples]` finite
-            numbers >= 0, or what `ByteModel.costs` returns. With `max_bytes` they are bytes,
-            rounded up to whole ones; with `batch_size` alone any unit does.
-        batch_size: Samples per batch; with `max_bytes` the most of them.
-        max_bytes: What no batch may exceed: bytes, or text such as "2GiB".
+        costs: The cost of each sample: a sequence, an array or a tensor of `[num_samples]` finite
+            numbers >= 0, or the `SampleCosts` of `ByteModel.costs`. With `max_bytes` they are
+            bytes, rounded up to whole ones; with `batch_size` alone any unit does.
+        batch_size: Samples per batch; with `max_bytes` the largest number of them.
+        max_bytes: The cap of every batch: bytes, or text such as "2GiB".
         window: Batches that are filled together. Fewer make the batches more random, more make
             them more equal.
         shuffle: Compose new batches in every epoch. Otherwise every epoch has the same batches.
@@ -57,19 +57,19 @@ class BalancedBatchSampler(Sampler[list[Any]]):
         num_replicas: Ranks; by default those of `torch.distributed` once it is initialised, and
             one before. Inside of Accelerate's `BatchSamplerShard`, which takes one rank's share
             of all batches itself, the ranks are always its.
-        rank: Which of them this is; by default that of `torch.distributed`, or 0.
-        seed: The same on all ranks.
-        oversize: What happens to a sample that exceeds `max_bytes` by itself: `"error"`;
+        rank: The rank of this process; by default that of `torch.distributed`, or 0.
+        seed: Seed of the batches, the same on all ranks.
+        oversize: The treatment of a sample that exceeds `max_bytes` by itself: `"error"`;
             `"alone"` makes it a batch of its own, the only kind that exceeds the cap; or a function
             `split(index, cost)` that returns its parts as `(key, bytes)` pairs. The keys take
             the place of the index in batches, and an empty list leaves the sample out.
 
     Attributes:
-        epoch: The epoch whose batches come next.
+        epoch: The epoch of the next batch.
 
     Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument is out of range, a sample exceeds the cap under `oversize="error"`,
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of range, a sample exceeds the cap under `oversize="error"`,
             or there are fewer samples than ranks.
     """
 
@@ -96,33 +96,33 @@ class BalancedBatchSampler(Sampler[list[Any]]):
             )
         self.max_bytes = None if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
         options = PackingOptions(
-            # Not as an attribute: where Accelerate finds one it drops batches of fewer samples.
-            batch_size=None if batch_size is None else _at_least(1, batch_size, "batch_size"),
+            # Not as an attribute: if Accelerate finds one it drops batches of fewer samples.
+            batch_size=None if batch_size is None else _check_at_least(1, batch_size, "batch_size"),
             max_bytes=self.max_bytes,
-            window=_at_least(1, window, "window"),
+            window=_check_at_least(1, window, "window"),
             shuffle=bool(shuffle),
             drop_last=bool(drop_last),
-            seed=_at_least(0, seed, "seed"),
+            seed=_check_at_least(0, seed, "seed"),
             oversize=oversize,
         )
-        self._given_ranks = (num_replicas, rank)
+        self._rank_arguments = (num_replicas, rank)
         self._sharded: tuple[int, int] | None = None
         self._weighed_ranks: tuple[int, int] | None = None
-        self.num_replicas, self.rank = _ranks(num_replicas, rank)
+        self.num_replicas, self.rank = _find_ranks(num_replicas, rank)
         self.epoch = 0
         self._next_batch = 0
         self._restored = False
-        self._fresh = True  # nothing of this epoch has been handed out, or it is to be resumed
+        self._fresh = True  # no batch of this epoch was returned, or the epoch is to be resumed
         self._planner = EpochPlanner(costs, options, self.num_replicas)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        # Not a generator itself: the frame that called shows whether someone shards the batches.
-        shard = _accelerate_shard(self, sys._getframe(1))
-        self._take_ranks(shard)
-        return self._batches(all_ranks=shard is not None)
+        # Not a generator itself: the caller's frame shows whether Accelerate shards the batches.
+        shard = _find_accelerate_shard(self, sys._getframe(1))
+        self._update_ranks(shard)
+        return self._iterate(all_ranks=shard is not None)
 
-    def _batches(self, *, all_ranks: bool) -> Iterator[list[Any]]:
-        self.epoch, self._next_batch = self._next()
+    def _iterate(self, *, all_ranks: bool) -> Iterator[list[Any]]:
+        self.epoch, self._next_batch = self._find_next()
         self._fresh = self._restored = False
         plan, keys, epoch = self._planner.plan(self.epoch), self._planner.keys, self.epoch
         num_ranks, num_steps = self.num_replicas, self._planner.num_batches // self.num_replicas
@@ -135,26 +135,26 @@ class BalancedBatchSampler(Sampler[list[Any]]):
                     self._next_batch = step + 1
                 yield items if keys is None else [keys[item] for item in items]
 
-    def _next(self) -> tuple[int, int]:
+    def _find_next(self) -> tuple[int, int]:
         """Return the epoch and the batch at which the next iteration begins."""
         if self._fresh:
             return self.epoch, self._next_batch
         if self._next_batch >= self._planner.num_batches // self.num_replicas:
             return self.epoch + 1, 0
-        return self.epoch, 0  # the last iteration was given up: begin again
+        return self.epoch, 0  # the last iteration was abandoned: begin again
 
     def __len__(self) -> int:
-        shard = _accelerate_shard(self, sys._getframe(1))
-        self._take_ranks(shard)
+        shard = _find_accelerate_shard(self, sys._getframe(1))
+        self._update_ranks(shard)
         return self._planner.num_batches // (1 if shard is not None else self.num_replicas)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch; what `load_state_dict` restored stays if it is that epoch already.
+        """Go to an epoch; a position that `load_state_dict` restored stays if it is in that epoch.
 
         Args:
             epoch: Number >= 0, the same on all ranks.
         """
-        epoch = _at_least(0, epoch, "epoch")
+        epoch = _check_at_least(0, epoch, "epoch")
         if self._fresh and self._restored and epoch != self.epoch:
             logger.warning(
                 "set_epoch(%d) discards the restored position, epoch %d after %d batches: a loop "
@@ -168,7 +168,7 @@ class BalancedBatchSampler(Sampler[list[Any]]):
     def loss_weights(
         self, denominators: Callable[[Any], float] | Sequence[float] | None = None
     ) -> list[float]:
-        """Return what to multiply each batch's mean loss with, so that all samples count alike.
+        """Return a factor for each batch's mean loss with which all samples count alike.
 
         A batch of fewer samples weighs less: its own count over the mean count of all batches on
         all ranks. The mean over an epoch is 1, and where DDP averages the gradients of the ranks
@@ -182,18 +182,18 @@ class BalancedBatchSampler(Sampler[list[Any]]):
             ...     pass  # (weight * loss(batch)).backward()
 
         Args:
-            denominators: Where the loss of a batch is not a mean over its samples: over how many
-                terms each sample's loss is (its tokens, say), by index, or as a function of the
-                index or key. By default 1 each.
+            denominators: For a loss that is not a mean over samples: the number of terms of each
+                sample's loss (its tokens, say), by index, or as a function of the index or key.
+                By default 1 each.
 
         Returns:
             A weight for each batch of this rank in the next iteration, in their order. So call it
             before the loop: `zip(loader, sampler.loss_weights())` does.
         """
         self._weighed_ranks = None
-        self._take_ranks(None)
+        self._update_ranks(None)
         self._weighed_ranks = self.num_replicas, self.rank
-        epoch, begin = self._next()
+        epoch, begin = self._find_next()
         plan = self._planner.plan(epoch)
         if denominators is None:
             terms = np.diff(plan.starts).astype(np.float64)
@@ -204,39 +204,39 @@ class BalancedBatchSampler(Sampler[list[Any]]):
         return weights[self.rank :: self.num_replicas][begin:].tolist()
 
     def state_dict(self, num_batches: int | None = None) -> dict[str, Any]:
-        """Return where this sampler is, as JSON values.
+        """Return the position of this sampler, as JSON values.
 
         Args:
             num_batches: Batches of this epoch that training has used. By default those that were
-                handed out, which are more where a loader with workers reads ahead.
+                returned, which are more if a loader with workers reads ahead.
 
         Returns:
             The state for `load_state_dict`.
         """
         done = self._next_batch if num_batches is None else num_batches
-        done = _at_least(0, done, "num_batches")
+        done = _check_at_least(0, done, "num_batches")
         if done > len(self):
             raise ValueError(f"num_batches must be between 0 and {len(self)}; got {num_batches}")
         fingerprint = self._planner.fingerprint()
         return {"epoch": self.epoch, "num_batches": done, "fingerprint": fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another sampler was: the next iteration has the batches that were left.
+        """Resume from the position of another sampler, with the batches that remain.
 
         Args:
-            state: What `state_dict` returned, from a sampler with the same arguments.
+            state: The result of `state_dict` of a sampler with the same arguments.
 
         Raises:
-            ValueError: it was another data set, seed or number of ranks, or no such state.
+            ValueError: The state is of another data set, seed or number of ranks, or no state.
         """
         if not isinstance(state, dict) or set(state) != {"epoch", "num_batches", "fingerprint"}:
             got = f"the keys {sorted(map(str, state))}" if isinstance(state, dict) else repr(state)
             raise ValueError(
                 f"state must be what BalancedBatchSampler.state_dict() returned; got {got}"
             )
-        epoch = _at_least(0, state["epoch"], "the state's epoch")
-        done = _at_least(0, state["num_batches"], "the state's num_batches")
-        self._take_ranks(None)
+        epoch = _check_at_least(0, state["epoch"], "the state's epoch")
+        done = _check_at_least(0, state["num_batches"], "the state's num_batches")
+        self._update_ranks(None)
         if state["fingerprint"] != self._planner.fingerprint():
             raise ValueError(
                 "state is that of a sampler with other costs or arguments (batch_size, max_bytes, "
@@ -248,22 +248,22 @@ class BalancedBatchSampler(Sampler[list[Any]]):
         self.epoch, self._next_batch = (epoch, done) if done < len(self) else (epoch + 1, 0)
         self._fresh = self._restored = True
 
-    def _take_ranks(self, shard: Any) -> None:
-        """Plan for the ranks that share the batches now: they may come up after the constructor."""
-        given, _ = self._given_ranks
+    def _update_ranks(self, shard: Any) -> None:
+        """Plan for the current ranks: a process group may appear after the constructor."""
+        num_replicas, _ = self._rank_arguments
         if shard is not None:
-            if given not in (None, 1, shard.num_processes):
+            if num_replicas not in (None, 1, shard.num_processes):
                 raise ValueError(
-                    f"num_replicas is {given}, but Accelerate shares the batches among "
+                    f"num_replicas is {num_replicas}, but Accelerate shares the batches among "
                     f"{shard.num_processes} processes: leave num_replicas and rank out"
                 )
             self._sharded = shard.num_processes, shard.process_index
         if self._sharded is not None:
             ranks = self._sharded
-        elif given is None and not _distributed_runs():
-            return  # as it was: no process group yet, or no longer
+        elif num_replicas is None and not _is_distributed():
+            return  # unchanged: no process group yet, or no longer
         else:
-            ranks = _ranks(*self._given_ranks)
+            ranks = _find_ranks(*self._rank_arguments)
         if ranks[0] != self._planner.num_replicas:
             self._planner.share(ranks[0])
         self.num_replicas, self.rank = ranks
@@ -276,11 +276,11 @@ class BalancedBatchSampler(Sampler[list[Any]]):
             )
 
 
-def _accelerate_shard(sampler: BalancedBatchSampler, frame: FrameType | None) -> Any:
-    """Return the `BatchSamplerShard` of Accelerate in whose name a sampler is asked, if any.
+def _find_accelerate_shard(sampler: BalancedBatchSampler, frame: FrameType | None) -> Any:
+    """Return the `BatchSamplerShard` of Accelerate that calls a sampler, if any.
 
-    It takes every n-th batch of a batch sampler, whatever that is. Only the calls that lead here
-    tell it from a loader that takes them all.
+    It takes every n-th batch of any batch sampler. Only the calling frames tell it from a loader
+    that takes them all.
     """
     accelerate = sys.modules.get("accelerate.data_loader")
     while accelerate is not None and frame is not None:
@@ -303,28 +303,28 @@ def _wraps(wrapper: Any, sampler: BalancedBatchSampler) -> bool:
     return wrapper is sampler
 
 
-def _distributed_runs() -> bool:
+def _is_distributed() -> bool:
     from torch import distributed
 
     return distributed.is_available() and distributed.is_initialized()
 
 
-def _ranks(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+def _find_ranks(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     from torch import distributed
 
-    running = _distributed_runs()
+    running = _is_distributed()
     if num_replicas is None:
         num_replicas = distributed.get_world_size() if running else 1
     if rank is None:
         rank = distributed.get_rank() if running else 0
-    num_replicas = _at_least(1, num_replicas, "num_replicas")
-    rank = _at_least(0, rank, "rank")
+    num_replicas = _check_at_least(1, num_replicas, "num_replicas")
+    rank = _check_at_least(0, rank, "rank")
     if rank >= num_replicas:
         raise ValueError(f"rank must be below num_replicas={num_replicas}; got {rank}")
     return num_replicas, rank
 
 
-def _at_least(least: int, value: Hashable, name: str) -> int:
+def _check_at_least(least: int, value: Hashable, name: str) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be a whole number; got {value!r} of type {type(value)}")
     number = operator.index(value)  # pyright: ignore[reportArgumentType]

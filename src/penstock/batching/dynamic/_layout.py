@@ -1,8 +1,8 @@
-"""Where outputs lie and what each batch reads: everything about a graph but the tensors.
+"""Layout: the rows of all outputs, and the rows that each batch reads.
 
-Outputs of a batch lie contiguous, batch after batch. Within a batch the order is free, and it is
-chosen from the last batch backwards so that who is read together lies together: then an operand is
-a slice, and nothing is gathered. Nodes that nobody reads take the order of what they read.
+Outputs of a batch are contiguous, batch after batch. Within a batch the order is free, and it is
+chosen from the last batch backwards so that nodes that are read together are adjacent: then an
+operand is a slice, and nothing is gathered. Nodes without readers take the order of their operands.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.batching._costs import Integers
-from penstock.batching._native import NativeLayout, library_for
-from penstock.batching._node_graph import NodeGraph, distinct, ragged
-from penstock.batching._schedule import Order, order_of
+from penstock.batching._arrays import Integers
+from penstock.batching.dynamic._native import LibraryLayout, load_library_for
+from penstock.batching.dynamic._node_graph import NodeGraph, expand_ranges, unique
+from penstock.batching.dynamic._schedule import Order, order_nodes
 
 
 class Operands(NamedTuple):
-    """What all nodes of a batch read from one pool, for some of their arguments."""
+    """Rows of one pool that all nodes of a batch read, for some of their arguments."""
 
     slots: tuple[int, ...]
-    """Which arguments of the cell these are."""
+    """The positions of these arguments."""
     pool: int
     start: int | None
-    """First row where the rows follow each other (then there is one slot), or None."""
+    """First row if the rows are consecutive (then there is one slot), or None."""
     rows: slice
-    """Otherwise, where the rows are in `ExecutionPlan.index`, one slot after the other."""
+    """Otherwise, the range of the rows in `ExecutionPlan.index`, one slot after the other."""
     sources: tuple[int, ...]
-    """The batches that these rows come from."""
+    """The batches that write these rows."""
 
 
 class BatchPlan(NamedTuple):
@@ -43,19 +43,19 @@ class BatchPlan(NamedTuple):
     kind: int
     num_nodes: int
     pool: int
-    """The pool that its outputs go to."""
+    """The pool of its outputs."""
     start: int
     """Its first row there."""
     operands: tuple[Operands, ...]
     input_rows: slice
-    """Where the rows of its inputs are in `ExecutionPlan.input_index`."""
+    """The range of its inputs' rows in `ExecutionPlan.input_index`."""
     inputs_in_order: int | None
-    """First row where its inputs are contiguous, or None."""
+    """First row if its inputs are contiguous, or None."""
 
 
 @dataclass(frozen=True, eq=False)
 class ExecutionPlan:
-    """A graph's batches, and for every node where its outputs are."""
+    """A graph's batches, and the row of every node's outputs."""
 
     batches: list[BatchPlan]
     index: Integers
@@ -71,7 +71,7 @@ class ExecutionPlan:
 
     @cached_property
     def shared_pools(self) -> frozenset[int]:
-        """The pools that have outputs of more than one type."""
+        """The pools with outputs of more than one type."""
         kinds: dict[int, set[int]] = {}
         for batch in self.batches:
             kinds.setdefault(batch.pool, set()).add(batch.kind)
@@ -81,29 +81,29 @@ class ExecutionPlan:
 def plan_execution(
     graph: NodeGraph, order: Order | None = None, kept: Collection[int] | None = None
 ) -> ExecutionPlan:
-    """Lay out a graph's outputs and find what each batch reads.
+    """Lay out a graph's outputs and find the rows that each batch reads.
 
     Args:
         graph: The nodes.
-        order: A schedule as `order_of` returns it; by default that one.
-        kept: Types whose outputs are wanted afterwards: the rows of all others are used again as
-            soon as nobody has to read them. None keeps everything.
+        order: The schedule; by default the one that `order_nodes` returns.
+        kept: Types to keep the outputs of: the rows of all others are reused as soon as no batch
+            has to read them. None keeps everything.
 
     Returns:
         The plan.
     """
-    order = order_of(graph, frees_most=kept is not None) if order is None else order
-    first_rows = None if kept is None else _rows_used_again(graph, order, kept)
-    compiled = library_for(graph)
+    order = order_nodes(graph, frees_most=kept is not None) if order is None else order
+    first_rows = None if kept is None else _reuse_rows(graph, order, kept)
+    compiled = load_library_for(graph)
     if compiled is None:
         return plan_by_numpy(graph, order, first_rows)
-    return _plan_native(compiled, graph, order, first_rows)
+    return _plan_by_library(compiled, graph, order, first_rows)
 
 
-def _plan_native(
+def _plan_by_library(
     compiled: ctypes.CDLL, graph: NodeGraph, order: Order, first_rows: Integers | None
 ) -> ExecutionPlan:
-    laid = NativeLayout(compiled, graph, order, first_rows)
+    laid = LibraryLayout(compiled, graph, order, first_rows)
     begins = order[1].tolist()
     numbers = iter(laid.plan)
     pool_rows = [0] * (int(laid.pool_of_kind.max(initial=-1)) + 1)
@@ -137,33 +137,35 @@ def _plan_native(
 def plan_by_numpy(
     graph: NodeGraph, order: Order, first_rows: Integers | None = None
 ) -> ExecutionPlan:
-    """Do what `plan_execution` does, where there is no compiler."""
+    """Lay out a graph without the compiled library."""
     nodes, begins, kinds = order
     num_batches = len(kinds)
     bounds = begins.tolist()
     batch_of = np.empty(graph.num_nodes, dtype=np.int64)
     batch_of[nodes] = np.repeat(np.arange(num_batches), np.diff(begins))
-    nodes = _read_together(graph, nodes, bounds, batch_of)
-    pool_of_kind = _pools(graph)
+    nodes = _sort_by_reader(graph, nodes, bounds, batch_of)
+    pool_of_kind = _number_pools(graph)
     row_of = np.empty(graph.num_nodes, dtype=np.int64)
     pool_rows = [0] * (int(pool_of_kind.max(initial=-1)) + 1)
-    place_in_kind = _places_in_kind(graph)
+    place_in_kind = _number_within_kinds(graph)
     is_read = np.diff(graph.readers[0]) > 0
     batches: list[BatchPlan] = []
     gathered: list[Integers] = []
     num_gathered = 0
     for batch in range(num_batches):
         first, last = bounds[batch], bounds[batch + 1]
-        mine, kind = nodes[first:last], int(kinds[batch])
+        members, kind = nodes[first:last], int(kinds[batch])
         pool = int(pool_of_kind[kind])
-        _in_order_of_reading(graph, mine, row_of, int(is_read[mine].sum()))
+        _sort_unread(graph, members, row_of, int(is_read[members].sum()))
         start = pool_rows[pool] if first_rows is None else int(first_rows[batch])
-        row_of[mine] = np.arange(start, start + last - first)
-        operands, indices = _operands(graph, mine, pool_of_kind, row_of, batch_of, num_gathered)
+        row_of[members] = np.arange(start, start + last - first)
+        operands, indices = _find_operands(
+            graph, members, pool_of_kind, row_of, batch_of, num_gathered
+        )
         gathered += indices
         num_gathered += sum(map(len, indices))
-        places = place_in_kind[mine]
-        in_order = int(places[0]) if _follow_each_other(places) else None
+        places = place_in_kind[members]
+        in_order = int(places[0]) if _are_consecutive(places) else None
         rows = slice(first, last)
         batches.append(BatchPlan(kind, last - first, pool, start, operands, rows, in_order))
         pool_rows[pool] = max(pool_rows[pool], start + last - first)
@@ -180,8 +182,8 @@ def plan_by_numpy(
     )
 
 
-def _rows_used_again(graph: NodeGraph, order: Order, kept: Collection[int]) -> Integers:
-    """Choose the first row of each batch in its pool: the smallest gap that is large enough.
+def _reuse_rows(graph: NodeGraph, order: Order, kept: Collection[int]) -> Integers:
+    """Choose the first row of each batch in its pool: the smallest free range that fits.
 
     A batch's rows are free for those after the last batch that reads any of them, unless its type
     is kept.
@@ -196,85 +198,85 @@ def _rows_used_again(graph: NodeGraph, order: Order, kept: Collection[int]) -> I
     ends: list[list[int]] = [[] for _ in range(num_batches + 1)]
     for batch, last in enumerate(last_read.tolist()):
         ends[last].append(batch)
-    pools, counts = _pools(graph)[kinds].tolist(), np.diff(begins).tolist()
-    gaps = [_Gaps() for _ in range(max(pools, default=-1) + 1)]
+    pools, counts = _number_pools(graph)[kinds].tolist(), np.diff(begins).tolist()
+    free_rows = [_FreeRows() for _ in range(max(pools, default=-1) + 1)]
     first_rows = np.zeros(num_batches, dtype=np.int64)
     for batch in range(num_batches):
-        first_rows[batch] = gaps[pools[batch]].take(counts[batch])
+        first_rows[batch] = free_rows[pools[batch]].allocate(counts[batch])
         for other in ends[batch]:
-            gaps[pools[other]].give(int(first_rows[other]), counts[other])
+            free_rows[pools[other]].free(int(first_rows[other]), counts[other])
     return first_rows
 
 
-class _Gaps:
-    """The rows of a pool that nobody uses; above the last one there are always more."""
+class _FreeRows:
+    """The free rows of a pool; above the last one there are always more."""
 
     def __init__(self) -> None:
-        self._gaps: list[tuple[int, int]] = []  # [start, stop), sorted, none touching the next
+        self._ranges: list[tuple[int, int]] = []  # [start, stop), sorted, no two adjacent
         self._top = 0
 
-    def take(self, count: int) -> int:
-        fitting = [(stop - start, start) for start, stop in self._gaps if stop - start >= count]
+    def allocate(self, count: int) -> int:
+        fitting = [(stop - start, start) for start, stop in self._ranges if stop - start >= count]
         if fitting:
             width, start = min(fitting)
-            self._gaps.remove((start, start + width))
+            self._ranges.remove((start, start + width))
             if width > count:
-                insort(self._gaps, (start + count, start + width))
+                insort(self._ranges, (start + count, start + width))
             return start
         start = self._top
-        if self._gaps and self._gaps[-1][1] == self._top:
-            start = self._gaps.pop()[0]
+        if self._ranges and self._ranges[-1][1] == self._top:
+            start = self._ranges.pop()[0]
         self._top = start + count
         return start
 
-    def give(self, start: int, count: int) -> None:
+    def free(self, start: int, count: int) -> None:
         merged: list[tuple[int, int]] = []
-        for gap in sorted([*self._gaps, (start, start + count)]):
-            if merged and merged[-1][1] == gap[0]:
-                gap = (merged.pop()[0], gap[1])
-            merged.append(gap)
-        self._gaps = merged
+        for each in sorted([*self._ranges, (start, start + count)]):
+            if merged and merged[-1][1] == each[0]:
+                each = (merged.pop()[0], each[1])
+            merged.append(each)
+        self._ranges = merged
 
 
-def _in_order_of_reading(graph: NodeGraph, mine: Integers, row_of: Integers, num_read: int) -> None:
-    """Order, in place, the nodes at the end that nobody reads as the rows that they read are."""
-    unread = mine[num_read:]
+def _sort_unread(graph: NodeGraph, members: Integers, row_of: Integers, num_read: int) -> None:
+    """Sort, in place, the nodes at the end, which have no readers, by the rows that they read."""
+    unread = members[num_read:]
     if len(unread) > 1 and graph.num_arguments[unread[0]]:
         read = row_of[graph.flat[graph.starts[unread]]]
-        mine[num_read:] = unread[np.argsort(read, kind="stable")]
+        members[num_read:] = unread[np.argsort(read, kind="stable")]
 
 
-def _read_together(
+def _sort_by_reader(
     graph: NodeGraph, nodes: Integers, bounds: list[int], batch_of: Integers
 ) -> Integers:
-    """Order the nodes of each batch by who reads them first, as which argument, and where."""
+    """Sort the nodes of each batch by their first reader: its batch, the argument, its place."""
     starts, readers = graph.readers
     slots = np.arange(len(graph.flat)) - graph.starts[graph.readers_flat]
     slots = slots[graph.by_argument]
     width = max(graph.num_nodes, 1)
     most = int(slots.max(initial=0)) + 1
-    # Everything of a reader but its place in its batch, which is known only once that is ordered.
-    where = (batch_of[readers] * most + slots) * width
+    # All of the key but the reader's place in its batch, which is known once that is sorted.
+    keys = (batch_of[readers] * most + slots) * width
     place = np.zeros(graph.num_nodes, dtype=np.int64)
     nodes = nodes.copy()
     is_read = np.diff(starts) > 0
-    nobody = np.iinfo(np.int64).max
+    no_reader = np.iinfo(np.int64).max
     for first, last in zip(bounds[-2::-1], bounds[:0:-1], strict=True):
-        mine = nodes[first:last]
+        members = nodes[first:last]
         if last - first > 1:
-            read = is_read[mine]
-            found, begins = ragged(starts, mine[read])
-            key = np.full(last - first, nobody)
+            read = is_read[members]
+            found, begins = expand_ranges(starts, members[read])
+            key = np.full(last - first, no_reader)
             if len(found):
-                key[read] = np.minimum.reduceat(where[found] + place[readers[found]], begins[:-1])
-            mine = mine[np.argsort(key, kind="stable")]
-            nodes[first:last] = mine
-        place[mine] = np.arange(last - first)
+                key[read] = np.minimum.reduceat(keys[found] + place[readers[found]], begins[:-1])
+            members = members[np.argsort(key, kind="stable")]
+            nodes[first:last] = members
+        place[members] = np.arange(last - first)
     return nodes
 
 
-def _pools(graph: NodeGraph) -> Integers:
-    """Number the pools: types that are read as the same argument of one type share theirs."""
+def _number_pools(graph: NodeGraph) -> Integers:
+    """Number the pools: types that are read as the same argument of one type share a pool."""
     parent = list(range(graph.num_types))
 
     def root(kind: int) -> int:
@@ -286,7 +288,7 @@ def _pools(graph: NodeGraph) -> Integers:
     slots = np.arange(len(graph.flat)) - graph.starts[graph.readers_flat]
     readers = graph.types[graph.readers_flat] * (int(slots.max(initial=0)) + 1) + slots
     first: dict[int, int] = {}
-    for pair in distinct(readers * graph.num_types + graph.types[graph.flat]).tolist():
+    for pair in unique(readers * graph.num_types + graph.types[graph.flat]).tolist():
         reader, kind = divmod(pair, graph.num_types)
         one, other = root(kind), root(first.setdefault(reader, kind))
         parent[max(one, other)] = min(one, other)
@@ -294,8 +296,8 @@ def _pools(graph: NodeGraph) -> Integers:
     return pools.astype(np.int64)
 
 
-def _places_in_kind(graph: NodeGraph) -> Integers:
-    """Say of every node which of its type it is."""
+def _number_within_kinds(graph: NodeGraph) -> Integers:
+    """Number the nodes of each type."""
     narrow = graph.types.astype(np.uint16) if graph.num_types < 1 << 16 else graph.types
     by_kind = np.argsort(narrow, kind="stable")  # 16 bits are sorted by radix
     firsts = np.cumsum([0, *np.bincount(graph.types, minlength=graph.num_types)])
@@ -304,7 +306,7 @@ def _places_in_kind(graph: NodeGraph) -> Integers:
     return places
 
 
-def _operands(
+def _find_operands(
     graph: NodeGraph,
     nodes: Integers,
     pool_of_kind: Integers,
@@ -312,7 +314,7 @@ def _operands(
     batch_of: Integers,
     num_gathered: int,
 ) -> tuple[tuple[Operands, ...], list[Integers]]:
-    """Find what the nodes of a batch read: slices, and per pool the rows to gather at once."""
+    """Find the operands of a batch: slices, and per pool the rows to gather at once."""
     first = int(nodes[0])
     arity = int(graph.starts[first + 1] - graph.starts[first])
     operands: list[Operands] = []
@@ -320,8 +322,8 @@ def _operands(
     for slot in range(arity):
         arguments = graph.flat[graph.starts[nodes] + slot]
         rows, pool = row_of[arguments], int(pool_of_kind[graph.types[arguments[0]]])
-        if _follow_each_other(rows):
-            sources = _distinct(batch_of[arguments])
+        if _are_consecutive(rows):
+            sources = _to_tuple(batch_of[arguments])
             start = int(rows[0])
             operands.append(Operands((slot,), pool, start, slice(0, len(rows)), sources))
         else:
@@ -333,13 +335,13 @@ def _operands(
         num_gathered += len(arguments)
         indices.append(row_of[arguments])
         slots = tuple(slot for slot, _ in parts)
-        operands.append(Operands(slots, pool, None, rows, _distinct(batch_of[arguments])))
+        operands.append(Operands(slots, pool, None, rows, _to_tuple(batch_of[arguments])))
     return tuple(operands), indices
 
 
-def _follow_each_other(rows: Integers) -> bool:
+def _are_consecutive(rows: Integers) -> bool:
     return int(rows[-1]) - int(rows[0]) == len(rows) - 1 and bool((np.diff(rows) == 1).all())
 
 
-def _distinct(batches: Integers) -> tuple[int, ...]:
-    return tuple(distinct(batches).tolist())
+def _to_tuple(batches: Integers) -> tuple[int, ...]:
+    return tuple(unique(batches).tolist())

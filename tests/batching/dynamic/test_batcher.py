@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.batching import DynamicBatcher, TypedGraph, _native
+from penstock.batching import DynamicBatcher, TypedGraph
 from penstock.batching._meter import measured_peak
+from penstock.batching.dynamic import _native
 from penstock.errors import CapacityError
 
 WIDTH = 6
@@ -160,7 +161,7 @@ def test_order_of_selection_is_the_callers_and_graphs_are_found():
     assert_equal(
         outputs.select(states), [torch.cat([values[k][part] for k in states]) for part in (0, 1)]
     )
-    with pytest.raises(ValueError, match="of types whose cells return alike"):
+    with pytest.raises(ValueError, match="of types with cells that return the same shapes"):
         outputs.select([0, firsts[1] - 1])
     with pytest.raises(ValueError, match="between 0 and"):
         outputs.select([firsts[-1]])
@@ -345,7 +346,7 @@ def test_numpy_plans_where_there_is_no_compiler(monkeypatch):
     made = cells()
     expected = DynamicBatcher(made)(graphs)
     assert expected.report.planned_by == "C++"
-    monkeypatch.setattr(_native, "library", lambda: None)
+    monkeypatch.setattr(_native, "load_library", lambda: None)
     alone, together, outputs = losses(graphs, made, DynamicBatcher(made))
     assert outputs.report.planned_by == "NumPy"
     torch.testing.assert_close(together, alone, rtol=1e-10, atol=1e-10)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock.batching import BalancedBatchSampler, ByteModel, Padded, probe_batches
-from penstock.batching._byte_model import nonnegative_least_squares
 from penstock.batching._meter import measured_peak
+from penstock.batching.sampler._byte_model import nonnegative_least_squares
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensor.*:UserWarning")
 NUM_SAMPLES = 400
@@ -150,7 +150,7 @@ def test_what_no_batch_goes_below_is_found():
     for batch in ([0], [1, 2], [10, 20, 30], [59] * 20):
         assert model.predict(batch, features) == max(9000, 500 + 100 * lengths[batch].sum())
         assert costs.of_batch(batch) >= 1.05 * model.predict(batch, features) - 1
-    assert costs.alone().min() >= 9000
+    assert costs.of_each().min() >= 9000
     with pytest.raises(ValueError, match="60 of 60 samples cost more"):
         BalancedBatchSampler(costs, max_bytes=8000)
     # Where every probe is above it there is none to see, and nothing is made up.

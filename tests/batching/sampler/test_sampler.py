@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.batching import BalancedBatchSampler, SampleCosts
-from penstock.batching._packing import NOWHERE, place_rest
+from penstock.batching.sampler._packing import UNPLACED, place_rest
 
 # Small sizes too, which fill a cap to the last unit.
 SIZES = st.one_of(
@@ -121,11 +121,11 @@ def test_the_rest_goes_into_the_fullest_batch_that_has_room(costs, num_batches, 
     most_cost = 12 + data.draw(st.integers(0, 10))
     batches, loads, counts = [], [0] * num_batches, [0] * num_batches
     for cost in costs:
-        batch = data.draw(st.integers(NOWHERE, num_batches - 1))
-        if batch != NOWHERE and (loads[batch] + cost > most_cost or counts[batch] == most_samples):
-            batch = NOWHERE
+        batch = data.draw(st.integers(UNPLACED, num_batches - 1))
+        if batch != UNPLACED and (loads[batch] + cost > most_cost or counts[batch] == most_samples):
+            batch = UNPLACED
         batches.append(batch)
-        if batch != NOWHERE:
+        if batch != UNPLACED:
             loads[batch] += cost
             counts[batch] += 1
     found, num_found = place_rest(
@@ -135,8 +135,8 @@ def test_the_rest_goes_into_the_fullest_batch_that_has_room(costs, num_batches, 
         most_cost=most_cost,
         most_samples=most_samples,
     )
-    homeless = [k for k, batch in enumerate(batches) if batch == NOWHERE]
-    for k in sorted(homeless, key=lambda k: -costs[k]):
+    unplaced = [k for k, batch in enumerate(batches) if batch == UNPLACED]
+    for k in sorted(unplaced, key=lambda k: -costs[k]):
         room = [
             (most_cost - loads[b], b)
             for b in range(len(loads))
@@ -178,7 +178,7 @@ def test_a_cap_counts_padding_and_fixed_bytes(lengths, slack, fixed, most):
     costs = SampleCosts(
         fixed_bytes=fixed, summed_bytes=3 * source, padded_bytes=(source**2, 2 * target)
     )
-    cap = int(costs.alone().max()) + slack
+    cap = int(costs.of_each().max()) + slack
     sampler = BalancedBatchSampler(costs, max_bytes=cap)
     seen = []
     for batch in sampler:
@@ -297,7 +297,7 @@ def test_the_batches_of_a_step_are_alike_on_all_ranks():
 
 
 def test_packing_windows_together_or_one_by_one_is_the_same(monkeypatch):
-    from penstock.batching import _packing
+    from penstock.batching.sampler import _packing
 
     for dtype in (np.int64, np.float64):
         costs = np.sort(lognormal(900).astype(dtype))[::-1].copy()
@@ -307,7 +307,7 @@ def test_packing_windows_together_or_one_by_one_is_the_same(monkeypatch):
             results = []
             for many in (1, 100):
                 monkeypatch.setattr(_packing, "_MANY_WINDOWS", many)
-                results.append(_packing.lightest_first(costs, starts, batches, **limits))
+                results.append(_packing.pack_lightest_first(costs, starts, batches, **limits))
             np.testing.assert_array_equal(*results)
 
 

@@ -1,8 +1,8 @@
-"""A budget of bytes for running a graph: how much of a batch may run at once, and what is kept.
+"""Batches below a cap of bytes: the nodes that run at once, and whether they are recomputed.
 
-Outputs of all nodes stay until backward, and so do their gradients there; what is left of the
-budget is for cells. What a cell takes is measured (`_probe.py`) before anything runs, once for
-each shape and type of its arguments. So these hold in every moment, also of backward:
+Outputs of all nodes stay until backward, and so do their gradients there; the rest is for cells.
+The bytes of a cell are measured (`_probe.py`) before anything runs, once for each shape and type of
+its arguments. So these hold at every moment, also of backward:
 
     outputs + their gradients + copies of inputs + indices = base
     base + kept by all pieces + peak of any piece <= max_bytes
@@ -17,28 +17,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.batching._execution_plan import BatchPlan, ExecutionPlan, Operands
-from penstock.batching._pools import Pools
-from penstock.batching._probe import CellBytes, mode_of, probe
+from penstock.batching.dynamic._layout import BatchPlan, ExecutionPlan, Operands
+from penstock.batching.dynamic._pools import OutputPools
+from penstock.batching.dynamic._probe import CellBytes, find_mode, measure_cell
 from penstock.errors import CapacityError
 from penstock.units import format_bytes
 
-_INDEX_BYTES = 64  # of a node: the rows that it reads and is read by
-_CHECKPOINT_BYTES = 8192  # of a piece that runs again: the state of the random numbers
-_INPUT_GRADIENTS = 3  # times an input: a piece's, the sum so far, and what the sum turns into
+_INDEX_BYTES = 64  # of a node: its rows in the indices of its readers and of its operands
+_CHECKPOINT_BYTES = 8192  # of a recomputed piece: the state of the random numbers
+_INPUT_GRADIENTS = 3  # times an input: a piece's gradient, the sum so far, and the new sum
 
 
 @dataclass(frozen=True)
-class LaidInputs:
-    """The inputs of all graphs end to end."""
+class InputTensors:
+    """The concatenated inputs of all graphs."""
 
     tensors: dict[int, tuple[Tensor, ...]]
     """By number of the signature, `[nodes, ...]` each."""
     device: torch.device
     kept_bytes: int
-    """Of those that are copies of what the caller has."""
+    """Bytes of those that are copies of the caller's tensors."""
     peak_bytes: int
-    """While they were laid."""
+    """Bytes at the peak of the concatenation."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Piece:
     start: int
     stop: int
     recompute: bool = False
-    """Whether backward runs it again instead of keeping what it needs."""
+    """True if backward recomputes it instead of keeping its saved tensors."""
 
-    def of(self, operands: Operands, num_nodes: int) -> list[Operands]:
+    def cut(self, operands: Operands, num_nodes: int) -> list[Operands]:
         """Return the part of a batch's operands that these nodes read."""
         if self.stop - self.start == num_nodes:
             return [operands]
@@ -64,12 +64,12 @@ class Piece:
         return parts
 
 
-class Budget:
-    """Splits batches so that what they take stays below a limit."""
+class BatchSplitter:
+    """A splitter of batches that keeps a run below a cap of bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._known: dict[Hashable, CellBytes] = {}
+        self._measured: dict[Hashable, CellBytes] = {}
         self._costs: dict[int, CellBytes] = {}
         self._free = self._largest = 0.0
 
@@ -77,13 +77,13 @@ class Budget:
         self,
         plan: ExecutionPlan,
         cells: dict[int, tuple[Hashable, nn.Module]],
-        pools: Pools,
-        inputs: LaidInputs,
+        pools: OutputPools,
+        inputs: InputTensors,
     ) -> None:
-        """Find what the cells of a run take, and what is left for them.
+        """Find the bytes of the cells of a run, and the bytes that are free for them.
 
         Raises:
-            CapacityError: it is too little for one node.
+            CapacityError: The cap is too small for one node.
         """
         copies = sum(len(each) for each in (plan.index, plan.row_of_node)) * 8
         base = float(inputs.kept_bytes + copies + len(plan.row_of_node) * _INDEX_BYTES)
@@ -96,7 +96,9 @@ class Budget:
         for batch in plan.batches:
             if batch.kind in self._costs:
                 continue
-            cost = self._cost(batch, cells[batch.kind][1], examples, inputs, self._max_bytes - base)
+            cost = self._measure(
+                batch, cells[batch.kind][1], examples, inputs, self._max_bytes - base
+            )
             self._costs[batch.kind] = cost
             if batch.pool not in examples:
                 layout = pools.layout(batch.pool, cost.example)
@@ -106,35 +108,35 @@ class Budget:
                 examples[batch.pool] = kept, cost.is_tuple
                 rows = plan.pool_rows[batch.pool] * (2 if training else 1)
                 base += rows * sum(each.nbytes for each in kept)
-        base += _cast_bytes(cells, inputs.device)
+        base += _count_cast_bytes(cells, inputs.device)
         self._free = self._max_bytes - base
         self._largest = max((each.least_peak for each in self._costs.values()), default=0.0)
         if self._largest > self._free or inputs.peak_bytes > self._max_bytes:
             self._refuse(cells, max(base + self._largest, inputs.peak_bytes))
 
     def next_piece(self, batch: BatchPlan, done: int) -> Piece:
-        """Return the next nodes of a batch that can run together."""
+        """Return the next nodes of a batch that run together."""
         cost = self._costs[batch.kind]
         training = torch.is_grad_enabled()
         room = int((self._free - cost.fixed_peak) / max(cost.node_peak, 1.0))
         count = max(min(room, batch.num_nodes - done), 1)
         kept = cost.fixed_kept + cost.node_kept * count
         self._largest = max(self._largest, cost.fixed_peak + cost.node_peak * count)
-        # Only half of what is free may be kept, so that later batches have room to run.
+        # At most half of the free bytes may be kept, so that later batches have room to run.
         recompute = training and kept > (self._free - self._largest) / 2
         if training:
             self._free -= _CHECKPOINT_BYTES if recompute else kept
         return Piece(done, done + count, recompute)
 
-    def _cost(
+    def _measure(
         self,
         batch: BatchPlan,
         cell: nn.Module,
         examples: dict[int, tuple[tuple[Tensor, ...], bool]],
-        inputs: LaidInputs,
+        inputs: InputTensors,
         room: float,
     ) -> CellBytes:
-        """Return what a batch's cell takes, measured where these arguments are new to it."""
+        """Return the bytes of a batch's cell, measured once for each layout of its arguments."""
         operands: dict[int, Any] = {}
         for each in batch.operands:
             example, is_tuple = examples[each.pool]
@@ -147,10 +149,10 @@ class Budget:
             )
             for part in arguments
         )
-        key = (batch.kind, layouts, mode_of(cell, inputs.device))
-        if key not in self._known:
-            self._known[key] = probe(cell, arguments, inputs.device, room)
-        return self._known[key]
+        key = (batch.kind, layouts, find_mode(cell, inputs.device))
+        if key not in self._measured:
+            self._measured[key] = measure_cell(cell, arguments, inputs.device, room)
+        return self._measured[key]
 
     def _refuse(self, cells: dict[int, tuple[Hashable, nn.Module]], least_bytes: float) -> None:
         kind = max(self._costs, key=lambda kind: self._costs[kind].least_peak)
@@ -161,8 +163,8 @@ class Budget:
         )
 
 
-def _cast_bytes(cells: dict[int, tuple[Hashable, nn.Module]], device: torch.device) -> int:
-    """Return the bytes of casts of parameters that autocast keeps to its end."""
+def _count_cast_bytes(cells: dict[int, tuple[Hashable, nn.Module]], device: torch.device) -> int:
+    """Return the bytes of parameters that autocast casts and caches."""
     if not (torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled()):
         return 0
     width = torch.get_autocast_dtype(device.type).itemsize

@@ -1,17 +1,24 @@
-"""In which order typed nodes run, so that they make few batches.
+"""Schedules: orders of typed nodes that make few batches.
 
 A batch is all nodes of one type that are ready. So a schedule is a sequence of types of which the
 types along every path are a subsequence, and the shortest one is a shortest common supersequence:
-hard to find, but bounded from below by the longest chain of each type (ED-Batch's bound).
+hard to find, but bounded from below by the longest chain of each type. With `ahead(v, t)` the most
+nodes of type t on one path from node v on (ED-Batch, arXiv 2302.03851, section 2.2):
 
-The rule needs no training. A type is *free* if running it now lowers the bound of what remains: no
-chain that decides the bound of this type waits behind another type, so nothing is lost. Where no
-type is free, run the one that the longest paths wait for. On trees and chains some type is always
-free, and the result is optimal. ED-Batch's reward asks the same question on average (how much of a
-type's frontier is ready); here it is asked of the chains that matter.
+    number of batches >= sum over t of max over v of ahead(v, t)
 
-Where the rule does not meet the bound, as on lattices, it is tried from the end too, and `schedule`
-searches on from what it finds: see schedule.cpp.
+The rule needs no training. Let F_t be the ready nodes of type t. Type t is *free* if
+
+    max over v in F_t of ahead(v, t)  >  max over u != t, v in F_u of ahead(v, t)
+
+Running it then lowers the bound of the remaining graph, and nothing is lost. If no type is free,
+run the one with the most urgent nodes, by the lengths l(v) of the paths behind them:
+
+    urgency_t = sum over v in F_t of l(v) ** exponent
+
+On trees and chains some type is always free, and the result is optimal. If the rule does not meet
+the bound, as on lattices, it is tried from the end too, and `schedule` searches on: see
+schedule.cpp.
 """
 
 from __future__ import annotations
@@ -22,33 +29,33 @@ from typing import Any
 
 import numpy as np
 
-from penstock.batching._costs import Floats, Integers
-from penstock.batching._native import library_for, order_native
-from penstock.batching._node_graph import NodeGraph, distinct, ragged
+from penstock.batching._arrays import Floats, Integers
+from penstock.batching.dynamic._native import load_library_for, order_by_library
+from penstock.batching.dynamic._node_graph import NodeGraph, expand_ranges, unique
 from penstock.tables import report_table
 
 Order = tuple[Integers, Integers, Integers]
-"""Nodes in execution order, where each batch begins, and its type: see `order_of`."""
+"""Nodes in execution order, the first of each batch, and its type: see `order_nodes`."""
 
-# How much more a longer path counts where no type is free; infinity looks at the longest only.
-# One is tried after the other until the bound is met, and the best is taken.
+# Exponents of path lengths in the urgency; infinity takes the longest path only.
+# They are tried one after the other until the bound is met, and the best result is taken.
 _EXPONENTS = (8.0, np.inf, 4.0)
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Nodes in batches of one type, in an order in which every node comes after all it reads."""
+class BatchSchedule:
+    """Batches of nodes of one type, in an order in which every node comes after its arguments."""
 
     batches: list[list[int]]
     """Node numbers of each batch, in execution order."""
     types: list[int]
     """The type of each batch."""
     lower_bound: int
-    """Batches that no schedule of this graph can do without."""
+    """A number of batches below which this graph has no schedule."""
 
     @property
     def num_batches(self) -> int:
-        """How many batches there are."""
+        """Number of batches."""
         return len(self.batches)
 
     def to_dict(self) -> dict[str, Any]:
@@ -65,7 +72,7 @@ class Schedule:
         return report_table(rows, title="schedule")
 
 
-def schedule(types: Sequence[int], arguments: Sequence[Sequence[int]]) -> Schedule:
+def schedule(types: Sequence[int], arguments: Sequence[Sequence[int]]) -> BatchSchedule:
     """Order typed nodes so that they run in few batches, never more than by depth.
 
     Example:
@@ -73,65 +80,65 @@ def schedule(types: Sequence[int], arguments: Sequence[Sequence[int]]) -> Schedu
         [[0, 1, 3], [2], [4]]
 
     Args:
-        types: Of each node, a whole number >= 0; nodes of one type can run together.
+        types: The type of each node, a whole number >= 0; nodes of one type can run together.
         arguments: For each node the earlier nodes that it reads, in any number.
 
     Returns:
-        The schedule, with the bound that it can be held against. An empty graph has no batches.
+        The schedule and its lower bound. An empty graph has no batches.
 
     Raises:
-        TypeError: types or arguments are not whole numbers.
-        ValueError: their lengths differ, a type is negative, or an argument is no earlier node.
+        TypeError: Types or arguments are not whole numbers.
+        ValueError: Their lengths differ, a type is negative, or an argument is no earlier node.
     """
-    graph, names = NodeGraph.of(types, arguments).with_dense_types()
-    order, starts, batch_types = order_of(graph, search=True)
-    return Schedule(
+    graph, names = NodeGraph.of(types, arguments).renumber_types()
+    order, starts, batch_types = order_nodes(graph, search=True)
+    return BatchSchedule(
         [part.tolist() for part in np.split(order, starts[1:-1])] if len(order) else [],
         names[batch_types].tolist(),
         graph.lower_bound,
     )
 
 
-def order_of(graph: NodeGraph, *, search: bool = False, frees_most: bool = False) -> Order:
+def order_nodes(graph: NodeGraph, *, search: bool = False, frees_most: bool = False) -> Order:
     """Schedule a graph.
 
     Args:
         graph: The nodes.
-        search: Whether to look further where the rule does not meet the bound; that takes some ten
+        search: True searches further if the rule does not meet the bound; that takes some ten
             times as long, and a compiler.
-        frees_most: Whether, of types that cost no batch, the one runs after which the fewest
-            outputs are still to be read; that takes a compiler too.
+        frees_most: True runs, of all free types, the one after which the fewest outputs are still
+            to be read; that takes a compiler too.
 
     Returns:
-        The nodes in execution order `[num_nodes]`, where each batch begins `[num_batches + 1]`,
-        and its type `[num_batches]`.
+        The nodes in execution order `[num_nodes]`, the first place of each batch
+        `[num_batches + 1]`, and its type `[num_batches]`.
     """
-    compiled = library_for(graph)
+    compiled = load_library_for(graph)
     if compiled is None:
-        found, by_depth = by_numpy(graph), None
+        found, by_depth = order_by_numpy(graph), None
     else:
-        found, by_depth = order_native(compiled, graph, search=search, frees_most=frees_most)
+        found, by_depth = order_by_library(compiled, graph, search=search, frees_most=frees_most)
     if len(found[2]) > graph.lower_bound and (by_depth is None or len(found[2]) > by_depth):
-        found = min(found, _as_arrays(_by_depth(graph)), key=lambda order: len(order[2]))
+        found = min(found, _to_arrays(_batch_by_depth(graph)), key=lambda order: len(order[2]))
     return found
 
 
-def by_numpy(graph: NodeGraph) -> Order:
+def order_by_numpy(graph: NodeGraph) -> Order:
     """Schedule a graph by the rule alone."""
     best: list[tuple[int, Integers]] | None = None
     path_length = graph.path_length / max(int(graph.path_length.max(initial=1)), 1)
     for exponent in _EXPONENTS:
         weights = None if np.isinf(exponent) else path_length**exponent
-        found = _run(graph, weights)
+        found = _apply_rule(graph, weights)
         if best is None or len(found) < len(best):
             best = found
         if len(best) == graph.lower_bound:
             break
     assert best is not None
-    return _as_arrays(best)
+    return _to_arrays(best)
 
 
-def _as_arrays(batches: list[tuple[int, Integers]]) -> Order:
+def _to_arrays(batches: list[tuple[int, Integers]]) -> Order:
     if not batches:
         nothing = np.zeros(0, dtype=np.int64)
         return nothing, np.zeros(1, dtype=np.int64), nothing
@@ -140,8 +147,8 @@ def _as_arrays(batches: list[tuple[int, Integers]]) -> Order:
     return np.concatenate(nodes), starts, np.array([kind for kind, _ in batches])
 
 
-def _run(graph: NodeGraph, weights: Floats | None) -> list[tuple[int, Integers]]:
-    """Run all ready nodes of one type after the other; `weights` None: by the longest path."""
+def _apply_rule(graph: NodeGraph, weights: Floats | None) -> list[tuple[int, Integers]]:
+    """Apply the rule until all nodes have run; `weights` None takes the longest path."""
     starts, readers = graph.readers
     waits = graph.num_arguments.copy()
     num_types = graph.num_types
@@ -153,7 +160,7 @@ def _run(graph: NodeGraph, weights: Floats | None) -> list[tuple[int, Integers]]
     ahead_of = np.ascontiguousarray(graph.ahead.T)
     arrived = np.flatnonzero(waits == 0)
     while True:
-        for kind, nodes in _by_type(graph.types, arrived):
+        for kind, nodes in _group_by_type(graph.types, arrived):
             ready[kind].append(nodes)
             np.maximum(ahead[kind], ahead_of.take(nodes, axis=1).max(axis=1), out=ahead[kind])
             if weights is None:
@@ -175,23 +182,23 @@ def _run(graph: NodeGraph, weights: Floats | None) -> list[tuple[int, Integers]]
         batch = parts[0] if len(parts) == 1 else np.concatenate(parts)
         ready[kind], ahead[kind], urgency[kind] = [], 0, 0.0
         done.append((kind, batch))
-        found, _ = ragged(starts, batch)
+        found, _ = expand_ranges(starts, batch)
         reached = readers[found]
         np.subtract.at(waits, reached, 1)
-        arrived = distinct(reached[waits[reached] == 0])
+        arrived = unique(reached[waits[reached] == 0])
 
 
-def _by_type(types: Integers, nodes: Integers) -> list[tuple[int, Integers]]:
+def _group_by_type(types: Integers, nodes: Integers) -> list[tuple[int, Integers]]:
     if len(nodes) == 0:
         return []
     kinds = types[nodes]
     first = int(kinds[0])
     if (kinds == first).all():
         return [(first, nodes)]
-    return [(kind, nodes[kinds == kind]) for kind in distinct(kinds).tolist()]
+    return [(kind, nodes[kinds == kind]) for kind in unique(kinds).tolist()]
 
 
-def _by_depth(graph: NodeGraph) -> list[tuple[int, Integers]]:
+def _batch_by_depth(graph: NodeGraph) -> list[tuple[int, Integers]]:
     """Batch nodes of one type and depth (TensorFlow Fold), the reference that is never exceeded."""
     by_depth = np.lexsort((graph.types, graph.depth))
     keys = graph.depth[by_depth] * max(graph.num_types, 1) + graph.types[by_depth]

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.batching._execution_plan import _Gaps, plan_by_numpy, plan_execution
-from penstock.batching._node_graph import NodeGraph
-from penstock.batching._schedule import by_numpy, order_of
+from penstock.batching.dynamic._layout import _FreeRows, plan_by_numpy, plan_execution
+from penstock.batching.dynamic._node_graph import NodeGraph
+from penstock.batching.dynamic._schedule import order_by_numpy, order_nodes
 from penstock.codegen import find_compiler
 
 
@@ -69,7 +69,7 @@ def check(graph, plan, order):
 @settings(max_examples=200)
 @given(typed_graphs())
 def test_every_node_reads_its_arguments(graph):
-    order = by_numpy(graph)
+    order = order_by_numpy(graph)
     check(graph, plan_by_numpy(graph, order), order)
 
 
@@ -77,7 +77,7 @@ def test_every_node_reads_its_arguments(graph):
 @settings(max_examples=200)
 @given(typed_graphs())
 def test_both_planners_lay_out_alike(graph):
-    order = order_of(graph)
+    order = order_nodes(graph)
     native, numpy = plan_execution(graph, order), plan_by_numpy(graph, order)
     assert (native.planned_by, numpy.planned_by) == ("C++", "NumPy")
     check(graph, native, order)
@@ -91,7 +91,7 @@ def test_both_planners_lay_out_alike(graph):
 @given(graph=typed_graphs(), data=st.data())
 def test_rows_are_used_again_when_nobody_has_to_read_them(graph, data):
     kept = data.draw(st.sets(st.integers(0, graph.num_types - 1)))
-    order = order_of(graph, frees_most=True)
+    order = order_nodes(graph, frees_most=True)
     plan = plan_execution(graph, order, kept)
     holds: dict[tuple[int, int], int] = {}  # the node whose outputs a row has
     for number, batch in enumerate(plan.batches):
@@ -109,15 +109,15 @@ def test_rows_are_used_again_when_nobody_has_to_read_them(graph, data):
 
 
 def test_gaps_are_filled_and_joined():
-    gaps = _Gaps()
-    assert [gaps.take(count) for count in (4, 2, 3, 5)] == [0, 4, 6, 9]
-    gaps.give(0, 4)
-    gaps.give(6, 3)
-    assert gaps.take(3) == 6  # the smaller of two gaps that are large enough
-    gaps.give(4, 2)
-    assert gaps.take(6) == 0  # two gaps that touch are one
-    gaps.give(9, 5)
-    assert gaps.take(7) == 9  # and the last one goes on above
+    gaps = _FreeRows()
+    assert [gaps.allocate(count) for count in (4, 2, 3, 5)] == [0, 4, 6, 9]
+    gaps.free(0, 4)
+    gaps.free(6, 3)
+    assert gaps.allocate(3) == 6  # the smaller of two gaps that are large enough
+    gaps.free(4, 2)
+    assert gaps.allocate(6) == 0  # two gaps that touch are one
+    gaps.free(9, 5)
+    assert gaps.allocate(7) == 9  # and the last one goes on above
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="what frees most is chosen in C++")
@@ -126,8 +126,8 @@ def test_of_types_that_cost_nothing_the_one_runs_that_frees_most():
     types = [0] * 5 + [2, 1, 1, 1, 1, 1]
     arguments = [[], [], [], [], [], [0, 1], [2], [3], [4], [2], [3]]
     graph = NodeGraph.of(types, arguments)
-    assert order_of(graph, frees_most=True)[2].tolist() == [0, 2, 1]
-    assert order_of(graph)[2].tolist() == [0, 1, 2]
+    assert order_nodes(graph, frees_most=True)[2].tolist() == [0, 2, 1]
+    assert order_nodes(graph)[2].tolist() == [0, 1, 2]
 
 
 def test_whom_nobody_reads_lies_as_what_it_reads():

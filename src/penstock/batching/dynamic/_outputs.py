@@ -1,4 +1,4 @@
-"""What a run of graphs leaves behind: the outputs of all nodes, and a report of what it took."""
+"""Results of a run of graphs: the outputs of all nodes, and a report."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.batching._costs import Integers
-from penstock.batching._execution_plan import ExecutionPlan, Operands
-from penstock.batching._pools import Pools, ReadOperands
+from penstock.batching._arrays import Integers
+from penstock.batching.dynamic._layout import ExecutionPlan, Operands
+from penstock.batching.dynamic._pools import OutputPools, ReadOperands
 from penstock.tables import report_table
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchReport:
-    """What running graphs took."""
+    """Counts, bytes and times of one run of graphs."""
 
     num_graphs: int
     num_nodes: int
     num_batches: int
     """Calls of cells."""
     lower_bound: int
-    """Calls that no schedule can do without."""
+    """A number of calls below which there is no schedule."""
     num_pieces: int
-    """Calls, where `max_bytes` has split batches."""
+    """Calls after `max_bytes` has split batches."""
     num_recomputed: int
-    """Of these, those that keep nothing for backward and run again there."""
+    """Pieces that keep nothing for backward and are recomputed there."""
     gathered_bytes: int
-    """Operands that had to be gathered."""
+    """Bytes of operands that were gathered."""
     sliced_bytes: int
-    """Operands that lay contiguous and were not."""
+    """Bytes of operands that were contiguous slices."""
     output_bytes: int
-    """What all nodes returned."""
+    """Bytes of the outputs of all nodes."""
     scheduling_seconds: float
-    """From graphs to the plan of their execution."""
+    """Time from graphs to the plan of their execution."""
     was_planned: bool
-    """Whether graphs of these shapes had been run together before."""
+    """True if graphs of these shapes had been run together before."""
     planned_by: str
     """"C++", or "NumPy" where there is no compiler."""
 
@@ -52,12 +52,12 @@ class BatchReport:
 
 
 class BatchedOutputs:
-    """What the cells returned for every node; a node has its number in the graphs side by side."""
+    """Outputs of every node; nodes are numbered through all graphs."""
 
     def __init__(
         self,
-        plan: ExecutionPlan | None,
-        pools: Pools | None,
+        plan: ExecutionPlan,
+        pools: OutputPools,
         tokens: list[Tensor],
         is_tuple: dict[int, bool],
         first_nodes: Integers,
@@ -71,51 +71,34 @@ class BatchedOutputs:
         self.first_nodes: Integers = first_nodes
         """The first node of each graph, `[num_graphs + 1]`."""
         self.report: BatchReport = report
-        """What it took to run them."""
+        """The report of the run."""
 
     def select(self, nodes: Sequence[int] | Integers | Tensor) -> Any:
         """Return the outputs of nodes, in the order given.
 
         Args:
-            nodes: Numbers of nodes in the graphs side by side, at least one (see `first_nodes`),
-                or a mask with a truth value for each node.
+            nodes: Numbers of nodes through all graphs, at least one (see `first_nodes`), or a mask
+                with a truth value for each node.
 
         Returns:
-            What their cells return, with one row per node: `[num_nodes, ...]`.
+            The output of their cells, with one row per node: `[num_nodes, ...]`.
 
         Raises:
-            ValueError: there is no such node, or their cells return different things.
+            ValueError: There is no such node, or their cells return different shapes or types.
             TypeError: `nodes` are neither whole numbers nor truth values.
         """
-        chosen = self._numbers(nodes)
+        chosen = self._read_numbers(nodes)
         if chosen.ndim != 1 or len(chosen) == 0:
             raise ValueError(f"nodes must be one or more numbers; got shape {chosen.shape}")
         if chosen.min() < 0 or chosen.max() >= self.first_nodes[-1]:
             raise ValueError(f"nodes must be between 0 and {self.first_nodes[-1] - 1}")
-        if self._kept is not None:
-            lost = {self._kinds[t] for t in np.unique(self._types[chosen]).tolist()} - self._kept
-            if lost:
-                raise ValueError(
-                    f"nodes have the types {sorted(lost, key=repr)}, whose outputs were not kept: "
-                    f"keep was {sorted(self._kept, key=repr)}"
-                )
-        assert self._plan is not None
+        self._check_kept(chosen)
         pool_of = self._plan.pool_of_node[chosen]
         pools = np.unique(pool_of).tolist()
         if len(pools) == 1:
-            return self._from_pool(pools[0], chosen)
-        parts = [self._from_pool(pool, chosen[pool_of == pool]) for pool in pools]
-        layouts = {
-            tuple((tuple(each.shape[1:]), each.dtype) for each in part)
-            if isinstance(part, tuple)
-            else (tuple(part.shape[1:]), part.dtype)
-            for part in parts
-        }
-        if len(layouts) > 1:
-            raise ValueError(
-                "nodes must be of types whose cells return alike; select those of "
-                f"{sorted({repr(self._kinds[t]) for t in self._types[chosen].tolist()})} apart"
-            )
+            return self._read_pool(pools[0], chosen)
+        parts = [self._read_pool(pool, chosen[pool_of == pool]) for pool in pools]
+        self._check_layouts(parts, chosen)
         order = np.argsort(np.argsort(pool_of, kind="stable"), kind="stable")
         index = torch.from_numpy(order)
         if isinstance(parts[0], tuple):
@@ -125,7 +108,29 @@ class BatchedOutputs:
             )
         return torch.cat(parts).index_select(0, index.to(parts[0].device))
 
-    def _numbers(self, nodes: Any) -> Integers:
+    def _check_kept(self, chosen: Integers) -> None:
+        if self._kept is not None:
+            lost = {self._kinds[t] for t in np.unique(self._types[chosen]).tolist()} - self._kept
+            if lost:
+                raise ValueError(
+                    f"nodes have the types {sorted(lost, key=repr)}, whose outputs were not kept: "
+                    f"keep was {sorted(self._kept, key=repr)}"
+                )
+
+    def _check_layouts(self, parts: Sequence[Any], chosen: Integers) -> None:
+        layouts = {
+            tuple((tuple(each.shape[1:]), each.dtype) for each in part)
+            if isinstance(part, tuple)
+            else (tuple(part.shape[1:]), part.dtype)
+            for part in parts
+        }
+        if len(layouts) > 1:
+            raise ValueError(
+                "nodes must be of types with cells that return the same shapes; select those of "
+                f"{sorted({repr(self._kinds[t]) for t in self._types[chosen].tolist()})} apart"
+            )
+
+    def _read_numbers(self, nodes: Any) -> Integers:
         """Return nodes, given by numbers or by a mask, as an array of numbers."""
         chosen = np.asarray(nodes.detach().cpu() if isinstance(nodes, Tensor) else nodes)
         if chosen.dtype.kind == "b":
@@ -142,8 +147,7 @@ class BatchedOutputs:
             )
         return chosen.astype(np.int64)
 
-    def _from_pool(self, pool: int, chosen: Integers) -> Any:
-        assert self._plan is not None and self._pools is not None
+    def _read_pool(self, pool: int, chosen: Integers) -> Any:
         rows = self._plan.row_of_node[chosen]
         in_order = bool((np.diff(rows) == 1).all())
         place = slice(0, len(rows)) if in_order else self._pools.extend_index(rows)
@@ -161,10 +165,10 @@ class BatchedOutputs:
             kind: The type.
 
         Returns:
-            What its cell returns, `[num_nodes, ...]`.
+            The output of its cell, `[num_nodes, ...]`.
         """
-        wanted = [code for code, each in enumerate(self._kinds) if each == kind]
-        nodes = np.flatnonzero(np.isin(self._types, wanted))
+        codes = [code for code, each in enumerate(self._kinds) if each == kind]
+        nodes = np.flatnonzero(np.isin(self._types, codes))
         if len(nodes) == 0:
             raise ValueError(f"no node has the type {kind!r}")
         return self.select(nodes)

@@ -1,7 +1,10 @@
-"""What a cell takes for n nodes, measured on copies of one node.
+"""The bytes of a cell for n nodes, measured on copies of one node.
 
-The bytes are `fixed + per_node * n`: a cell treats every node alike. Two numbers of nodes tell the
-two apart. The first run does not count: kernels and caches set themselves up in it.
+A cell treats all nodes the same, so with `b(n)` the bytes for n nodes
+
+    b(n) = fixed + node * n,    node = (b(n) - b(1)) / (n - 1)
+
+The first run does not count: kernels and caches are initialised in it.
 """
 
 from __future__ import annotations
@@ -18,17 +21,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from penstock.batching._meter import measured_peak
-from penstock.batching._pools import has_gradient
+from penstock.batching.dynamic._pools import has_gradient
 
 _MARGIN = 1.05
-# A GPU's allocator rounds up to 512 bytes a tensor, which must be little beside what is measured.
+# A GPU's allocator rounds up to 512 bytes a tensor, which must be little beside the result.
 _PROBE_NODES = {"cuda": 512}
 _FEWEST_PROBE_NODES = 16
 
 
 @dataclass(frozen=True)
 class CellBytes:
-    """What a cell takes for n nodes: `fixed + node * n`, and what it returns for one."""
+    """Bytes of a cell for n nodes, `fixed + node * n`, and its outputs for one."""
 
     fixed_peak: float
     node_peak: float
@@ -40,12 +43,12 @@ class CellBytes:
 
     @property
     def least_peak(self) -> float:
-        """What it takes for one node."""
+        """Bytes at the peak for one node."""
         return self.fixed_peak + self.node_peak
 
 
-def mode_of(cell: nn.Module, device: torch.device) -> tuple[Any, ...]:
-    """Return all that decides, beside its arguments, what a cell takes."""
+def find_mode(cell: nn.Module, device: torch.device) -> tuple[Any, ...]:
+    """Return all that decides, beside its arguments, the bytes of a cell."""
     tensors = [*cell.parameters(), *cell.buffers()]
     return (
         torch.is_grad_enabled(),
@@ -56,27 +59,22 @@ def mode_of(cell: nn.Module, device: torch.device) -> tuple[Any, ...]:
     )
 
 
-def probe(cell: nn.Module, arguments: list[Any], device: torch.device, room: float) -> CellBytes:
-    """Measure a cell on copies of one node.
+def measure_cell(
+    cell: nn.Module, arguments: list[Any], device: torch.device, room: float
+) -> CellBytes:
+    """Measure a cell on copies of one node, within `room` bytes if one node fits into them.
 
-    Args:
-        cell: The module.
-        arguments: Of one node, `[1, ...]` each.
-        device: Where the cell runs.
-        room: Bytes that the probe should stay within, if one node does.
-
-    Returns:
-        Its bytes.
+    `arguments` are those of one node, `[1, ...]` each.
     """
-    probed = _Probe(cell, arguments)
-    with _without_effect(cell, device):
-        peak, kept = probed.measure(1, device)
+    probe = _Probe(cell, arguments)
+    with _preserve_state(cell, device):
+        peak, kept = probe.measure(1, device)
         most = _PROBE_NODES.get(device.type, _FEWEST_PROBE_NODES)
         count = min(most, int(room / max(peak, 1)))
         if count < 2:  # fixed bytes are then counted for each node: too much, never too little
-            return CellBytes(0, peak * _MARGIN, 0, kept * _MARGIN, probed.example, probed.is_tuple)
-        large_peak, large_kept = probed.measure(count, device)
-        peak, kept = probed.measure(1, device)
+            return CellBytes(0, peak * _MARGIN, 0, kept * _MARGIN, probe.example, probe.is_tuple)
+        large_peak, large_kept = probe.measure(count, device)
+        peak, kept = probe.measure(1, device)
     node_peak = max(large_peak - peak, 0) / (count - 1) * _MARGIN
     node_kept = max(large_kept - kept, 0) / (count - 1) * _MARGIN
     return CellBytes(
@@ -84,14 +82,14 @@ def probe(cell: nn.Module, arguments: list[Any], device: torch.device, room: flo
         node_peak,
         max(kept * _MARGIN - node_kept, 0),
         node_kept,
-        probed.example,
-        probed.is_tuple,
+        probe.example,
+        probe.is_tuple,
     )
 
 
 @contextmanager
-def _without_effect(cell: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put buffers and random numbers back, whatever happens."""
+def _preserve_state(cell: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore buffers and random numbers afterwards, also after an exception."""
     buffers = {name: each.clone() for name, each in cell.named_buffers()}
     numbers = random.getstate(), np.random.get_state()  # noqa: NPY002 (a cell may use them)
     try:
@@ -123,7 +121,7 @@ class _Probe:
     def _forward(self, count: int) -> tuple[Any, list[Tensor]]:
         leaves: list[Tensor] = []
 
-        def copied(leaf: Any) -> Any:
+        def copy_leaf(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             rows = leaf.detach().repeat(count, *[1] * (leaf.dim() - 1))
@@ -132,7 +130,7 @@ class _Probe:
                 leaves.append(rows)
             return rows
 
-        outputs = self._cell(*tree_map(copied, self._arguments))
+        outputs = self._cell(*tree_map(copy_leaf, self._arguments))
         self.is_tuple = isinstance(outputs, tuple)
         components = outputs if isinstance(outputs, tuple) else (outputs,)
         if count == 1 and all(isinstance(each, Tensor) for each in components):

@@ -1,4 +1,4 @@
-"""One irregular computation as a graph: which cell runs where, on what, and on which inputs."""
+"""One irregular computation as a graph: cells, their arguments and their inputs."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.batching._node_graph import NodeGraph
+from penstock.batching.dynamic._node_graph import NodeGraph
 
-_NUMBERS = (int, float, complex, np.generic)  # what cannot change in place
+_NUMBERS = (int, float, complex, np.generic)  # these cannot change in place
 
 Signature = tuple[Hashable, int, int]
-"""Operator type, number of arguments, number of inputs: what can run in one batch."""
+"""Operator type, number of arguments, number of inputs: nodes that share it run in one batch."""
 
 
 class TypedGraph:
     """A computation over typed nodes, each of which reads the outputs of earlier ones.
 
-    A graph is built once, node by node or from arrays, and may be run any number of times; what
-    batching has to know about its shape is computed on first use and kept. Tensors and arrays that
-    are inputs are read in every run: what they hold then is what counts.
+    A graph is built once, node by node or from arrays, and may be run any number of times; its
+    shape is analysed on first use. Tensors and arrays that are inputs are read in every run, with
+    their values at that time.
 
     Example:
         >>> tree = TypedGraph()
@@ -53,41 +53,30 @@ class TypedGraph:
 
         Args:
             types: Operator type of each node.
-            arguments: For each node the earlier nodes whose outputs its cell gets.
-            inputs: For each type that takes any, one tensor per input, whose rows `[nodes of the
-                type, ...]` belong to its nodes in their order.
+            arguments: For each node the earlier nodes with the operands of its cell.
+            inputs: For each type with inputs, one tensor per input, with a row for each node of
+                the type in their order: `[nodes of the type, ...]`.
 
         Raises:
-            ValueError: lengths differ, or inputs do not fit the nodes of their type.
+            ValueError: Lengths differ, or inputs do not fit the nodes of their type.
         """
         if len(types) != len(arguments):
             raise ValueError(
                 f"arguments must have one entry per node, {len(types)}; got {len(arguments)}"
             )
-        given = {
-            kind: (each,) if isinstance(each, Tensor) else tuple(each)
-            for kind, each in (inputs or {}).items()
-        }
-        for kind, tensors in given.items():
-            count = sum(each == kind for each in types)
-            for tensor in tensors:
-                if tensor.shape[:1] != (count,):
-                    raise ValueError(
-                        f"inputs of {kind!r} must have one row for each of its {count} nodes; "
-                        f"got shape {tuple(tensor.shape)}"
-                    )
+        columns_of = _read_columns(types, inputs or {})
         graph = cls()
         places: dict[int, list[int]] = {}
         seen: dict[Hashable, int] = {}
-        for kind, mine in zip(types, arguments, strict=True):
-            graph._add(kind, mine, len(given.get(kind, ())))
+        for kind, reads in zip(types, arguments, strict=True):
+            graph._add(kind, reads, len(columns_of.get(kind, ())))
             place = seen[kind] = seen.get(kind, -1) + 1
             places.setdefault(graph._codes[-1], []).append(place)
         kinds = {code: kind for (kind, _, _), code in graph._signatures.items()}
         graph._arrays = {
             code: [
                 (tensor, None if len(chosen) == len(tensor) else torch.tensor(chosen))
-                for tensor in given.get(kinds[code], ())
+                for tensor in columns_of.get(kinds[code], ())
             ]
             for code, chosen in places.items()
         }
@@ -98,15 +87,15 @@ class TypedGraph:
 
         Args:
             kind: Operator type: the key of its cell.
-            arguments: Nodes that were added before, whose outputs the cell gets.
-            inputs: What the cell gets after them: numbers, or tensors without the batch axis.
+            arguments: Nodes that were added before; their outputs are operands of the cell.
+            inputs: Further operands of the cell: numbers, or tensors without the batch axis.
                 Python's floats become torch's default type.
 
         Returns:
             The number of the node.
 
         Raises:
-            ValueError: an argument is no earlier node.
+            ValueError: An argument is no earlier node.
         """
         if self._nodes is not None or self._arrays is not None:
             raise ValueError("the graph has been run or made from arrays: no node can be added")
@@ -126,19 +115,19 @@ class TypedGraph:
 
     @property
     def signatures(self) -> list[Signature]:
-        """What runs together, by the number that `nodes` gives it as its type."""
+        """Signatures in the order of the types of `nodes`."""
         return list(self._signatures)
 
     @property
     def nodes(self) -> NodeGraph:
-        """The nodes and what they read, as arrays."""
+        """The nodes and their arguments, as arrays."""
         if self._nodes is None:
             self._nodes = NodeGraph.of(self._codes, self._arguments)
         return self._nodes
 
     @property
     def key(self) -> bytes:
-        """The same for graphs of the same nodes, whatever their signatures stand for."""
+        """A digest of the nodes, equal for graphs that differ in the meaning of signatures only."""
         if self._key is None:
             digest = hashlib.blake2b(digest_size=16)
             for array in (self.nodes.types, self.nodes.starts, self.nodes.flat):
@@ -148,14 +137,14 @@ class TypedGraph:
 
     @property
     def has_whole_inputs(self) -> bool:
-        """Whether `inputs` are the very tensors that were given."""
+        """True if `inputs` are the tensors of the caller, not copies."""
         if self._arrays is None:
             return False
         return all(rows is None for columns in self._arrays.values() for _, rows in columns)
 
     @property
     def inputs(self) -> dict[int, tuple[Tensor, ...]]:
-        """For each signature's number the inputs of its nodes as they are now: `[nodes, ...]`."""
+        """The current inputs of the nodes of each signature, by its number: `[nodes, ...]`."""
         if self._arrays is not None:
             return {
                 code: tuple(
@@ -164,20 +153,20 @@ class TypedGraph:
                 )
                 for code, columns in self._arrays.items()
             }
-        return {code: tuple(self._columns(code)) for code in self._rows}
+        return {code: tuple(self._stack_columns(code)) for code in self._rows}
 
-    def _columns(self, code: int) -> list[Tensor]:
-        """Stack the inputs of a signature's nodes; columns of numbers, which stay, only once."""
+    def _stack_columns(self, code: int) -> list[Tensor]:
+        """Stack the inputs of a signature's nodes; columns of numbers only once."""
         columns = list(zip(*self._rows[code], strict=True))
         known = self._numbers.get(code)
         num_rows = len(self._rows[code])
         if known is None or any(each is not None and len(each) != num_rows for each in known):
             known = self._numbers[code] = [
-                _stacked(column) if all(isinstance(each, _NUMBERS) for each in column) else None
+                _stack(column) if all(isinstance(each, _NUMBERS) for each in column) else None
                 for column in columns
             ]
         return [
-            _stacked(column) if stacked is None else stacked
+            _stack(column) if stacked is None else stacked
             for column, stacked in zip(columns, known, strict=True)
         ]
 
@@ -187,9 +176,27 @@ class TypedGraph:
         self._arguments.append(arguments)
 
 
-def _stacked(values: Sequence[Any]) -> Tensor:
+def _stack(values: Sequence[Any]) -> Tensor:
     if isinstance(values[0], Tensor):
         return torch.stack(list(values))
     if isinstance(values[0], np.ndarray):
         return torch.from_numpy(np.stack(values))
     return torch.tensor(values)
+
+
+def _read_columns(
+    types: Sequence[Hashable], inputs: Mapping[Hashable, Tensor | Sequence[Tensor]]
+) -> dict[Hashable, tuple[Tensor, ...]]:
+    """Check that the inputs of each type have a row for each of its nodes."""
+    columns = {
+        kind: (each,) if isinstance(each, Tensor) else tuple(each) for kind, each in inputs.items()
+    }
+    for kind, tensors in columns.items():
+        count = sum(each == kind for each in types)
+        for tensor in tensors:
+            if tensor.shape[:1] != (count,):
+                raise ValueError(
+                    f"inputs of {kind!r} must have one row for each of its {count} nodes; "
+                    f"got shape {tuple(tensor.shape)}"
+                )
+    return columns

@@ -1,7 +1,10 @@
-"""What each sample of a data set costs, checked once: all that packing needs to know.
+"""Costs of the samples of a data set, checked once: the input of packing.
 
-A batch costs what it would with no sample at all, plus what its samples cost one by one, plus what
-padding makes of them: every padded cost counts as the largest of the batch for each of its samples.
+The cost of a batch b is
+
+    max(least, fixed + sum_{i in b} summed_i + |b| * sum_k max_{i in b} padded_ki)
+
+so every padded cost counts as the largest of the batch for each of its samples.
 """
 
 from __future__ import annotations
@@ -11,10 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Integers = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from penstock.batching._arrays import Floats, Integers
 
 # Sums of costs stay exact in 64 bits, also while one sample more than fits is tried.
 _MAX_TOTAL_BYTES = 1 << 61
@@ -35,28 +36,20 @@ class SampleCosts:
     """
 
     fixed_bytes: int = 0
-    """Bytes of every batch, whatever is in it."""
+    """Bytes of every batch, even of an empty one."""
     least_bytes: int = 0
-    """Bytes that even the smallest batch needs, at another moment of the step: the optimizer's."""
+    """Bytes of the smallest batch, which peaks at another moment of the step: the optimizer's."""
     summed_bytes: Integers
     """Bytes that a sample adds to any batch: int64 of shape `[num_samples]`."""
     padded_bytes: tuple[Integers, ...] = field(default=())
-    """Bytes that a sample needs if it is the longest of its batch, and that then each sample of
-    that batch needs too: any number of int64 arrays of shape `[num_samples]`, each with a maximum
-    of its own."""
+    """Bytes that every sample of a batch needs if this sample is the longest of them: any number of
+    int64 arrays of shape `[num_samples]`, each with a maximum of its own."""
 
     def __len__(self) -> int:
         return len(self.summed_bytes)
 
     def of_batch(self, samples: Sequence[int] | Integers) -> int:
-        """Return the bytes of one batch.
-
-        Args:
-            samples: Numbers of its samples.
-
-        Returns:
-            Bytes.
-        """
+        """Return the bytes of one batch, given by the numbers of its samples."""
         chosen = np.asarray(samples, dtype=np.int64)
         if len(chosen) == 0:
             return max(self.fixed_bytes, self.least_bytes)
@@ -64,14 +57,14 @@ class SampleCosts:
         total = self.fixed_bytes + int(self.summed_bytes[chosen].sum()) + len(chosen) * padded
         return max(total, self.least_bytes)
 
-    def alone(self) -> Integers:
+    def of_each(self) -> Integers:
         """Return the bytes of every sample as a batch of its own: int64 of `[num_samples]`."""
         total = self.summed_bytes + self.fixed_bytes
         for each in self.padded_bytes:
             total = total + each
         return np.maximum(total, self.least_bytes)
 
-    def extended(self, more_bytes: Sequence[int]) -> SampleCosts:
+    def extend(self, more_bytes: Sequence[int]) -> SampleCosts:
         """Return these costs with further samples, which are not padded."""
         added = np.asarray(more_bytes, dtype=np.int64)
         return SampleCosts(
@@ -84,14 +77,14 @@ class SampleCosts:
         )
 
 
-def numbers_of(values: Any, *, name: str) -> Floats | Integers:
+def check_numbers(values: Any, *, name: str) -> Floats | Integers:
     """Turn a sequence, an array or a tensor into one row of numbers >= 0; integers stay integers.
 
     Raises:
         TypeError: `values` are not numbers.
-        ValueError: there is no value, more than one axis, or a value below 0 or not finite.
+        ValueError: There is no value, more than one axis, or a value below 0 or not finite.
     """
-    if hasattr(values, "detach"):  # a tensor, on whatever device
+    if hasattr(values, "detach"):  # a tensor, on any device
         values = values.detach().cpu()
         if values.is_floating_point():  # NumPy has no bfloat16
             values = values.double()
@@ -126,17 +119,17 @@ def numbers_of(values: Any, *, name: str) -> Floats | Integers:
     return array
 
 
-def whole_bytes(values: Any, *, name: str) -> Integers:
-    """Turn numbers >= 0 into whole bytes, rounded up, whose sum 64 bits can hold.
+def round_up_bytes(values: Any, *, name: str) -> Integers:
+    """Turn numbers >= 0 into whole bytes, rounded up, with a sum of at most 64 bits.
 
     Raises:
         TypeError: `values` are not numbers.
-        ValueError: a value is wrong, or the sum is too large.
+        ValueError: A value is wrong, or the sum is too large.
     """
-    numbers = numbers_of(values, name=name)
+    numbers = check_numbers(values, name=name)
     total = float(numbers.sum(dtype=np.float64))
     if total > _MAX_TOTAL_BYTES:
         raise ValueError(f"{name} must sum to at most {_MAX_TOTAL_BYTES} bytes; got {total:.4g}")
-    if numbers.dtype.kind == "f":  # only then: floats cannot tell large integers apart
+    if numbers.dtype.kind == "f":  # only then: as floats, large integers become equal
         numbers = np.ceil(numbers)
     return numbers.astype(np.int64)

@@ -1,10 +1,10 @@
-"""Outputs of all batches in one place, and the gradients of all of them in another.
+"""Pools: the outputs of all batches in one tensor, and their gradients in another.
 
-Batches write their outputs into pools, outside of autograd, and read operands from there. What ties
-them together for autograd is a token: an empty tensor that a batch's outputs turn into and that
-everyone who reads them takes. Backwards, readers add into the gradient pool, and once all of them
-have (autograd runs the writer's node only then) the writer takes its rows from there. So a step
-costs what it moves: no reader makes a gradient as large as everything it could have read.
+Batches write their outputs into pools, outside of autograd, and read operands from there. A token
+connects them for autograd: an empty tensor that is the result of a batch and an argument of all
+its readers. In backward, readers add into the gradient pool; autograd runs the writer's node after
+all of them, and the writer reads its rows from there. So a step moves each gradient once: no reader
+makes a gradient as large as the whole pool.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.batching._costs import Integers
-from penstock.batching._execution_plan import Operands
+from penstock.batching._arrays import Integers
+from penstock.batching.dynamic._layout import Operands
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class Pools:
+class OutputPools:
     """The outputs of a graph's nodes by pool and component, and their gradients.
 
     Args:
         pool_rows: Rows of each pool.
         index: Rows that are gathered, one reader after the other.
-        widened: Pools that keep half precision as float32, since other cells whose outputs they
-            have may return that: autocast leaves it open.
+        widened: Pools that keep half precision as float32, since other cells that write to them
+            may return float32 under autocast.
     """
 
     def __init__(self, pool_rows: list[int], index: Tensor, widened: Collection[int] = ()) -> None:
@@ -49,22 +49,22 @@ class Pools:
                 each.new_empty((self._num_rows[pool], *each.shape[1:]), dtype=dtype)
                 for each, (_, dtype) in zip(components, self.layout(pool, components), strict=True)
             )
-        mine, theirs = self.layout(pool, components), self.layout(pool, values)
-        if mine != theirs:
+        layout, expected = self.layout(pool, components), self.layout(pool, values)
+        if layout != expected:
             raise ValueError(
-                f"the cell of {name!r} returns {mine}, but cells whose outputs are read as the "
-                f"same argument returned {theirs} (shape without the batch axis, and dtype); they "
+                f"the cell of {name!r} returns {layout}, but cells with outputs for the same "
+                f"argument returned {expected} (shape without the batch axis, and dtype); they "
                 "must return the same"
             )
         for value, component in zip(values, components, strict=True):
             # .data has a version counter of its own: the rows written here are in no slice that
-            # autograd has saved, whatever its counter would say.
+            # autograd has saved, although they share a storage.
             value.data[start : start + len(component)].copy_(component.detach())
 
     def layout(
         self, pool: int, components: tuple[Tensor, ...]
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape, without the batch axis, and type of rows as they are kept in a pool."""
+        """Return shape, without the batch axis, and dtype of rows as a pool keeps them."""
         widens = pool in self._widened
         return [
             (
@@ -92,7 +92,7 @@ class Pools:
     def add_gradients(
         self, operands: Operands, num_nodes: int, gradients: tuple[Tensor | None, ...]
     ) -> None:
-        """Add the gradients of what `read` returned, slot by slot and component by component."""
+        """Add the gradients of operands, slot by slot and component by component."""
         pool = self._gradient_pool(operands.pool)
         for place in range(len(operands.slots)):
             for component, target in enumerate(pool):
@@ -107,7 +107,7 @@ class Pools:
                     target.index_add_(0, self._index[first : first + num_nodes], gradient)
 
     def gradients(self, pool: int, start: int, num_nodes: int) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the rows that `write` stored."""
+        """Return the gradients of the rows of a batch."""
         values = self._values[pool]
         assert values is not None
         return tuple(
@@ -116,14 +116,14 @@ class Pools:
         )
 
     def extend_index(self, rows: Integers) -> slice:
-        """Add rows to read later; returns where they are in the index."""
+        """Add rows to read later; return their range in the index."""
         before = len(self._index)
         more = torch.from_numpy(rows).to(self._index.device)
         self._index = torch.cat([self._index, more])
         return slice(before, before + len(rows))
 
     def nbytes(self) -> int:
-        """Bytes of all outputs."""
+        """Return the bytes of all outputs."""
         return sum(value.nbytes for values in self._values if values for value in values)
 
     def _gradient_pool(self, pool: int) -> tuple[Tensor, ...]:
@@ -138,11 +138,11 @@ class Pools:
 
 
 class WriteOutputs(torch.autograd.Function):
-    """Components of a batch's outputs -> the token that stands for them."""
+    """Components of a batch's outputs -> their token."""
 
     @staticmethod
     def forward(
-        ctx: Any, pools: Pools, pool: int, start: int, name: Any, *components: Tensor
+        ctx: Any, pools: OutputPools, pool: int, start: int, name: Any, *components: Tensor
     ) -> Tensor:
         pools.write(pool, start, components, name)
         ctx.place = (pools, pool, start, len(components[0]))
@@ -165,7 +165,7 @@ class ReadOperands(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, pools: Pools, operands: Operands, num_nodes: int, *tokens: Tensor
+        ctx: Any, pools: OutputPools, operands: Operands, num_nodes: int, *tokens: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.place = (pools, operands, num_nodes)
@@ -187,5 +187,5 @@ class ReadOperands(torch.autograd.Function):
 
 
 def has_gradient(tensor: Tensor) -> bool:
-    """Whether autograd differentiates with respect to tensors of this type."""
+    """Return whether autograd differentiates with respect to tensors of this type."""
     return tensor.is_floating_point() or tensor.is_complex()

@@ -1,12 +1,15 @@
-"""Nodes of a type that read earlier nodes, as arrays, and what still comes after each of them.
+"""Typed nodes that read earlier nodes, as arrays, and the paths behind each of them.
 
-Many small graphs side by side are one graph. `ahead` says for each node and type how many nodes of
-that type the worst path from it has: whatever the order, so many batches of that type are to come.
+Many small graphs together are one graph. For each node v and type t
+
+    ahead(v, t) = [type(v) = t] + max over readers r of v of ahead(r, t)
+
+is the number of batches of type t that are still to come in any order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -14,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.batching._costs import Integers
+from penstock.batching._arrays import Integers
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,18 +31,16 @@ class NodeGraph:
     """
 
     types: Integers
-    """Of every node, `[num_nodes]`: 0 and up."""
+    """Type of every node, `[num_nodes]`: 0 and up."""
     starts: Integers
-    """Where the arguments of every node begin, `[num_nodes + 1]`."""
+    """First argument of every node in `flat`, `[num_nodes + 1]`."""
     flat: Integers
     """The arguments of all nodes, `[num_arguments]`; every one is an earlier node."""
     num_types: int
-    known: Callable[[], tuple[Integers, Integers]] | None = None
-    """Returns `ahead` and `path_length` where they follow from those of other graphs."""
 
     @classmethod
     def of(cls, types: Sequence[int], arguments: Iterable[Sequence[int]]) -> NodeGraph:
-        """Build and check a graph from lists, see `schedule`."""
+        """Build and check a graph from lists as `schedule` takes them."""
         codes = np.asarray(types if len(types) else np.zeros(0, dtype=np.int64))
         if codes.ndim != 1 or codes.dtype.kind not in "iu":
             raise TypeError(
@@ -66,44 +67,31 @@ class NodeGraph:
         return graph
 
     @classmethod
-    def merged(
+    def merge(
         cls,
         graphs: Sequence[NodeGraph],
         num_types: int,
         arrays: tuple[Integers, Integers, Integers] | None = None,
     ) -> NodeGraph:
-        """Lay graphs side by side; what was computed for each of them is not computed again.
+        """Join graphs into one.
 
         Args:
             graphs: The graphs.
             num_types: Number of types of all of them.
-            arrays: `types`, `starts` and `flat` of the result, where they are known already.
+            arrays: `types`, `starts` and `flat` of the result, if they are computed already.
         """
-        return cls(
-            *(arrays or _side_by_side(graphs)),
-            num_types,
-            lambda: (
-                np.concatenate([graph.ahead for graph in graphs]),
-                np.concatenate([graph.path_length for graph in graphs]),
-            ),
-        )
+        return cls(*(arrays or _concatenate(graphs)), num_types)
 
-    def recoded(self, codes: Integers, num_types: int) -> NodeGraph:
+    def recode(self, codes: Integers, num_types: int) -> NodeGraph:
         """Return the graph with type `t` numbered `codes[t]`, of `num_types`."""
-
-        def known() -> tuple[Integers, Integers]:
-            ahead = np.zeros((self.num_nodes, num_types), dtype=np.int64)
-            ahead[:, codes] = self.ahead
-            return ahead, self.path_length
-
-        return NodeGraph(codes[self.types], self.starts, self.flat, num_types, known)
+        return NodeGraph(codes[self.types], self.starts, self.flat, num_types)
 
     def remember_bound(self, lower_bound: int) -> None:
-        """Take over `lower_bound` from whoever has computed it already."""
+        """Set `lower_bound` to a value that is computed already."""
         self.__dict__["lower_bound"] = lower_bound
 
     def check(self) -> None:
-        """Raise ValueError where a type is negative or an argument is no earlier node."""
+        """Raise ValueError if a type is negative or an argument is no earlier node."""
         if len(self.types) and self.types.min() < 0:
             node = int(self.types.argmin())
             raise ValueError(f"types must be >= 0; node {node} has {self.types[node]}")
@@ -113,12 +101,12 @@ class NodeGraph:
             node, argument = readers[wrong[0]], self.flat[wrong[0]]
             raise ValueError(
                 f"arguments must be earlier nodes; node {node} reads node {argument}, which does "
-                "not come before it: number the nodes so that each comes after all it reads (in "
+                "not come before it: number the nodes so that each comes after its arguments (in "
                 "a cycle none can)"
             )
 
-    def with_dense_types(self) -> tuple[NodeGraph, Integers]:
-        """Return the graph with its types numbered from 0 without gaps, and what they were."""
+    def renumber_types(self) -> tuple[NodeGraph, Integers]:
+        """Return the graph with its types numbered from 0 without gaps, and the old types."""
         names, codes = np.unique(self.types, return_inverse=True)
         return NodeGraph(codes, self.starts, self.flat, len(names)), names
 
@@ -139,12 +127,12 @@ class NodeGraph:
 
     @cached_property
     def lower_bound(self) -> int:
-        """Batches that no schedule can do without (ED-Batch, arXiv 2302.03851, section 2.2)."""
+        """Least number of batches of any schedule (ED-Batch, arXiv 2302.03851, section 2.2)."""
         return int(self.ahead.max(axis=0, initial=0).sum())
 
     @cached_property
     def pointers(self) -> tuple[int, int, int, int, int]:
-        """For C++: number of nodes, of arguments, and where types, starts and arguments lie."""
+        """For C++: number of nodes, of arguments, and the addresses of types, starts and `flat`."""
         arrays = (self.types, self.starts, self.flat)
         assert all(each.flags.c_contiguous and each.dtype == np.int64 for each in arrays)
         types, starts, flat = (each.ctypes.data for each in arrays)
@@ -162,7 +150,7 @@ class NodeGraph:
 
     @cached_property
     def readers(self) -> tuple[Integers, Integers]:
-        """Who reads a node, as often as it does: where they begin `[num_nodes + 1]`, and who."""
+        """Readers of each node, as often as they read it: `[num_nodes + 1]` firsts, and nodes."""
         counts = np.bincount(self.flat, minlength=self.num_nodes)
         starts = np.zeros(self.num_nodes + 1, dtype=np.int64)
         np.cumsum(counts, out=starts[1:])
@@ -175,9 +163,7 @@ class NodeGraph:
 
     @cached_property
     def _ahead_and_length(self) -> tuple[Integers, Integers]:
-        """From the nodes that nobody reads backwards, a level at a time."""
-        if self.known is not None:
-            return self.known()
+        """Computed from the nodes without readers backwards, a level at a time."""
         ahead = np.zeros((self.num_nodes, self.num_types), dtype=np.int64)
         length = np.ones(self.num_nodes, dtype=np.int64)
         starts, readers = self.readers
@@ -186,14 +172,14 @@ class NodeGraph:
         depth = 1
         while len(level):
             if depth > 1:
-                found, begins = ragged(starts, level)
+                found, begins = expand_ranges(starts, level)
                 ahead[level] = np.maximum.reduceat(ahead[readers[found]], begins[:-1], axis=0)
                 length[level] = depth
             ahead[level, self.types[level]] += 1
-            found, _ = ragged(self.starts, level)
+            found, _ = expand_ranges(self.starts, level)
             arguments = self.flat[found]
             np.subtract.at(waits, arguments, 1)
-            level = distinct(arguments[waits[arguments] == 0])
+            level = unique(arguments[waits[arguments] == 0])
             depth += 1
         return ahead, length
 
@@ -206,14 +192,14 @@ class NodeGraph:
         level, at = np.flatnonzero(waits == 0), 0
         while len(level):
             depth[level] = at
-            found, _ = ragged(starts, level)
+            found, _ = expand_ranges(starts, level)
             np.subtract.at(waits, readers[found], 1)
-            level = distinct(readers[found][waits[readers[found]] == 0])
+            level = unique(readers[found][waits[readers[found]] == 0])
             at += 1
         return depth
 
 
-def _side_by_side(graphs: Sequence[NodeGraph]) -> tuple[Integers, Integers, Integers]:
+def _concatenate(graphs: Sequence[NodeGraph]) -> tuple[Integers, Integers, Integers]:
     firsts = np.cumsum([0, *(graph.num_nodes for graph in graphs)])
     counts = np.array([len(graph.flat) for graph in graphs], dtype=np.int64)
     starts = np.zeros(int(firsts[-1]) + 1, dtype=np.int64)
@@ -222,8 +208,8 @@ def _side_by_side(graphs: Sequence[NodeGraph]) -> tuple[Integers, Integers, Inte
     return np.concatenate([graph.types for graph in graphs]), starts, flat
 
 
-def ragged(starts: Integers, chosen: Any) -> tuple[Integers, Integers]:
-    """Return the places `starts[c]` up to `starts[c + 1]` of all chosen, and where each begins."""
+def expand_ranges(starts: Integers, chosen: Any) -> tuple[Integers, Integers]:
+    """Return the places `starts[c]` up to `starts[c + 1]` of all chosen, and the first of each."""
     first = starts[chosen]
     counts = starts[chosen + 1] - first
     begins = np.zeros(len(counts) + 1, dtype=np.int64)
@@ -232,8 +218,8 @@ def ragged(starts: Integers, chosen: Any) -> tuple[Integers, Integers]:
     return places, begins
 
 
-def distinct(numbers: Integers) -> Integers:
-    """Return each number once, in order: `np.unique` without what makes it slow on a few."""
+def unique(numbers: Integers) -> Integers:
+    """Return each number once, in order: `np.unique`, but fast on a few numbers."""
     if len(numbers) < 2:
         return numbers
     ordered = np.sort(numbers)

@@ -1,7 +1,7 @@
-"""The batches of an epoch: how many there are, what is in each, and their order.
+"""The batches of an epoch: their number, their samples and their order.
 
 A plan is a function of the costs, the seed, the epoch and the number of ranks alone. So every rank
-makes the same plan without asking the others.
+makes the same plan without communication.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ from typing import Any, Literal
 
 import numpy as np
 
-from penstock.batching._costs import Floats, Integers, SampleCosts, numbers_of, whole_bytes
-from penstock.batching._packing import (
-    NOWHERE,
+from penstock.batching._arrays import Floats, Integers
+from penstock.batching.sampler._costs import SampleCosts, check_numbers, round_up_bytes
+from penstock.batching.sampler._packing import (
+    UNPLACED,
     deal,
+    divide,
+    drop_empty,
     level,
-    lightest_first,
-    longest_first,
+    pack_lightest_first,
+    pack_longest_first,
     place_rest,
-    shares,
+    size_windows,
     split_largest,
-    windows_of,
-    without_empty,
 )
 from penstock.units import format_bytes
 
 Split = Callable[[int, int], Sequence[tuple[Any, int]]]
 
 _NO_LIMIT = 1 << 62
-_TRIES = 4  # of an epoch to get along with the number of batches that was promised
-_TRIAL_EPOCHS = 3  # whose largest number of batches is promised
-_MANY_SAMPLES = 50_000  # from here on one batch in `_SPARE` is promised instead: that is faster
+_TRIES = 4  # attempts of an epoch to fit into the number of batches that `len` gave
+_TRIAL_EPOCHS = 3  # the largest number of batches of these is the number of every epoch
+_MANY_SAMPLES = 50_000  # from here on one batch in `_SPARE` is added instead: that is faster
 _SPARE = 500
 
 
@@ -50,7 +51,7 @@ class EpochPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PackingOptions:
-    """The arguments of `BalancedBatchSampler` that decide which batches there are."""
+    """The arguments of `BalancedBatchSampler` that decide how samples are packed."""
 
     batch_size: int | None
     max_bytes: int | None
@@ -65,23 +66,21 @@ class EpochPlanner:
     """Plans epochs: batches below the cap or of a fixed count, each sample once.
 
     Args:
-        costs: As of `BalancedBatchSampler`.
-        options: Its arguments.
+        costs: The cost of each sample: numbers, an array, a tensor, or `SampleCosts`.
+        options: The arguments of the sampler.
         num_replicas: Ranks that share the batches of a step.
     """
 
     def __init__(self, costs: Any, options: PackingOptions, num_replicas: int) -> None:
-        self.batch_size, self.max_bytes = options.batch_size, options.max_bytes
-        self.window, self.shuffle = options.window, options.shuffle
-        self.drop_last, self.seed = options.drop_last, options.seed
+        self._options = options
         self.keys: list[Any] | None = None
         self._num_samples = 0
         self._alone = np.zeros(0, dtype=np.int64)
-        self._take_costs(costs, options.oversize)
+        self._take_costs(costs)
         self.share(num_replicas)
 
     def share(self, num_replicas: int) -> None:
-        """Plan for so many ranks from now on."""
+        """Plan for another number of ranks from now on."""
         self.num_replicas = num_replicas
         num_items = len(self._packed) + len(self._alone)
         if num_items < num_replicas:
@@ -91,24 +90,25 @@ class EpochPlanner:
             )
         self._plans: dict[int, EpochPlan] = {}
         self._trial: tuple[int, int, tuple[Integers, int]] | None = None
-        self._first_wanted = 0  # with so many, the first trial did not need more than was promised
+        self._first_wanted = 0  # the number of batches with which the first trial succeeded
         self.num_batches = self._count_batches()
 
     def plan(self, epoch: int) -> EpochPlan:
         """Return the plan of an epoch, over all ranks: batch `step * num_replicas + rank`."""
         if epoch not in self._plans:
-            self._plans = {epoch: self._make_plan(epoch if self.shuffle else 0)}
+            self._plans = {epoch: self._make_plan(epoch if self._options.shuffle else 0)}
         return self._plans[epoch]
 
-    # What there is to pack.
+    # The samples to pack.
 
-    def _take_costs(self, costs: Any, oversize: Literal["error", "alone"] | Split) -> None:
+    def _take_costs(self, costs: Any) -> None:
+        max_bytes, oversize = self._options.max_bytes, self._options.oversize
         if oversize not in ("error", "alone") and not callable(oversize):
             raise ValueError(
                 f"oversize must be 'error', 'alone' or a function (index, cost) -> parts; "
                 f"got {oversize!r}"
             )
-        if self.max_bytes is None:
+        if max_bytes is None:
             if isinstance(costs, SampleCosts):
                 if costs.padded_bytes:
                     raise ValueError(
@@ -116,22 +116,22 @@ class EpochPlanner:
                         "makes the largest batch: give max_bytes"
                     )
                 costs = costs.summed_bytes
-            self._costs: Any = numbers_of(costs, name="costs")
+            self._costs: Any = check_numbers(costs, name="costs")
             self._packed = np.arange(len(self._costs))
         else:
             if not isinstance(costs, SampleCosts):
-                costs = SampleCosts(summed_bytes=whole_bytes(costs, name="costs"))
+                costs = SampleCosts(summed_bytes=round_up_bytes(costs, name="costs"))
             self._costs = costs
-            self._part_oversize(self.max_bytes, oversize)
+            self._replace_oversize(max_bytes)
         self._num_samples = len(self._costs)
         if len(self._packed) + len(self._alone) == 0:
             raise ValueError(
                 "oversize left out every sample, so that there is no batch: raise max_bytes"
             )
 
-    def _part_oversize(self, max_bytes: int, oversize: Literal["error", "alone"] | Split) -> None:
-        """Find what exceeds the cap by itself, and replace it by parts where it can be split."""
-        alone = self._costs.alone()
+    def _replace_oversize(self, max_bytes: int) -> None:
+        """Find samples above the cap, and replace them by parts if they can be split."""
+        oversize, alone = self._options.oversize, self._costs.of_each()
         too_large = np.flatnonzero(alone > max_bytes)
         fits = np.flatnonzero(alone <= max_bytes)
         self._packed, self._alone = fits, too_large[:0]
@@ -151,8 +151,8 @@ class EpochPlanner:
         assert callable(oversize)
         parts: list[tuple[Any, int]] = []
         for index in too_large.tolist():
-            for key, num_bytes in _parts_of(index, oversize(index, int(alone[index]))):
-                part = int(whole_bytes([num_bytes], name=f"parts of sample {index}")[0])
+            for key, num_bytes in _check_parts(index, oversize(index, int(alone[index]))):
+                part = int(round_up_bytes([num_bytes], name=f"parts of sample {index}")[0])
                 if part + self._costs.fixed_bytes > max_bytes:
                     raise ValueError(
                         f"oversize split sample {index} into parts of which {key!r} still costs "
@@ -160,18 +160,18 @@ class EpochPlanner:
                     )
                 parts.append((key, part))
         self.keys = [*range(len(alone)), *(key for key, _ in parts)]
-        self._costs = self._costs.extended([num_bytes for _, num_bytes in parts])
+        self._costs = self._costs.extend([num_bytes for _, num_bytes in parts])
         self._packed = np.concatenate([fits, np.arange(len(alone), len(self._costs))])
 
     def denominators(self, given: Callable[[Any], float] | Sequence[float]) -> Floats:
         """Return the number of terms of each item's loss, from numbers or a function."""
         if callable(given):
             keys = range(self._num_samples) if self.keys is None else self.keys
-            each = numbers_of([given(key) for key in keys], name="denominators")
+            each = check_numbers([given(key) for key in keys], name="denominators")
             return each.astype(np.float64)
         if self.keys is not None:
             raise ValueError("denominators must be a function of the key where samples are split")
-        each = numbers_of(given, name="denominators").astype(np.float64)
+        each = check_numbers(given, name="denominators").astype(np.float64)
         if len(each) != self._num_samples:
             raise ValueError(
                 f"denominators must have one number per sample, {self._num_samples}; "
@@ -182,13 +182,13 @@ class EpochPlanner:
     # The plan of an epoch.
 
     def _count_batches(self) -> int:
-        """How many batches every epoch has, on all ranks together."""
+        """Return the number of batches of every epoch, on all ranks together."""
         ranks = self.num_replicas
-        if self.max_bytes is None:
-            assert self.batch_size is not None
-            per_step = self.batch_size * ranks
-            steps = len(self._packed) // per_step if self.drop_last else 0
-            if self.drop_last and steps == 0:
+        if self._options.max_bytes is None:
+            assert self._options.batch_size is not None
+            per_step = self._options.batch_size * ranks
+            steps = len(self._packed) // per_step if self._options.drop_last else 0
+            if self._options.drop_last and steps == 0:
                 raise ValueError(
                     f"drop_last leaves nothing of {len(self._packed)} samples: a step of "
                     f"{ranks} ranks takes {per_step}"
@@ -204,7 +204,7 @@ class EpochPlanner:
             wanted += wanted // _SPARE
             wanted += -(wanted + num_alone) % ranks
         self._first_wanted = wanted
-        for epoch in range(_TRIAL_EPOCHS if self.shuffle and not is_large else 1):
+        for epoch in range(_TRIAL_EPOCHS if self._options.shuffle and not is_large else 1):
             packed = self._pack(epoch, 0, wanted)
             self._trial = (epoch, wanted, packed)
             wanted = max(wanted, packed[1])
@@ -221,70 +221,76 @@ class EpochPlanner:
         )
 
     def _fewest_batches(self) -> int:
-        """A number of batches below which none can be, as a multiple of the ranks where it may."""
-        assert self.max_bytes is not None
+        """Return a lower bound of the number of batches, a multiple of the ranks if possible."""
+        assert self._options.max_bytes is not None
         if len(self._packed) == 0:
             return 0
-        room = max(self.max_bytes - self._costs.fixed_bytes, 1)
+        room = max(self._options.max_bytes - self._costs.fixed_bytes, 1)
         fewest = -(-int(self._costs.summed_bytes[self._packed].sum()) // room)
-        if self.batch_size is not None:
-            fewest = max(fewest, -(-len(self._packed) // self.batch_size))
+        if self._options.batch_size is not None:
+            fewest = max(fewest, -(-len(self._packed) // self._options.batch_size))
         fewest = max(fewest, 1)
         fewest += -(fewest + len(self._alone)) % self.num_replicas
         return min(fewest, len(self._packed))
 
     def _pack(self, epoch: int, attempt: int, wanted: int) -> tuple[Integers, int]:
-        """Pack an epoch: the batch of every item (`NOWHERE`: dropped), and how many there are."""
-        random = self._random(epoch, attempt)
-        items = self._packed
-        batch_of = np.full(self._num_samples, NOWHERE, dtype=np.int64)
-        if len(items) == 0:
+        """Pack an epoch; return the batch of every item (`UNPLACED`: dropped), and their number."""
+        random = self._make_generator(epoch, attempt)
+        batch_of = np.full(self._num_samples, UNPLACED, dtype=np.int64)
+        if len(self._packed) == 0:
             return batch_of, 0
-        windows = windows_of(wanted, self.window)
-        if self.max_bytes is None:
-            num_kept = (
-                wanted * self.batch_size if self.drop_last and self.batch_size else len(items)
-            )
-            if num_kept < len(items):
-                kept = items if random is None else random.permutation(items)
-                items = np.sort(kept[:num_kept])
-            by_window, starts = deal(self._costs[items], windows, random)
-            counts = zip(np.diff(starts).tolist(), windows.tolist(), strict=True)
-            most = np.concatenate([shares(count, batches) for count, batches in counts])
-            costs = self._costs[items][by_window]
-            packed = lightest_first(costs, starts, windows, most_samples=most)
-            if random is not None:  # otherwise windows stay what they are
-                packed = level(costs, packed, wanted)
-            batch_of[items[by_window]] = packed
+        windows = size_windows(wanted, self._options.window)
+        if self._options.max_bytes is None:
+            items, packed = self._pack_count(windows, random, wanted)
+            batch_of[items] = packed
             return batch_of, wanted
-        most_samples = self.batch_size or _NO_LIMIT
+        items, packed, num_batches = self._pack_below_cap(windows, random, wanted)
+        packed, num_batches = drop_empty(packed, num_batches)
+        batch_of[items] = packed
+        return batch_of, num_batches
+
+    def _pack_count(
+        self, windows: Integers, random: np.random.Generator | None, wanted: int
+    ) -> tuple[Integers, Integers]:
+        """Pack batches of a fixed count; return the items by window, and the batch of each."""
+        items, batch_size = self._packed, self._options.batch_size
+        num_kept = wanted * batch_size if self._options.drop_last and batch_size else len(items)
+        if num_kept < len(items):
+            kept = items if random is None else random.permutation(items)
+            items = np.sort(kept[:num_kept])
+        by_window, starts = deal(self._costs[items], windows, random)
+        counts = zip(np.diff(starts).tolist(), windows.tolist(), strict=True)
+        most = np.concatenate([divide(count, batches) for count, batches in counts])
+        costs = self._costs[items][by_window]
+        packed = pack_lightest_first(costs, starts, windows, most_samples=most)
+        if random is not None:  # otherwise every window keeps its samples
+            packed = level(costs, packed, wanted)
+        return items[by_window], packed
+
+    def _pack_below_cap(
+        self, windows: Integers, random: np.random.Generator | None, wanted: int
+    ) -> tuple[Integers, Integers, int]:
+        """Pack batches below the cap; return items by window, their batches, and the number."""
+        assert self._options.max_bytes is not None
+        items, most_cost = self._packed, self._options.max_bytes
+        most_samples = self._options.batch_size or _NO_LIMIT
         if self._costs.padded_bytes:
             lengths = sum(each[items] for each in self._costs.padded_bytes)
             by_window, starts = deal(np.asarray(lengths), windows, random)
-            packed, num_batches = longest_first(
-                self._costs,
-                items[by_window],
-                starts,
-                most_cost=self.max_bytes,
-                most_samples=most_samples,
+            items = items[by_window]
+            packed, num_batches = pack_longest_first(
+                self._costs, items, starts, most_cost=most_cost, most_samples=most_samples
             )
-        else:
-            costs = self._costs.summed_bytes[items]
-            by_window, starts = deal(costs, windows, random)
-            room = self.max_bytes - self._costs.fixed_bytes
-            packed = lightest_first(
-                costs[by_window],
-                starts,
-                windows,
-                most_samples=np.full(wanted, most_samples, dtype=np.int64),
-                most_cost=room,
-            )
-            packed, num_batches = place_rest(
-                costs[by_window], packed, wanted, most_cost=room, most_samples=most_samples
-            )
-        packed, num_batches = without_empty(packed, num_batches)
-        batch_of[items[by_window]] = packed
-        return batch_of, num_batches
+            return items, packed, num_batches
+        costs = self._costs.summed_bytes[items]
+        by_window, starts = deal(costs, windows, random)
+        costs, room = costs[by_window], most_cost - self._costs.fixed_bytes
+        most = np.full(wanted, most_samples, dtype=np.int64)
+        packed = pack_lightest_first(costs, starts, windows, most_samples=most, most_cost=room)
+        packed, num_batches = place_rest(
+            costs, packed, wanted, most_cost=room, most_samples=most_samples
+        )
+        return items[by_window], packed, num_batches
 
     def _make_plan(self, epoch: int) -> EpochPlan:
         num_packed = self.num_batches - len(self._alone)
@@ -299,23 +305,24 @@ class EpochPlanner:
             attempt += 1
         if num_batches > num_packed:  # the batches of the first trial, in an order of this one's
             batch_of, num_batches = self._pack(0, 0, self._first_wanted)
-        batch_of = split_packed(batch_of, self._packed, num_batches, num_packed)
+        batch_of = batch_of.copy()
+        batch_of[self._packed] = split_largest(batch_of[self._packed], num_batches, num_packed)
         batch_of[self._alone] = num_packed + np.arange(len(self._alone))
-        return self._in_order(batch_of, self._random(epoch, _TRIES))
+        return self._order_batches(batch_of, self._make_generator(epoch, _TRIES))
 
-    def _in_order(self, batch_of: Integers, random: np.random.Generator | None) -> EpochPlan:
+    def _order_batches(self, batch_of: Integers, random: np.random.Generator | None) -> EpochPlan:
         """Choose the order of the batches: in each step those of similar cost, steps at random."""
-        used = np.flatnonzero(batch_of != NOWHERE)
+        used = np.flatnonzero(batch_of != UNPLACED)
         by_batch = used[np.argsort(batch_of[used], kind="stable")]
         counts = np.bincount(batch_of[used], minlength=self.num_batches)
         starts = np.concatenate([[0], np.cumsum(counts)])
         order = np.arange(self.num_batches)
         ranks = self.num_replicas
         if ranks > 1:
-            each = self._costs if self.max_bytes is None else self._costs.alone()
+            each = self._costs if self._options.max_bytes is None else self._costs.of_each()
             loads = np.add.reduceat(each[by_batch], starts[:-1])
             # Only among neighbours, so that the order of an epoch that is not shuffled stays.
-            span = order // (ranks * self.window)
+            span = order // (ranks * self._options.window)
             order = np.lexsort((-loads, span))
         if random is not None:
             steps = order.reshape(-1, ranks)
@@ -328,15 +335,18 @@ class EpochPlanner:
         )
         return EpochPlan(by_batch[places], np.concatenate([[0], ends]))
 
-    def _random(self, epoch: int, attempt: int) -> np.random.Generator | None:
-        return np.random.default_rng([self.seed, epoch, attempt]) if self.shuffle else None
+    def _make_generator(self, epoch: int, attempt: int) -> np.random.Generator | None:
+        options = self._options
+        return np.random.default_rng([options.seed, epoch, attempt]) if options.shuffle else None
 
     def fingerprint(self) -> str:
-        """A hash of all that decides which batches there are."""
+        """Return a hash of all that decides how samples are packed."""
         digest = hashlib.sha256()
+        options = self._options
         settings = (
-            *(self.batch_size, self.max_bytes, self.window, self.shuffle, self.drop_last),
-            *(self.num_replicas, self.seed, self._num_samples, self.num_batches),
+            *(options.batch_size, options.max_bytes, options.window, options.shuffle),
+            *(options.drop_last, self.num_replicas, options.seed),
+            *(self._num_samples, self.num_batches),
         )
         digest.update(repr(settings).encode())
         costs = self._costs
@@ -350,16 +360,8 @@ class EpochPlanner:
         return digest.hexdigest()
 
 
-def split_packed(batch_of: Integers, packed: Integers, num_batches: int, wanted: int) -> Integers:
-    """Split batches of the packed items until there are `wanted`; the others stay as they are."""
-    batch_of = batch_of.copy()
-    if num_batches < wanted:
-        batch_of[packed] = split_largest(batch_of[packed], num_batches, wanted)
-    return batch_of
-
-
-def _parts_of(index: int, parts: Any) -> list[tuple[Any, Any]]:
-    """Return what a function split a sample into, checked to be `(key, bytes)` pairs."""
+def _check_parts(index: int, parts: Any) -> list[tuple[Any, Any]]:
+    """Return the parts of a split sample, checked to be `(key, bytes)` pairs."""
     is_list = isinstance(parts, Sequence) and not isinstance(parts, str)
     if not is_list or not all(isinstance(part, Sequence) and len(part) == 2 for part in parts):
         raise TypeError(
