@@ -84,14 +84,11 @@ def sweep_memory(captured: CapturedModel, err: Console) -> Sweep:
     from penstock.report import Sweep, SweepPoint
 
     request = PlanRequest(graph=captured.graph, budget=Budget(), machine=captured.machine)
-    checkpointed, ideal = plan_checkpointing(request), request.compute_seconds
+    other, ideal = plan_checkpointing(request), request.compute_seconds
+    peak, seconds = other.peak_device_bytes, other.step_seconds
     points = [
         SweepPoint(name="stock", device_bytes=captured.peak_bytes, step_seconds=ideal),
-        SweepPoint(
-            name="checkpointing",
-            device_bytes=checkpointed.peak_device_bytes,
-            step_seconds=checkpointed.step_seconds,
-        ),
+        SweepPoint(name="checkpointing", device_bytes=peak, step_seconds=seconds),
     ]
     minimum = None
     with _Interruption() as interruption:

@@ -1,9 +1,9 @@
-"""Ledgers and plans as things to look at: Chrome traces for Perfetto, pictures, text."""
+"""Ledgers and plans as Chrome traces for Perfetto, as pictures and as text."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from penstock.report._comparison import Measured, draw_comparison
+from penstock.report._comparison import ComparisonPoint, draw_comparison
 from penstock.report._picture import draw_timeline
 from penstock.report._trace import chrome_trace, write_chrome_trace
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.report._plan_trace import plan_trace, write_plan_trace
 
 __all__ = [
-    "Measured",
+    "ComparisonPoint",
     "Sweep",
     "SweepPoint",
     "chrome_trace",
@@ -31,7 +31,7 @@ __all__ = [
     "write_plan_trace",
 ]
 
-# What knows plans loads with the first of them.
+# Functions of plans load on first use.
 _HOME_OF_NAME = {
     "Sweep": "_plan_sweep",
     "SweepPoint": "_plan_sweep",

@@ -83,10 +83,10 @@ def list_remarks(stock: ArmResult, num_steps: int) -> Iterator[str]:
 
 def draw(results: Sequence[ArmResult], config: DemoConfig, path: Path) -> None:
     """Draw throughput against memory, of all arms."""
-    from penstock.report import Measured, draw_comparison
+    from penstock.report import ComparisonPoint, draw_comparison
 
     points = [
-        Measured(
+        ComparisonPoint(
             ARMS[result.arm].removeprefix("planned, ").replace("Penstock", "offload"),
             result.peak_bytes,
             config.tokens_per_step / statistics.median(result.step_seconds),

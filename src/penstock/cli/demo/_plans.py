@@ -27,16 +27,7 @@ def make_plans(
     store: str | os.PathLike[str],
     plan_seconds: float,
 ) -> None:
-    """Capture and measure the step, and plan it for less and less memory.
-
-    Args:
-        model: The model.
-        optimizer: Its optimizer.
-        batch: A batch.
-        directory: The directory for the graph and the plans.
-        store: The directory to which planned steps spill.
-        plan_seconds: Seconds for each plan.
-    """
+    """Capture and measure the step, and plan it for less and less memory, into `directory`."""
     from penstock.errors import InfeasibleError
     from penstock.executor import executable
     from penstock.graph import capture, measure
@@ -60,13 +51,7 @@ def make_plans(
 
 
 class PlannedArm:
-    """One of the plans; loaded before memory is watched, bound afterwards.
-
-    Args:
-        directory: The directory that `make_plans` has filled.
-        divisor: The plan is for this part of the memory.
-        store: The directory to which the step spills.
-    """
+    """One of the plans of `make_plans`; loaded before memory is watched, bound afterwards."""
 
     def __init__(
         self, directory: str | os.PathLike[str], divisor: int, store: str | os.PathLike[str]

@@ -30,12 +30,8 @@ def train(
 ) -> None:
     """Train the model in an ordinary loop, without Penstock but for planned steps.
 
-    Args:
-        config: The model and its training.
-        turns: One item for every step; the loop waits for the next one and ends with the last.
-        checkpoint: True recomputes activations with `torch.utils.checkpoint`.
-        planned: A plan, to take planned steps instead.
-        say: Called with keyword arguments after loading, after every step, and at the end.
+    The loop takes one step per item of `turns`. It calls `say` with keyword arguments after
+    loading, after every step, and at the end.
     """
     corpus = load_text()
     model, optimizer = make_trainee(config)
