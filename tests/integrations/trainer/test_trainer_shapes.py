@@ -17,9 +17,9 @@ pytest.importorskip("accelerate", reason="Trainer needs it")
 import transformers
 
 from _trainers import SMALL, VOCAB, arguments_of, assert_same, outcome_of
-from penstock.integrations._trainer_batches import Padding, buckets, updates_of
-from penstock.integrations._trainer_epoch import batches_of_epoch
 from penstock.integrations.transformers import PlannedTraining, plan_training
+from penstock.integrations.transformers._batches import Padding, choose_buckets, group_updates
+from penstock.integrations.transformers._epoch import read_epoch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -284,14 +284,14 @@ def test_reading_ahead_changes_no_random_state_of_the_data(tmp_path):
 
 def test_an_epoch_is_read_as_the_loader_would(tmp_path):
     trainer = trainer_with(tmp_path, rows_with(LENGTHS))
-    batches = batches_of_epoch(trainer.get_train_dataloader())
+    batches = read_epoch(trainer.get_train_dataloader())
     assert batches is not None
     assert [each["input_ids"].shape[1] for each in batches] == [9, 16, 12, 16, 11]
     assert batches[1] is not batches[2]
     assert batches[1] is batches[3]  # of one form
-    assert [len(each) for each in updates_of(batches, 3)] == [3, 2]
+    assert [len(each) for each in group_updates(batches, 3)] == [3, 2]
     iterable = trainer_with(tmp_path, Iterable([]), max_steps=1).get_train_dataloader()
-    assert batches_of_epoch(iterable) is None
+    assert read_epoch(iterable) is None
 
 
 def least_padding(seen: Counter[tuple[int, ...]], most: int) -> int:
@@ -313,7 +313,7 @@ def test_buckets_are_those_with_the_least_padding():
         drawn = generator.integers(4, 60, size=int(generator.integers(1, 9)))
         seen = Counter({(int(each),): int(generator.integers(1, 20)) for each in drawn})
         most = int(generator.integers(1, 5))
-        found = [each for (each,) in buckets(seen, most)]
+        found = [each for (each,) in choose_buckets(seen, most)]
         assert found == sorted(set(found))
         assert len(found) <= most
         padding = sum(
@@ -331,12 +331,12 @@ def test_pairs_of_lengths_belong_to_models_with_a_decoder():
         "labels": torch.ones(2, 7, dtype=torch.int64),
         "classes": torch.zeros(2),
     }
-    assert padding.lengths_of([batch]) == (5, 7)
+    assert padding.find_lengths([batch]) == (5, 7)
     (longer,) = padding.resize([batch], (6, 8))
     assert longer["input_ids"][:, 5].tolist() == [3, 3]
     assert longer["attention_mask"].sum() == 10
     assert longer["labels"][:, 7].tolist() == [-100, -100]
     assert longer["classes"] is batch["classes"]
-    assert padding.kind_of([batch]) == padding.kind_of([longer])
-    assert padding.lengths_of([{**batch, "bias": torch.zeros(2, 1, 5, 5)}]) is None
-    assert Padding(3, False).lengths_of([batch]) is None  # labels of another length
+    assert padding.find_kind([batch]) == padding.find_kind([longer])
+    assert padding.find_lengths([{**batch, "bias": torch.zeros(2, 1, 5, 5)}]) is None
+    assert Padding(3, False).find_lengths([batch]) is None  # labels of another length

@@ -1,6 +1,7 @@
-"""An epoch's batches, looked at before training: in a process of its own, which changes nothing.
+"""The batches of an epoch, read before training in a process of its own.
 
-Random states, files and whatever else a data set holds are those of a copy of the process.
+Random states, files and other state of a data set are those of a copy of the process, so training
+is not affected.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from penstock.integrations._trainer_batches import Batch, form_of
+from penstock.integrations.transformers._batches import Batch, read_form
 
 _logger = logging.getLogger(__name__)
 
@@ -25,14 +26,14 @@ _MAX_SECONDS = 20.0
 _MAX_BATCHES = 5000
 
 
-def batches_of_epoch(loader: object, *, with_masks: bool = False) -> list[Batch] | None:
-    """Return the batches of an epoch as a trainer's loader would draw them.
+def read_epoch(loader: object, *, with_masks: bool = False) -> list[Batch] | None:
+    """Read the batches of an epoch as a trainer's loader would draw them.
 
     Batches of one form are one object.
 
     Args:
-        loader: The trainer's; of a data set with indices.
-        with_masks: As of `form_of`.
+        loader: The trainer's loader, of a data set with indices.
+        with_masks: True makes masks that mask nothing a form of their own.
 
     Returns:
         The batches, at most as many as can be read in 20 seconds; None if that cannot be done
@@ -42,9 +43,9 @@ def batches_of_epoch(loader: object, *, with_masks: bool = False) -> list[Batch]
         return None
     if loader.batch_sampler is None:
         return None
-    with unchanged_random_states():
+    with preserve_random_states():
         try:
-            indices = _indices(loader)
+            indices = _draw_indices(loader)
         except Exception as error:  # a sampler that cannot be copied; it is the user's code
             _logger.info("the sampler cannot be copied, lengths are learned in training: %s", error)
             return None
@@ -52,9 +53,9 @@ def batches_of_epoch(loader: object, *, with_masks: bool = False) -> list[Batch]
 
 
 @contextmanager
-def unchanged_random_states() -> Iterator[None]:
+def preserve_random_states() -> Iterator[None]:
     """Restore the random states of torch, NumPy and Python after the block."""
-    # NumPy's legacy state is what data sets use that seed it.
+    # Data sets that seed NumPy use its legacy state.
     numpy_state, python_state = np.random.get_state(), random.getstate()  # noqa: NPY002
     torch_state = torch.get_rng_state()
     try:
@@ -65,7 +66,7 @@ def unchanged_random_states() -> Iterator[None]:
         np.random.set_state(numpy_state)  # noqa: NPY002
 
 
-def _indices(loader: DataLoader[Any]) -> list[list[int]]:
+def _draw_indices(loader: DataLoader[Any]) -> list[list[int]]:
     sampler = copy.deepcopy(loader.batch_sampler, {id(loader.dataset): loader.dataset})
     assert sampler is not None
     return [list(each) for _, each in zip(range(_MAX_BATCHES), sampler, strict=False)]
@@ -100,16 +101,16 @@ def _read(
 
 
 class _NewForms:
-    """A collator that returns the form of each batch, and the batch itself where that is new."""
+    """A collator that returns the form of each batch, and the batch itself if its form is new."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], with_masks: bool) -> None:
         self._collate, self._with_masks = collate, with_masks
-        self._known: set[Any] = set()
+        self._seen: set[Any] = set()
 
     def __call__(self, samples: list[Any]) -> tuple[Any, Batch | None]:
         batch = dict(self._collate(samples))
-        form = form_of(batch, with_masks=self._with_masks)
-        if form in self._known:
+        form = read_form(batch, with_masks=self._with_masks)
+        if form in self._seen:
             return form, None
-        self._known.add(form)
+        self._seen.add(form)
         return form, batch

@@ -1,8 +1,8 @@
-"""Guards of a planned `Trainer`: what of its program a plan cannot hold is refused by name.
+"""Guards of a planned `Trainer`: parts of its program that a plan cannot hold are refused by name.
 
 A planned step holds the update as it was captured: forward, backward, clipping and the optimizer.
-Methods and callbacks that run inside of an update would not run, and Python values that
-`compute_loss` looks at would stay as they were.
+Methods and callbacks inside of an update would not run, and Python values that `compute_loss` reads
+would keep the values of the capture.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _METHODS = (
     "_run_epoch",
     "_inner_training_loop",
 )
-"""Methods of `Trainer` in whose place, or in whose order, planned steps run."""
+"""Methods of `Trainer` that planned steps replace, or depend on the order of."""
 
 _EVENTS = {
     "on_pre_optimizer_step": "gradients before the update",
     "on_optimizer_step": "gradients after the update",
 }
-"""Callbacks' methods that find no gradients where a step is planned, with what they look for."""
+"""Methods of callbacks that find no gradients in a planned step, with the values they look for."""
 
 _CHANGING = {
     "state": {
@@ -67,7 +67,7 @@ def refuse_unplanned(trainer: Any, own: type) -> None:
 
     Args:
         trainer: The trainer, before or while it trains.
-        own: The class whose bound methods may stand in the place of the trainer's.
+        own: The class with the bound methods that may replace the trainer's.
 
     Raises:
         ValueError: The message names the method or callback, and the remedy.
@@ -75,11 +75,11 @@ def refuse_unplanned(trainer: Any, own: type) -> None:
     for name in _METHODS:
         stock = getattr(transformers.Trainer, name, None)
         instead = vars(trainer).get(name)
-        is_ours = isinstance(getattr(instead, "__self__", None), own)
-        if getattr(type(trainer), name, None) is not stock or not (instead is None or is_ours):
+        is_own = isinstance(getattr(instead, "__self__", None), own)
+        if getattr(type(trainer), name, None) is not stock or not (instead is None or is_own):
             raise ValueError(
                 f"{type(trainer).__name__}.{name} is not Trainer's own, and planned steps would "
-                "not call it: put what it does into compute_loss, into the model or into the "
+                "not call it: put its work into compute_loss, into the model or into the "
                 "optimizer, or train without a plan (penstock.offload)"
             )
     callbacks = trainer.callback_handler.callbacks
@@ -130,7 +130,7 @@ def _overrides(callback: Any, name: str) -> bool:
 
 
 class Reads:
-    """Python values of a trainer that its loss looks at, and that a captured step holds.
+    """Python values of a trainer that its loss reads, and that a captured step holds.
 
     Copies of a loss share this, and the trainer with it.
 
@@ -146,50 +146,52 @@ class Reads:
         return self
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Note what is read of the trainer in the block, which computes its loss.
+    def record(self) -> Iterator[None]:
+        """Record the attributes of the trainer that are read in the block, which computes its loss.
 
         Raises:
-            CaptureError: It reads what changes from step to step, or changes the trainer.
+            CaptureError: It reads an attribute that changes from step to step, or changes one.
         """
         owners = self._owners()
         before = {label: dict(vars(owner)) for label, owner in owners.items()}
         seen: dict[tuple[str, str], Any] = {}
         classes = {label: type(owner) for label, owner in owners.items()}
         for label, owner in owners.items():
-            owner.__class__ = _reading(classes[label], label, seen)
+            owner.__class__ = _subclass_recording(classes[label], label, seen)
         try:
             yield
         finally:
             for label, owner in owners.items():
                 owner.__class__ = classes[label]
-        for (label, key), print_ in seen.items():
+        for (label, key), fingerprint in seen.items():
             if key in _CHANGING.get(label, ()):
                 raise CaptureError(
                     f"the loss looks at trainer.{label}.{key}, which changes while it trains, and "
                     f"a planned step holds it as it was at its capture: {_WAY_OUT}"
                 )
-            if _print_of(vars(owners[label]).get(key)) != print_:
-                raise CaptureError(_changes(label, key))
+            if _fingerprint(vars(owners[label]).get(key)) != fingerprint:
+                raise CaptureError(_describe_change(label, key))
         for label, owner in owners.items():
             for key, value in vars(owner).items():
                 if key not in before[label] or before[label][key] is not value:
-                    raise CaptureError(_changes(label, key))
+                    raise CaptureError(_describe_change(label, key))
         self._seen |= seen
 
     def check(self) -> None:
-        """Compare what was read with what is there now.
+        """Compare the recorded values with the current ones.
 
         Raises:
-            GraphFileError: A value is another one; no step has been taken with it.
+            GraphFileError: A value has changed; no step has been taken with it.
         """
         owners = self._owners()
-        for (label, key), print_ in sorted(self._seen.items(), key=lambda item: not item[0][0]):
+        for (label, key), fingerprint in sorted(
+            self._seen.items(), key=lambda item: not item[0][0]
+        ):
             now = vars(owners[label]).get(key)
-            if _print_of(now) != print_:
+            if _fingerprint(now) != fingerprint:
                 raise GraphFileError(
-                    f"the loss looks at {_named(label, key)}, which is {_shown(now)} now and "
-                    f"was another value when the step was captured: {_WAY_OUT}"
+                    f"the loss looks at {_format_name(label, key)}, which is {_shorten(now)} now "
+                    f"and was another value when the step was captured: {_WAY_OUT}"
                 )
 
     def _owners(self) -> dict[str, Any]:
@@ -202,62 +204,62 @@ class Reads:
         }
         function = trainer.compute_loss_func
         function = getattr(function, "__self__", function)
-        if _is_users(function):
+        if _is_user_object(function):
             owners["compute_loss_func"] = function
         return owners
 
 
-def _reading(kind: type, label: str, seen: dict[tuple[str, str], Any]) -> type:
-    """Make a subclass that notes which attributes of an instance are read, as they were first."""
+def _subclass_recording(kind: type, label: str, seen: dict[tuple[str, str], Any]) -> type:
+    """Make a subclass that records the attributes that are read, with their first values."""
 
     def __getattribute__(self: Any, name: str) -> Any:
-        value = super(made, self).__getattribute__(name)
+        value = super(subclass, self).__getattribute__(name)
         if name[:2] != "__" and name in object.__getattribute__(self, "__dict__"):
             key = (label, name)
             if key not in seen:
-                seen[key] = _print_of(value)
+                seen[key] = _fingerprint(value)
         return value
 
     body = {"__getattribute__": __getattribute__, "__module__": kind.__module__}
-    made = type(kind.__name__, (kind,), body)
-    return made
+    subclass = type(kind.__name__, (kind,), body)
+    return subclass
 
 
-def _print_of(value: Any, depth: int = 0) -> Any:
-    """Reduce a value to what can be compared later: numbers as they are, objects by identity."""
+def _fingerprint(value: Any, depth: int = 0) -> Any:
+    """Reduce a value for a later comparison: numbers by value, objects by identity."""
     if isinstance(value, _NUMBERS):
         return type(value), value
     if depth < _MAX_DEPTH and isinstance(value, Mapping):
         items = list(value.items())[:_MAX_ITEMS]
-        return len(value), [(repr(key), _print_of(each, depth + 1)) for key, each in items]
+        return len(value), [(repr(key), _fingerprint(each, depth + 1)) for key, each in items]
     if depth < _MAX_DEPTH and isinstance(value, list | tuple | set | frozenset):
         items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-        return len(value), [_print_of(each, depth + 1) for each in list(items)[:_MAX_ITEMS]]
-    if depth < _MAX_DEPTH and _is_users(value):
-        held = {key: each for key, each in vars(value).items() if isinstance(each, _NUMBERS)}
-        return id(value), sorted(held.items())
+        return len(value), [_fingerprint(each, depth + 1) for each in list(items)[:_MAX_ITEMS]]
+    if depth < _MAX_DEPTH and _is_user_object(value):
+        numbers = {key: each for key, each in vars(value).items() if isinstance(each, _NUMBERS)}
+        return id(value), sorted(numbers.items())
     return id(value)
 
 
-def _is_users(value: object) -> bool:
-    """Tell an object of a class of the user's, which may hold numbers."""
+def _is_user_object(value: object) -> bool:
+    """Return whether an object is of a class of the user's, which may hold numbers."""
     if isinstance(value, nn.Module | torch.Tensor | type) or not hasattr(value, "__dict__"):
         return False
     root = type(value).__module__.split(".")[0]
     return root not in ("transformers", "accelerate", "torch", "builtins", "penstock", "functools")
 
 
-def _changes(label: str, key: str) -> str:
+def _describe_change(label: str, key: str) -> str:
     return (
-        f"the loss changes {_named(label, key)}, which planned steps would not do: they run no "
-        "Python. Log it in a callback, or train without a plan (penstock.offload)"
+        f"the loss changes {_format_name(label, key)}, which planned steps would not do: they run "
+        "no Python. Log it in a callback, or train without a plan (penstock.offload)"
     )
 
 
-def _named(label: str, key: str) -> str:
+def _format_name(label: str, key: str) -> str:
     return ".".join(filter(None, ("trainer", label, key)))
 
 
-def _shown(value: object) -> str:
+def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

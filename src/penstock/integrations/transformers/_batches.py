@@ -1,7 +1,7 @@
-"""Forms of a trainer's batches: lengths, padding that leaves the loss as it is, and buckets.
+"""Forms of a trainer's batches: lengths, padding that does not change the loss, and buckets.
 
-An update is a list of micro-batches. Two updates have the same kind if they differ in nothing but
-the lengths to which their rows were padded.
+An update is a list of micro-batches. Two updates have the same kind if they differ only in the
+lengths to which their rows were padded.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 Batch = dict[str, Any]
 Update = list[Batch]
 Lengths = tuple[int, ...]
-"""Of the rows of all micro-batches of an update; of their targets as well in a model with a
-decoder and an encoder."""
+"""The length of all rows of an update; and that of their targets for a model with encoder and
+decoder."""
 Kind = tuple[Any, ...]
 
 _TARGETS = ("labels", "decoder_input_ids", "decoder_attention_mask")
 _MASK = "attention_mask"
 _MASKS = (_MASK, "decoder_attention_mask")
-_IGNORED = -100  # a label that cross entropy leaves out
-_MOST_WASTE = 0.03  # of all positions, by padding up to a bucket
+_IGNORED = -100  # cross entropy leaves out this label
+_MOST_WASTE = 0.03  # share of padding among all positions
 
 
 class Padding:
@@ -32,7 +32,7 @@ class Padding:
 
     Args:
         pad_token: The token of padded positions.
-        is_encoder_decoder: Whether targets have a length of their own.
+        is_encoder_decoder: True if targets have a length of their own.
     """
 
     def __init__(self, pad_token: int, is_encoder_decoder: bool) -> None:
@@ -48,84 +48,84 @@ class Padding:
             "labels": _IGNORED,
         }
 
-    def lengths_of(self, update: Update) -> Lengths | None:
+    def find_lengths(self, update: Update) -> Lengths | None:
         """Return the greatest lengths among micro-batches; None if they cannot be padded."""
-        found = [self._batch_lengths(batch) for batch in update]
+        found = [self._find_batch_lengths(batch) for batch in update]
         if None in found:
             return None
         return tuple(map(max, zip(*[each for each in found if each is not None], strict=True)))
 
-    def kind_of(self, update: Update) -> Kind:
-        """Return what updates must have in common, besides lengths, to be padded to one form."""
-        return tuple(self._kind(batch) for batch in update)
+    def find_kind(self, update: Update) -> Kind:
+        """Return the kind of an update; updates of one kind can be padded to one form."""
+        return tuple(self._find_batch_kind(batch) for batch in update)
 
     def resize(self, update: Update, lengths: Lengths) -> Update:
-        """Return the update with rows of these lengths: padded, or cut where they are longer."""
-        return [self._resized(batch, lengths) for batch in update]
+        """Return the update with rows of these lengths: padded, or cut if they are longer."""
+        return [self._resize_batch(batch, lengths) for batch in update]
 
-    def _batch_lengths(self, batch: Batch) -> Lengths | None:
+    def _find_batch_lengths(self, batch: Batch) -> Lengths | None:
         mask = batch.get(_MASK)
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             return None
         lengths: list[int | None] = [mask.shape[1], None]
         for name, value in batch.items():
-            group = self._group(name, value)
+            group = self._find_length(name, value)
             if group is not None:
                 length = value.shape[1]
                 if lengths[group] not in (None, length):
                     return None
                 lengths[group] = length
             elif isinstance(value, torch.Tensor) and mask.shape[1] in value.shape[1:]:
-                return None  # another tensor by positions, of which nothing is known
+                return None  # an unknown tensor with an axis of positions
         return tuple(each for each in lengths if each is not None)
 
-    def _group(self, name: str, value: object) -> int | None:
-        """Return which of the lengths a tensor has; None if it has none."""
+    def _find_length(self, name: str, value: object) -> int | None:
+        """Return the index of the length of a tensor's rows; None if it is not padded."""
         if not isinstance(value, torch.Tensor) or value.dim() != 2 or name not in self._fills:
             return None
         if value.dtype.is_floating_point or value.dtype.is_complex:
             return None
         return int(self._has_targets and name in _TARGETS)
 
-    def _kind(self, batch: Batch) -> Kind:
+    def _find_batch_kind(self, batch: Batch) -> Kind:
         return tuple(
             (name, str(value.dtype), value.shape[0])
-            if self._group(name, value) is not None
-            else (name, *form_of(value))
+            if self._find_length(name, value) is not None
+            else (name, *read_form(value))
             for name, value in sorted(batch.items())
         )
 
-    def _resized(self, batch: Batch, lengths: Lengths) -> Batch:
-        made = {}
+    def _resize_batch(self, batch: Batch, lengths: Lengths) -> Batch:
+        resized = {}
         for name, value in batch.items():
-            group = self._group(name, value)
+            group = self._find_length(name, value)
             if group is not None and value.shape[1] != lengths[group]:
                 missing = lengths[group] - value.shape[1]  # below zero it cuts
                 value = torch.nn.functional.pad(value, (0, missing), value=self._fills[name])
-            made[name] = value
-        return made
+            resized[name] = value
+        return resized
 
 
-def form_of(value: object, *, with_masks: bool = False) -> Kind:
-    """Return what of a batch, or of a part of one, a plan is for.
+def read_form(value: object, *, with_masks: bool = False) -> Kind:
+    """Return the form of a batch or of a part of it; batches of one form have one plan.
 
     Args:
         value: The batch.
-        with_masks: Whether masks that mask nothing are a form of their own.
+        with_masks: True makes masks that mask nothing a form of their own.
     """
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape)
     if isinstance(value, Mapping):
         full = [name for name in _MASKS if with_masks and _is_full(value.get(name))]
-        found = ((name, *form_of(each)) for name, each in sorted(value.items()))
+        found = ((name, *read_form(each)) for name, each in sorted(value.items()))
         return (*found, ("full", *full)) if full else tuple(found)
     if isinstance(value, list | tuple):
-        return tuple(form_of(each, with_masks=with_masks) for each in value)
+        return tuple(read_form(each, with_masks=with_masks) for each in value)
     return (repr(value),)
 
 
-def masked(update: Update) -> Update:
-    """Return an update of the same form whose masks all mask something, to plan for any mask."""
+def mask_partly(update: Update) -> Update:
+    """Return an update of the same form with masks that mask something, to plan for any mask."""
     made = []
     for batch in update:
         changed = {name: batch[name].clone() for name in _MASKS if _is_full(batch.get(name))}
@@ -139,8 +139,8 @@ def _is_full(mask: object) -> bool:
     return isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool((mask == 1).all())
 
 
-def rows_of(batch: Batch, num_rows: int) -> Batch:
-    """Return the first rows of a batch whose rows are known by its attention mask."""
+def take_rows(batch: Batch, num_rows: int) -> Batch:
+    """Return the first rows of a batch; its attention mask tells the tensors that have rows."""
     present = batch[_MASK].shape[0]
     return {
         name: value[:num_rows]
@@ -150,19 +150,20 @@ def rows_of(batch: Batch, num_rows: int) -> Batch:
     }
 
 
-def buckets(seen: Counter[Lengths], most: int) -> list[Lengths]:
+def choose_buckets(seen: Counter[Lengths], most: int) -> list[Lengths]:
     """Choose lengths to pad to: few, and with little padding.
 
-    With lengths l in increasing order, c(i, j) what it costs to pad those from i to j to the
-    greatest, and W(k, j) the least for the first j in k buckets:
-    W(k, j) = min over i < j of W(k - 1, i) + c(i, j).
+    With lengths l in increasing order, c(i, j) the padding of those from i to j to the greatest,
+    and W(k, j) the least padding of the first j in k buckets:
+
+        W(k, j) = min over i < j of W(k - 1, i) + c(i, j)
 
     Example:
-        >>> buckets(Counter({(10,): 90, (11,): 10, (40,): 50}), 2)
+        >>> choose_buckets(Counter({(10,): 90, (11,): 10, (40,): 50}), 2)
         [(11,), (40,)]
 
     Args:
-        seen: The lengths, with how often they were seen.
+        seen: The lengths with their counts.
         most: The greatest number of buckets.
 
     Returns:
@@ -195,7 +196,7 @@ def buckets(seen: Counter[Lengths], most: int) -> list[Lengths]:
     return sorted(set(found))
 
 
-def smallest_over(lengths: Lengths, choices: Sequence[Lengths]) -> Lengths | None:
+def choose_longer(lengths: Lengths, choices: Sequence[Lengths]) -> Lengths | None:
     """Return the choice with the least padding for an update; None if all are too short."""
     fitting = [
         each
@@ -205,7 +206,7 @@ def smallest_over(lengths: Lengths, choices: Sequence[Lengths]) -> Lengths | Non
     return min(fitting, key=sum, default=None)
 
 
-def updates_of(batches: Sequence[Batch], num_micro_batches: int) -> list[Update]:
+def group_updates(batches: Sequence[Batch], num_micro_batches: int) -> list[Update]:
     """Group the batches of an epoch by update; the last one may have fewer."""
     each = iter(batches)
     return list(iter(lambda: list(itertools.islice(each, num_micro_batches)), []))

@@ -1,12 +1,4 @@
-"""Transformers: a `Trainer` whose steps run as planned, with one added line.
-
-    plan_training(trainer, device_memory="4GiB", store="/mnt/nvme")
-    trainer.train()
-
-The trainer stays as it is: its data, its loss, its optimizer, schedule, clipping, accumulation,
-logs, evaluations and checkpoints. Only what it does between a batch and the updated model is one
-planned step.
-"""
+"""The steps of a trainer as planned: its `training_step` and its clipping are replaced."""
 
 from __future__ import annotations
 
@@ -15,27 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
-try:
-    import transformers
-except ModuleNotFoundError as error:
-    if error.name != "transformers":  # it is there, and something that it needs is not
-        raise
-    raise ModuleNotFoundError(
-        "penstock.integrations.transformers needs Transformers: pip install 'penstock[demo]' "
-        "accelerate",
-        name=error.name,
-    ) from error
-
-from penstock.integrations._trainer_batches import Batch, Update
-from penstock.integrations._trainer_guards import refuse_unplanned, refuse_wrapped
-from penstock.integrations._trainer_loss import TrainersLoss
-from penstock.integrations._trainer_report import TrainingReport
-from penstock.integrations._trainer_shapes import PlannedShapes, check_lengths
+from penstock.integrations.transformers._batches import Batch, Update
+from penstock.integrations.transformers._guards import refuse_unplanned, refuse_wrapped
+from penstock.integrations.transformers._loss import TrainerLoss
+from penstock.integrations.transformers._report import TrainingReport
+from penstock.integrations.transformers._shapes import PlannedShapes, check_lengths
 from penstock.units import parse_bytes
-
-__all__ = ["PlannedTraining", "TrainingReport", "plan_trainers", "plan_training"]
 
 
 def plan_training(
@@ -45,20 +25,20 @@ def plan_training(
     lengths: Sequence[int | Sequence[int]] | None = None,
     **options: Any,
 ) -> PlannedTraining:
-    """Let a trainer take its steps within a memory budget, exactly as planned.
+    """Plan the steps of a trainer for a memory budget.
 
     Plans are made at the first step, for the forms of batches in an epoch of the trainer's loader,
     which is read ahead in another process. Batches of other lengths are padded up to the next of at
-    most six lengths where that leaves the loss as it is: the batch has an `attention_mask`, labels
-    of padding are ignored, and the model draws no random numbers (dropout); that is tried out
-    before training. Where it does not, each form has a plan of its own. A form that turns up later
-    runs as an ordinary step under `penstock.offload`, within what the budget leaves beside the
-    model, or gets a plan then; the log says so, and the report counts them.
+    most six lengths if the loss does not change: the batch has an `attention_mask`, labels of
+    padding are ignored, and the model draws no random numbers (dropout); that is tried out before
+    training. Otherwise each form has a plan of its own. A form that appears later runs as an
+    ordinary step under `penstock.offload`, within the budget beside the model, or gets a plan then;
+    the log says so, and the report counts them.
 
-    A loss that is infinite or NaN raises `NonFiniteLossError`, where a trainer goes on. Losses and
-    weights are those of the trainer without a plan, bit for bit. Up to rounding they are where
-    batches are padded, as sums have other orders, and where it accumulates over a number of
-    micro-batches that is not a power of two, if the model divides its loss by the number of items.
+    A loss that is infinite or NaN raises `NonFiniteLossError`, while a trainer goes on. Losses and
+    weights are those of the trainer without a plan, bit for bit; with padded batches up to
+    rounding, as sums have other orders, and also if it accumulates over a number of micro-batches
+    that is not a power of two and the model divides its loss by the number of items.
 
     Example:
         >>> training = plan_training(  # doctest: +SKIP
@@ -69,19 +49,19 @@ def plan_training(
 
     Args:
         trainer: Any `transformers.Trainer`, of one process, that trains on the CPU.
-        device_memory: Bytes, or a size such as `"8GiB"`, as of `penstock.fit`.
-        lengths: Lengths to pad batches to, of a model with encoder and decoder pairs of them; None:
-            learned from the loader.
+        device_memory: Budget of a step in bytes, or a size such as `"8GiB"`.
+        lengths: Lengths to pad batches to (pairs for a model with encoder and decoder); None learns
+            them from the loader.
         **options: Further arguments of `penstock.fit`: `host_memory`, `store`, `machine`,
             `time_limit`, `seed`, `progress`, `cache`, `debug`.
 
     Returns:
-        What runs the steps; `report()` says what they took.
+        The planned training; its `report()` has times and bytes of the steps.
 
     Raises:
-        TypeError, ValueError: An argument is not what it must be. While it trains: what
-            `penstock.fit` and planned steps raise; `ValueError` also for a trainer that no plan can
-            be made for.
+        TypeError, ValueError: An argument has a wrong type or value. While it trains: the errors
+            of `penstock.fit` and of planned steps; `ValueError` also for a trainer that cannot be
+            planned.
     """
     if not isinstance(trainer, transformers.Trainer):
         kind = type(trainer).__name__
@@ -108,9 +88,9 @@ def plan_trainers(**options: Any) -> Iterator[list[PlannedTraining]]:
         ...     train()  # doctest: +SKIP
 
     Args:
-        **options: As of `plan_training`.
+        **options: `device_memory`, and further arguments of `penstock.fit`.
 
-    Returns:
+    Yields:
         The trainings of the block, in the order in which they began.
     """
     trainings: list[PlannedTraining] = []
@@ -130,7 +110,7 @@ def plan_trainers(**options: Any) -> Iterator[list[PlannedTraining]]:
 
 
 class PlannedTraining:
-    """The steps of a trainer, as planned; `plan_training` makes it."""
+    """The planned steps of a trainer; `plan_training` returns it."""
 
     def __init__(
         self,
@@ -138,31 +118,29 @@ class PlannedTraining:
         options: Mapping[str, Any],
         lengths: Sequence[int | Sequence[int]] | None = None,
     ) -> None:
-        self._trainer: Any = trainer  # what is optional in its types is there once it trains
+        self._trainer: Any = trainer  # its optional attributes are set once it trains
         self._options = dict(options)
         self._lengths = lengths
         self._shapes: PlannedShapes | None = None
         self._report: TrainingReport | None = None
-        self._loss: TrainersLoss | None = None
+        self._loss: TrainerLoss | None = None
         self._micro_batches: list[Batch] = []
         self._is_ordinary = False
 
     def report(self) -> TrainingReport | None:
-        """Return what the steps took next to what was planned, of all plans; None before the first
-        step.
-        """
+        """Return the measured steps beside all plans; None before the first step."""
         return self._report if self._shapes is None else self._shapes.report()
 
     def __enter__(self) -> PlannedTraining:
         trainer = self._trainer
         refuse_unplanned(trainer, PlannedTraining)
-        self._replaced = []  # what stood in the instances themselves, if anything
-        for owner, name, ours in (
+        self._replaced = []  # attributes of the instances themselves, if any
+        for owner, name, method in (
             (trainer, "training_step", self._training_step),
             (trainer.accelerator, "clip_grad_norm_", self._grad_norm),
         ):
             self._replaced.append((owner, name, vars(owner).get(name)))
-            setattr(owner, name, ours)
+            setattr(owner, name, method)
         _TRAINING.append(self)
         return self
 
@@ -180,7 +158,7 @@ class PlannedTraining:
             self._report = shapes.report()
 
     def _grad_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return what the trainer logs; of a planned step the gradients have been clipped in it."""
+        """Return the norm for the trainer's log; a planned step has clipped its own gradients."""
         if self._is_ordinary:
             accelerator = self._trainer.accelerator
             return type(accelerator).clip_grad_norm_(accelerator, *args, **kwargs)
@@ -193,7 +171,7 @@ class PlannedTraining:
         inputs: Batch,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
-        """In the place of `Trainer.training_step`; the update of the model is part of it."""
+        """Replace `Trainer.training_step`; the update of the model is part of it."""
         trainer = self._trainer
         num_micro_batches = trainer.current_gradient_accumulation_steps
         model.train()
@@ -212,7 +190,7 @@ class PlannedTraining:
         self._is_ordinary = loss is None
         if loss is not None:
             return loss
-        with self._shapes.offloading():
+        with self._shapes.offload_step():
             losses = [
                 transformers.Trainer.training_step(trainer, model, dict(batch), num_items_in_batch)
                 for batch in update
@@ -223,16 +201,16 @@ class PlannedTraining:
         self, model: nn.Module, update: Update, num_items: torch.Tensor | int | None
     ) -> None:
         trainer = self._trainer
-        refuse_unplanned(trainer, PlannedTraining)  # also callbacks that came when it began
+        refuse_unplanned(trainer, PlannedTraining)  # also callbacks that were added since
         refuse_wrapped(trainer, model)
-        self._loss = TrainersLoss(trainer, model, is_scaled=_is_scaled(trainer, num_items))
+        self._loss = TrainerLoss(trainer, model, is_scaled=_is_scaled(trainer, num_items))
         self._shapes = PlannedShapes(
             trainer, self._loss, self._options, self._lengths, first=(update, num_items)
         )
 
 
 def _is_scaled(trainer: transformers.Trainer, num_items: torch.Tensor | int | None) -> bool:
-    """Whether losses of micro-batches add up to the one of the batch, as `Trainer` has it."""
+    """Return whether losses of micro-batches add up to the loss of the batch in `Trainer`."""
     declared = getattr(trainer, "loss_is_scaled_for_ga", None)
     if declared is not None:
         return declared
@@ -241,9 +219,9 @@ def _is_scaled(trainer: transformers.Trainer, num_items: torch.Tensor | int | No
 
 
 _TRAINING: list[PlannedTraining] = []
-"""Those that are training now."""
+"""Planned trainings in progress."""
 
 
 def is_training() -> bool:
-    """Tell whether a trainer is training as planned, so that what trains is its own."""
+    """Return whether a trainer is training as planned now."""
     return bool(_TRAINING)
