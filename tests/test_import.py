@@ -60,7 +60,10 @@ def test_import_loads_no_third_party_module():
     modules = observe("import penstock")["modules"]
     assert "penstock" in modules
     assert third_party(modules) == set()
-    assert [name for name in modules if name.startswith("penstock.")] == ["penstock._version"]
+    assert [name for name in modules if name.startswith("penstock.")] == [
+        "penstock._lazy",
+        "penstock._version",
+    ]
 
 
 def test_import_touches_nothing_outside():
@@ -88,6 +91,12 @@ def test_offload_does_not_import_the_command_line_or_pictures():
 def test_every_public_name_loads(name: str):
     assert getattr(penstock, name) is not None
     assert name in dir(penstock)
+
+
+@pytest.mark.parametrize("name", ["codegen", "memory", "tables", "units"])
+def test_the_floor_loads_but_is_not_offered(name: str):
+    assert getattr(penstock, name) is not None
+    assert name not in dir(penstock)
 
 
 def test_public_names_are_sorted_and_unique():

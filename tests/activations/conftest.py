@@ -14,7 +14,7 @@ def language(request: pytest.FixtureRequest) -> Iterator[str]:
     """The language of each `Offload` that is made while a test runs."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "Python":
-            patch.setattr(_hooks, "common_saves", lambda: None)
-        elif _hooks.common_saves() is None:
+            patch.setattr(_hooks, "load_common_saves", lambda: None)
+        elif _hooks.load_common_saves() is None:
             pytest.skip("the hooks cannot be built here")
         yield request.param

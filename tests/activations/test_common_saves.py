@@ -19,7 +19,7 @@ from penstock.activations import _hooks
 from penstock.activations._small import SmallHandle
 
 pytestmark = pytest.mark.skipif(
-    _hooks.common_saves() is None, reason="the hooks cannot be built here"
+    _hooks.load_common_saves() is None, reason="the hooks cannot be built here"
 )
 KIB = 1024
 
@@ -75,7 +75,7 @@ def offloads(request, store, monkeypatch):
     """One with the hooks in C++ and one with those in Python, each with a chunk it is filling."""
     ours = penstock.offload(store, device_memory=request.param)
     with monkeypatch.context() as patch:
-        patch.setattr(_hooks, "common_saves", lambda: None)
+        patch.setattr(_hooks, "load_common_saves", lambda: None)
         reference = penstock.offload(store, device_memory=request.param)
     assert [each.report().hooks for each in (ours, reference)] == ["C++", "Python"]
     firsts = [hooks_of(each)[0](torch.ones(4)) for each in (ours, reference)]
@@ -92,8 +92,13 @@ def hooks_of(offload: penstock.activations.Offload) -> tuple[Any, Any]:
 
 def hooks_without_python(offload: penstock.activations.Offload, otherwise: Any) -> tuple[Any, Any]:
     """Hooks of the same `Offload` that call `otherwise` in place of those in Python."""
-    library, engine = _hooks.common_saves(), offload._engine
-    shared = offload._modules.known, engine.small.filling, engine.small_bytes, engine.has_budget
+    library, engine = _hooks.load_common_saves(), offload._engine
+    shared = (
+        offload._modules.known,
+        engine.small.filling,
+        engine.limits.small_bytes,
+        engine.limits.has_budget,
+    )
     return library.penstock_common_saves(_hooks._CLASSES, (otherwise, otherwise, *shared))
 
 
@@ -106,7 +111,7 @@ def facts(handle: Any, tensor: torch.Tensor) -> Any:
         assert chunk.living()[-1] is handle
     else:
         return type(handle)
-    counted = chunk and (chunk.record.num_small, chunk.record.small_bytes)
+    counted = chunk and (len(chunk.record.small_keys), chunk.record.small_bytes)
     return type(handle), alias is tensor, alias.requires_grad, alias.grad_fn, version, counted
 
 
@@ -257,7 +262,7 @@ def test_hooks_are_collected(store):
 
 def test_without_a_compiler_python_does_it_and_says_so(store, monkeypatch, caplog):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(_hooks, "common_saves", _hooks.common_saves.__wrapped__)
+    monkeypatch.setattr(_hooks, "load_common_saves", _hooks.load_common_saves.__wrapped__)
     with caplog.at_level(logging.INFO, logger="penstock"):
         offload = penstock.offload(store)
     assert "small saved tensors are kept by Python: the C++ compiler" in caplog.text

@@ -15,8 +15,8 @@ import torch
 import penstock
 from _waiting import wait_until, wait_until_nothing_is_resident
 from penstock.activations import _engine
+from penstock.activations._reaper import Reaper
 from penstock.activations._routes import FileRoute
-from penstock.activations._workers import Reaper
 from penstock.memory import Tier, deferred_signals
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
@@ -40,18 +40,18 @@ def test_an_offload_is_collected_in_the_middle_of_its_own_graphs_backward(store,
         with trainer.offload:  # type: ignore[attr-defined]
             return chain(x), x
 
-    bury = _engine.Engine._bury
+    collect = _engine.Engine._collect
     closed = threading.Event()
     close = FileRoute.close
     monkeypatch.setattr(FileRoute, "close", lambda route: (close(route), closed.set()))
 
-    def collect_and_bury(engine: _engine.Engine) -> None:  # called with the lock held
-        monkeypatch.setattr(_engine.Engine, "_bury", bury)
+    def collect_garbage_too(engine: _engine.Engine) -> None:  # called with the lock held
+        monkeypatch.setattr(_engine.Engine, "_collect", collect)
         gc.collect()
-        bury(engine)
+        collect(engine)
 
     loss, x = step()
-    monkeypatch.setattr(_engine.Engine, "_bury", collect_and_bury)
+    monkeypatch.setattr(_engine.Engine, "_collect", collect_garbage_too)
     (found,) = torch.autograd.grad(loss, x)
     assert torch.equal(found, torch.autograd.grad(chain(x), x)[0])
     del loss, found
@@ -149,7 +149,8 @@ def test_an_exception_as_the_last_watch_ends_leaves_the_block_whole(store, monke
         offload.__exit__(None, None, None)
     monkeypatch.undo()
     assert offload._allocator is None and offload._num_entered == 0
-    workers = (offload._engine._writers, offload._engine._readers, offload._engine._reaper)
+    engine = offload._engine
+    workers = (engine._writes.workers, engine._reads.workers, engine._reaper)
     assert all(each._stop[0] for each in workers)
     offload.close()
 
@@ -237,16 +238,16 @@ def test_a_storage_that_another_thread_saves_while_this_one_waits_is_saved_once(
     offload = penstock.offload(store, policy="all", min_bytes=0)
     engine, x = offload._engine, torch.randn(64, requires_grad=True)
     y = x * 1
-    admit = engine._admit
+    admit = engine._budget.admit
     route = offload._routes["cpu"]
 
-    def save_meanwhile(*args: object) -> None:
-        monkeypatch.setattr(engine, "_admit", admit)
+    def save_meanwhile(num_bytes: int, *, limits_backlog: bool) -> None:
+        monkeypatch.setattr(engine._budget, "admit", admit)
         kept.append(engine._save(y, route, True))  # as a thread does while this one waits
-        admit(*args)  # type: ignore[arg-type]
+        admit(num_bytes, limits_backlog=limits_backlog)
 
     kept: list[object] = []
-    monkeypatch.setattr(engine, "_admit", save_meanwhile)
+    monkeypatch.setattr(engine._budget, "admit", save_meanwhile)
     kept.append(engine.save(y, route, offloadable=True))
     assert len(engine._records) == 1 and offload.report().num_saved == 1
     kept.clear()
@@ -264,7 +265,7 @@ def test_a_worker_that_fails_lives_on_and_the_step_is_right(store, monkeypatch):
                 (found,) = torch.autograd.grad(chain(x), x)
     assert torch.equal(found, torch.autograd.grad(chain(x), x)[0])
     assert any("a transfer failed" in str(each.message) for each in said)
-    assert offload._engine._backlog_bytes == 0
+    assert offload._engine._writes.backlog_bytes == 0
     monkeypatch.undo()
     offload.close()
 

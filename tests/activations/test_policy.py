@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from penstock.activations._policy import (
     AutoPolicy,
-    LinkRates,
+    Limits,
+    MeasuredRates,
     SavedEntry,
-    hidden_prefix,
-    step_delay,
+    count_hidden,
+    simulate_delay,
 )
 
 MIB = 1024**2
@@ -33,18 +34,18 @@ def step(sizes: list[int], forward_seconds: float, backward_seconds: float) -> l
     ]
 
 
-def rates(write: float, read: float) -> LinkRates:
-    return LinkRates(write_bytes_per_second=write, read_bytes_per_second=read)
+def rates(write: float, read: float) -> MeasuredRates:
+    return MeasuredRates(write_bytes_per_second=write, read_bytes_per_second=read)
 
 
 def test_everything_is_hidden_behind_fast_links():
     entries = step([MIB] * 20, 1.0, 2.0)
-    assert hidden_prefix(entries, rates(1e12, 1e12), window_bytes=64 * MIB) == 20
+    assert count_hidden(entries, rates(1e12, 1e12), window_bytes=64 * MIB) == 20
 
 
 def test_nothing_is_hidden_behind_dead_slow_links():
     entries = step([MIB] * 20, 1.0, 2.0)
-    assert hidden_prefix(entries, rates(1e3, 1e3), window_bytes=64 * MIB) == 0
+    assert count_hidden(entries, rates(1e3, 1e3), window_bytes=64 * MIB) == 0
 
 
 @pytest.mark.parametrize("slow", ["write", "read"])
@@ -52,16 +53,16 @@ def test_half_the_needed_rate_keeps_a_tail(slow):
     entries = step([MIB] * 40, 1.0, 1.0)
     half = 20 * MIB
     link = rates(half, 1e12) if slow == "write" else rates(1e12, half)
-    count = hidden_prefix(entries, link, window_bytes=1024 * MIB)
+    count = count_hidden(entries, link, window_bytes=1024 * MIB)
     assert 10 <= count < 40
-    delay = step_delay(entries, count, link, window_bytes=1024 * MIB)
+    delay = simulate_delay(entries, count, link, window_bytes=1024 * MIB)
     assert delay is not None and delay <= 0.04
 
 
 def test_a_faster_link_never_hides_less():
     entries = step([MIB * (1 + index % 5) for index in range(30)], 1.0, 2.0)
     counts = [
-        hidden_prefix(entries, rates(rate * MIB, rate * MIB), window_bytes=32 * MIB)
+        count_hidden(entries, rates(rate * MIB, rate * MIB), window_bytes=32 * MIB)
         for rate in (10, 20, 40, 80, 160)
     ]
     assert counts == sorted(counts)
@@ -77,10 +78,10 @@ def test_the_chosen_prefix_is_the_longest_that_is_hidden(sizes, write, read):
     entries = step([size * MIB for size in sizes], 1.0, 2.0)
     link = rates(write * MIB, read * MIB)
     duration = max(entry.used_seconds or 0.0 for entry in entries) - entries[0].packed_seconds
-    count = hidden_prefix(entries, link, window_bytes=64 * MIB)
+    count = count_hidden(entries, link, window_bytes=64 * MIB)
 
     def hidden(length: int) -> bool:
-        delay = step_delay(entries, length, link, window_bytes=64 * MIB)
+        delay = simulate_delay(entries, length, link, window_bytes=64 * MIB)
         return delay is not None and delay <= 0.02 * duration
 
     assert hidden(count)
@@ -93,7 +94,7 @@ def test_delay_of_one_storage_is_exact():
     """Written from 1 s to 1.5 s; needed at 3 s; read from 2 s at half speed until 3 1/3 s."""
     entry = SavedEntry(90 * MIB, packed_seconds=1.0, offloadable=True, used_seconds=3.0)
     last = SavedEntry(0, packed_seconds=1.5, offloadable=True, used_seconds=2.0)
-    delay = step_delay([entry, last], 1, rates(200 * MIB, 75 * MIB), window_bytes=MIB)
+    delay = simulate_delay([entry, last], 1, rates(200 * MIB, 75 * MIB), window_bytes=MIB)
     assert delay == pytest.approx(2.0 + 90 / (75 * 0.9) - 3.0)
 
 
@@ -102,8 +103,8 @@ def test_the_window_holds_reads_back():
     for entry in entries[:-1]:
         entry.used_seconds = 2.0  # all at once, a second after the backward pass has begun
     link = rates(1e12, 150 * MIB)
-    wide = step_delay(entries, 10, link, window_bytes=1000 * MIB)
-    narrow = step_delay(entries, 10, link, window_bytes=10 * MIB)
+    wide = simulate_delay(entries, 10, link, window_bytes=1000 * MIB)
+    narrow = simulate_delay(entries, 10, link, window_bytes=10 * MIB)
     assert wide is not None and narrow is not None
     assert narrow > wide
 
@@ -114,28 +115,37 @@ def test_reads_run_ahead_into_the_room_of_what_was_kept():
     for entry in entries[:10]:
         entry.used_seconds = 1.9
     link = rates(1e12, 300 * MIB)
-    with_room = step_delay(entries, 10, link, window_bytes=10 * MIB)
-    without = step_delay(entries[:10], 10, link, window_bytes=10 * MIB)
+    with_room = simulate_delay(entries, 10, link, window_bytes=10 * MIB)
+    without = simulate_delay(entries[:10], 10, link, window_bytes=10 * MIB)
     assert with_room == 0.0
     assert without is not None and without > 0.2
 
 
 def auto(device_memory: int | None = None) -> AutoPolicy:
-    return AutoPolicy(device_memory=device_memory, in_flight_bytes=64 * MIB, window_bytes=64 * MIB)
+    return AutoPolicy(
+        Limits(
+            device_memory=device_memory,
+            min_bytes=MIB,
+            in_flight_bytes=64 * MIB,
+            window_bytes=64 * MIB,
+        )
+    )
 
 
 def offloaded(policy: AutoPolicy, entries: list[SavedEntry]) -> int:
     policy.begin_step()
-    return sum(entry.num_bytes for entry in entries if policy.wants(entry.num_bytes, False))
+    return sum(
+        entry.num_bytes for entry in entries if policy.should_offload(entry.num_bytes, False)
+    )
 
 
 def test_auto_learns_from_the_first_step():
     policy, entries = auto(), step([MIB] * 40, 1.0, 1.0)
     assert offloaded(policy, entries) == 40 * MIB
-    assert policy.learning
+    assert policy.limits_backlog
     policy.learn(entries, rates(20 * MIB, 20 * MIB))
     second = offloaded(policy, entries)
-    assert not policy.learning
+    assert not policy.limits_backlog
     assert 0 < second < 40 * MIB
     assert "leave" in policy.reason
 
@@ -165,8 +175,8 @@ def test_auto_plans_each_kind_of_step_by_itself():
 def test_auto_keeps_what_a_backward_pass_saves():
     policy = auto()
     policy.begin_step()
-    assert policy.wants(MIB, False)
-    assert not policy.wants(MIB, True)
+    assert policy.should_offload(MIB, False)
+    assert not policy.should_offload(MIB, True)
 
 
 def test_a_prefix_has_no_holes():
@@ -174,11 +184,11 @@ def test_a_prefix_has_no_holes():
     offloaded(policy, entries)
     policy.learn(entries, rates(10 * MIB, 10 * MIB))
     policy.begin_step()
-    choices = [policy.wants(entry.num_bytes, False) for entry in entries]
+    choices = [policy.should_offload(entry.num_bytes, False) for entry in entries]
     assert not any(later and not sooner for sooner, later in itertools.pairwise(choices))
 
 
-def learn(policy: AutoPolicy, entries: list[SavedEntry], link: LinkRates, **rest: float) -> int:
+def learn(policy: AutoPolicy, entries: list[SavedEntry], link: MeasuredRates, **rest: float) -> int:
     """Bytes that the step after this one offloads."""
     policy.learn(entries, link, **rest)
     return offloaded(policy, entries)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -25,7 +27,7 @@ class KeepsTail(Policy):
         self._num_leaving = NUM_SAVED - num_kept
         self._num_asked = 0
 
-    def wants(self, num_bytes: int, in_backward: bool) -> bool:
+    def should_offload(self, num_bytes: int, in_backward: bool) -> bool:
         self._num_asked += 1
         return self._num_asked <= self._num_leaving
 
@@ -54,8 +56,8 @@ def resident_in_backward(offload: Offload) -> list[int]:
 def test_reads_fill_the_window_and_the_room_of_what_was_kept(store, num_kept):
     offload = penstock.offload(store, policy="all", min_bytes="1MiB")
     engine = offload._engine
-    engine._window_bytes = WINDOW_BYTES
-    engine.policy = engine.steps._policy = KeepsTail(num_kept)
+    engine._reads._limits = dataclasses.replace(engine.limits, window_bytes=WINDOW_BYTES)
+    engine.policy = engine.steps.policy = KeepsTail(num_kept)
     resident = resident_in_backward(offload)
     allowed = num_kept * MIB + WINDOW_BYTES
     assert offload.report().bytes_read == (NUM_SAVED - num_kept) * MIB

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.activations._workers import Changed, Reaper, Workers
+from penstock.activations._reaper import Reaper
+from penstock.activations._transfers import Callbacks, Changed, Workers
 
 NAME = "penstock-test"
 
@@ -20,13 +21,14 @@ def changed() -> Changed:
 
 
 def workers(changed: Changed) -> tuple[Workers, list[object]]:
-    carried: list[object] = []
+    moved: list[object] = []
 
     def fail(record: object, error: BaseException) -> None:
-        carried.append(error)
+        moved.append(error)
 
-    made = Workers(changed, carried.append, fail, lambda: None, name="test", num_threads=3)
-    return made, carried
+    callbacks = Callbacks(changed, lambda: None, fail)
+    made = Workers(callbacks, moved.append, name="test", num_threads=3)
+    return made, moved
 
 
 def threads() -> list[threading.Thread]:
@@ -50,7 +52,7 @@ def interrupted_after(num_started: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("num_started", [0, 1, 2])
 def test_threads_of_an_interrupted_start_end_and_others_come(num_started, changed, monkeypatch):
-    made, carried = workers(changed)
+    made, moved = workers(changed)
     interrupted_after(num_started, monkeypatch)
     with pytest.raises(Interrupted), changed.lock:
         made.put("first")  # pyright: ignore[reportArgumentType]
@@ -60,14 +62,14 @@ def test_threads_of_an_interrupted_start_end_and_others_come(num_started, change
     with changed.lock:
         made.put("second")  # pyright: ignore[reportArgumentType]
     with changed.lock:
-        assert len(carried) == 2 or len(threads()) == 3
+        assert len(moved) == 2 or len(threads()) == 3
         ended = made.stop()
     for thread in ended:
         thread.join(10)
     assert threads() == []
 
 
-def test_stopping_after_an_interrupted_start_waits_for_nobody(changed, monkeypatch):
+def test_stopping_after_an_interrupted_start_waits_for_none(changed, monkeypatch):
     made, _ = workers(changed)
     interrupted_after(1, monkeypatch)
     with pytest.raises(Interrupted), changed.lock:
@@ -79,12 +81,12 @@ def test_stopping_after_an_interrupted_start_waits_for_nobody(changed, monkeypat
 
 
 def test_a_reaper_that_was_interrupted_starts_again(changed, monkeypatch):
-    buried = threading.Event()
-    reaper = Reaper(threading.Lock(), buried.set)
+    collected = threading.Event()
+    reaper = Reaper(threading.Lock(), collected.set)
     interrupted_after(0, monkeypatch)
     with pytest.raises(Interrupted):
         reaper.start()
     reaper.start()
     reaper.on_death(object())  # pyright: ignore[reportArgumentType]
-    assert buried.wait(10)
+    assert collected.wait(10)
     reaper.stop()

@@ -46,5 +46,7 @@ def wait_until_written(offload: penstock.activations.Offload) -> None:
 
 def _is_moving(engine: Engine) -> bool:
     with engine._lock:  # so that a transfer that has ended is accounted for
-        to_read = any(record.activity is not Activity.IDLE for record in engine._readers.queue)
-        return bool(engine._backlog_bytes or engine._num_loading or to_read)
+        to_read = any(
+            record.activity is not Activity.IDLE for record in engine._reads.workers.queue
+        )
+        return bool(engine._writes.backlog_bytes or engine._reads.num_loading or to_read)

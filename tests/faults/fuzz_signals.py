@@ -113,7 +113,7 @@ def _left(offload: penstock.activations.Offload, options: object) -> list[str]:
         left = {
             "entered": offload._num_entered,
             "records": len(engine._records),
-            "backlog": engine._backlog_bytes,
+            "backlog": engine._writes.backlog_bytes,
             "file": file.used_bytes,
             **{tier.value: offload.ledger.resident(tier) for tier in Tier},
         }

@@ -1,4 +1,7 @@
-"""How many saved bytes the device tier holds, and on whose behalf; under the engine's lock."""
+"""Saved bytes on the device tier: their number, and the storages that they are in.
+
+All of it is used under the engine's lock.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from penstock.activations._record import Record
+from penstock.activations._record import Activity, HandleWatch, Record
 from penstock.memory import Ledger, Tier
 
 _SWEEP = 8  # storages in use that one call looks at
@@ -30,7 +33,7 @@ class _InUse(NamedTuple):
 
 
 class DeviceAccount:
-    """Saved bytes resident on the device tier, those of them read ahead, and what is in use."""
+    """Saved bytes resident on the device tier: counted, read ahead, given up, freed."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.resident_bytes = 0
@@ -40,7 +43,7 @@ class DeviceAccount:
         self._in_use: OrderedDict[int, _InUse] = OrderedDict()  # by the reference's identity
 
     def add(self, record: Record) -> None:
-        """The record's bytes are, or are about to be, resident."""
+        """Count a record's bytes as resident, or about to be."""
         if not record.counted:
             record.counted = True
             # What was given up, and is taken back before it was gone, counts once.
@@ -48,14 +51,15 @@ class DeviceAccount:
             self._change(record.num_bytes - (in_use.num_bytes if in_use else 0))
 
     def remove(self, record: Record) -> None:
-        """The record's bytes are resident no more."""
+        """Count a record's bytes as resident no more."""
         if record.counted:
             record.counted = False
             self._change(-record.num_bytes)
 
     def release(self, record: Record) -> None:
-        """We gave the storage up, but autograd may be using it: it counts until it is gone, or
-        until `end_use`.
+        """Count a storage that was given up until it is gone, as autograd may be using it.
+
+        `end_use` ends that before.
         """
         if not record.counted or record.weak() is None:
             self.remove(record)
@@ -69,7 +73,7 @@ class DeviceAccount:
         self._change(num_bytes - record.num_bytes - known.num_bytes)
 
     def end_use(self, record: Record) -> None:
-        """The record is dead: a storage that is still there is the caller's, as a batch is."""
+        """Stop counting a dead record's storage, which now is the caller's, as a batch is."""
         in_use = self._in_use.get(id(record.weak))
         if in_use is None or record.number not in in_use.numbers:
             return
@@ -81,7 +85,7 @@ class DeviceAccount:
             self._change(-in_use.num_bytes)
 
     def sweep(self, at_most: int | None = _SWEEP) -> None:
-        """Take off what was in use and is gone, looking at a few in turn; None: at all."""
+        """Take off storages in use that are gone, looking at a few in turn; None: at all."""
         num = len(self._in_use) if at_most is None else min(at_most, len(self._in_use))
         for _ in range(num):
             key, in_use = self._in_use.popitem(last=False)
@@ -91,7 +95,7 @@ class DeviceAccount:
                 self._in_use[key] = in_use
 
     def set_prefetched(self, record: Record, prefetched: bool) -> None:
-        """Whether the record was read ahead, and nobody has asked for it yet."""
+        """Note whether a record was read ahead and not asked for yet."""
         if record.prefetched != prefetched:
             record.prefetched = prefetched
             self.ahead_bytes += record.num_bytes if prefetched else -record.num_bytes
@@ -100,8 +104,46 @@ class DeviceAccount:
             else:
                 self.ahead.pop(record.number, None)
 
+    def serve(self, record: Record, watch: HandleWatch) -> None:
+        """Note that a handle was unpacked; the storage goes once every living handle was."""
+        self.set_prefetched(record, False)
+        watch.epoch = record.epoch
+        self.drop_if_served(record)
+
+    def drop_if_served(self, record: Record) -> None:
+        """Give up a storage that has a copy once every living handle was unpacked."""
+        if record.copy is not None and record.activity is Activity.IDLE and record.is_served():
+            self.drop(record)
+
+    def drop(self, record: Record) -> None:
+        """Give up the strong reference to a storage that has a copy.
+
+        Autograd may still be using the tensor: its bytes stay counted until it is gone.
+        """
+        if record.storage is None or record.unpacked:
+            return
+        self._end_read_ahead(record)
+        record.storage = None
+        record.epoch += 1
+        self.release(record)
+
+    def free(self, record: Record) -> None:
+        """Free a dead record's bytes in every tier."""
+        self._end_read_ahead(record)
+        record.storage = None
+        self.remove(record)
+        self.end_use(record)
+        copy, record.copy = record.copy, None
+        if copy is not None and record.route is not None:
+            record.route.discard(copy)
+
+    def _end_read_ahead(self, record: Record) -> None:
+        if record.prefetched and record.route is not None:  # nothing has waited for its read
+            record.route.settle(record.ready, record.storage)
+        self.set_prefetched(record, False)
+
     def recount(self, records: Iterable[Record]) -> None:
-        """Take all sums anew from the living records."""
+        """Compute all sums anew from the living records."""
         records = list(records)
         self.sweep(None)
         resident = sum(record.num_bytes for record in records if record.counted)

@@ -8,41 +8,45 @@ from typing import Any
 
 import torch
 
-from penstock.errors import PenstockError
+from penstock.memory.pinned import pin, unpin
 
 Token = tuple[torch.cuda.Stream, Any]  # the computing stream, and the event to wait for
 
 
-class CudaCopies:
-    """`DeviceCopies` for CUDA: one stream per device and direction."""
+class CudaMarks:
+    """Marks of a computation, and streams beside it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
-    def register(self, address: int, num_bytes: int) -> None:
-        """Page-lock and map host memory (cudaHostRegister, portable to all devices)."""
-        runtime: Any = torch.cuda.cudart()
-        error = runtime.cudaHostRegister(address, num_bytes, 1)
-        if int(error) != 0:
-            raise PenstockError(
-                f"cudaHostRegister refused {num_bytes} bytes of host memory (CUDA error "
-                f"{int(error)}). Lower host_memory, or raise the locked-memory limit (ulimit -l)."
-            )
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`."""
-        runtime: Any = torch.cuda.cudart()
-        runtime.cudaHostUnregister(address)
-
     def mark(self, device: torch.device) -> Token:
-        """An event on the stream that is computing what is being saved."""
+        """Record an event on the stream that is computing what is being saved."""
         stream = torch.cuda.current_stream(device)
         return stream, stream.record_event()
 
     def mark_again(self, ready: Token) -> Token:
-        """An event on the same stream, now."""
+        """Record an event on the same stream, now."""
         return ready[0], ready[0].record_event()
+
+    def _stream(self, device: torch.device, purpose: str) -> torch.cuda.Stream:
+        with self._lock:
+            key = device, purpose
+            if key not in self._streams:
+                self._streams[key] = torch.cuda.Stream(device)
+            return self._streams[key]
+
+
+class CudaCopies(CudaMarks):
+    """`DeviceCopies` for CUDA: one stream per device and direction."""
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Pin host memory."""
+        pin(address, num_bytes, remedy="lower host_memory")
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+        unpin(address)
 
     def to_host(self, storage: torch.UntypedStorage, address: int, ready: Token) -> None:
         """Copy after `ready`; the storage may be freed on return, the copy has ended.
@@ -60,7 +64,7 @@ class CudaCopies:
         bytes_of(storage).record_stream(ready[0])
 
     def allocate(self, num_bytes: int, device: torch.device, ready: Token) -> torch.UntypedStorage:
-        """Memory of the computing stream's pool: freeing it needs no further ordering."""
+        """Allocate in the computing stream's pool: freeing it needs no further ordering."""
         with torch.cuda.stream(ready[0]):
             return torch.empty(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
 
@@ -80,11 +84,11 @@ class CudaCopies:
         token[1].synchronize()
 
     def has_ended(self, token: Token) -> bool:
-        """Whether the copy has ended."""
+        """Return whether the copy has ended."""
         return token[1].query()
 
     def settle(self, token: Token, storage: torch.UntypedStorage | None) -> None:
-        """Let the stream that computes here, and the memory's own, wait for the copy."""
+        """Order the stream that computes here, and the memory's own, after the copy."""
         compute, event = token
         compute.wait_event(event)
         current = torch.cuda.current_stream(compute.device)
@@ -93,16 +97,9 @@ class CudaCopies:
             if storage is not None:
                 bytes_of(storage).record_stream(current)
 
-    def _stream(self, device: torch.device, direction: str) -> torch.cuda.Stream:
-        with self._lock:
-            key = device, direction
-            if key not in self._streams:
-                self._streams[key] = torch.cuda.Stream(device)
-            return self._streams[key]
-
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """The whole storage as a tensor of bytes."""
+    """Return the whole storage as a tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

@@ -1,4 +1,4 @@
-"""What may still be filled by the operator that saves it.
+"""Saved storages that the operator which saves them may still fill.
 
 Operators save their inputs before they run, and a few (`rrelu`'s noise) fill one of them while
 they run without raising its version: its bytes are there only afterwards. What has a history of
@@ -11,9 +11,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
-from torch._C._autograd import _get_sequence_nr as _number_of_operator
-
 from penstock.activations._record import Record
+from penstock.compat.autograd import next_sequence_number
 
 
 class DeferredSaves:
@@ -27,15 +26,15 @@ class DeferredSaves:
         """Defer what this thread is saving."""
         thread = threading.get_ident()
         record.filled = False
-        self._operators[thread] = _number_of_operator()
+        self._operators[thread] = next_sequence_number()
         self._records.setdefault(thread, []).append(record)
 
-    def due(self) -> Iterator[Record]:
-        """Take out what this thread's earlier operators have filled."""
+    def take_due(self) -> Iterator[Record]:
+        """Take out the records that this thread's earlier operators have filled."""
         if not self._records:
             return
         thread = threading.get_ident()
-        if thread in self._records and self._operators[thread] != _number_of_operator():
+        if thread in self._records and self._operators[thread] != next_sequence_number():
             for record in self._records.pop(thread):
                 record.filled = True
                 yield record

@@ -8,19 +8,18 @@ computing stream is done with it.
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any, Protocol
 
 import torch
 
-from penstock.activations._cuda import Token, bytes_of
+from penstock.activations._cuda import CudaMarks, Token, bytes_of
 from penstock.errors import PenstockError, StoreReadError, StoreWriteError
 from penstock.memory import Extent, ExtentFile, Ledger, Link, Tier
 
 
 class DeviceFile(Protocol):
-    """A file that device memory is written to and read from; as `kvikio.CuFile`."""
+    """File that device memory is written to and read from, such as `kvikio.CuFile`."""
 
     def pwrite(self, buf: Any, size: int, file_offset: int) -> Any:
         """Start a write; `get()` of the result waits and returns the bytes written."""
@@ -36,14 +35,14 @@ class DeviceFile(Protocol):
 
 
 class DeviceMemory(Protocol):
-    """When a device has computed what is to be written, and where it reads to."""
+    """Order of writes after the computation, and memory for reads."""
 
     def mark(self, device: torch.device) -> Any:
-        """A token for what the device has been given to compute until now."""
+        """Return a token for all that was launched on the device until now."""
         ...
 
     def mark_again(self, ready: Any) -> Any:
-        """The same of the same computation, now."""
+        """Return a token of the same computation, for all until now."""
         ...
 
     def wait(self, ready: Any, storage: torch.UntypedStorage) -> None:
@@ -51,25 +50,12 @@ class DeviceMemory(Protocol):
         ...
 
     def allocate(self, num_bytes: int, device: torch.device, ready: Any) -> torch.UntypedStorage:
-        """Memory that nothing on the device is using, for the computation that gave `ready`."""
+        """Allocate memory that nothing on the device uses, for the computation of `ready`."""
         ...
 
 
-class CudaMemory:
+class CudaMemory(CudaMarks):
     """`DeviceMemory` for CUDA."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    def mark(self, device: torch.device) -> Token:
-        """An event on the stream that is computing what is being saved."""
-        stream = torch.cuda.current_stream(device)
-        return stream, stream.record_event()
-
-    def mark_again(self, ready: Token) -> Token:
-        """An event on the same stream, now."""
-        return ready[0], ready[0].record_event()
 
     def wait(self, ready: Token, storage: torch.UntypedStorage) -> None:
         """Block this thread until the event has come."""
@@ -77,19 +63,15 @@ class CudaMemory:
         bytes_of(storage).record_stream(ready[0])
 
     def allocate(self, num_bytes: int, device: torch.device, ready: Token) -> torch.UntypedStorage:
-        """Memory of a stream without kernels, so that no work is pending on it."""
-        with self._lock:
-            if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)
-            stream = self._streams[device]
-        with torch.cuda.stream(stream):
+        """Allocate on a stream without kernels, so that no work is pending on the memory."""
+        with torch.cuda.stream(self._stream(device, "read")):
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         memory.record_stream(ready[0])
         return memory.untyped_storage()
 
 
 class GdsRoute:
-    """Device to file and back; host memory is not touched."""
+    """Route from device to file and back; host memory is not touched."""
 
     def __init__(
         self, file: ExtentFile, ledger: Ledger, *, device_file: DeviceFile, memory: DeviceMemory
@@ -101,10 +83,10 @@ class GdsRoute:
 
     @classmethod
     def for_cuda(cls, file: ExtentFile, ledger: Ledger) -> GdsRoute:
-        """The route from CUDA devices.
+        """Return the route from CUDA devices.
 
         Raises:
-            PenstockError: kvikio is not installed, or cannot open the file.
+            PenstockError: The package kvikio is not installed, or cannot open the file.
         """
         try:
             import kvikio  # type: ignore[import]
@@ -118,11 +100,11 @@ class GdsRoute:
         return cls(file, ledger, device_file=device_file, memory=CudaMemory())
 
     def mark(self, device: torch.device) -> Any:
-        """What the device has been given to compute until now."""
+        """Return a token for all that was launched on the device until now."""
         return self._memory.mark(device)
 
     def mark_again(self, ready: Any) -> Any:
-        """The same, with the operator that did the saving."""
+        """Return a token that includes the operator that did the saving."""
         return self._memory.mark_again(ready)
 
     def store(self, storage: torch.UntypedStorage, ready: Any) -> tuple[Extent, Any]:
@@ -154,7 +136,7 @@ class GdsRoute:
         return storage, 0, None
 
     def settle(self, ready: None, storage: torch.UntypedStorage | None) -> None:
-        """Nothing to wait for: `load` has read every byte."""
+        """Do nothing: `load` has read every byte."""
 
     def discard(self, copy: tuple[Extent, Any]) -> None:
         """Free the extent."""

@@ -1,4 +1,4 @@
-"""What autograd calls: `pack` for every tensor it saves, `unpack` for every one it needs again.
+"""Hooks of autograd: `pack` for every tensor it saves, `unpack` for every one it needs again.
 
 The methods of `Hooks` decide every case. What they decide for parameters and for most small tensors
 common_saves.cpp decides alike, several times as fast, and leaves the rest to them.
@@ -10,55 +10,70 @@ import ctypes
 import functools
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.activations._engine import Engine
-from penstock.activations._owners import ModuleStorages, hide_from_dynamo
-from penstock.activations._record import Record, SavedHandle
-from penstock.activations._resident import Resident, keep, raise_changed
+from penstock.activations._owners import ModuleStorages
+from penstock.activations._record import Record, SavedHandle, changed_in_place
 from penstock.activations._routes import Route
 from penstock.activations._small import Chunk, SmallHandle
 from penstock.codegen import load_optional_library
+from penstock.compat.dispatch import (
+    TensorBase,
+    dispatch_keys,
+    is_functional_tensor,
+    is_functorch_wrapped_tensor,
+)
+from penstock.compat.dynamo import skip_frames
 
 _ALIGNMENT = 16  # the widest element; a storage at an odder address stays
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _PLAIN_KINDS: dict[tuple[type, int], bool] = {}  # by class and dispatch keys
-_dispatch_keys = torch._C._dispatch_keys
 _SOURCE = Path(__file__).with_name("common_saves.cpp")
+
+# Handle of what stays as it is: parameters, buffers, small tensors, and what cannot leave. Autograd
+# saves thousands of them a step; a tuple takes a third of the time of an object with attributes.
+# The tensor; its version when it was saved, if it has one; the chunk that counts its bytes, if any.
+Resident: TypeAlias = tuple[torch.Tensor, int | None, Chunk | None]
 
 
 class Hooks:
-    """The pair of saved-tensor hooks of one `Offload`, and the choice of what may leave.
+    """Pair of saved-tensor hooks of one `Offload`, and the choice of what may leave.
 
-    routes: by device type. min_bytes: smaller storages stay.
+    Args:
+        engine: Takes what may leave.
+        modules: Storages that their modules keep.
+        routes: By device type.
+
+    Attributes:
+        device: Device type of what was last offloaded.
+        language: Language of the common cases.
     """
 
-    def __init__(
-        self, engine: Engine, modules: ModuleStorages, routes: dict[str, Route], *, min_bytes: int
-    ) -> None:
-        self.device = "none"  # device type of what was last offloaded
+    def __init__(self, engine: Engine, modules: ModuleStorages, routes: dict[str, Route]) -> None:
+        self.device = "none"
         self._engine = engine
         self._modules = modules
         self._routes = routes
-        self._small_bytes = engine.small_bytes
+        limits = engine.limits
+        self._has_budget, self._small_bytes = limits.has_budget, limits.small_bytes
         # Under a budget what is smaller leaves too, when room is needed.
-        self._min_bytes = engine.small_bytes if engine.has_budget else min_bytes
-        self._stay_bytes = 0 if engine.has_budget else engine.small_bytes  # smaller ones stay
+        self._min_bytes = limits.small_bytes if limits.has_budget else limits.min_bytes
+        self._stay_bytes = 0 if limits.has_budget else limits.small_bytes  # smaller ones stay
         self._save_small, self._restore_small = engine.small.save, engine.small.restore
         self._note_small = engine.small.note
         # Dynamo traces the Python that runs around a compiled region; this is not for it.
-        hidden = hide_from_dynamo(Hooks.pack) and hide_from_dynamo(Hooks.unpack)
+        hidden = skip_frames(Hooks.pack) and skip_frames(Hooks.unpack)
         hooks: Any = self.pack, self.unpack
         if not hidden:
             hooks = tuple(map(torch.compiler.disable, hooks))
-        library = common_saves()
-        self.language = "Python" if library is None else "C++"  # of the common cases
+        library = load_common_saves()
+        self.language = "Python" if library is None else "C++"
         if library is not None:
-            shared = modules.known, engine.small.filling, engine.small_bytes, engine.has_budget
+            shared = modules.known, engine.small.filling, limits.small_bytes, limits.has_budget
             hooks = library.penstock_common_saves(_CLASSES, (*hooks, *shared))
             # Compiled autograd breaks its graph at our hooks, in whichever language.
             warnings.filterwarnings(
@@ -67,11 +82,11 @@ class Hooks:
         self._hooks = hooks
 
     def context(self) -> saved_tensors_hooks:
-        """A context manager that installs the hooks in the current thread."""
+        """Return a context manager that installs the hooks in the current thread."""
         return saved_tensors_hooks(*self._hooks)
 
     def pack(self, tensor: torch.Tensor) -> SavedHandle | Resident | SmallHandle:
-        """What autograd keeps in place of `tensor`.
+        """Return the handle that autograd keeps in place of `tensor`.
 
         Called thousands of times a step for what stays anyway (parameters, small tensors without a
         budget), so those come first, with few operations and a tuple for a handle.
@@ -84,7 +99,7 @@ class Hooks:
                 resident = self._keep_small(tensor)
                 if resident is not None:
                     return resident
-        kind = type(tensor), _dispatch_keys(tensor).raw_repr()
+        kind = type(tensor), dispatch_keys(tensor).raw_repr()
         plain = _PLAIN_KINDS.get(kind)
         if plain is None:
             plain = _PLAIN_KINDS[kind] = _has_plain_storage(tensor)
@@ -98,7 +113,7 @@ class Hooks:
             or _is_window_on_input(tensor, storage)
         ):
             return keep(tensor)
-        if num_bytes < self._small_bytes and (tensor.is_cpu or not self._engine.has_budget):
+        if num_bytes < self._small_bytes and (tensor.is_cpu or not self._has_budget):
             return self._save_small(tensor, storage._cdata, num_bytes)
         route = self._routes.get(tensor.device.type)
         offloadable = (
@@ -112,7 +127,7 @@ class Hooks:
         return self._engine.save(tensor, route, offloadable=offloadable)
 
     def _keep_small(self, tensor: torch.Tensor) -> Resident | None:
-        """A handle for a tensor that is too small to leave; None if it is not, or is no plain one.
+        """Return a handle for a tensor that is too small to leave; None for others.
 
         Sparse tensors have no storage, inference tensors no version: PyTorch raises for them.
         """
@@ -131,13 +146,13 @@ class Hooks:
         return alias, version, self._note_small(tensor, storage._cdata, num_bytes)
 
     def unpack(self, handle: SavedHandle | Resident | SmallHandle) -> torch.Tensor:
-        """The tensor that `handle` stands for."""
+        """Return the tensor that `handle` stands for."""
         if type(handle) is tuple:
             tensor, version, chunk = handle
             if chunk is not None and not chunk.used:
                 self._engine.use_chunk(chunk)
             if version is not None and tensor._version != version:
-                raise_changed(tensor, version)
+                _raise_changed(tensor, version)
             return tensor
         if isinstance(handle, SmallHandle):
             return self._restore_small(handle)
@@ -145,9 +160,25 @@ class Hooks:
         return self._engine.restore(handle)
 
 
+def keep(tensor: torch.Tensor) -> Resident:
+    """Return a handle for a tensor that is not counted."""
+    # A leaf is kept itself, as autograd does: its data may be replaced and gathered again. Any
+    # other tensor may own the graph node that will own this handle.
+    alias = tensor if tensor.grad_fn is None else tensor.detach()
+    try:
+        return alias, tensor._version, None
+    except (RuntimeError, NotImplementedError):  # inference tensors and wrappers without one
+        return alias, None, None
+
+
+def _raise_changed(tensor: torch.Tensor, version: int) -> NoReturn:
+    shape = None if tensor.is_nested else tensor.shape
+    raise changed_in_place(tensor._version, version, tensor.dtype, shape)
+
+
 @functools.cache
-def common_saves() -> ctypes.CDLL | None:
-    """The hooks' common cases in C++; the first `Offload` of a user builds them, in seconds."""
+def load_common_saves() -> ctypes.CDLL | None:
+    """Load the common cases in C++; the first `Offload` of a user builds them, in seconds."""
     return load_optional_library(
         "penstock_common_saves",
         _SOURCE,
@@ -160,7 +191,7 @@ def common_saves() -> ctypes.CDLL | None:
 
 
 def _has_plain_storage(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of one storage are all there is to `tensor`; told by its dispatch keys."""
+    """Return whether the bytes of one storage are all of `tensor`; its dispatch keys decide."""
     return (
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided
@@ -168,16 +199,16 @@ def _has_plain_storage(tensor: torch.Tensor) -> bool:
         and not tensor.is_nested
         and not tensor.is_inference()
         and not is_functorch_wrapped_tensor(tensor)
-        and not torch._is_functional_tensor(tensor)  # pyright: ignore[reportPrivateImportUsage]
+        and not is_functional_tensor(tensor)
         and not tensor._is_zerotensor()
         and tensor.device.type != "meta"
     )
 
 
 def _is_window_on_input(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether this is a small window on data that was not computed here, such as a data set.
+    """Return whether this is a small window on data not computed here, such as a data set.
 
-    Its storage belongs to somebody who keeps it: moving it would free nothing. Slices of what was
+    Its storage is kept elsewhere: moving it would free nothing. Slices of what was
     computed (`qkv.chunk(3, -1)`, in compiled code too) reach over most of their storage.
     """
     if tensor.requires_grad:
@@ -188,5 +219,5 @@ def _is_window_on_input(tensor: torch.Tensor, storage: torch.UntypedStorage) -> 
     return 2 * (reach + 1) * tensor.element_size() < storage.nbytes()
 
 
-hide_from_dynamo(_has_plain_storage)  # the C++ calls it
-_CLASSES = (_PLAIN, _has_plain_storage, torch._C.TensorBase, Record, Chunk, SmallHandle)
+skip_frames(_has_plain_storage)  # the C++ calls it
+_CLASSES = (_PLAIN, _has_plain_storage, TensorBase, Record, Chunk, SmallHandle)

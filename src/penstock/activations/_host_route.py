@@ -1,9 +1,9 @@
-"""From GPU memory to pinned host memory, and from there to the file.
+"""Route from GPU memory to pinned host memory, and from there to the file.
 
 Host memory is a staging pool whose slabs are registered with the device; storages lie in it at
 page-aligned addresses, so that they can go on to the file with O_DIRECT. With a file, the pool is
-a write-back cache: when it is full, what has been there longest moves on. That is what the
-backward pass needs last, since it runs in reverse.
+a write-back cache: when it is full, the oldest copies are spilled. The backward pass needs these
+last, since it runs in reverse.
 
 Ownership: a storage's memory belongs to the engine until `store` returns; a staging buffer belongs
 to the `HostCopy` until `discard`. Copies run on two streams of their own, one per direction, each
@@ -30,18 +30,18 @@ from penstock.memory import (
     Tier,
     available_ram,
 )
+from penstock.memory.pages import DIRECT_IO_BYTES, round_up
 
-_PAGE = 4096
 _SLAB_BYTES = 256 * 1024**2
 _BOUNCE_BYTES = 16 * 1024**2  # a file read on its way to the device passes through this much
 _DEFAULT_SHARE = 0.5  # of the RAM that is available, where host_memory is not given
 
 
 class DeviceCopies(Protocol):
-    """Copies between one kind of device and registered host memory."""
+    """Copies between one kind of device and pinned host memory."""
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Make host memory known to the device, so that copies need no staging."""
+        """Pin host memory, so that copies need no staging."""
         ...
 
     def unregister(self, address: int) -> None:
@@ -49,11 +49,11 @@ class DeviceCopies(Protocol):
         ...
 
     def mark(self, device: torch.device) -> Any:
-        """A token for what the device has been given to compute until now."""
+        """Return a token for all that was launched on the device until now."""
         ...
 
     def mark_again(self, ready: Any) -> Any:
-        """The same of the same computation, now."""
+        """Return a token of the same computation, for all until now."""
         ...
 
     def to_host(self, storage: torch.UntypedStorage, address: int, ready: Any) -> None:
@@ -61,13 +61,13 @@ class DeviceCopies(Protocol):
         ...
 
     def allocate(self, num_bytes: int, device: torch.device, ready: Any) -> torch.UntypedStorage:
-        """Device memory for the computation that `ready` was taken from."""
+        """Allocate device memory for the computation of `ready`."""
         ...
 
     def to_device(
         self, address: int, storage: torch.UntypedStorage, start: int, end: int, ready: Any
     ) -> Any:
-        """Start the copy of bytes [start, end) of `storage` from `address`; a token for its end."""
+        """Start the copy of bytes [start, end) of `storage` from `address`; return a token."""
         ...
 
     def finish(self, token: Any) -> None:
@@ -75,7 +75,7 @@ class DeviceCopies(Protocol):
         ...
 
     def has_ended(self, token: Any) -> bool:
-        """Whether the copy that `token` stands for has ended."""
+        """Return whether the copy that `token` stands for has ended."""
         ...
 
     def settle(self, token: Any, storage: torch.UntypedStorage | None) -> None:
@@ -84,9 +84,9 @@ class DeviceCopies(Protocol):
 
 
 class HostCopy:
-    """Where one storage is: in a staging buffer, or in the file, piece by piece."""
+    """Copy of one storage: in a staging buffer, or in the file, piece by piece."""
 
-    __slots__ = ("buffer", "busy", "num_bytes", "ready", "spans", "token", "unwanted")
+    __slots__ = ("buffer", "busy", "discarded", "num_bytes", "ready", "spans", "token")
 
     def __init__(self, buffer: StagingBuffer) -> None:
         self.num_bytes = buffer.num_bytes
@@ -94,12 +94,12 @@ class HostCopy:
         self.buffer: StagingBuffer | None = buffer
         self.spans: list[StoredSpan] = []
         self.token: Any = None  # the last copy to the device that reads the buffer
-        self.busy = False  # being moved to the file or read: must not move on
-        self.unwanted = False  # discarded while it was busy: when that ends, it is freed
+        self.busy = False  # being spilled or read: must not be spilled
+        self.discarded = False  # discarded while it was busy: when that ends, it is freed
 
 
 class HostRoute:
-    """Device to host, on to the file when the host budget is used up, and back."""
+    """Route from device to host, on to the file when the host budget is used up, and back."""
 
     def __init__(
         self,
@@ -116,39 +116,40 @@ class HostRoute:
         self._bounce_bytes = 0
         if file is not None:
             self._bounce_bytes = min(
-                _BOUNCE_BYTES, max(2 * _PAGE, budget // 8 // _PAGE * 2 * _PAGE)
+                _BOUNCE_BYTES, 2 * max(1, budget // 8 // DIRECT_IO_BYTES) * DIRECT_IO_BYTES
             )
-        self._pool = self._registered_pool(max(0, budget - self._bounce_bytes))
-        self._bounce = self._registered_pool(self._bounce_bytes)
+        self._pool = self._make_pinned_pool(max(0, budget - self._bounce_bytes))
+        self._bounce = self._make_pinned_pool(self._bounce_bytes)
         self._lock = threading.Condition()
         self._cached: OrderedDict[int, HostCopy] = OrderedDict()  # oldest first
-        self._num_arriving = 0  # buffers that are being filled, and can move on afterwards
+        self._num_arriving = 0  # buffers that are being filled, and can be spilled afterwards
         self._leaving: deque[HostCopy] = deque()  # discarded, and still read by the device
 
     @classmethod
     def for_cuda(
         cls, ledger: Ledger, *, file: ExtentFile | None, host_memory: int | None
     ) -> HostRoute:
-        """The route from CUDA devices."""
+        """Return the route from CUDA devices."""
         from penstock.activations._cuda import CudaCopies
 
         return cls(ledger, CudaCopies(), file=file, host_memory=host_memory)
 
     def mark(self, device: torch.device) -> Any:
-        """What the device has been given to compute until now."""
+        """Return a token for all that was launched on the device until now."""
         return self._copies.mark(device)
 
     def mark_again(self, ready: Any) -> Any:
-        """The same, with the operator that did the saving."""
+        """Return a token that includes the operator that did the saving."""
         return self._copies.mark_again(ready)
 
     def store(self, storage: torch.UntypedStorage, ready: Any) -> HostCopy:
         """Copy the storage to host memory, making room there first.
 
-        Raises Declined if the host budget is used up and there is no file to move on to.
+        Raises:
+            Declined: The host budget is used up, and there is no file to spill to.
         """
         num_bytes = storage.nbytes()
-        copy = self._place(num_bytes)  # which counts it as arriving
+        copy = self._allocate(num_bytes)  # which counts it as arriving
         copy.ready = ready
         start = time.perf_counter_ns()
         arrived = False
@@ -197,7 +198,7 @@ class HostRoute:
         """Free the copy's bytes, wherever they are, now or when what uses them has ended."""
         with self._lock:
             self._cached.pop(id(copy), None)
-            copy.unwanted = True
+            copy.discarded = True
             if copy.busy:
                 return
         self._discard_spans(copy)
@@ -212,7 +213,7 @@ class HostRoute:
             if copy.buffer is None:
                 self._cached.pop(id(copy), None)
             self._lock.notify_all()
-        if copy.unwanted:
+        if copy.discarded:
             self.discard(copy)
 
     def close(self) -> None:
@@ -226,7 +227,7 @@ class HostRoute:
 
     # ------------------------------------------------------------- host memory
 
-    def _registered_pool(self, budget_bytes: int) -> StagingPool:
+    def _make_pinned_pool(self, budget_bytes: int) -> StagingPool:
         def register(address: int, num_bytes: int) -> None:
             self._copies.register(address, num_bytes)
             self._ledger.add(Tier.HOST, num_bytes)
@@ -239,9 +240,9 @@ class HostRoute:
             budget_bytes, slab_bytes=_SLAB_BYTES, on_map=register, on_unmap=unregister
         )
 
-    def _place(self, num_bytes: int) -> HostCopy:
-        """Room in host memory: free, new, or made by moving the oldest copies to the file."""
-        fits = -(-num_bytes // _PAGE) * _PAGE <= self._pool.budget_bytes
+    def _allocate(self, num_bytes: int) -> HostCopy:
+        """Allocate host memory; where there is none, spill the oldest copies."""
+        fits = round_up(num_bytes) <= self._pool.budget_bytes
         while fits:
             with self._lock:
                 buffer = self._pool.try_acquire(num_bytes)
@@ -253,11 +254,11 @@ class HostRoute:
             victim = self._next_victim()
             if victim is None:
                 break
-            self._move_to_file(victim)
+            self._spill(victim)
         raise Declined(f"host_memory of {self._pool.budget_bytes} bytes is used up")
 
     def _next_victim(self) -> HostCopy | None:
-        """The oldest copy in host memory, now busy; waits for one while all are in use."""
+        """Return the oldest copy in host memory, now busy; wait for one while all are in use."""
         with self._lock:
             while self._file is not None and (self._cached or self._num_arriving):
                 for copy in self._cached.values():
@@ -268,7 +269,7 @@ class HostRoute:
         return None
 
     def _free_leaving(self) -> bool:
-        """Free what was discarded first of all that the device reads; False if there is nothing."""
+        """Free the first discarded copy that the device still reads; False if there is none."""
         try:
             copy = self._leaving.popleft()
         except IndexError:
@@ -277,7 +278,7 @@ class HostRoute:
         self._free_host(copy)
         return True
 
-    def _move_to_file(self, copy: HostCopy) -> None:
+    def _spill(self, copy: HostCopy) -> None:
         assert self._file is not None and copy.buffer is not None
         address = copy.buffer.address
         try:
@@ -305,7 +306,7 @@ class HostRoute:
     # -------------------------------------------------------------------- file
 
     def _pieces(self, copy: HostCopy) -> list[tuple[int, int]]:
-        """Half-open ranges in which the copy is written and read: half a bounce buffer each."""
+        """Return the ranges in which it is written and read: half a bounce buffer each."""
         half = self._bounce_bytes // 2
         return [
             (begin, min(begin + half, copy.num_bytes)) for begin in range(0, copy.num_bytes, half)
@@ -319,7 +320,7 @@ class HostRoute:
         copy.spans = []
 
     def _load_from_file(self, copy: HostCopy, storage: torch.UntypedStorage) -> Any:
-        """File to device by way of a bounce buffer: one half is read while one is copied."""
+        """Load by way of a bounce buffer: one half is read while the other is copied."""
         assert self._file is not None and copy.spans
         with self._bounce.acquire(self._bounce_bytes) as bounce:
             halves = bounce.address, bounce.address + self._bounce_bytes // 2

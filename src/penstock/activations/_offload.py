@@ -18,7 +18,7 @@ import torch
 from penstock.activations._engine import Engine
 from penstock.activations._hooks import Hooks
 from penstock.activations._owners import ModuleStorages
-from penstock.activations._policy import AutoPolicy, Policy
+from penstock.activations._policy import AutoPolicy, Limits, Policy
 from penstock.activations._report import OffloadReport
 from penstock.activations._routes import FileRoute, Route
 from penstock.memory import (
@@ -42,7 +42,7 @@ _MIB = 1024**2
 
 
 class Offload:
-    """Sends saved tensors out of the device tier while it is entered; made by `penstock.offload`.
+    """Context in which saved tensors leave the device tier; made by `penstock.offload`.
 
     It can be entered any number of times, one after the other, nested, and in several threads
     (PyTorch installs saved-tensor hooks per thread). Graphs outlive the block: what they saved
@@ -80,15 +80,15 @@ class Offload:
                 "leave. Raise max_bytes of the FileStore, or lower min_bytes."
             )
         scale = 8 if on_gpu else 1
-        limits = {"in_flight_bytes": scale * 128 * _MIB, "window_bytes": scale * 128 * _MIB}
-        chosen = AutoPolicy(device_memory=budget, **limits) if policy == "auto" else Policy()
-        self.ledger = Ledger()
-        self._engine = Engine(
-            ledger=self.ledger,
-            policy=chosen,
+        limits = Limits(
             device_memory=budget,
             min_bytes=smallest,
-            **limits,
+            in_flight_bytes=scale * 128 * _MIB,
+            window_bytes=scale * 128 * _MIB,
+        )
+        self.ledger = Ledger()
+        self._engine = Engine(
+            self.ledger, AutoPolicy(limits) if policy == "auto" else Policy(), limits
         )
         self._modules = ModuleStorages()
         self._local = threading.local()
@@ -112,7 +112,7 @@ class Offload:
         self._engine.file_route = self._routes.get("cpu")
         # Imported here: in a block, other threads may fork while the module's lock is held.
         self._caching_allocator = None if "cuda" in self._routes else _caching_allocator()
-        self._hooks = Hooks(self._engine, self._modules, self._routes, min_bytes=smallest)
+        self._hooks = Hooks(self._engine, self._modules, self._routes)
         _ENGINES.add(self._engine)
         _OFFLOADS.add(self)
         self._finalizer = weakref.finalize(
@@ -210,7 +210,7 @@ class Offload:
         """End the transfers and close the file.
 
         Raises:
-            RuntimeError: a graph that saved tensors here is still alive, or the block is not left.
+            RuntimeError: A graph that saved tensors here is still alive, or the block is not left.
         """
         if self._num_entered and not self._engine.disowned:
             raise RuntimeError(
@@ -230,7 +230,7 @@ class Offload:
     # ------------------------------------------------------------------ reports
 
     def report(self) -> OffloadReport:
-        """What was saved, moved and waited for until now; valid inside and after the block."""
+        """Return what was saved, moved and waited for until now; inside and after the block."""
         self._engine.settle()
         totals, ledger, file = self._engine.totals, self.ledger, self._file
         policy, error = self._engine.policy, self._engine.error
@@ -258,7 +258,7 @@ class Offload:
         )
 
     def timeline(self) -> Timeline:
-        """Bytes per tier over time, computation, transfers and stalls of the last whole step."""
+        """Return the bytes per tier over time, transfers and stalls of the last whole step."""
         self._engine.settle()
         return self.ledger.timeline("last")
 
@@ -271,7 +271,7 @@ def offload(
     min_bytes: int | str = "1MiB",
     policy: Literal["auto", "all"] = "auto",
 ) -> Offload:
-    """Train with saved activations in host memory or in a file, behind the computation's back.
+    """Train with saved activations in host memory or in a file, moved beside the computation.
 
     Example::
 
@@ -288,12 +288,12 @@ def offload(
     machine without a GPU from RAM to the file. Gradients are bit for bit those without it.
 
     Args:
-        store: a directory on a fast local disk, or a `penstock.memory.FileStore` with limits. One
+        store: A directory on a fast local disk, or a `penstock.memory.FileStore` with limits. One
             file without a name is created in it; it vanishes with the process.
-        device_memory: budget in bytes ("8GiB") for saved tensors on the device; saving waits
+        device_memory: Budget in bytes ("8GiB") for saved tensors on the device; saving waits
             rather than exceed it. Exceeded by at most the largest single saved storage.
-        host_memory: budget in bytes for host memory that Penstock may hold.
-        min_bytes: smaller storages stay where they are, unless `device_memory` needs their room:
+        host_memory: Budget in bytes for host memory that Penstock may hold.
+        min_bytes: Smaller storages stay where they are, unless `device_memory` needs their room:
             then they leave too, the smallest packed together.
         policy: "all" sends out everything eligible; "auto" profiles the first step and keeps what
             could not be back in time, or as much as `device_memory` allows.
@@ -302,8 +302,8 @@ def offload(
         A reusable context manager with `report()` and `timeline()`.
 
     Raises:
-        ValueError: an argument is out of its range; no store on a machine without a GPU.
-        StoreError: the store cannot be used, or, in a backward pass, bytes cannot be read.
+        ValueError: An argument is out of its range; no store on a machine without a GPU.
+        StoreError: The store cannot be used, or, in a backward pass, bytes cannot be read.
         CapacityError: `device_memory` cannot be held because the store is full.
 
     Source:
@@ -332,7 +332,7 @@ def _caching_allocator() -> Callable[[], tuple[CachingAllocator | None, str]]:
 
 
 def _release(engine: Engine, routes: list[Route]) -> None:
-    """An `Offload` was garbage collected; graphs that saved tensors there may live on."""
+    """End the work of an `Offload` that was garbage collected; its graphs may live on."""
     engine.abandon(functools.partial(_close, routes))
 
 
@@ -346,7 +346,7 @@ _OFFLOADS: weakref.WeakSet[Offload] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """Before the interpreter goes: no thread of ours may still be in torch or in a write."""
+    """Close all before the interpreter ends: no thread may still be in torch or in a write."""
     for engine in list(_ENGINES):
         engine.close()
 

@@ -1,4 +1,4 @@
-"""Which storages belong to modules: parameters and buffers, which autograd saves too.
+"""Storages that belong to modules: parameters and buffers, which autograd saves too.
 
 Offloading them would free nothing, since their module keeps them. A global forward-pre hook sees
 every module that is called. Of the outermost one all are noted, of those inside what is theirs
@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from penstock.compat.dynamo import skip_frames
+
 _MIN_SWEEP = 256
 
 
 class ModuleStorages:
-    """The storages of all modules called while it watches."""
+    """Storages of all modules called while it watches."""
 
     def __init__(self) -> None:
         self._children: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -46,7 +48,7 @@ class ModuleStorages:
             self._hook = None
 
     def owns(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-        """Whether `tensor` is, or is a view of, a parameter, a buffer or another leaf.
+        """Return whether `tensor` is, or is a view of, a parameter, a buffer or another leaf.
 
         A leaf that requires a gradient is a parameter, with or without a module around it.
         """
@@ -54,7 +56,7 @@ class ModuleStorages:
         if _is_parameter(tensor) or (base is not None and _is_parameter(base)):
             self.remember(tensor)
             return True
-        return self._knows(storage)
+        return self._is_known(storage)
 
     def remember(self, tensor: torch.Tensor) -> None:
         """Note a parameter: compiled code also saves views that do not name their base."""
@@ -66,7 +68,7 @@ class ModuleStorages:
         if known is None or known() is not storage:
             self.known[storage._cdata] = weakref.ref(storage)
 
-    def _knows(self, storage: torch.UntypedStorage) -> bool:
+    def _is_known(self, storage: torch.UntypedStorage) -> bool:
         known = self.known.get(storage._cdata)
         return known is not None and known() is storage
 
@@ -74,11 +76,11 @@ class ModuleStorages:
         if torch.compiler.is_compiling():
             return
         if module in self._children:
-            mine = (*module._parameters.values(), *module._buffers.values())
+            own = (*module._parameters.values(), *module._buffers.values())
         else:
             self._children.update(child for child in module.modules() if child is not module)
-            mine = (*module.parameters(), *module.buffers())
-        for tensor in mine:
+            own = (*module.parameters(), *module.buffers())
+        for tensor in own:
             if tensor is not None:
                 self.remember(getattr(tensor, "_local_tensor", tensor))  # a DTensor has a shard
         if len(self.known) > self._sweep_at:
@@ -92,20 +94,4 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and tensor.is_leaf
 
 
-def hide_from_dynamo(function: Any) -> bool:
-    """Keep Dynamo from compiling `function` where it is called between two compiled pieces.
-
-    Traced as part of a module's call it must stay inlinable, so `torch.compiler.disable`, which
-    breaks the graph there, will not do; it also costs 10 microseconds a call. False if this
-    PyTorch has no other way.
-    """
-    from torch._C._dynamo import eval_frame
-
-    if not hasattr(eval_frame, "set_code_exec_strategy"):  # then: one needless small graph
-        return False
-    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    eval_frame.set_code_exec_strategy(function.__code__, skip)
-    return True
-
-
-hide_from_dynamo(ModuleStorages._on_forward)
+skip_frames(ModuleStorages._on_forward)

@@ -1,4 +1,4 @@
-"""Which saved storages leave: all that may, or as many as the links can hide.
+"""Choice of the saved storages that leave: all that may, or as many as the links can hide.
 
 The amount is a prefix of what a step saves, in bytes: what is saved first is needed last, so the
 beginning of the forward pass has the longest time to leave and to return, and the tail stays
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from penstock.units import format_bandwidth, format_bytes
 
+CHUNK_BYTES = 64 * 1024
 _TOLERANCE = 0.02  # of the step's duration: what may be lost to waiting
 _RATE_MARGIN = 0.9  # rates fluctuate; plan with less than was measured
 _GROWTH = 0.02  # of a step's bytes: how fast the amount grows back after a step that waited
@@ -39,7 +40,37 @@ class SavedEntry:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LinkRates:
+class Limits:
+    """Limits of one `Offload`, in bytes."""
+
+    device_memory: int | None
+    """Budget for saved storages on the device tier."""
+    min_bytes: int
+    """Length of a storage; a shorter one leaves only where the budget demands it."""
+    in_flight_bytes: int
+    """Backlog of writes beyond which saving waits, where there is no budget."""
+    window_bytes: int
+    """Distance that reads run ahead of the backward pass."""
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether the device tier is limited."""
+        return self.device_memory is not None
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Length of a chunk of small storages."""
+        budget = self.device_memory
+        return CHUNK_BYTES if budget is None else min(CHUNK_BYTES, budget // 4)
+
+    @property
+    def small_bytes(self) -> int:
+        """Length of a storage; a shorter one is saved in a chunk."""
+        return min(self.min_bytes, self.chunk_bytes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasuredRates:
     """Measured rates of the two directions, bytes per second; None before the first transfer."""
 
     write_bytes_per_second: float | None
@@ -47,68 +78,64 @@ class LinkRates:
 
 
 class Policy:
-    """Offloads everything eligible (`policy="all"`), blocking where the store is slower."""
+    """Policy "all": everything eligible leaves, and saving waits where the store is slower."""
 
     name = "all"
-    learning = True  # whether the pack hook waits for the store instead of piling up writes
-    planned = False  # whether it knows how much of this step has to leave
-    insists = True  # whether a backward pass that follows at once waits for the writes to start
+    limits_backlog = True  # whether saving waits while too many writes do
+    has_amount = False  # whether a budget has shown how much of this step has to leave
+    waits_for_writes = True  # whether a backward pass that follows at once waits for their start
 
     def __init__(self) -> None:
         self.reason = "every eligible storage leaves, as policy='all' asks"
         self.kept_bytes = 0  # of a step: what is meant to stay, whose room reads may take later
 
     def begin_step(self) -> None:
-        """A new step starts."""
+        """Note that a new step starts."""
 
-    def wants(self, num_bytes: int, in_backward: bool) -> bool:
-        """Whether the storage being saved should leave."""
+    def should_offload(self, num_bytes: int, in_backward: bool) -> bool:
+        """Return whether the storage being saved should leave."""
         return True
 
     def learn(
-        self, entries: Sequence[SavedEntry], rates: LinkRates, stall_seconds: float = 0.0
+        self, entries: Sequence[SavedEntry], rates: MeasuredRates, stall_seconds: float = 0.0
     ) -> None:
-        """Take in the profile of the step that ended, which waited for `stall_seconds`."""
+        """Learn from the profile of the step that ended, which waited for `stall_seconds`."""
 
 
 class AutoPolicy(Policy):
-    """Offloads the longest prefix that returns in time, or what the device budget demands.
+    """Policy "auto": the longest prefix that returns in time leaves, or what the budget demands.
 
     The first step offloads everything and is profiled; every later one is planned from the last
     step of its kind (recognised by its first offloadable storage).
     """
 
     name = "auto"
-    insists = False
+    waits_for_writes = False
 
-    def __init__(
-        self, *, device_memory: int | None, in_flight_bytes: int, window_bytes: int
-    ) -> None:
+    def __init__(self, limits: Limits) -> None:
         self.reason = "no step has ended yet; the first one offloads everything and is measured"
-        self.learning = True
-        self._device_memory = device_memory
-        self._in_flight_bytes = in_flight_bytes
-        self._window_bytes = window_bytes
+        self.limits_backlog = True
         self.kept_bytes = 0
-        self._rates: deque[LinkRates] = deque(maxlen=_NUM_RATES)
-        self._plans: OrderedDict[int, _Plan] = OrderedDict()  # by kind of step
-        self._last_plan: _Plan | None = None
+        self._limits = limits
+        self._rates: deque[MeasuredRates] = deque(maxlen=_NUM_RATES)
+        self._quotas: OrderedDict[int, _Quota] = OrderedDict()  # by kind of step
+        self._last_quota: _Quota | None = None
         self._amount: int | None = None  # bytes to offload in this step; None: everything
         self._kind: int | None = None
         self._offloaded = 0
 
     @property
-    def planned(self) -> bool:  # type: ignore[override]
+    def has_amount(self) -> bool:  # type: ignore[override]
         """Whether a step of this kind has shown what a device budget demands."""
-        return self._device_memory is not None and self._amount is not None
+        return self._limits.has_budget and self._amount is not None
 
     def begin_step(self) -> None:
         """Forget the position in the step that ended."""
         self._kind = None
         self._offloaded = 0
 
-    def wants(self, num_bytes: int, in_backward: bool) -> bool:
-        """Whether the storage belongs to the prefix of this step that leaves.
+    def should_offload(self, num_bytes: int, in_backward: bool) -> bool:
+        """Return whether the storage belongs to the prefix of this step that leaves.
 
         What is saved during a backward pass (a recomputed region, double backward) is needed next
         and stays.
@@ -117,10 +144,10 @@ class AutoPolicy(Policy):
             return False
         if self._kind is None:
             self._kind = num_bytes
-            plan = self._plans.get(num_bytes, self._last_plan)
-            self._amount = None if plan is None else plan.amount
-            self.kept_bytes = 0 if plan is None else plan.kept_bytes
-            self.learning = plan is None
+            quota = self._quotas.get(num_bytes, self._last_quota)
+            self._amount = None if quota is None else quota.amount
+            self.kept_bytes = 0 if quota is None else quota.kept_bytes
+            self.limits_backlog = quota is None
         if self._amount is not None and self._offloaded + num_bytes > self._amount:
             self._offloaded = max(self._offloaded, self._amount)  # a prefix: nothing after it
             return False
@@ -128,20 +155,21 @@ class AutoPolicy(Policy):
         return True
 
     def learn(
-        self, entries: Sequence[SavedEntry], rates: LinkRates, stall_seconds: float = 0.0
+        self, entries: Sequence[SavedEntry], rates: MeasuredRates, stall_seconds: float = 0.0
     ) -> None:
-        """Plan the next step of this kind from the profile of the one that ended."""
+        """Set the quota of the next step of this kind from the profile of the one that ended."""
         total = sum(entry.num_bytes for entry in entries)
+        budget = self._limits.device_memory
         if self._kind is None:  # it was never asked: all was too small to move by itself
-            if self._device_memory is not None:
-                self._demanded(total, self._device_memory)
+            if budget is not None:
+                self._meet_budget(total, budget)
             else:
                 self.reason = "everything that a step saves is smaller than min_bytes and stays"
             return
-        if self._device_memory is not None:
-            plan = self._demanded(total, self._device_memory)
+        if budget is not None:
+            quota = self._meet_budget(total, budget)
         else:
-            # A step whose storages were all handed back before they left measures nothing: the
+            # A step whose storages were all forwarded before they left measures nothing: the
             # rates of those before it still hold.
             if rates.write_bytes_per_second is not None:
                 self._rates.append(rates)
@@ -151,19 +179,19 @@ class AutoPolicy(Policy):
                     "offloads everything as well and is measured"
                 )
                 return
-            plan = self._hidden(entries, total, stall_seconds)
-            self._explain(plan.amount, total)
-        self._plans[self._kind] = self._last_plan = plan
-        self._plans.move_to_end(self._kind)
-        while len(self._plans) > _MAX_KINDS:
-            self._plans.popitem(last=False)
+            quota = self._hide(entries, total, stall_seconds)
+            self._explain(quota.amount, total)
+        self._quotas[self._kind] = self._last_quota = quota
+        self._quotas.move_to_end(self._kind)
+        while len(self._quotas) > _MAX_KINDS:
+            self._quotas.popitem(last=False)
 
-    def _hidden(self, entries: Sequence[SavedEntry], total: int, stall_seconds: float) -> _Plan:
-        """What leaves and returns without delaying the step."""
+    def _hide(self, entries: Sequence[SavedEntry], total: int, stall_seconds: float) -> _Quota:
+        """Return the quota that leaves and returns without delaying the step."""
         assert self._kind is not None
         rates = self._best_rates()
-        last = self._plans.get(self._kind) or _Plan(amount=total, kept_bytes=0)
-        count = hidden_prefix(entries, rates, window_bytes=self._window_bytes)
+        last = self._quotas.get(self._kind) or _Quota(amount=total, kept_bytes=0)
+        count = count_hidden(entries, rates, window_bytes=self._limits.window_bytes)
         amount = _eligible_bytes(entries[:count])
         if stall_seconds <= _TOLERANCE * _duration(entries):
             num_waited, ceiling = 0, last.ceiling + _GROWTH * total
@@ -176,20 +204,20 @@ class AutoPolicy(Policy):
                 waited_for = int(stall_seconds * rates.read_bytes_per_second)
                 amount = max(0, min(amount, self._offloaded - waited_for))
             ceiling = amount
-        return _Plan(amount, total - amount, num_waited, ceiling)
+        return _Quota(amount, total - amount, num_waited, ceiling)
 
-    def _best_rates(self) -> LinkRates:
-        """The best of the last steps, in each direction."""
+    def _best_rates(self) -> MeasuredRates:
+        """Return the best rates of the last steps, in each direction."""
         writes = [rates.write_bytes_per_second or 0.0 for rates in self._rates]
         reads = [rates.read_bytes_per_second or 0.0 for rates in self._rates]
-        # All that was handed back before it had left was never read.
-        return LinkRates(
+        # Where everything was forwarded, nothing was ever read.
+        return MeasuredRates(
             write_bytes_per_second=max(writes), read_bytes_per_second=max(reads) or max(writes)
         )
 
-    def _demanded(self, total: int, device_memory: int) -> _Plan:
-        """Bytes that must leave so that the rest, with writes in flight, fits the budget."""
-        room = min(device_memory // 2, self._in_flight_bytes)
+    def _meet_budget(self, total: int, device_memory: int) -> _Quota:
+        """Return the quota with which the rest, and writes in flight, fit the budget."""
+        room = min(device_memory // 2, self._limits.in_flight_bytes)
         amount = 0 if total <= device_memory else total - (device_memory - room)
         self.reason = (
             f"a step saves {format_bytes(total)} and the device budget is "
@@ -198,7 +226,7 @@ class AutoPolicy(Policy):
             else f"a step saves {format_bytes(total)}, which fits the device budget of "
             f"{format_bytes(device_memory)}: everything stays"
         )
-        return _Plan(amount, total - amount)
+        return _Quota(amount, total - amount)
 
     def _explain(self, amount: int, total: int) -> None:
         rates = self._best_rates()
@@ -211,8 +239,8 @@ class AutoPolicy(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What a kind of step offloads and keeps, in bytes."""
+class _Quota:
+    """Bytes that a kind of step offloads and keeps."""
 
     amount: int
     kept_bytes: int
@@ -221,7 +249,7 @@ class _Plan:
 
 
 def _duration(entries: Sequence[SavedEntry]) -> float:
-    """Seconds from the first save to the last use."""
+    """Return the seconds from the first save to the last use."""
     used = [entry.used_seconds for entry in entries if entry.used_seconds is not None]
     return max(used) - entries[0].packed_seconds if used else 0.0
 
@@ -231,7 +259,10 @@ def _eligible_bytes(entries: Sequence[SavedEntry]) -> int:
 
 
 def _left_bytes(entries: Sequence[SavedEntry]) -> int:
-    """Bytes of the longest prefix of what may leave that was out of memory when it was needed."""
+    """Return the length of the longest prefix that was out of memory when it was needed.
+
+    What may not leave is passed over.
+    """
     num_bytes = 0
     for entry in entries:
         if entry.offloadable and not entry.left:
@@ -240,13 +271,17 @@ def _left_bytes(entries: Sequence[SavedEntry]) -> int:
     return num_bytes
 
 
-def hidden_prefix(entries: Sequence[SavedEntry], rates: LinkRates, *, window_bytes: int) -> int:
-    """How many of the first `entries` can leave and return without delaying the step.
+def count_hidden(entries: Sequence[SavedEntry], rates: MeasuredRates, *, window_bytes: int) -> int:
+    """Return how many of the first entries can leave and return without delaying the step.
 
-    `entries` are in the order in which they were saved; what is not offloadable stays wherever it
-    stands. A prefix is hidden if every write in it has ended before its storage is needed
-    (otherwise the bytes never leave, and offloading them gains nothing) and the reads delay the
-    step by at most 2 %.
+    A prefix is hidden if every write in it has ended before its storage is needed (otherwise the
+    bytes never leave, and offloading them gains nothing) and the reads delay the step by at most
+    2 %.
+
+    Args:
+        entries: In the order of saving; what is not offloadable stays wherever it stands.
+        rates: Of both directions.
+        window_bytes: How far reads run ahead of the backward pass.
     """
     if not any(entry.used_seconds is not None for entry in entries):
         return len(entries)
@@ -254,7 +289,7 @@ def hidden_prefix(entries: Sequence[SavedEntry], rates: LinkRates, *, window_byt
     low, high = 0, len(entries)
     while low < high:
         middle = (low + high + 1) // 2
-        delay = step_delay(entries, middle, rates, window_bytes=window_bytes)
+        delay = simulate_delay(entries, middle, rates, window_bytes=window_bytes)
         if delay is not None and delay <= tolerance:
             low = middle
         else:
@@ -262,10 +297,10 @@ def hidden_prefix(entries: Sequence[SavedEntry], rates: LinkRates, *, window_byt
     return low
 
 
-def step_delay(
-    entries: Sequence[SavedEntry], count: int, rates: LinkRates, *, window_bytes: int
+def simulate_delay(
+    entries: Sequence[SavedEntry], count: int, rates: MeasuredRates, *, window_bytes: int
 ) -> float | None:
-    """Seconds that the step loses if the first `count` leave; None if a write comes too late.
+    """Return the seconds that the step loses if the first `count` leave; None: a write is too late.
 
     Writes go in the order of saving, reads in the order of use, each link one transfer at a time,
     both at once. Reads start with the backward pass and run as far ahead of it as `window_bytes`
@@ -275,6 +310,8 @@ def step_delay(
     write = rates.write_bytes_per_second * _RATE_MARGIN
     read = rates.read_bytes_per_second * _RATE_MARGIN
     offloaded = [entry for entry in entries[:count] if entry.offloadable]
+    # Storage i of b_i bytes is saved at p_i and used at u_i, on the clock of the undisturbed step.
+    # Its write ends at w_i = max(w_(i-1), p_i) + b_i / W.
     written: dict[int, float] = {}
     free = 0.0
     for entry in offloaded:
@@ -290,6 +327,9 @@ def step_delay(
     heapq.heapify(resident)
     resident_bytes = sum(num_bytes for _, num_bytes in resident)
     limit = resident_bytes + window_bytes
+    # In the order of use its read ends at r_j = max(r_(j-1), w_j, v_j) + b_j / R, where v_j is when
+    # there is room for it, and the delay is D_j = max(D_(j-1), r_j - u_j); all later uses are D_j
+    # later, and w_j <= u_j + D_(j-1) must hold.
     delay, free = 0.0, min(used.values(), default=0.0)
     needed = [entry for entry in offloaded if id(entry) in used]
     for entry in sorted(needed, key=lambda entry: used[id(entry)]):

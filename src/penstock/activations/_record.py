@@ -1,4 +1,4 @@
-"""What is known of one saved storage: where its bytes are, and who still needs them.
+"""Records: one for each saved storage, with the place of its bytes and the handles that need them.
 
 Autograd keeps *handles* (`SavedHandle`), one for each tensor that it saved. Several of them may be
 views of one storage, and the bytes move once: they share a `Record`. The record is the unit of
@@ -11,12 +11,13 @@ from __future__ import annotations
 import enum
 import itertools
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from penstock.activations._version_counter import shares_version_counter
+from penstock.compat.autograd import set_lazy_bits
+from penstock.compat.version_counter import shares_version_counter
 from penstock.errors import StoreError
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from penstock.activations._routes import Route
 
 _NUMBERS = itertools.count()
+
+# How a tensor looks at its storage: offset, shape, stride, conjugate bit, negative bit.
+View: TypeAlias = tuple[int, torch.Size, tuple[int, ...], bool, bool]
 
 
 class Activity(enum.Enum):
@@ -39,10 +43,10 @@ class Activity(enum.Enum):
 class Record:
     """One saved storage. Every field is read and written under the engine's lock.
 
-    `storage` is the strong reference that keeps the bytes in memory, `copy` the bytes that left
-    (a route knows what it is). A record with neither does not exist: `copy` is complete before
-    `storage` is dropped. `storage` may be a reloaded one, whose first byte lies `shift` bytes
-    after its start, so that file and memory addresses agree in their alignment.
+    `storage` is the strong reference that keeps the bytes in memory, `copy` the bytes that left, in
+    whatever form the route gives them. A record with neither does not exist: `copy` is complete
+    before `storage` is dropped. `storage` may be a reloaded one, whose first byte lies `shift`
+    bytes after its start, so that file and memory addresses agree in their alignment.
     """
 
     __slots__ = (
@@ -119,36 +123,94 @@ class Record:
         self.small_keys: set[int] = set()
         self.small_bytes = self.num_small_counted = 0
         self.unpacked = False
-        self.reserved = False  # room for what may still be saved in it
+        self.reserved = False  # its full length is reserved on the device tier
         self.epoch = 0  # rises when the storage goes or comes
 
-    @property
-    def num_small(self) -> int:
-        """Small storages saved so far, of a chunk."""
-        return len(self.small_keys)
-
     def describes(self, tensor: torch.Tensor) -> bool:
-        """Whether the record's bytes are still what `tensor`, a view of the storage, shows."""
+        """Return whether the record's bytes are still what `tensor`, a view of them, shows."""
         return self.version == tensor._version and shares_version_counter(self.probe, tensor)
 
+    def is_kept(self) -> bool:
+        """Return whether it is in memory only, may leave, and no backward pass has asked for it."""
+        return (
+            self.offloadable
+            and self.filled
+            and (self.storage is not None or self.unpacked)
+            and self.copy is None
+            and not self.dead
+            and self.activity is Activity.IDLE
+            and not self.is_asked_for()
+        )
+
     def is_asked_for(self) -> bool:
-        """Whether a living handle was unpacked since the storage came."""
+        """Return whether a living handle was unpacked since the storage came."""
         return any(watch.epoch == self.epoch for watch in self.watches.values())
 
     def is_served(self) -> bool:
-        """Whether every living handle was unpacked since the storage came."""
+        """Return whether every living handle was unpacked since the storage came."""
         return all(watch.epoch == self.epoch for watch in self.watches.values())
 
+    def mark_served(self) -> None:
+        """Count every living handle as unpacked since the storage came."""
+        for watch in self.watches.values():
+            watch.epoch = self.epoch
+
     def promote(self) -> torch.UntypedStorage | None:
-        """The storage, if something else still keeps it alive, else None."""
+        """Return the storage if something else still keeps it alive, else None."""
         storage = self.weak()
         if storage is None or storage.nbytes() < self.shift + self.num_bytes:
             return None
         return storage
 
 
+class RecordTable:
+    """All living records, by storage and in the order of saving.
+
+    Every change is a single operation on a dictionary.
+    """
+
+    def __init__(self) -> None:
+        self._by_number: dict[int, Record] = {}  # numbers rise, so the order is that of saving
+        self._by_storage: dict[int, Record] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def __iter__(self) -> Iterator[Record]:
+        """Yield from the oldest to the newest; the table must not change meanwhile."""
+        return iter(self._by_number.values())
+
+    def find(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> Record | None:
+        """Return the record that holds what `tensor`, a view of `storage`, shows now."""
+        record = self._by_storage.get(storage._cdata)
+        if record is None or record.origin() is not storage:
+            return None
+        return record if record.describes(tensor) else None
+
+    def add(self, record: Record) -> bool:
+        """Add the newest record; False if its storage had one already, of another version."""
+        known = self._by_storage.get(record.key)
+        is_new = known is None or known.origin() is not record.origin()
+        self._by_storage[record.key] = record
+        self._by_number[record.number] = record
+        return is_new
+
+    def remove(self, record: Record) -> None:
+        """Take a record out."""
+        if self._by_storage.get(record.key) is record:
+            del self._by_storage[record.key]
+        self._by_number.pop(record.number, None)
+
+    def older_than(self, record: Record, at_most: int) -> Iterator[Record]:
+        """Yield what was saved before `record`, the newest first, `at_most` numbers back."""
+        for number in range(record.number - 1, record.number - 1 - at_most, -1):
+            older = self._by_number.get(number)
+            if older is not None:
+                yield older
+
+
 class HandleWatch(weakref.ref[Any]):
-    """Tells the engine when a handle dies, without running Python code in the dying.
+    """Weak reference that tells of a handle's death, without running Python code in the dying.
 
     A `__del__` would swallow the KeyboardInterrupt that arrives during a long kernel, since the
     handle's death is often the first Python that runs after it. The callback is `put` of a
@@ -160,28 +222,25 @@ class HandleWatch(weakref.ref[Any]):
     record: Record
     epoch: int  # of the record, when the handle was last unpacked
 
+    @classmethod
+    def add(
+        cls, handle: object, record: Record, on_death: Callable[[HandleWatch], object]
+    ) -> HandleWatch:
+        """Watch a handle of a record; `on_death` is called with the watch."""
+        watch = cls(handle, on_death)
+        watch.record, watch.epoch = record, -1
+        record.watches[id(watch)] = watch
+        return watch
+
 
 class SavedHandle:
-    """What autograd keeps in place of one saved tensor.
+    """Object that autograd keeps in place of one saved tensor.
 
-    It holds how to look at the storage (dtype, shape, stride, offset) and a version probe, with
-    which `check_version` finds the in-place changes that PyTorch does not look for once hooks
-    are installed.
+    It holds the tensor's view of the storage, and a version probe with which `check_version` finds
+    the in-place changes that PyTorch does not look for once hooks are installed.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "conj",
-        "dtype",
-        "neg",
-        "offset",
-        "probe",
-        "record",
-        "shape",
-        "stride",
-        "version",
-        "watch",
-    )
+    __slots__ = ("__weakref__", "probe", "record", "version", "view", "watch")
 
     def __init__(
         self, record: Record, tensor: torch.Tensor, on_death: Callable[[HandleWatch], object]
@@ -189,50 +248,68 @@ class SavedHandle:
         self.record = record
         self.probe = version_probe(tensor)
         self.version = tensor._version
-        self.dtype = tensor.dtype
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()
-        self.conj = tensor.is_conj()
-        self.neg = tensor.is_neg()
-        self.watch = HandleWatch(self, on_death)
-        self.watch.record = record
-        self.watch.epoch = -1
-        record.watches[id(self.watch)] = self.watch
+        self.view = view_of(tensor)
+        self.watch = HandleWatch.add(self, record, on_death)
 
     def check_version(self) -> None:
         """Raise, as stock autograd does, if the saved tensor was changed in place."""
         if self.probe._version != self.version:
-            raise changed_in_place(self.probe._version, self.version, self.dtype, self.shape)
+            raise changed_in_place(
+                self.probe._version, self.version, self.probe.dtype, self.view[1]
+            )
 
-    def view(self, storage: torch.UntypedStorage, shift: int) -> torch.Tensor:
-        """The saved tensor as a view of `storage`, whose bytes begin at `shift`."""
+    def restore(self, storage: torch.UntypedStorage, shift: int) -> torch.Tensor:
+        """Return the saved tensor as a view of `storage`, whose bytes begin at `shift`."""
         if torch.is_inference_mode_enabled():  # its tensors have no version
             with torch.inference_mode(False):
-                return self.view(storage, shift)
-        tensor = torch.empty(0, dtype=self.dtype, device=self.record.device)
-        offset = self.offset + shift // tensor.element_size()
-        tensor.set_(storage, offset, self.shape, self.stride)  # type: ignore[call-overload]
-        if self.conj:
-            torch._C._set_conj(tensor, True)
-        if self.neg:
-            torch._C._set_neg(tensor, True)
-        # It counts its in-place changes together with the tensor that was saved: a backward
-        # function that changes it is found out when the next one asks for it.
-        shared = self.probe.detach()
-        shared.data = tensor
-        return shared
+                return restore_view(self.probe, storage, self.view, shift)
+        return restore_view(self.probe, storage, self.view, shift)
 
-    def view_in_child(self) -> torch.Tensor:
-        """The saved tensor in a forked process, which has the memory of the fork and no store."""
+    def restore_in_child(self) -> torch.Tensor:
+        """Return the saved tensor in a forked process, which has the fork's memory and no store."""
         storage = self.record.storage
         if storage is None:
             raise not_in_child()
-        return self.view(storage, self.record.shift)
+        return self.restore(storage, self.record.shift)
+
+
+def view_of(tensor: torch.Tensor) -> View:
+    """Return how a tensor looks at its storage."""
+    offset, shape, stride = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return offset, shape, stride, tensor.is_conj(), tensor.is_neg()  # pyright: ignore
+
+
+def restore_view(
+    probe: torch.Tensor, storage: torch.UntypedStorage, view: View, shift: int = 0
+) -> torch.Tensor:
+    """Return a view of `storage`, whose bytes begin at `shift`, with the probe's version counter.
+
+    So it counts its in-place changes together with the tensor that was saved: a backward function
+    that changes it is found out when the next one asks for it.
+    """
+    offset, shape, stride, conjugate, negative = view
+    tensor = torch.empty(0, dtype=probe.dtype, device=probe.device)
+    offset += shift // tensor.element_size()
+    tensor.set_(storage, offset, shape, stride)  # type: ignore[call-overload]
+    set_lazy_bits(tensor, conjugate=conjugate, negative=negative)
+    shared = probe.detach()
+    shared.data = tensor
+    return shared
+
+
+def version_probe(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that shares `tensor`'s version counter and none of its memory.
+
+    `detach()` shares counter and storage; assigning to `.data` replaces the storage and keeps the
+    counter. So an in-place change is seen long after the bytes have left and been freed.
+    """
+    probe = tensor.detach()
+    probe.data = _empty(tensor.dtype, tensor.device)
+    return probe
 
 
 def not_in_child() -> StoreError:
-    """The error for saved tensors that are in the file of a forked process's parent."""
+    """Return the error for saved tensors that are in the file of a forked process's parent."""
     return StoreError(
         "this process was forked from one that had offloaded this saved tensor, and the parent "
         "owns the store. Run the backward pass in the process that ran the forward pass, or fork "
@@ -240,21 +317,10 @@ def not_in_child() -> StoreError:
     )
 
 
-def version_probe(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that shares `tensor`'s version counter and none of its memory.
-
-    `detach()` shares counter and storage; assigning to `.data` replaces the storage and keeps the
-    counter. So an in-place change is seen long after the bytes have left and been freed.
-    """
-    probe = tensor.detach()
-    probe.data = _nothing(tensor.dtype, tensor.device)
-    return probe
-
-
 def changed_in_place(
     found: int, expected: int, dtype: torch.dtype, shape: torch.Size | None
 ) -> RuntimeError:
-    """Stock autograd's error for a saved tensor whose version is not the one it was saved at."""
+    """Return stock autograd's error for a tensor whose version is not the one it was saved at."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "
         f"operation: [{dtype}, shape {None if shape is None else list(shape)}] is at version "
@@ -266,7 +332,7 @@ def changed_in_place(
 _EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
-def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     empty = _EMPTY.get((dtype, device))
     if empty is None:
         empty = _EMPTY[dtype, device] = torch.empty(0, dtype=dtype, device=device)

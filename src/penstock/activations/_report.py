@@ -1,4 +1,4 @@
-"""What offloading did, in numbers."""
+"""Report of what offloading did, in numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.tables import report_table
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadReport:
-    """The account of an `Offload`, from its creation until `report()` was called.
+    """Account of an `Offload`, from its creation until `report()` was called.
 
     Sums run over all steps; a step is what is saved up to a backward pass, and that pass (a
     micro-batch of gradient accumulation is a step).
@@ -25,11 +25,11 @@ class OffloadReport:
     saved_bytes: int
     """Bytes of the `num_saved` storages."""
     offloaded_bytes: int
-    """Bytes whose write was started, whether or not they were handed back before it had ended."""
+    """Bytes whose write was started, whether or not they were forwarded before it had ended."""
     bytes_written: int
     """Bytes whose write was completed."""
     forwarded_bytes: int
-    """Offloaded bytes that were handed back from memory, without a read."""
+    """Offloaded bytes that were forwarded from memory, without a read."""
     bytes_read: int
     """Bytes read back; more than once where a graph is used more than once."""
     peak_device_bytes: int
@@ -51,7 +51,7 @@ class OffloadReport:
     direct_io: bool | None
     """Whether the file is read and written past the page cache; None without a file."""
     allocator: str
-    """Which CPU allocator served the tensors: "caching", or "stock" and why."""
+    """CPU allocator that served the tensors: "caching", or "stock" and why."""
     hooks: str
     """Language of the hooks for parameters and small tensors: "C++", or "Python", which is slower,
     where it cannot be built."""
@@ -59,7 +59,7 @@ class OffloadReport:
     """Bytes moved per link."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain data, for JSON."""
+        """Return the fields as plain data, for JSON."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:

@@ -1,9 +1,9 @@
-"""The ways out of the device tier, and back.
+"""Routes out of the device tier, and back.
 
 A route moves one storage at a time, blocking the worker thread that calls it; which storage, when
 and under which budget is the engine's business. On a machine without a GPU the device tier is
 RAM, and `FileRoute` takes a storage straight to the file. `penstock.activations._host_route` has
-the way from a GPU.
+the route from a GPU.
 """
 
 from __future__ import annotations
@@ -14,33 +14,34 @@ from typing import Any, Protocol
 import torch
 
 from penstock.memory import ExtentFile, Ledger, Link, StoredSpan, Tier
+from penstock.memory.pages import DIRECT_IO_BYTES
 
-_RAM_BYTES = 512 + 4096  # at most this much of an unaligned storage stays in RAM
+_RAM_BYTES = 512 + DIRECT_IO_BYTES  # at most this much of an unaligned storage stays in RAM
 _CPU = torch.device("cpu")
 _CONGRUENT = 512  # O_DIRECT: file and memory addresses agree modulo this
 
 
 class Declined(Exception):
-    """A route has no room for this storage at present: it stays resident, and nothing failed."""
+    """Refusal of a route without room at present: the storage stays, and nothing failed."""
 
 
 class Route(Protocol):
-    """Takes storages of one device type out and brings them back."""
+    """Way of one device type's storages out and back."""
 
     def mark(self, device: torch.device) -> Any:
-        """A token for "what has been computed on `device` up to now", at the time of saving."""
+        """Return a token for all that was launched on `device` until now, which is a saving."""
         ...
 
     def mark_again(self, ready: Any) -> Any:
-        """The same of the same computation, now: with the operator that did the saving."""
+        """Return a token that includes the operator that did the saving."""
         ...
 
     def store(self, storage: torch.UntypedStorage, ready: Any) -> Any:
-        """Copy the storage out once `ready` has come; the copy is complete on return."""
+        """Copy the storage out after `ready`; the copy is complete on return."""
         ...
 
     def load(self, copy: Any, device: torch.device) -> tuple[torch.UntypedStorage, int, Any]:
-        """A new storage with the copy's bytes, where they begin in it, and a token for `settle`."""
+        """Return a storage with the copy's bytes, their offset in it, and a token for `settle`."""
         ...
 
     def settle(self, ready: Any, storage: torch.UntypedStorage | None) -> None:
@@ -57,7 +58,7 @@ class Route(Protocol):
 
 
 class FileRoute:
-    """RAM to file and back, without a staging copy.
+    """Route from RAM to the file and back, without a staging copy.
 
     Writes go from the storage's own memory, reads land in the memory that becomes the tensor. The
     few bytes before the first and after the last aligned address stay in RAM: they count for the
@@ -70,15 +71,15 @@ class FileRoute:
         self._host_memory = host_memory
 
     def mark(self, device: torch.device) -> None:
-        """Nothing to wait for: the CPU has computed what it saves."""
+        """Return no token: the CPU has computed what it saves."""
         return None
 
     def mark_again(self, ready: None) -> None:
-        """Nothing to wait for."""
+        """Return no token."""
         return self.mark(_CPU)
 
     def store(self, storage: torch.UntypedStorage, ready: None) -> StoredSpan:
-        """Write the storage; raises StoreError and keeps nothing if that fails."""
+        """Write the storage; raise StoreError and keeps nothing if that fails."""
         limit = self._host_memory
         if limit is not None and self._ledger.resident(Tier.HOST) + _RAM_BYTES > limit:
             raise Declined(f"host_memory of {limit} bytes holds no more unaligned ends")
@@ -102,7 +103,7 @@ class FileRoute:
         return storage, shift, None
 
     def settle(self, ready: None, storage: torch.UntypedStorage | None) -> None:
-        """Nothing to wait for: `load` has read every byte."""
+        """Do nothing: `load` has read every byte."""
 
     def discard(self, copy: StoredSpan) -> None:
         """Free the extent."""
@@ -116,10 +117,10 @@ class FileRoute:
 
 
 def congruent_storage(num_bytes: int, address_offset: int) -> tuple[torch.UntypedStorage, int]:
-    """CPU storage with `num_bytes` bytes from an address that is `address_offset` modulo 512.
+    """Return a CPU storage with `num_bytes` bytes from an address `address_offset` modulo 512.
 
     Kernels see the alignment they saw in the source, so they take the same code path and give
-    the same bits. Returns the storage and where in it those bytes begin.
+    the same bits. The second result is where in the storage those bytes begin.
     """
     storage = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
     if storage.data_ptr() % _CONGRUENT == address_offset:

@@ -1,8 +1,8 @@
-"""Storages too small to move by themselves: saved with little ado, and packed when room is needed.
+"""Storages too small to move by themselves: saved at little cost, packed when room is needed.
 
 Autograd saves thousands of them a step, so saving one takes no lock and makes no record. A thread
-notes them in its *chunk*; the engine knows the chunk as one record, whose bytes are in the tensors
-of its handles (`unpacked`) until a device budget wants them out. Then they are copied one behind
+notes them in its *chunk*; to the engine the chunk is one record, whose bytes are in the tensors of
+its handles (`unpacked`) until a device budget demands their room. Then they are copied one behind
 the other into one storage, which leaves as any other does. The first handle that is needed again
 brings back the whole chunk.
 """
@@ -16,18 +16,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.activations._record import Record, changed_in_place, version_probe
+from penstock.activations._record import (
+    Record,
+    View,
+    changed_in_place,
+    restore_view,
+    version_probe,
+    view_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-CHUNK_BYTES = 64 * 1024
 _get_ident = threading.get_ident
-_graph_task = torch._C._current_graph_task_id
 
 
 class Chunk:
-    """What one thread has saved, in order; dies with the last of its handles."""
+    """Small storages that one thread has saved, in order; dies with the last of its handles."""
 
     __slots__ = ("__weakref__", "capacity_bytes", "handles", "record", "used")
 
@@ -38,45 +43,49 @@ class Chunk:
         self.handles: list[weakref.ref[SmallHandle]] | None = [] if may_leave else None
 
     def living(self) -> list[SmallHandle]:
-        """Its handles that are alive."""
+        """Return its handles that are alive."""
         handles = [weak() for weak in self.handles or ()]
         return [handle for handle in handles if handle is not None]
 
 
 class SmallHandle:
-    """What autograd keeps in place of a small tensor.
+    """Object that autograd keeps in place of a small tensor.
 
     `alias` is the tensor, or None while its bytes are in the chunk's pack, `place` bytes behind its
-    beginning; `probe` shares its version counter and none of its memory then.
+    beginning; `probe` shares its version counter and none of its memory then, and `view` is how it
+    looks at its storage.
     """
 
-    __slots__ = ("__weakref__", "alias", "chunk", "place", "probe", "version")
+    __slots__ = ("__weakref__", "alias", "chunk", "place", "probe", "version", "view")
 
     alias: torch.Tensor | None
     chunk: Chunk
     place: tuple[int, int]  # in the pack; bytes of the whole storage
     probe: torch.Tensor
     version: int
+    view: View
 
 
 class SmallSaves:
-    """The chunks that threads are filling.
+    """Chunks that threads are filling.
 
-    open_chunk: called where a thread needs another one, with its last one. use_chunk: called when
-    the first tensor of a chunk is needed. bring_back: called where its bytes are not in memory.
+    Args:
+        open_chunk: Called where a thread needs another one, with its last one.
+        use_chunk: Called when the first tensor of a chunk is needed.
+        reload: Called where a tensor's bytes are not in memory.
     """
 
     def __init__(
         self,
         open_chunk: Callable[[torch.Tensor, Chunk | None], Chunk],
         use_chunk: Callable[[Chunk], None],
-        bring_back: Callable[[SmallHandle], torch.Tensor],
+        reload: Callable[[SmallHandle], torch.Tensor],
     ) -> None:
-        self._open_chunk, self._use_chunk, self._bring_back = open_chunk, use_chunk, bring_back
+        self._open_chunk, self._use_chunk, self._reload = open_chunk, use_chunk, reload
         self.filling: dict[int, weakref.ref[Chunk]] = {}  # by thread
 
     def note(self, tensor: torch.Tensor, key: int, num_bytes: int) -> Chunk:
-        """The chunk of `tensor`, whose storage has that address and length; counts its bytes."""
+        """Return the chunk that takes `tensor`; `key` and length are its storage's."""
         thread = _get_ident()
         weak = self.filling.get(thread)
         chunk = None if weak is None else weak()
@@ -95,7 +104,7 @@ class SmallSaves:
         return chunk
 
     def save(self, tensor: torch.Tensor, key: int, num_bytes: int) -> SmallHandle:
-        """A handle for `tensor` that lets its bytes leave; of the same arguments as `note`."""
+        """Return a handle for `tensor` that lets its bytes leave; arguments as for `note`."""
         chunk = self.note(tensor, key, num_bytes)
         handle = SmallHandle()
         # A leaf is kept itself, as autograd does; others may own the node that will own the handle.
@@ -107,18 +116,18 @@ class SmallSaves:
         return handle
 
     def restore(self, handle: SmallHandle) -> torch.Tensor:
-        """The tensor; raises if it was changed in place."""
+        """Return the tensor; raise if it was changed in place."""
         if not handle.chunk.used:
             self._use_chunk(handle.chunk)
         alias = handle.alias
         if alias is None:
-            alias = self._bring_back(handle)
+            alias = self._reload(handle)
         if alias._version != handle.version:
             raise changed_in_place(alias._version, handle.version, alias.dtype, alias.shape)
         return alias
 
     def open_chunks(self) -> list[Chunk]:
-        """Chunks that threads are filling."""
+        """Return the chunks that threads are filling."""
         chunks = [weak() for weak in list(self.filling.values())]
         return [chunk for chunk in chunks if chunk is not None and not chunk.used]
 
@@ -148,8 +157,7 @@ def pack(chunk: Chunk) -> torch.UntypedStorage | None:
         assert alias is not None
         storage = alias.untyped_storage()
         handle.place = storages[storage._cdata][1], storage.nbytes()
-        # Its sizes are the probe's, which is the alias with other memory: of no bytes.
-        handle.probe = _without_memory(alias)
+        handle.view, handle.probe = view_of(alias), version_probe(alias)
         handle.alias = None
     return packed
 
@@ -166,30 +174,5 @@ def unpack(chunk: Chunk, packed: torch.UntypedStorage, shift: int) -> None:
         if storage is None:
             storage = storages[place] = torch.UntypedStorage(num_bytes)
             ctypes.memmove(storage.data_ptr(), address + place, num_bytes)
-        handle.alias = _with_memory(handle.probe, storage)
-        del handle.probe
-
-
-def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    probe = version_probe(tensor)
-    probe._penstock_view = (  # type: ignore[attr-defined]
-        tensor.storage_offset(),
-        tensor.shape,
-        tensor.stride(),
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
-    return probe
-
-
-def _with_memory(probe: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    offset, shape, stride, conj, neg = probe._penstock_view  # type: ignore[attr-defined]
-    tensor = torch.empty(0, dtype=probe.dtype, device=probe.device)
-    tensor.set_(storage, offset, shape, stride)  # type: ignore[call-overload]
-    if conj:
-        torch._C._set_conj(tensor, True)
-    if neg:
-        torch._C._set_neg(tensor, True)
-    shared = probe.detach()
-    shared.data = tensor
-    return shared
+        handle.alias = restore_view(handle.probe, storage, handle.view)
+        del handle.probe, handle.view

@@ -102,12 +102,13 @@ def sweep_memory(captured: CapturedModel, err: Console) -> Sweep:
                 break
             except KeyboardInterrupt:
                 break
+            seconds, bound = plan.step_seconds, plan.lower_bound_seconds
             points.append(
                 SweepPoint(
                     name="plans",
                     device_bytes=budget,
-                    step_seconds=plan.step_seconds,
-                    lower_bound_seconds=plan.lower_bound_seconds,
+                    step_seconds=seconds,
+                    lower_bound_seconds=bound,
                 )
             )
             if interruption.seen:

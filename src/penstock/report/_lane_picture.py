@@ -45,13 +45,7 @@ def draw_lanes(
                     ((span.start_ns - origin_ns) / unit_ns, (span.end_ns - span.start_ns) / unit_ns)
                 )
             for colour, ranges in by_colour.items():
-                axes.broken_barh(
-                    ranges,
-                    (bottom, height),
-                    facecolors=colour,
-                    edgecolors=colour,
-                    linewidth=edge_width,
-                )
+                axes.broken_barh(ranges, (bottom, height), color=colour, linewidth=edge_width)
     axes.set_yticks(range(len(lanes)), [_add_arrow(name) for name in names])
     axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)  # the first lane is on top
     style_axes(axes, grid="x")

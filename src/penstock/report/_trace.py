@@ -8,6 +8,7 @@ start of the timeline.
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +44,7 @@ def chrome_trace(timeline: Timeline, *, title: str = "Penstock") -> dict[str, An
             events.append(_make_metadata("thread_name", thread_id, name=name))
             events.append(_make_metadata("thread_sort_index", thread_id, sort_index=thread_id))
             events.extend(_make_span_event(span, thread_id, origin_ns) for span in row)
-    for tier, samples in timeline.samples.items():
-        # The viewer holds a counter's last value to the end; one closing event marks it.
-        closing = [(end_ns, samples[-1][1])] if samples and samples[-1][0] < end_ns else []
-        events.extend(
-            {
-                "ph": "C",
-                "name": f"{tier} resident bytes",
-                "pid": _PROCESS_ID,
-                "ts": _to_microseconds(at_ns - origin_ns),
-                "args": {"bytes": num_bytes},
-            }
-            for at_ns, num_bytes in [*samples, *closing]
-        )
+    events += _make_counters(timeline, origin_ns, end_ns)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -65,6 +54,20 @@ def chrome_trace(timeline: Timeline, *, title: str = "Penstock") -> dict[str, An
             "num_dropped_events": timeline.num_dropped,
         },
     }
+
+
+def _make_counters(timeline: Timeline, origin_ns: int, end_ns: int) -> Iterator[dict[str, Any]]:
+    for tier, samples in timeline.samples.items():
+        # The viewer holds a counter's last value to the end; one closing event marks it.
+        closing = [(end_ns, samples[-1][1])] if samples and samples[-1][0] < end_ns else []
+        for at_ns, num_bytes in [*samples, *closing]:
+            yield {
+                "ph": "C",
+                "name": f"{tier} resident bytes",
+                "pid": _PROCESS_ID,
+                "ts": _to_microseconds(at_ns - origin_ns),
+                "args": {"bytes": num_bytes},
+            }
 
 
 def write_chrome_trace(

@@ -1,4 +1,4 @@
-"""Telling which tensors count their in-place changes together, without changing a count.
+"""Version counters of tensors: which tensors share one, found without changing a count.
 
 Views and `detach()` share a version counter; `x.data` has one of its own over the same memory, so
 two tensors on one storage can differ in content at equal versions. PyTorch offers the count and not
@@ -19,20 +19,20 @@ _NUM_WORDS = 20  # of the C++ object, which is longer
 
 
 def shares_version_counter(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether both count their in-place changes together: views of one another, `detach()`.
+    """Return whether both count their in-place changes together: views of one another, `detach()`.
 
     False where that cannot be told: then they count as different, and are moved twice.
     """
-    place = _place()
-    if place is None:
+    offset = _offset()
+    if offset is None:
         return False
     read = ctypes.c_void_p.from_address
-    return read(first._cdata + place).value == read(second._cdata + place).value
+    return read(first._cdata + offset).value == read(second._cdata + offset).value
 
 
 @functools.cache
-def _place() -> int | None:
-    """Where in a tensor's object the pointer is, in bytes; None if this PyTorch hides it."""
+def _offset() -> int | None:
+    """Return the pointer's offset in a tensor's object, in bytes; None if this PyTorch hides it."""
     x, other = torch.zeros(4, 4, device="cpu"), torch.zeros(4, 4, device="cpu")
     again = torch.empty(0, device="cpu").set_(x.untyped_storage(), 0, (4, 4), (4, 1))  # type: ignore[call-overload]
     mine = _words(x)
