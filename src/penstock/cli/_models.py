@@ -119,11 +119,9 @@ class ModelOptions:
 def load_graph(source: str, options: ModelOptions) -> StepGraph:
     """Capture the step of a model, or read a saved one.
 
-    Args:
-        source: A name of `SHAPES`, a JSON file (a Transformers configuration or a saved step
-            graph), or `module:function`, a function without arguments that returns model,
-            optimizer, batch and perhaps the loss function.
-        options: Training options for names and configurations.
+    `source` is a name of `SHAPES`, a JSON file (a Transformers configuration or a saved step
+    graph), or `module:function`, a function without arguments that returns model, optimizer, batch
+    and perhaps the loss function.
 
     Raises:
         ModelError: `source` is none of these.

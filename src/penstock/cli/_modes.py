@@ -24,13 +24,7 @@ class NothingPlannedError(PenstockError):
 
 
 class Offloading:
-    """The mode in which saved activations leave the device.
-
-    Args:
-        offload: The context manager, not entered yet.
-        trace_path: File for the last step as a Chrome trace.
-        picture_path: File for a drawing of the last step.
-    """
+    """The mode in which saved activations leave the device."""
 
     def __init__(
         self, offload: Offload, trace_path: Path | None, picture_path: Path | None
@@ -72,9 +66,8 @@ class Offloading:
 class Planning:
     """The mode in which each step of a trainer runs as planned.
 
-    Args:
-        options: Keyword arguments for `penstock.integrations.transformers.plan_trainers`.
-        is_optional: True lets a script that trains with a loop of its own run without a plan.
+    `options` are those of `plan_trainers`. If it is optional, a script that trains with a loop of
+    its own runs without a plan.
     """
 
     def __init__(self, options: dict[str, Any], *, is_optional: bool = False) -> None:

@@ -56,17 +56,10 @@ def add_command(
     function: Callable[[_Options], None],
     **settings: Any,
 ) -> None:
-    """Add a function of an options dataclass to the command line.
+    """Add a function of an options dataclass to the command line; its docstring is the help.
 
     The options are the fields that are annotated with one of typer's, inherited ones last. Errors
     that a user can act on become a line on stderr and status 2.
-
-    Args:
-        app: The command line.
-        name: The command's name.
-        options: The dataclass.
-        function: The command; its docstring is the help.
-        **settings: Passed on to `typer.Typer.command`.
     """
     parameters = list_parameters(options)
 

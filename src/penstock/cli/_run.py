@@ -176,13 +176,6 @@ class Setup:
 def launch(options: RunOptions) -> int:
     """Run a script, offloaded or planned, and write the results that the options name.
 
-    Example:
-        >>> launch(RunOptions(script="train.py", store="/mnt/nvme"))  # doctest: +SKIP
-        0
-
-    Args:
-        options: The script, and how it runs.
-
     Returns:
         The exit status: the script's own, 1 after an uncaught exception, 130 after Ctrl-C.
 
@@ -209,15 +202,12 @@ def launch(options: RunOptions) -> int:
 
 
 def set_up_process(*, is_planned: bool) -> Setup:
-    """Prepare the process before the script makes its first tensor.
+    """Prepare the process before the script makes its first tensor; return the allocator.
 
     The kernels of the CPU's vector mathematics are chosen while there is one thread, so that the
     run can be repeated. On a machine without a GPU the caching allocator replaces torch's: bytes
     that offloading frees then go back to the operating system or to the next tensor, and not into
     the C library's heap.
-
-    Returns:
-        The allocator that was chosen.
     """
     import torch
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.batching._arrays import Integers
-from penstock.batching.dynamic._native import LibraryLayout, load_library_for
+from penstock.batching.dynamic._native import lay_out_by_library, load_library_for
 from penstock.batching.dynamic._node_graph import NodeGraph, expand_ranges, unique
 from penstock.batching.dynamic._schedule import Order, order_nodes
 
@@ -83,14 +83,8 @@ def plan_execution(
 ) -> ExecutionPlan:
     """Lay out a graph's outputs and find the rows that each batch reads.
 
-    Args:
-        graph: The nodes.
-        order: The schedule; by default the one that `order_nodes` returns.
-        kept: Types to keep the outputs of: the rows of all others are reused as soon as no batch
-            has to read them. None keeps everything.
-
-    Returns:
-        The plan.
+    The order is by default that of `order_nodes`. Rows of all types but those in `kept` are reused
+    as soon as no batch has to read them; None keeps everything.
     """
     order = order_nodes(graph, frees_most=kept is not None) if order is None else order
     first_rows = None if kept is None else _reuse_rows(graph, order, kept)
@@ -103,9 +97,9 @@ def plan_execution(
 def _plan_by_library(
     compiled: ctypes.CDLL, graph: NodeGraph, order: Order, first_rows: Integers | None
 ) -> ExecutionPlan:
-    laid = LibraryLayout(compiled, graph, order, first_rows)
+    laid = lay_out_by_library(compiled, graph, order, first_rows)
     begins = order[1].tolist()
-    numbers = iter(laid.plan)
+    numbers = iter(laid.plan.tolist())
     pool_rows = [0] * (int(laid.pool_of_kind.max(initial=-1)) + 1)
     batches: list[BatchPlan] = []
     for first, kind in zip(begins, numbers, strict=False):

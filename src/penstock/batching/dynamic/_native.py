@@ -10,13 +10,14 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from penstock.batching._arrays import Integers
 from penstock.batching.dynamic._node_graph import NodeGraph
-from penstock.codegen import load_optional_library
+from penstock.codegen import load_optional_library, to_struct
 
 _SOURCES = [Path(__file__).with_name(name) for name in ("schedule.cpp", "layout.cpp")]
 _MAX_NODES = 1 << 30  # node numbers have 32 bits there
@@ -25,16 +26,13 @@ _MAX_NODES = 1 << 30  # node numbers have 32 bits there
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
     """Return the library, or None without a compiler; the outcome is logged once."""
-    count, pointer = ctypes.c_int64, ctypes.c_void_p
-    graph = [count, count, pointer, pointer, pointer]
     return load_optional_library(
         "batching",
         _SOURCES,
         flags=("-O3",),
         functions={
-            "penstock_batching_order": (count, [*graph, count, count, *[pointer] * 4]),
-            "penstock_batching_merge": (None, [count, *[pointer] * 4]),
-            "penstock_batching_layout": (count, [*graph, count, *[pointer] * 11]),
+            f"penstock_batching_{name}": (ctypes.c_int64, [ctypes.c_void_p])
+            for name in ("order", "merge", "layout")
         },
         work="batches are planned",
         otherwise="by NumPy, without search",
@@ -46,6 +44,58 @@ def load_library_for(graph: NodeGraph) -> ctypes.CDLL | None:
     return load_library() if graph.num_nodes < _MAX_NODES and len(graph.flat) < _MAX_NODES else None
 
 
+@dataclass
+class _MergeRequest:
+    """Arguments of `penstock_batching_merge`; `types`, `starts` and `flat` are written."""
+
+    num_graphs: int
+    parts: Integers
+    types: Integers
+    starts: Integers
+    flat: Integers
+
+
+@dataclass
+class _OrderRequest:
+    """Arguments of `penstock_batching_order`; the last five are written."""
+
+    num_nodes: int
+    num_types: int
+    types: Integers
+    starts: Integers
+    flat: Integers
+    search: bool
+    frees_most: bool
+    order: Integers
+    begins: Integers
+    kinds: Integers
+    lower_bound: int = 0
+    num_by_depth: int = 0
+
+
+@dataclass
+class LayoutRequest:
+    """Arguments of `penstock_batching_layout`; those from `nodes` on are written."""
+
+    num_nodes: int
+    num_types: int
+    types: Integers
+    starts: Integers
+    flat: Integers
+    num_batches: int
+    begins: Integers
+    kinds: Integers
+    first_rows: Integers | None
+    nodes: Integers
+    pool_of_kind: Integers
+    batch_of: Integers
+    row_of: Integers
+    places: Integers
+    index: Integers
+    plan: Integers
+    num_gathered: int = 0
+
+
 def merge(graphs: Sequence[NodeGraph], num_types: int) -> NodeGraph:
     """Join graphs into one, as `NodeGraph.merge` does."""
     compiled = load_library()
@@ -53,66 +103,50 @@ def merge(graphs: Sequence[NodeGraph], num_types: int) -> NodeGraph:
         return NodeGraph.merge(graphs, num_types)
     parts = np.array([graph.pointers for graph in graphs], dtype=np.int64)
     num_nodes, num_arguments = parts[:, :2].sum(axis=0).tolist()
-    types = np.empty(num_nodes, dtype=np.int64)
-    starts = np.empty(num_nodes + 1, dtype=np.int64)
-    flat = np.empty(num_arguments, dtype=np.int64)
-    written = (each.ctypes.data for each in (parts, types, starts, flat))
-    compiled.penstock_batching_merge(len(graphs), *written)
-    return NodeGraph.merge(graphs, num_types, (types, starts, flat))
+    merged = NodeGraph(_make(num_nodes), _make(num_nodes + 1), _make(num_arguments), num_types)
+    request = _MergeRequest(len(graphs), parts, merged.types, merged.starts, merged.flat)
+    compiled.penstock_batching_merge(ctypes.byref(to_struct(request)))
+    return merged
 
 
 def order_by_library(
     compiled: ctypes.CDLL, graph: NodeGraph, *, search: bool, frees_most: bool
 ) -> tuple[tuple[Integers, Integers, Integers], int]:
     """Schedule a graph as `order_nodes` does; return also the number of batches by depth."""
-    num_nodes = graph.num_nodes
-    memory = np.empty(3 * num_nodes + 3, dtype=np.int64)
-    order, begins = memory[:num_nodes], memory[num_nodes : 2 * num_nodes + 1]
-    kinds, bounds = memory[2 * num_nodes + 1 : -2], memory[-2:]
-    outputs = (each.ctypes.data for each in (order, begins, kinds, bounds))
-    num_batches = compiled.penstock_batching_order(
-        *_list_pointers(graph), search, frees_most, *outputs
-    )
-    lower_bound, by_depth = bounds.tolist()
-    graph.remember_bound(lower_bound)
-    return (order, begins[: num_batches + 1], kinds[:num_batches]), by_depth
+    outputs = (_make(graph.num_nodes), _make(graph.num_nodes + 1), _make(graph.num_nodes))
+    request = to_struct(_OrderRequest(*_list_fields(graph), search, frees_most, *outputs))
+    num_batches = compiled.penstock_batching_order(ctypes.byref(request))
+    graph.remember_bound(request.lower_bound)
+    order, begins, kinds = outputs
+    return (order, begins[: num_batches + 1], kinds[:num_batches]), request.num_by_depth
 
 
-class LibraryLayout:
-    """The arrays that `penstock_batching_layout` writes."""
-
-    def __init__(
-        self,
-        compiled: ctypes.CDLL,
-        graph: NodeGraph,
-        order: tuple[Integers, Integers, Integers],
-        first_rows: Integers | None,
-    ) -> None:
-        nodes, begins, kinds = (np.ascontiguousarray(each, dtype=np.int64) for each in order)
-        num_nodes, num_arguments = graph.num_nodes, len(graph.flat)
-        self.nodes: Integers = nodes.copy()
-        self.pool_of_kind: Integers = np.empty(graph.num_types, dtype=np.int64)
-        self.batch_of: Integers = np.empty(num_nodes, dtype=np.int64)
-        self.row_of: Integers = np.empty(num_nodes, dtype=np.int64)
-        self.places: Integers = np.empty(num_nodes, dtype=np.int64)
-        index = np.empty(num_arguments, dtype=np.int64)
-        index_length = np.zeros(1, dtype=np.int64)
+def lay_out_by_library(
+    compiled: ctypes.CDLL,
+    graph: NodeGraph,
+    order: tuple[Integers, Integers, Integers],
+    first_rows: Integers | None,
+) -> LayoutRequest:
+    """Lay out a schedule; `index` and `plan` have the lengths that are in use."""
+    nodes, begins, kinds = (np.ascontiguousarray(each, dtype=np.int64) for each in order)
+    num_nodes, num_arguments = graph.num_nodes, len(graph.flat)
+    request = LayoutRequest(
+        *_list_fields(graph),
+        *(len(kinds), begins, kinds, first_rows, nodes.copy(), _make(graph.num_types)),
+        *(_make(num_nodes), _make(num_nodes), _make(num_nodes), _make(num_arguments)),
         # Six numbers for a batch, which has a node; seven for an operand, which has an argument,
         # and one for each of its sources, of which every one has an argument too.
-        plan = np.empty(6 * num_nodes + 8 * num_arguments, dtype=np.int64)
-        written = (self.nodes, self.pool_of_kind, self.batch_of, self.row_of, self.places)
-        length = compiled.penstock_batching_layout(
-            *_list_pointers(graph),
-            len(kinds),
-            begins.ctypes.data,
-            kinds.ctypes.data,
-            None if first_rows is None else first_rows.ctypes.data,
-            *(each.ctypes.data for each in (*written, index, index_length, plan)),
-        )
-        self.index: Integers = index[: int(index_length[0])]
-        self.plan: list[int] = plan[:length].tolist()
+        _make(6 * num_nodes + 8 * num_arguments),
+    )
+    struct = to_struct(request)
+    length = compiled.penstock_batching_layout(ctypes.byref(struct))
+    request.index, request.plan = request.index[: struct.num_gathered], request.plan[:length]
+    return request
 
 
-def _list_pointers(graph: NodeGraph) -> tuple[int, ...]:
-    num_nodes, _, *arrays = graph.pointers
-    return num_nodes, graph.num_types, *arrays
+def _list_fields(graph: NodeGraph) -> tuple[int, int, Integers, Integers, Integers]:
+    return graph.num_nodes, graph.num_types, graph.types, graph.starts, graph.flat
+
+
+def _make(length: int) -> Integers:
+    return np.empty(length, dtype=np.int64)

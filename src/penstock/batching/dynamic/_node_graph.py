@@ -67,20 +67,14 @@ class NodeGraph:
         return graph
 
     @classmethod
-    def merge(
-        cls,
-        graphs: Sequence[NodeGraph],
-        num_types: int,
-        arrays: tuple[Integers, Integers, Integers] | None = None,
-    ) -> NodeGraph:
-        """Join graphs into one.
-
-        Args:
-            graphs: The graphs.
-            num_types: Number of types of all of them.
-            arrays: `types`, `starts` and `flat` of the result, if they are computed already.
-        """
-        return cls(*(arrays or _concatenate(graphs)), num_types)
+    def merge(cls, graphs: Sequence[NodeGraph], num_types: int) -> NodeGraph:
+        """Join graphs into one."""
+        firsts = np.cumsum([0, *(graph.num_nodes for graph in graphs)])
+        counts = np.array([len(graph.flat) for graph in graphs], dtype=np.int64)
+        starts = np.zeros(int(firsts[-1]) + 1, dtype=np.int64)
+        np.cumsum(np.concatenate([graph.num_arguments for graph in graphs]), out=starts[1:])
+        flat = np.concatenate([graph.flat for graph in graphs]) + np.repeat(firsts[:-1], counts)
+        return cls(np.concatenate([graph.types for graph in graphs]), starts, flat, num_types)
 
     def recode(self, codes: Integers, num_types: int) -> NodeGraph:
         """Return the graph with type `t` numbered `codes[t]`, of `num_types`."""
@@ -197,15 +191,6 @@ class NodeGraph:
             level = unique(readers[found][waits[readers[found]] == 0])
             at += 1
         return depth
-
-
-def _concatenate(graphs: Sequence[NodeGraph]) -> tuple[Integers, Integers, Integers]:
-    firsts = np.cumsum([0, *(graph.num_nodes for graph in graphs)])
-    counts = np.array([len(graph.flat) for graph in graphs], dtype=np.int64)
-    starts = np.zeros(int(firsts[-1]) + 1, dtype=np.int64)
-    np.cumsum(np.concatenate([graph.num_arguments for graph in graphs]), out=starts[1:])
-    flat = np.concatenate([graph.flat for graph in graphs]) + np.repeat(firsts[:-1], counts)
-    return np.concatenate([graph.types for graph in graphs]), starts, flat
 
 
 def expand_ranges(starts: Integers, chosen: Any) -> tuple[Integers, Integers]:

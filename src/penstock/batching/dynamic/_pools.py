@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.batching._arrays import Integers
 from penstock.batching.dynamic._layout import Operands
+from penstock.compat import autograd
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -24,11 +25,8 @@ _HALF = (torch.float16, torch.bfloat16)
 class OutputPools:
     """The outputs of a graph's nodes by pool and component, and their gradients.
 
-    Args:
-        pool_rows: Rows of each pool.
-        index: Rows that are gathered, one reader after the other.
-        widened: Pools that keep half precision as float32, since other cells that write to them
-            may return float32 under autocast.
+    Pools in `widened` keep half precision as float32, since other cells that write to them may
+    return float32 under autocast.
     """
 
     def __init__(self, pool_rows: list[int], index: Tensor, widened: Collection[int] = ()) -> None:
@@ -127,7 +125,7 @@ class OutputPools:
         return sum(value.nbytes for values in self._values if values for value in values)
 
     def _gradient_pool(self, pool: int) -> tuple[Tensor, ...]:
-        current = torch._C._current_graph_task_id()  # pyright: ignore[reportAttributeAccessIssue]
+        current = autograd.current_graph_task_id()
         if current != self._pass:  # another backward pass, as with retain_graph=True
             self._pass, self._gradients = current, {}
         if pool not in self._gradients:

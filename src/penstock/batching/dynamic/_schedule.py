@@ -102,12 +102,9 @@ def schedule(types: Sequence[int], arguments: Sequence[Sequence[int]]) -> BatchS
 def order_nodes(graph: NodeGraph, *, search: bool = False, frees_most: bool = False) -> Order:
     """Schedule a graph.
 
-    Args:
-        graph: The nodes.
-        search: True searches further if the rule does not meet the bound; that takes some ten
-            times as long, and a compiler.
-        frees_most: True runs, of all free types, the one after which the fewest outputs are still
-            to be read; that takes a compiler too.
+    With `search` the search goes on if the rule does not meet the bound; that takes some ten times
+    as long, and a compiler. With `frees_most` the free type runs after which the fewest outputs are
+    still to be read; that takes a compiler too.
 
     Returns:
         The nodes in execution order `[num_nodes]`, the first place of each batch

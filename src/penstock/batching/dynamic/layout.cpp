@@ -38,10 +38,17 @@ void number_pools(int64_t num_nodes, int64_t num_types, const int64_t* types, co
 
 }  // namespace
 
+struct MergeRequest {
+  int64_t num_graphs;
+  const int64_t* parts;
+  int64_t *types, *starts, *arguments;
+};
+
 // Joins graphs into one. `parts` has for each the numbers of its nodes and arguments, and the
 // addresses of its types, starts and arguments.
-extern "C" void penstock_batching_merge(int64_t num_graphs, const int64_t* parts, int64_t* types,
-                                        int64_t* starts, int64_t* arguments) {
+extern "C" int64_t penstock_batching_merge(const MergeRequest* request) {
+  const int64_t *parts = request->parts, num_graphs = request->num_graphs;
+  int64_t *types = request->types, *starts = request->starts, *arguments = request->arguments;
   int64_t num_nodes = 0, num_arguments = 0;
   for (const int64_t* part = parts; part < parts + 5 * num_graphs; part += 5) {
     const auto* its_types = reinterpret_cast<const int64_t*>(part[2]);
@@ -56,7 +63,17 @@ extern "C" void penstock_batching_merge(int64_t num_graphs, const int64_t* parts
     num_arguments += part[1];
   }
   starts[num_nodes] = num_arguments;
+  return num_nodes;
 }
+
+struct LayoutRequest {
+  int64_t num_nodes, num_types;
+  const int64_t *types, *starts, *arguments;
+  int64_t num_batches;
+  const int64_t *begins, *kinds, *first_rows;
+  int64_t *nodes, *pool_of_kind, *batch_of, *row_of, *places, *index, *plan;
+  int64_t num_gathered;
+};
 
 // Lays out a schedule. `first_rows`, unless null, has the first row of each batch in its pool.
 // `nodes` comes in the order of the schedule and leaves in the order of the rows; `places` gets the
@@ -64,13 +81,15 @@ extern "C" void penstock_batching_merge(int64_t num_graphs, const int64_t* parts
 // kind, count, pool, first row, first input or -1, number of operands; and for every operand: pool,
 // first row or -1, the range of its rows in `index`, number of slots, these, number of batches that
 // write its rows, these. Returns the length of `plan`.
-extern "C" int64_t penstock_batching_layout(int64_t num_nodes, int64_t num_types,
-                                            const int64_t* types, const int64_t* starts,
-                                            const int64_t* arguments, int64_t num_batches,
-                                            const int64_t* begins, const int64_t* kinds,
-                                            const int64_t* first_rows, int64_t* nodes, int64_t* pool_of_kind,
-                                            int64_t* batch_of, int64_t* row_of, int64_t* places,
-                                            int64_t* index, int64_t* index_length, int64_t* plan) {
+extern "C" int64_t penstock_batching_layout(LayoutRequest* request) {
+  const int64_t num_nodes = request->num_nodes, num_types = request->num_types;
+  const int64_t num_batches = request->num_batches;
+  const int64_t *types = request->types, *starts = request->starts;
+  const int64_t *arguments = request->arguments, *begins = request->begins;
+  const int64_t *kinds = request->kinds, *first_rows = request->first_rows;
+  int64_t *nodes = request->nodes, *pool_of_kind = request->pool_of_kind;
+  int64_t *batch_of = request->batch_of, *row_of = request->row_of;
+  int64_t *places = request->places, *index = request->index, *plan = request->plan;
   int64_t most = 1;
   for (int64_t v = 0; v < num_nodes; ++v) most = std::max(most, starts[v + 1] - starts[v]);
   number_pools(num_nodes, num_types, types, starts, arguments, most, pool_of_kind);
@@ -195,6 +214,6 @@ extern "C" int64_t penstock_batching_layout(int64_t num_nodes, int64_t num_types
       scattered.swap(others);
     }
   }
-  *index_length = gathered;
+  request->num_gathered = gathered;
   return out - plan;
 }

@@ -467,30 +467,37 @@ Sequence best_sequence(const Graph& graph, bool search, bool frees_most, size_t 
 
 }  // namespace
 
+struct OrderRequest {
+  int64_t num_nodes, num_types;
+  const int64_t *types, *starts, *arguments;
+  int64_t search, frees_most;
+  int64_t *order, *begins, *kinds;
+  int64_t lower_bound, num_by_depth;
+};
+
 // Schedules a graph. `order` gets the nodes in execution order, `begins` the first place of each
-// batch (num_nodes + 1 entries), `kinds` the type of each batch, `bounds` the lower bound and the
-// number of batches by depth. Returns the number of batches.
-extern "C" int64_t penstock_batching_order(int64_t num_nodes, int64_t num_types,
-                                           const int64_t* types, const int64_t* starts,
-                                           const int64_t* arguments, int64_t search,
-                                           int64_t frees_most, int64_t* order, int64_t* begins, int64_t* kinds,
-                                           int64_t* bounds) {
+// batch (num_nodes + 1 entries), `kinds` the type of each batch. Returns the number of batches.
+extern "C" int64_t penstock_batching_order(OrderRequest* request) {
+  const int64_t num_nodes = request->num_nodes, *starts = request->starts;
+  int64_t *order = request->order, *begins = request->begins;
   Graph graph;
   graph.num_nodes = int32_t(num_nodes);
-  graph.num_types = int32_t(num_types);
-  graph.types.assign(types, types + num_nodes);
+  graph.num_types = int32_t(request->num_types);
+  graph.types.assign(request->types, request->types + num_nodes);
   graph.starts.assign(starts, starts + num_nodes + 1);
-  graph.arguments.assign(arguments, arguments + starts[num_nodes]);
+  graph.arguments.assign(request->arguments, request->arguments + starts[num_nodes]);
   graph.finish();
-  bounds[0] = graph.lower_bound();
-  const Sequence sequence = best_sequence(graph, search != 0, frees_most != 0, size_t(bounds[0]));
-  bounds[1] = count_by_depth(graph);
+  request->lower_bound = graph.lower_bound();
+  const Sequence sequence =
+      best_sequence(graph, request->search != 0, request->frees_most != 0,
+                    size_t(request->lower_bound));
+  request->num_by_depth = count_by_depth(graph);
   const Ints batch_of = find_earliest(graph, sequence);
   std::fill_n(begins, sequence.size() + 1, int64_t(0));
   for (int32_t batch : batch_of) ++begins[batch + 1];
   std::partial_sum(begins, begins + sequence.size() + 1, begins);
   std::vector<int64_t> next(begins, begins + sequence.size());
   for (int32_t v = 0; v < graph.num_nodes; ++v) order[next[batch_of[v]]++] = v;
-  std::copy(sequence.begin(), sequence.end(), kinds);
+  std::copy(sequence.begin(), sequence.end(), request->kinds);
   return int64_t(sequence.size());
 }

@@ -317,15 +317,7 @@ def _fit_peaks(rows: Floats, peaks: Floats) -> tuple[Floats, float]:
 
 
 def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
-    """Minimise `|matrix @ x - target|` over x >= 0 (Lawson and Hanson 1974, chapter 23).
-
-    Args:
-        matrix: `[num_rows, num_columns]`.
-        target: `[num_rows]`.
-
-    Returns:
-        x, `[num_columns]`.
-    """
+    """Minimise `|matrix @ x - target|` over x >= 0 (Lawson and Hanson 1974, chapter 23)."""
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0] = 1.0
     columns = matrix / scale

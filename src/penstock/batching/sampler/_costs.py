@@ -78,12 +78,7 @@ class SampleCosts:
 
 
 def check_numbers(values: Any, *, name: str) -> Floats | Integers:
-    """Turn a sequence, an array or a tensor into one row of numbers >= 0; integers stay integers.
-
-    Raises:
-        TypeError: `values` are not numbers.
-        ValueError: There is no value, more than one axis, or a value below 0 or not finite.
-    """
+    """Turn a sequence, an array or a tensor into a row of numbers >= 0; integers stay integers."""
     if hasattr(values, "detach"):  # a tensor, on any device
         values = values.detach().cpu()
         if values.is_floating_point():  # NumPy has no bfloat16
@@ -120,12 +115,7 @@ def check_numbers(values: Any, *, name: str) -> Floats | Integers:
 
 
 def round_up_bytes(values: Any, *, name: str) -> Integers:
-    """Turn numbers >= 0 into whole bytes, rounded up, with a sum of at most 64 bits.
-
-    Raises:
-        TypeError: `values` are not numbers.
-        ValueError: A value is wrong, or the sum is too large.
-    """
+    """Turn numbers >= 0 into whole bytes, rounded up, with a sum of at most 64 bits."""
     numbers = check_numbers(values, name=name)
     total = float(numbers.sum(dtype=np.float64))
     if total > _MAX_TOTAL_BYTES:

@@ -63,13 +63,7 @@ class PackingOptions:
 
 
 class EpochPlanner:
-    """Plans epochs: batches below the cap or of a fixed count, each sample once.
-
-    Args:
-        costs: The cost of each sample: numbers, an array, a tensor, or `SampleCosts`.
-        options: The arguments of the sampler.
-        num_replicas: Ranks that share the batches of a step.
-    """
+    """A planner of epochs: batches below the cap or of a fixed count, each sample once."""
 
     def __init__(self, costs: Any, options: PackingOptions, num_replicas: int) -> None:
         self._options = options

@@ -46,16 +46,11 @@ def size_windows(num_batches: int, window: int) -> Integers:
 def deal(
     sizes: Floats | Integers, batches_of: Integers, random: np.random.Generator | None
 ) -> tuple[Integers, Integers]:
-    """Deal samples to windows, as many as each window has batches.
+    """Deal samples to windows by size, as many as each window has batches.
 
-    Args:
-        sizes: Keys by which samples are sorted, `[num_samples]`.
-        batches_of: Batches per window, differing by at most one, the larger ones first.
-        random: A seeded generator; None deals consecutive samples to a window.
-
-    Returns:
-        The samples by window, the largest of a window first, `[num_samples]`, and where each
-        window's begin, `[num_windows + 1]`.
+    The windows' batches differ by at most one, the larger ones first. Without a generator a window
+    gets consecutive samples. Returns the samples by window, the largest of a window first,
+    `[num_samples]`, and the first place of each window, `[num_windows + 1]`.
     """
     num_samples, num_windows = len(sizes), len(batches_of)
     num_batches = int(batches_of.sum())
@@ -94,15 +89,8 @@ def pack_lightest_first(
 ) -> Integers:
     """Put the samples of each window, in their order, into its lightest batch that has room.
 
-    Args:
-        costs: Costs of the samples by window, `[num_samples]`.
-        starts: The first sample of each window, `[num_windows + 1]`.
-        batches_of: Batches per window.
-        most_samples: The largest number of samples of each batch, `[num_batches]`.
-        most_cost: The cap of each batch's cost.
-
-    Returns:
-        The batch of each sample, or `UNPLACED`, `[num_samples]`.
+    `starts` has the first sample of each window, `batches_of` its batches. Returns the batch of
+    each sample, or `UNPLACED`, `[num_samples]`.
     """
     first_batch = np.concatenate([[0], np.cumsum(batches_of)])
     most = np.full(first_batch[-1], len(costs)) if most_samples is None else most_samples

@@ -66,13 +66,8 @@ def compare_arms(options: DemoOptions) -> bool:
 
     The directory `out` gets ``memory.png`` (the comparison), ``timeline.png``,
     ``timeline.trace.json``, ``report.json`` (of `penstock run`) and ``demo.json`` (the numbers of
-    the table).
-
-    Args:
-        options: The model, and how the demo runs.
-
-    Returns:
-        True if Penstock's losses and weights are those of stock PyTorch, bit for bit.
+    the table). Returns True if Penstock's losses and weights are those of stock PyTorch, bit for
+    bit.
 
     Raises:
         DemoError: An arm did not finish, or a package is missing.

@@ -28,12 +28,7 @@ _MOST_WASTE = 0.03  # share of padding among all positions
 
 
 class Padding:
-    """Padding on the right: masked positions whose labels are ignored.
-
-    Args:
-        pad_token: The token of padded positions.
-        is_encoder_decoder: True if targets have a length of their own.
-    """
+    """Padding on the right: masked positions with ignored labels."""
 
     def __init__(self, pad_token: int, is_encoder_decoder: bool) -> None:
         self._has_targets = is_encoder_decoder
@@ -109,9 +104,7 @@ class Padding:
 def read_form(value: object, *, with_masks: bool = False) -> Kind:
     """Return the form of a batch or of a part of it; batches of one form have one plan.
 
-    Args:
-        value: The batch.
-        with_masks: True makes masks that mask nothing a form of their own.
+    With masks, masks that mask nothing are a form of their own.
     """
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape)

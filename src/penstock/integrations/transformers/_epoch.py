@@ -29,15 +29,8 @@ _MAX_BATCHES = 5000
 def read_epoch(loader: object, *, with_masks: bool = False) -> list[Batch] | None:
     """Read the batches of an epoch as a trainer's loader would draw them.
 
-    Batches of one form are one object.
-
-    Args:
-        loader: The trainer's loader, of a data set with indices.
-        with_masks: True makes masks that mask nothing a form of their own.
-
-    Returns:
-        The batches, at most as many as can be read in 20 seconds; None if that cannot be done
-        without an effect on training, as for an iterable data set.
+    Batches of one form are one object. At most as many are read as 20 seconds allow. Returns None
+    if reading would affect training, as for an iterable data set.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None

@@ -63,11 +63,9 @@ _WAY_OUT = (
 
 
 def refuse_unplanned(trainer: Any, own: type) -> None:
-    """Refuse a trainer whose program has parts that planned steps would not run.
+    """Refuse a trainer with parts of its program that planned steps would not run.
 
-    Args:
-        trainer: The trainer, before or while it trains.
-        own: The class with the bound methods that may replace the trainer's.
+    Bound methods of the class `own` may replace the trainer's.
 
     Raises:
         ValueError: The message names the method or callback, and the remedy.
@@ -133,9 +131,6 @@ class Reads:
     """Python values of a trainer that its loss reads, and that a captured step holds.
 
     Copies of a loss share this, and the trainer with it.
-
-    Args:
-        trainer: The trainer.
     """
 
     def __init__(self, trainer: Any) -> None:

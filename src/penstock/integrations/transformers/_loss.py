@@ -18,10 +18,7 @@ _FACTOR = "num_micro_batches"
 class TrainerLoss(nn.Module):
     """The loss as the trainer computes it, and the norm of the gradients.
 
-    Args:
-        trainer: The trainer.
-        model: The model that it trains.
-        is_scaled: True if losses of micro-batches add up to the loss of the batch.
+    It is scaled if losses of micro-batches add up to the loss of the batch.
     """
 
     grad_norm: torch.Tensor

@@ -48,15 +48,7 @@ _HALF_TOLERANCE = 2e-2
 
 
 class PlannedShapes:
-    """A planned step for the forms of a trainer's updates.
-
-    Args:
-        trainer: The trainer, about to take its first step.
-        loss: Its loss.
-        options: Keyword arguments of `fit`.
-        lengths: Lengths to pad to; None learns them.
-        first: The first update, with its number of items.
-    """
+    """A planned step for the forms of a trainer's updates, made before its first step."""
 
     def __init__(
         self,
