@@ -483,7 +483,7 @@ def test_where_a_rank_writes(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert _run._result_path(tmp_path / "out.json", "--report") == tmp_path / expected
+    assert _run._resolve_path(tmp_path / "out.json", "--report") == tmp_path / expected
 
 
 def test_ctrl_c_ends_with_130_and_a_report(store: Path, tmp_path: Path, script: Path):

@@ -7,7 +7,7 @@ pytest.importorskip("matplotlib")
 from matplotlib.text import Text
 
 from penstock.report import ComparisonPoint, _comparison, draw_comparison
-from penstock.report._figures import unit_of_axis
+from penstock.report._figures import choose_unit
 
 POINTS = [
     ComparisonPoint("stock", 4 << 30, 1000.0),
@@ -65,8 +65,8 @@ def test_names_of_points_lie_on_no_line_and_no_other_name(figures, tmp_path, spe
 
 
 def test_the_unit_of_an_axis_follows_its_length():
-    assert unit_of_axis(138 << 20) == (1 << 20, "MiB")
-    assert unit_of_axis(2 << 30) == (1 << 30, "GiB")
+    assert choose_unit(138 << 20) == (1 << 20, "MiB")
+    assert choose_unit(2 << 30) == (1 << 30, "GiB")
 
 
 def test_without_plans_there_is_no_curve(figures, tmp_path):

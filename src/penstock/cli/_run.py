@@ -248,18 +248,18 @@ def _resolve(options: RunOptions) -> RunOptions:
     return dataclasses.replace(
         options,
         store=options.store or os.environ.get(STORE_VARIABLE) or None,
-        report=_result_path(options.report, "--report"),
-        trace=_result_path(options.trace, "--trace"),
-        picture=_result_path(options.picture, "--picture"),
+        report=_resolve_path(options.report, "--report"),
+        trace=_resolve_path(options.trace, "--trace"),
+        picture=_resolve_path(options.picture, "--picture"),
     )
 
 
-def _result_path(path: Path | None, option: str) -> Path | None:
+def _resolve_path(path: Path | None, option: str) -> Path | None:
     """Return a result's path: absolute (the script may change directory), per rank, writable."""
     if path is None:
         return None
     path = path.absolute()
-    rank = _rank()
+    rank = _find_rank()
     if rank is not None:
         path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
     try:
@@ -273,7 +273,7 @@ def _result_path(path: Path | None, option: str) -> Path | None:
     return path
 
 
-def _rank() -> str | None:
+def _find_rank() -> str | None:
     """Return the rank of this process among several that torchrun started; None if alone."""
     if os.environ.get("WORLD_SIZE") == "1":
         return None
@@ -325,7 +325,7 @@ def _write_results(
     entries, lines = mode.results()
     if not mode.has_trained and (not ending.has_started or ending.speak is not None):
         lines = []  # what went wrong is said alone
-    rank = _rank()
+    rank = _find_rank()
     if options.report:
         _write_json(
             options.report,

@@ -58,7 +58,7 @@ class Script:
         main = ModuleType("__main__")
         main.__dict__["__builtins__"] = builtins
         # Python sets no first entry under -P and PYTHONSAFEPATH; then there is none to replace.
-        first_path = self._first_path()
+        first_path = self._find_first_path()
         if sys.flags.safe_path:
             if self.is_bundle:
                 sys.path.insert(0, first_path)
@@ -89,7 +89,7 @@ class Script:
         sys.modules["__main__"] = main
         return main, code
 
-    def _first_path(self) -> str:
+    def _find_first_path(self) -> str:
         if self.is_stdin:
             return ""
         if self.is_module:
@@ -104,7 +104,7 @@ class Script:
             if spec is not None and spec.submodule_search_locations is not None:  # a package
                 spec = _find_module(f"{self.name}.__main__")
         else:
-            spec = importlib.machinery.PathFinder.find_spec("__main__", [self._first_path()])
+            spec = importlib.machinery.PathFinder.find_spec("__main__", [self._find_first_path()])
         # InspectLoader's method; frozen, zip and source loaders all have it.
         get_code = getattr(spec and spec.loader, "get_code", None)
         code = get_code(spec.name) if spec is not None and get_code is not None else None
@@ -151,13 +151,13 @@ def run_script(script: Script, mode: Offloading | Planning) -> Ending:
             exec(code, main.__dict__)
         mode.finish()
     except SystemExit as stop:
-        return dataclasses.replace(_ending_of_exit(stop.code), has_started=has_started)
+        return dataclasses.replace(_read_exit(stop.code), has_started=has_started)
     except NothingPlannedError as error:
         return Ending(2, str(error), speak=functools.partial(say, f"penstock run: {error}"))
     except BaseException as error:
         text = "".join(traceback.format_exception_only(error)).strip()
         exit_code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-        shown = error.with_traceback(_frames_of_script(error))
+        shown = error.with_traceback(_trim_traceback(error))
         return Ending(
             exit_code,
             text,
@@ -167,7 +167,7 @@ def run_script(script: Script, mode: Offloading | Planning) -> Ending:
     return Ending(0)
 
 
-def _ending_of_exit(code: Any) -> Ending:
+def _read_exit(code: Any) -> Ending:
     """Read the argument of `sys.exit`: nothing, a status, or last words for stderr and status 1."""
     if code is None:
         return Ending(0)
@@ -176,7 +176,7 @@ def _ending_of_exit(code: Any) -> Ending:
     return Ending(1, f"SystemExit: {code}", speak=lambda: say(str(code)))
 
 
-def _frames_of_script(error: BaseException) -> TracebackType | None:
+def _trim_traceback(error: BaseException) -> TracebackType | None:
     """Return the traceback from the script on, without the frames that started it.
 
     Of Penstock's own errors no frame of Penstock is shown: the message says what is wrong.

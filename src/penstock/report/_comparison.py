@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.report._figures import new_figure, style_axes, unit_of_axis, write_figure
+from penstock.report._figures import choose_unit, new_figure, style_axes, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,7 +65,7 @@ def draw_comparison(
     figure = new_figure("a comparison", (8.6, 5.0))
     axes = figure.subplots()
     most = max(point.peak_bytes for point in points)
-    unit_bytes, name_of_unit = unit_of_axis(most)
+    unit_bytes, name_of_unit = choose_unit(most)
     _draw_line(axes, [point for point in points if point.curve], unit_bytes, curve)
     _draw_points(axes, [point for point in points if not point.curve], unit_bytes)
     axes.set_xlim(0, 1.08 * most / unit_bytes)

@@ -23,7 +23,7 @@ LEGEND_OUTSIDE = {
 """Arguments of a legend beside its axes, so that it covers no data."""
 
 
-def unit_of_axis(most_bytes: float) -> tuple[int, str]:
+def choose_unit(most_bytes: float) -> tuple[int, str]:
     """Return the unit of an axis that goes up to so many bytes: its bytes and its name."""
     return (_GIB, "GiB") if most_bytes >= 2 * _GIB else (_MIB, "MiB")
 

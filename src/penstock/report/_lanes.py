@@ -45,7 +45,7 @@ _WRITE_LINKS = (Link.DEVICE_TO_HOST, Link.DEVICE_TO_FILE, Link.HOST_TO_FILE)
 _READ_LINKS = (Link.FILE_TO_HOST, Link.FILE_TO_DEVICE, Link.HOST_TO_DEVICE)
 
 
-def timeline_lanes(timeline: Timeline) -> list[Lane]:
+def sort_into_lanes(timeline: Timeline) -> list[Lane]:
     """Sort a timeline's spans into lanes: compute, writes, reads, stalls, then the rest by name."""
     spans_by_lane: dict[str, list[Span]] = {}
     for span in timeline.spans:
@@ -90,7 +90,7 @@ def _split_rows(spans: list[Span]) -> tuple[tuple[Span, ...], ...]:
     return tuple(tuple(row) for row in rows)
 
 
-def time_bounds(timeline: Timeline) -> tuple[int, int]:
+def find_bounds(timeline: Timeline) -> tuple[int, int]:
     """Return the start of the first record of a timeline and the end of the last one, in ns.
 
     A transfer may have begun in the step before. The end of the step is left out if there are

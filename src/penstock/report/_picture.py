@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from penstock.memory import Tier, Timeline
 from penstock.report._figures import LEGEND_OUTSIDE, new_figure, style_axes, write_figure
 from penstock.report._lane_picture import draw_lanes
-from penstock.report._lanes import Lane, LaneKind, time_bounds, timeline_lanes
+from penstock.report._lanes import Lane, LaneKind, find_bounds, sort_into_lanes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,14 +55,14 @@ def draw_timeline(
         ValueError: The suffix of ``path`` names no format that matplotlib writes.
         OSError: The file cannot be written.
     """
-    lanes = timeline_lanes(timeline)
+    lanes = sort_into_lanes(timeline)
     lanes_height = _LANE_HEIGHT_INCHES * max(1, len(lanes))
     height = _MEMORY_HEIGHT_INCHES + lanes_height + _MARGINS_HEIGHT_INCHES
     figure = new_figure("a timeline", (_FIGURE_WIDTH_INCHES, height), pads_inches=(0.12, 0.12))
     memory_axes, lane_axes = figure.subplots(
         2, 1, sharex=True, height_ratios=[_MEMORY_HEIGHT_INCHES, lanes_height]
     )
-    origin_ns, end_ns = time_bounds(timeline)
+    origin_ns, end_ns = find_bounds(timeline)
     _draw_memory(memory_axes, timeline, origin_ns, end_ns)
     _draw_lanes(lane_axes, lanes, origin_ns)
     # An empty timeline still gets an axis of positive length.
@@ -78,7 +78,7 @@ _MOST_MILLISECONDS = 2000  # on the axis of time; a longer one is in seconds
 
 
 def _make_headline(timeline: Timeline) -> str:
-    start_ns, end_ns = time_bounds(timeline)
+    start_ns, end_ns = find_bounds(timeline)
     headline = f"One training step, forward and backward: {(end_ns - start_ns) / 1e9:.2f} s"
     if timeline.num_dropped:
         headline += f" ({timeline.num_dropped:,} later events were not recorded)"

@@ -11,7 +11,7 @@ from penstock.graph import Kind, StepGraph
 from penstock.planner import Plan, Simulation, simulate
 from penstock.report._figures import LEGEND_OUTSIDE, new_figure, style_axes, write_figure
 from penstock.report._lane_picture import draw_lanes
-from penstock.report._lanes import LaneKind, timeline_lanes
+from penstock.report._lanes import LaneKind, sort_into_lanes
 from penstock.report._plan_timeline import plan_timeline
 from penstock.units import format_bytes, format_seconds
 
@@ -159,7 +159,7 @@ def _draw_memory(axes: Axes, plan: Plan, simulation: Simulation) -> None:
 
 
 def _draw_lanes(axes: Axes, graph: StepGraph, plan: Plan, simulation: Simulation) -> None:
-    lanes = timeline_lanes(plan_timeline(graph, plan, simulation, name_operators=False))
+    lanes = sort_into_lanes(plan_timeline(graph, plan, simulation, name_operators=False))
     names = [lane.title.removeprefix("writes ").removeprefix("reads ") for lane in lanes]
     draw_lanes(axes, lanes, names, _choose_style, unit_ns=1e9, fontsize=10)
     axes.set_xlabel("time within a step, seconds", fontsize=11)

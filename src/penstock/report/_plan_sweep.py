@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.report._figures import new_figure, style_axes, unit_of_axis, write_figure
+from penstock.report._figures import choose_unit, new_figure, style_axes, write_figure
 from penstock.units import format_bytes
 
 # Colour and marker of each method.
@@ -95,7 +95,7 @@ def draw_sweep(sweep: Sweep, path: str | os.PathLike[str]) -> Path:
     figure = new_figure("a sweep", (8.6, 5.0))
     axes = figure.subplots()
     most = max(point.device_bytes for point in sweep.points)
-    unit_bytes, name_of_unit = unit_of_axis(most)
+    unit_bytes, name_of_unit = choose_unit(most)
     _draw_curves(axes, sweep, unit_bytes)
     _draw_bound(axes, sweep, unit_bytes)
     if sweep.minimum_bytes is not None:

@@ -43,13 +43,13 @@ def plan_timeline(
     spans += _list_transfers(plan, simulation)
     return Timeline(
         start_ns=0,
-        end_ns=_ns(simulation.step_seconds),
+        end_ns=_to_ns(simulation.step_seconds),
         samples=_sample_tiers(plan, simulation),
         spans=sorted(spans, key=lambda span: span.start_ns),
     )
 
 
-def _ns(seconds: float) -> int:
+def _to_ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
@@ -62,16 +62,16 @@ def _list_computations(
         operator = graph.operators[plan.order[position]]
         if name_operators:
             name = f"{operator.name} (again)" if position in again else operator.name
-            yield Span("compute", name, _ns(start), _ns(stop))
+            yield Span("compute", name, _to_ns(start), _to_ns(stop))
             continue
         name = "recomputation" if position in again else operator.phase.value
         if name != open_name or start - end > 1e-9:
             if open_name:
-                yield Span("compute", open_name, _ns(begin), _ns(end))
+                yield Span("compute", open_name, _to_ns(begin), _to_ns(end))
             open_name, begin = name, start
         end = stop
     if open_name:
-        yield Span("compute", open_name, _ns(begin), _ns(end))
+        yield Span("compute", open_name, _to_ns(begin), _to_ns(end))
 
 
 def _list_stalls(simulation: Simulation) -> Iterator[Span]:
@@ -80,7 +80,7 @@ def _list_stalls(simulation: Simulation) -> Iterator[Span]:
             until = simulation.positions[stall.position][0]
         else:
             until = simulation.step_seconds
-        yield Span("stall", "waits for a transfer", _ns(until - stall.seconds), _ns(until))
+        yield Span("stall", "waits for a transfer", _to_ns(until - stall.seconds), _to_ns(until))
 
 
 def _list_transfers(plan: Plan, simulation: Simulation) -> Iterator[Span]:
@@ -92,11 +92,11 @@ def _list_transfers(plan: Plan, simulation: Simulation) -> Iterator[Span]:
             begin, stop = parts.pop()
             parts += [(begin, step), (0.0, stop - step)]
         for begin, stop in parts:
-            yield Span(transfer.link.value, "", _ns(begin), _ns(stop), transfer.num_bytes)
+            yield Span(transfer.link.value, "", _to_ns(begin), _to_ns(stop), transfer.num_bytes)
 
 
 def _sample_tiers(plan: Plan, simulation: Simulation) -> dict[Tier, list[tuple[int, int]]]:
-    starts = [_ns(start) for start, _ in simulation.positions]
+    starts = [_to_ns(start) for start, _ in simulation.positions]
     totals = [sum(column) for column in zip(*simulation.memory_bytes.values(), strict=True)]
     samples = {Tier.DEVICE: [(0, totals[0] if totals else 0)]}
     samples[Tier.DEVICE] += _list_changes(starts, totals)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.memory import Span, Timeline
-from penstock.report._lanes import time_bounds, timeline_lanes
+from penstock.report._lanes import find_bounds, sort_into_lanes
 
 # One process holds all rows of a timeline; its number means nothing.
 _PROCESS_ID = 1
@@ -34,10 +34,10 @@ def chrome_trace(timeline: Timeline, *, title: str = "Penstock") -> dict[str, An
     Returns:
         A JSON-serialisable object with the key ``"traceEvents"``.
     """
-    origin_ns, end_ns = time_bounds(timeline)
+    origin_ns, end_ns = find_bounds(timeline)
     events = [_make_metadata("process_name", name=title)]
     thread_id = 0
-    for lane in timeline_lanes(timeline):
+    for lane in sort_into_lanes(timeline):
         for row_index, row in enumerate(lane.rows):
             thread_id += 1
             name = lane.title if len(lane.rows) == 1 else f"{lane.title} {row_index + 1}"

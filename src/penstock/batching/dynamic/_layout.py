@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.batching._arrays import Integers
 from penstock.batching.dynamic._native import lay_out_by_library, load_library_for
-from penstock.batching.dynamic._node_graph import NodeGraph, expand_ranges, unique
+from penstock.batching.dynamic._node_graph import NodeGraph, drop_repeats, expand_ranges
 from penstock.batching.dynamic._schedule import Order, order_nodes
 
 
@@ -282,7 +282,7 @@ def _number_pools(graph: NodeGraph) -> Integers:
     slots = np.arange(len(graph.flat)) - graph.starts[graph.readers_flat]
     readers = graph.types[graph.readers_flat] * (int(slots.max(initial=0)) + 1) + slots
     first: dict[int, int] = {}
-    for pair in unique(readers * graph.num_types + graph.types[graph.flat]).tolist():
+    for pair in drop_repeats(readers * graph.num_types + graph.types[graph.flat]).tolist():
         reader, kind = divmod(pair, graph.num_types)
         one, other = root(kind), root(first.setdefault(reader, kind))
         parent[max(one, other)] = min(one, other)
@@ -338,4 +338,4 @@ def _are_consecutive(rows: Integers) -> bool:
 
 
 def _to_tuple(batches: Integers) -> tuple[int, ...]:
-    return tuple(unique(batches).tolist())
+    return tuple(drop_repeats(batches).tolist())

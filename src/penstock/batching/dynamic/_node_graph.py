@@ -173,7 +173,7 @@ class NodeGraph:
             found, _ = expand_ranges(self.starts, level)
             arguments = self.flat[found]
             np.subtract.at(waits, arguments, 1)
-            level = unique(arguments[waits[arguments] == 0])
+            level = drop_repeats(arguments[waits[arguments] == 0])
             depth += 1
         return ahead, length
 
@@ -188,7 +188,7 @@ class NodeGraph:
             depth[level] = at
             found, _ = expand_ranges(starts, level)
             np.subtract.at(waits, readers[found], 1)
-            level = unique(readers[found][waits[readers[found]] == 0])
+            level = drop_repeats(readers[found][waits[readers[found]] == 0])
             at += 1
         return depth
 
@@ -203,7 +203,7 @@ def expand_ranges(starts: Integers, chosen: Any) -> tuple[Integers, Integers]:
     return places, begins
 
 
-def unique(numbers: Integers) -> Integers:
+def drop_repeats(numbers: Integers) -> Integers:
     """Return each number once, in order: `np.unique`, but fast on a few numbers."""
     if len(numbers) < 2:
         return numbers

@@ -41,13 +41,13 @@ class OutputPools:
 
     def write(self, pool: int, start: int, components: tuple[Tensor, ...], name: Any) -> None:
         """Store the outputs of a batch, `[num_nodes, ...]` each, at `start`."""
-        values = self._values[pool]
+        values, layout = self._values[pool], self.find_layout(pool, components)
         if values is None:
             values = self._values[pool] = tuple(
                 each.new_empty((self._num_rows[pool], *each.shape[1:]), dtype=dtype)
-                for each, (_, dtype) in zip(components, self.layout(pool, components), strict=True)
+                for each, (_, dtype) in zip(components, layout, strict=True)
             )
-        layout, expected = self.layout(pool, components), self.layout(pool, values)
+        expected = self.find_layout(pool, values)
         if layout != expected:
             raise ValueError(
                 f"the cell of {name!r} returns {layout}, but cells with outputs for the same "
@@ -59,16 +59,13 @@ class OutputPools:
             # autograd has saved, although they share a storage.
             value.data[start : start + len(component)].copy_(component.detach())
 
-    def layout(
+    def find_layout(
         self, pool: int, components: tuple[Tensor, ...]
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Return shape, without the batch axis, and dtype of rows as a pool keeps them."""
         widens = pool in self._widened
         return [
-            (
-                tuple(each.shape[1:]),
-                torch.float32 if widens and each.dtype in _HALF else each.dtype,
-            )
+            (tuple(each.shape[1:]), torch.float32 if widens and each.dtype in _HALF else each.dtype)
             for each in components
         ]
 
@@ -91,7 +88,7 @@ class OutputPools:
         self, operands: Operands, num_nodes: int, gradients: tuple[Tensor | None, ...]
     ) -> None:
         """Add the gradients of operands, slot by slot and component by component."""
-        pool = self._gradient_pool(operands.pool)
+        pool = self._find_gradient_pool(operands.pool)
         for place in range(len(operands.slots)):
             for component, target in enumerate(pool):
                 gradient = gradients[place * len(pool) + component]
@@ -104,13 +101,13 @@ class OutputPools:
                     first = operands.rows.start + place * num_nodes
                     target.index_add_(0, self._index[first : first + num_nodes], gradient)
 
-    def gradients(self, pool: int, start: int, num_nodes: int) -> tuple[Tensor | None, ...]:
+    def take_gradients(self, pool: int, start: int, num_nodes: int) -> tuple[Tensor | None, ...]:
         """Return the gradients of the rows of a batch."""
         values = self._values[pool]
         assert values is not None
         return tuple(
             each[start : start + num_nodes] if has_gradient(value) else None
-            for each, value in zip(self._gradient_pool(pool), values, strict=True)
+            for each, value in zip(self._find_gradient_pool(pool), values, strict=True)
         )
 
     def extend_index(self, rows: Integers) -> slice:
@@ -124,7 +121,7 @@ class OutputPools:
         """Return the bytes of all outputs."""
         return sum(value.nbytes for values in self._values if values for value in values)
 
-    def _gradient_pool(self, pool: int) -> tuple[Tensor, ...]:
+    def _find_gradient_pool(self, pool: int) -> tuple[Tensor, ...]:
         current = autograd.current_graph_task_id()
         if current != self._pass:  # another backward pass, as with retain_graph=True
             self._pass, self._gradients = current, {}
@@ -150,7 +147,7 @@ class WriteOutputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         pools, pool, start, num_nodes = ctx.place
-        gradients = pools.gradients(pool, start, num_nodes)
+        gradients = pools.take_gradients(pool, start, num_nodes)
         cast = (
             None if each is None else each.to(dtype)
             for each, dtype in zip(gradients, ctx.dtypes, strict=True)

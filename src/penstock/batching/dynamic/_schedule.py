@@ -31,7 +31,7 @@ import numpy as np
 
 from penstock.batching._arrays import Floats, Integers
 from penstock.batching.dynamic._native import load_library_for, order_by_library
-from penstock.batching.dynamic._node_graph import NodeGraph, expand_ranges, unique
+from penstock.batching.dynamic._node_graph import NodeGraph, drop_repeats, expand_ranges
 from penstock.tables import report_table
 
 Order = tuple[Integers, Integers, Integers]
@@ -182,7 +182,7 @@ def _apply_rule(graph: NodeGraph, weights: Floats | None) -> list[tuple[int, Int
         found, _ = expand_ranges(starts, batch)
         reached = readers[found]
         np.subtract.at(waits, reached, 1)
-        arrived = unique(reached[waits[reached] == 0])
+        arrived = drop_repeats(reached[waits[reached] == 0])
 
 
 def _group_by_type(types: Integers, nodes: Integers) -> list[tuple[int, Integers]]:
@@ -192,7 +192,7 @@ def _group_by_type(types: Integers, nodes: Integers) -> list[tuple[int, Integers
     first = int(kinds[0])
     if (kinds == first).all():
         return [(first, nodes)]
-    return [(kind, nodes[kinds == kind]) for kind in unique(kinds).tolist()]
+    return [(kind, nodes[kinds == kind]) for kind in drop_repeats(kinds).tolist()]
 
 
 def _batch_by_depth(graph: NodeGraph) -> list[tuple[int, Integers]]:

@@ -101,7 +101,7 @@ class BatchSplitter:
             )
             self._costs[batch.kind] = cost
             if batch.pool not in examples:
-                layout = pools.layout(batch.pool, cost.example)
+                layout = pools.find_layout(batch.pool, cost.example)
                 kept = tuple(
                     each.to(dtype) for each, (_, dtype) in zip(cost.example, layout, strict=True)
                 )

@@ -157,7 +157,7 @@ class ByteModel:
             Bytes.
         """
         arrays = self._check_features(features)
-        total = float(np.dot(_sum_features(batch, arrays), self._coefficients(arrays)))
+        total = float(np.dot(_sum_features(batch, arrays), self._list_coefficients(arrays)))
         return round(max(total, self.least_bytes))
 
     def costs(self, features: Features) -> SampleCosts:
@@ -228,7 +228,7 @@ class ByteModel:
             rows.append(("errors of probes", f"{min(errors):+.1%} to {max(errors):+.1%}"))
         return report_table(rows, title="byte model")
 
-    def _coefficients(self, arrays: dict[str, tuple[Floats, bool]]) -> list[float]:
+    def _list_coefficients(self, arrays: dict[str, tuple[Floats, bool]]) -> list[float]:
         bytes_of = {**self.summed_bytes, **self.padded_bytes}
         return [self.fixed_bytes, *(bytes_of[name] for name in arrays)]
 

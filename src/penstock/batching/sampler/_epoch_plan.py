@@ -157,7 +157,7 @@ class EpochPlanner:
         self._costs = self._costs.extend([num_bytes for _, num_bytes in parts])
         self._packed = np.concatenate([fits, np.arange(len(alone), len(self._costs))])
 
-    def denominators(self, given: Callable[[Any], float] | Sequence[float]) -> Floats:
+    def read_denominators(self, given: Callable[[Any], float] | Sequence[float]) -> Floats:
         """Return the number of terms of each item's loss, from numbers or a function."""
         if callable(given):
             keys = range(self._num_samples) if self.keys is None else self.keys
@@ -192,7 +192,7 @@ class EpochPlanner:
                 self._refuse_steps(num_batches)
             return num_batches
         num_alone = len(self._alone)
-        wanted = self._fewest_batches()
+        wanted = self._bound_batches()
         is_large = len(self._packed) >= _MANY_SAMPLES
         if is_large:
             wanted += wanted // _SPARE
@@ -214,7 +214,7 @@ class EpochPlanner:
             "raise batch_size or max_bytes, use fewer ranks, or leave samples out with drop_last"
         )
 
-    def _fewest_batches(self) -> int:
+    def _bound_batches(self) -> int:
         """Return a lower bound of the number of batches, a multiple of the ranks if possible."""
         assert self._options.max_bytes is not None
         if len(self._packed) == 0:
@@ -333,7 +333,7 @@ class EpochPlanner:
         options = self._options
         return np.random.default_rng([options.seed, epoch, attempt]) if options.shuffle else None
 
-    def fingerprint(self) -> str:
+    def compute_fingerprint(self) -> str:
         """Return a hash of all that decides how samples are packed."""
         digest = hashlib.sha256()
         options = self._options

@@ -198,7 +198,7 @@ class BalancedBatchSampler(Sampler[list[Any]]):
         if denominators is None:
             terms = np.diff(plan.starts).astype(np.float64)
         else:
-            each = self._planner.denominators(denominators)
+            each = self._planner.read_denominators(denominators)
             terms = np.add.reduceat(each[plan.items], plan.starts[:-1])
         weights = terms / terms.mean() if terms.any() else np.ones(len(terms))
         return weights[self.rank :: self.num_replicas][begin:].tolist()
@@ -217,7 +217,7 @@ class BalancedBatchSampler(Sampler[list[Any]]):
         done = _check_at_least(0, done, "num_batches")
         if done > len(self):
             raise ValueError(f"num_batches must be between 0 and {len(self)}; got {num_batches}")
-        fingerprint = self._planner.fingerprint()
+        fingerprint = self._planner.compute_fingerprint()
         return {"epoch": self.epoch, "num_batches": done, "fingerprint": fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -237,7 +237,7 @@ class BalancedBatchSampler(Sampler[list[Any]]):
         epoch = _check_at_least(0, state["epoch"], "the state's epoch")
         done = _check_at_least(0, state["num_batches"], "the state's num_batches")
         self._update_ranks(None)
-        if state["fingerprint"] != self._planner.fingerprint():
+        if state["fingerprint"] != self._planner.compute_fingerprint():
             raise ValueError(
                 "state is that of a sampler with other costs or arguments (batch_size, max_bytes, "
                 "window, shuffle, drop_last, num_replicas, seed, oversize); its batches cannot be "

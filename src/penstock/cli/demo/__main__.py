@@ -12,7 +12,7 @@ from typing import Any
 from penstock.cli._vector_math import settle_vector_math
 from penstock.cli.demo._config import DemoConfig
 from penstock.cli.demo._plans import PlannedArm, make_plans
-from penstock.cli.demo._processes import option
+from penstock.cli.demo._processes import format_option
 from penstock.cli.demo._training import draw_batch, load_text, make_trainee, train
 
 
@@ -24,7 +24,7 @@ def _main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--planned", type=int, help="which plan to run")
     parser.add_argument("--store")
     for field in dataclasses.fields(DemoConfig):
-        parser.add_argument(option(field.name), type=int, default=field.default)
+        parser.add_argument(format_option(field.name), type=int, default=field.default)
     values = vars(parser.parse_args(arguments))
     checkpoint, plans, plan_seconds, divisor, store = (
         values.pop(name) for name in ("checkpoint", "plans", "plan_seconds", "planned", "store")

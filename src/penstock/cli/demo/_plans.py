@@ -47,7 +47,7 @@ def make_plans(
                 found = plan(graph, device_memory=budget, **limits)
             except InfeasibleError as error:
                 budget = int(max(error.sufficient_device_bytes or 0, budget) * _SLACK)
-        found.save(_plan_file(directory, divisor))
+        found.save(_find_plan_file(directory, divisor))
 
 
 class PlannedArm:
@@ -60,7 +60,7 @@ class PlannedArm:
         from penstock.planner import Plan
 
         self._graph = StepGraph.load(Path(directory) / "graph.json.gz")
-        self._plan = Plan.load(_plan_file(directory, divisor))
+        self._plan = Plan.load(_find_plan_file(directory, divisor))
         self._store = store
 
     def bind(self, model: Any, optimizer: torch.optim.Optimizer) -> PlannedStep:
@@ -70,5 +70,5 @@ class PlannedArm:
         return bind(self._plan, model, optimizer, graph=self._graph, store=self._store)
 
 
-def _plan_file(directory: str | os.PathLike[str], divisor: int) -> Path:
+def _find_plan_file(directory: str | os.PathLike[str], divisor: int) -> Path:
     return Path(directory) / f"plan-{divisor}.json"

@@ -18,9 +18,9 @@ from penstock.cli.demo._config import ARMS, PLANNED, ArmResult, DemoConfig, Demo
 
 def plan_arms(options: DemoOptions, plans: str) -> None:
     """Make the plans of the planned arms, in a process of their own."""
-    command = [sys.executable, *_planning_script(options, plans)]
+    command = [sys.executable, *_list_planning(options, plans)]
     command += ["--plan-seconds", str(options.plan_seconds)]
-    done = subprocess.run(command, capture_output=True, text=True, env=_environment())
+    done = subprocess.run(command, capture_output=True, text=True, env=_make_environment())
     if done.returncode:
         raise DemoError(f"planning failed; its last words:\n{done.stderr[-2000:]}")
 
@@ -51,34 +51,34 @@ def take_turns(
 
 def list_commands(options: DemoOptions, plans: str) -> dict[str, list[str]]:
     """Return the command line of every arm, in the order in which they run."""
-    script, out = _script(options.model), options.out
+    script, out = _list_script(options.model), options.out
     run = ["-m", "penstock", "run", "--store", str(options.store), "--policy", options.policy]
     run += ["--min-bytes", options.min_bytes, "--report", str(out / "report.json")]
     run += ["--trace", str(out / "timeline.trace.json"), "--picture", str(out / "timeline.png")]
     arms = {"stock": script, "checkpoint": [*script, "--checkpoint"], "penstock": [*run, *script]}
-    planned = [*_planning_script(options, plans), "--planned"]
+    planned = [*_list_planning(options, plans), "--planned"]
     arms |= {name: [*planned, str(divisor)] for name, divisor in PLANNED.items()}
     return {name: [sys.executable, *arguments] for name, arguments in arms.items()}
 
 
-def _planning_script(options: DemoOptions, plans: str) -> list[str]:
-    return [*_script(options.model), "--plans", plans, "--store", str(options.store)]
+def _list_planning(options: DemoOptions, plans: str) -> list[str]:
+    return [*_list_script(options.model), "--plans", plans, "--store", str(options.store)]
 
 
-def _script(config: DemoConfig) -> list[str]:
+def _list_script(config: DemoConfig) -> list[str]:
     """Return the training script as arguments of an interpreter."""
     script = ["-m", "penstock.cli.demo"]
     for name, value in dataclasses.asdict(config).items():
-        script += [option(name), str(value)]
+        script += [format_option(name), str(value)]
     return script
 
 
-def option(field_name: str) -> str:
+def format_option(field_name: str) -> str:
     """Return the option of a field."""
     return "--" + field_name.replace("_", "-")
 
 
-def _environment() -> dict[str, str]:
+def _make_environment() -> dict[str, str]:
     """Return variables with which no library tries to download."""
     return {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
@@ -98,7 +98,7 @@ class Arm:
             stdout=subprocess.PIPE,
             stderr=self._complaints,
             text=True,
-            env=_environment(),
+            env=_make_environment(),
         )
 
     def __enter__(self) -> Arm:
@@ -135,7 +135,7 @@ class Arm:
         self._process.stdin.close()
         event = self._next_event()
         if self._process.wait() != 0:
-            raise self._error()
+            raise self._make_error()
         return ArmResult(
             arm=self.name,
             peak_bytes=event["peak_bytes"],
@@ -150,9 +150,9 @@ class Arm:
             if line.startswith("{"):
                 return json.loads(line)
         self._process.wait()
-        raise self._error()
+        raise self._make_error()
 
-    def _error(self) -> DemoError:
+    def _make_error(self) -> DemoError:
         self._complaints.seek(0)
         last_lines = "".join(self._complaints.readlines()[-20:])
         return DemoError(

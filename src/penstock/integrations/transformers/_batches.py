@@ -169,7 +169,7 @@ def choose_buckets(seen: Counter[Lengths], most: int) -> list[Lengths]:
     cost = [[0] * (num + 1) for _ in range(num)]
     for i in range(num):
         for j in range(i + 1, num + 1):
-            top = sum(_greatest(lengths[i:j]))
+            top = sum(_find_greatest(lengths[i:j]))
             members = zip(lengths[i:j], counts[i:j], strict=True)
             cost[i][j] = sum(count * (top - sum(each)) for each, count in members)
     least: list[list[float]] = [[0.0] + [float("inf")] * num]
@@ -184,7 +184,7 @@ def choose_buckets(seen: Counter[Lengths], most: int) -> list[Lengths]:
             break
     found, j = [], num
     for cuts in reversed(ends):
-        found.append(_greatest(lengths[cuts[j] : j]))
+        found.append(_find_greatest(lengths[cuts[j] : j]))
         j = cuts[j]
     return sorted(set(found))
 
@@ -205,5 +205,5 @@ def group_updates(batches: Sequence[Batch], num_micro_batches: int) -> list[Upda
     return list(iter(lambda: list(itertools.islice(each, num_micro_batches)), []))
 
 
-def _greatest(lengths: Sequence[Lengths]) -> Lengths:
+def _find_greatest(lengths: Sequence[Lengths]) -> Lengths:
     return tuple(map(max, zip(*lengths, strict=True)))

@@ -127,7 +127,7 @@ def _overrides(callback: Any, name: str) -> bool:
     return getattr(type(callback), name, None) is not stock or name in vars(callback)
 
 
-class Reads:
+class ReadAttributes:
     """Python values of a trainer that its loss reads, and that a captured step holds.
 
     Copies of a loss share this, and the trainer with it.
@@ -137,7 +137,7 @@ class Reads:
         self.trainer = trainer
         self._seen: dict[tuple[str, str], Any] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Reads:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReadAttributes:
         return self
 
     @contextmanager
@@ -147,7 +147,7 @@ class Reads:
         Raises:
             CaptureError: It reads an attribute that changes from step to step, or changes one.
         """
-        owners = self._owners()
+        owners = self._list_owners()
         before = {label: dict(vars(owner)) for label, owner in owners.items()}
         seen: dict[tuple[str, str], Any] = {}
         classes = {label: type(owner) for label, owner in owners.items()}
@@ -178,7 +178,7 @@ class Reads:
         Raises:
             GraphFileError: A value has changed; no step has been taken with it.
         """
-        owners = self._owners()
+        owners = self._list_owners()
         for (label, key), fingerprint in sorted(
             self._seen.items(), key=lambda item: not item[0][0]
         ):
@@ -189,7 +189,7 @@ class Reads:
                     f"and was another value when the step was captured: {_WAY_OUT}"
                 )
 
-    def _owners(self) -> dict[str, Any]:
+    def _list_owners(self) -> dict[str, Any]:
         trainer = self.trainer
         owners = {
             "": trainer,

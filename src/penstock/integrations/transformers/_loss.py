@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from penstock.integrations.transformers._batches import Batch, Update
-from penstock.integrations.transformers._guards import Reads
+from penstock.integrations.transformers._guards import ReadAttributes
 
 _NUM_ITEMS = "num_items_in_batch"
 _FACTOR = "num_micro_batches"
@@ -26,7 +26,7 @@ class TrainerLoss(nn.Module):
     def __init__(self, trainer: Any, model: nn.Module, *, is_scaled: bool) -> None:
         super().__init__()
         self.model = model
-        self.reads = Reads(trainer)
+        self.reads = ReadAttributes(trainer)
         self._is_scaled = is_scaled
         self.register_buffer("grad_norm", torch.zeros((), device=trainer.args.device))
 

@@ -136,8 +136,8 @@ class PlannedTraining:
         refuse_unplanned(trainer, PlannedTraining)
         self._replaced = []  # attributes of the instances themselves, if any
         for owner, name, method in (
-            (trainer, "training_step", self._training_step),
-            (trainer.accelerator, "clip_grad_norm_", self._grad_norm),
+            (trainer, "training_step", self._take_training_step),
+            (trainer.accelerator, "clip_grad_norm_", self._return_grad_norm),
         ):
             self._replaced.append((owner, name, vars(owner).get(name)))
             setattr(owner, name, method)
@@ -157,7 +157,7 @@ class PlannedTraining:
             shapes.close()
             self._report = shapes.report()
 
-    def _grad_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _return_grad_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the norm for the trainer's log; a planned step has clipped its own gradients."""
         if self._is_ordinary:
             accelerator = self._trainer.accelerator
@@ -165,7 +165,7 @@ class PlannedTraining:
         assert self._loss is not None
         return self._loss.grad_norm.clone()
 
-    def _training_step(
+    def _take_training_step(
         self,
         model: nn.Module,
         inputs: Batch,
