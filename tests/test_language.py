@@ -17,10 +17,14 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parent.parent / "src" / "penstock"
+REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGE = REPOSITORY / "src" / "penstock"
 
 ROOMS: tuple[str, ...] | None = ("cli", "env.py", "batching", "report", "integrations/transformers")
 """Paths below the package that are checked; None: all of it."""
+
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/guide/*.md", "docs/batching.md")
+"""Patterns of the pages that are checked."""
 
 RIDDLES = re.compile(r"(What|Where|Which|Whether|How|Who)\b")
 PERSONS = re.compile(
@@ -219,6 +223,18 @@ def sources() -> list[Source]:
 @pytest.mark.parametrize("rule", RULES)
 def test_the_sources_keep_the_rule(sources: list[Source], rule):
     assert rule(sources) == []
+
+
+def test_pages_have_no_persons():
+    pages = [page for pattern in PAGES for page in REPOSITORY.glob(pattern)]
+    assert len(pages) >= len(PAGES)
+    found = [
+        f"{page.relative_to(REPOSITORY)}: {match[0]!r} in {line[:80]!r}"
+        for page in pages
+        for line in page.read_text().splitlines()
+        for match in PERSONS.finditer(line)
+    ]
+    assert found == []
 
 
 def planted(text: str, name: str = "penstock/graph/_planted.py") -> list[Source]:

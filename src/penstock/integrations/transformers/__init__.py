@@ -22,9 +22,9 @@ except ModuleNotFoundError as error:
 from penstock.integrations.transformers._report import TrainingReport
 from penstock.integrations.transformers._training import (
     PlannedTraining,
-    is_training,
     plan_trainers,
     plan_training,
 )
+from penstock.integrations.transformers._training import is_training as is_training  # for the CLI
 
-__all__ = ["PlannedTraining", "TrainingReport", "is_training", "plan_trainers", "plan_training"]
+__all__ = ["PlannedTraining", "TrainingReport", "plan_trainers", "plan_training"]
