@@ -50,8 +50,8 @@ class DynamicBatcher(nn.Module):
 
     A cell is an ordinary module. Its arguments are the outputs of the argument nodes (a tensor, or
     a tuple of tensors, each), and then the inputs of its nodes; the first axis of arguments and
-    outputs is that of the nodes. Cells may be
-    compiled (`torch.compile(cell, dynamic=True)`), shared between types, and used elsewhere.
+    outputs is that of the nodes. Cells may be compiled (`torch.compile(cell, dynamic=True)`),
+    shared between types, and used elsewhere.
 
     Example:
         >>> class Add(torch.nn.Module):

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock.cli.demo._config import ARMS, PLANNED, ArmResult, DemoConfig, DemoError, DemoOptions
+from penstock.cli.demo._config import ARMS, PLANNED, ArmResult, DemoError, DemoOptions
 
 
 def plan_arms(options: DemoOptions, plans: str) -> None:
     """Make the plans of the planned arms, in a process of their own."""
-    command = [sys.executable, *_list_planning(options, plans)]
-    command += ["--plan-seconds", str(options.plan_seconds)]
+    planning = {"plans": plans, "store": options.store, "plan_seconds": options.plan_seconds}
+    command = [sys.executable, *_list_script(options, **planning)]
     done = subprocess.run(command, capture_output=True, text=True, env=_make_environment())
     if done.returncode:
         raise DemoError(f"planning failed; its last words:\n{done.stderr[-2000:]}")
@@ -51,31 +51,24 @@ def take_turns(
 
 def list_commands(options: DemoOptions, plans: str) -> dict[str, list[str]]:
     """Return the command line of every arm, in the order in which they run."""
-    script, out = _list_script(options.model), options.out
+    out = options.out
     run = ["-m", "penstock", "run", "--store", str(options.store), "--policy", options.policy]
     run += ["--min-bytes", options.min_bytes, "--report", str(out / "report.json")]
     run += ["--trace", str(out / "timeline.trace.json"), "--picture", str(out / "timeline.png")]
-    arms = {"stock": script, "checkpoint": [*script, "--checkpoint"], "penstock": [*run, *script]}
-    planned = [*_list_planning(options, plans), "--planned"]
-    arms |= {name: [*planned, str(divisor)] for name, divisor in PLANNED.items()}
+    arms = {
+        "stock": _list_script(options),
+        "checkpoint": _list_script(options, checkpoint=True),
+        "penstock": [*run, *_list_script(options)],
+    }
+    for name, divisor in PLANNED.items():
+        arms[name] = _list_script(options, plans=plans, store=options.store, divisor=divisor)
     return {name: [sys.executable, *arguments] for name, arguments in arms.items()}
 
 
-def _list_planning(options: DemoOptions, plans: str) -> list[str]:
-    return [*_list_script(options.model), "--plans", plans, "--store", str(options.store)]
-
-
-def _list_script(config: DemoConfig) -> list[str]:
+def _list_script(options: DemoOptions, **arm: Any) -> list[str]:
     """Return the training script as arguments of an interpreter."""
-    script = ["-m", "penstock.cli.demo"]
-    for name, value in dataclasses.asdict(config).items():
-        script += [format_option(name), str(value)]
-    return script
-
-
-def format_option(field_name: str) -> str:
-    """Return the option of a field."""
-    return "--" + field_name.replace("_", "-")
+    request = {"config": dataclasses.asdict(options.model), **arm}
+    return ["-m", "penstock.cli.demo", json.dumps(request)]
 
 
 def _make_environment() -> dict[str, str]:
