@@ -28,7 +28,7 @@ PAGES = ("README.md", "CONTRIBUTING.md", "docs/guide/*.md", "docs/batching.md")
 
 RIDDLES = re.compile(r"(What|Where|Which|Whether|How|Who)\b")
 PERSONS = re.compile(
-    r"\b(whoever|whomever|whom|who|nobody|no one|somebody|someone|everybody|everyone|anybody|anyone"
+    r"\b(whoever|whomever|whom|who|nobody|somebody|someone|everybody|everyone|anybody|anyone"
     r"|he|him|his|himself|she|her|hers)\b",
     re.IGNORECASE,
 )

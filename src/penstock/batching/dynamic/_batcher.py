@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from penstock.batching._arrays import Integers
 from penstock.batching.dynamic._layout import ExecutionPlan, plan_execution
-from penstock.batching.dynamic._native import merge
 from penstock.batching.dynamic._node_graph import NodeGraph
 from penstock.batching.dynamic._outputs import BatchedOutputs, BatchReport
 from penstock.batching.dynamic._pools import OutputPools
@@ -202,7 +201,7 @@ class DynamicBatcher(nn.Module):
         if key in self._plans:
             self._plans.move_to_end(key)
             return *self._plans[key], True
-        graph = merge([each.nodes for each in graphs], len(self._codes))
+        graph = NodeGraph.merge([each.nodes for each in graphs], len(self._codes))
         kept = None
         if keep is not None:
             kept = [code for (kind, _, _), code in self._codes.items() if kind in keep]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +31,7 @@ def load_library() -> ctypes.CDLL | None:
         flags=("-O3",),
         functions={
             f"penstock_batching_{name}": (ctypes.c_int64, [ctypes.c_void_p])
-            for name in ("order", "merge", "layout")
+            for name in ("order", "layout")
         },
         work="batches are planned",
         otherwise="by NumPy, without search",
@@ -45,25 +44,18 @@ def load_library_for(graph: NodeGraph) -> ctypes.CDLL | None:
 
 
 @dataclass
-class _MergeRequest:
-    """Arguments of `penstock_batching_merge`; `types`, `starts` and `flat` are written."""
-
-    num_graphs: int
-    parts: Integers
+class _GraphRequest:
+    num_nodes: int
+    num_types: int
     types: Integers
     starts: Integers
     flat: Integers
 
 
 @dataclass
-class _OrderRequest:
+class _OrderRequest(_GraphRequest):
     """Arguments of `penstock_batching_order`; the last five are written."""
 
-    num_nodes: int
-    num_types: int
-    types: Integers
-    starts: Integers
-    flat: Integers
     search: bool
     frees_most: bool
     order: Integers
@@ -74,14 +66,9 @@ class _OrderRequest:
 
 
 @dataclass
-class LayoutRequest:
+class LayoutRequest(_GraphRequest):
     """Arguments of `penstock_batching_layout`; those from `nodes` on are written."""
 
-    num_nodes: int
-    num_types: int
-    types: Integers
-    starts: Integers
-    flat: Integers
     num_batches: int
     begins: Integers
     kinds: Integers
@@ -94,19 +81,6 @@ class LayoutRequest:
     index: Integers
     plan: Integers
     num_gathered: int = 0
-
-
-def merge(graphs: Sequence[NodeGraph], num_types: int) -> NodeGraph:
-    """Join graphs into one, as `NodeGraph.merge` does."""
-    compiled = load_library()
-    if compiled is None:
-        return NodeGraph.merge(graphs, num_types)
-    parts = np.array([graph.pointers for graph in graphs], dtype=np.int64)
-    num_nodes, num_arguments = parts[:, :2].sum(axis=0).tolist()
-    merged = NodeGraph(_make(num_nodes), _make(num_nodes + 1), _make(num_arguments), num_types)
-    request = _MergeRequest(len(graphs), parts, merged.types, merged.starts, merged.flat)
-    compiled.penstock_batching_merge(ctypes.byref(to_struct(request)))
-    return merged
 
 
 def order_by_library(
@@ -145,6 +119,7 @@ def lay_out_by_library(
 
 
 def _list_fields(graph: NodeGraph) -> tuple[int, int, Integers, Integers, Integers]:
+    assert all(each.dtype == np.int64 for each in (graph.types, graph.starts, graph.flat))
     return graph.num_nodes, graph.num_types, graph.types, graph.starts, graph.flat
 
 

@@ -125,14 +125,6 @@ class NodeGraph:
         return int(self.ahead.max(axis=0, initial=0).sum())
 
     @cached_property
-    def pointers(self) -> tuple[int, int, int, int, int]:
-        """For C++: number of nodes, of arguments, and the addresses of types, starts and `flat`."""
-        arrays = (self.types, self.starts, self.flat)
-        assert all(each.flags.c_contiguous and each.dtype == np.int64 for each in arrays)
-        types, starts, flat = (each.ctypes.data for each in arrays)
-        return self.num_nodes, len(self.flat), types, starts, flat
-
-    @cached_property
     def num_arguments(self) -> Integers:
         """Arguments per node, `[num_nodes]`."""
         return np.diff(self.starts)

@@ -38,34 +38,6 @@ void number_pools(int64_t num_nodes, int64_t num_types, const int64_t* types, co
 
 }  // namespace
 
-struct MergeRequest {
-  int64_t num_graphs;
-  const int64_t* parts;
-  int64_t *types, *starts, *arguments;
-};
-
-// Joins graphs into one. `parts` has for each the numbers of its nodes and arguments, and the
-// addresses of its types, starts and arguments.
-extern "C" int64_t penstock_batching_merge(const MergeRequest* request) {
-  const int64_t *parts = request->parts, num_graphs = request->num_graphs;
-  int64_t *types = request->types, *starts = request->starts, *arguments = request->arguments;
-  int64_t num_nodes = 0, num_arguments = 0;
-  for (const int64_t* part = parts; part < parts + 5 * num_graphs; part += 5) {
-    const auto* its_types = reinterpret_cast<const int64_t*>(part[2]);
-    const auto* its_starts = reinterpret_cast<const int64_t*>(part[3]);
-    const auto* its_arguments = reinterpret_cast<const int64_t*>(part[4]);
-    for (int64_t v = 0; v < part[0]; ++v) {
-      types[num_nodes + v] = its_types[v];
-      starts[num_nodes + v] = num_arguments + its_starts[v];
-    }
-    for (int64_t k = 0; k < part[1]; ++k) arguments[num_arguments + k] = num_nodes + its_arguments[k];
-    num_nodes += part[0];
-    num_arguments += part[1];
-  }
-  starts[num_nodes] = num_arguments;
-  return num_nodes;
-}
-
 struct LayoutRequest {
   int64_t num_nodes, num_types;
   const int64_t *types, *starts, *arguments;
