@@ -1,4 +1,4 @@
-"""The examples' models and data, for the benchmarks: what is measured is what is shown."""
+"""Models and data of the examples, for the benchmarks."""
 
 from __future__ import annotations
 

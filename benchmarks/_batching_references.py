@@ -1,4 +1,4 @@
-"""What batches and schedules are compared with, written from the published descriptions.
+"""References for batches and schedules, written from the published descriptions.
 
 - `nugraph_batches`: the largest tenth is dealt over the batches first, the rest fills them up
   (Lee et al., Frontiers in High Performance Computing 2, 2024).

@@ -1,4 +1,4 @@
-"""What a batch takes against what was predicted, and what training below a cap comes to."""
+"""Measured bytes of batches beside the predicted ones, and training below a cap."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from _models import batch_of, build
 from _plan_convolutions import wide_resnet
 from _plan_recurrent import Recurrent
 from _train import memory_bytes, reset_peak
-from penstock._vector_math import settle_vector_math
+from penstock.cli._vector_math import settle_vector_math
 from penstock.errors import InfeasibleError
 from penstock.executor import bind, executable
 from penstock.graph import StepGraph, capture, measure

@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _models import batch_of, build
-from penstock._vector_math import settle_vector_math
+from penstock.cli._vector_math import settle_vector_math
 
 
 def memory_bytes(field: str) -> int:

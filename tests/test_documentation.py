@@ -1,4 +1,4 @@
-"""What the documentation shows is what the code does: its tables are compared, its examples run."""
+"""The documentation is true: its tables are compared, its examples run, its files exist."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from penstock.unified.overrides.rules import rule_table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGE = REPOSITORY / "src" / "penstock"
 
 
 def blocks(page: str, containing: str = "") -> list[str]:
@@ -77,3 +78,37 @@ def test_the_examples_of_relational_graphs_run_one_after_the_other(tmp_path):
 def test_the_readme_example_of_relational_graphs_runs(tmp_path):
     (example,) = blocks("README.md", containing="rgnn.compile")
     assert "torch.Size([100, 16])" in run(example, tmp_path)
+
+
+after_the_moves = pytest.mark.skipif(
+    not all((PACKAGE / room).exists() for room in ("unified/host", "planner/bounds")),
+    reason="the files have not moved yet",
+)
+
+
+def section(page: str, heading: str) -> str:
+    text = (REPOSITORY / page).read_text()
+    return text.split(f"## {heading}\n")[1].split("\n## ")[0]
+
+
+@after_the_moves
+def test_the_reading_tour_has_six_files_that_exist():
+    tour = section("README.md", "Reading the source")
+    stops = re.findall(r"^\d\. `([^`]+)`(.*)$", tour, re.M)
+    assert len(stops) <= 6
+    for stop, rest in stops:
+        path = PACKAGE / stop
+        assert path.is_file(), stop
+        beside = re.findall(r"`([\w/]+(?:\.py|\.cpp|/))`", rest)
+        assert all((path.parent / each).exists() for each in beside), (stop, beside)
+
+
+@after_the_moves
+def test_the_ways_that_contributors_are_shown_exist():
+    ways = section("CONTRIBUTING.md", "Finding one's way")
+    tour = section("README.md", "Reading the source")
+    rows = re.findall(r"^\| (?!question)[^|]+\| `([^`]+)`[^|]*\| `([^`]+)` \|$", ways, re.M)
+    assert len(rows) == 3
+    for first, last in rows:
+        assert first in tour, "from the README in two hops"
+        assert (PACKAGE / first).is_file() and (PACKAGE / last).is_file()

@@ -31,7 +31,7 @@ def ask(*arguments: str, modules: Path | None = None, **variables: str) -> dict[
     return {check["name"]: check for check in json.loads(done.stdout)["checks"]}
 
 
-def only(check: Any) -> env.Check:
+def only(check: Any) -> env.Finding:
     (found,) = check()
     return found
 
@@ -188,8 +188,8 @@ def test_a_check_that_fails_is_an_answer_too(monkeypatch: pytest.MonkeyPatch):
 
 def test_as_text(monkeypatch: pytest.MonkeyPatch, capsys):
     checks = [
-        env.Check(name="python", status="ok", value="3.11"),
-        env.Check(name="torch", status="broken", value="is not installed", remedy="Install it."),
+        env.Finding(name="python", status="ok", value="3.11"),
+        env.Finding(name="torch", status="broken", value="is not installed", remedy="Install it."),
     ]
     monkeypatch.setattr(env, "collect_checks", lambda: iter(checks))
     assert env.main([]) == 0

@@ -93,6 +93,12 @@ def test_every_public_name_loads(name: str):
     assert name in dir(penstock)
 
 
+@pytest.mark.parametrize("name", ["codegen", "memory", "tables", "units"])
+def test_the_floor_loads_but_is_not_offered(name: str):
+    assert getattr(penstock, name) is not None
+    assert name not in dir(penstock)
+
+
 def test_public_names_are_sorted_and_unique():
     assert list(penstock.__all__) == sorted(set(penstock.__all__))
 

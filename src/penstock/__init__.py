@@ -14,20 +14,23 @@ if TYPE_CHECKING:
     from penstock import (
         activations,
         batching,
-        codegen,
         errors,
         executor,
         graph,
         integrations,
-        memory,
         planner,
         report,
         rgnn,
-        tables,
         traversal,
         unified,
-        units,
     )
+
+    # The floor: importable, but not what programs use.
+    from penstock import codegen as codegen
+    from penstock import compat as compat
+    from penstock import memory as memory
+    from penstock import tables as tables
+    from penstock import units as units
     from penstock.activations import Offload, OffloadReport, offload
     from penstock.errors import InfeasibleError, PenstockError, PlanError
     from penstock.executor import ExecutionReport, PlannedStep, bind, fit
@@ -55,24 +58,20 @@ __all__ = [
     "batching",
     "bind",
     "capture",
-    "codegen",
     "errors",
     "executor",
     "fit",
     "graph",
     "integrations",
-    "memory",
     "offload",
     "plan",
     "planner",
     "probe",
     "report",
     "rgnn",
-    "tables",
     "traversal",
     "unified",
     "unify",
-    "units",
 ]
 
 __getattr__, __dir__ = load_lazily(__name__)

@@ -1,6 +1,6 @@
-"""What `penstock env` prints: the state of an installation, also when the installation is broken.
+"""`penstock env`: the state of an installation, also when the installation is broken.
 
-Somebody runs this because something does not work. Nothing but the standard library is imported at
+It is run because something does not work. Nothing but the standard library is imported at
 module level, every check stands alone, and torch is imported in a process of its own, where it may
 crash or hang without taking the answer with it. `python -m penstock.env` needs not even typer.
 """
@@ -37,7 +37,7 @@ _OPTIONAL = {
     "torch-geometric": "penstock.integrations.pyg: pip install 'penstock[pyg]'",
     "kvikio": "GPUDirect Storage: pip install 'penstock[gds]'",
 }
-# Only these are shown: the rest of the environment is nobody's business in a bug report.
+# Only these are shown: the rest of the environment has no place in a bug report.
 _VARIABLE_PREFIXES = ("PENSTOCK_", "MALLOC_", "OMP_", "MKL_", "PYTORCH_", "TORCH_", "CUDA_")
 _VARIABLES = ("CXX", "LD_PRELOAD", "XDG_CACHE_HOME")
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
@@ -54,7 +54,7 @@ _INTERNALS = {
     "torch.library.custom_op": "penstock.rgnn inside torch.compile",
     "torch.backends.cuda.matmul.fp32_precision": "penstock.rgnn on a GPU",
 }
-"""Names of torch that it does not promise to keep, and what does not work without them."""
+"""Private names of torch, each with the part of Penstock that does not work without it."""
 _TORCH_QUESTIONS = f"""
 import importlib, json, torch
 def has(name):
@@ -82,20 +82,20 @@ print(json.dumps({{
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Check:
-    """One line of the answer: what was looked at, how it is, and what to do about it."""
+class Finding:
+    """One line of the answer: a part of the installation, its state, and a remedy."""
 
     name: str
-    """What was looked at."""
+    """The part that was looked at."""
     status: Status
-    """``"ok"``, ``"note"`` (can be done without, but worth knowing) or ``"broken"``."""
+    """``"ok"``, ``"note"`` (optional, but worth knowing) or ``"broken"``."""
     value: str
-    """What was found, or what is wrong."""
+    """The version or value that was found, or the fault."""
     remedy: str = ""
-    """What to do, where something can be done."""
+    """The way to repair it; empty if there is none."""
 
 
-def collect_checks() -> Iterator[Check]:
+def collect_checks() -> Iterator[Finding]:
     """Look at everything that Penstock depends on, one check after the other.
 
     Example:
@@ -105,7 +105,7 @@ def collect_checks() -> Iterator[Check]:
     Yields:
         The checks, each as soon as it is known. A check that itself fails becomes a broken check.
     """
-    checks: list[tuple[str, Callable[[], Iterator[Check]]]] = [
+    checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("penstock", _check_penstock),
         ("python", _check_python),
         ("machine", _check_machine),
@@ -121,45 +121,79 @@ def collect_checks() -> Iterator[Check]:
         try:
             yield from check()
         except Exception as error:
-            yield Check(
+            yield Finding(
                 name=name, status="broken", value=f"cannot tell: {type(error).__name__}: {error}"
             )
 
 
-def _check_penstock() -> Iterator[Check]:
+def _check_penstock() -> Iterator[Finding]:
     import penstock
 
     where = Path(penstock.__file__ or "?").parent
-    yield Check(name="penstock", status="ok", value=f"{penstock.__version__} in {where}")
+    yield Finding(name="penstock", status="ok", value=f"{penstock.__version__} in {where}")
 
 
-def _check_python() -> Iterator[Check]:
+def _check_python() -> Iterator[Finding]:
     value = f"{platform.python_version()} ({sys.executable})"
     if sys.version_info < (3, 11):
-        yield Check(name="python", status="broken", value=value, remedy="Use Python 3.11 or later.")
+        yield Finding(
+            name="python", status="broken", value=value, remedy="Use Python 3.11 or later."
+        )
     else:
-        yield Check(name="python", status="ok", value=value)
+        yield Finding(name="python", status="ok", value=value)
 
 
-def _check_machine() -> Iterator[Check]:
+def _check_machine() -> Iterator[Finding]:
     if sys.platform != "linux":
-        yield Check(
+        yield Finding(
             name="system",
             status="note",
             value=platform.platform(),
             remedy="Penstock is tested on Linux; elsewhere files go through the page cache.",
         )
     else:
-        yield Check(name="system", status="ok", value=platform.platform())
+        yield Finding(name="system", status="ok", value=platform.platform())
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Check(name="cores", status="ok", value=f"{usable} usable of {os.cpu_count()}")
+    yield Finding(name="cores", status="ok", value=f"{usable} usable of {os.cpu_count()}")
     if hasattr(os, "sysconf"):
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         total_bytes = page_bytes * os.sysconf("SC_PHYS_PAGES")
-        yield Check(name="memory", status="ok", value=f"{_gib(total_bytes)} installed")
+        yield Finding(name="memory", status="ok", value=f"{_gib(total_bytes)} installed")
 
 
-def _check_torch() -> Iterator[Check]:
+def _check_torch() -> Iterator[Finding]:
+    answers = _ask_torch()
+    if isinstance(answers, Finding):
+        yield answers
+        return
+    release = answers["version"].split("+")[0]  # an index may have another build of it
+    version = tuple(int(part) for part in release.split(".")[:2])
+    old, new = version < (2, 11), version > _NEWEST_TESTED_TORCH
+    tested = f"2.11 to {'.'.join(map(str, _NEWEST_TESTED_TORCH))}"
+    remedy = ""
+    if old:
+        remedy = "Penstock needs 2.11 or later: pip install -U 'torch>=2.11'"
+    elif new:
+        remedy = f"Penstock is tested with {tested}; `make test TORCH={release}` tells."
+    yield Finding(
+        name="torch",
+        status="broken" if old else "note" if new else "ok",
+        value=f"{answers['version']}, {answers['threads']} threads",
+        remedy=remedy,
+    )
+    for name in () if old else answers["lacks"]:
+        yield Finding(
+            name="torch internals",
+            status="broken",
+            value=f"{answers['version']} has no {name}, without which {_INTERNALS[name]} does not "
+            "work",
+            remedy=f"Install a version that Penstock is tested with: {tested}.",
+        )
+    yield _check_gpu(answers)
+
+
+def _ask_torch() -> dict[str, Any] | Finding:
+    """Import torch in a process of its own; return its answers, or a broken check."""
     remedy = "Install it again: pip install --force-reinstall 'torch>=2.11'"
     try:
         done = subprocess.run(
@@ -170,90 +204,54 @@ def _check_torch() -> Iterator[Check]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        yield Check(
-            name="torch",
-            status="broken",
-            value=f"did not finish importing within {_IMPORT_TIMEOUT_SECONDS} s",
-            remedy=remedy,
-        )
-        return
-    if done.returncode != 0:
-        version = _version("torch")
-        if version is None and "No module named 'torch'" in done.stderr:
-            yield Check(
-                name="torch",
-                status="broken",
-                value="is not installed",
-                remedy="Install it: pip install 'torch>=2.11'",
-            )
-            return
+        value = f"did not finish importing within {_IMPORT_TIMEOUT_SECONDS} s"
+        return Finding(name="torch", status="broken", value=value, remedy=remedy)
+    if done.returncode == 0:
+        return json.loads(done.stdout.strip().splitlines()[-1])
+    version = _version("torch")
+    if version is None and "No module named 'torch'" in done.stderr:
+        value, remedy = "is not installed", "Install it: pip install 'torch>=2.11'"
+    else:
         last_line = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"
-        yield Check(
-            name="torch",
-            status="broken",
-            value=f"{version or 'unknown version'} does not import ({ended}): {last_line}",
-            remedy=remedy,
-        )
-        return
-    answers = json.loads(done.stdout.strip().splitlines()[-1])
-    release = answers["version"].split("+")[0]  # an index may have another build of it
-    version = tuple(int(part) for part in release.split(".")[:2])
-    old, new = version < (2, 11), version > _NEWEST_TESTED_TORCH
-    tested = f"2.11 to {'.'.join(map(str, _NEWEST_TESTED_TORCH))}"
-    yield Check(
-        name="torch",
-        status="broken" if old else "note" if new else "ok",
-        value=f"{answers['version']}, {answers['threads']} threads",
-        remedy="Penstock needs 2.11 or later: pip install -U 'torch>=2.11'"
-        if old
-        else f"Penstock is tested with {tested}; `make test TORCH={release}` tells."
-        if new
-        else "",
-    )
-    for name in () if old else answers["lacks"]:
-        yield Check(
-            name="torch internals",
-            status="broken",
-            value=f"{answers['version']} has no {name}, without which {_INTERNALS[name]} does not "
-            "work",
-            remedy=f"Install a version that Penstock is tested with: {tested}.",
-        )
+        value = f"{version or 'unknown version'} does not import ({ended}): {last_line}"
+    return Finding(name="torch", status="broken", value=value, remedy=remedy)
+
+
+def _check_gpu(answers: dict[str, Any]) -> Finding:
     if answers["devices"]:
         value = f"CUDA {answers['cuda']}: {', '.join(answers['devices'])}"
-        yield Check(name="gpu", status="ok", value=value)
-    elif answers["cuda"]:
-        yield Check(
+        return Finding(name="gpu", status="ok", value=value)
+    if answers["cuda"]:
+        return Finding(
             name="gpu",
             status="note",
             value=f"none visible, although torch was built for CUDA {answers['cuda']}",
             remedy="See nvidia-smi and CUDA_VISIBLE_DEVICES if there should be one.",
         )
-    else:
-        yield Check(
-            name="gpu", status="ok", value="none; activations go from RAM to a file, needs a store"
-        )
+    value = "none; activations go from RAM to a file, needs a store"
+    return Finding(name="gpu", status="ok", value=value)
 
 
-def _check_packages() -> Iterator[Check]:
+def _check_packages() -> Iterator[Finding]:
     for name in _REQUIRED:
         version = _version(name)
         if version is None:
-            yield Check(
+            yield Finding(
                 name=name,
                 status="broken",
                 value="is not installed",
                 remedy=f"Install it: pip install {name}",
             )
         else:
-            yield Check(name=name, status="ok", value=version)
+            yield Finding(name=name, status="ok", value=version)
     for name, purpose in _OPTIONAL.items():
         version = _version(name)
         value = version or f"is not installed (only for {purpose})"
-        yield Check(name=name, status="ok" if version else "note", value=value)
+        yield Finding(name=name, status="ok" if version else "note", value=value)
 
 
-def _check_compiler() -> Iterator[Check]:
+def _check_compiler() -> Iterator[Finding]:
     remedy = (
         "Install a C++ compiler (Debian, Ubuntu: apt-get install g++) or point CXX at one. "
         "Without it torch's own allocator stays, which keeps more memory."
@@ -263,13 +261,13 @@ def _check_compiler() -> Iterator[Check]:
         compiler = shlex.split(named)  # CXX may hold arguments: "ccache g++"
         if shutil.which(compiler[0]) is None:
             value = f"CXX={named} is not a program"
-            yield Check(name="compiler", status="broken", value=value, remedy=remedy)
+            yield Finding(name="compiler", status="broken", value=value, remedy=remedy)
             return
     else:
         found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
         if found is None:
             value = "none found: neither c++ nor g++ nor clang++"
-            yield Check(name="compiler", status="note", value=value, remedy=remedy)
+            yield Finding(name="compiler", status="note", value=value, remedy=remedy)
             return
         compiler = [found]
     # A compiler without its headers or linker prints a version like any other: let it build.
@@ -281,15 +279,15 @@ def _check_compiler() -> Iterator[Check]:
     if built.returncode != 0:
         first_line = (built.stderr.strip().splitlines() or ["it printed nothing"])[0]
         value = f"{shlex.join(compiler)} cannot build a shared library: {first_line}"
-        yield Check(name="compiler", status="broken", value=value, remedy=remedy)
+        yield Finding(name="compiler", status="broken", value=value, remedy=remedy)
         return
     described = _run([*compiler, "--version"]).stdout.strip().splitlines()
     first_line = described[0] if described else "unknown version"
-    yield Check(name="compiler", status="ok", value=f"{shlex.join(compiler)}: {first_line}")
+    yield Finding(name="compiler", status="ok", value=f"{shlex.join(compiler)}: {first_line}")
 
 
-def _check_headers() -> Iterator[Check]:
-    """Say if a system's Python comes without the headers that C++ under the hooks needs."""
+def _check_headers() -> Iterator[Finding]:
+    """Note a Python without the headers that C++ under the hooks needs."""
     include = sysconfig.get_paths()["include"]
     if not Path(include, "Python.h").is_file():
         remedy = (
@@ -297,7 +295,7 @@ def _check_headers() -> Iterator[Check]:
             "the small tensors that autograd saves under offload, each a few microseconds slower."
         )
         value = f"no Python.h in {include}"
-        yield Check(name="headers", status="note", value=value, remedy=remedy)
+        yield Finding(name="headers", status="note", value=value, remedy=remedy)
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -306,13 +304,13 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _check_cache() -> Iterator[Check]:
+def _check_cache() -> Iterator[Finding]:
     directory = _cache_directory()
     remedy = (
         f"Make it yours alone: mkdir -p {directory} && chmod 700 {directory}; "
         "or set PENSTOCK_CACHE_DIR to a directory that you own."
     )
-    # What does not exist yet is made at first use, so the nearest existing parent decides.
+    # A missing directory is made at first use, so the nearest existing parent decides.
     existing = directory
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
@@ -327,44 +325,44 @@ def _check_cache() -> Iterator[Check]:
         problem = f"others can write to {directory} (mode {stat.S_IMODE(state.st_mode):04o})"
     else:
         made = "" if existing == directory else " (made at first use)"
-        yield Check(name="cache", status="ok", value=f"{directory}{made}")
+        yield Finding(name="cache", status="ok", value=f"{directory}{made}")
         return
-    yield Check(name="cache", status="broken", value=problem, remedy=remedy)
+    yield Finding(name="cache", status="broken", value=problem, remedy=remedy)
 
 
-def _check_store() -> Iterator[Check]:
+def _check_store() -> Iterator[Finding]:
     store = os.environ.get("PENSTOCK_STORE")
     remedy = "Set PENSTOCK_STORE, or pass --store, to a directory on a fast local disk."
     if not store:
-        yield Check(name="store", status="note", value="PENSTOCK_STORE is not set", remedy=remedy)
+        yield Finding(name="store", status="note", value="PENSTOCK_STORE is not set", remedy=remedy)
         return
     if not os.path.isdir(store):
         value = f"PENSTOCK_STORE={store} is not a directory"
-        yield Check(name="store", status="broken", value=value, remedy=remedy)
+        yield Finding(name="store", status="broken", value=value, remedy=remedy)
         return
     if not os.access(store, os.W_OK | os.X_OK):
         value = f"PENSTOCK_STORE={store} is not writable"
-        yield Check(name="store", status="broken", value=value, remedy=remedy)
+        yield Finding(name="store", status="broken", value=value, remedy=remedy)
         return
     free_bytes = shutil.disk_usage(store).free
     filesystem = filesystem_type(store)
     direct = _direct_io(store)
     value = f"{store}: {filesystem or 'unknown file system'}, {_gib(free_bytes)} free, {direct}"
     if filesystem in MEMORY_FILESYSTEMS:
-        yield Check(
+        yield Finding(
             name="store",
             status="note",
             value=f"{value}; this file system is RAM, so offloading to it frees nothing",
             remedy=remedy,
         )
     else:
-        yield Check(name="store", status="ok", value=value)
+        yield Finding(name="store", status="ok", value=value)
 
 
-def _check_variables() -> Iterator[Check]:
+def _check_variables() -> Iterator[Finding]:
     for name, value in sorted(os.environ.items()):
         if name in _VARIABLES or name.startswith(_VARIABLE_PREFIXES):
-            yield Check(name=name, status="ok", value=value)
+            yield Finding(name=name, status="ok", value=value)
 
 
 def _version(distribution: str) -> str | None:
@@ -390,7 +388,7 @@ def _cache_directory() -> Path:
 
 
 def filesystem_type(path: str) -> str | None:
-    """The type of the file system of a path by the longest matching mount point, or None."""
+    """Return the file system's type of a path by the longest matching mount point, or None."""
     mounts = Path("/proc/self/mounts")
     if not mounts.exists():
         return None
@@ -407,7 +405,7 @@ def filesystem_type(path: str) -> str | None:
 
 
 def _direct_io(directory: str) -> str:
-    """What opening a nameless file past the page cache gives; nothing is left behind."""
+    """Try to open a nameless file past the page cache, and return the result in words."""
     if not hasattr(os, "O_DIRECT") or not hasattr(os, "O_TMPFILE"):
         return "no O_DIRECT on this system"
     try:
@@ -421,15 +419,15 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"
 
 
-def format_check(check: Check) -> str:
+def format_check(check: Finding) -> str:
     """Write one check as one line of plain text, and its remedy as a second one.
 
     Example:
-        >>> print(format_check(Check(name="torch", status="ok", value="2.13.0")))
+        >>> print(format_check(Finding(name="torch", status="ok", value="2.13.0")))
         ok      torch          2.13.0
 
     Args:
-        check: the check to write.
+        check: The check to write.
 
     Returns:
         One or two lines without a line break at the end.
@@ -439,11 +437,11 @@ def format_check(check: Check) -> str:
     return f"{line}\n{'':<8}{'':<14} -> {check.remedy}" if check.remedy else line
 
 
-def to_dict(checks: list[Check]) -> dict[str, Any]:
+def to_dict(checks: list[Finding]) -> dict[str, Any]:
     """Turn checks into plain data.
 
     Args:
-        checks: the checks.
+        checks: The checks.
 
     Returns:
         ``{"ok": whether nothing is broken, "checks": [...]}``.
@@ -455,10 +453,10 @@ def to_dict(checks: list[Check]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the state of the installation; what `python -m penstock.env` runs.
+    """Print the state of the installation; `python -m penstock.env` runs this.
 
     Args:
-        arguments: command-line arguments; by default those of the process.
+        arguments: Command-line arguments; by default those of the process.
 
     Returns:
         The exit status: 0, also when something is broken, because the question was answered.
@@ -468,7 +466,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
     as_json = parser.parse_args(arguments).json
-    checks: list[Check] = []
+    checks: list[Finding] = []
     for check in collect_checks():
         checks.append(check)
         if not as_json:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock._vector_math import settle_vector_math
+from penstock.cli._vector_math import settle_vector_math
 from penstock.unified import UnifiedTensor
 
 pytest.importorskip("torch_geometric", reason="penstock[pyg] installs PyTorch Geometric")

@@ -6,14 +6,14 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.text import Text
 
-from penstock.report import Measured, _comparison, draw_comparison
-from penstock.report._figures import unit_of_axis
+from penstock.report import ComparisonPoint, _comparison, draw_comparison
+from penstock.report._figures import choose_unit
 
 POINTS = [
-    Measured("stock", 4 << 30, 1000.0),
-    Measured("checkpointing", 2 << 30, 800.0),
-    Measured("1/2", 2 << 30, 990.0, curve=True),
-    Measured("1/8", 1 << 29, 900.0, curve=True),
+    ComparisonPoint("stock", 4 << 30, 1000.0),
+    ComparisonPoint("checkpointing", 2 << 30, 800.0),
+    ComparisonPoint("1/2", 2 << 30, 990.0, curve=True),
+    ComparisonPoint("1/8", 1 << 29, 900.0, curve=True),
 ]
 
 
@@ -51,7 +51,7 @@ def test_ways_are_points_and_plans_a_curve(figures, tmp_path):
 def test_names_of_points_lie_on_no_line_and_no_other_name(figures, tmp_path, speeds):
     names = ("1/12", "1/4", "1/2", "no limit")
     sizes = (160 << 20, 440 << 20, 930 << 20, 1870 << 20)
-    points = [Measured(*each, curve=True) for each in zip(names, sizes, speeds, strict=True)]
+    points = [ComparisonPoint(*each, curve=True) for each in zip(names, sizes, speeds, strict=True)]
     draw_comparison(points, tmp_path / "a.png", title="t", curve="planned", unit="x")
     (figure,) = figures
     (axes,) = figure.axes
@@ -65,8 +65,8 @@ def test_names_of_points_lie_on_no_line_and_no_other_name(figures, tmp_path, spe
 
 
 def test_the_unit_of_an_axis_follows_its_length():
-    assert unit_of_axis(138 << 20) == (1 << 20, "MiB")
-    assert unit_of_axis(2 << 30) == (1 << 30, "GiB")
+    assert choose_unit(138 << 20) == (1 << 20, "MiB")
+    assert choose_unit(2 << 30) == (1 << 30, "GiB")
 
 
 def test_without_plans_there_is_no_curve(figures, tmp_path):

@@ -20,7 +20,7 @@ from penstock.report import (
     plan_trace,
     write_plan_trace,
 )
-from penstock.report._plan_picture import kinds_over_time
+from penstock.report._plan_picture import bin_memory
 
 UNIT = 256
 
@@ -98,10 +98,10 @@ def test_a_plan_at_its_bound_has_no_gap(graph, plan):
 
 def test_bins_hold_the_fullest_moment(graph, plan):
     simulation = simulate(graph, plan)
-    whole = kinds_over_time(simulation, [0.0, simulation.step_seconds])
+    whole = bin_memory(simulation, [0.0, simulation.step_seconds])
     totals = [sum(column) for column in zip(*simulation.memory_bytes.values(), strict=True)]
     assert sum(taken[0] for taken in whole.values()) == max(totals)
-    fine = kinds_over_time(simulation, [i * simulation.step_seconds / 999 for i in range(1000)])
+    fine = bin_memory(simulation, [i * simulation.step_seconds / 999 for i in range(1000)])
     columns = [sum(column) for column in zip(*fine.values(), strict=True)]
     assert max(columns) == max(totals)
     assert len(columns) == 999
@@ -145,6 +145,6 @@ def test_a_plan_that_moves_nothing_is_drawn_too(graph, tmp_path):
     )
     assert "nothing" in plan_table(graph, plan)
     assert draw_plan(graph, plan, tmp_path / "plan.png").exists()
-    kinds = kinds_over_time(simulate(graph, plan), [0.0, plan.step_seconds])
+    kinds = bin_memory(simulate(graph, plan), [0.0, plan.step_seconds])
     assert kinds.keys() == {Kind.PARAMETER, Kind.INPUT, Kind.ACTIVATION, Kind.GRADIENT}
     assert Link.HOST_TO_DEVICE not in plan.bytes_moved

@@ -1,23 +1,31 @@
-"""Batches that fit: a sampler that fills a byte budget, and irregular computations in batches."""
+"""Batches that fit: a sampler that fills a byte cap, and irregular computations in batches."""
 
-from penstock.batching._byte_model import ByteModel, Padded, probe_batches
-from penstock.batching._costs import SampleCosts
-from penstock.batching._dynamic import DynamicBatcher
 from penstock.batching._meter import measured_peak
-from penstock.batching._outputs import BatchedOutputs, BatchReport
-from penstock.batching._sampler import BalancedBatchSampler
-from penstock.batching._schedule import Schedule, schedule
-from penstock.batching._typed_graph import TypedGraph
+from penstock.batching.dynamic import (
+    BatchedOutputs,
+    BatchReport,
+    BatchSchedule,
+    DynamicBatcher,
+    TypedGraph,
+    schedule,
+)
+from penstock.batching.sampler import (
+    BalancedBatchSampler,
+    ByteModel,
+    Padded,
+    SampleCosts,
+    probe_batches,
+)
 
 __all__ = [
     "BalancedBatchSampler",
     "BatchReport",
+    "BatchSchedule",
     "BatchedOutputs",
     "ByteModel",
     "DynamicBatcher",
     "Padded",
     "SampleCosts",
-    "Schedule",
     "TypedGraph",
     "measured_peak",
     "probe_batches",

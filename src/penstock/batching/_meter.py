@@ -1,4 +1,4 @@
-"""How many bytes a computation has at its peak: the GPU's allocator asked, or the CPU watched."""
+"""Peaks of memory: read from the GPU's allocator, or counted on the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.memory import Ledger, Tier
 
 
 class _Watch(TorchDispatchMode):
-    """Enters every storage that operators make into a ledger, until it is freed."""
+    """A mode that enters every storage that operators make into a ledger, until it is freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class _Watch(TorchDispatchMode):
         known = self._known.get(storage._cdata)
         if known is not None and known() is storage:
             return
-        given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        for leaf in given:  # a view or a result in place is nothing new
+        inputs = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        for leaf in inputs:  # a view or a result in place is nothing new
             is_plain = leaf.layout == torch.strided
             if is_plain and leaf.untyped_storage()._cdata == storage._cdata:
                 return
@@ -50,16 +50,17 @@ def measured_peak(
     *,
     then: Callable[[Any], Any] | None = None,
 ) -> tuple[int, int]:
-    """Run something and say how much memory it took on a device beyond what was there before.
+    """Run a function and return the memory that it took on a device.
 
     Args:
-        run: What to run; its result counts as long as it lives.
-        device: On a GPU the allocator is asked; on the CPU the storages that operators make are
-            counted, without the memory that a kernel uses for itself.
-        then: What to do with the result of `run`, as part of the peak: its backward pass, say.
+        run: The function; its result counts as long as it lives.
+        device: The device. On a GPU the allocator is asked; on the CPU the storages that operators
+            make are counted, without the memory that a kernel uses for itself.
+        then: A function of the result of `run` that is part of the peak: its backward pass, say.
 
     Returns:
-        Bytes at the peak, and bytes that were left while the result of `run` was alive.
+        Bytes at the peak, and bytes that were left while the result of `run` was alive, both
+        beyond those before.
     """
     device = torch.device(device)
     if device.type == "cuda":

@@ -1,9 +1,9 @@
-"""Ledgers and plans as things to look at: Chrome traces for Perfetto, pictures, text."""
+"""Ledgers and plans as Chrome traces for Perfetto, as pictures and as text."""
 
 from typing import TYPE_CHECKING
 
 from penstock._lazy import load_lazily
-from penstock.report._comparison import Measured, draw_comparison
+from penstock.report._comparison import ComparisonPoint, draw_comparison
 from penstock.report._picture import draw_timeline
 from penstock.report._trace import chrome_trace, write_chrome_trace
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.report._plan_trace import plan_trace, write_plan_trace
 
 __all__ = [
-    "Measured",
+    "ComparisonPoint",
     "Sweep",
     "SweepPoint",
     "chrome_trace",

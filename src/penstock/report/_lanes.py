@@ -1,4 +1,4 @@
-"""How a timeline's spans are laid out in lanes, the same for the trace and for the picture.
+"""Lanes of a timeline: rows of spans that do not overlap, for traces and pictures.
 
 Transfers of one link overlap in time (several threads write at once), and neither a trace viewer
 nor a picture can draw two overlapping spans in one row. A lane is therefore split into as few rows
@@ -13,7 +13,7 @@ from penstock.memory import Link, Span, Timeline
 
 
 class LaneKind(enum.StrEnum):
-    """What a lane shows; the order of the members is the order from top to bottom."""
+    """Kinds of lanes, in their order from top to bottom."""
 
     COMPUTE = "compute"
     WRITE = "writes"
@@ -27,9 +27,9 @@ class Lane:
     """One lane of a timeline: the spans of one link, of the computation, or of its stalls."""
 
     title: str
-    """What a person reads beside the lane, such as ``"writes device->file"``."""
+    """The text beside the lane, such as ``"writes device->file"``."""
     kind: LaneKind
-    """What the lane shows; decides colour and order."""
+    """The kind of the lane; decides colour and order."""
     rows: tuple[tuple[Span, ...], ...]
     """The lane's spans; no two spans of a row overlap, and each row is sorted by start."""
 
@@ -45,31 +45,20 @@ _WRITE_LINKS = (Link.DEVICE_TO_HOST, Link.DEVICE_TO_FILE, Link.HOST_TO_FILE)
 _READ_LINKS = (Link.FILE_TO_HOST, Link.FILE_TO_DEVICE, Link.HOST_TO_DEVICE)
 
 
-def timeline_lanes(timeline: Timeline) -> list[Lane]:
-    """Sort a timeline's spans into lanes: compute, writes, reads, stalls, then the rest by name.
-
-    Example:
-        >>> [lane.title for lane in timeline_lanes(ledger.timeline())]  # doctest: +SKIP
-        ['compute', 'writes device->file', 'reads file->device', 'stalls']
-
-    Args:
-        timeline: the timeline whose spans are sorted.
-
-    Returns:
-        The lanes that have at least one span, from top to bottom.
-    """
+def sort_into_lanes(timeline: Timeline) -> list[Lane]:
+    """Sort a timeline's spans into lanes: compute, writes, reads, stalls, then the rest by name."""
     spans_by_lane: dict[str, list[Span]] = {}
     for span in timeline.spans:
         spans_by_lane.setdefault(span.lane, []).append(span)
     lanes = [
-        Lane(title=_title(name), kind=_kind(name), rows=_rows(spans))
+        Lane(title=_make_title(name), kind=_find_kind(name), rows=_split_rows(spans))
         for name, spans in spans_by_lane.items()
     ]
     kinds = list(LaneKind)
     return sorted(lanes, key=lambda lane: (kinds.index(lane.kind), lane.title))
 
 
-def _kind(name: str) -> LaneKind:
+def _find_kind(name: str) -> LaneKind:
     if name == "compute":
         return LaneKind.COMPUTE
     if name in _WRITE_LINKS:
@@ -81,15 +70,15 @@ def _kind(name: str) -> LaneKind:
     return LaneKind.OTHER
 
 
-def _title(name: str) -> str:
-    kind = _kind(name)
+def _make_title(name: str) -> str:
+    kind = _find_kind(name)
     if kind is LaneKind.OTHER:
         return name
     return f"{kind} {name}" if kind in (LaneKind.WRITE, LaneKind.READ) else str(kind)
 
 
-def _rows(spans: list[Span]) -> tuple[tuple[Span, ...], ...]:
-    """Greedy interval partitioning: the fewest rows, as spans are taken in order of start."""
+def _split_rows(spans: list[Span]) -> tuple[tuple[Span, ...], ...]:
+    """Split spans into the fewest rows (greedy interval partitioning, in order of start)."""
     rows: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start_ns, span.end_ns)):
         for row in rows:
@@ -101,18 +90,12 @@ def _rows(spans: list[Span]) -> tuple[tuple[Span, ...], ...]:
     return tuple(tuple(row) for row in rows)
 
 
-def time_bounds(timeline: Timeline) -> tuple[int, int]:
-    """When the first thing in a timeline began and the last one ended, in nanoseconds.
+def find_bounds(timeline: Timeline) -> tuple[int, int]:
+    """Return the start of the first record of a timeline and the end of the last one, in ns.
 
-    A transfer may have begun in the step before. The end of the step is left out where something
-    was recorded: a step lasts until the next one begins, and what the loop does in between (the
-    optimizer, reading data, waiting) is no concern of the links.
-
-    Args:
-        timeline: the timeline to look at.
-
-    Returns:
-        ``(start_ns, end_ns)``, a half-open interval.
+    A transfer may have begun in the step before. The end of the step is left out if there are
+    records: a step lasts until the next one begins, and the work of the loop in between (the
+    optimizer, reading data, waiting) does not belong to the picture.
     """
     sampled = [at_ns for samples in timeline.samples.values() for at_ns, _ in samples]
     start_ns = min([timeline.start_ns, *sampled, *(span.start_ns for span in timeline.spans)])

@@ -1,8 +1,7 @@
-"""A timeline as one picture: where the bytes were, and what the machine did meanwhile.
+"""A timeline as one picture: the bytes of each tier, and the activity of the machine.
 
 The memory of each tier is on top, the lanes are below on the same time axis, so that a write can be
-seen to lower one curve and to raise the other. Everything that explains colours stands outside the
-axes: nothing covers the data.
+seen to lower one curve and to raise the other. Legends are beside the axes and cover no data.
 """
 
 import os
@@ -10,15 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.memory import Tier, Timeline
-from penstock.report._figures import new_figure, write_figure
-from penstock.report._lanes import Lane, LaneKind, time_bounds, timeline_lanes
+from penstock.report._figures import LEGEND_OUTSIDE, new_figure, style_axes, write_figure
+from penstock.report._lane_picture import draw_lanes
+from penstock.report._lanes import Lane, LaneKind, find_bounds, sort_into_lanes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MIB = 1 << 20
 
-# Okabe and Ito's palette, which stays apart for colour-blind readers.
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
 _BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 _SKY, _PURPLE, _GREY = "#56B4E9", "#CC79A7", "#7F7F7F"
 # No tier shares its colour with an activity below it.
@@ -42,50 +42,50 @@ def draw_timeline(
         PosixPath('step.png')
 
     Args:
-        timeline: the timeline, for example that of the last training step.
-        path: the picture to write, replaced when it exists; the suffix decides the format
+        timeline: The timeline, for example that of the last training step.
+        path: The picture to write, replaced if it exists; the suffix decides the format
             (``.png``, ``.svg``, ``.pdf``); missing directories are made.
-        title: the headline; by default it says how long the picture lasts.
+        title: The headline; by default it has the duration.
 
     Returns:
         The path of the picture.
 
     Raises:
         ImportError: matplotlib is missing; the extra ``viz`` brings it.
-        ValueError: the suffix of ``path`` names no format that matplotlib writes.
-        OSError: the file cannot be written.
+        ValueError: The suffix of ``path`` names no format that matplotlib writes.
+        OSError: The file cannot be written.
     """
-    lanes = timeline_lanes(timeline)
+    lanes = sort_into_lanes(timeline)
     lanes_height = _LANE_HEIGHT_INCHES * max(1, len(lanes))
     height = _MEMORY_HEIGHT_INCHES + lanes_height + _MARGINS_HEIGHT_INCHES
     figure = new_figure("a timeline", (_FIGURE_WIDTH_INCHES, height), pads_inches=(0.12, 0.12))
     memory_axes, lane_axes = figure.subplots(
         2, 1, sharex=True, height_ratios=[_MEMORY_HEIGHT_INCHES, lanes_height]
     )
-    origin_ns, end_ns = time_bounds(timeline)
+    origin_ns, end_ns = find_bounds(timeline)
     _draw_memory(memory_axes, timeline, origin_ns, end_ns)
     _draw_lanes(lane_axes, lanes, origin_ns)
     # An empty timeline still gets an axis of positive length.
     lane_axes.set_xlim(0, max((end_ns - origin_ns) / 1e6, 1e-3))
-    if end_ns - origin_ns > _MOST_MILLISECONDS * 1_000_000:  # as the headline has them
+    if end_ns - origin_ns > _MOST_MILLISECONDS * 1_000_000:  # as in the headline
         lane_axes.xaxis.set_major_formatter(lambda time_ms, _: f"{time_ms / 1000:g}")
         lane_axes.set_xlabel("time, s", fontsize=12)
-    figure.suptitle(title or _headline(timeline), fontsize=15)
+    figure.suptitle(title or _make_headline(timeline), fontsize=15)
     return write_figure(figure, path)
 
 
 _MOST_MILLISECONDS = 2000  # on the axis of time; a longer one is in seconds
 
 
-def _headline(timeline: Timeline) -> str:
-    start_ns, end_ns = time_bounds(timeline)
+def _make_headline(timeline: Timeline) -> str:
+    start_ns, end_ns = find_bounds(timeline)
     headline = f"One training step, forward and backward: {(end_ns - start_ns) / 1e9:.2f} s"
     if timeline.num_dropped:
         headline += f" ({timeline.num_dropped:,} later events were not recorded)"
     return headline
 
 
-def _mib(num_bytes: int) -> str:
+def _format_mib(num_bytes: int) -> str:
     return f"{num_bytes / _MIB:,.{0 if num_bytes >= 10 * _MIB else 2}f} MiB"
 
 
@@ -99,70 +99,42 @@ def _draw_memory(axes: "Axes", timeline: Timeline, origin_ns: int, end_ns: int) 
         times_ms = [(at_ns - origin_ns) / 1e6 for at_ns, _ in [*samples, (end_ns, 0)]]
         sizes_mib = [num_bytes / _MIB for _, num_bytes in [*samples, samples[-1]]]
         colour = _TIER_COLOURS[tier]
-        label = f"{tier}: peak {_mib(peak_bytes)}"
+        label = f"{tier}: peak {_format_mib(peak_bytes)}"
         axes.step(times_ms, sizes_mib, where="post", color=colour, linewidth=1.8, label=label)
         axes.fill_between(times_ms, sizes_mib, step="post", color=colour, alpha=0.15, linewidth=0)
         highest_mib = max(highest_mib, peak_bytes / _MIB)
     axes.set_ylim(0, highest_mib * 1.08 or 1.0)
     axes.set_ylabel("saved activations, MiB", fontsize=12)
     axes.tick_params(labelsize=11)
-    axes.grid(alpha=0.3)
-    _tidy(axes)
+    style_axes(axes)
     if highest_mib:
-        axes.legend(title="resident bytes by tier", **_LEGEND_OUTSIDE)
+        axes.legend(title="resident bytes by tier", **LEGEND_OUTSIDE, **_LEGEND_SIZES)
     else:
-        _say_empty(axes, "no resident bytes were recorded")
+        _write_note(axes, "no resident bytes were recorded")
 
 
 def _draw_lanes(axes: "Axes", lanes: list[Lane], origin_ns: int) -> None:
-    from matplotlib.patches import Patch
-
-    legend: dict[str, str] = {}
-    for position, lane in enumerate(lanes):
-        row_height = 0.8 / len(lane.rows)
-        for row_index, row in enumerate(lane.rows):
-            bottom = position - 0.4 + row_index * row_height
-            by_colour: dict[str, list[tuple[float, float]]] = {}
-            for span in row:
-                label, colour = _label_and_colour(lane.kind, span.name)
-                legend.setdefault(label, colour)
-                by_colour.setdefault(colour, []).append(
-                    ((span.start_ns - origin_ns) / 1e6, (span.end_ns - span.start_ns) / 1e6)
-                )
-            for colour, ranges in by_colour.items():
-                # The hair line keeps spans shorter than a pixel visible.
-                axes.broken_barh(
-                    ranges,
-                    (bottom, row_height),
-                    facecolors=colour,
-                    edgecolors=colour,
-                    linewidth=0.3,
-                )
-    axes.set_yticks(range(len(lanes)), [_two_lines(lane.title) for lane in lanes], fontsize=11)
-    axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)  # the first lane is on top
+    draw_lanes(
+        axes,
+        lanes,
+        [lane.title.replace(" ", "\n", 1) for lane in lanes],
+        _choose_style,
+        origin_ns=origin_ns,
+        unit_ns=1e6,
+        edge_width=0.3,
+        title="activity",
+        **_LEGEND_SIZES,
+    )
     axes.set_xlabel("time, ms", fontsize=12)
     axes.tick_params(labelsize=11)
-    axes.grid(axis="x", alpha=0.3)
-    _tidy(axes)
-    if lanes:
-        patches = [Patch(color=colour, label=label) for label, colour in legend.items()]
-        axes.legend(handles=patches, title="activity", **_LEGEND_OUTSIDE)
-    else:
-        _say_empty(axes, "no compute, transfer or stall was recorded")
+    if not lanes:
+        _write_note(axes, "no compute, transfer or stall was recorded")
 
 
-_LEGEND_OUTSIDE = {
-    "loc": "upper left",
-    "bbox_to_anchor": (1.01, 1.0),
-    "borderaxespad": 0.0,
-    "frameon": False,
-    "fontsize": 11,
-    "title_fontsize": 11,
-    "alignment": "left",
-}
+_LEGEND_SIZES = {"fontsize": 11, "title_fontsize": 11}
 
 
-def _label_and_colour(kind: LaneKind, name: str) -> tuple[str, str]:
+def _choose_style(kind: LaneKind, name: str) -> tuple[str, str]:
     if kind is LaneKind.COMPUTE:
         if name in _COMPUTE_COLOURS:
             return name, _COMPUTE_COLOURS[name]
@@ -170,16 +142,7 @@ def _label_and_colour(kind: LaneKind, name: str) -> tuple[str, str]:
     return str(kind), _LANE_COLOURS.get(kind, _GREY)
 
 
-def _two_lines(title: str) -> str:
-    return title.replace("->", "\N{RIGHTWARDS ARROW}").replace(" ", "\n", 1)
-
-
-def _tidy(axes: "Axes") -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_axisbelow(True)
-
-
-def _say_empty(axes: "Axes", text: str) -> None:
+def _write_note(axes: "Axes", text: str) -> None:
     axes.text(
         0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=12, color=_GREY
     )

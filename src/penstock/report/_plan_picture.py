@@ -1,4 +1,4 @@
-"""A plan as a picture: device memory over time by what it holds, and the three streams below."""
+"""A plan as a picture: device memory over time by kind of tensor, and the streams below."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from penstock.graph import Kind, StepGraph
 from penstock.planner import Plan, Simulation, simulate
-from penstock.report._figures import new_figure, write_figure
-from penstock.report._lanes import LaneKind, timeline_lanes
+from penstock.report._figures import LEGEND_OUTSIDE, new_figure, style_axes, write_figure
+from penstock.report._lane_picture import draw_lanes
+from penstock.report._lanes import LaneKind, sort_into_lanes
 from penstock.report._plan_timeline import plan_timeline
 from penstock.units import format_bytes, format_seconds
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _GIB = 1 << 30
-# Okabe and Ito's palette; what lasts is dark, what comes and goes is light.
+# Okabe and Ito's palette; lasting values are dark, temporary ones light.
 KIND_COLOURS: Mapping[Kind, str] = {
     Kind.PARAMETER: "#0072B2",
     Kind.OPTIMIZER_STATE: "#56B4E9",
@@ -54,7 +55,7 @@ def draw_plan(
     *,
     title: str | None = None,
 ) -> Path:
-    """Draw a plan: what the device holds at each moment, and what compute and links do.
+    """Draw a plan: device memory by kind of tensor, and the work of device and links over time.
 
     Example:
         >>> draw_plan(graph, plan, "plan.png")  # doctest: +SKIP
@@ -63,7 +64,7 @@ def draw_plan(
     Args:
         graph: The graph that the plan is for.
         plan: The plan.
-        path: The picture to write, replaced when it exists; the suffix decides the format.
+        path: The picture to write, replaced if it exists; the suffix decides the format.
         title: The headline; by default the step's time, its share of the ideal and the memory.
 
     Returns:
@@ -80,12 +81,12 @@ def draw_plan(
     _draw_memory(memory_axes, plan, simulation)
     _draw_lanes(lane_axes, graph, plan, simulation)
     lane_axes.set_xlim(0, max(simulation.step_seconds, 1e-9))
-    figure.suptitle(title or headline(plan), fontsize=13)
+    figure.suptitle(title or _make_headline(plan), fontsize=13)
     return write_figure(figure, path)
 
 
-def headline(plan: Plan) -> str:
-    """One line about a plan: time, share of the ideal, memory, machine."""
+def _make_headline(plan: Plan) -> str:
+    """Return one line about a plan: time, share of the ideal, memory, machine."""
     share = plan.ideal_seconds / plan.step_seconds if plan.step_seconds else 1.0
     return (
         f"{format_seconds(plan.step_seconds)} a step, {share:.0%} of the speed with unlimited "
@@ -93,8 +94,8 @@ def headline(plan: Plan) -> str:
     )
 
 
-def kinds_over_time(simulation: Simulation, times: Sequence[float]) -> dict[Kind, list[int]]:
-    """The most bytes of each kind between each time and the next, kinds that occur only.
+def bin_memory(simulation: Simulation, times: Sequence[float]) -> dict[Kind, list[int]]:
+    """Return the most bytes of each kind that occurs between each time and the next.
 
     The kinds of a moment are those of its fullest position, so that they add up.
     """
@@ -153,48 +154,19 @@ def _draw_memory(axes: Axes, plan: Plan, simulation: Simulation) -> None:
         )
     axes.set_ylim(0, 1.06 * max(arena, (limit or 0) / _GIB, 1e-9))
     axes.set_ylabel("device memory, GiB", fontsize=11)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(**_OUTSIDE)
+    style_axes(axes)
+    axes.legend(**LEGEND_OUTSIDE, fontsize=10)
 
 
 def _draw_lanes(axes: Axes, graph: StepGraph, plan: Plan, simulation: Simulation) -> None:
-    from matplotlib.patches import Patch
-
-    timeline = plan_timeline(graph, plan, simulation, name_operators=False)
-    lanes = timeline_lanes(timeline)
-    legend: dict[str, str] = {}
-    for place, lane in enumerate(lanes):
-        by_colour: dict[str, list[tuple[float, float]]] = {}
-        for span in lane.spans:
-            if lane.kind is LaneKind.COMPUTE:
-                label, colour = span.name, _COMPUTE_COLOURS[span.name]
-            else:
-                label = _LANE_NAMES.get(lane.kind, "waiting for a transfer")
-                colour = _LANE_COLOURS.get(lane.kind, "#7F7F7F")
-            legend.setdefault(label, colour)
-            duration = (span.end_ns - span.start_ns) / 1e9
-            by_colour.setdefault(colour, []).append((span.start_ns / 1e9, duration))
-        for colour, ranges in by_colour.items():
-            axes.broken_barh(ranges, (place - 0.4, 0.8), facecolors=colour, linewidth=0)
-    names = [lane.title.replace("->", "\N{RIGHTWARDS ARROW}") for lane in lanes]
-    names = [name.replace("writes ", "").replace("reads ", "") for name in names]
-    axes.set_yticks(range(len(lanes)), names)
-    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    lanes = sort_into_lanes(plan_timeline(graph, plan, simulation, name_operators=False))
+    names = [lane.title.removeprefix("writes ").removeprefix("reads ") for lane in lanes]
+    draw_lanes(axes, lanes, names, _choose_style, unit_ns=1e9, fontsize=10)
     axes.set_xlabel("time within a step, seconds", fontsize=11)
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(
-        handles=[Patch(color=colour, label=label) for label, colour in legend.items()], **_OUTSIDE
-    )
 
 
-_OUTSIDE = {
-    "loc": "upper left",
-    "bbox_to_anchor": (1.01, 1.0),
-    "borderaxespad": 0.0,
-    "frameon": False,
-    "fontsize": 10,
-    "alignment": "left",
-}
+def _choose_style(kind: LaneKind, name: str) -> tuple[str, str]:
+    if kind is LaneKind.COMPUTE:
+        return name, _COMPUTE_COLOURS[name]
+    label = _LANE_NAMES.get(kind, "waiting for a transfer")
+    return label, _LANE_COLOURS.get(kind, "#7F7F7F")

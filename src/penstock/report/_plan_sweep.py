@@ -1,17 +1,16 @@
-"""Throughput against memory: the curve of plans, and where stock training lies on it."""
+"""Throughput against memory: the curve of plans, and stock training beside it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.report._figures import new_figure, unit_of_axis, write_figure
+from penstock.report._figures import choose_unit, new_figure, style_axes, write_figure
 from penstock.units import format_bytes
 
-# Colour and marker of each way to train.
+# Colour and marker of each method.
 _STYLES = {
     "stock": ("#000000", "s"),
     "checkpointing": ("#CC79A7", "D"),
@@ -22,13 +21,13 @@ _STYLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPoint:
-    """A way to train with so much memory.
+    """Memory and time of one method, or of one plan.
 
     Attributes:
-        name: `"stock"`, `"checkpointing"`, or what the curve is called.
-        device_bytes: That it needs.
-        step_seconds: Of a step.
-        lower_bound_seconds: What no plan with this memory beats; None where nobody asked.
+        name: `"stock"`, `"checkpointing"`, or the name of the curve.
+        device_bytes: Device memory.
+        step_seconds: Time of a step.
+        lower_bound_seconds: Lower bound of the time with this memory; None if it was not computed.
     """
 
     name: str
@@ -38,12 +37,7 @@ class SweepPoint:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the point as plain data for JSON."""
-        return {
-            "name": self.name,
-            "device_bytes": self.device_bytes,
-            "step_seconds": self.step_seconds,
-            "lower_bound_seconds": self.lower_bound_seconds,
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +45,11 @@ class Sweep:
     """Plans for less and less memory.
 
     Attributes:
-        title: Of what.
-        machine: Its name.
+        title: Name of the model.
+        machine: Name of the machine.
         ideal_seconds: Time of a step with unlimited memory.
-        points: In any order.
-        minimum_bytes: Below this nothing was found; None if the sweep did not get there.
+        points: Points of all methods, in any order.
+        minimum_bytes: Below this no plan was found; None if the sweep did not get there.
     """
 
     title: str
@@ -65,24 +59,18 @@ class Sweep:
     minimum_bytes: int | None = None
 
     def curve(self, name: str) -> list[SweepPoint]:
-        """The points of one way to train, by memory."""
+        """Return the points of one method, sorted by memory."""
         return sorted((p for p in self.points if p.name == name), key=lambda p: p.device_bytes)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Ways to train that have points, curves first."""
+        """Methods that have points, curves first."""
         names = tuple(dict.fromkeys(point.name for point in self.points))
         return tuple(sorted(names, key=lambda name: name in ("stock", "checkpointing")))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the sweep as plain data for JSON."""
-        return {
-            "title": self.title,
-            "machine": self.machine,
-            "ideal_seconds": self.ideal_seconds,
-            "minimum_bytes": self.minimum_bytes,
-            "points": [point.to_dict() for point in self.points],
-        }
+        return {**asdict(self), "points": [point.to_dict() for point in self.points]}
 
 
 def draw_sweep(sweep: Sweep, path: str | os.PathLike[str]) -> Path:
@@ -93,8 +81,8 @@ def draw_sweep(sweep: Sweep, path: str | os.PathLike[str]) -> Path:
         PosixPath('sweep.png')
 
     Args:
-        sweep: What to draw.
-        path: The picture to write, replaced when it exists; the suffix decides the format.
+        sweep: The sweep.
+        path: The picture to write, replaced if it exists; the suffix decides the format.
 
     Returns:
         The path of the picture.
@@ -107,7 +95,7 @@ def draw_sweep(sweep: Sweep, path: str | os.PathLike[str]) -> Path:
     figure = new_figure("a sweep", (8.6, 5.0))
     axes = figure.subplots()
     most = max(point.device_bytes for point in sweep.points)
-    unit_bytes, name_of_unit = unit_of_axis(most)
+    unit_bytes, name_of_unit = choose_unit(most)
     _draw_curves(axes, sweep, unit_bytes)
     _draw_bound(axes, sweep, unit_bytes)
     if sweep.minimum_bytes is not None:
@@ -120,8 +108,7 @@ def draw_sweep(sweep: Sweep, path: str | os.PathLike[str]) -> Path:
     axes.set_ylim(0, 108)
     axes.set_xlabel(f"device memory, {name_of_unit}", fontsize=11)
     axes.set_ylabel("throughput, % of unlimited memory", fontsize=11)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    style_axes(axes)
     axes.legend(frameon=False, loc="lower right", fontsize=10)
     figure.suptitle(f"{sweep.title} on {sweep.machine}", fontsize=13)
     return write_figure(figure, path)
@@ -142,15 +129,9 @@ def _draw_curves(axes: Any, sweep: Sweep, unit_bytes: int) -> None:
             markersize=9 if single else 5,
             linestyle="none" if single else "-",
             linewidth=2,
-            label=_label(name, points),
+            label=name if len(points) > 1 else f"{name}, {format_bytes(points[0].device_bytes)}",
             zorder=3,
         )
-
-
-def _label(name: str, points: Sequence[SweepPoint]) -> str:
-    if len(points) == 1:
-        return f"{name}, {format_bytes(points[0].device_bytes)}"
-    return name
 
 
 def _draw_bound(axes: Any, sweep: Sweep, unit_bytes: int) -> None:

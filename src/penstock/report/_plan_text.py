@@ -1,4 +1,4 @@
-"""A plan for the terminal: a table of what it costs, and device memory over time in blocks."""
+"""A plan for the terminal: a table of its costs, and device memory over time in blocks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from penstock.graph import Kind, StepGraph
 from penstock.planner import Plan, simulate
-from penstock.report._plan_picture import KIND_COLOURS, KIND_NAMES, kinds_over_time
+from penstock.report._plan_picture import KIND_COLOURS, KIND_NAMES, bin_memory
 from penstock.tables import report_table
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-# Colours tell kinds apart where there are colours, shades where there are none.
+# Shades tell kinds apart on terminals without colours.
 _SHADES = {
     Kind.PARAMETER: "\N{FULL BLOCK}",
     Kind.OPTIMIZER_STATE: "\N{DARK SHADE}",
@@ -33,7 +33,13 @@ _LETTERS = {
     Kind.GRADIENT: "g",
     Kind.SCALAR: "s",
 }
-_NUM_TARGETS = 3  # of recomputed operators that are named
+_BOX = (
+    "\N{BOX DRAWINGS LIGHT VERTICAL}",
+    "\N{BOX DRAWINGS LIGHT HORIZONTAL}",
+    "\N{BOX DRAWINGS LIGHT UP AND RIGHT}",
+)
+_ASCII_BOX = ("|", "-", "+")
+_NUM_TARGETS = 3  # names of recomputed operators in the table
 
 
 def plan_table(graph: StepGraph, plan: Plan) -> str:
@@ -47,7 +53,7 @@ def plan_table(graph: StepGraph, plan: Plan) -> str:
         plan: The plan.
 
     Returns:
-        Lines of text, coloured where standard output is a terminal.
+        Lines of text, in colour if standard output is a terminal.
     """
     share = plan.ideal_seconds / plan.step_seconds if plan.step_seconds else 1.0
     budget = plan.budget.device_bytes
@@ -68,19 +74,17 @@ def plan_table(graph: StepGraph, plan: Plan) -> str:
         if num_bytes:
             rows.append((name, format_bytes(num_bytes)))
     for link, num_bytes in plan.bytes_moved.items():
-        seconds = num_bytes / plan.machine.links[link].bytes_per_second
-        busy = seconds / plan.step_seconds
-        rows.append(
-            (link.value, f"{format_bytes(num_bytes)} a step  (busy {busy:.0%} of the time)")
-        )
+        busy = num_bytes / plan.machine.links[link].bytes_per_second / plan.step_seconds
+        moved = f"{format_bytes(num_bytes)} a step  (busy {busy:.0%} of the time)"
+        rows.append((link.value, moved))
     if not plan.bytes_moved:
         rows.append(("moved", "nothing"))
-    rows += _recomputed_rows(plan.planned_graph(graph), plan)
+    rows += _list_recomputed(plan.planned_graph(graph), plan)
     rows.append(("method", f"{plan.method}, seed {plan.seed}, for {plan.machine.name}"))
     return report_table(rows, title="penstock plan")
 
 
-def _recomputed_rows(graph: StepGraph, plan: Plan) -> list[tuple[str, object]]:
+def _list_recomputed(graph: StepGraph, plan: Plan) -> list[tuple[str, object]]:
     positions = plan.recomputed
     if not positions:
         return [("recomputed", "nothing")]
@@ -122,7 +126,7 @@ def plan_blocks(
         plan: The plan.
         num_columns: Width of the drawing, without the axis.
         num_rows: Height of the drawing.
-        unicode: Whether the terminal shows more than ASCII.
+        unicode: True if the terminal shows more than ASCII.
 
     Returns:
         Text for `rich`, in colour.
@@ -132,28 +136,24 @@ def plan_blocks(
     simulation = simulate(graph, plan)
     step = simulation.step_seconds
     times = [step * column / num_columns for column in range(num_columns + 1)]
-    memory = kinds_over_time(simulation, times)
+    memory = bin_memory(simulation, times)
     shades = _SHADES if unicode else _LETTERS
     top = max(plan.arena_bytes, 1)
-    columns = [_column(memory, place, top, num_rows) for place in range(num_columns)]
+    columns = [_fill_column(memory, place, top, num_rows) for place in range(num_columns)]
     text = Text()
-    axis = "\N{BOX DRAWINGS LIGHT VERTICAL}" if unicode else "|"
-    line = "\N{BOX DRAWINGS LIGHT HORIZONTAL}" if unicode else "-"
+    axis, line, corner = _BOX if unicode else _ASCII_BOX
     width = max(len(format_bytes(top)), 9)
     for row in range(num_rows - 1, -1, -1):
         label = format_bytes(top) if row == num_rows - 1 else ""
         text.append(f"{label:>{width}} {axis}")
         for column in columns:
-            kind = column[row] if row < len(column) else None
-            if kind is None:
-                text.append(" ")
+            if row < len(column):
+                text.append(shades[column[row]], style=KIND_COLOURS[column[row]])
             else:
-                text.append(shades[kind], style=KIND_COLOURS[kind])
+                text.append(" ")
         text.append("\n")
-    corner = "\N{BOX DRAWINGS LIGHT UP AND RIGHT}" if unicode else "+"
-    end = format_seconds(step)
     text.append(f"{'0 B':>{width}} {corner}{line * num_columns}\n")
-    text.append(f"{'':>{width}}  0{end:>{num_columns - 1}}\n{'':>{width}}  ")
+    text.append(f"{'':>{width}}  0{format_seconds(step):>{num_columns - 1}}\n{'':>{width}}  ")
     shown = {kind for column in columns for kind in column}
     for kind in (kind for kind in memory if kind in shown):
         text.append(shades[kind] * 2, style=KIND_COLOURS[kind])
@@ -161,8 +161,8 @@ def plan_blocks(
     return text
 
 
-def _column(memory: dict[Kind, list[int]], place: int, top: int, num_rows: int) -> list[Kind]:
-    """The kinds of one column's cells from below; each cell shows who is at its middle."""
+def _fill_column(memory: dict[Kind, list[int]], place: int, top: int, num_rows: int) -> list[Kind]:
+    """Return the kinds of one column's cells from below; each cell has the kind at its middle."""
     cells: list[Kind] = []
     level, cell = 0, top / num_rows
     for kind, taken in memory.items():

@@ -1,11 +1,12 @@
-"""A plan as a timeline: what its simulation says would happen, in the words of what did happen.
+"""A plan as a timeline: its simulation in the form of a recorded step.
 
-With that a plan is drawn and traced by the same code as a training step that ran. The step is one
-of many equal ones: a transfer that goes over its end is shown at its beginning, too.
+So a plan is drawn and traced by the same code as a step that ran. The step is one of many equal
+ones: a transfer that goes over its end is shown at its beginning, too.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from penstock.graph import StepGraph
@@ -28,32 +29,31 @@ def plan_timeline(
     Args:
         graph: The graph that the plan is for.
         plan: The plan.
-        simulation: Of the plan, where it is at hand.
-        name_operators: Whether computations have the names of operators; else, of their phases,
-            and those of one phase that follow each other are one.
+        simulation: The simulation of the plan, if it is at hand.
+        name_operators: True names computations after operators; False after their phases, and
+            joins consecutive ones of one phase.
 
     Returns:
         Computations, transfers and stalls, and the bytes that the plan has on each tier.
     """
     simulation = simulate(graph, plan) if simulation is None else simulation
-    spans = [
-        *_computations(plan.planned_graph(graph), plan, simulation, name_operators=name_operators)
-    ]
-    spans += _stalls(simulation)
-    spans += _transfers(plan, simulation)
+    planned = plan.planned_graph(graph)
+    spans = [*_list_computations(planned, plan, simulation, name_operators=name_operators)]
+    spans += _list_stalls(simulation)
+    spans += _list_transfers(plan, simulation)
     return Timeline(
         start_ns=0,
-        end_ns=_ns(simulation.step_seconds),
-        samples=_samples(plan, simulation),
+        end_ns=_to_ns(simulation.step_seconds),
+        samples=_sample_tiers(plan, simulation),
         spans=sorted(spans, key=lambda span: span.start_ns),
     )
 
 
-def _ns(seconds: float) -> int:
+def _to_ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def _computations(
+def _list_computations(
     graph: StepGraph, plan: Plan, simulation: Simulation, *, name_operators: bool
 ) -> Iterator[Span]:
     again = set(plan.recomputed)
@@ -62,53 +62,53 @@ def _computations(
         operator = graph.operators[plan.order[position]]
         if name_operators:
             name = f"{operator.name} (again)" if position in again else operator.name
-            yield Span("compute", name, _ns(start), _ns(stop))
+            yield Span("compute", name, _to_ns(start), _to_ns(stop))
             continue
         name = "recomputation" if position in again else operator.phase.value
         if name != open_name or start - end > 1e-9:
             if open_name:
-                yield Span("compute", open_name, _ns(begin), _ns(end))
+                yield Span("compute", open_name, _to_ns(begin), _to_ns(end))
             open_name, begin = name, start
         end = stop
     if open_name:
-        yield Span("compute", open_name, _ns(begin), _ns(end))
+        yield Span("compute", open_name, _to_ns(begin), _to_ns(end))
 
 
-def _stalls(simulation: Simulation) -> Iterator[Span]:
+def _list_stalls(simulation: Simulation) -> Iterator[Span]:
     for stall in simulation.stalls:
         if stall.position < len(simulation.positions):
             until = simulation.positions[stall.position][0]
         else:
             until = simulation.step_seconds
-        yield Span("stall", "waits for a transfer", _ns(until - stall.seconds), _ns(until))
+        yield Span("stall", "waits for a transfer", _to_ns(until - stall.seconds), _to_ns(until))
 
 
-def _transfers(plan: Plan, simulation: Simulation) -> Iterator[Span]:
+def _list_transfers(plan: Plan, simulation: Simulation) -> Iterator[Span]:
     step = simulation.step_seconds
     for transfer, (start, end) in zip(plan.transfers, simulation.transfers, strict=True):
         shift = start // step * step if step else 0.0
-        pieces = [(start - shift, end - shift)]
-        while pieces[-1][1] > step > 0:  # it goes on in the next step
-            begin, stop = pieces.pop()
-            pieces += [(begin, step), (0.0, stop - step)]
-        for begin, stop in pieces:
-            yield Span(transfer.link.value, "", _ns(begin), _ns(stop), transfer.num_bytes)
+        parts = [(start - shift, end - shift)]
+        while parts[-1][1] > step > 0:  # it goes on in the next step
+            begin, stop = parts.pop()
+            parts += [(begin, step), (0.0, stop - step)]
+        for begin, stop in parts:
+            yield Span(transfer.link.value, "", _to_ns(begin), _to_ns(stop), transfer.num_bytes)
 
 
-def _samples(plan: Plan, simulation: Simulation) -> dict[Tier, list[tuple[int, int]]]:
-    starts = [_ns(start) for start, _ in simulation.positions]
+def _sample_tiers(plan: Plan, simulation: Simulation) -> dict[Tier, list[tuple[int, int]]]:
+    starts = [_to_ns(start) for start, _ in simulation.positions]
     totals = [sum(column) for column in zip(*simulation.memory_bytes.values(), strict=True)]
     samples = {Tier.DEVICE: [(0, totals[0] if totals else 0)]}
-    samples[Tier.DEVICE] += _changes(starts, totals)
+    samples[Tier.DEVICE] += _list_changes(starts, totals)
     for tier in (Tier.HOST, Tier.FILE):
         copies = [copy for copy in plan.copies if copy.tier == tier]
         if copies:
-            held = _held(copies, len(plan.order))
-            samples[tier] = [(0, held[0]), *_changes(starts, held)]
+            totals = _sum_copies(copies, len(plan.order))
+            samples[tier] = [(0, totals[0]), *_list_changes(starts, totals)]
     return samples
 
 
-def _changes(starts: list[int], totals: list[int]) -> list[tuple[int, int]]:
+def _list_changes(starts: list[int], totals: list[int]) -> list[tuple[int, int]]:
     return [
         (starts[position], total)
         for position, total in enumerate(totals)
@@ -116,8 +116,8 @@ def _changes(starts: list[int], totals: list[int]) -> list[tuple[int, int]]:
     ]
 
 
-def _held(copies: list[Copy], num_positions: int) -> list[int]:
-    """Bytes of copies at each boundary of the step."""
+def _sum_copies(copies: list[Copy], num_positions: int) -> list[int]:
+    """Return the bytes of copies at each position of the step."""
     change = [0] * (num_positions + 1)
     for copy in copies:
         whole = copy.end - copy.start >= num_positions
@@ -127,8 +127,4 @@ def _held(copies: list[Copy], num_positions: int) -> list[int]:
         if end > num_positions:
             change[0] += copy.num_bytes
             change[end - num_positions] -= copy.num_bytes
-    held, total = [], 0
-    for delta in change[:-1]:
-        total += delta
-        held.append(total)
-    return held
+    return list(itertools.accumulate(change[:-1]))

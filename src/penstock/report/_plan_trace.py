@@ -1,8 +1,7 @@
-"""A plan as a Chrome trace: every operator, every transfer, and memory by what it holds."""
+"""A plan as a Chrome trace: every operator, every transfer, and memory by kind of tensor."""
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from penstock.graph import StepGraph
 from penstock.planner import Plan, simulate
 from penstock.report._plan_timeline import plan_timeline
-from penstock.report._trace import chrome_trace
+from penstock.report._trace import chrome_trace, write_json
 
 
 def plan_trace(graph: StepGraph, plan: Plan, *, title: str = "Penstock plan") -> dict[str, Any]:
@@ -67,7 +66,7 @@ def write_plan_trace(
     Args:
         graph: The graph that the plan is for.
         plan: The plan.
-        path: The file to write, replaced when it exists; missing directories are made.
+        path: The file to write, replaced if it exists; missing directories are made.
         title: The name above the rows.
 
     Returns:
@@ -76,8 +75,4 @@ def write_plan_trace(
     Raises:
         OSError: The file cannot be written.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(plan_trace(graph, plan, title=title), separators=(",", ":"))
-    path.write_text(text, encoding="utf-8")
-    return path
+    return write_json(plan_trace(graph, plan, title=title), path)

@@ -1,18 +1,19 @@
-"""A timeline as a Chrome trace, because Perfetto already is the best viewer of such a thing.
+"""A timeline as a Chrome trace, for the viewer Perfetto.
 
 Format: the Trace Event Format (JSON object form) that https://ui.perfetto.dev and chrome://tracing
-open. Used here are complete events (``X``: a span), counter events (``C``: resident bytes of a
+open. The events are complete events (``X``: a span), counter events (``C``: resident bytes of a
 tier) and metadata events (``M``: names and order of the rows). Times are microseconds since the
 start of the timeline.
 """
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from penstock.memory import Span, Timeline
-from penstock.report._lanes import time_bounds, timeline_lanes
+from penstock.report._lanes import find_bounds, sort_into_lanes
 
 # One process holds all rows of a timeline; its number means nothing.
 _PROCESS_ID = 1
@@ -27,36 +28,23 @@ def chrome_trace(timeline: Timeline, *, title: str = "Penstock") -> dict[str, An
         'ms'
 
     Args:
-        timeline: the timeline, for example that of the last training step.
-        title: the name of the process that the viewer shows above the rows.
+        timeline: The timeline, for example that of the last training step.
+        title: The name of the process that the viewer shows above the rows.
 
     Returns:
         A JSON-serialisable object with the key ``"traceEvents"``.
     """
-    origin_ns, end_ns = time_bounds(timeline)
-    events = [_metadata("process_name", name=title)]
+    origin_ns, end_ns = find_bounds(timeline)
+    events = [_make_metadata("process_name", name=title)]
     thread_id = 0
-    for lane in timeline_lanes(timeline):
+    for lane in sort_into_lanes(timeline):
         for row_index, row in enumerate(lane.rows):
             thread_id += 1
             name = lane.title if len(lane.rows) == 1 else f"{lane.title} {row_index + 1}"
-            events.append(_metadata("thread_name", thread_id, name=name))
-            events.append(_metadata("thread_sort_index", thread_id, sort_index=thread_id))
-            events.extend(_complete_event(span, thread_id, origin_ns) for span in row)
-    for tier, samples in timeline.samples.items():
-        # The viewer holds a counter's last value to the end of the trace; one closing event says
-        # where that is.
-        closing = [(end_ns, samples[-1][1])] if samples and samples[-1][0] < end_ns else []
-        events.extend(
-            {
-                "ph": "C",
-                "name": f"{tier} resident bytes",
-                "pid": _PROCESS_ID,
-                "ts": _microseconds(at_ns - origin_ns),
-                "args": {"bytes": num_bytes},
-            }
-            for at_ns, num_bytes in [*samples, *closing]
-        )
+            events.append(_make_metadata("thread_name", thread_id, name=name))
+            events.append(_make_metadata("thread_sort_index", thread_id, sort_index=thread_id))
+            events.extend(_make_span_event(span, thread_id, origin_ns) for span in row)
+    events += _make_counters(timeline, origin_ns, end_ns)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -66,6 +54,20 @@ def chrome_trace(timeline: Timeline, *, title: str = "Penstock") -> dict[str, An
             "num_dropped_events": timeline.num_dropped,
         },
     }
+
+
+def _make_counters(timeline: Timeline, origin_ns: int, end_ns: int) -> Iterator[dict[str, Any]]:
+    for tier, samples in timeline.samples.items():
+        # The viewer holds a counter's last value to the end; one closing event marks it.
+        closing = [(end_ns, samples[-1][1])] if samples and samples[-1][0] < end_ns else []
+        for at_ns, num_bytes in [*samples, *closing]:
+            yield {
+                "ph": "C",
+                "name": f"{tier} resident bytes",
+                "pid": _PROCESS_ID,
+                "ts": _to_microseconds(at_ns - origin_ns),
+                "args": {"bytes": num_bytes},
+            }
 
 
 def write_chrome_trace(
@@ -78,28 +80,33 @@ def write_chrome_trace(
         PosixPath('step.trace.json')
 
     Args:
-        timeline: the timeline to write.
-        path: the file to write, replaced when it exists; missing directories are made.
-        title: the name of the process that the viewer shows above the rows.
+        timeline: The timeline.
+        path: The file to write, replaced if it exists; missing directories are made.
+        title: The name of the process that the viewer shows above the rows.
 
     Returns:
         The path of the file.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
+    return write_json(chrome_trace(timeline, title=title), path)
+
+
+def write_json(trace: dict[str, Any], path: str | os.PathLike[str]) -> Path:
+    """Write a trace, and make missing directories."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
-        json.dump(chrome_trace(timeline, title=title), file, separators=(",", ":"))
+        json.dump(trace, file, separators=(",", ":"))
     return path
 
 
-def _metadata(kind: str, thread_id: int = 0, **arguments: str | int) -> dict[str, Any]:
+def _make_metadata(kind: str, thread_id: int = 0, **arguments: str | int) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": _PROCESS_ID, "tid": thread_id, "args": arguments}
 
 
-def _complete_event(span: Span, thread_id: int, origin_ns: int) -> dict[str, Any]:
+def _make_span_event(span: Span, thread_id: int, origin_ns: int) -> dict[str, Any]:
     duration_ns = span.end_ns - span.start_ns
     arguments: dict[str, int | float] = {}
     if span.num_bytes:
@@ -112,11 +119,11 @@ def _complete_event(span: Span, thread_id: int, origin_ns: int) -> dict[str, Any
         "cat": span.lane,
         "pid": _PROCESS_ID,
         "tid": thread_id,
-        "ts": _microseconds(span.start_ns - origin_ns),
-        "dur": _microseconds(duration_ns),
+        "ts": _to_microseconds(span.start_ns - origin_ns),
+        "dur": _to_microseconds(duration_ns),
         "args": arguments,
     }
 
 
-def _microseconds(duration_ns: int) -> float:
+def _to_microseconds(duration_ns: int) -> float:
     return duration_ns / 1000

@@ -1,0 +1,206 @@
+"""Typed nodes that read earlier nodes, as arrays, and the paths behind each of them.
+
+Many small graphs together are one graph. For each node v and type t
+
+    ahead(v, t) = [type(v) = t] + max over readers r of v of ahead(r, t)
+
+is the number of batches of type t that are still to come in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from penstock.batching._arrays import Integers
+
+
+@dataclass(frozen=True, eq=False)
+class NodeGraph:
+    """Types and arguments of nodes: node v reads `flat[starts[v]:starts[v + 1]]`.
+
+    Example:
+        >>> graph = NodeGraph.of([0, 0, 1], [[], [], [0, 1]])
+        >>> graph.num_nodes, graph.ahead.tolist()
+        (3, [[1, 1], [1, 1], [0, 1]])
+    """
+
+    types: Integers
+    """Type of every node, `[num_nodes]`: 0 and up."""
+    starts: Integers
+    """First argument of every node in `flat`, `[num_nodes + 1]`."""
+    flat: Integers
+    """The arguments of all nodes, `[num_arguments]`; every one is an earlier node."""
+    num_types: int
+
+    @classmethod
+    def of(cls, types: Sequence[int], arguments: Iterable[Sequence[int]]) -> NodeGraph:
+        """Build and check a graph from lists as `schedule` takes them."""
+        codes = np.asarray(types if len(types) else np.zeros(0, dtype=np.int64))
+        if codes.ndim != 1 or codes.dtype.kind not in "iu":
+            raise TypeError(
+                f"types must be whole numbers, one per node; got dtype {codes.dtype} and shape "
+                f"{codes.shape}"
+            )
+        lists = list(arguments)
+        if len(lists) != len(codes):
+            raise ValueError(
+                f"arguments must have one entry per node, {len(codes)}; got {len(lists)}"
+            )
+        lengths = np.fromiter(map(len, lists), dtype=np.int64, count=len(lists))
+        flat = np.array(list(chain.from_iterable(lists)) or np.zeros(0, dtype=np.int64))
+        if flat.dtype.kind not in "iu":
+            raise TypeError(f"arguments must be whole numbers; got dtype {flat.dtype}")
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        graph = cls(
+            codes.astype(np.int64),
+            starts,
+            flat.astype(np.int64),
+            int(codes.max(initial=-1)) + 1,
+        )
+        graph.check()
+        return graph
+
+    @classmethod
+    def merge(cls, graphs: Sequence[NodeGraph], num_types: int) -> NodeGraph:
+        """Join graphs into one."""
+        firsts = np.cumsum([0, *(graph.num_nodes for graph in graphs)])
+        counts = np.array([len(graph.flat) for graph in graphs], dtype=np.int64)
+        starts = np.zeros(int(firsts[-1]) + 1, dtype=np.int64)
+        np.cumsum(np.concatenate([graph.num_arguments for graph in graphs]), out=starts[1:])
+        flat = np.concatenate([graph.flat for graph in graphs]) + np.repeat(firsts[:-1], counts)
+        return cls(np.concatenate([graph.types for graph in graphs]), starts, flat, num_types)
+
+    def recode(self, codes: Integers, num_types: int) -> NodeGraph:
+        """Return the graph with type `t` numbered `codes[t]`, of `num_types`."""
+        return NodeGraph(codes[self.types], self.starts, self.flat, num_types)
+
+    def remember_bound(self, lower_bound: int) -> None:
+        """Set `lower_bound` to a value that is computed already."""
+        self.__dict__["lower_bound"] = lower_bound
+
+    def check(self) -> None:
+        """Raise ValueError if a type is negative or an argument is no earlier node."""
+        if len(self.types) and self.types.min() < 0:
+            node = int(self.types.argmin())
+            raise ValueError(f"types must be >= 0; node {node} has {self.types[node]}")
+        readers = self.readers_flat
+        wrong = np.flatnonzero((self.flat < 0) | (self.flat >= readers))
+        if len(wrong):
+            node, argument = readers[wrong[0]], self.flat[wrong[0]]
+            raise ValueError(
+                f"arguments must be earlier nodes; node {node} reads node {argument}, which does "
+                "not come before it: number the nodes so that each comes after its arguments (in "
+                "a cycle none can)"
+            )
+
+    def renumber_types(self) -> tuple[NodeGraph, Integers]:
+        """Return the graph with its types numbered from 0 without gaps, and the old types."""
+        names, codes = np.unique(self.types, return_inverse=True)
+        return NodeGraph(codes, self.starts, self.flat, len(names)), names
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return len(self.types)
+
+    @property
+    def ahead(self) -> Integers:
+        """Most nodes of each type on one path from a node on, itself included: `[nodes, types]`."""
+        return self._ahead_and_length[0]
+
+    @property
+    def path_length(self) -> Integers:
+        """Nodes on the longest path from a node on, itself included: `[num_nodes]`."""
+        return self._ahead_and_length[1]
+
+    @cached_property
+    def lower_bound(self) -> int:
+        """Least number of batches of any schedule (ED-Batch, arXiv 2302.03851, section 2.2)."""
+        return int(self.ahead.max(axis=0, initial=0).sum())
+
+    @cached_property
+    def num_arguments(self) -> Integers:
+        """Arguments per node, `[num_nodes]`."""
+        return np.diff(self.starts)
+
+    @cached_property
+    def readers_flat(self) -> Integers:
+        """The node that reads each entry of `flat`, `[num_arguments]`."""
+        return np.repeat(np.arange(self.num_nodes), self.num_arguments)
+
+    @cached_property
+    def readers(self) -> tuple[Integers, Integers]:
+        """Readers of each node, as often as they read it: `[num_nodes + 1]` firsts, and nodes."""
+        counts = np.bincount(self.flat, minlength=self.num_nodes)
+        starts = np.zeros(self.num_nodes + 1, dtype=np.int64)
+        np.cumsum(counts, out=starts[1:])
+        return starts, self.readers_flat[self.by_argument]
+
+    @cached_property
+    def by_argument(self) -> Integers:
+        """The places of `flat`, sorted by the node that is read, `[num_arguments]`."""
+        return np.argsort(self.flat, kind="stable")
+
+    @cached_property
+    def _ahead_and_length(self) -> tuple[Integers, Integers]:
+        """Computed from the nodes without readers backwards, a level at a time."""
+        ahead = np.zeros((self.num_nodes, self.num_types), dtype=np.int64)
+        length = np.ones(self.num_nodes, dtype=np.int64)
+        starts, readers = self.readers
+        waits = np.diff(starts)
+        level = np.flatnonzero(waits == 0)
+        depth = 1
+        while len(level):
+            if depth > 1:
+                found, begins = expand_ranges(starts, level)
+                ahead[level] = np.maximum.reduceat(ahead[readers[found]], begins[:-1], axis=0)
+                length[level] = depth
+            ahead[level, self.types[level]] += 1
+            found, _ = expand_ranges(self.starts, level)
+            arguments = self.flat[found]
+            np.subtract.at(waits, arguments, 1)
+            level = drop_repeats(arguments[waits[arguments] == 0])
+            depth += 1
+        return ahead, length
+
+    @cached_property
+    def depth(self) -> Integers:
+        """Nodes on the longest path up to a node, itself excluded: `[num_nodes]`."""
+        depth = np.zeros(self.num_nodes, dtype=np.int64)
+        starts, readers = self.readers
+        waits = self.num_arguments.copy()
+        level, at = np.flatnonzero(waits == 0), 0
+        while len(level):
+            depth[level] = at
+            found, _ = expand_ranges(starts, level)
+            np.subtract.at(waits, readers[found], 1)
+            level = drop_repeats(readers[found][waits[readers[found]] == 0])
+            at += 1
+        return depth
+
+
+def expand_ranges(starts: Integers, chosen: Any) -> tuple[Integers, Integers]:
+    """Return the places `starts[c]` up to `starts[c + 1]` of all chosen, and the first of each."""
+    first = starts[chosen]
+    counts = starts[chosen + 1] - first
+    begins = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=begins[1:])
+    places = np.arange(begins[-1]) + np.repeat(first - begins[:-1], counts)
+    return places, begins
+
+
+def drop_repeats(numbers: Integers) -> Integers:
+    """Return each number once, in order: `np.unique`, but fast on a few numbers."""
+    if len(numbers) < 2:
+        return numbers
+    ordered = np.sort(numbers)
+    keep = np.empty(len(ordered), dtype=bool)
+    keep[0] = True
+    np.not_equal(ordered[1:], ordered[:-1], out=keep[1:])
+    return ordered[keep]

@@ -1,0 +1,204 @@
+"""Schedules: orders of typed nodes that make few batches.
+
+A batch is all nodes of one type that are ready. So a schedule is a sequence of types of which the
+types along every path are a subsequence, and the shortest one is a shortest common supersequence:
+hard to find, but bounded from below by the longest chain of each type. With `ahead(v, t)` the most
+nodes of type t on one path from node v on (ED-Batch, arXiv 2302.03851, section 2.2):
+
+    number of batches >= sum over t of max over v of ahead(v, t)
+
+The rule needs no training. Let F_t be the ready nodes of type t. Type t is *free* if
+
+    max over v in F_t of ahead(v, t)  >  max over u != t, v in F_u of ahead(v, t)
+
+Running it then lowers the bound of the remaining graph, and nothing is lost. If no type is free,
+run the one with the most urgent nodes, by the lengths l(v) of the paths behind them:
+
+    urgency_t = sum over v in F_t of l(v) ** exponent
+
+On trees and chains some type is always free, and the result is optimal. If the rule does not meet
+the bound, as on lattices, it is tried from the end too, and `schedule` searches on: see
+schedule.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.batching._arrays import Floats, Integers
+from penstock.batching.dynamic._native import load_library_for, order_by_library
+from penstock.batching.dynamic._node_graph import NodeGraph, drop_repeats, expand_ranges
+from penstock.tables import report_table
+
+Order = tuple[Integers, Integers, Integers]
+"""Nodes in execution order, the first of each batch, and its type: see `order_nodes`."""
+
+# Exponents of path lengths in the urgency; infinity takes the longest path only.
+# They are tried one after the other until the bound is met, and the best result is taken.
+_EXPONENTS = (8.0, np.inf, 4.0)
+
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    """Batches of nodes of one type, in an order in which every node comes after its arguments."""
+
+    batches: list[list[int]]
+    """Node numbers of each batch, in execution order."""
+    types: list[int]
+    """The type of each batch."""
+    lower_bound: int
+    """A number of batches below which this graph has no schedule."""
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches."""
+        return len(self.batches)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return {"batches": self.batches, "types": self.types, "lower_bound": self.lower_bound}
+
+    def __str__(self) -> str:
+        rows = [
+            ("num_nodes", sum(map(len, self.batches))),
+            ("num_batches", self.num_batches),
+            ("lower_bound", self.lower_bound),
+            ("largest_batch", max(map(len, self.batches), default=0)),
+        ]
+        return report_table(rows, title="schedule")
+
+
+def schedule(types: Sequence[int], arguments: Sequence[Sequence[int]]) -> BatchSchedule:
+    """Order typed nodes so that they run in few batches, never more than by depth.
+
+    Example:
+        >>> schedule([0, 0, 1, 0, 1], [[], [], [0, 1], [], [2, 3]]).batches
+        [[0, 1, 3], [2], [4]]
+
+    Args:
+        types: The type of each node, a whole number >= 0; nodes of one type can run together.
+        arguments: For each node the earlier nodes that it reads, in any number.
+
+    Returns:
+        The schedule and its lower bound. An empty graph has no batches.
+
+    Raises:
+        TypeError: Types or arguments are not whole numbers.
+        ValueError: Their lengths differ, a type is negative, or an argument is no earlier node.
+    """
+    graph, names = NodeGraph.of(types, arguments).renumber_types()
+    order, starts, batch_types = order_nodes(graph, search=True)
+    return BatchSchedule(
+        [part.tolist() for part in np.split(order, starts[1:-1])] if len(order) else [],
+        names[batch_types].tolist(),
+        graph.lower_bound,
+    )
+
+
+def order_nodes(graph: NodeGraph, *, search: bool = False, frees_most: bool = False) -> Order:
+    """Schedule a graph.
+
+    With `search` the search goes on if the rule does not meet the bound; that takes some ten times
+    as long, and a compiler. With `frees_most` the free type runs after which the fewest outputs are
+    still to be read; that takes a compiler too.
+
+    Returns:
+        The nodes in execution order `[num_nodes]`, the first place of each batch
+        `[num_batches + 1]`, and its type `[num_batches]`.
+    """
+    compiled = load_library_for(graph)
+    if compiled is None:
+        found, by_depth = order_by_numpy(graph), None
+    else:
+        found, by_depth = order_by_library(compiled, graph, search=search, frees_most=frees_most)
+    if len(found[2]) > graph.lower_bound and (by_depth is None or len(found[2]) > by_depth):
+        found = min(found, _to_arrays(_batch_by_depth(graph)), key=lambda order: len(order[2]))
+    return found
+
+
+def order_by_numpy(graph: NodeGraph) -> Order:
+    """Schedule a graph by the rule alone."""
+    best: list[tuple[int, Integers]] | None = None
+    path_length = graph.path_length / max(int(graph.path_length.max(initial=1)), 1)
+    for exponent in _EXPONENTS:
+        weights = None if np.isinf(exponent) else path_length**exponent
+        found = _apply_rule(graph, weights)
+        if best is None or len(found) < len(best):
+            best = found
+        if len(best) == graph.lower_bound:
+            break
+    assert best is not None
+    return _to_arrays(best)
+
+
+def _to_arrays(batches: list[tuple[int, Integers]]) -> Order:
+    if not batches:
+        nothing = np.zeros(0, dtype=np.int64)
+        return nothing, np.zeros(1, dtype=np.int64), nothing
+    nodes = [np.sort(batch) for _, batch in batches]
+    starts = np.cumsum([0, *map(len, nodes)])
+    return np.concatenate(nodes), starts, np.array([kind for kind, _ in batches])
+
+
+def _apply_rule(graph: NodeGraph, weights: Floats | None) -> list[tuple[int, Integers]]:
+    """Apply the rule until all nodes have run; `weights` None takes the longest path."""
+    starts, readers = graph.readers
+    waits = graph.num_arguments.copy()
+    num_types = graph.num_types
+    ready: list[list[Integers]] = [[] for _ in range(num_types)]
+    ahead = np.zeros((num_types, num_types), dtype=np.int64)  # the most, over each type's ready
+    urgency = [0.0] * num_types
+    done: list[tuple[int, Integers]] = []
+    values = graph.path_length if weights is None else weights
+    ahead_of = np.ascontiguousarray(graph.ahead.T)
+    arrived = np.flatnonzero(waits == 0)
+    while True:
+        for kind, nodes in _group_by_type(graph.types, arrived):
+            ready[kind].append(nodes)
+            np.maximum(ahead[kind], ahead_of.take(nodes, axis=1).max(axis=1), out=ahead[kind])
+            if weights is None:
+                urgency[kind] = max(urgency[kind], float(values[nodes].max()))
+            else:
+                urgency[kind] += float(values[nodes].sum())
+        waiting = [kind for kind in range(num_types) if ready[kind]]
+        if not waiting:
+            return done
+        if len(waiting) > 1:
+            others = ahead.copy()
+            np.fill_diagonal(others, 0)
+            is_free = ahead.diagonal() > others.max(axis=0)
+            free = [kind for kind in waiting if is_free[kind]]
+            kind = max(free or waiting, key=urgency.__getitem__)
+        else:
+            kind = waiting[0]
+        parts = ready[kind]
+        batch = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        ready[kind], ahead[kind], urgency[kind] = [], 0, 0.0
+        done.append((kind, batch))
+        found, _ = expand_ranges(starts, batch)
+        reached = readers[found]
+        np.subtract.at(waits, reached, 1)
+        arrived = drop_repeats(reached[waits[reached] == 0])
+
+
+def _group_by_type(types: Integers, nodes: Integers) -> list[tuple[int, Integers]]:
+    if len(nodes) == 0:
+        return []
+    kinds = types[nodes]
+    first = int(kinds[0])
+    if (kinds == first).all():
+        return [(first, nodes)]
+    return [(kind, nodes[kinds == kind]) for kind in drop_repeats(kinds).tolist()]
+
+
+def _batch_by_depth(graph: NodeGraph) -> list[tuple[int, Integers]]:
+    """Batch nodes of one type and depth (TensorFlow Fold), the reference that is never exceeded."""
+    by_depth = np.lexsort((graph.types, graph.depth))
+    keys = graph.depth[by_depth] * max(graph.num_types, 1) + graph.types[by_depth]
+    cuts = np.flatnonzero(np.diff(keys)) + 1
+    parts = np.split(by_depth, cuts) if len(by_depth) else []
+    return [(int(graph.types[part[0]]), part) for part in parts]

@@ -1,0 +1,173 @@
+"""Batches below a cap of bytes: the nodes that run at once, and whether they are recomputed.
+
+Outputs of all nodes stay until backward, and so do their gradients there; the rest is for cells.
+The bytes of a cell are measured (`_probe.py`) before anything runs, once for each shape and type of
+its arguments. So these hold at every moment, also of backward:
+
+    outputs + their gradients + copies of inputs + indices = base
+    base + kept by all pieces + peak of any piece <= max_bytes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.batching.dynamic._layout import BatchPlan, ExecutionPlan, Operands
+from penstock.batching.dynamic._pools import OutputPools
+from penstock.batching.dynamic._probe import CellBytes, find_mode, measure_cell
+from penstock.errors import CapacityError
+from penstock.units import format_bytes
+
+_INDEX_BYTES = 64  # of a node: its rows in the indices of its readers and of its operands
+_CHECKPOINT_BYTES = 8192  # of a recomputed piece: the state of the random numbers
+_INPUT_GRADIENTS = 3  # times an input: a piece's gradient, the sum so far, and the new sum
+
+
+@dataclass(frozen=True)
+class InputTensors:
+    """The concatenated inputs of all graphs."""
+
+    tensors: dict[int, tuple[Tensor, ...]]
+    """By number of the signature, `[nodes, ...]` each."""
+    device: torch.device
+    kept_bytes: int
+    """Bytes of those that are copies of the caller's tensors."""
+    peak_bytes: int
+    """Bytes at the peak of the concatenation."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The nodes `[start, stop)` of a batch, which run in one call."""
+
+    start: int
+    stop: int
+    recompute: bool = False
+    """True if backward recomputes it instead of keeping its saved tensors."""
+
+    def cut(self, operands: Operands, num_nodes: int) -> list[Operands]:
+        """Return the part of a batch's operands that these nodes read."""
+        if self.stop - self.start == num_nodes:
+            return [operands]
+        if operands.start is not None:
+            return [operands._replace(rows=slice(self.start, self.stop))]
+        parts = []
+        for place, slot in enumerate(operands.slots):
+            first = operands.rows.start + place * num_nodes
+            rows = slice(first + self.start, first + self.stop)
+            parts.append(operands._replace(slots=(slot,), rows=rows))
+        return parts
+
+
+class BatchSplitter:
+    """A splitter of batches that keeps a run below a cap of bytes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._measured: dict[Hashable, CellBytes] = {}
+        self._costs: dict[int, CellBytes] = {}
+        self._free = self._largest = 0.0
+
+    def begin(
+        self,
+        plan: ExecutionPlan,
+        cells: dict[int, tuple[Hashable, nn.Module]],
+        pools: OutputPools,
+        inputs: InputTensors,
+    ) -> None:
+        """Find the bytes of the cells of a run, and the bytes that are free for them.
+
+        Raises:
+            CapacityError: The cap is too small for one node.
+        """
+        copies = sum(len(each) for each in (plan.index, plan.row_of_node)) * 8
+        base = float(inputs.kept_bytes + copies + len(plan.row_of_node) * _INDEX_BYTES)
+        training = torch.is_grad_enabled()
+        for tensor in (each for tensors in inputs.tensors.values() for each in tensors):
+            if training and tensor.requires_grad:
+                base += _INPUT_GRADIENTS * tensor.nbytes
+        self._costs = {}
+        examples: dict[int, tuple[tuple[Tensor, ...], bool]] = {}
+        for batch in plan.batches:
+            if batch.kind in self._costs:
+                continue
+            cost = self._measure(
+                batch, cells[batch.kind][1], examples, inputs, self._max_bytes - base
+            )
+            self._costs[batch.kind] = cost
+            if batch.pool not in examples:
+                layout = pools.find_layout(batch.pool, cost.example)
+                kept = tuple(
+                    each.to(dtype) for each, (_, dtype) in zip(cost.example, layout, strict=True)
+                )
+                examples[batch.pool] = kept, cost.is_tuple
+                rows = plan.pool_rows[batch.pool] * (2 if training else 1)
+                base += rows * sum(each.nbytes for each in kept)
+        base += _count_cast_bytes(cells, inputs.device)
+        self._free = self._max_bytes - base
+        self._largest = max((each.least_peak for each in self._costs.values()), default=0.0)
+        if self._largest > self._free or inputs.peak_bytes > self._max_bytes:
+            self._refuse(cells, max(base + self._largest, inputs.peak_bytes))
+
+    def next_piece(self, batch: BatchPlan, done: int) -> Piece:
+        """Return the next nodes of a batch that run together."""
+        cost = self._costs[batch.kind]
+        training = torch.is_grad_enabled()
+        room = int((self._free - cost.fixed_peak) / max(cost.node_peak, 1.0))
+        count = max(min(room, batch.num_nodes - done), 1)
+        kept = cost.fixed_kept + cost.node_kept * count
+        self._largest = max(self._largest, cost.fixed_peak + cost.node_peak * count)
+        # At most half of the free bytes may be kept, so that later batches have room to run.
+        recompute = training and kept > (self._free - self._largest) / 2
+        if training:
+            self._free -= _CHECKPOINT_BYTES if recompute else kept
+        return Piece(done, done + count, recompute)
+
+    def _measure(
+        self,
+        batch: BatchPlan,
+        cell: nn.Module,
+        examples: dict[int, tuple[tuple[Tensor, ...], bool]],
+        inputs: InputTensors,
+        room: float,
+    ) -> CellBytes:
+        """Return the bytes of a batch's cell, measured once for each layout of its arguments."""
+        operands: dict[int, Any] = {}
+        for each in batch.operands:
+            example, is_tuple = examples[each.pool]
+            operands |= dict.fromkeys(each.slots, example if is_tuple else example[0])
+        arguments = [operands[slot] for slot in range(len(operands))]
+        arguments += [tensor[:1] for tensor in inputs.tensors.get(batch.kind, ())]
+        layouts = tuple(
+            tuple(
+                (each.shape, each.dtype) for each in (part if isinstance(part, tuple) else (part,))
+            )
+            for part in arguments
+        )
+        key = (batch.kind, layouts, find_mode(cell, inputs.device))
+        if key not in self._measured:
+            self._measured[key] = measure_cell(cell, arguments, inputs.device, room)
+        return self._measured[key]
+
+    def _refuse(self, cells: dict[int, tuple[Hashable, nn.Module]], least_bytes: float) -> None:
+        kind = max(self._costs, key=lambda kind: self._costs[kind].least_peak)
+        raise CapacityError(
+            f"max_bytes={format_bytes(self._max_bytes)} is too little for one node of type "
+            f"{cells[kind][0]!r} beside the outputs of all nodes; at least "
+            f"{format_bytes(int(least_bytes) + 1)} would do, or run fewer graphs at once"
+        )
+
+
+def _count_cast_bytes(cells: dict[int, tuple[Hashable, nn.Module]], device: torch.device) -> int:
+    """Return the bytes of parameters that autocast casts and caches."""
+    if not (torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled()):
+        return 0
+    width = torch.get_autocast_dtype(device.type).itemsize
+    modules = {id(cell): cell for _, cell in cells.values()}.values()
+    parameters = {id(each): each for cell in modules for each in cell.parameters()}.values()
+    return sum(each.numel() * width for each in parameters if each.dtype == torch.float32)

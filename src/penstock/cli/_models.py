@@ -1,0 +1,248 @@
+"""Models of `penstock plan`: a name, a configuration, a function, or a saved graph."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from penstock.cli._options import name_option, number_option
+from penstock.errors import PenstockError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from penstock.graph import StepGraph
+
+# Published shapes, so that nothing is downloaded: (class of the configuration, its values).
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {"model_type": "gpt2"},
+    "gpt2-medium": {"model_type": "gpt2", "n_embd": 1024, "n_layer": 24, "n_head": 16},
+    "gpt2-large": {"model_type": "gpt2", "n_embd": 1280, "n_layer": 36, "n_head": 20},
+    "gpt2-xl": {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25},
+    "bert-base": {"model_type": "bert"},
+    "bert-large": {
+        "model_type": "bert",
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+    },
+    "t5-small": {"model_type": "t5"},
+    "t5-base": {
+        "model_type": "t5",
+        "d_model": 768,
+        "d_ff": 3072,
+        "num_layers": 12,
+        "num_heads": 12,
+    },
+    "t5-large": {
+        "model_type": "t5",
+        "d_model": 1024,
+        "d_ff": 4096,
+        "num_layers": 24,
+        "num_heads": 16,
+    },
+    "t5-3b": {
+        "model_type": "t5",
+        "d_model": 1024,
+        "d_kv": 128,
+        "d_ff": 16384,
+        "num_layers": 24,
+        "num_heads": 32,
+    },
+    "vit-base": {"model_type": "vit"},
+    "llama-7b": {"model_type": "llama"},
+    "llama-13b": {
+        "model_type": "llama",
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+    },
+    "llama-3-8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+    },
+    "llama-70b": {
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
+    "mistral-7b": {"model_type": "mistral"},
+}
+# The model that is trained for a type of configuration that names none ("architectures").
+_TASKS = {
+    "bert": "BertForMaskedLM",
+    "t5": "T5ForConditionalGeneration",
+    "vit": "ViTForImageClassification",
+}
+
+
+class ModelError(PenstockError):
+    """A MODEL that names no model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Training options of a model that comes from a configuration."""
+
+    batch: Annotated[int, number_option("Samples of a batch.", min=1)] = 8
+    sequence: Annotated[
+        int | None,
+        number_option(
+            "Tokens of a sample. Default: the model's longest, at most 1024.",
+            min=1,
+            show_default=False,
+        ),
+    ] = None
+    optimizer: Annotated[
+        Literal["adamw", "adam", "sgd"], name_option("adamw, adam, or sgd (with momentum).")
+    ] = "adamw"
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"],
+        name_option("Of parameters: float32, bfloat16, float16."),
+    ] = "float32"
+
+
+def load_graph(source: str, options: ModelOptions) -> StepGraph:
+    """Capture the step of a model, or read a saved one.
+
+    `source` is a name of `SHAPES`, a JSON file (a Transformers configuration or a saved step
+    graph), or `module:function`, a function without arguments that returns model, optimizer, batch
+    and perhaps the loss function.
+
+    Raises:
+        ModelError: `source` is none of these.
+        CaptureError: The step cannot be captured.
+        GraphFileError: A saved graph is damaged.
+    """
+    from penstock.graph import StepGraph, capture
+
+    path = Path(source)
+    if path.suffix in (".json", ".gz") or path.is_file():
+        values = _read_json(path)
+        if values is None or "format" in values:
+            return StepGraph.load(path)
+        return capture(*_make_from_config(values, source, options))
+    if ":" in source:
+        return capture_function(source)
+    if source in SHAPES:
+        return capture(*_make_from_config(SHAPES[source], source, options))
+    raise ModelError(
+        f"{source!r} is no model: give one of {', '.join(SHAPES)}; or a JSON file with a "
+        "Transformers configuration or a saved step graph; or module:function"
+    )
+
+
+def capture_function(source: str) -> StepGraph:
+    """Capture a step from a function that returns (model, optimizer, batch) or (..., loss)."""
+    from penstock.graph import capture
+
+    module_name, _, function_name = source.partition(":")
+    sys.path.insert(0, "")  # as `python -m` does
+    try:
+        function: Callable[[], Any] = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ModelError(
+            f"{source!r} cannot be imported ({error}): give module:function, as in train:make, "
+            "from the directory that the module is in"
+        ) from error
+    finally:
+        sys.path.remove("")
+    parts = function()
+    if not isinstance(parts, tuple) or len(parts) not in (3, 4):
+        raise ModelError(
+            f"{source}() returned {type(parts).__name__}: it must return a tuple of model, "
+            "optimizer, batch and, if the model's output is not the loss, loss(output, batch)"
+        )
+    model, optimizer, batch, *rest = parts
+    return capture(model, optimizer, batch, loss=rest[0] if rest else None)
+
+
+def _read_json(path: Path) -> Mapping[str, Any] | None:
+    """Return the content of a file; None if it is compressed, as only graphs are."""
+    try:
+        data = path.read_bytes()
+        values = None if data[:2] == b"\x1f\x8b" else json.loads(data)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ModelError(f"{path} is no JSON ({error})") from error
+    if values is not None and not isinstance(values, dict):
+        raise ModelError(f"{path} holds no configuration and no step graph")
+    return values
+
+
+def _make_from_config(
+    values: Mapping[str, Any], source: str, options: ModelOptions
+) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """Make model, optimizer and batch without memory."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            "Models by name need transformers. Install it with: pip install 'penstock[demo]'"
+        ) from error
+    import torch
+
+    transformers.logging.set_verbosity_error()  # its warnings are about training, not planning
+    values = dict(values)
+    kind = values.pop("model_type", None)
+    try:
+        config = transformers.AutoConfig.for_model(kind, **values)
+    except (ValueError, KeyError) as error:
+        raise ModelError(
+            f"{source} is no configuration that this version of transformers "
+            f"({transformers.__version__}) has: its model_type is {kind!r}"
+        ) from error
+    config.use_cache = False
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
+    names = getattr(config, "architectures", None) or [_TASKS.get(str(kind), "")]
+    make = getattr(transformers, names[0], None) if names[0] else None
+    with torch.device("meta"):
+        if make is not None:
+            model = make(config)
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        model = model.to(getattr(torch, options.dtype)).train()
+        batch = _make_batch(config, options)
+    return model, _make_optimizer(options.optimizer, model), batch
+
+
+def _make_batch(config: Any, options: ModelOptions) -> dict[str, torch.Tensor]:
+    import torch
+
+    if hasattr(config, "image_size"):
+        side, channels = config.image_size, getattr(config, "num_channels", 3)
+        dtype = getattr(torch, options.dtype)
+        return {
+            "pixel_values": torch.empty(options.batch, channels, side, side, dtype=dtype),
+            "labels": torch.zeros(options.batch, dtype=torch.long),
+        }
+    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
+    longest = next((limit for limit in limits if limit), 1024)
+    length = options.sequence or min(longest, 1024)
+    shape = (options.batch, length)
+    return {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "labels")}
+
+
+def _make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    import torch
+
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    make = torch.optim.AdamW if name == "adamw" else torch.optim.Adam
+    return make(model.parameters(), lr=1e-4, foreach=False)

@@ -1,0 +1,99 @@
+"""Commands from dataclasses: each field is an option, written once with its default and help."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn, TypeVar, get_origin, get_type_hints
+
+import typer
+
+from penstock.errors import PenstockError
+
+_Options = TypeVar("_Options")
+
+OPEN_TRACE = "open it with https://ui.perfetto.dev."
+NEEDS_VIZ = "as a PNG (or SVG, PDF); needs the extra `viz`."
+INTERRUPTED = 130  # the status that a shell reports for a program that SIGINT ended
+
+
+def size_option(help_text: str) -> Any:
+    """Return an option for bytes: a number, or a size such as 8GiB."""
+    return typer.Option(metavar="SIZE", help=help_text, show_default=False)
+
+
+def file_option(help_text: str) -> Any:
+    """Return an option for a file to write."""
+    return typer.Option(metavar="FILE", help=help_text, show_default=False)
+
+
+def directory_option(help_text: str) -> Any:
+    """Return an option for a directory of offloaded bytes."""
+    return typer.Option(metavar="DIR", help=help_text, show_default=False)
+
+
+def name_option(help_text: str) -> Any:
+    """Return an option for one of some names."""
+    return typer.Option(metavar="NAME", help=help_text)
+
+
+def number_option(help_text: str, **settings: Any) -> Any:
+    """Return an option for a whole number; settings such as `min=1` are typer's."""
+    return typer.Option(metavar="N", help=help_text, **settings)
+
+
+def hidden_option(help_text: str, *names: str) -> Any:
+    """Return an option for a whole number that `--help` leaves out."""
+    return typer.Option(*names, help=help_text, hidden=True, min=1)
+
+
+def add_command(
+    app: typer.Typer,
+    name: str,
+    options: type[_Options],
+    function: Callable[[_Options], None],
+    **settings: Any,
+) -> None:
+    """Add a function of an options dataclass to the command line; its docstring is the help.
+
+    The options are the fields that are annotated with one of typer's, inherited ones last. Errors
+    that a user can act on become a line on stderr and status 2.
+    """
+    parameters = list_parameters(options)
+
+    def run(**values: Any) -> None:
+        try:
+            function(options(**values))
+        except (PenstockError, ValueError, OSError, ImportError) as error:
+            _fail(name, error)
+
+    run.__doc__ = function.__doc__
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    app.command(name, **settings)(run)
+
+
+def list_parameters(options: type[Any]) -> list[inspect.Parameter]:
+    """Return the options of a dataclass as parameters of a function, inherited ones last."""
+    hints = get_type_hints(options, include_extras=True)
+    own = inspect.get_annotations(options)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty
+            if field.default is dataclasses.MISSING
+            else field.default,
+            annotation=hints[field.name],
+        )
+        for field in sorted(dataclasses.fields(options), key=lambda each: each.name not in own)
+        if get_origin(hints[field.name]) is Annotated
+    ]
+
+
+def _fail(command: str, error: Exception | str) -> NoReturn:
+    """Say why a command cannot go on, and leave with status 2."""
+    print(f"penstock {command}: {error}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,30 @@
+"""Transformers: a `Trainer` whose steps run as planned, with one added line.
+
+    plan_training(trainer, device_memory="4GiB", store="/mnt/nvme")
+    trainer.train()
+
+The trainer keeps its data, its loss, its optimizer, schedule, clipping, accumulation, logs,
+evaluations and checkpoints. Only the work between a batch and the updated model is one planned
+step.
+"""
+
+try:
+    import transformers  # noqa: F401 (its absence is reported here)
+except ModuleNotFoundError as error:
+    if error.name != "transformers":  # it is installed, but one of its dependencies is missing
+        raise
+    raise ModuleNotFoundError(
+        "penstock.integrations.transformers needs Transformers: pip install 'penstock[demo]' "
+        "accelerate",
+        name=error.name,
+    ) from error
+
+from penstock.integrations.transformers._report import TrainingReport
+from penstock.integrations.transformers._training import (
+    PlannedTraining,
+    plan_trainers,
+    plan_training,
+)
+from penstock.integrations.transformers._training import is_training as is_training  # for the CLI
+
+__all__ = ["PlannedTraining", "TrainingReport", "plan_trainers", "plan_training"]

@@ -1,0 +1,227 @@
+"""The steps of a trainer as planned: its `training_step` and its clipping are replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from penstock.integrations.transformers._batches import Batch, Update
+from penstock.integrations.transformers._guards import refuse_unplanned, refuse_wrapped
+from penstock.integrations.transformers._loss import TrainerLoss
+from penstock.integrations.transformers._report import TrainingReport
+from penstock.integrations.transformers._shapes import PlannedShapes, check_lengths
+from penstock.units import parse_bytes
+
+
+def plan_training(
+    trainer: transformers.Trainer,
+    *,
+    device_memory: int | str,
+    lengths: Sequence[int | Sequence[int]] | None = None,
+    **options: Any,
+) -> PlannedTraining:
+    """Plan the steps of a trainer for a memory budget.
+
+    Plans are made at the first step, for the forms of batches in an epoch of the trainer's loader,
+    which is read ahead in another process. Batches of other lengths are padded up to the next of at
+    most six lengths if the loss does not change: the batch has an `attention_mask`, labels of
+    padding are ignored, and the model draws no random numbers (dropout); that is tried out before
+    training. Otherwise each form has a plan of its own. A form that appears later runs as an
+    ordinary step under `penstock.offload`, within the budget beside the model, or gets a plan then;
+    the log says so, and the report counts them.
+
+    A loss that is infinite or NaN raises `NonFiniteLossError`, while a trainer goes on. Losses and
+    weights are those of the trainer without a plan, bit for bit; with padded batches up to
+    rounding, as sums have other orders, and also if it accumulates over a number of micro-batches
+    that is not a power of two and the model divides its loss by the number of items.
+
+    Example:
+        >>> training = plan_training(  # doctest: +SKIP
+        ...     trainer, device_memory="4GiB", store="/mnt/nvme"
+        ... )
+        >>> trainer.train()  # doctest: +SKIP
+        >>> print(training.report())  # doctest: +SKIP
+
+    Args:
+        trainer: Any `transformers.Trainer`, of one process, that trains on the CPU.
+        device_memory: Budget of a step in bytes, or a size such as `"8GiB"`.
+        lengths: Lengths to pad batches to (pairs for a model with encoder and decoder); None learns
+            them from the loader.
+        **options: Further arguments of `penstock.fit`: `host_memory`, `store`, `machine`,
+            `time_limit`, `seed`, `progress`, `cache`, `debug`.
+
+    Returns:
+        The planned training; its `report()` has times and bytes of the steps.
+
+    Raises:
+        TypeError, ValueError: An argument has a wrong type or value. While it trains: the errors
+            of `penstock.fit` and of planned steps; `ValueError` also for a trainer that cannot be
+            planned.
+    """
+    if not isinstance(trainer, transformers.Trainer):
+        kind = type(trainer).__name__
+        raise TypeError(f"trainer must be a transformers.Trainer; got {kind}")
+    parse_bytes(device_memory, name="device_memory")
+    check_lengths(lengths)
+    training = PlannedTraining(trainer, {"device_memory": device_memory, **options}, lengths)
+    train = trainer.train
+
+    def planned_train(*args: Any, **kwargs: Any) -> Any:
+        with training:
+            return train(*args, **kwargs)
+
+    trainer.train = planned_train
+    return training
+
+
+@contextmanager
+def plan_trainers(**options: Any) -> Iterator[list[PlannedTraining]]:
+    """Plan the training of every trainer that trains in the block.
+
+    Example:
+        >>> with plan_trainers(device_memory="4GiB", store="/mnt/nvme") as trainings:
+        ...     train()  # doctest: +SKIP
+
+    Args:
+        **options: `device_memory`, and further arguments of `penstock.fit`.
+
+    Yields:
+        The trainings of the block, in the order in which they began.
+    """
+    trainings: list[PlannedTraining] = []
+    train = transformers.Trainer.train
+
+    def planned_train(self: transformers.Trainer, *args: Any, **kwargs: Any) -> Any:
+        training = PlannedTraining(self, options)
+        trainings.append(training)
+        with training:
+            return train(self, *args, **kwargs)
+
+    transformers.Trainer.train = planned_train
+    try:
+        yield trainings
+    finally:
+        transformers.Trainer.train = train
+
+
+class PlannedTraining:
+    """The planned steps of a trainer; `plan_training` returns it."""
+
+    def __init__(
+        self,
+        trainer: transformers.Trainer,
+        options: Mapping[str, Any],
+        lengths: Sequence[int | Sequence[int]] | None = None,
+    ) -> None:
+        self._trainer: Any = trainer  # its optional attributes are set once it trains
+        self._options = dict(options)
+        self._lengths = lengths
+        self._shapes: PlannedShapes | None = None
+        self._report: TrainingReport | None = None
+        self._loss: TrainerLoss | None = None
+        self._micro_batches: list[Batch] = []
+        self._is_ordinary = False
+
+    def report(self) -> TrainingReport | None:
+        """Return the measured steps beside all plans; None before the first step."""
+        return self._report if self._shapes is None else self._shapes.report()
+
+    def __enter__(self) -> PlannedTraining:
+        trainer = self._trainer
+        refuse_unplanned(trainer, PlannedTraining)
+        self._replaced = []  # attributes of the instances themselves, if any
+        for owner, name, method in (
+            (trainer, "training_step", self._take_training_step),
+            (trainer.accelerator, "clip_grad_norm_", self._return_grad_norm),
+        ):
+            self._replaced.append((owner, name, vars(owner).get(name)))
+            setattr(owner, name, method)
+        _TRAINING.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _TRAINING.remove(self)
+        for owner, name, before in self._replaced:
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+        self._micro_batches = []
+        if self._shapes is not None:
+            shapes, self._shapes = self._shapes, None
+            shapes.close()
+            self._report = shapes.report()
+
+    def _return_grad_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the norm for the trainer's log; a planned step has clipped its own gradients."""
+        if self._is_ordinary:
+            accelerator = self._trainer.accelerator
+            return type(accelerator).clip_grad_norm_(accelerator, *args, **kwargs)
+        assert self._loss is not None
+        return self._loss.grad_norm.clone()
+
+    def _take_training_step(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """Replace `Trainer.training_step`; the update of the model is part of it."""
+        trainer = self._trainer
+        num_micro_batches = trainer.current_gradient_accumulation_steps
+        model.train()
+        if callable(getattr(trainer.optimizer, "train", None)):
+            trainer.optimizer.train()
+        self._micro_batches.append(dict(trainer._prepare_inputs(inputs)))
+        if len(self._micro_batches) < num_micro_batches:
+            return torch.zeros((), device=trainer.args.device)
+        update, self._micro_batches = self._micro_batches, []
+        if self._shapes is None:
+            self._start(model, update, num_items_in_batch)
+        assert self._shapes is not None
+        assert self._loss is not None
+        self._loss.reads.check()
+        loss = self._shapes.step(update, num_items_in_batch)
+        self._is_ordinary = loss is None
+        if loss is not None:
+            return loss
+        with self._shapes.offload_step():
+            losses = [
+                transformers.Trainer.training_step(trainer, model, dict(batch), num_items_in_batch)
+                for batch in update
+            ]
+        return torch.stack(losses).sum()
+
+    def _start(
+        self, model: nn.Module, update: Update, num_items: torch.Tensor | int | None
+    ) -> None:
+        trainer = self._trainer
+        refuse_unplanned(trainer, PlannedTraining)  # also callbacks that were added since
+        refuse_wrapped(trainer, model)
+        self._loss = TrainerLoss(trainer, model, is_scaled=_is_scaled(trainer, num_items))
+        self._shapes = PlannedShapes(
+            trainer, self._loss, self._options, self._lengths, first=(update, num_items)
+        )
+
+
+def _is_scaled(trainer: transformers.Trainer, num_items: torch.Tensor | int | None) -> bool:
+    """Return whether losses of micro-batches add up to the loss of the batch in `Trainer`."""
+    declared = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if declared is not None:
+        return declared
+    by_model = trainer.model_accepts_loss_kwargs and num_items is not None
+    return by_model or trainer.compute_loss_func is not None
+
+
+_TRAINING: list[PlannedTraining] = []
+"""Planned trainings in progress."""
+
+
+def is_training() -> bool:
+    """Return whether a trainer is training as planned now."""
+    return bool(_TRAINING)

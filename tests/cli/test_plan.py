@@ -1,0 +1,285 @@
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import graphs
+import penstock.graph
+import penstock.memory
+from penstock.cli import _plan, app
+from penstock.cli._captured import CapturedModel
+from penstock.cli._models import SHAPES, ModelError, ModelOptions, load_graph
+from penstock.cli._plan import parse_device_memory
+from penstock.errors import GraphFileError
+from penstock.graph import StepGraph
+from penstock.planner import Plan, check
+
+UNIT = 256
+SOURCES = str(Path(penstock.graph.__file__).parents[2])
+SWEEP = ("--sweep", "--time-limit", "0.3", "--machine", "test")
+OPTIONS = ModelOptions(batch=2, sequence=16, optimizer="sgd", dtype="float32")
+
+
+@pytest.fixture
+def on_a_machine(monkeypatch):
+    """A machine that needs no measuring."""
+
+    def machine(name):
+        return graphs.machine(out=UNIT, back=UNIT)
+
+    monkeypatch.setattr(penstock.memory, "machine", machine, raising=False)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "graph.json"
+    graph = graphs.chain_step(6, weight_bytes=UNIT, activation_bytes=2 * UNIT)
+    operators = tuple(dataclasses.replace(each, seconds=1.0) for each in graph.operators)
+    dataclasses.replace(graph, operators=operators).save(path)
+    return path
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)], catch_exceptions=False)
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.mark.usefixtures("on_a_machine")
+def test_a_saved_graph_is_planned_and_everything_written(saved, tmp_path):
+    pytest.importorskip("matplotlib")
+    files = {name: tmp_path / "new" / name for name in ("plan.json", "trace.json", "plan.png")}
+    options = ("--device-memory", "60%", "--time-limit", "1", "--machine", "test")
+    paths = ("--save", files["plan.json"], "--trace", files["trace.json"])
+    code, out, _ = run(saved, *options, *paths, "--picture", files["plan.png"])
+    assert code == 0
+    assert "no plan beats" in out
+    assert "activations" in out
+    graph = StepGraph.load(saved)
+    plan = Plan.load(files["plan.json"], graph=graph)
+    check(graph, plan)
+    assert plan.method == "auto"
+    assert json.loads(files["trace.json"].read_text())["traceEvents"]
+    assert files["plan.png"].stat().st_size > 1000
+
+
+@pytest.mark.usefixtures("on_a_machine")
+def test_a_sweep_goes_down_until_nothing_fits(saved, tmp_path):
+    path = tmp_path / "points.json"
+    code, out, _ = run(saved, *SWEEP, "--save", path)
+    assert code == 0
+    points = json.loads(path.read_text())
+    names = [point["name"] for point in points["points"]]
+    assert names[:2] == ["stock", "checkpointing"]
+    assert names.count("plans") >= 3
+    assert points["minimum_bytes"]
+    assert re.search(r"stock +\S+ \w+ +1\.00", out)
+
+
+@pytest.mark.usefixtures("on_a_machine")
+def test_ctrl_c_ends_a_sweep_with_what_there_is(saved, monkeypatch):
+    real, calls = CapturedModel.make_plan, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(CapturedModel, "make_plan", interrupted)
+    code, out, _ = run(saved, *SWEEP)
+    assert code == 0
+    assert len(calls) == 3
+    assert out.count("plan ") >= 2
+
+
+def test_ctrl_c_during_the_capture_says_that_there_is_nothing(saved, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_plan, "load_graph", interrupted)
+    code, out, err = run(saved, "--machine", "test")
+    assert code == 130 and not out
+    assert "interrupted before there was a plan" in err
+
+
+@pytest.mark.usefixtures("on_a_machine")
+def test_what_does_not_fit_is_an_error_without_traceback(saved):
+    code, _, err = run(saved, "--device-memory", "1KiB", "--machine", "test")
+    assert code == 2
+    assert "operator" in err and "is too little" in err
+    assert "Traceback" not in err
+
+
+def test_shares_and_sizes():
+    assert parse_device_memory(None, 1000) is None
+    assert parse_device_memory("1/8", 1000) == 125
+    assert parse_device_memory("12.5%", 1000) == 125
+    assert parse_device_memory("1KiB", 1000) == 1024
+    with pytest.raises(ValueError, match="--device-memory"):
+        parse_device_memory("1/0", 1000)
+
+
+def test_what_is_no_model_is_said(tmp_path):
+    with pytest.raises(ModelError, match="gpt2, gpt2-medium"):
+        load_graph("nonsense", OPTIONS)
+    with pytest.raises(ModelError, match="cannot be imported"):
+        load_graph("no_such_module:make", OPTIONS)
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_graph(str(tmp_path / "none.json"), OPTIONS)
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text("{")
+    with pytest.raises(ModelError, match="no JSON"):
+        load_graph(str(wrong), OPTIONS)
+    wrong.write_text('{"model_type": "no-such-model"}')
+    with pytest.raises(ModelError, match="'no-such-model'"):
+        load_graph(str(wrong), OPTIONS)
+    wrong.write_text('{"format": "something"}')
+    with pytest.raises(GraphFileError):
+        load_graph(str(wrong), OPTIONS)
+
+
+def test_a_function_of_the_user_is_captured(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_training.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    model = torch.nn.Linear(4, 3)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    return model, optimizer, torch.ones(2, 4), lambda output, batch: output.sum()\n"
+        "def wrong():\n"
+        "    return 1\n"
+    )
+    graph = load_graph("my_training:make", OPTIONS)
+    assert graph.loss is not None
+    assert {s.num_bytes for s in graph.storages if s.kind == "parameter"} == {48, 12}
+    with pytest.raises(ModelError, match="returned int"):
+        load_graph("my_training:wrong", OPTIONS)
+
+
+def test_a_configuration_is_captured(tmp_path):
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    small = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50, "n_positions": 32}
+    path.write_text(json.dumps({"model_type": "gpt2", **small}))
+    graph = load_graph(str(path), OPTIONS)
+    names = {storage.name for storage in graph.storages}
+    assert any("h.0.attn" in name for name in names)
+    inputs = [s.num_bytes for s in graph.storages if s.kind == "input"]
+    assert 2 * 16 * 8 in inputs
+
+
+def test_shapes_are_those_that_were_published():
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    millions = {"gpt2-xl": 1557.6, "bert-large": 335.2, "t5-large": 737.7, "llama-13b": 13015.9}
+    for name, expected in millions.items():
+        values = dict(SHAPES[name])
+        config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+        kind = {"bert": "BertForMaskedLM", "t5": "T5ForConditionalGeneration"}.get(
+            config.model_type, "AutoModelForCausalLM"
+        )
+        make = getattr(transformers, kind)
+        with torch.device("meta"):
+            model = make.from_config(config) if kind.startswith("Auto") else make(config)
+        count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+        assert count == pytest.approx(expected, abs=0.1)
+
+
+def timed(graph, seconds=1e-3):
+    operators = tuple(dataclasses.replace(o, seconds=seconds) for o in graph.operators)
+    return dataclasses.replace(graph, operators=operators)
+
+
+@pytest.fixture
+def timed_steps(tmp_path):
+    """A training step whose operators have times, so that no machine is measured."""
+    path = tmp_path / "timed.json"
+    timed(graphs.chain_step(8, weight_bytes=2**20, activation_bytes=2**22)).save(path)
+    return path
+
+
+def test_a_store_takes_what_leaves(timed_steps, tmp_path):
+    path = tmp_path / "plan.json"
+    options = ("--device-memory", "60%", "--machine", "v100-16gb-pcie3", "--no-recompute")
+    code, out, _ = run(
+        timed_steps, *options, "--store", tmp_path, "--time-limit", 2, "--save", path
+    )
+    assert code == 0
+    plan = Plan.load(path, graph=StepGraph.load(timed_steps))
+    check(StepGraph.load(timed_steps), plan)
+    assert plan.peak_file_bytes > 0
+    assert "file" in out
+
+
+def test_too_little_host_memory_is_said(timed_steps):
+    options = ("--device-memory", "60%", "--machine", "h200", "--no-recompute")
+    code, _, err = run(timed_steps, *options, "--host-memory", "1KiB", "--time-limit", 2)
+    assert code == 2
+    assert "host_memory=1024" in err
+
+
+def test_exact_plans_of_training_steps(timed_steps, tmp_path):
+    saved = tmp_path / "plan.json"
+    options = ("--device-memory", "80%", "--machine", "h200", "--time-limit", "10")
+    code, _, err = run(timed_steps, *options, "--method", "exact", "--save", str(saved))
+    assert code == 0, err
+    plan = Plan.load(saved)
+    assert plan.method == "exact"
+    assert plan.notes["lower_bound_bytes"] <= plan.notes["non_compulsory_bytes"]
+
+
+def test_operators_that_need_too_much_are_split(tmp_path):
+    """Logits and their gradients: one of them fits at once, and two do not."""
+    graph, model = tmp_path / "graph.json", tmp_path / "config.json"
+    small = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50_000, "n_positions": 32}
+    model.write_text(json.dumps({"model_type": "gpt2", **small}))
+    pytest.importorskip("transformers")
+    load_graph(str(model), OPTIONS).save(graph)
+    logits = 2 * 16 * 50_000 * 4
+    path = tmp_path / "plan.json"
+    options = ("--device-memory", f"{int(1.7 * logits)}", "--machine", "h200", "--time-limit", 2)
+    code, out, _ = run(graph, *options, "--save", path, "--trace", tmp_path / "trace.json")
+    assert code == 0
+    assert "split" in out
+    captured = StepGraph.load(graph)
+    plan = Plan.load(path, graph=captured)
+    check(captured, plan)
+    assert len(plan.planned_graph(captured).operators) == len(plan.operator_seconds)
+    names = (tmp_path / "trace.json").read_text()
+    assert "log_softmax_backward_data[1]" in names
+
+
+def test_ctrl_c_takes_the_best_plan_so_far(tmp_path):
+    path, saved_plan = tmp_path / "graph.json", tmp_path / "plan.json"
+    step = graphs.chain_step(500, weight_bytes=2**20, activation_bytes=2**22)
+    timed(step, 1e-4).save(path)  # moving takes longer than computing: the search goes on
+    options = ["--device-memory", "40%", "--machine", "v100-16gb-pcie3", "--time-limit", "600"]
+    command = [sys.executable, "-m", "penstock", "plan", str(path), *options]
+    with subprocess.Popen(
+        [*command, "--save", str(saved_plan)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": SOURCES, "FORCE_COLOR": "1"},  # progress is for terminals
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        shown = b""
+        while b", gap" not in shown:
+            news = os.read(process.stderr.fileno(), 4096)
+            assert news, shown.decode()
+            shown += news
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, (shown + errors).decode()
+    assert b"no plan beats" in out
+    graph = StepGraph.load(path)
+    plan = Plan.load(saved_plan, graph=graph)
+    check(graph, plan)
+    assert plan.notes["search_seconds"] < 500
