@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock.graph import StepGraph, capture, run
-from penstock.graph.step_program import call_model, loss_of
+from penstock.graph.capturing.step_program import call_model, loss_of
 
 
 class Case(NamedTuple):

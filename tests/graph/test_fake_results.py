@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from _traps import CASES as TRAPS
 from _zoo import CASES as ZOO
-from penstock.graph import _fake_results, _recorder, capture
+from penstock.graph import capture
+from penstock.graph.capturing import _fake_results, recorder
 
 CASES = ZOO | TRAPS
 aten = torch.ops.aten
@@ -61,7 +62,7 @@ def made(monkeypatch) -> list[str]:
         return result
 
     monkeypatch.setattr(_fake_results, "_made", noted)
-    monkeypatch.setattr(_recorder, "run_fake", compared)
+    monkeypatch.setattr(recorder, "run_fake", compared)
     monkeypatch.setattr(_fake_results, "_known", {})
     return names
 
@@ -76,7 +77,7 @@ def test_they_are_as_those_of_the_kernels(name, made):
 
 def test_what_is_no_matter_of_forms_is_not_kept(made):
     """Numbers of other types, views of other operands, results that are operands."""
-    run = _recorder.run_fake
+    run = recorder.run_fake
     with FakeTensorMode():
         x = torch.zeros(4, 6, dtype=torch.int64)
         for number, dtype in ((1, torch.int64), (1.0, torch.float32), (True, torch.int64)) * 2:

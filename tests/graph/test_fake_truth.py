@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from penstock.graph._fake_results import run_fake
+from penstock.graph.capturing._fake_results import run_fake
 
 aten = torch.ops.aten
 # Contiguous, with the channels last, and for some sizes in neither format.

@@ -6,7 +6,7 @@ from torch import nn
 
 from _sequence import Recurrent
 from penstock.graph import StepGraph, capture, run, split
-from penstock.graph._input_pieces import part_of_input
+from penstock.graph.splitting.input_pieces import part_of_input
 
 TIMES, ROWS, WIDTH = 6, 4, 32
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from _steps import Case, differences, unlike_eager
 from penstock.graph import StepGraph, capture, run, split
-from penstock.graph._row_choice import _Search, needed_bytes
-from penstock.graph._row_parts import taken_by_rows
+from penstock.graph.splitting._choice import _Search, needed_bytes
+from penstock.graph.splitting._rewrite import taken_by_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 

@@ -3,7 +3,6 @@
 from penstock.executor._bind import PlannedStep, bind
 from penstock.executor._distributed import average_gradients
 from penstock.executor._fit import fit
-from penstock.executor._operators import executable
 from penstock.executor._report import ExecutionReport
 from penstock.executor._safetensors import save_safetensors
 
@@ -12,7 +11,6 @@ __all__ = [
     "PlannedStep",
     "average_gradients",
     "bind",
-    "executable",
     "fit",
     "save_safetensors",
 ]

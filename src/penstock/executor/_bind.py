@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.errors import PenstockError, PlanError, StoreError
+from penstock.errors import GraphFileError, PenstockError, PlanError, StoreError
 from penstock.executor._debug import poison
 from penstock.executor._device import Device
 from penstock.executor._devices import device_of
@@ -21,17 +21,14 @@ from penstock.executor._execution import Execution
 from penstock.executor._initial import Initial, Initializer
 from penstock.executor._interrupts import heard_afterwards
 from penstock.executor._memory import Blocks, Layout, layout_of
-from penstock.executor._operators import (
-    ALIGNMENT_BYTES,
-    declared_workspace_bytes,
-    executable,
-)
+from penstock.executor._operators import ALIGNMENT_BYTES
 from penstock.executor._refinement import Refinement
 from penstock.executor._report import ExecutionReport
 from penstock.executor._shadow import Shadow
 from penstock.graph import StepGraph
-from penstock.graph.capturing import capture, check_optimizer
-from penstock.graph.step_program import StepProgram
+from penstock.graph.capturing.capture import capture, check_optimizer
+from penstock.graph.capturing.step_program import StepProgram
+from penstock.graph.executable import is_executable
 from penstock.memory import FileStore
 from penstock.planner import Plan, check
 
@@ -290,7 +287,7 @@ def bind(
     `penstock.graph.run`, bit for bit.
 
     Example:
-        >>> graph = executable(penstock.capture(model, optimizer, batch))  # doctest: +SKIP
+        >>> graph = penstock.capture(model, optimizer, batch)  # doctest: +SKIP
         >>> plan = penstock.plan(graph, device_memory="4GiB", store="/mnt/nvme")  # doctest: +SKIP
         >>> with penstock.bind(plan, model, optimizer, store="/mnt/nvme") as step:  # doctest: +SKIP
         ...     for batch in batches:
@@ -300,9 +297,8 @@ def bind(
         plan: A plan for the step of this model and optimizer.
         model: The model; its parameters and buffers move to where the plan has them.
         optimizer: Its optimizer; state that does not exist yet is made.
-        graph: The step that was planned: captured, or what `executable` made of it. None: it is
-            captured with the first batch, which also proves that the plan is for this model,
-            optimizer and batch.
+        graph: The step that was planned. None: it is captured with the first batch, which also
+            proves that the plan is for this model, optimizer and batch.
         loss: `loss(output, batch)`, as given to `penstock.capture`.
         before_step: As given to `penstock.capture`; for a step without `graph`, and for `shadow`.
         accumulate: As given to `penstock.capture`, for a step without `graph`.
@@ -356,9 +352,7 @@ def bind(
         found = capture(
             model, optimizer, batch, loss=loss, before_step=before_step, accumulate=accumulate
         )
-        return executions(
-            [(plan, found if found.digest == plan.graph_digest else executable(found))]
-        )
+        return executions([(plan, found)])
 
     def again(_: Any, before: Blocks | None) -> list[Execution]:
         return executions(pairs, before)
@@ -389,13 +383,14 @@ def _executions(
     for plan, graph in pairs:
         if before is None:
             device = device_of(graph)
+        _check_executable(graph)
         check(graph, plan)
         _check_alignment(plan)
         layouts.append(layout_of(plan.planned_graph(graph), plan, [*known, *layouts]))
     blocks = Blocks(layouts, store, device, before)
     try:
         device.take_workspace(
-            max(declared_workspace_bytes(plan.planned_graph(graph)) for plan, graph in pairs)
+            max(plan.planned_graph(graph).workspace_bytes for plan, graph in pairs)
         )
         found = [
             Execution(
@@ -419,12 +414,19 @@ def _executions(
     return found
 
 
+def _check_executable(graph: StepGraph) -> None:
+    if not is_executable(graph):
+        raise GraphFileError(
+            "this step graph was captured by a version of Penstock whose graphs do not count all "
+            "workspace: capture the step again with penstock.capture, and plan that"
+        )
+
+
 def _check_alignment(plan: Plan) -> None:
     for placement in plan.placements:
         if placement.offset % ALIGNMENT_BYTES and placement.num_bytes:
             raise PlanError(
                 f"value {placement.value} lies at byte {placement.offset} of the arena; operators "
-                f"run at multiples of {ALIGNMENT_BYTES} only: plan what "
-                "penstock.executor.executable(graph) returns, with penstock.plan",
+                f"run at multiples of {ALIGNMENT_BYTES} only: plan the step with penstock.plan",
                 rule="alignment",
             )

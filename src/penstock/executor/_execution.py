@@ -22,7 +22,7 @@ from penstock.executor._interrupts import Interrupts
 from penstock.executor._links import ThreadLink
 from penstock.executor._memory import Blocks, FileBlock, Layout
 from penstock.executor._numbers import Numbers
-from penstock.executor._operators import Call, copies_results, declared_workspace_bytes
+from penstock.executor._operators import Call
 from penstock.executor._places import Places
 from penstock.executor._program import Stage, program_of
 from penstock.executor._recovery import Recovery
@@ -35,6 +35,7 @@ from penstock.executor._timing import Timing, predicted_phase_seconds
 from penstock.executor._unchanged import Unchanged
 from penstock.graph import StepGraph
 from penstock.graph.bindings import bind_batch, bind_group_tensors, bind_numbers
+from penstock.graph.executable import copies_results
 from penstock.memory import Ledger, Link, Tier
 from penstock.planner import Plan, Transfer, simulate
 
@@ -264,7 +265,7 @@ class Execution:
                 link.value: plan.machine.links[link].bytes_per_second for link in links
             },
             arena_bytes=self.room.num_bytes(Tier.DEVICE),
-            workspace_bytes=declared_workspace_bytes(self._graph),
+            workspace_bytes=self._graph.workspace_bytes,
             held_bytes=self._device.held_bytes(),
             host_bytes=self.room.num_bytes(Tier.HOST),
             undo_bytes=self._recovery.num_bytes,

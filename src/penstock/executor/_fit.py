@@ -17,7 +17,6 @@ from penstock.errors import InfeasibleError
 from penstock.executor._bind import PlannedStep, bind
 from penstock.executor._distributed import refuse_ranks_apart
 from penstock.executor._initial import Initializer
-from penstock.executor._operators import declared_workspace_bytes, executable
 from penstock.executor._plan_cache import Planned, plan_entry
 from penstock.executor._refinement import Refinement
 from penstock.executor._seam import initial_fill
@@ -115,7 +114,7 @@ def fit(
         # The last update of an epoch may have fewer micro-batches.
         is_list = accumulate is not None and isinstance(each, list | tuple) and each is not batch
         how["accumulate"] = len(each) if is_list else accumulate
-        graph = executable(capture(model, optimizer, each, **how))
+        graph = capture(model, optimizer, each, **how)
         refuse_ranks_apart(graph)
         for name in graph.metadata["initial_state"]:
             initial_fill(graph, name)  # before the time that planning takes
@@ -186,7 +185,7 @@ def _within_one_arena(
     if device_memory is None:
         return found
     for _ in range(_MOST_ROUNDS):
-        workspaces = [declared_workspace_bytes(made.planned_graph(graph)) for graph, made in found]
+        workspaces = [made.planned_graph(graph).workspace_bytes for graph, made in found]
         room = device_memory - max(workspaces)
         if all(made.arena_bytes <= room for _, made in found):
             return found

@@ -22,7 +22,7 @@ from penstock.executor._places import Places, Stay
 from penstock.executor._room import Room, once
 from penstock.graph import Kind, StepGraph, TensorView
 from penstock.graph.encoding import dtype_name, dtype_named
-from penstock.graph.shards import Shard, ShardedModel, local_of, sharded_like
+from penstock.graph.fsdp.shards import Shard, ShardedModel, local_of, sharded_like
 from penstock.memory import Tier
 from penstock.planner import Plan
 

@@ -22,9 +22,9 @@ from torch import nn
 from penstock.executor._device import Device
 from penstock.graph import Kind, Phase, StepGraph
 from penstock.graph.batches import is_full_mask, replaced, tensors_in
-from penstock.graph.capturing import verify
-from penstock.graph.stand_ins import kept_as_it_is
-from penstock.graph.step_program import StepProgram, call_model, loss_of
+from penstock.graph.capturing.capture import verify
+from penstock.graph.capturing.fake_tensors import kept_as_it_is
+from penstock.graph.capturing.step_program import StepProgram, call_model, loss_of
 from penstock.memory import Tier, available_ram
 from penstock.planner import Plan
 from penstock.units import format_bytes

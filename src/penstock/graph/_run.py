@@ -12,9 +12,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PenstockError
-from penstock.graph import collectives  # noqa: F401 (operators of graphs)
-from penstock.graph._input_pieces import part_of_input
-from penstock.graph._scalars import evaluate
+from penstock.graph._expressions import evaluate
 from penstock.graph.bindings import (
     bind_batch,
     bind_group_tensors,
@@ -37,7 +35,9 @@ from penstock.graph.encoding import (
     resolve,
     set_random_state,
 )
-from penstock.graph.shards import ShardedModel
+from penstock.graph.fsdp import collectives  # noqa: F401 (operators of graphs)
+from penstock.graph.fsdp.shards import ShardedModel
+from penstock.graph.splitting.input_pieces import part_of_input
 from penstock.graph.step_graph import Kind, Operator, Phase, StepGraph, TensorView
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from penstock.errors import GraphFileError
-from penstock.graph._input_pieces import part_of_input
-from penstock.graph._scalars import evaluate, views_of
+from penstock.graph._expressions import evaluate, views_of
 from penstock.graph.batches import constants_in, is_full_mask, tensors_in
 from penstock.graph.encoding import dtype_name, dtype_named
-from penstock.graph.shards import local_of, sharded_like
+from penstock.graph.fsdp.shards import local_of, sharded_like
+from penstock.graph.splitting.input_pieces import part_of_input
 from penstock.graph.step_graph import StepGraph, TensorView
 
 _STATE, _GROUPS, _BATCH = "optimizer.state.", "optimizer.param_groups.", "batch"

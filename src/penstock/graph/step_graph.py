@@ -232,6 +232,11 @@ class StepGraph:
         return self.storages[self.storage_of_value[value]].num_bytes
 
     @functools.cached_property
+    def workspace_bytes(self) -> int:
+        """The most workspace that one of its operators needs."""
+        return max((operator.workspace_bytes for operator in self.operators), default=0)
+
+    @functools.cached_property
     def producers(self) -> tuple[int | None, ...]:
         """For each value the operator that makes it; None for what the step begins with."""
         producers: list[int | None] = [None] * len(self.storage_of_value)

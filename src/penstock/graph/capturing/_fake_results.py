@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._mode_utils import no_dispatch
 
 from penstock.errors import CaptureError
-from penstock.graph._fake_truth import corrected
 from penstock.graph._user_line import user_line
+from penstock.graph.capturing._meta_corrections import corrected
 
 SYMBOLS = (torch.SymFloat, torch.SymInt, torch.SymBool)
 _MAX_KNOWN = 2**14

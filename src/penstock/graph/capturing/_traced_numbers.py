@@ -7,42 +7,13 @@ in the order in which Python would do it: evaluated later with Python floats the
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
-from penstock.graph.step_graph import TensorView
+from penstock.graph._expressions import Expression, evaluate
 
-Expression = float | int | bool | TensorView | tuple[Any, ...]
-"""A number, a 0-dimensional view whose number is meant, or `(operator, operand, ...)`."""
-
-_BINARY: dict[str, Callable[[Any, Any], Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "truediv": operator.truediv,
-    "floordiv": operator.floordiv,
-    "mod": operator.mod,
-    "pow": operator.pow,
-    "min": min,
-    "max": max,
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "and": operator.and_,
-    "or": operator.or_,
-}
-_UNARY: dict[str, Callable[[Any], Any]] = {
-    "neg": operator.neg,
-    "abs": operator.abs,
-    "not": operator.not_,
-    "float": float,
-}
 _METHODS = {  # of a symbolic node, and what they calculate
     **{name: name for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")},
     **{name: name for name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "abs")},
@@ -58,40 +29,6 @@ _METHODS = {  # of a symbolic node, and what they calculate
     "sym_not": "not",
     "sym_float": "float",
 }
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not")
-
-
-def evaluate(expression: Expression, read: Callable[[TensorView], float | int]) -> Any:
-    """Calculate an expression with Python's own numbers.
-
-    Example:
-        >>> evaluate(("sub", 1.0, ("pow", 0.5, 2.0)), lambda view: 0.0)
-        0.75
-
-    Args:
-        expression: What `ScalarNode.expression` and the mapping `{"scalar": ...}` of a step graph
-            hold.
-        read: The number of a 0-dimensional view.
-
-    Returns:
-        The number.
-    """
-    if isinstance(expression, TensorView):
-        return read(expression)
-    if not isinstance(expression, tuple):
-        return expression
-    name, *operands = expression
-    numbers = [evaluate(operand, read) for operand in operands]
-    return _UNARY[name](*numbers) if name in _UNARY else _BINARY[name](*numbers)
-
-
-def views_of(expression: Expression) -> Iterator[TensorView]:
-    """Yield the views that an expression reads."""
-    if isinstance(expression, TensorView):
-        yield expression
-    elif isinstance(expression, tuple):
-        for operand in expression[1:]:
-            yield from views_of(operand)
 
 
 class Judge(Protocol):

@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from penstock.graph._row_choice import item_bytes
-from penstock.graph._row_forms import views_in
+from penstock.graph.splitting._forms import item_bytes, views_in
 from penstock.graph.step_graph import Kind, Operator, StepGraph, Storage, TensorView
 
 _PREFIX = "part"

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from penstock.errors import CaptureError
-from penstock.graph._gathering import Gathering
-from penstock.graph._recorder import Recorder
+from penstock.graph.capturing.recorder import Recorder
+from penstock.graph.fsdp.capture import Gathering
 from penstock.graph.step_graph import Kind, Phase
 
 _SCALER = (

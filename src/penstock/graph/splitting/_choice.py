@@ -9,10 +9,11 @@ else looks at its whole storages is taken by rows too, if that makes pieces of t
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from dataclasses import dataclass, field
 
-from penstock.graph._row_forms import ByRows, RowForm, row_form, views_in
+from penstock.graph._alignment import TENSOR_ALIGNMENT_BYTES
+from penstock.graph.splitting._forms import ByRows, RowForm, row_form, views_in
 from penstock.graph.step_graph import Kind, Operator, StepGraph
 
 _MAX_PIECES = 64
@@ -74,6 +75,12 @@ def dies_at(graph: StepGraph, value: int, index: int) -> bool:
     storage = graph.storages[graph.storage_of_value[value]]
     given = storage.persistent or storage.kind is Kind.INPUT
     return not given and storage.final != value and graph.consumers[value][-1:] == (index,)
+
+
+def fills_storage(graph: StepGraph, rows: ByRows) -> bool:
+    """Return whether rows take all bytes of their storage, but for those that align its end."""
+    unit = TENSOR_ALIGNMENT_BYTES[graph.device]
+    return 0 < rows.num_bytes <= graph.num_bytes(rows.view.value) < rows.num_bytes + unit
 
 
 def choose_rows(graph: StepGraph, max_bytes: int) -> Choice:
@@ -168,22 +175,23 @@ class _Search:
         if not all(self.form(toucher) for toucher in self.touching[index]):
             return False
         forms = [form for each in self.touching[index] if (form := self.form(each)) is not None]
-        return len({form.num_rows for form in forms}) == 1 and all(
-            self._fills(form, index) for form in forms
-        )
-
-    def _fills(self, form: RowForm, storage: int) -> bool:
-        def here(values: Iterable[ByRows]) -> list[ByRows]:
-            return [v for v in values if self.graph.storage_of_value[v.view.value] == storage]
-
-        rows = here(form.by_rows())
-        plain = [item for item in (*form.args, *form.kwargs.values()) if type(item) is not ByRows]
-        if any(self.graph.storage_of_value[v.value] == storage for v in views_in(tuple(plain))):
+        looks = [self._looks(form, index) for form in forms]
+        if None in looks or not all(looks):
             return False
-        num_bytes = self.graph.storages[storage].num_bytes
-        return bool(rows) and all(
-            each.covers and num_bytes == each.covers * item_bytes(each.view.dtype) for each in rows
+        rows = [each for found in looks for each in found or ()]
+        return (
+            len({form.num_rows for form in forms}) == 1
+            and len({each.num_bytes for each in rows}) == 1
+            and all(fills_storage(self.graph, each) for each in rows)
         )
+
+    def _looks(self, form: RowForm, storage: int) -> list[ByRows] | None:
+        """Return the operands and results in a storage; None if one is not taken by rows."""
+        of = self.graph.storage_of_value
+        plain = [item for item in (*form.args, *form.kwargs.values()) if type(item) is not ByRows]
+        if any(of[view.value] == storage for view in views_in(tuple(plain))):
+            return None
+        return [each for each in form.by_rows() if of[each.view.value] == storage]
 
     def _num_pieces(self, forms: dict[int, RowForm], pieces: frozenset[int]) -> dict[int, int]:
         """So many that a part fits beside what stays whole; a power of two."""
@@ -198,16 +206,3 @@ class _Search:
             count = min(most, 1 << max(1, (wanted - 1).bit_length()))
             least[form.num_rows] = max(least.get(form.num_rows, 1), count)
         return least
-
-
-def item_bytes(dtype: str) -> int:
-    """Bytes of an element, as `4` for `"float32"`; 0 of dtypes that are not arithmetic."""
-    return _ITEM_BYTES.get(dtype, 0)
-
-
-_ITEM_BYTES = {
-    **dict.fromkeys(("float64", "int64"), 8),
-    **dict.fromkeys(("float32", "int32"), 4),
-    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
-    **dict.fromkeys(("bool", "uint8", "int8"), 1),
-}

@@ -19,9 +19,9 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as current_modes
 
 from penstock.errors import CaptureError
-from penstock.graph._noted_lines import NUMPYS_RANDOM, PYTHONS_RANDOM, NotedLines
-from penstock.graph._recorder import Recorder
 from penstock.graph._user_line import line_of
+from penstock.graph.capturing._program_lines import NUMPYS_RANDOM, PYTHONS_RANDOM, NotedLines
+from penstock.graph.capturing.recorder import Recorder
 
 
 class _State(NamedTuple):

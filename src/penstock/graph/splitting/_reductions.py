@@ -5,8 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol
 
-from penstock.graph._row_choice import item_bytes
-from penstock.graph._row_forms import LOSS, NO_REDUCTION, SUM, ByRows, RowForm, views_in
+from penstock.graph.splitting._forms import (
+    LOSS,
+    NO_REDUCTION,
+    SUM,
+    ByRows,
+    RowForm,
+    item_bytes,
+    views_in,
+)
 from penstock.graph.step_graph import Operator, StepGraph, Storage, TensorView
 
 _SUM_REDUCTION, _MEAN_REDUCTION = 2, 1  # torch's numbers

@@ -14,11 +14,11 @@ import torch
 from torch.utils._mode_utils import no_dispatch
 
 from penstock.errors import CaptureError, GraphFileError
-from penstock.graph._recorder import Draft, Recorder
 from penstock.graph._user_line import user_line
+from penstock.graph.capturing.recorder import Draft, Recorder
+from penstock.graph.capturing.step_program import StepProgram
 from penstock.graph.encoding import CONSTANT
 from penstock.graph.step_graph import Phase
-from penstock.graph.step_program import StepProgram
 
 _REMEDY = (
     "planned steps would go on with what it was during the capture: keep what changes from step "

@@ -57,6 +57,11 @@ class ByRows(NamedTuple):
         dense = len(view.shape) == 2 and view.stride == (view.shape[1], 1) and not view.offset
         return math.prod(view.shape) if dense else 0
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of these elements."""
+        return self.covers * item_bytes(self.view.dtype)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowForm:
@@ -249,3 +254,16 @@ def views_in(value: Any) -> Iterator[TensorView]:
     elif isinstance(value, tuple):
         for item in value:
             yield from views_in(item)
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of an element, as `4` for `"float32"`; 0 of dtypes that are not arithmetic."""
+    return _ITEM_BYTES.get(dtype, 0)
+
+
+_ITEM_BYTES = {
+    **dict.fromkeys(("float64", "int64"), 8),
+    **dict.fromkeys(("float32", "int32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
+    **dict.fromkeys(("bool", "uint8", "int8"), 1),
+}

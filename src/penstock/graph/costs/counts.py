@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from penstock.graph._workspace import workspace_bytes
+from penstock.graph.costs.workspace import workspace_bytes
 
 
 class Facts(NamedTuple):

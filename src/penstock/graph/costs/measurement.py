@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from penstock.graph.capturing.schemas import COLLECTIVES
 from penstock.graph.encoding import OWN_TARGETS, decode, dtype_named, flat_results, resolve
-from penstock.graph.schemas import COLLECTIVES
 from penstock.graph.step_graph import Operator, Phase, StepGraph, TensorView
 
 _logger = logging.getLogger(__name__)

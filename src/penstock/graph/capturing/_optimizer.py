@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
 from penstock.errors import CaptureError
-from penstock.graph._recorder import Draft, Recorder
 from penstock.graph._user_line import user_line
+from penstock.graph.capturing.fake_tensors import StandIns
+from penstock.graph.capturing.recorder import Draft, Recorder
 from penstock.graph.encoding import CONSTANT, FULL, SCALAR, dtype_named
-from penstock.graph.stand_ins import StandIns
 from penstock.graph.step_graph import Kind, Phase, TensorView
 
 _SCHEDULED = ("lr", "momentum", "weight_decay", "betas")  # what schedulers change

@@ -11,14 +11,15 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.graph._row_choice import Choice, dies_at, item_bytes
-from penstock.graph._row_forms import (
+from penstock.graph.splitting._choice import Choice, dies_at, fills_storage
+from penstock.graph.splitting._forms import (
     LOSS_BACKWARD,
     ByRows,
     RowForm,
+    item_bytes,
     views_in,
 )
-from penstock.graph._row_reductions import Reduction
+from penstock.graph.splitting._reductions import Reduction
 from penstock.graph.step_graph import Kind, Operator, StepGraph, Storage, TensorView
 
 _MAX_HOISTED = 16  # operators that a group lets pass
@@ -125,7 +126,7 @@ class Writer:
         value = self.graph.storage_of_value.index(index)
         users = (*self.graph.consumers[value], self.graph.producers[value])
         form = next(self.forms[user] for user in users if user in self.forms)
-        row_bytes = storage.num_bytes // form.num_rows
+        row_bytes = self._num_row_bytes(form, index)
         values = []
         for part, (begin, end) in enumerate(self._cuts(form)):
             piece = dataclasses.replace(
@@ -138,6 +139,11 @@ class Writer:
                 self.storages[index] = piece
                 values.append(value)
         self.parts_of[value] = values
+
+    def _num_row_bytes(self, form: RowForm, storage: int) -> int:
+        of = self.graph.storage_of_value
+        here = [each for each in form.by_rows() if of[each.view.value] == storage]
+        return here[0].num_bytes // form.num_rows
 
     def _cuts(self, form: RowForm) -> list[tuple[int, int]]:
         rows, count = form.num_rows, self.num_pieces[form.num_rows]
@@ -214,9 +220,12 @@ class Writer:
                     continue
                 if self.graph.producers[value] in group or not rows.covers:
                     continue
-                whole = self.graph.num_bytes(value) == rows.covers * item_bytes(rows.view.dtype)
                 last = self.graph.consumers[value][-1]
-                if not whole or last > index or not dies_at(self.graph, value, last):
+                if (
+                    not fills_storage(self.graph, rows)
+                    or last > index
+                    or not dies_at(self.graph, value, last)
+                ):
                     continue
                 if last == index and (value, result.view.value) not in operator.may_overwrite:
                     continue

@@ -19,11 +19,13 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import CaptureError
-from penstock.graph._facts import Facts, facts_of, touched_bytes
-from penstock.graph._fake_results import SYMBOLS, run_fake
-from penstock.graph._known import KnownValues
-from penstock.graph._scalars import Expression, ScalarNode, traced_float, views_of
+from penstock.graph._expressions import Expression, views_of
 from penstock.graph._user_line import user_line
+from penstock.graph.capturing._constant_propagation import KnownValues
+from penstock.graph.capturing._fake_results import SYMBOLS, run_fake
+from penstock.graph.capturing._traced_numbers import ScalarNode, traced_float
+from penstock.graph.capturing.schemas import Schema, draws, schema_of, writes_nothing
+from penstock.graph.costs.counts import Facts, facts_of, touched_bytes
 from penstock.graph.encoding import (
     CONSTANT,
     EMPTY,
@@ -35,7 +37,6 @@ from penstock.graph.encoding import (
     encode_bytes,
     encode_constant,
 )
-from penstock.graph.schemas import Schema, draws, schema_of, writes_nothing
 from penstock.graph.step_graph import Kind, Phase, TensorView
 
 aten = torch.ops.aten

@@ -22,20 +22,21 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as torch_modules
 
 from penstock.errors import CaptureError, PenstockError
-from penstock.graph._finish import finish
-from penstock.graph._gathering import Gathering
-from penstock.graph._generators import no_other_draws, traced_random_state
-from penstock.graph._noted_lines import NotedLines
-from penstock.graph._optimizer import OptimizerCopy
-from penstock.graph._recapture import Captured
-from penstock.graph._recorder import Recorder
 from penstock.graph._user_line import is_raised_by_torch, line_of
 from penstock.graph.batches import constants_in, is_full_mask, tensors_in
+from penstock.graph.capturing._graph_builder import finish
+from penstock.graph.capturing._optimizer import OptimizerCopy
+from penstock.graph.capturing._program_lines import NotedLines
+from penstock.graph.capturing._random_state import no_other_draws, traced_random_state
+from penstock.graph.capturing._recapture import Captured
+from penstock.graph.capturing.fake_tensors import StandIns
+from penstock.graph.capturing.recorder import Recorder
+from penstock.graph.capturing.step_program import StepProgram, check_accumulation
+from penstock.graph.executable import make_executable
+from penstock.graph.fsdp.capture import Gathering
+from penstock.graph.fsdp.shards import ShardedModel
 from penstock.graph.modes import autocast_of, evaluation_modules, frozen_parameters
-from penstock.graph.shards import ShardedModel
-from penstock.graph.stand_ins import StandIns
 from penstock.graph.step_graph import Kind, StepGraph, TensorView
-from penstock.graph.step_program import StepProgram, check_accumulation
 
 _Places = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -138,7 +139,7 @@ def capture(
             "full_masks": sorted(recorder.full_masks),
         }
         graph = finish(recorder, tensors, loss_view, device, metadata)
-    return dataclasses.replace(graph, captured=captured)
+    return dataclasses.replace(make_executable(graph), captured=captured)
 
 
 def verify(captured: Captured, program: StepProgram, device: str) -> None:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from penstock.graph._input_pieces import inputs_in_pieces
-from penstock.graph._row_choice import choose_rows, working_set_bytes
-from penstock.graph._row_forms import views_in
-from penstock.graph._row_parts import share, taken_by_rows
+from penstock.graph.splitting._choice import choose_rows, working_set_bytes
+from penstock.graph.splitting._forms import views_in
+from penstock.graph.splitting._rewrite import share, taken_by_rows
+from penstock.graph.splitting.input_pieces import inputs_in_pieces
 from penstock.graph.step_graph import Operator, StepGraph, TensorView
 
 _LISTS = ("aten._foreach_", "aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad")

@@ -19,17 +19,17 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 
 from penstock.errors import CaptureError
-from penstock.graph._recorder import Draft, Recorder
-from penstock.graph.collectives import (
+from penstock.graph.capturing.fake_tensors import StandIns
+from penstock.graph.capturing.recorder import Draft, Recorder
+from penstock.graph.capturing.schemas import schema_of
+from penstock.graph.encoding import OWN_TARGETS, resolve
+from penstock.graph.fsdp.collectives import (
     all_gather_shards_,
     max_over_ranks_,
     reduce_scatter_mean_,
     sum_over_ranks_,
 )
-from penstock.graph.encoding import OWN_TARGETS, resolve
-from penstock.graph.schemas import schema_of
-from penstock.graph.shards import Shard, ShardedModel, ShardGroup
-from penstock.graph.stand_ins import StandIns
+from penstock.graph.fsdp.shards import Shard, ShardedModel, ShardGroup
 from penstock.graph.step_graph import Phase
 
 # Element by element, as those that torch marks so.

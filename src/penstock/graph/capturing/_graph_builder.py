@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.graph._recorder import Block, Draft, Recorder
+from penstock.graph.capturing.recorder import Block, Draft, Recorder
 from penstock.graph.encoding import GET_RNG_STATE, SCALAR, SET_RNG_STATE
 from penstock.graph.step_graph import Operator, StepGraph, Storage, TensorView
 
