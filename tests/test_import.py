@@ -60,7 +60,10 @@ def test_import_loads_no_third_party_module():
     modules = observe("import penstock")["modules"]
     assert "penstock" in modules
     assert third_party(modules) == set()
-    assert [name for name in modules if name.startswith("penstock.")] == ["penstock._version"]
+    assert [name for name in modules if name.startswith("penstock.")] == [
+        "penstock._lazy",
+        "penstock._version",
+    ]
 
 
 def test_import_touches_nothing_outside():

@@ -5,9 +5,9 @@ This file holds the public names and nothing else. They load on first use, so `i
 touches no GPU, compiler, network or disk and does not import torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from penstock._lazy import load_lazily
 from penstock._version import __version__
 
 if TYPE_CHECKING:
@@ -73,41 +73,4 @@ __all__ = [
     "units",
 ]
 
-_HOME_OF_NAME = {
-    "ExecutionReport": "executor",
-    "FileStore": "memory",
-    "InfeasibleError": "errors",
-    "MachineProfile": "memory",
-    "Offload": "activations",
-    "OffloadReport": "activations",
-    "PenstockError": "errors",
-    "Plan": "planner",
-    "PlanError": "errors",
-    "PlannedStep": "executor",
-    "StepGraph": "graph",
-    "UnifiedReport": "unified",
-    "UnifiedTensor": "unified",
-    "bind": "executor",
-    "capture": "graph",
-    "fit": "executor",
-    "offload": "activations",
-    "plan": "planner",
-    "probe": "memory",
-    "unify": "unified",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Load a public name or a subpackage on first use (PEP 562)."""
-    if name not in __all__:
-        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    if name in _HOME_OF_NAME:
-        value = getattr(import_module(f"penstock.{_HOME_OF_NAME[name]}"), name)
-    else:
-        value = import_module(f"penstock.{name}")
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = load_lazily(__name__)

@@ -139,7 +139,7 @@ def test_the_profile_is_kept_and_measured_again_when_asked(
     penstock.probe(FileStore(store, "100MiB"))  # another limit, another profile
     penstock.probe()
     assert len(calls) == 4
-    assert [path.suffix for path in cache.iterdir() if path.suffix == ".tmp"] == []
+    assert all(path.suffix == ".lock" or len(path.name) == 32 for path in cache.iterdir())
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -157,7 +157,7 @@ def test_a_broken_cache_is_measured_again(
     store: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ):
     penstock.probe(store)
-    (kept,) = cache.glob("*.json")
+    (kept,) = cache.glob("*/profile.json")
     kept.write_text(text)
     calls = count_measurements(monkeypatch)
     assert penstock.probe(store).links
@@ -185,7 +185,7 @@ def test_the_cache_directory_can_be_named(
     penstock.probe()
     penstock.probe()
     assert len(calls) == 1
-    assert list((tmp_path / "own" / "profiles").glob("*.json"))
+    assert list((tmp_path / "own" / "profiles").glob("*/profile.json"))
     assert not cache.exists()
 
 

@@ -1,8 +1,8 @@
-"""The user's cache directory: where it lies, whether it is safe, and whose turn it is to use it.
+"""The user's cache directory: its place, its safety, and entries that one process uses at a time.
 
-Libraries, measured profiles and plans are kept in it between processes. Whoever can write there
-can run code as the user who loads from it. It must therefore belong to the user and be writable by
-nobody else; anything else is refused, never repaired.
+Libraries, measured profiles and plans are kept in it between processes. What another user writes
+there would run as code of the user that loads it. So it must belong to the user and be writable by
+no other; anything else is refused, never repaired.
 """
 
 from __future__ import annotations
@@ -11,28 +11,81 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import filelock
 
-from penstock.errors import BuildError
+from penstock.errors import BuildError, PenstockError
 
 _logger = logging.getLogger(__name__)
 
 CACHE_DIR_VARIABLE = "PENSTOCK_CACHE_DIR"
 
+T = TypeVar("T")
+
+
+class CacheEntry:
+    """A directory of the cache that is there whole or not at all; this process has its lock.
+
+    Attributes:
+        path: The directory; None where there is no usable cache.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+
+    def load(self, read: Callable[[Path], T]) -> T | None:
+        """Return what is kept, or None where nothing is, or nothing that can be used.
+
+        Args:
+            read: Takes the directory and returns its content. If it raises `OSError`, `ValueError`
+                or `PenstockError` the entry counts as unusable, which is logged.
+        """
+        if self.path is None or not self.path.is_dir():
+            return None
+        try:
+            return read(self.path)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, PenstockError) as error:
+            _logger.warning("%s is unusable, and made anew: %s", self.path, error)
+            return None
+
+    def save(self, write: Callable[[Path], object]) -> None:
+        """Keep new content in place of the old, by one rename; a failure is only logged.
+
+        Args:
+            write: Takes an empty directory and fills it.
+        """
+        if self.path is None:
+            return
+        unfinished = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        try:
+            unfinished.mkdir(mode=0o700)
+            write(unfinished)
+            if self.path.exists():
+                shutil.rmtree(self.path)
+            unfinished.rename(self.path)
+        except OSError as error:
+            _logger.warning("%s could not be kept: %s", self.path, error)
+            shutil.rmtree(unfinished, ignore_errors=True)
+
 
 @contextmanager
-def cache_entry(folder: str, key: list[object], *, wait_seconds: float) -> Iterator[Path | None]:
-    """Lock a key's place in the cache: processes that want the same come one after the other.
+def cache_entry(folder: str, key: list[object], *, wait_seconds: float) -> Iterator[CacheEntry]:
+    """Lock a key's entry in the cache: processes that need the same come one after the other.
 
     Example:
-        >>> with cache_entry("plans", ["step", 8], wait_seconds=60) as path:  # doctest: +SKIP
-        ...     path
-        PosixPath('/home/me/.cache/penstock/plans/9a3f...')
+        >>> with cache_entry("plans", ["step", 8], wait_seconds=60) as entry:  # doctest: +SKIP
+        ...     plan = entry.load(read_plan)
+        ...     if plan is None:
+        ...         plan = make_plan()
+        ...         entry.save(lambda directory: write_plan(plan, directory))
 
     Args:
         folder: The directory's name below the cache's root, which also names in the log what is
@@ -41,9 +94,8 @@ def cache_entry(folder: str, key: list[object], *, wait_seconds: float) -> Itera
         wait_seconds: How long to wait for another process that has the entry.
 
     Yields:
-        The path of a file or directory that the caller may make or find there. None, and one
-        warning in the log, where there is no usable cache directory or no lock to be had: whatever
-        is cached can be done without.
+        The entry. One that keeps nothing, and one warning in the log, where there is no usable
+        cache directory or no lock to be had.
     """
     path = lock = None
     try:
@@ -54,7 +106,7 @@ def cache_entry(folder: str, key: list[object], *, wait_seconds: float) -> Itera
         _logger.warning("%s are not cached: %s", folder, error)
         path = None
     try:
-        yield path
+        yield CacheEntry(path)
     finally:
         if lock is not None:
             lock.release()

@@ -82,8 +82,8 @@ def plan_entry(key: list[object]) -> Iterator[PlanEntry]:
     Yields:
         The entry; one that keeps nothing where there is no usable cache directory.
     """
-    with cache_entry("plans", key, wait_seconds=_LOCK_SECONDS) as path:
-        yield PlanEntry(path)
+    with cache_entry("plans", key, wait_seconds=_LOCK_SECONDS) as entry:
+        yield PlanEntry(entry.path)
 
 
 def _remove(directory: Path) -> None:

@@ -1,8 +1,8 @@
 """A training step as a graph: what runs, which values it needs, how many bytes they have."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from penstock._lazy import load_lazily
 from penstock.graph._alignment import (
     TENSOR_ALIGNMENT_BYTES,
     alignment_bytes,
@@ -36,20 +36,4 @@ __all__ = [
     "with_workspace",
 ]
 
-_HOME_OF_NAME = {
-    "capture": "capturing.capture",
-    "measure": "costs.measurement",
-    "operator_seconds": "costs.roofline",
-    "run": "_run",
-    "split": "splitting.split",
-    "with_workspace": "costs.workspace",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Load what needs torch on first use (PEP 562): graphs themselves are plain data."""
-    if name not in _HOME_OF_NAME:
-        raise AttributeError(f"module 'penstock.graph' has no attribute {name!r}")
-    value = getattr(import_module(f"penstock.graph.{_HOME_OF_NAME[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = load_lazily(__name__)

@@ -3,9 +3,9 @@
 `probe` and `CachingAllocator` load on first use, so importing this package stays light.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from penstock._lazy import load_lazily
 from penstock.memory._extent_file import Extent, ExtentFile, StoredSpan
 from penstock.memory._extents import ExtentAllocator
 from penstock.memory._ledger import Ledger, Span, Timeline
@@ -50,25 +50,4 @@ __all__ = [
     "uninterrupted",
 ]
 
-_HOME_OF_NAME = {
-    "CachingAllocator": "_cpu_allocator",
-    "ComputeProfile": "_profile",
-    "LinkProfile": "_profile",
-    "MachineProfile": "_profile",
-    "TierProfile": "_profile",
-    "machine": "_machines",
-    "probe": "_probe",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Load a name that is expensive to import on first use (PEP 562)."""
-    if name not in _HOME_OF_NAME:
-        raise AttributeError(f"module 'penstock.memory' has no attribute {name!r}")
-    value = getattr(import_module(f"penstock.memory.{_HOME_OF_NAME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = load_lazily(__name__)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import logging
 import mmap
 import os
@@ -16,8 +17,11 @@ import platform
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
+from penstock.codegen import cache_entry
 from penstock.errors import StoreUnavailableError
 from penstock.memory._extent_file import Extent, ExtentFile, reserved_bytes
 from penstock.memory._extents import ALIGNMENT_BYTES
@@ -28,7 +32,6 @@ from penstock.memory._profile import (
     MachineProfile,
     TierProfile,
 )
-from penstock.memory._profile_cache import profile_entry
 from penstock.memory._ram import installed_ram
 from penstock.memory._store import FileStore
 from penstock.memory._tiers import Link, Tier
@@ -36,6 +39,7 @@ from penstock.memory.raw_memory import address_of, copy_bytes
 
 _log = logging.getLogger(__name__)
 
+_FILE_NAME = "profile.json"
 _SCHEMA = 4  # of the cached files: raise it when what is measured changes
 _MIN_RUNS, _MAX_RUNS = 3, 9
 _LINK_SECONDS = 1.0  # aim for one link, once it has its least number of runs
@@ -50,6 +54,7 @@ _REQUEST_BYTES = 8 * 2**20
 _MAX_REQUESTS_PER_RUN = 32
 _NUM_THREADS = 4
 _QUIETER = 0.5  # of the load of a busy minute: then it is worth measuring again
+_LOCK_SECONDS = 120.0
 _SPREAD_SECONDS = 600.0  # rates that vary are measured again after so long
 
 
@@ -85,8 +90,9 @@ def probe(
     """
     file_store = None if store is None else FileStore.of(store)
     device = _device()
-    with profile_entry(_key(device, file_store)) as entry:
-        profile = None if refresh else entry.load()
+    # The others of a `torchrun` wait for the profile, instead of measuring each other's load.
+    with cache_entry("profiles", _key(device, file_store), wait_seconds=_LOCK_SECONDS) as entry:
+        profile = None if refresh else entry.load(_read_profile)
         if profile is not None and _is_worth_another(profile):
             _log.info(
                 "the machine was busy when it was measured (%s): measuring again", profile.load
@@ -96,7 +102,7 @@ def probe(
             load = _load()
             measured = _measure(device, file_store)
             profile = dataclasses.replace(measured, load=load, measured_at=time.time())
-            entry.save(profile)
+            entry.save(partial(_write_profile, profile))
             if profile.was_busy:
                 _log.warning(
                     "the machine was busy while it was measured (%s processes for each core, rates "
@@ -106,6 +112,15 @@ def probe(
                     100 * profile.spread,
                 )
     return dataclasses.replace(profile, tiers=_tiers(device, file_store))
+
+
+def _read_profile(directory: Path) -> MachineProfile:
+    return MachineProfile.from_dict(json.loads((directory / _FILE_NAME).read_text("utf-8")))
+
+
+def _write_profile(profile: MachineProfile, directory: Path) -> None:
+    text = json.dumps(profile.to_dict(), indent=2) + "\n"
+    (directory / _FILE_NAME).write_text(text, encoding="utf-8")
 
 
 def _is_worth_another(profile: MachineProfile) -> bool:

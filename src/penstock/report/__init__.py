@@ -1,8 +1,8 @@
 """Ledgers and plans as things to look at: Chrome traces for Perfetto, pictures, text."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from penstock._lazy import load_lazily
 from penstock.report._comparison import Measured, draw_comparison
 from penstock.report._picture import draw_timeline
 from penstock.report._trace import chrome_trace, write_chrome_trace
@@ -31,24 +31,4 @@ __all__ = [
     "write_plan_trace",
 ]
 
-# What knows plans loads with the first of them.
-_HOME_OF_NAME = {
-    "Sweep": "_plan_sweep",
-    "SweepPoint": "_plan_sweep",
-    "draw_plan": "_plan_picture",
-    "draw_sweep": "_plan_sweep",
-    "plan_blocks": "_plan_text",
-    "plan_table": "_plan_text",
-    "plan_timeline": "_plan_timeline",
-    "plan_trace": "_plan_trace",
-    "write_plan_trace": "_plan_trace",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Load a name on first use (PEP 562)."""
-    if name not in _HOME_OF_NAME:
-        raise AttributeError(f"module 'penstock.report' has no attribute {name!r}")
-    value = getattr(import_module(f"penstock.report.{_HOME_OF_NAME[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = load_lazily(__name__)

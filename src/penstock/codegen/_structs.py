@@ -1,0 +1,89 @@
+"""Arguments of C++ functions as one struct, made from a dataclass.
+
+A dataclass says what a function takes; its struct follows by one rule, and the C++ source has the
+same fields in the same order:
+
+    Python                                  C++
+    int, bool                               int64_t
+    float                                   double
+    anything else (array, tensor, None)     a pointer to its first element
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_CTYPES = {"int": ctypes.c_int64, "bool": ctypes.c_int64, "float": ctypes.c_double}
+
+
+@functools.cache
+def struct_type(arguments: type[DataclassInstance]) -> type[ctypes.Structure]:
+    """Return the struct of a dataclass, for results that C++ writes into it.
+
+    Example:
+        >>> @dataclasses.dataclass
+        ... class Answer:
+        ...     height: int
+        ...     seconds: float
+        >>> ctypes.sizeof(struct_type(Answer))
+        16
+
+    Args:
+        arguments: The dataclass. Its annotations decide: `int`, `bool` and `float` are numbers, all
+            others pointers.
+    """
+    fields = []
+    for field in dataclasses.fields(arguments):
+        annotation = (
+            field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
+        )
+        fields.append((field.name, _CTYPES.get(annotation, ctypes.c_void_p)))
+    return type(arguments.__name__, (ctypes.Structure,), {"_fields_": fields})
+
+
+def to_struct(arguments: DataclassInstance) -> ctypes.Structure:
+    """Return a dataclass's values as its struct, to be passed with `ctypes.byref`.
+
+    Example:
+        >>> import numpy as np
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Request:
+        ...     num_items: int
+        ...     sizes: np.ndarray
+        >>> to_struct(Request(2, np.array([3, 4]))).num_items
+        2
+
+    Args:
+        arguments: Numbers, NumPy arrays and tensors on the CPU, with the element type that the C++
+            source names; None for a null pointer.
+
+    Returns:
+        The struct. It keeps `arguments`, and so the arrays, alive.
+
+    Raises:
+        ValueError: An array or a tensor is not contiguous.
+    """
+    struct = struct_type(type(arguments))(
+        *(_plain(field.name, getattr(arguments, field.name)) for field in _fields(type(arguments)))
+    )
+    struct.arguments = arguments
+    return struct
+
+
+_fields = functools.cache(dataclasses.fields)
+
+
+def _plain(name: str, value: Any) -> int | float | None:
+    """Return a number as it is, and of an array or a tensor the address."""
+    if value is None or isinstance(value, int | float):
+        return value
+    is_tensor = hasattr(value, "data_ptr")
+    if not (value.is_contiguous() if is_tensor else value.flags.c_contiguous):
+        raise ValueError(f"{name} must be contiguous, as C++ reads it")
+    return value.data_ptr() if is_tensor else value.ctypes.data

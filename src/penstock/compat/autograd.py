@@ -1,0 +1,35 @@
+"""Private names of torch's autograd."""
+
+# pyright: reportAttributeAccessIssue=false
+
+import torch
+from torch._C import _autograd
+
+current_graph_task_id = torch._C._current_graph_task_id
+"""Return the number of the backward pass that this thread is in; -1 outside of one."""
+
+current_node = torch._C._current_autograd_node
+"""Return the autograd node that this thread's backward pass is in; None outside of one."""
+
+next_sequence_number = _autograd._get_sequence_nr
+"""Return the number that the next autograd node made by this thread gets."""
+
+below_autograd = torch._C._AutoDispatchBelowAutograd
+"""Context manager: operators are dispatched below autograd, which then records nothing."""
+
+set_grad_enabled = torch._C._set_grad_enabled
+"""Turn gradients on or off on this thread at once, without a context manager's cost."""
+
+
+def set_lazy_bits(tensor: torch.Tensor, *, conjugate: bool, negative: bool) -> None:
+    """Have a tensor's memory read as conjugated or negated, as `Tensor.conj()` does without a copy.
+
+    Args:
+        tensor: A tensor with neither bit set.
+        conjugate: The bit that `Tensor.is_conj()` returns.
+        negative: The bit that `Tensor.is_neg()` returns.
+    """
+    if conjugate:
+        torch._C._set_conj(tensor, True)
+    if negative:
+        torch._C._set_neg(tensor, True)

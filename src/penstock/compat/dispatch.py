@@ -1,0 +1,66 @@
+"""Private names of torch's dispatcher and of its tensors."""
+
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+
+from typing import Any
+
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._ops import OpOverload
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = [
+    "DispatchKey",
+    "OpOverload",
+    "TensorBase",
+    "TorchDispatchMode",
+    "are_functorch_transforms_active",
+    "current_modes",
+    "dispatch_keys",
+    "functions",
+    "is_functional_tensor",
+    "is_functorch_wrapped_tensor",
+    "is_in_bad_fork",
+    "no_dispatch",
+    "num_owners",
+    "parse_to",
+    "storage_from_pointer",
+    "tree_leaves",
+    "tree_map",
+    "without_torch_function",
+]
+
+DispatchKey = torch._C.DispatchKey
+
+TensorBase = torch._C.TensorBase
+"""Base class of `torch.Tensor`, in C++."""
+
+dispatch_keys = torch._C._dispatch_keys
+"""Return the set of dispatch keys of a tensor."""
+
+is_functional_tensor = torch._is_functional_tensor
+"""Return whether a tensor is a wrapper of functionalisation."""
+
+are_functorch_transforms_active = torch._C._are_functorch_transforms_active
+"""Return whether this thread is inside `torch.func.vmap`, `grad` or another such transform."""
+
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+"""Context manager: subclasses of tensors are treated as plain tensors."""
+
+parse_to = torch._C._nn._parse_to
+"""Return device, dtype, non_blocking and memory format of the arguments of `Tensor.to`."""
+
+functions: Any = torch._C._VariableFunctions
+"""Functions of `torch` as they are in C++."""
+
+num_owners = torch._C._storage_Use_Count
+"""Return the number of tensors, and other objects of torch, that share a storage (`_cdata`)."""
+
+storage_from_pointer = torch._C._construct_storage_from_data_pointer
+"""Return a storage over memory at (address, device, num_bytes), which it does not own."""
+
+is_in_bad_fork = torch.cuda._is_in_bad_fork
+"""Return whether this process was forked from one that had initialised CUDA."""
