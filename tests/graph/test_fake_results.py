@@ -42,7 +42,7 @@ def looks(result: Any, operands: list[torch.Tensor]) -> list[Any]:
 def made(monkeypatch) -> list[str]:
     """Names of operators whose results were made, each time after a comparison."""
     names: list[str] = []
-    make, run_fake = _fake_results._made, _fake_results.run_fake
+    make, run_fake = _fake_results._make_results, _fake_results.run_fake
     is_made: list[bool] = []
 
     def noted(*args: Any) -> Any:
@@ -54,16 +54,16 @@ def made(monkeypatch) -> list[str]:
         result = run_fake(func, args, kwargs)
         if is_made:
             names.append(func._opname)
-            args = tuple(map(_fake_results._hint, args))
-            kwargs = {name: _fake_results._hint(value) for name, value in kwargs.items()}
+            args = tuple(map(_fake_results._untrace, args))
+            kwargs = {name: _fake_results._untrace(value) for name, value in kwargs.items()}
             operands = tensors_in((args, kwargs))
-            anew = _fake_results._run(func, args, kwargs)
+            anew = _fake_results._run_kernel(func, args, kwargs)
             assert looks(result, operands) == looks(anew, operands), func
         return result
 
-    monkeypatch.setattr(_fake_results, "_made", noted)
+    monkeypatch.setattr(_fake_results, "_make_results", noted)
     monkeypatch.setattr(recorder, "run_fake", compared)
-    monkeypatch.setattr(_fake_results, "_known", {})
+    monkeypatch.setattr(_fake_results, "_cache", {})
     return names
 
 

@@ -26,7 +26,8 @@ from penstock.executor._refinement import Refinement
 from penstock.executor._report import ExecutionReport
 from penstock.executor._shadow import Shadow
 from penstock.graph import StepGraph
-from penstock.graph.capturing.capture import capture, check_optimizer
+from penstock.graph.capturing.arguments import check_optimizer
+from penstock.graph.capturing.capture import capture
 from penstock.graph.capturing.step_program import StepProgram
 from penstock.graph.executable import is_executable
 from penstock.memory import FileStore

@@ -23,7 +23,7 @@ from penstock.executor._device import Device
 from penstock.graph import Kind, Phase, StepGraph
 from penstock.graph.batches import is_full_mask, replaced, tensors_in
 from penstock.graph.capturing.capture import verify
-from penstock.graph.capturing.fake_tensors import kept_as_it_is
+from penstock.graph.capturing.fake_tensors import preserve_modules
 from penstock.graph.capturing.step_program import StepProgram, call_model, loss_of
 from penstock.memory import Tier, available_ram
 from penstock.planner import Plan
@@ -261,7 +261,7 @@ def _loss(program: StepProgram, graph: StepGraph, device: Device) -> torch.Tenso
         for _, tensor in tensors(remove_duplicate=False)
     ]
     try:
-        with kept_as_it_is(root, only_tensors=True), torch.enable_grad():
+        with preserve_modules(root, only_tensors=True), torch.enable_grad():
             if graph.device != "cpu":
                 _bring_to(root, device.device)
             total = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from penstock.graph.step_graph import TensorView
@@ -46,9 +46,8 @@ def evaluate(expression: Expression, read: Callable[[TensorView], float | int]) 
         0.75
 
     Args:
-        expression: What `ScalarNode.expression` and the mapping `{"scalar": ...}` of a step graph
-            hold.
-        read: The number of a 0-dimensional view.
+        expression: The content of a mapping `{"scalar": ...}` among the arguments of an operator.
+        read: Returns the number of a 0-dimensional view.
 
     Returns:
         The number.
@@ -60,12 +59,3 @@ def evaluate(expression: Expression, read: Callable[[TensorView], float | int]) 
     name, *operands = expression
     numbers = [evaluate(operand, read) for operand in operands]
     return _UNARY[name](*numbers) if name in _UNARY else _BINARY[name](*numbers)
-
-
-def views_of(expression: Expression) -> Iterator[TensorView]:
-    """Yield the views that an expression reads."""
-    if isinstance(expression, TensorView):
-        yield expression
-    elif isinstance(expression, tuple):
-        for operand in expression[1:]:
-            yield from views_of(operand)

@@ -2,7 +2,7 @@
 
 JSON has no word for a dtype, a device or an infinite float, and a step graph is JSON: such an
 argument is a mapping with one key, as `{"dtype": "float32"}`. A number that changes from step to
-step is `{"scalar": expression}` (see `_scalars`).
+step is `{"scalar": expression}` (see `_expressions`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 
+from penstock.compat.dispatch import OpOverload
 from penstock.graph.step_graph import TensorView
 
 CONSTANT = "penstock.constant"
 """Target that makes a tensor from bytes in the graph: `args = ({"bytes": ...},)`."""
 SCALAR = "penstock.scalar"
-"""Target that keeps a number which is read later, when its tensor has another one."""
+"""Target that reads a number before its tensor changes, for later operators."""
 EMPTY = "penstock.empty"
-"""Target that makes a tensor with whatever bytes are there: `args = ()`."""
+"""Target that makes a tensor without setting its bytes: `args = ()`."""
 FULL = "penstock.full"
 """Target that makes a tensor with one number everywhere: `args = (number,)`."""
 GET_RNG_STATE = "penstock.get_rng_state"
@@ -38,8 +39,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @functools.cache
 def _dtype_names() -> dict[torch.dtype, str]:
-    found = {value: str(value)[6:] for value in vars(torch).values() if type(value) is torch.dtype}
-    return found
+    return {each: str(each)[6:] for each in vars(torch).values() if type(each) is torch.dtype}
 
 
 @functools.cache
@@ -80,11 +80,11 @@ def encode_bytes(tensor: torch.Tensor) -> Mapping[str, Any]:
 def decode(
     value: Any, device: torch.device, tensor: Callable[[TensorView], Any], scalar: Callable
 ) -> Any:
-    """Return what an operator is called with.
+    """Return an argument of an operator in the form in which torch takes it.
 
     Args:
         value: An argument of an `Operator`.
-        device: The device that the graph's device is in this run.
+        device: The device that takes the place of the graph's device in this run.
         tensor: Returns the tensor of a view.
         scalar: Returns the number of an expression.
 
@@ -115,10 +115,10 @@ def make(target: str, args: list[Any], view: TensorView, device: torch.device) -
     """Run `EMPTY`, `FULL` or `CONSTANT`.
 
     Args:
-        target: Which.
+        target: One of these targets.
         args: Its decoded arguments.
-        view: What it makes.
-        device: Where.
+        view: The view of its result.
+        device: The device of its result.
 
     Returns:
         A new tensor with the view's dtype, shape and strides.
@@ -146,13 +146,13 @@ def set_random_state(state: torch.Tensor, generator: str = "cpu") -> None:
 
 
 def flat_results(result: Any) -> list[Any]:
-    """Flatten what an operator returned to the order of `Operator.outputs`."""
+    """Return an operator's results in the order of `Operator.outputs`."""
     if isinstance(result, list | tuple):
         return [item for each in result for item in flat_results(each)]
     return [result]
 
 
-def resolve(target: str) -> torch._ops.OpOverload:
+def resolve(target: str) -> OpOverload:
     """Return torch's operator of a name as `"aten.addmm.default"`.
 
     Raises:

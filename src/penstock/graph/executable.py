@@ -12,6 +12,7 @@ import functools
 
 import torch
 
+from penstock.compat.dispatch import OpOverload
 from penstock.graph._alignment import TENSOR_ALIGNMENT_BYTES
 from penstock.graph.encoding import OWN_TARGETS, resolve
 from penstock.graph.step_graph import Operator, Phase, StepGraph
@@ -136,7 +137,7 @@ def out_variant(target: str) -> tuple[str, tuple[str, ...]] | None:
     return None
 
 
-def _sums_in_result(function: torch._ops.OpOverload) -> bool:
+def _sums_in_result(function: OpOverload) -> bool:
     """Return whether an operator may keep all terms of a sum in its result, as losses do."""
     arguments = function._schema.arguments
     name = function._schema.name

@@ -1,23 +1,26 @@
-"""From what was written down to a step graph: without what nobody needs, and numbered anew."""
+"""Building of the step graph: without operators that have no use, and with values numbered anew."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.graph.capturing.recorder import Block, Draft, Recorder
+from penstock.graph.capturing._drafts import Draft, DraftStorage, StorageTable
+from penstock.graph.capturing.recorder import Recorder
 from penstock.graph.encoding import GET_RNG_STATE, SCALAR, SET_RNG_STATE
 from penstock.graph.step_graph import Operator, StepGraph, Storage, TensorView
 
 
-def finish(
+def build_graph(
     recorder: Recorder,
     tensors: Mapping[str, TensorView],
     loss: TensorView,
     device: str,
     metadata: Mapping[str, Any],
 ) -> StepGraph:
-    """Make the step graph of what a recorder wrote down.
+    """Return the step graph of a recorded step.
+
+    Operators without a use are gone; results without a use are None and count as workspace.
 
     Args:
         recorder: The recorder, after the whole step.
@@ -25,21 +28,18 @@ def finish(
         loss: The view of the loss.
         device: Type of the device.
         metadata: Where the graph comes from.
-
-    Returns:
-        The graph. Operators whose results nobody needs are gone, results that nobody needs are
-        None and count as workspace.
     """
-    inlined = _numbers_read_in_time(recorder.drafts)
-    loss_block = recorder.block_of_value[loss.value]
-    finals = {block.current for block in recorder.blocks if block.kind.persistent}
-    drafts = _needed(
+    table = recorder.storages
+    inlined = _inline_numbers(recorder.drafts)
+    loss_storage = table.of_value(loss.value)
+    finals = {storage.current for storage in table.storages if storage.kind.persistent}
+    drafts = _drop_unused_operators(
         [draft for draft in recorder.drafts if not set(draft.creates) & inlined.keys()],
         inlined,
-        finals | {recorder.blocks[loss_block].current},
+        finals | {loss_storage.current},
     )
-    builder = _Builder(recorder.blocks, recorder.block_of_value, drafts, inlined)
-    storages = builder.storages(loss_block)
+    builder = _GraphBuilder(table, drafts, inlined)
+    storages = builder.storages(loss_storage)
     return StepGraph(
         storages=storages,
         storage_of_value=tuple(builder.storage_of_value),
@@ -49,14 +49,14 @@ def finish(
         tensors={name: builder.view(view) for name, view in tensors.items()},
         guards=tuple(
             (builder.expression(expression), outcome)
-            for expression, outcome in dict.fromkeys(recorder.guards)
+            for expression, outcome in dict.fromkeys(recorder.numbers.guards)
         ),
         metadata=metadata,
     )
 
 
-def _numbers_read_in_time(drafts: list[Draft]) -> dict[int, TensorView]:
-    """Map the numbers that can be read where they are needed, as nobody has changed them by then.
+def _inline_numbers(drafts: list[Draft]) -> dict[int, TensorView]:
+    """Map numbers that can be read where they are used, as their tensors have not changed by then.
 
     Returns:
         For the value of each such number the view that is read instead.
@@ -75,7 +75,7 @@ def _numbers_read_in_time(drafts: list[Draft]) -> dict[int, TensorView]:
     return inlined
 
 
-# Batch norms that update running statistics, and what gives the same results without any.
+# Batch norms that update running statistics, and operators of the same results without them.
 _BATCH_NORMS = {
     "aten.native_batch_norm.default": "aten.native_batch_norm.default",
     "aten._native_batch_norm_legit.default": "aten.native_batch_norm.default",
@@ -85,22 +85,18 @@ _BATCH_NORMS = {
 _RUNNING_MEAN, _RUNNING_VAR = 3, 4  # positions of the arguments, in all of them
 
 
-def _needed(
+def _drop_unused_operators(
     drafts: list[Draft], inlined: Mapping[int, TensorView], finals: set[int]
 ) -> list[Draft]:
-    """Drop the operators whose results nobody needs, and random states if nothing is random."""
+    """Drop operators without a use, and random states if no operator draws numbers."""
     rng_targets = (GET_RNG_STATE, SET_RNG_STATE)
     if not any(draft.random and draft.target not in rng_targets for draft in drafts):
         drafts = [draft for draft in drafts if draft.target not in rng_targets]
     live, kept = set(finals), []
     for draft in reversed(drafts):
-        new = [pair[1] for pair in draft.mutates]
         advances = draft.random and draft.target != GET_RNG_STATE
-        if draft.side_effect or advances or not live.isdisjoint(draft.creates + new):
-            live.update(
-                inlined[value].value if value in inlined else value for value in draft.reads
-            )
-            live.update(old for old, _ in draft.mutates)
+        if draft.side_effect or advances or not live.isdisjoint(draft.makes):
+            live.update(_source(value, inlined) for value in draft.needs)
             kept.append(draft)
     for draft in kept:
         _drop_unused_results(draft, live)
@@ -108,7 +104,7 @@ def _needed(
 
 
 def _source(value: int, inlined: Mapping[int, TensorView]) -> int:
-    """Return the value that is read for a number, or the value itself."""
+    """Return the value whose number is read in the place of an inlined one, or the value itself."""
     return inlined[value].value if value in inlined else value
 
 
@@ -123,47 +119,40 @@ def _drop_unused_results(draft: Draft, live: set[int]) -> None:
     draft.creates = [value for value in draft.creates if value not in unused]
 
 
-class _Builder:
+class _GraphBuilder:
     """Numbers values anew, in the order in which they come to be."""
 
     def __init__(
-        self,
-        blocks: list[Block],
-        block_of_value: list[int],
-        drafts: list[Draft],
-        inlined: Mapping[int, TensorView],
+        self, table: StorageTable, drafts: list[Draft], inlined: Mapping[int, TensorView]
     ) -> None:
-        self._blocks = blocks
-        self._block_of_value = block_of_value
+        self._table = table
         self._drafts = drafts
         self._inlined = inlined
-        initial = [block.initial for block in blocks if block.initial is not None]
-        made = [[*draft.creates, *(new for _, new in draft.mutates)] for draft in drafts]
-        values = initial + [value for values in made for value in values]
+        of = table.storage_of_value
+        values = [each.initial for each in table.storages if each.initial is not None]
+        values += [value for draft in drafts for value in draft.makes]
         self._new = {value: number for number, value in enumerate(values)}
-        kept_blocks = dict.fromkeys(block_of_value[value] for value in values)
-        self._new_block = {block: number for number, block in enumerate(kept_blocks)}
-        self.storage_of_value = [self._new_block[block_of_value[value]] for value in values]
+        self._kept = list(dict.fromkeys(of[value] for value in values))  # indices of storages
+        new_storages = {storage: number for number, storage in enumerate(self._kept)}
+        self.storage_of_value = [new_storages[of[value]] for value in values]
 
-    def storages(self, loss_block: int) -> tuple[Storage, ...]:
-        taken: dict[str, int] = {}
-        return tuple(
-            self._storage(self._blocks[block], block == loss_block, taken)
-            for block in self._new_block
-        )
+    def storages(self, loss: DraftStorage) -> tuple[Storage, ...]:
+        names: set[str] = set()
+        kept = (self._table.storages[index] for index in self._kept)
+        return tuple(self._storage(each, each is loss, names) for each in kept)
 
-    def _storage(self, block: Block, is_loss: bool, taken: dict[str, int]) -> Storage:
-        name = block.name
-        while name in taken:  # a parameter may be called as an operator is
+    def _storage(self, draft: DraftStorage, is_loss: bool, names: set[str]) -> Storage:
+        name = draft.name
+        while name in names:  # a parameter may be called as an operator is
             name += "_"
-        taken[name] = 1
-        ends = block.kind.persistent or is_loss
+        names.add(name)
+        lasts = draft.kind.persistent or is_loss
         return Storage(
             name=name,
-            num_bytes=block.num_bytes,
-            kind=block.kind,
-            initial=None if block.initial is None else self._new[block.initial],
-            final=self._new[block.current] if ends else None,
+            num_bytes=draft.num_bytes,
+            kind=draft.kind,
+            initial=None if draft.initial is None else self._new[draft.initial],
+            final=self._new[draft.current] if lasts else None,
         )
 
     def operators(self) -> tuple[Operator, ...]:
@@ -178,10 +167,8 @@ class _Builder:
     def _operator(self, draft: Draft, after: tuple[int, ...]) -> Operator:
         old = {pair[0] for pair in draft.mutates}
         read = [_source(value, self._inlined) for value in draft.reads]
-        unused_bytes = sum(
-            self._blocks[self._block_of_value[value]].num_bytes for value in draft.dropped
-        )
-        persistent = any(self._blocks[self._block_of_value[value]].kind.persistent for value in old)
+        unused_bytes = sum(self._table.of_value(value).num_bytes for value in draft.dropped)
+        persistent = any(self._table.of_value(value).kind.persistent for value in old)
         args = tuple(map(self._argument, draft.args))
         return Operator(
             name=draft.name,
@@ -200,10 +187,10 @@ class _Builder:
             after=after,
             phase=draft.phase,
             module=draft.module,
-            flops=draft.facts.flops,
-            bytes_read=draft.facts.bytes_read,
-            bytes_written=draft.facts.bytes_written,
-            workspace_bytes=draft.facts.workspace_bytes + unused_bytes,
+            flops=draft.counts.flops,
+            bytes_read=draft.counts.bytes_read,
+            bytes_written=draft.counts.bytes_written,
+            workspace_bytes=draft.counts.workspace_bytes + unused_bytes,
             random=draft.random,
             recomputable=not (draft.side_effect or draft.target == GET_RNG_STATE)
             and (not persistent or draft.target in _BATCH_NORMS),
@@ -212,7 +199,7 @@ class _Builder:
         )
 
     def _args_without_statistics(self, draft: Draft) -> tuple[Any, ...] | None:
-        """A batch norm that trains gives the same bits without its running statistics."""
+        """Return the arguments of a batch norm, which gives the same bits without statistics."""
         if draft.target not in _BATCH_NORMS:
             return None
         args = [self._argument(value) for value in draft.args]

@@ -1,7 +1,7 @@
-"""Corrections of fake kernels that promise something else than the real ones give.
+"""Corrections of fake kernels, where they promise something else than the real ones give.
 
 A result of the wrong size would be overwritten by its neighbour in an arena, silently. `run`
-compares every result with its promise; what it found is corrected here.
+compares every result with its promise; the differences that it found are corrected here.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import functools
 from typing import Any
 
 import torch
-from torch._prims_common import make_contiguous_strides_for, suggest_memory_format
-from torch.utils._mode_utils import no_dispatch
+
+from penstock.compat.autograd import below_autograd
+from penstock.compat.dispatch import OpOverload, no_dispatch
+from penstock.compat.fake_tensors import make_contiguous_strides_for, suggest_memory_format
 
 aten = torch.ops.aten
 _LAID_OUT_LIKE = {
@@ -37,27 +39,20 @@ _SCATTERS = ("diagonal_scatter", "select_scatter", "slice_scatter", "as_strided_
 _NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm")
 
 
-def corrected(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+def correct_results(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Any:
-    """Return what a real kernel would have returned, as fake tensors.
+    """Return what a real kernel would have returned for a call, as fake tensors.
 
-    Args:
-        func: The operator that ran on fake tensors.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        result: What it returned.
-
-    Returns:
-        The result, with workspaces of their real size, and no tensor twice in it.
+    Workspaces among the results have their real sizes, and each result is another tensor.
     """
-    result = _apart(result)
+    result = _separate(result)
     if func._opname in _NORMS and args[0].device.type == "cpu":
-        result = _with_statistics(args, result)
+        result = _correct_statistics(args, result)
     if func._opname in _LAID_OUT_LIKE:
         first, *others = result if isinstance(result, tuple) else (result,)
         if isinstance(first, torch.Tensor) and first.device.type == "cpu":
-            first = _laid_out(func._opname, args, first)
+            first = _correct_layout(func._opname, args, first)
         return (first, *others) if isinstance(result, tuple) else first
     if func._opname in ("max_unpool2d", "max_unpool3d"):
         return result.contiguous(memory_format=suggest_memory_format(args[0]))
@@ -68,12 +63,12 @@ def corrected(
         num_bytes = _rnn_workspace_bytes(shapes, args[0].dtype, tuple(args[9:]))
         return (*result[:3], torch.empty(num_bytes, dtype=torch.uint8))
     if func.namespace == "aten" and not func._schema.is_mutable:
-        return _with_true_layouts(func, args, kwargs, result)
+        return _correct_layouts_by_trial(func, args, kwargs, result)
     return result
 
 
-def _laid_out(name: str, args: tuple[Any, ...], first: torch.Tensor) -> torch.Tensor:
-    """Lay the first result of one of these operators as the real kernel does."""
+def _correct_layout(name: str, args: tuple[Any, ...], first: torch.Tensor) -> torch.Tensor:
+    """Lay out the first result of one of these operators as the real kernel does."""
     position = _LAID_OUT_LIKE[name]
     memory_format: torch.memory_format | None = torch.contiguous_format
     if position is not None:
@@ -93,13 +88,13 @@ def _laid_out(name: str, args: tuple[Any, ...], first: torch.Tensor) -> torch.Te
     )
 
 
-def _with_true_layouts(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+def _correct_layouts_by_trial(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Any:
-    """Ask the operator itself, on small operands, where these do not lie one row after the other.
+    """Run the operator itself on small operands, where these are not contiguous.
 
-    Fake kernels that are made of others choose otherwise which operand the result lies like, and
-    a sum over it then adds in another order.
+    Fake kernels that are made of others choose another operand for the result's layout, and a sum
+    over it then adds in another order.
     """
     results = result if isinstance(result, tuple) else (result,)
     if not isinstance(results[0], torch.Tensor) or results[0].device.type != "cpu":
@@ -114,8 +109,8 @@ def _with_true_layouts(
     is_canonical = all(each.stride() == make_contiguous_strides_for(shape) for each in full)
     if is_canonical or not is_plain:
         return result
-    with no_dispatch(), torch._C._AutoDispatchBelowAutograd():
-        small = [_small(each) if isinstance(each, torch.Tensor) else each for each in args]
+    with no_dispatch(), below_autograd():
+        small = [_make_small(each) if isinstance(each, torch.Tensor) else each for each in args]
         try:
             found = func(*small, **kwargs)
         except (RuntimeError, TypeError, ValueError, IndexError):
@@ -134,15 +129,15 @@ def _with_true_layouts(
     return made if isinstance(result, tuple) else made[0]
 
 
-def _small(tensor: torch.Tensor) -> torch.Tensor:
-    """A real tensor of at most two elements a dimension, with its dimensions in the same order."""
+def _make_small(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a real tensor of at most two elements a dimension, with dimensions in this order."""
     shape = tuple(min(size, 2) for size in tensor.shape)
     made = torch.zeros(shape, dtype=tensor.dtype)
     return made.as_strided(shape, _dense_strides(shape, tensor.stride()))
 
 
 def _dense_strides(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a dense tensor whose dimensions lie in the order of other strides."""
+    """Return strides of a dense tensor whose dimensions lie in the order of other strides."""
     strides, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda dim: (like[dim], -dim)):
         if like[dim]:
@@ -163,16 +158,16 @@ def _memory_format(tensor: torch.Tensor) -> torch.memory_format | None:
     return next((each for each in formats if tensor.is_contiguous(memory_format=each)), None)
 
 
-def _with_statistics(args: tuple[Any, ...], result: Any) -> Any:
-    """On the CPU a norm of half precision keeps statistics in the precision of its weights."""
+def _correct_statistics(args: tuple[Any, ...], result: Any) -> Any:
+    """Give statistics of a norm in half precision the dtype of its weights, as CPU kernels do."""
     weight = next((each for each in args[1:3] if isinstance(each, torch.Tensor)), None)
     if weight is None or weight.dtype == args[0].dtype:
         return result
     return (result[0], *(statistic.to(weight.dtype) for statistic in result[1:]))
 
 
-def _apart(result: Any) -> Any:
-    """Let each result be a tensor of its own.
+def _separate(result: Any) -> Any:
+    """Make each result a tensor of its own.
 
     A recurrent layer's gradient names one tensor for both of its biases, until torch's cache of
     fake results makes two of it; two captures have to be alike.
@@ -183,23 +178,23 @@ def _apart(result: Any) -> Any:
     if len({id(each) for each in tensors}) == len(tensors):
         return result
     seen: set[int] = set()
-    apart = []
+    separate = []
     for each in result:
         is_again = isinstance(each, torch.Tensor) and id(each) in seen
         seen.add(id(each))
-        apart.append(torch.empty_like(each) if is_again else each)
-    return type(result)(apart)
+        separate.append(torch.empty_like(each) if is_again else each)
+    return type(result)(separate)
 
 
 @functools.cache
 def _rnn_workspace_bytes(
     shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, options: tuple[Any, ...]
 ) -> int:
-    """Run the layer once on zeros: oneDNN alone knows how much it writes down for the backward.
+    """Run the layer once on zeros: only oneDNN can tell how much it keeps for the backward pass.
 
-    The fake kernel says none. Gradient mode is on, as otherwise it writes nothing down.
+    The fake kernel says none. Gradient mode is on, as otherwise it keeps nothing.
     """
-    with no_dispatch(), torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+    with no_dispatch(), below_autograd(), torch.enable_grad():
         zeros = [torch.zeros(shape, dtype=dtype) for shape in shapes]
         results = aten.mkldnn_rnn_layer.default(*zeros, False, [], *options)
     return 0 if results[3] is None else results[3].numel()

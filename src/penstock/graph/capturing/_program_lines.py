@@ -1,4 +1,4 @@
-"""Lines of the user's program, noted as it runs, for what is found out only afterwards."""
+"""Lines of the user's program, noted as it runs, for faults that are found only afterwards."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from unittest import mock
 
 from torch import nn
 
-from penstock.graph._user_line import user_line
+from penstock.compat.user_line import user_line
+from penstock.graph.capturing._errors import describe_line
 
 PYTHONS_RANDOM = "Python's random module"
 NUMPYS_RANDOM = "NumPy's global generator (numpy.random)"
 _READING = ("getstate", "get_state")
 
 
-class NotedLines:
-    """Places at which a program draws numbers without torch, or assigns attributes of modules.
+class ProgramLines:
+    """Lines at which a program draws numbers without torch, or assigns attributes of modules.
 
     Attributes:
         draws: The first line by generator; none for functions that the program has imported by
@@ -33,40 +34,42 @@ class NotedLines:
         self.assignments: dict[tuple[int, str], str] = {}
 
     @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
-        """Note what this thread does."""
+    def note(self) -> Iterator[None]:
+        """Note the lines that this thread runs in the block."""
+        assign = nn.Module.__setattr__
+        noting = _noting(assign, lambda module, name, _: (id(module), name), self.assignments)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(nn.Module, "__setattr__", self._setattr()))
+            stack.enter_context(mock.patch.object(nn.Module, "__setattr__", noting))
             for source, module, generator in _generators():
                 for name, function in list(vars(module).items()):
                     if getattr(function, "__self__", None) is generator and name not in _READING:
-                        noting = self._drawing(source, function)
+                        noting = _noting(function, _always(source), self.draws)
                         stack.enter_context(mock.patch.object(module, name, noting))
             yield
 
-    def _setattr(self) -> Callable[[nn.Module, str, Any], None]:
-        thread, assign = threading.get_ident(), nn.Module.__setattr__
 
-        def noting(module: nn.Module, name: str, value: Any) -> None:
-            if threading.get_ident() == thread:
-                self.assignments.setdefault((id(module), name), user_line())
-            assign(module, name, value)
+def _always(key: str) -> Callable[..., str]:
+    return lambda *args, **kwargs: key
 
-        return noting
 
-    def _drawing(self, source: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        thread = threading.get_ident()
+def _noting(
+    function: Callable[..., Any], key: Callable[..., Any], lines: dict[Any, str]
+) -> Callable[..., Any]:
+    """Return a function that also notes the line of its first call in this thread, by key."""
+    thread = threading.get_ident()
 
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread:
-                self.draws.setdefault(source, user_line())
-            return function(*args, **kwargs)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            place = key(*args, **kwargs)
+            if place not in lines:
+                lines[place] = describe_line(user_line())
+        return function(*args, **kwargs)
 
-        return noting
+    return noting
 
 
 def _generators() -> Iterator[tuple[str, Any, object]]:
-    """Yield what a message calls them, their module, and the generator behind its functions."""
+    """Yield a name for messages, a module, and the generator behind the module's functions."""
     yield PYTHONS_RANDOM, random, random._inst  # pyright: ignore[reportAttributeAccessIssue]
     numpy = sys.modules.get("numpy")
     if numpy is not None:

@@ -1,8 +1,8 @@
-"""A second capture beside the first: what a program does otherwise when it is called again.
+"""Comparison of a second capture with the first: a program has to do the same at every call.
 
 Python that changes from call to call (a counter, a list that grows, an iterator, a hook that
 counts) is part of a graph as it was during the capture. So the program is captured once more, and
-operator by operator compared with what was written down the first time.
+compared operator by operator with the first record.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._mode_utils import no_dispatch
 
+from penstock.compat.dispatch import no_dispatch
 from penstock.errors import CaptureError, GraphFileError
-from penstock.graph._user_line import user_line
-from penstock.graph.capturing.recorder import Draft, Recorder
+from penstock.graph.capturing._drafts import Draft
+from penstock.graph.capturing._errors import error_here
+from penstock.graph.capturing.recorder import Recorder
 from penstock.graph.capturing.step_program import StepProgram
 from penstock.graph.encoding import CONSTANT
 from penstock.graph.step_graph import Phase
 
+_MESSAGE = "called again, the program does something else"
 _REMEDY = (
     "planned steps would go on with what it was during the capture: keep what changes from step "
     "to step in a buffer or in a tensor of the batch, and draw random numbers with torch's default "
@@ -27,8 +29,8 @@ _REMEDY = (
 )
 
 
-class _Written(NamedTuple):
-    """What is compared of an operator."""
+class _Record(NamedTuple):
+    """The fields of an operator that are compared."""
 
     target: str
     module: str
@@ -38,16 +40,16 @@ class _Written(NamedTuple):
     mutates: tuple[tuple[int, int], ...]
 
 
-class Captured:
-    """What this process knows of a capture beside the graph.
+class CaptureRecord:
+    """A capture in the process that has made it, beside the graph.
 
     Args:
         recorder: The recorder, when forward, backward and `before_step` have run.
-        program: What has run; nothing of it is kept.
-        is_sharded: Whether its model is.
+        program: The program that has run; it is not kept.
+        is_sharded: Whether its model is sharded.
 
     Attributes:
-        accumulate: As of `capture`.
+        accumulate: The number of micro-batches; None if the batch is one.
         has_loss: Whether there was a `loss`.
         has_before_step: Whether there was a `before_step`.
         is_sharded: Whether the model is sharded.
@@ -60,41 +62,40 @@ class Captured:
         self.has_loss = program.loss is not None
         self.has_before_step = program.before_step is not None
         self.is_sharded = is_sharded
-        self.outside = dict(recorder.outside)
-        self._forms = {name: _form(each) for name, each in self.outside.items()}
-        self._looked_at = [
-            (tensor, content, line) for tensor, content, line in recorder.looked_at.values()
-        ]
-        self._written = [_written(draft, self.outside) for draft in recorder.drafts]
+        self.outside = dict(recorder.outside.by_name)
+        self._forms = {name: _describe_form(each) for name, each in self.outside.items()}
+        self._observed = list(recorder.outside.observed.values())
+        self._records = [_record_of(draft, self.outside) for draft in recorder.drafts]
         phases = [draft.phase for draft in recorder.drafts]
         self._num_of_gradients = sum(phase is not Phase.OPTIMIZER for phase in phases)
 
     def compare(self, recorder: Recorder, *, to_gradients: bool = False) -> Comparison:
-        """Compare what a recorder writes down from now on with this.
+        """Compare the operators that a recorder records from now on with this capture's.
 
         Args:
-            recorder: What captures again.
-            to_gradients: Whether it does so without `before_step`.
+            recorder: The recorder of another call.
+            to_gradients: Whether that call ends before `before_step`.
         """
-        written = self._written[: self._num_of_gradients] if to_gradients else self._written
-        comparison = Comparison(written, self.outside, recorder)
+        records = self._records[: self._num_of_gradients] if to_gradients else self._records
+        comparison = Comparison(records, self.outside, recorder)
         recorder.watch = comparison.take
         return comparison
 
     def check_outside(self) -> None:
-        """Compare tensors from outside of the step with what the capture has made of them.
+        """Compare tensors from outside of the step with their state during the capture.
 
         Raises:
-            GraphFileError: One has another shape or dtype, or another number in it than the program
-                has looked at during the capture.
+            GraphFileError: One has another shape or dtype, or other numbers than those that have
+                decided the course of the step.
         """
         for name, tensor in self.outside.items():
-            if _form(tensor) != self._forms[name]:
+            if _describe_form(tensor) != self._forms[name]:
                 raise GraphFileError(
-                    f"a tensor that is neither the model's nor the batch's is {_form(tensor)} and "
-                    f"was {self._forms[name]} when the step was captured; capture the step again"
+                    "a tensor that is neither the model's nor the batch's is "
+                    f"{_describe_form(tensor)} and was {self._forms[name]} when the step was "
+                    "captured; capture the step again"
                 )
-        for tensor, content, line in self._looked_at:
+        for tensor, content, line in self._observed:
             if not torch.equal(tensor.detach(), content):
                 raise GraphFileError(
                     f"{line}: the program has looked at the numbers of a tensor of shape "
@@ -107,18 +108,15 @@ class Comparison:
     """Compares operators with those of the first capture, one by one.
 
     Args:
-        written: Those of the first.
+        records: Operators of the first capture.
         outside: Its tensors from outside of the step.
-        recorder: What captures again.
+        recorder: The recorder of the second.
     """
 
     def __init__(
-        self,
-        written: list[_Written],
-        outside: Mapping[str, torch.Tensor],
-        recorder: Recorder,
+        self, records: list[_Record], outside: Mapping[str, torch.Tensor], recorder: Recorder
     ) -> None:
-        self._written = written
+        self._records = records
         self._outside = outside
         self._recorder = recorder
         self._at = 0
@@ -129,20 +127,20 @@ class Comparison:
         Raises:
             CaptureError: It is another one; the message says at which line, and what.
         """
-        found = _written(draft, self._recorder.outside)
-        if self._at >= len(self._written):
-            raise _refusal(f"{_named(found)} runs, which did not run the first time")
-        before = self._written[self._at]
+        found = _record_of(draft, self._recorder.outside.by_name)
+        if self._at >= len(self._records):
+            raise _make_error(f"{_describe(found)} runs, which did not run the first time")
+        before = self._records[self._at]
         self._at += 1
-        difference = _difference(before, found)
+        difference = _describe_difference(before, found)
         if difference:
-            raise _refusal(difference)
-        if draft.name in self._recorder.outside:
-            now, then = self._recorder.outside[draft.name], self._outside.get(draft.name)
+            raise _make_error(difference)
+        if draft.name in self._recorder.outside.by_name:
+            now, then = self._recorder.outside.by_name[draft.name], self._outside.get(draft.name)
             with no_dispatch():
                 same = now is then or (then is not None and torch.equal(now, then))
             if not same:
-                raise _refusal(
+                raise _make_error(
                     f"a tensor of shape {tuple(now.shape)}, neither the model's nor the batch's, "
                     "is another one with other numbers"
                 )
@@ -153,49 +151,47 @@ class Comparison:
         Raises:
             CaptureError: There are fewer.
         """
-        if self._at < len(self._written):
-            missing = _named(self._written[self._at])
-            raise _refusal(f"{missing} does not run, which ran the first time", line=False)
+        if self._at < len(self._records):
+            missing = _describe(self._records[self._at])
+            difference = f"{missing} does not run, which ran the first time"
+            raise CaptureError(f"{_MESSAGE}: {difference}; {_REMEDY}")
 
 
-def _refusal(difference: str, *, line: bool = True) -> CaptureError:
-    place = f"{user_line()}: " if line else ""
-    return CaptureError(
-        f"{place}called again, the program does something else: {difference}; {_REMEDY}"
-    )
+def _make_error(difference: str) -> CaptureError:
+    return error_here(f"{_MESSAGE}: {difference}; {_REMEDY}")
 
 
-def _difference(before: _Written, now: _Written) -> str | None:
-    """Say in what an operator is another one than before; None if it is the same."""
+def _describe_difference(before: _Record, now: _Record) -> str | None:
+    """Describe the difference between two operators; None if they are the same."""
     if before == now or repr(before) == repr(now):  # a NaN is unlike itself
         return None
     if before.target != now.target:
-        return f"{_named(now)} runs where {_named(before)} ran"
+        return f"{_describe(now)} runs where {_describe(before)} ran"
     if before.module != now.module:
-        return f"{_named(now)} runs where it ran in {before.module or 'no module'}"
+        return f"{_describe(now)} runs where it ran in {before.module or 'no module'}"
     pairs = dict(enumerate(before.args)) | dict(before.kwargs)
     others = dict(enumerate(now.args)) | dict(now.kwargs)
     for key in [*pairs, *others]:
         old, new = pairs.get(key), others.get(key)
         if repr(old) != repr(new):
             if isinstance(new, bool | int | float | str):
-                return f"argument {key} of {_named(now)} is {new!r} and was {old!r}"
+                return f"argument {key} of {_describe(now)} is {new!r} and was {old!r}"
             if now.target == CONSTANT:
                 return "a tensor that is made from Python numbers has other numbers"
-            return f"argument {key} of {_named(now)} is another tensor"
-    return f"{_named(now)} works on other tensors"
+            return f"argument {key} of {_describe(now)} is another tensor"
+    return f"{_describe(now)} works on other tensors"
 
 
-def _named(operator: _Written) -> str:
+def _describe(operator: _Record) -> str:
     return f"{operator.target} (module {operator.module!r})" if operator.module else operator.target
 
 
-def _written(draft: Draft, outside: Mapping[str, torch.Tensor]) -> _Written:
+def _record_of(draft: Draft, outside: Mapping[str, torch.Tensor]) -> _Record:
     args = draft.args if draft.name not in outside else ("outside",)
-    return _Written(
+    return _Record(
         draft.target, draft.module, args, draft.kwargs, tuple(draft.reads), tuple(draft.mutates)
     )
 
 
-def _form(tensor: torch.Tensor) -> str:
+def _describe_form(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}"

@@ -1,7 +1,7 @@
-"""Fake tensors in the place of a model's, an optimizer's and a batch's real ones.
+"""Fake tensors in the places of a model's, an optimizer's and a batch's real ones.
 
 They have shape, strides, dtype and device but no memory, and they share storages as the real ones
-do. What they replace is put back afterwards.
+do. The real ones are put back afterwards.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from penstock.compat.fake_tensors import FakeTensor, FakeTensorMode
 from penstock.errors import CaptureError
 from penstock.graph.batches import replaced
 
 _KINDS_OF_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
 
 
-class StandIns:
-    """Makes fake tensors, each real one's only once.
+class FakeTensors:
+    """The fake tensors of real ones, each made only once.
 
     Args:
         mode: The fake tensor mode that they belong to.
-        device: Where tensors of the meta device are taken to be.
+        device: The device of tensors that are on the meta device.
         local: This rank's parts of the tensors that ranks share, by the identities of these.
-        below: Whether tensors on the CPU, but for single numbers, are taken to be on the device, as
-            where a plan keeps them below it.
+        below: Whether tensors on the CPU, but for single numbers, count as on the device, as where
+            a plan keeps them on a lower tier.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class StandIns:
         self._device = device
         self.local = local
         self._below = below
-        self._of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id: (real one, stand-in)
+        self._of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id: (real, fake)
         self._made: set[int] = set()
         self._base_of_storage: dict[int, torch.Tensor] = {}
         self._inside: list[tuple[nn.Module, dict[str, Any]]] = []
@@ -56,12 +56,12 @@ class StandIns:
         return id(real) in self._of
 
     def of(self, real: torch.Tensor, name: str) -> torch.Tensor:
-        """Return the fake tensor that stands for a real one.
+        """Return the fake tensor of a real one.
 
         Args:
-            real: A dense tensor, also a fake one or one on the meta device, or one of which this
-                rank's part is known.
-            name: What it is called in messages.
+            real: A dense tensor, also one on the meta device, or one of which this rank's part is
+                known. A fake tensor made here is returned as it is.
+            name: Its name in messages.
 
         Returns:
             The same for the same tensor; a leaf, with the real one's `requires_grad`.
@@ -69,11 +69,11 @@ class StandIns:
         Raises:
             CaptureError: It is sparse, complex, or of a class that computes otherwise.
         """
-        if id(real) in self._made:  # it stands for one already
+        if id(real) in self._made:
             return real
         if id(real) not in self._of:
             local = self.local.get(id(real), real)
-            _refuse_unknown(local, name)
+            _check_kind(local, name)
             with self._mode, torch.no_grad():
                 fake = self._make(local)
                 if isinstance(real, nn.Parameter):
@@ -108,10 +108,10 @@ class StandIns:
         Tensors that share memory today, such as inputs that are their own labels, may be others
         tomorrow.
         """
-        return replaced(value, name, self._apart)
+        return replaced(value, name, self._make_separate)
 
-    def _apart(self, real: torch.Tensor, name: str) -> torch.Tensor:
-        _refuse_unknown(real, name)
+    def _make_separate(self, real: torch.Tensor, name: str) -> torch.Tensor:
+        _check_kind(real, name)
         device = self._device if real.is_meta else real.device
         with self._mode, torch.no_grad():
             fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
@@ -125,10 +125,10 @@ class StandIns:
         }
 
     @contextlib.contextmanager
-    def inside(self, module: nn.Module) -> Iterator[None]:
-        """Put the stand-ins into a model, and put everything back as it was."""
+    def replace_in(self, module: nn.Module) -> Iterator[None]:
+        """Put the fake tensors into a model for the block, and restore it afterwards."""
         modules = list(module.modules())
-        with kept_as_it_is(module) as held:
+        with preserve_modules(module) as held:
             try:
                 for each in modules:
                     self._replace_in(each)
@@ -148,15 +148,15 @@ class StandIns:
                 if key in before and before[key] is not now:
                     yield module, key, before[key], now
 
-    def put_tensors_back(self, is_known: Callable[[torch.Tensor], bool]) -> None:
-        """Let the modules hold their stand-ins again, without gradients.
+    def put_tensors_back(self, is_constant: Callable[[torch.Tensor], bool]) -> None:
+        """Let the modules hold their fake tensors again, without gradients.
 
-        What else a call has left in attributes stays, also tensors: a program that reads them when
-        it is called again is one whose steps differ. Only where all of these are known (positions
-        that the first call has made) attributes are as before.
+        Other attributes that a call has assigned stay, also tensors: a program that reads them when
+        it is called again is one whose steps differ. Only where all of these are constant
+        (positions that the first call has made) attributes are as before.
 
         Args:
-            is_known: Whether no data can change a fake tensor's numbers.
+            is_constant: Returns whether no data can change a fake tensor's numbers.
         """
         for module, parameters, buffers in self._registered:
             for now, before in zip(_tensors_of(module), (parameters, buffers), strict=True):
@@ -167,16 +167,15 @@ class StandIns:
                     parameter.grad = None
         for module, before in self._inside:
             for key, value in list(module.__dict__.items()):
-                if before.get(key) is not value and _all_known(value, is_known):
+                if before.get(key) is not value and _are_constant(value, is_constant):
                     if key in before:
                         module.__dict__[key] = before[key]
                     else:
                         del module.__dict__[key]
         own = {id(each) for module, *_ in self._registered for each in _tensors_of(module)}
         for value, content in self._held:
-            if id(value) not in own and _all_known(value, is_known):
-                value.clear()
-                value.update(content) if isinstance(value, dict) else value.extend(content)
+            if id(value) not in own and _are_constant(value, is_constant):
+                _refill(value, content)
 
     def _replace_in(self, module: nn.Module) -> None:
         for tensors in (module._parameters, module._buffers):
@@ -193,17 +192,17 @@ class StandIns:
 
 
 @contextlib.contextmanager
-def kept_as_it_is(
+def preserve_modules(
     module: nn.Module, *, only_tensors: bool = False
 ) -> Iterator[list[tuple[Any, Any]]]:
-    """Put modules' attributes, tensors and containers back afterwards.
+    """Restore modules' attributes, tensors and containers after the block.
 
     Args:
         module: The root of the modules.
         only_tensors: Whether numbers and containers of numbers stay as they are then.
 
     Yields:
-        The containers among the attributes, with what is in them.
+        The containers among the attributes, with copies of them.
     """
     modules = list(module.modules())
     saved = [
@@ -229,12 +228,17 @@ def kept_as_it_is(
                 tensors.update(before)
         for value, content in held:
             if not (only_tensors and _is_plain(value)):
-                value.clear()
-                value.update(content) if isinstance(value, dict) else value.extend(content)
+                _refill(value, content)
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Put the former content of a list or dictionary back."""
+    container.clear()
+    container.update(content) if isinstance(container, dict) else container.extend(content)
 
 
 def _plain_items(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return attributes without tensors and without what modules consist of."""
+    """Return the attributes that hold no tensors."""
     return {key: value for key, value in attributes.items() if _is_plain(value)}
 
 
@@ -246,10 +250,10 @@ def _tensors_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return module._parameters, module._buffers
 
 
-def _all_known(value: Any, is_known: Callable[[torch.Tensor], bool]) -> bool:
-    """Whether an attribute holds fake tensors, and all of them are known."""
+def _are_constant(value: Any, is_constant: Callable[[torch.Tensor], bool]) -> bool:
+    """Return whether an attribute holds fake tensors, and all of them are constant."""
     fakes = [each for each in _tensors_in(value) if isinstance(each, FakeTensor)]
-    return bool(fakes) and all(map(is_known, fakes))
+    return bool(fakes) and all(map(is_constant, fakes))
 
 
 def _tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
@@ -268,7 +272,7 @@ def _tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
         yield from _tensors_in(each, depth - 1)
 
 
-def _refuse_unknown(real: torch.Tensor, name: str) -> None:
+def _check_kind(real: torch.Tensor, name: str) -> None:
     if type(real) not in _KINDS_OF_TENSORS and not isinstance(real, nn.Parameter):
         raise CaptureError(
             f"{name} is a {type(real).__name__}, whose operators a capture does not see; "
@@ -276,7 +280,7 @@ def _refuse_unknown(real: torch.Tensor, name: str) -> None:
         )
     if real.layout is not torch.strided or real.is_complex() or real.is_nested:
         raise CaptureError(
-            f"{name} has layout {real.layout} and {real.dtype}; a step graph knows dense "
+            f"{name} has layout {real.layout} and {real.dtype}; a step graph has dense "
             "tensors of real numbers: keep complex ones as real pairs (torch.view_as_real), or "
             "train under penstock.offload"
         )

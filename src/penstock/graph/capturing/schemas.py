@@ -1,4 +1,4 @@
-"""What an operator does to its arguments, by its schema and where the schema keeps silent."""
+"""Effects of operators on their arguments, by their schemas and where a schema does not say."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+
+from penstock.compat.dispatch import DispatchKey, OpOverload
 
 aten = torch.ops.aten
 
@@ -15,7 +17,7 @@ UNDECLARED_WRITES: dict[str, tuple[int, ...]] = {
     "aten.cudnn_batch_norm.default": (3, 4),
     "aten.miopen_batch_norm.default": (3, 4),
 }
-_KNOWN = ("aten", "penstock", "prims", "mkldnn", "quantized", "torchvision")
+_TAGGED = ("aten", "penstock", "prims", "mkldnn", "quantized", "torchvision")
 """Namespaces whose operators are tagged if they draw random numbers; others often are not."""
 COLLECTIVES = (
     "penstock.average_over_ranks_.default",
@@ -30,7 +32,7 @@ _TRAINING_ARGUMENT = 5  # of the same three
 
 
 class Schema(NamedTuple):
-    """What a capture wants to know about an operator.
+    """Properties of an operator that a capture needs.
 
     Attributes:
         target: Its name, as `"aten.addmm.default"`.
@@ -41,7 +43,7 @@ class Schema(NamedTuple):
         composite: Whether it is made of other operators, which are captured instead.
         has_out: Whether a variant writes its result to a given place.
         returns_first: Whether it writes its first argument, a tensor, and returns just that.
-        side_effect: Whether it matters although nobody reads a result.
+        side_effect: Whether it runs although its results have no use.
         changes_view: Whether it changes how its first argument looks at its storage, and no byte.
     """
 
@@ -58,8 +60,8 @@ class Schema(NamedTuple):
 
 
 @functools.cache
-def schema_of(func: torch._ops.OpOverload) -> Schema:
-    """Return what is known about an operator."""
+def schema_of(func: OpOverload) -> Schema:
+    """Return the properties of an operator."""
     target = f"{func.namespace}.{func._opname}.{func._overloadname}"
     written, names = list(UNDECLARED_WRITES.get(target, ())), []
     for position, argument in enumerate(func._schema.arguments):
@@ -73,7 +75,7 @@ def schema_of(func: torch._ops.OpOverload) -> Schema:
         target=target,
         written=tuple(written),
         written_names=tuple(names),
-        random=torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in _KNOWN,
+        random=torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in _TAGGED,
         pointwise=torch.Tag.pointwise in func.tags,
         composite=_is_composite(func),
         has_out=any(name.endswith(("out", "grad_input")) for name in overloads),
@@ -83,14 +85,14 @@ def schema_of(func: torch._ops.OpOverload) -> Schema:
     )
 
 
-def _is_composite(func: torch._ops.OpOverload) -> bool:
-    """Whether it runs as other operators; some have that as a fallback and kernels of their own."""
-    keys = torch._C.DispatchKey
+def _is_composite(func: OpOverload) -> bool:
+    """Return whether it runs as other operators; some do so only where they have no kernel."""
+    keys = DispatchKey
     has = func.has_kernel_for_dispatch_key
     return has(keys.CompositeImplicitAutograd) and not (has(keys.CPU) or has(keys.CUDA))
 
 
-def _returns_first(func: torch._ops.OpOverload, written: list[int]) -> bool:
+def _returns_first(func: OpOverload, written: list[int]) -> bool:
     returned = func._schema.returns
     return (
         func._opname.endswith("_")
@@ -102,12 +104,12 @@ def _returns_first(func: torch._ops.OpOverload, written: list[int]) -> bool:
 
 
 def writes_nothing(schema: Schema, args: tuple[Any, ...]) -> bool:
-    """Whether a batch norm uses its running statistics instead of updating them."""
+    """Return whether a batch norm uses its running statistics instead of updating them."""
     return schema.target in UNDECLARED_WRITES and not args[_TRAINING_ARGUMENT]
 
 
-def draws(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call draws random numbers: attention with a dropout of zero does not."""
+def draws(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether this call draws random numbers: attention with a dropout of zero does not."""
     if not schema_of(func).random:
         return False
     for position, argument in enumerate(func._schema.arguments):

@@ -1,4 +1,4 @@
-"""The user's program of one step, called once on stand-ins: forward, backward, `before_step`."""
+"""The user's program of one step, called on fake tensors: forward, backward, `before_step`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from penstock.errors import CaptureError
 from penstock.graph.capturing.recorder import Recorder
-from penstock.graph.fsdp.capture import Gathering
+from penstock.graph.fsdp.capture import FsdpCapture
 from penstock.graph.step_graph import Kind, Phase
 
 _SCALER = (
@@ -21,14 +21,14 @@ _SCALER = (
 
 
 class StepProgram(NamedTuple):
-    """What a user gives `capture`, without the optimizer.
+    """The arguments of `penstock.capture`, without the optimizer.
 
     Attributes:
         model: The model.
-        batch: What it is called with.
-        loss: As of `capture`.
-        before_step: As of `capture`.
-        accumulate: As of `capture`.
+        batch: The batch that it is called with, or a list of micro-batches.
+        loss: `loss(output, batch)` returns the loss; None: the model does.
+        before_step: Called between backward and the optimizer's step.
+        accumulate: The number of micro-batches; None if the batch is one.
     """
 
     model: nn.Module
@@ -42,45 +42,45 @@ class StepProgram(NamedTuple):
         found = {"model": self.model}
         return found | ({"loss": self.loss} if isinstance(self.loss, nn.Module) else {})
 
-    def run(self, recorder: Recorder, root: nn.Module, gathering: Gathering) -> torch.Tensor:
-        """Call it with stand-ins in the model, under a recorder; up to the optimizer's step.
+    def run(self, recorder: Recorder, root: nn.Module, fsdp: FsdpCapture) -> torch.Tensor:
+        """Call it with fake tensors in the model, up to the optimizer's step.
 
         Args:
-            recorder: What writes it down.
+            recorder: The recorder, which is active.
             root: The modules.
-            gathering: What gathers a sharded model's parameters.
+            fsdp: Gathers a sharded model's parameters.
 
         Returns:
             The loss.
         """
-        with gathering.active():
-            result = self._all_gradients(recorder, gathering)
+        with fsdp.replace_hooks():
+            result = self._run_batches(recorder, fsdp)
         recorder.phase = Phase.OPTIMIZER
         for parameter in root.parameters():
             if parameter.grad is not None:
-                block = recorder.block(parameter.grad)
-                if block.kind is Kind.ACTIVATION:
-                    block.kind = Kind.GRADIENT
-                    block.name = f"{block.name}.grad"
+                storage = recorder.storages.of(parameter.grad)
+                if storage.kind is Kind.ACTIVATION:
+                    storage.kind = Kind.GRADIENT
+                    storage.name = f"{storage.name}.grad"
         if self.before_step is not None:
-            with gathering.norms_over_ranks():
+            with fsdp.replace_norms():
                 _run_before_step(self.before_step, recorder, root)
         return result
 
-    def _all_gradients(self, recorder: Recorder, gathering: Gathering) -> torch.Tensor:
-        """Forward and backward of the batch, or of one micro-batch after the other."""
+    def _run_batches(self, recorder: Recorder, fsdp: FsdpCapture) -> torch.Tensor:
+        """Run forward and backward of the batch, or of one micro-batch after the other."""
         if self.accumulate is None:
-            return self._gradients(self.batch, recorder, gathering, 1)
+            return self._run_batch(self.batch, recorder, fsdp, 1)
         total = None
         for part in self.batch:
             recorder.phase = Phase.FORWARD
-            value = self._gradients(part, recorder, gathering, self.accumulate)
+            value = self._run_batch(part, recorder, fsdp, self.accumulate)
             total = value if total is None else total + value
         assert total is not None
         return total
 
-    def _gradients(
-        self, batch: Any, recorder: Recorder, gathering: Gathering, num_parts: int
+    def _run_batch(
+        self, batch: Any, recorder: Recorder, fsdp: FsdpCapture, num_parts: int
     ) -> torch.Tensor:
         with torch.enable_grad():
             value = loss_of(call_model(self.model, batch), batch, self.loss)
@@ -93,7 +93,7 @@ class StepProgram(NamedTuple):
                 )
             recorder.phase = Phase.BACKWARD
             value.backward()
-            gathering.after_backward()
+            fsdp.after_backward()
         return value.detach()
 
 
@@ -127,22 +127,6 @@ def loss_of(output: Any, batch: Any, loss: Callable[[Any, Any], Any] | None) -> 
     return value
 
 
-def check_accumulation(batch: Any, accumulate: int | None) -> None:
-    """Compare the number of micro-batches with `accumulate`.
-
-    Raises:
-        ValueError: The batch has another number of them.
-    """
-    if accumulate is None:
-        return
-    found = len(batch) if isinstance(batch, list | tuple) else type(batch).__name__
-    if found != accumulate or accumulate < 1:
-        raise ValueError(
-            f"accumulate={accumulate}: the batch has to be a list of so many micro-batches, at "
-            f"least one, and is {found if isinstance(found, str) else f'one of {found}'}"
-        )
-
-
 def _run_before_step(
     before_step: Callable[[], object], recorder: Recorder, root: nn.Module
 ) -> None:
@@ -155,13 +139,13 @@ def _run_before_step(
             raise CaptureError(f"before_step: {_SCALER}") from error
         raise
     gradients = [each.grad for each in root.parameters() if each.grad is not None]
-    blocks = {id(recorder.block(gradient)) for gradient in gradients}
+    storages = {recorder.storages.index_of(gradient) for gradient in gradients}
     touched = {
-        id(recorder.blocks[recorder.block_of_value[value]])
+        recorder.storages.storage_of_value[value]
         for draft in recorder.drafts[num_drafts:]
-        for value in (*draft.reads, *(old for old, _ in draft.mutates))
+        for value in draft.needs
     }
-    if not blocks & touched:
+    if not storages & touched:
         raise CaptureError(
             "before_step has not looked at any gradient; it has to ask the model for its "
             "parameters when it is called (model.parameters()), as these are others during a "

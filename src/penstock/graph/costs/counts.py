@@ -1,4 +1,4 @@
-"""What an operator costs, in whole numbers: floating-point operations and bytes.
+"""Counts of an operator's costs, in whole numbers: floating-point operations and bytes.
 
 Products of matrices, convolutions and attention are counted by the formulas of
 `torch.utils.flop_counter`; everything else by elements times the operations that its formula has
@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from penstock.compat.dispatch import OpOverload
 from penstock.graph.costs.workspace import workspace_bytes
+from penstock.graph.encoding import flat_results
 
 
-class Facts(NamedTuple):
+class OperatorCounts(NamedTuple):
     """Counts of one operator; workspace is what it needs beyond operands and results."""
 
     flops: int = 0
@@ -73,28 +75,28 @@ _OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "
 _FLOAT = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
 
-def facts_of(
-    func: torch._ops.OpOverload,
+def count_operator(
+    func: OpOverload,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     result: Any,
     written: list[torch.Tensor],
-) -> Facts:
-    """Count what one call of an operator does.
+) -> OperatorCounts:
+    """Count the operations and bytes of one call of an operator.
 
     Args:
         func: The operator.
         args: Its arguments, with fake tensors.
-        kwargs: Its keyword arguments, likewise.
-        result: What it returned.
-        written: Those of the arguments that it writes.
+        kwargs: Its keyword arguments, with fake tensors.
+        result: Its result.
+        written: The arguments that it writes.
 
     Returns:
         The counts; the workspace as `workspace_bytes` declares it.
     """
     name = func._opname
     if name in _NOTHING:
-        return Facts()
+        return OperatorCounts()
     inputs, outputs = _tensors(args) + _tensors(tuple(kwargs.values())), _tensors(result)
     identities = {id(tensor) for tensor in written}
     made = [tensor for tensor in outputs if id(tensor) not in identities]
@@ -103,8 +105,8 @@ def facts_of(
         read += sum(map(touched_bytes, outputs)) - touched_bytes(inputs[0])
     if name in _OVERWRITES:
         read -= sum(map(touched_bytes, written))
-    return Facts(
-        _flops(func, name, args, kwargs, result, inputs, made + written),
+    return OperatorCounts(
+        _count_flops(func, name, args, kwargs, result, inputs, made + written),
         max(0, read),
         sum(map(touched_bytes, made)) + sum(map(touched_bytes, written)),
         workspace_bytes(name, max(0, read), sum(map(touched_bytes, made)), _device(outputs)),
@@ -124,8 +126,8 @@ def touched_bytes(tensor: torch.Tensor) -> int:
     return num * tensor.element_size()
 
 
-def _flops(
-    func: torch._ops.OpOverload,
+def _count_flops(
+    func: OpOverload,
     name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -152,7 +154,7 @@ def _flops(
 
 
 def _convolution_backward_flops(args: tuple[Any, ...]) -> int:
-    """As many for each gradient as forward: every product of forward has its place in both.
+    """Count as many for each gradient as forward, as every product of forward is in both.
 
     torch's own formula forgets groups where it counts the weight's gradient.
     """
@@ -163,15 +165,11 @@ def _convolution_backward_flops(args: tuple[Any, ...]) -> int:
 
 
 def _rnn_flops(args: tuple[Any, ...], *, backward: bool) -> int:
-    """Two products of a matrix with the four gates' weights for each row of the sequence."""
+    """Count two products of a matrix with the four gates' weights for each row of the sequence."""
     rows = math.prod(args[0].shape[:-1])
     forward = 2 * rows * sum(weight.numel() for weight in args[1:3])
     return 2 * forward if backward else forward
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
+    return [each for each in flat_results(value) if isinstance(each, torch.Tensor)]

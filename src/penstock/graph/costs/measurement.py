@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from penstock.compat.autograd import below_autograd
 from penstock.graph.capturing.schemas import COLLECTIVES
 from penstock.graph.encoding import OWN_TARGETS, decode, dtype_named, flat_results, resolve
 from penstock.graph.step_graph import Operator, Phase, StepGraph, TensorView
@@ -31,7 +32,7 @@ def measure(
     num_runs: int = 5,
     workspace: bool = False,
 ) -> StepGraph:
-    """Run every distinct operator of a step, and return the graph with what that took.
+    """Run every distinct operator of a step, and return the graph with the seconds that it took.
 
     Example:
         >>> graph = StepGraph(storages=(), storage_of_value=(), operators=())
@@ -42,8 +43,8 @@ def measure(
         graph: The step. Its largest operator has to fit into the device's memory.
         device: Where to run; by default the graph's device.
         num_runs: Runs of each operator after one to warm up; their median counts.
-        workspace: Also measure what each operator allocates beyond its results, and raise
-            `workspace_bytes` to that. On the CPU it sees what kernels get from torch's allocator.
+        workspace: Also measure the bytes that each operator allocates beyond its results, and raise
+            `workspace_bytes` to that. On the CPU these are allocations from torch's allocator.
 
     Returns:
         The same graph with `seconds`; collectives have none, as other ranks need not measure now.
@@ -55,10 +56,10 @@ def measure(
         if operator.target in OWN_TARGETS or operator.target in COLLECTIVES:
             operators.append(operator)
             continue
-        key = _likeness(operator)
+        key = _cost_key(operator)
         if key not in known:
             with torch.random.fork_rng([where] if where.type == "cuda" else []):
-                known[key] = _measure_somehow(graph, operator, where, num_runs, workspace)
+                known[key] = _measure_or_estimate(graph, operator, where, num_runs, workspace)
         seconds, workspace_bytes = known[key]
         operators.append(
             dataclasses.replace(
@@ -70,8 +71,8 @@ def measure(
     return dataclasses.replace(graph, operators=tuple(operators))
 
 
-def _likeness(operator: Operator) -> Any:
-    """What two operators have in common that take the same time."""
+def _cost_key(operator: Operator) -> Any:
+    """Return a key that is the same for operators that take the same time."""
     order: dict[int, int] = {}
 
     def plain(value: Any) -> Any:
@@ -89,10 +90,10 @@ def _likeness(operator: Operator) -> Any:
     return operator.target, operator.phase is Phase.FORWARD, plain(operator.args), kwargs
 
 
-def _measure_somehow(
+def _measure_or_estimate(
     graph: StepGraph, operator: Operator, device: torch.device, num_runs: int, workspace: bool
 ) -> tuple[float, int]:
-    """Measure an operator, some of which refuse made-up operands; those count as copies of them."""
+    """Measure an operator; one that refuses made-up operands counts as a copy of them."""
     for integer in (0, 1):  # indices from zero; pivots from one
         try:
             return _measure(graph, operator, device, num_runs, workspace, integer)
@@ -118,7 +119,7 @@ def _measure(
 
     def tensor(view: TensorView) -> torch.Tensor:
         if view.value not in memory:
-            memory[view.value] = _filled(graph, view, device, integer)
+            memory[view.value] = _make_operand(graph, view, device, integer)
         base = memory[view.value].untyped_storage()
         made = torch.empty(0, dtype=dtype_named(view.dtype), device=device)
         return made.set_(base, view.offset, view.shape, view.stride)  # pyright: ignore
@@ -129,15 +130,17 @@ def _measure(
         for name, value in operator.kwargs.items()
     }
     call = resolve(operator.target)
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         with torch.set_grad_enabled(operator.phase is Phase.FORWARD):
-            call(*args, **kwargs)  # what is set up once, as a library's handles, does not count
+            call(*args, **kwargs)  # sets up once what does not count, as a library's handles
             allocated = _allocated_bytes(lambda: call(*args, **kwargs), device) if workspace else 0
             seconds = [_seconds(lambda: call(*args, **kwargs), device) for _ in range(num_runs)]
     return statistics.median(seconds), allocated
 
 
-def _filled(graph: StepGraph, view: TensorView, device: torch.device, integer: int) -> torch.Tensor:
+def _make_operand(
+    graph: StepGraph, view: TensorView, device: torch.device, integer: int
+) -> torch.Tensor:
     dtype = dtype_named(view.dtype)
     extents = zip(view.shape, view.stride, strict=True)
     needed = view.offset + 1 + sum((extent - 1) * stride for extent, stride in extents)

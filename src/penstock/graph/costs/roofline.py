@@ -1,12 +1,14 @@
-"""How long operators take: what was measured, else a roofline over a machine's profile.
+"""Seconds that operators take: as measured, else by a roofline over a machine's profile.
 
-Roofline: Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009: an operator takes as long as
-its arithmetic or its traffic with memory, whichever is longer, and each has a start.
+Roofline: Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009. With the attainable rates of
+arithmetic P and of memory traffic B, an operator takes
+
+    seconds = start + max(flops / P, bytes / B).
 """
 
 from __future__ import annotations
 
-from penstock.graph.step_graph import Operator, StepGraph, TensorView
+from penstock.graph.step_graph import Operator, StepGraph, views_in
 from penstock.memory import MachineProfile, machine
 
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
@@ -19,7 +21,7 @@ _FREE = {  # they run on the host, or are only a place
 
 
 def operator_seconds(graph: StepGraph, machine_profile: MachineProfile | str) -> tuple[float, ...]:
-    """Return how long each operator of a step takes on a machine.
+    """Return the seconds that each operator of a step takes on a machine.
 
     Example:
         >>> operator_seconds(StepGraph(storages=(), storage_of_value=(), operators=()), "h200")
@@ -59,14 +61,6 @@ def _seconds(operator: Operator, profile: MachineProfile) -> float:
 
 def _dtype(operator: Operator) -> str:
     """Name the narrowest float among the operands: products are as fast as their factors allow."""
-    found = {view.dtype for view in _views(operator.args)}
+    found = {view.dtype for view in views_in(operator.args)}
     found |= {view.dtype for view in operator.outputs if view is not None}
     return max(found & set(_FLOATS), key=_FLOATS.index, default="float32")
-
-
-def _views(value: object) -> list[TensorView]:
-    if isinstance(value, TensorView):
-        return [value]
-    if isinstance(value, tuple):
-        return [view for item in value for view in _views(item)]
-    return []

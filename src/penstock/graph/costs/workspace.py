@@ -1,8 +1,8 @@
-"""Scratch space that kernels take beside their operands and results, as it is declared.
+"""Declared workspace: memory that kernels take beside their operands and results.
 
-The factors for CPUs are bounds of what was seen in the allocations of kernels of common sizes,
-which reorder operands into blocks; `measure` finds a graph's own. On GPUs a convolution takes what
-its algorithm wants, and torch takes an algorithm that wants less where that is not to be had.
+The factors for CPUs are bounds of the allocations that were seen in kernels of common sizes, which
+reorder operands into blocks; `measure` finds a graph's own. On GPUs torch chooses another algorithm
+for a convolution where memory is short.
 """
 
 from __future__ import annotations
@@ -36,16 +36,13 @@ _MAX_CONVOLUTION_BYTES = 256 * 2**20  # CUDA: cuDNN has algorithms below this fo
 
 
 def workspace_bytes(name: str, bytes_read: int, bytes_made: int, device: str) -> int:
-    """Return what an operator is declared to need beyond its operands and results.
+    """Return the bytes that an operator is declared to need beyond its operands and results.
 
     Args:
         name: The operator, as `"convolution"`.
         bytes_read: Bytes of its operands.
         bytes_made: Bytes of its results.
-        device: `"cpu"` or `"cuda"`: whose kernels.
-
-    Returns:
-        Bytes.
+        device: `"cpu"` or `"cuda"`: the device that it runs on.
     """
     is_cuda = device == "cuda"
     if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
@@ -63,8 +60,8 @@ def workspace_bytes(name: str, bytes_read: int, bytes_made: int, device: str) ->
 def with_workspace(graph: StepGraph, device: str) -> StepGraph:
     """Declare the workspace of a step that is planned on one kind of device for another.
 
-    A step captured on a CPU declares what kernels of CPUs need, which for convolutions is several
-    times what those of GPUs need. Its operators stay those that were captured.
+    A step captured on a CPU declares the workspace of CPU kernels, which for convolutions is
+    several times that of GPU kernels. Its operators stay those that were captured.
 
     Example:
         >>> with_workspace(StepGraph(storages=(), storage_of_value=(), operators=()), "cuda").device
@@ -72,24 +69,26 @@ def with_workspace(graph: StepGraph, device: str) -> StepGraph:
 
     Args:
         graph: A captured step.
-        device: `"cpu"` or `"cuda"`: where the step is to run.
+        device: `"cpu"` or `"cuda"`: the device that the step is to run on.
 
     Returns:
         The step; `graph` itself where it declares this already.
     """
-    operators = tuple(_declared(operator, graph.device, device) for operator in graph.operators)
+    operators = tuple(_declare(operator, graph.device, device) for operator in graph.operators)
     if operators == graph.operators:
         return graph
     return dataclasses.replace(graph, operators=operators)
 
 
-def _declared(operator: Operator, old: str, new: str) -> Operator:
+def _declare(operator: Operator, old: str, new: str) -> Operator:
     name = operator.target.split(".")[1] if "." in operator.target else operator.target
     declared = [
         workspace_bytes(name, operator.bytes_read, operator.bytes_written, device)
         for device in (old, new)
     ]
-    num_bytes = operator.workspace_bytes - declared[0] + declared[1]  # the rest: unused results
+    num_bytes = (
+        operator.workspace_bytes - declared[0] + declared[1]
+    )  # the rest: results without a use or a place
     if num_bytes == operator.workspace_bytes:
         return operator
     return dataclasses.replace(operator, workspace_bytes=max(declared[1], num_bytes))

@@ -1,10 +1,10 @@
-"""FSDP2's collectives as operators of a step graph.
+"""Capture of FSDP2's collectives as operators of a step graph.
 
-While a step is captured, FSDP2's hooks call what is here in the place of what gathers and frees
-storages. A module's forward pass begins with an operator that gathers each parameter from the
-shards; that parameter's gradient is a reduce-scatter. What autograd saves of a whole parameter is
-only how to gather it again where FSDP2 would have given it up in between. So whole parameters are
-values that live as long as somebody reads them, and a plan frees them as any other.
+While a step is captured, FSDP2's hooks call `FsdpCapture` in the place of the functions that gather
+and free storages. A module's forward pass begins with an operator that gathers each parameter from
+the shards; that parameter's gradient is a reduce-scatter. Where FSDP2 would have freed a whole
+parameter before the backward pass, autograd saves only a recipe to gather it again. So whole
+parameters are values that live until their last use, and a plan frees them as any other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 
 from penstock.errors import CaptureError
-from penstock.graph.capturing.fake_tensors import StandIns
+from penstock.graph.capturing.fake_tensors import FakeTensors
 from penstock.graph.capturing.recorder import Draft, Recorder
 from penstock.graph.capturing.schemas import schema_of
 from penstock.graph.encoding import OWN_TARGETS, resolve
@@ -37,15 +37,15 @@ _ELEMENTWISE = ("aten.copy_.", "aten._to_copy.", "aten.fill_.", "aten.zero_.", "
 _LISTS, _NORMS = ("aten._foreach_", "aten._fused_"), ("aten._foreach_norm.", "aten._foreach_max.")
 
 
-class _Form(NamedTuple):
-    """What a parameter is gathered from and to.
+class _GatherForm(NamedTuple):
+    """The way in which a parameter is gathered, and its gradient reduced.
 
     Attributes:
         group: Name of the process group.
         num_ranks: Its size.
         size: Shape of the whole parameter.
-        dtype: What it is cast to before it is gathered; None: nothing.
-        reduce_dtype: What its gradient is cast to before it is reduced; None: nothing.
+        dtype: The dtype in which it is gathered; None: its own.
+        reduce_dtype: The dtype in which its gradient is reduced; None: the gradient's own.
     """
 
     group: str
@@ -55,50 +55,52 @@ class _Form(NamedTuple):
     reduce_dtype: torch.dtype | None
 
 
-class _Saved(NamedTuple):
-    """What is kept of a tensor that autograd saves: a view of a parameter that is given up."""
+class _SavedView(NamedTuple):
+    """A tensor that autograd saves, as a view of a parameter that is gathered again."""
 
-    whole: _Whole
+    whole: _WholeParameter
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
-class _Whole:
+class _WholeParameter:
     """A parameter gathered for one forward pass of its module.
 
     Args:
-        rows: What stands for this rank's part.
+        rows: The fake tensor of this rank's rows.
         shard: The same, flat and with its padding.
-        form: How it is gathered.
+        form: The way in which it is gathered.
     """
 
-    def __init__(self, rows: torch.Tensor, shard: torch.Tensor, form: _Form) -> None:
+    def __init__(self, rows: torch.Tensor, shard: torch.Tensor, form: _GatherForm) -> None:
         self._rows = rows
         self._shard = shard
         self._form = form
         self._again: torch.Tensor | None = None
 
-    def first(self) -> Any:
-        """Gather it and return it as its module holds it."""
-        return _Gathered.apply(self._rows, _gathered(self._shard, self._form), self._form)
+    def gather(self) -> Any:
+        """Return it as its module holds it."""
+        return _Gather.apply(self._rows, _all_gather(self._shard, self._form), self._form)
 
-    def flat_again(self) -> torch.Tensor:
+    def gather_flat_again(self) -> torch.Tensor:
         """Return all of it, flat, gathered once more for the backward pass."""
         if self._again is None:
-            self._again = _gathered(self._shard, self._form)
+            self._again = _all_gather(self._shard, self._form)
         return self._again
 
-    def again(self) -> Any:
+    def gather_again(self) -> Any:
         """Return it as its module holds it, gathered once more for the backward pass."""
-        return _Gathered.apply(self._rows, self.flat_again(), self._form)
+        return _Gather.apply(self._rows, self.gather_flat_again(), self._form)
 
 
-class _Gathered(torch.autograd.Function):
-    """The whole parameter of this rank's rows; backward, these rows of the mean gradient."""
+class _Gather(torch.autograd.Function):
+    """The whole parameter of this rank's rows; backward: these rows of the mean gradient."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, full: torch.Tensor, form: _Form) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows: torch.Tensor, full: torch.Tensor, form: _GatherForm
+    ) -> torch.Tensor:
         ctx.form, ctx.shape, ctx.dtype = form, rows.shape, rows.dtype
         ctx.num_padded = full.numel() // form.num_ranks
         return full[: form.size.numel()].view(form.size)
@@ -106,7 +108,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
-        form: _Form = ctx.form
+        form: _GatherForm = ctx.form
         if form.reduce_dtype is not None:
             grad = grad.to(form.reduce_dtype)
         num_elements = form.num_ranks * ctx.num_padded
@@ -121,7 +123,7 @@ class _Gathered(torch.autograd.Function):
         return shard[: ctx.shape.numel()].view(ctx.shape), None, None
 
 
-def _gathered(shard: torch.Tensor, form: _Form) -> torch.Tensor:
+def _all_gather(shard: torch.Tensor, form: _GatherForm) -> torch.Tensor:
     """Return all ranks' shards one after the other, flat and with their padding."""
     with torch.no_grad():
         if form.dtype is not None:
@@ -131,52 +133,55 @@ def _gathered(shard: torch.Tensor, form: _Form) -> torch.Tensor:
     return full
 
 
-class Gathering:
-    """Captures a sharded model's forward and backward passes; of others it does nothing.
+class FsdpCapture:
+    """Captures a sharded model's forward and backward passes; does nothing for other models.
 
     Args:
-        model: Its shards.
-        stand_ins: What stands for them; inside the model already.
-        recorder: What writes the step down.
+        model: The shards of the model.
+        fakes: Their fake tensors, which are in the model already.
+        recorder: The recorder of the step.
     """
 
-    def __init__(self, model: ShardedModel, stand_ins: StandIns, recorder: Recorder) -> None:
+    def __init__(self, model: ShardedModel, fakes: FakeTensors, recorder: Recorder) -> None:
         self._model = model
-        self._stand_ins = stand_ins
+        self._fakes = fakes
         self._recorder = recorder
-        self._whole: dict[int, _Whole] = {}  # by storage, of what is given up after the forward
-        self._kept: list[torch.Tensor] = []  # so that no other storage gets such an identity
-        self._last: dict[Shard, _Whole] = {}
-        self._in_place: dict[int, ShardGroup] = {}
-        self._gradients: dict[int, str] = {}  # names by block
-        self._own: set[int] = set()  # drafts that may look at shards
+        self._wholes: dict[int, _WholeParameter] = {}  # by storage, if resharded after forward
+        self._kept_alive: list[torch.Tensor] = []  # so that no other storage gets their identities
+        self._last_gathered: dict[Shard, _WholeParameter] = {}
+        self._gathered_groups: dict[int, ShardGroup] = {}
+        self._gradients: dict[int, str] = {}  # names by storage
+        self._shard_readers: set[int] = set()  # drafts that treat shards as parts
 
     @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Take the place of FSDP2's gathering and freeing."""
+    def replace_hooks(self) -> Iterator[None]:
+        """Replace FSDP2's gathering and freeing in the block."""
         if not self._model.groups:
             yield
             return
         with contextlib.ExitStack() as stack:
             for group in self._model.groups:
-                stack.enter_context(self._instead_of_hooks(group))
+                stack.enter_context(self._replace_hooks(group))
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             stack.enter_context(hooks)
-            before = torch_modules.register_module_forward_pre_hook(self._before_again)
-            stack.callback(before.remove)
-            after = torch_modules.register_module_forward_hook(self._after_again, always_call=True)
-            stack.callback(after.remove)
+            for handle in (
+                torch_modules.register_module_forward_pre_hook(self._gather_for_recomputation),
+                torch_modules.register_module_forward_hook(
+                    self._reshard_after_recomputation, always_call=True
+                ),
+            ):
+                stack.callback(handle.remove)
             yield
 
     @contextlib.contextmanager
-    def _instead_of_hooks(self, group: ShardGroup) -> Iterator[None]:
+    def _replace_hooks(self, group: ShardGroup) -> Iterator[None]:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
             self._gather(group)
             return args, kwargs
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
             if group.reshards_after_forward:
-                self._give_up(group)
+                self._reshard(group)
             return output
 
         def nothing(*args: Any, **kwargs: Any) -> None:
@@ -196,50 +201,50 @@ class Gathering:
             state._modules_to_run_forward.clear()
 
     def after_backward(self) -> None:
-        """Give up what has been kept until here, and note the gradients."""
-        for group in list(self._in_place.values()):
-            self._give_up(group)
+        """Reshard the groups that are still whole, and note the gradients."""
+        for group in list(self._gathered_groups.values()):
+            self._reshard(group)
         for shard in self._model:
-            gradient = self._rows_of(shard).grad
+            gradient = self._fake_of(shard).grad
             if gradient is not None:
-                self._gradients[self._block(gradient)] = f"{shard.name}.grad"
+                self._gradients[self._index_of(gradient)] = f"{shard.name}.grad"
 
     # Forward.
 
     def _gather(self, group: ShardGroup) -> None:
-        if id(group) in self._in_place:
+        if id(group) in self._gathered_groups:
             return
         for shard in group.shards:
-            self._put(shard, self._rows_of(shard), self._gathered_for_forward(group, shard))
-        self._in_place[id(group)] = group
+            self._set_parameter(shard, self._fake_of(shard), self._gather_shard(group, shard))
+        self._gathered_groups[id(group)] = group
 
     def _give_up(self, group: ShardGroup) -> None:
-        if self._in_place.pop(id(group), None) is None:
+        if self._gathered_groups.pop(id(group), None) is None:
             return
         for shard in group.shards:
             module, key = shard.places[0]
-            self._put(shard, module._parameters[key], self._rows_of(shard))
+            self._set_parameter(shard, module._parameters[key], self._fake_of(shard))
 
     def _gathered_for_forward(self, group: ShardGroup, shard: Shard) -> torch.Tensor:
-        flat = self._stand_ins.of(shard.flat, shard.name)
+        flat = self._fakes.of(shard.flat, shard.name)
         owner = shard.owner
-        form = _Form(
+        form = _GatherForm(
             group.group_name,
             group.num_ranks,
             owner._orig_size,
             owner.param_dtype,
             owner.reduce_dtype,
         )
-        whole = _Whole(self._rows_of(shard), flat, form)
-        with self._allowed():
-            parameter = whole.first()
+        whole = _WholeParameter(self._fake_of(shard), flat, form)
+        with self._reading_shards():
+            parameter = whole.gather()
         if group.reshards_after_forward:
-            self._last[shard] = self._whole[parameter.untyped_storage()._cdata] = whole
-            self._kept.append(parameter)
+            self._last_gathered[shard] = self._wholes[parameter.untyped_storage()._cdata] = whole
+            self._kept_alive.append(parameter)
         return parameter
 
     def _rows_of(self, shard: Shard) -> torch.Tensor:
-        return self._stand_ins.of(shard.parameter, shard.name)
+        return self._fakes.of(shard.parameter, shard.name)
 
     def _put(self, shard: Shard, old: Any, new: Any) -> None:
         for module, key in shard.places:
@@ -251,41 +256,41 @@ class Gathering:
 
     # Activation checkpoints run parts of a module again in the backward pass.
 
-    def _before_again(self, module: nn.Module, args: Any) -> None:
+    def _gather_for_recomputation(self, module: nn.Module, args: Any) -> None:
         if self._recorder.phase is not Phase.BACKWARD:
             return
         for key, tensor in module._parameters.items():
             shard = self._model.at(module, key)
-            if shard in self._last and tensor is self._rows_of(shard):
-                with self._allowed():
-                    module._parameters[key] = self._last[shard].again()
+            if shard in self._last_gathered and tensor is self._fake_of(shard):
+                with self._reading_shards():
+                    module._parameters[key] = self._last_gathered[shard].gather_again()
 
-    def _after_again(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _reshard_after_recomputation(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._recorder.phase is not Phase.BACKWARD:
             return
         for key in module._parameters:
             shard = self._model.at(module, key)
-            if shard in self._last and not self._is_in_place(shard):
-                module._parameters[key] = self._rows_of(shard)  # pyright: ignore
+            if shard in self._last_gathered and not self._is_gathered(shard):
+                module._parameters[key] = self._fake_of(shard)  # pyright: ignore
 
     def _is_in_place(self, shard: Shard) -> bool:
-        return any(shard in group.shards for group in self._in_place.values())
+        return any(shard in group.shards for group in self._gathered_groups.values())
 
-    # What autograd saves.
+    # Saved tensors.
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        whole = self._whole.get(tensor.untyped_storage()._cdata)
+        whole = self._wholes.get(tensor.untyped_storage()._cdata)
         if whole is None:
             return tensor, tensor._version
-        return _Saved(whole, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return _SavedView(whole, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        if isinstance(saved, _Saved):
-            with self._allowed():
-                full = saved.whole.flat_again()
+        if isinstance(saved, _SavedView):
+            with self._reading_shards():
+                full = saved.whole.gather_flat_again()
             return full.as_strided(saved.shape, saved.stride, saved.offset)
         tensor, version = saved
-        if tensor._version != version:  # autograd does not look where there are hooks
+        if tensor._version != version:  # autograd does not compare where there are hooks
             raise RuntimeError(
                 f"a tensor of shape {tuple(tensor.shape)} that backward needs has been changed in "
                 "place; change a copy of it"
@@ -295,8 +300,8 @@ class Gathering:
     # Clipping.
 
     @contextlib.contextmanager
-    def norms_over_ranks(self) -> Iterator[None]:
-        """Let torch's norm of gradients, which clipping asks for, be that of all ranks' shards."""
+    def replace_norms(self) -> Iterator[None]:
+        """Replace torch's norm of gradients, which clipping uses, by that of all ranks' shards."""
         if not self._model.groups:
             yield
             return
@@ -315,7 +320,7 @@ class Gathering:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        """Calculate the norm of the norms of all gradients, as DTensors do it."""
+        """Return the norm of the norms of all gradients, as DTensors do it."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         power = float(norm_type)
         if not tensors:
@@ -324,7 +329,7 @@ class Gathering:
             id(gradient): group.group_name
             for group in self._model.groups
             for shard in group.shards
-            if (gradient := self._rows_of(shard).grad) is not None
+            if (gradient := self._fake_of(shard).grad) is not None
         }
         norms: list[Any] = [
             None if id(each) in names else torch.linalg.vector_norm(each, power) for each in tensors
@@ -345,7 +350,7 @@ class Gathering:
         """Return the norms of whole gradients, of which the ranks of a group have parts."""
         if not gradients:
             return ()
-        with self._allowed():
+        with self._reading_shards():
             norms = torch.stack(
                 [
                     torch.linalg.vector_norm(each, power) if each.numel() else each.new_zeros(())
@@ -364,20 +369,20 @@ class Gathering:
             sum_over_ranks_(norms, group)
             return (norms ** (1 / power)).unbind()
 
-    # What must not look at one rank's part only.
+    # Checks that no operator takes this rank's part for the whole.
 
     @contextlib.contextmanager
     def _allowed(self) -> Iterator[None]:
-        """Let what is written down look at shards: it knows that they are parts."""
+        """Mark the operators recorded in the block: they treat shards as parts."""
         start = len(self._recorder.drafts)
         yield
-        self._own.update(range(start, len(self._recorder.drafts)))
+        self._shard_readers.update(range(start, len(self._recorder.drafts)))
 
     def check(self, states: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
-        """Raise if something has taken this rank's part of a tensor for all of it.
+        """Raise if an operator has taken this rank's part of a tensor for all of it.
 
         Args:
-            states: Yields the optimizer's state by name: stand-ins.
+            states: Yields the fake tensors of the optimizer's state with their names.
 
         Raises:
             CaptureError: An operator outside of FSDP2's modules reads a shard, or one mixes the
@@ -385,25 +390,25 @@ class Gathering:
         """
         if not self._model.groups:
             return
-        rows = {shard.name: self._rows_of(shard) for shard in self._model}
-        parts = {self._block(each): name for name, each in rows.items()}
+        rows = {shard.name: self._fake_of(shard) for shard in self._model}
+        parts = {self._index_of(each): name for name, each in rows.items()}
         later = dict(self._gradients)
         shapes = {name: each.shape for name, each in rows.items()}
         for name, state in states():
             owner = name.removeprefix("optimizer.state.").rpartition(".")[0]
             if state.dim() and state.shape == shapes.get(owner):
-                later[self._block(state)] = name
+                later[self._index_of(state)] = name
         for number, draft in enumerate(self._recorder.drafts):
             if draft.phase is Phase.OPTIMIZER:
                 parts |= later
                 later = {}
-            if number not in self._own:
+            if number not in self._shard_readers:
                 self._check_draft(draft, parts)
 
     def _check_draft(self, draft: Draft, parts: dict[int, str]) -> None:
-        of = self._recorder.block_of_value
-        read = [of[value] for value in (*draft.reads, *(old for old, _ in draft.mutates))]
-        name = next((parts[block] for block in read if block in parts), None)
+        of = self._recorder.storages.storage_of_value
+        read = [of[value] for value in draft.needs]
+        name = next((parts[storage] for storage in read if storage in parts), None)
         if name is None:
             return
         if draft.phase is not Phase.OPTIMIZER:
@@ -415,15 +420,15 @@ class Gathering:
         if not _is_elementwise(draft.target):
             raise CaptureError(
                 f"{draft.target} mixes the elements of {name!r}, of which this rank has only a "
-                "part; what works in before_step and in an optimizer is arithmetic element by "
-                "element, and torch.nn.utils.clip_grad_norm_ and get_total_norm, which know of all "
-                "ranks (FSDP2 has averaged the gradients already)"
+                "part; before_step and the optimizer may do arithmetic element by element, and "
+                "call torch.nn.utils.clip_grad_norm_ and get_total_norm, which count all ranks "
+                "(FSDP2 has averaged the gradients already)"
             )
-        for value in (*draft.creates, *(new for _, new in draft.mutates)):
+        for value in draft.makes:
             parts.setdefault(of[value], name)
 
     def _block(self, tensor: torch.Tensor) -> int:
-        return self._recorder.block_of_value[self._recorder.view(tensor).value]
+        return self._recorder.storages.index_of(tensor)
 
 
 def _is_elementwise(target: str) -> bool:

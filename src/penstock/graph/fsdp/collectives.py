@@ -3,7 +3,7 @@
 Each rank captures, plans and runs its own step. A collective is an operator like any other, only
 that ranks must run them in one order, whatever their plans are: it counts as one that draws random
 numbers, whose order a plan keeps, and as one that must not run twice (`schemas.COLLECTIVES`).
-Results go to memory that is there already, which a plan has given an address.
+Results go to memory that exists already, at an address of the plan.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _members(group: str) -> distributed.ProcessGroup:
 
 
 def _newest(*names: str) -> Callable[..., Any]:
-    """Return the first function of these names: torch 2.13 calls some otherwise than 2.11."""
+    """Return the first function of these names, of which torch 2.13 has others than 2.11."""
     return getattr(distributed, next(name for name in names if hasattr(distributed, name)))
 
 

@@ -1,7 +1,7 @@
-"""Parameters of which each rank has a part: what FSDP2 (`fully_shard`) has made of a model.
+"""Shards: parameters of which each rank has a part, as FSDP2 (`fully_shard`) makes them.
 
 A step graph holds this rank's parts, plain tensors: `DTensor._local_tensor`, a view of the padded
-flat shard from which FSDP2 gathers. What a plan cannot do as FSDP2 does it is refused here.
+flat shard from which FSDP2 gathers. Forms of sharding that a plan cannot reproduce are refused.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether a tensor is a DTensor; torch's package for these is not loaded to find out."""
+    """Return whether a tensor is a DTensor, without loading torch's package for these."""
     return type(tensor) not in _PLAIN and hasattr(tensor, "device_mesh")
 
 
 def local_of(tensor: Any) -> Any:
-    """Return the part of a tensor that this rank has; of others than DTensors all of it."""
+    """Return the part of a tensor that this rank has; all of it if it is no DTensor."""
     return tensor._local_tensor if is_sharded(tensor) else tensor
 
 
@@ -32,7 +32,7 @@ def sharded_like(local: torch.Tensor, parameter: Any) -> torch.Tensor:
     """Return state of an optimizer as it makes it: sharded as its parameter, if that is.
 
     Args:
-        local: The part that this rank has; a number (shape ()) is nobody's part.
+        local: The part that this rank has; a number (shape ()) is whole.
         parameter: The parameter whose state it is.
 
     Returns:
@@ -57,7 +57,7 @@ class Shard:
     """A parameter of which each rank has some rows.
 
     Attributes:
-        name: What the model calls it, for messages.
+        name: Its name in the model, for messages.
         owner: FSDP2's own record of it (`FSDPParam`).
     """
 
@@ -71,12 +71,12 @@ class Shard:
 
     @property
     def flat(self) -> torch.Tensor:
-        """This rank's rows and their padding: what FSDP2 gathers from."""
+        """This rank's rows and their padding, from which FSDP2 gathers."""
         return self.owner._sharded_param_data
 
     @property
     def places(self) -> list[tuple[nn.Module, str]]:
-        """Who holds it, under which name; several if it is shared."""
+        """The modules that hold it and its names there; several if it is shared."""
         info = self.owner._module_info
         shared = zip(info.shared_modules, info.shared_param_names, strict=True)
         return [(info.module, info.param_name), *shared]
@@ -103,24 +103,24 @@ class ShardGroup:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks have a part."""
+        """The number of ranks that have a part."""
         return self.owner.mesh_info.shard_process_group.size()
 
     @property
     def reshards_after_forward(self) -> bool:
-        """Whether whole parameters are given up after the forward pass, and gathered again."""
+        """True if whole parameters are freed after the forward pass, and gathered again."""
         return self.owner._reshard_after_forward
 
 
 class ShardedModel:
-    """The shards of a model; none of one that is not sharded.
+    """The shards of a model; none if it is not sharded.
 
     Args:
         model: The model.
         loss: The loss, which may be a module.
 
     Attributes:
-        groups: What each `fully_shard` has made.
+        groups: The parameters that each `fully_shard` has sharded.
 
     Raises:
         CaptureError: It is sharded in a way that a step graph does not hold; the message names the
@@ -139,7 +139,7 @@ class ShardedModel:
         ]
         for group in self.groups:
             _check_group(group)
-        _check_the_rest(root, {id(shard.parameter) for shard in self})
+        _check_other_parameters(root, {id(shard.parameter) for shard in self})
         for state in states:
             if state._is_root is None:
                 state._lazy_init()  # as the first forward pass would
@@ -149,7 +149,7 @@ class ShardedModel:
         return (shard for group in self.groups for shard in group.shards)
 
     def reshard(self) -> None:
-        """Let the model hold its shards, also where an evaluation has left whole parameters."""
+        """Put the shards into the model, also where an evaluation has left whole parameters."""
         for group in self.groups:
             group.owner.reshard()
 
@@ -183,7 +183,7 @@ class ShardedModel:
 
 
 def _states_in(root: nn.Module) -> list[Any]:
-    """FSDP2's states, outer modules first; one may belong to several modules."""
+    """Return FSDP2's states, outer modules first; one may belong to several modules."""
     modules: list[Any] = [each for each in root.modules() if hasattr(each, "_get_fsdp_state")]
     return list(
         {id(state): state for state in (each._get_fsdp_state() for each in modules)}.values()
@@ -209,7 +209,7 @@ def _check_group(group: ShardGroup) -> None:
         _check_shard(shard)
     owner, first = group.owner, group.shards[0].name if group.shards else ""
     policy = owner.mp_policy
-    for is_wrong, what, remedy in (
+    for is_wrong, option, remedy in (
         (not owner.reduce_grads, "set_requires_gradient_sync(False)", "accumulate= of capture"),
         (owner.gradient_divide_factor is not None, "set_gradient_divide_factor", "a scaled loss"),
         (owner._all_reduce_hook is not None, "set_all_reduce_hook", "before_step= of capture"),
@@ -221,7 +221,7 @@ def _check_group(group: ShardGroup) -> None:
     ):
         if is_wrong:
             raise CaptureError(
-                f"parameter {first!r} and its group are sharded with {what}, which a step graph "
+                f"parameter {first!r} and its group are sharded with {option}, which a step graph "
                 f"does not hold; use {remedy} instead"
             )
 
@@ -232,7 +232,7 @@ def _check_shard(shard: Shard) -> None:
     described = f"parameter {shard.name!r} is sharded as {placements} over {mesh}"
     if mesh.ndim != 1 or not placements[0].is_shard(0):
         raise CaptureError(
-            f"{described}; a step graph knows parameters sharded by rows over a mesh of one "
+            f"{described}; a step graph has parameters sharded by rows over a mesh of one "
             "dimension: use fully_shard(module, mesh=...) with such a mesh, and no other "
             "parallelism beside it"
         )
@@ -254,7 +254,7 @@ def _check_shard(shard: Shard) -> None:
         )
 
 
-def _check_the_rest(root: nn.Module, known: set[int]) -> None:
+def _check_other_parameters(root: nn.Module, known: set[int]) -> None:
     for name, parameter in root.named_parameters():
         if is_sharded(parameter) and id(parameter) not in known:
             raise CaptureError(

@@ -1,9 +1,8 @@
-"""Takes operators apart that need more memory at once than a budget allows.
+"""Splitting of operators that need more memory at once than a budget allows.
 
 A fused optimizer updates all parameters in one operator, which needs every parameter, gradient and
 state at once; an operator for each parameter does the same arithmetic, bit for bit. Softmaxes,
-cross-entropy and their gradients need a row at once, not all rows. Inputs of which operators only
-look at parts become these parts.
+cross-entropy and their gradients run in slices. Inputs that operators view in parts become these.
 """
 
 from __future__ import annotations
@@ -11,47 +10,46 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from penstock.graph.splitting._choice import choose_rows, working_set_bytes
-from penstock.graph.splitting._forms import views_in
-from penstock.graph.splitting._rewrite import share, taken_by_rows
-from penstock.graph.splitting.input_pieces import inputs_in_pieces
-from penstock.graph.step_graph import Operator, StepGraph, TensorView
+from penstock.graph.splitting._choice import choose_slices, working_set_bytes
+from penstock.graph.splitting._rewrite import rewrite_in_slices
+from penstock.graph.splitting._writer import divide_count
+from penstock.graph.splitting.input_pieces import divide_inputs
+from penstock.graph.step_graph import Operator, StepGraph, TensorView, views_in
 
 _LISTS = ("aten._foreach_", "aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad")
 
 
 def split(graph: StepGraph, max_bytes: int) -> StepGraph:
-    """Take apart the operators whose operands and results are more than so many bytes.
+    """Split the operators whose operands and results are more than so many bytes.
 
     Example:
         >>> split(StepGraph(storages=(), storage_of_value=(), operators=()), 2**30).operators
         ()
 
     Operators that work on lists of tensors (fused and `foreach` optimizers) become one operator
-    for each tensor. Operators that work row by row (softmax, cross-entropy, what stands between
-    them, and their gradients) become one for some rows each, and what only they look at becomes a
-    storage for each piece of rows. No operator is taken apart below what another one needs anyway.
-    Inputs whose parts operators look at one by one (time steps, micro-batches) become those parts,
-    unless they are far smaller than `max_bytes`.
+    for each tensor. Operators that work on the last dimension (softmax, cross-entropy, arithmetic
+    between them, and their gradients) become one for each slice of the other dimensions, and
+    storages that only they view become a storage for each slice. No operator is split below the
+    bytes that another one needs anyway. Inputs that operators view in parts (time steps,
+    micro-batches) become those parts, unless they are far smaller than `max_bytes`.
 
     Args:
         graph: The step.
-        max_bytes: What an operator may need at once.
+        max_bytes: Bytes that an operator may need at once.
 
     Returns:
         A graph with the same parameters, states, inputs and loss, whose execution gives the same
-        bits; the same graph if nothing is taken apart. It is made once for each `max_bytes`.
+        bits; the same graph if nothing is split. It is made once for each `max_bytes`.
     """
     known = graph.derived
     if max_bytes not in known:
-        parts = _lists_apart(graph, max_bytes)
-        parts = inputs_in_pieces(parts, max_bytes)
-        choice = choose_rows(parts, max_bytes)
-        known[max_bytes] = taken_by_rows(parts, choice) if choice.forms else parts
+        parts = divide_inputs(_split_lists(graph, max_bytes), max_bytes)
+        choice = choose_slices(parts, max_bytes)
+        known[max_bytes] = rewrite_in_slices(parts, choice) if choice.forms else parts
     return known[max_bytes]
 
 
-def _lists_apart(graph: StepGraph, max_bytes: int) -> StepGraph:
+def _split_lists(graph: StepGraph, max_bytes: int) -> StepGraph:
     parts = [
         _parts(operator)
         if working_set_bytes(graph, operator) > max_bytes and _can_split(graph, operator)
@@ -105,7 +103,6 @@ def _part(operator: Operator, place: int) -> Operator:
     if len(outputs) == num_parts:
         outputs = (outputs[place],)
     made = {view.value for view in outputs if view is not None}
-
     return dataclasses.replace(
         operator,
         name=f"{operator.name}[{place}]",
@@ -118,9 +115,9 @@ def _part(operator: Operator, place: int) -> Operator:
         may_overwrite=tuple(
             (read, new) for read, new in operator.may_overwrite if read in values and new in made
         ),
-        flops=share(operator.flops, place, num_parts),
-        bytes_read=share(operator.bytes_read, place, num_parts),
-        bytes_written=share(operator.bytes_written, place, num_parts),
+        flops=divide_count(operator.flops, place, num_parts),
+        bytes_read=divide_count(operator.bytes_read, place, num_parts),
+        bytes_written=divide_count(operator.bytes_written, place, num_parts),
         workspace_bytes=operator.workspace_bytes // num_parts,
         seconds=None if operator.seconds is None else operator.seconds / num_parts,
     )

@@ -13,18 +13,18 @@ from torch.nn import functional as F
 
 from _steps import Case, differences, unlike_eager
 from penstock.graph import StepGraph, capture, run, split
-from penstock.graph.splitting._choice import _Search, needed_bytes
-from penstock.graph.splitting._rewrite import taken_by_rows
+from penstock.graph.splitting._choice import SliceSearch, needed_bytes
+from penstock.graph.splitting._rewrite import rewrite_in_slices
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-def everything_by_rows(graph: StepGraph) -> StepGraph:
+def everything_in_slices(graph: StepGraph) -> StepGraph:
     """Take all operators by rows that can be, whether they need much or little."""
-    search = _Search(graph, 0, needed_bytes(graph))
+    search = SliceSearch(graph, 0, needed_bytes(graph))
     search.limit = 0
     search.chosen = {index for index in range(len(graph.operators)) if search.form(index)}
-    return taken_by_rows(graph, search.run())
+    return rewrite_in_slices(graph, search.run())
 
 
 class Head(nn.Module):
@@ -83,7 +83,7 @@ def after_two_steps(case: Case, change: Any) -> dict[str, Any]:
     graph = change(capture(model, optimizer, case.batch, loss=case.loss))
     losses = [run(graph, model, optimizer, case.batch) for _ in range(2)]
     state = {"losses": losses, "num_parts": sum("[0]" in o.name for o in graph.operators)}
-    assert bool(state.pop("num_parts")) == (change is everything_by_rows)
+    assert bool(state.pop("num_parts")) == (change is everything_in_slices)
     return state | {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
 
 
@@ -121,7 +121,7 @@ def test_the_bits_are_those_of_the_whole(
     )
     # Not eager's: of smoothed labels with weights of classes it adds in an order that depends on
     # the data.
-    ends = [after_two_steps(case, change) for change in (lambda graph: graph, everything_by_rows)]
+    ends = [after_two_steps(case, change) for change in (lambda graph: graph, everything_in_slices)]
     assert differences(*ends, "") == []
 
 
@@ -174,7 +174,7 @@ def test_classes_that_do_not_exist_are_refused_as_before():
     )
     case.batch["labels"][0, 0] = 10
     with pytest.raises(IndexError, match="out of bounds"):
-        unlike_eager(case._replace(loss=case.loss), sgd, change=everything_by_rows)
+        unlike_eager(case._replace(loss=case.loss), sgd, change=everything_in_slices)
 
 
 def attention_case() -> Case:
@@ -197,7 +197,7 @@ def test_softmax_between_products_is_taken_by_rows_too():
     seen = []
 
     def change(graph: StepGraph) -> StepGraph:
-        parts = everything_by_rows(graph)
+        parts = everything_in_slices(graph)
         seen.append(sum("[1]" in operator.name for operator in parts.operators))
         return parts
 
