@@ -23,7 +23,7 @@ from penstock.executor._device import Device
 from penstock.graph import Kind, Phase, StepGraph
 from penstock.graph.batches import is_full_mask, replaced, tensors_in
 from penstock.graph.capturing.capture import verify
-from penstock.graph.capturing.fake_tensors import preserve_modules
+from penstock.graph.capturing.module_state import preserve_modules
 from penstock.graph.capturing.step_program import StepProgram, call_model, loss_of
 from penstock.memory import Tier, available_ram
 from penstock.planner import Plan

@@ -29,12 +29,12 @@ from penstock.graph.encoding import (
     SCALAR,
     SET_RNG_STATE,
     decode,
-    dtype_named,
     flat_results,
     make,
     random_state,
     resolve,
     set_random_state,
+    view_memory,
 )
 from penstock.graph.fsdp import collectives  # noqa: F401 (operators of graphs)
 from penstock.graph.fsdp.shards import ShardedModel
@@ -163,8 +163,7 @@ class _ReferenceRun:
 
     def _tensor(self, view: TensorView) -> torch.Tensor:
         memory = self._memory[self._graph.storage_of_value[view.value]]
-        tensor = torch.empty(0, dtype=dtype_named(view.dtype), device=memory.device)
-        return tensor.set_(memory, view.offset, view.shape, view.stride)  # pyright: ignore
+        return view_memory(memory, view, memory.device)
 
     def _number(self, expression: Any) -> Any:
         return evaluate(expression, self._read)
@@ -192,9 +191,7 @@ def _one_of_each_storage(
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         for name in names:
             view = graph.tensors[name]
-            place = torch.empty(0, dtype=tensors[name].dtype, device=device)
-            place.set_(memory.untyped_storage(), view.offset, view.shape, view.stride)  # pyright: ignore
-            place.copy_(tensors[name].detach())
+            view_memory(memory.untyped_storage(), view, device).copy_(tensors[name].detach())
         yield names[0], memory
 
 

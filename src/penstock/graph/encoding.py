@@ -145,6 +145,14 @@ def set_random_state(state: torch.Tensor, generator: str = "cpu") -> None:
         torch.set_rng_state(state)
 
 
+def view_memory(
+    memory: torch.UntypedStorage, view: TensorView, device: torch.device | str
+) -> torch.Tensor:
+    """Return the tensor of a view in a memory of its storage on a device."""
+    tensor = torch.empty(0, dtype=dtype_named(view.dtype), device=device)
+    return tensor.set_(memory, view.offset, view.shape, view.stride)  # pyright: ignore
+
+
 def flat_results(result: Any) -> list[Any]:
     """Return an operator's results in the order of `Operator.outputs`."""
     if isinstance(result, list | tuple):

@@ -214,9 +214,10 @@ class StepGraph:
         operators: In program order.
         loss: The view whose number the step returns; None where there is none.
         device: `"cpu"` or `"cuda"`: the device that its operators run on.
-        tensors: The tensors that the step begins with, by name: `"model.<parameter or buffer>"` (each of its
-            names, if weights are tied), `"optimizer.state.<parameter>.<key>"`, `"batch.<path>"`
-            and `"optimizer.param_groups.<i>.<key>"` (Python numbers, storages of kind SCALAR).
+        tensors: The tensors that the step begins with, by name: `"model.<parameter or buffer>"`
+            (each of its names, if weights are tied), `"optimizer.state.<parameter>.<key>"`,
+            `"batch.<path>"` and `"optimizer.param_groups.<i>.<key>"` (Python numbers, storages of
+            kind SCALAR).
         guards: Comparisons of those numbers that the program made, and their outcomes: with
             numbers that compare otherwise it would be another graph.
         metadata: Its origin (model, optimizer, versions): strings and numbers.

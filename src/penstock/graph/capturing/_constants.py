@@ -19,10 +19,10 @@ from penstock.graph.encoding import (
     EMPTY,
     FULL,
     decode,
-    dtype_named,
     flat_results,
     make,
     resolve,
+    view_memory,
 )
 from penstock.graph.step_graph import TensorView
 
@@ -41,8 +41,7 @@ class ConstantValues:
 
     def tensor(self, view: TensorView) -> torch.Tensor:
         """Return the tensor of a view; to be called without dispatch modes."""
-        tensor = torch.empty(0, dtype=dtype_named(view.dtype))
-        return tensor.set_(self._memory[view.value], view.offset, view.shape, view.stride)  # pyright: ignore
+        return view_memory(self._memory[view.value], view, "cpu")
 
     def set(self, value: int, tensor: torch.Tensor) -> None:
         """Make a value constant; the tensor is contiguous and keeps its numbers."""

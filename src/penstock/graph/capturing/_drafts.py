@@ -43,6 +43,7 @@ class Draft:
     overwrites: list[tuple[int, int]] = field(default_factory=list)
     random: bool = False
     side_effect: bool = False
+    is_outside: bool = False  # a constant that is made of a tensor from outside of the step
     counts: OperatorCounts = field(default_factory=OperatorCounts)
     dropped: list[int] = field(default_factory=list)  # results without a use
 

@@ -13,6 +13,7 @@ from torch.nn.modules import module as torch_modules
 from penstock.errors import CaptureError
 from penstock.graph.capturing._program_lines import ProgramLines
 from penstock.graph.capturing.fake_tensors import FakeTensors
+from penstock.graph.capturing.module_state import ModuleSnapshot
 from penstock.graph.capturing.recorder import Recorder
 from penstock.graph.step_graph import Kind, TensorView
 
@@ -84,12 +85,12 @@ class InitialPlaces:
 
 
 def refuse_lost_changes(
-    fakes: FakeTensors, modules: RunningModules, recorder: Recorder, lines: ProgramLines
+    before: ModuleSnapshot, modules: RunningModules, recorder: Recorder, lines: ProgramLines
 ) -> None:
     """Raise if the step has changed an attribute that planned steps would not change."""
-    for module, key, before, now in fakes.changed_attributes():
-        is_number = isinstance(before, bool | int | float) and isinstance(now, bool | int | float)
-        if (is_number and before != now) or recorder.outside.is_used(before):
+    for module, key, then, now in before.changes():
+        is_number = isinstance(then, bool | int | float) and isinstance(now, bool | int | float)
+        if (is_number and then != now) or recorder.outside.is_used(then):
             line = lines.assignments.get((id(module), key))
             raise CaptureError(
                 (f"{line}: " if line else "")

@@ -15,8 +15,6 @@ from torch import nn
 from penstock.compat.user_line import user_line
 from penstock.graph.capturing._errors import describe_line
 
-PYTHONS_RANDOM = "Python's random module"
-NUMPYS_RANDOM = "NumPy's global generator (numpy.random)"
 _READING = ("getstate", "get_state")
 
 
@@ -40,7 +38,7 @@ class ProgramLines:
         noting = _noting(assign, lambda module, name, _: (id(module), name), self.assignments)
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(nn.Module, "__setattr__", noting))
-            for source, module, generator in _generators():
+            for source, module, generator in default_generators():
                 for name, function in list(vars(module).items()):
                     if getattr(function, "__self__", None) is generator and name not in _READING:
                         noting = _noting(function, _always(source), self.draws)
@@ -68,9 +66,9 @@ def _noting(
     return noting
 
 
-def _generators() -> Iterator[tuple[str, Any, object]]:
+def default_generators() -> Iterator[tuple[str, Any, object]]:
     """Yield a name for messages, a module, and the generator behind the module's functions."""
-    yield PYTHONS_RANDOM, random, random._inst  # pyright: ignore[reportAttributeAccessIssue]
+    yield "Python's random module", random, random._inst  # pyright: ignore[reportAttributeAccessIssue]
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        yield NUMPYS_RANDOM, numpy.random, numpy.random.mtrand._rand
+        yield "NumPy's global generator (numpy.random)", numpy.random, numpy.random.mtrand._rand

@@ -21,7 +21,7 @@ from penstock.compat.dispatch import current_modes
 from penstock.compat.user_line import user_line_of
 from penstock.errors import CaptureError
 from penstock.graph.capturing._errors import describe_line, error_here
-from penstock.graph.capturing._program_lines import NUMPYS_RANDOM, PYTHONS_RANDOM, ProgramLines
+from penstock.graph.capturing._program_lines import ProgramLines, default_generators
 from penstock.graph.capturing.recorder import Recorder
 from penstock.graph.encoding import GET_RNG_STATE, SET_RNG_STATE
 from penstock.graph.step_graph import Kind
@@ -45,41 +45,39 @@ class _Snapshot(NamedTuple):
 def trace_random_state(recorder: Recorder) -> Iterator[None]:
     """Record reads and writes of the state of torch's default generators by the step."""
 
-    def routed(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def route(record: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
         # Autograd's threads, of which each GPU has one, work under the modes of the backward pass.
-        return lambda *args, **kwargs: (
-            ours(*args) if recorder in current_modes() else theirs(*args, **kwargs)
+        return lambda *args, **kwargs: (record if recorder in current_modes() else function)(
+            *args, **kwargs
         )
 
-    def get_cpu() -> torch.Tensor:
-        return _record_get(recorder, 5056)
+    def read() -> torch.Tensor:
+        return _record_read(recorder, 5056)
 
-    def get_cuda(device: object = "cuda") -> torch.Tensor:
-        return _record_get(recorder, 16, "cuda")
+    def write(state: torch.Tensor) -> None:
+        _record_write(recorder, state)
 
-    def set_cpu(state: torch.Tensor) -> None:
-        _record_set(recorder, state)
+    def read_cuda(device: object = "cuda") -> torch.Tensor:
+        return _record_read(recorder, 16, "cuda")
 
-    def set_cuda(state: torch.Tensor, device: object = "cuda") -> None:
-        _record_set(recorder, state, "cuda")
+    def write_cuda(state: torch.Tensor, device: object = "cuda") -> None:
+        _record_write(recorder, state, "cuda")
 
-    on_cpu: dict[str, Any] = {
-        "get_rng_state": routed(get_cpu, torch.get_rng_state),
-        "set_rng_state": routed(set_cpu, torch.set_rng_state),
-    }
-    on_cuda: dict[str, Any] = {
-        "get_rng_state": routed(get_cuda, torch.cuda.get_rng_state),
-        "set_rng_state": routed(set_cuda, torch.cuda.set_rng_state),
-    }
-    with (
-        mock.patch.multiple(torch, **on_cpu),
-        mock.patch.multiple(torch.random, **on_cpu),
-        mock.patch.multiple(torch.cuda, **on_cuda),
-    ):
+    with contextlib.ExitStack() as stack:
+        for module, record_read, record_write in (
+            (torch, read, write),
+            (torch.random, read, write),
+            (torch.cuda, read_cuda, write_cuda),
+        ):
+            patched = {
+                "get_rng_state": route(record_read, module.get_rng_state),
+                "set_rng_state": route(record_write, module.set_rng_state),
+            }
+            stack.enter_context(mock.patch.multiple(module, **patched))
         yield
 
 
-def _record_get(recorder: Recorder, num_bytes: int, *generator: str) -> torch.Tensor:
+def _record_read(recorder: Recorder, num_bytes: int, *generator: str) -> torch.Tensor:
     draft = recorder.new_draft(GET_RNG_STATE, "get_rng_state")
     draft.args = generator
     with recorder.pause():
@@ -92,7 +90,7 @@ def _record_get(recorder: Recorder, num_bytes: int, *generator: str) -> torch.Te
     return state
 
 
-def _record_set(recorder: Recorder, state: torch.Tensor, *generator: str) -> None:
+def _record_write(recorder: Recorder, state: torch.Tensor, *generator: str) -> None:
     if state not in recorder.storages:
         raise error_here("the random state is set to one that was not taken in this step")
     draft = recorder.new_draft(SET_RNG_STATE, "set_rng_state")
@@ -144,23 +142,23 @@ def _restore(before: dict[str, _Snapshot]) -> list[str]:
 
 def _take_snapshots() -> Iterator[tuple[str, _Snapshot]]:
     """Yield the states of the generators of this process, by their names in messages."""
-    yield "torch's generator (torch.manual_seed)", _snapshot_torch()
-    yield PYTHONS_RANDOM, _snapshot_python(random)
+    yield (
+        "torch's generator (torch.manual_seed)",
+        _snapshot(torch.get_rng_state, torch.set_rng_state),
+    )
+    shared, kinds = [], {random.Random}
+    for source, module, generator in default_generators():
+        yield source, _take_snapshot(module)
+        shared.append(generator)
     numpy = sys.modules.get("numpy")
-    shared: list[object] = [random._inst]  # pyright: ignore[reportAttributeAccessIssue]
-    kinds: tuple[type, ...] = (random.Random,)
     if numpy is not None:
-        yield NUMPYS_RANDOM, _snapshot_numpy(numpy.random)
-        shared.append(numpy.random.mtrand._rand)
-        kinds = (*kinds, numpy.random.RandomState, numpy.random.Generator)
+        kinds |= {numpy.random.RandomState, numpy.random.Generator}
     found = {kind for base in kinds for kind in _with_subclasses(base)} - {random.SystemRandom}
     for each in _instances(found):
         kind = type(each)
-        if any(each is known for known in shared):
-            continue
-        name = f"a generator of its own ({kind.__module__.partition('.')[0]}.{kind.__name__})"
-        take = _snapshot_python if isinstance(each, random.Random) else _snapshot_numpy
-        yield f"{name} at {id(each):#x}", take(each)
+        if not any(each is known for known in shared):
+            name = f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+            yield f"a generator of its own ({name}) at {id(each):#x}", _take_snapshot(each)
 
 
 def _instances(kinds: set[type]) -> list[object]:
@@ -175,35 +173,27 @@ def _with_subclasses(kind: type) -> Iterator[type]:
         yield from _with_subclasses(each)
 
 
-def _snapshot_torch() -> _Snapshot:
-    state = torch.get_rng_state()
-    return _Snapshot(
-        state.numpy().tobytes(),
-        lambda: torch.set_rng_state(state),
-        lambda: torch.get_rng_state().numpy().tobytes(),
-    )
-
-
-def _snapshot_python(generator: Any) -> _Snapshot:
-    state = generator.getstate()
-    return _Snapshot(state, lambda: generator.setstate(state), generator.getstate)
-
-
-def _snapshot_numpy(generator: Any) -> _Snapshot:
-    """Return the state of a `Generator`, which its bit generator has, or of a `RandomState`."""
+def _take_snapshot(generator: Any) -> _Snapshot:
+    """Return the state of a generator of Python or NumPy, or of a module's default generator."""
+    if hasattr(generator, "getstate"):
+        return _snapshot(generator.getstate, generator.setstate)
     if hasattr(generator, "get_state"):
-        read, write = generator.get_state, generator.set_state
-    else:
-        bits = generator.bit_generator
-        read, write = (lambda: bits.state), (lambda state: setattr(bits, "state", state))
+        return _snapshot(generator.get_state, generator.set_state)
+    bits = generator.bit_generator
+    return _snapshot(lambda: bits.state, lambda state: setattr(bits, "state", state))
+
+
+def _snapshot(read: Callable[[], Any], write: Callable[[Any], object]) -> _Snapshot:
     state = read()
     return _Snapshot(_to_plain(state), lambda: write(state), lambda: _to_plain(read()))
 
 
 def _to_plain(state: Any) -> Any:
-    """Return a state of NumPy's in a form that `==` compares."""
+    """Return a state in a form that `==` compares."""
     if isinstance(state, dict):
         return {key: _to_plain(item) for key, item in state.items()}
     if isinstance(state, tuple | list):
         return [_to_plain(item) for item in state]
+    if isinstance(state, torch.Tensor):
+        return state.numpy().tobytes()
     return state.tobytes() if hasattr(state, "tobytes") else state

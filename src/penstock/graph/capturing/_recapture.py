@@ -8,7 +8,7 @@ compared operator by operator with the first record.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,17 +27,6 @@ _REMEDY = (
     "to step in a buffer or in a tensor of the batch, and draw random numbers with torch's default "
     "generator"
 )
-
-
-class _Record(NamedTuple):
-    """The fields of an operator that are compared."""
-
-    target: str
-    module: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    reads: tuple[int, ...]
-    mutates: tuple[tuple[int, int], ...]
 
 
 class CaptureRecord:
@@ -65,7 +54,7 @@ class CaptureRecord:
         self.outside = dict(recorder.outside.by_name)
         self._forms = {name: _describe_form(each) for name, each in self.outside.items()}
         self._observed = list(recorder.outside.observed.values())
-        self._records = [_record_of(draft, self.outside) for draft in recorder.drafts]
+        self._drafts = list(recorder.drafts)
         phases = [draft.phase for draft in recorder.drafts]
         self._num_of_gradients = sum(phase is not Phase.OPTIMIZER for phase in phases)
 
@@ -76,8 +65,8 @@ class CaptureRecord:
             recorder: The recorder of another call.
             to_gradients: Whether that call ends before `before_step`.
         """
-        records = self._records[: self._num_of_gradients] if to_gradients else self._records
-        comparison = Comparison(records, self.outside, recorder)
+        drafts = self._drafts[: self._num_of_gradients] if to_gradients else self._drafts
+        comparison = Comparison(drafts, self.outside, recorder)
         recorder.watch = comparison.take
         return comparison
 
@@ -108,15 +97,15 @@ class Comparison:
     """Compares operators with those of the first capture, one by one.
 
     Args:
-        records: Operators of the first capture.
+        drafts: Operators of the first capture.
         outside: Its tensors from outside of the step.
         recorder: The recorder of the second.
     """
 
     def __init__(
-        self, records: list[_Record], outside: Mapping[str, torch.Tensor], recorder: Recorder
+        self, drafts: list[Draft], outside: Mapping[str, torch.Tensor], recorder: Recorder
     ) -> None:
-        self._records = records
+        self._drafts = drafts
         self._outside = outside
         self._recorder = recorder
         self._at = 0
@@ -127,15 +116,14 @@ class Comparison:
         Raises:
             CaptureError: It is another one; the message says at which line, and what.
         """
-        found = _record_of(draft, self._recorder.outside.by_name)
-        if self._at >= len(self._records):
-            raise _make_error(f"{_describe(found)} runs, which did not run the first time")
-        before = self._records[self._at]
+        if self._at >= len(self._drafts):
+            raise _make_error(f"{_describe(draft)} runs, which did not run the first time")
+        before = self._drafts[self._at]
         self._at += 1
-        difference = _describe_difference(before, found)
+        difference = _describe_difference(before, draft)
         if difference:
             raise _make_error(difference)
-        if draft.name in self._recorder.outside.by_name:
+        if draft.is_outside:
             now, then = self._recorder.outside.by_name[draft.name], self._outside.get(draft.name)
             with no_dispatch():
                 same = now is then or (then is not None and torch.equal(now, then))
@@ -151,8 +139,8 @@ class Comparison:
         Raises:
             CaptureError: There are fewer.
         """
-        if self._at < len(self._records):
-            missing = _describe(self._records[self._at])
+        if self._at < len(self._drafts):
+            missing = _describe(self._drafts[self._at])
             difference = f"{missing} does not run, which ran the first time"
             raise CaptureError(f"{_MESSAGE}: {difference}; {_REMEDY}")
 
@@ -161,16 +149,17 @@ def _make_error(difference: str) -> CaptureError:
     return error_here(f"{_MESSAGE}: {difference}; {_REMEDY}")
 
 
-def _describe_difference(before: _Record, now: _Record) -> str | None:
+def _describe_difference(before: Draft, now: Draft) -> str | None:
     """Describe the difference between two operators; None if they are the same."""
-    if before == now or repr(before) == repr(now):  # a NaN is unlike itself
+    old_fields, new_fields = _compared_fields(before), _compared_fields(now)
+    if old_fields == new_fields or repr(old_fields) == repr(new_fields):  # a NaN is unlike itself
         return None
     if before.target != now.target:
         return f"{_describe(now)} runs where {_describe(before)} ran"
     if before.module != now.module:
         return f"{_describe(now)} runs where it ran in {before.module or 'no module'}"
-    pairs = dict(enumerate(before.args)) | dict(before.kwargs)
-    others = dict(enumerate(now.args)) | dict(now.kwargs)
+    pairs = dict(enumerate(_args(before))) | before.kwargs
+    others = dict(enumerate(_args(now))) | now.kwargs
     for key in [*pairs, *others]:
         old, new = pairs.get(key), others.get(key)
         if repr(old) != repr(new):
@@ -182,15 +171,16 @@ def _describe_difference(before: _Record, now: _Record) -> str | None:
     return f"{_describe(now)} works on other tensors"
 
 
-def _describe(operator: _Record) -> str:
+def _describe(operator: Draft) -> str:
     return f"{operator.target} (module {operator.module!r})" if operator.module else operator.target
 
 
-def _record_of(draft: Draft, outside: Mapping[str, torch.Tensor]) -> _Record:
-    args = draft.args if draft.name not in outside else ("outside",)
-    return _Record(
-        draft.target, draft.module, args, draft.kwargs, tuple(draft.reads), tuple(draft.mutates)
-    )
+def _compared_fields(draft: Draft) -> tuple[Any, ...]:
+    return draft.target, draft.module, _args(draft), draft.kwargs, draft.reads, draft.mutates
+
+
+def _args(draft: Draft) -> tuple[Any, ...]:
+    return ("outside",) if draft.is_outside else draft.args
 
 
 def _describe_form(tensor: torch.Tensor) -> str:

@@ -127,17 +127,13 @@ class ScalarNode:
     def is_bool(self) -> bool:
         return type(self.hint) is bool
 
-    def is_constant(self) -> bool:
-        return False
-
-    def is_nested_int(self) -> bool:
-        return False
-
     def is_symbolic(self) -> bool:
         return True
 
-    def has_hint(self) -> bool:
+    def _no(self) -> bool:
         return False
+
+    is_constant = is_nested_int = has_hint = _no
 
     def clone(self) -> ScalarNode:
         return self

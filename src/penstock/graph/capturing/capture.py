@@ -115,7 +115,7 @@ def capture(
     with isolate_capture(), refuse_other_draws(lines), lines.note(), mode:
         recorder, tensors = tracer.begin()
         copy = OptimizerCopy(optimizer, tracer.fakes, recorder, parameter_names(root), mode)
-        with tracer.fakes.replace_in(root):
+        with tracer.fakes.replace_in(root) as before:
             places = InitialPlaces(root)
             with tracer.activate(recorder):
                 result, fsdp = tracer.run(recorder)
@@ -124,9 +124,11 @@ def capture(
                     copy.step()
                 fsdp.check(copy.state)
                 places.write_back()
-                refuse_lost_changes(tracer.fakes, tracer.modules, recorder, lines)
+                refuse_lost_changes(before, tracer.modules, recorder, lines)
             loss_view = recorder.storages.view(result)
-            tracer.run_again(recorder, record, places)
+            before.restore_tensors(recorder.is_constant)
+            places.restore()
+            tracer.compare_again(record)
         metadata = {
             "model": type(model).__qualname__,
             "optimizer": type(optimizer).__qualname__,
@@ -163,13 +165,8 @@ def verify(record: CaptureRecord, program: StepProgram, device: str) -> None:
     fakes = FakeTensors(mode, torch.device(device), below=device != "cpu")
     tracer = _Tracer(program, root, ShardedModel(program.model, program.loss), fakes)
     to_gradients = record.has_before_step and program.before_step is None
-    with isolate_capture(), mode:
-        recorder, _ = tracer.begin()
-        with fakes.replace_in(root):
-            comparison = record.compare(recorder, to_gradients=to_gradients)
-            with tracer.activate(recorder):
-                tracer.run(recorder)
-            comparison.end()
+    with isolate_capture(), mode, fakes.replace_in(root):
+        tracer.compare_again(record, to_gradients=to_gradients)
 
 
 class _Tracer:
@@ -219,16 +216,14 @@ class _Tracer:
         fsdp = FsdpCapture(self._sharded, self.fakes, recorder)
         return self._fake_program.run(recorder, self._root, fsdp), fsdp
 
-    def run_again(self, first: Recorder, record: CaptureRecord, places: InitialPlaces) -> None:
-        """Call the program a second time, with its Python as the first call has left it.
+    def compare_again(self, record: CaptureRecord, *, to_gradients: bool = False) -> None:
+        """Call the program once more, and compare its operators with those of a capture.
 
         Raises:
             CaptureError: It does something else.
         """
-        self.fakes.put_tensors_back(first.is_constant)
-        places.restore()
         recorder, _ = self.begin()
-        comparison = record.compare(recorder)
+        comparison = record.compare(recorder, to_gradients=to_gradients)
         with self.activate(recorder):
             self.run(recorder)
         comparison.end()

@@ -7,9 +7,8 @@ do. The real ones are put back afterwards.
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Callable, Iterator, Mapping
-from types import FunctionType, MappingProxyType
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import nn
 from penstock.compat.fake_tensors import FakeTensor, FakeTensorMode
 from penstock.errors import CaptureError
 from penstock.graph.batches import replaced
+from penstock.graph.capturing.module_state import ModuleSnapshot, preserve_modules
 
 _KINDS_OF_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
 
@@ -48,9 +48,6 @@ class FakeTensors:
         self._of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id: (real, fake)
         self._made: set[int] = set()
         self._base_of_storage: dict[int, torch.Tensor] = {}
-        self._inside: list[tuple[nn.Module, dict[str, Any]]] = []
-        self._registered: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
-        self._held: list[tuple[Any, Any]] = []  # the modules' containers, as they were
 
     def __contains__(self, real: object) -> bool:
         return id(real) in self._of
@@ -125,57 +122,16 @@ class FakeTensors:
         }
 
     @contextlib.contextmanager
-    def replace_in(self, module: nn.Module) -> Iterator[None]:
-        """Put the fake tensors into a model for the block, and restore it afterwards."""
-        modules = list(module.modules())
-        with preserve_modules(module) as held:
-            try:
-                for each in modules:
-                    self._replace_in(each)
-                self._inside = [(each, dict(each.__dict__)) for each in modules]
-                self._registered = [
-                    (each, dict(each._parameters), dict(each._buffers)) for each in modules
-                ]
-                self._held = held
-                yield
-            finally:
-                self._inside, self._registered, self._held = [], [], []
+    def replace_in(self, root: nn.Module) -> Iterator[ModuleSnapshot]:
+        """Put the fake tensors into a model for the block, and restore it afterwards.
 
-    def changed_attributes(self) -> Iterator[tuple[nn.Module, str, Any, Any]]:
-        """Yield modules' attributes that have been assigned anew: module, name, before, now."""
-        for module, before in self._inside:
-            for key, now in module.__dict__.items():
-                if key in before and before[key] is not now:
-                    yield module, key, before[key], now
-
-    def put_tensors_back(self, is_constant: Callable[[torch.Tensor], bool]) -> None:
-        """Let the modules hold their fake tensors again, without gradients.
-
-        Other attributes that a call has assigned stay, also tensors: a program that reads them when
-        it is called again is one whose steps differ. Only where all of these are constant
-        (positions that the first call has made) attributes are as before.
-
-        Args:
-            is_constant: Returns whether no data can change a fake tensor's numbers.
+        Yields:
+            The state of the model with the fake tensors in it.
         """
-        for module, parameters, buffers in self._registered:
-            for now, before in zip(_tensors_of(module), (parameters, buffers), strict=True):
-                now.clear()
-                now.update(before)
-            for parameter in parameters.values():
-                if parameter is not None:
-                    parameter.grad = None
-        for module, before in self._inside:
-            for key, value in list(module.__dict__.items()):
-                if before.get(key) is not value and _are_constant(value, is_constant):
-                    if key in before:
-                        module.__dict__[key] = before[key]
-                    else:
-                        del module.__dict__[key]
-        own = {id(each) for module, *_ in self._registered for each in _tensors_of(module)}
-        for value, content in self._held:
-            if id(value) not in own and _are_constant(value, is_constant):
-                _refill(value, content)
+        with preserve_modules(root):
+            for module in root.modules():
+                self._replace_in(module)
+            yield ModuleSnapshot(root)
 
     def _replace_in(self, module: nn.Module) -> None:
         for tensors in (module._parameters, module._buffers):
@@ -189,87 +145,6 @@ class FakeTensors:
             elif type(value) in (list, tuple) and any(item in self for item in value):
                 items = [self.of(item, name) if item in self else item for item in value]
                 module.__dict__[name] = type(value)(items)
-
-
-@contextlib.contextmanager
-def preserve_modules(
-    module: nn.Module, *, only_tensors: bool = False
-) -> Iterator[list[tuple[Any, Any]]]:
-    """Restore modules' attributes, tensors and containers after the block.
-
-    Args:
-        module: The root of the modules.
-        only_tensors: Whether numbers and containers of numbers stay as they are then.
-
-    Yields:
-        The containers among the attributes, with copies of them.
-    """
-    modules = list(module.modules())
-    saved = [
-        (each, dict(each.__dict__), dict(each._parameters), dict(each._buffers)) for each in modules
-    ]
-    held = [
-        (value, copy.copy(value))
-        for each in modules
-        for value in each.__dict__.values()
-        if type(value) in (list, dict)
-    ]
-    try:
-        yield held
-    finally:
-        for each, attributes, parameters, buffers in saved:
-            now = each.__dict__
-            stay = _plain_items(now) if only_tensors else {}
-            now.clear()
-            now.update(attributes)
-            now.update(stay)
-            for tensors, before in zip(_tensors_of(each), (parameters, buffers), strict=True):
-                tensors.clear()
-                tensors.update(before)
-        for value, content in held:
-            if not (only_tensors and _is_plain(value)):
-                _refill(value, content)
-
-
-def _refill(container: Any, content: Any) -> None:
-    """Put the former content of a list or dictionary back."""
-    container.clear()
-    container.update(content) if isinstance(container, dict) else container.extend(content)
-
-
-def _plain_items(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes that hold no tensors."""
-    return {key: value for key, value in attributes.items() if _is_plain(value)}
-
-
-def _is_plain(value: Any) -> bool:
-    return next(_tensors_in(value), None) is None
-
-
-def _tensors_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return module._parameters, module._buffers
-
-
-def _are_constant(value: Any, is_constant: Callable[[torch.Tensor], bool]) -> bool:
-    """Return whether an attribute holds fake tensors, and all of them are constant."""
-    fakes = [each for each in _tensors_in(value) if isinstance(each, FakeTensor)]
-    return bool(fakes) and all(map(is_constant, fakes))
-
-
-def _tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
-    """Yield the tensors of an attribute, and of the containers and objects that it holds."""
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if not depth or isinstance(value, nn.Module | type | FunctionType):
-        return
-    items = value if isinstance(value, list | tuple | set) else ()
-    if isinstance(value, Mapping):
-        items = value.values()
-    elif not items:
-        items = getattr(value, "__dict__", {}).values()
-    for each in list(items):
-        yield from _tensors_in(each, depth - 1)
 
 
 def _check_kind(real: torch.Tensor, name: str) -> None:

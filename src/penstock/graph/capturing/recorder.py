@@ -219,6 +219,7 @@ class Recorder(TorchDispatchMode):
             draft.args = (encode_bytes(copy),)
         fake = aten.lift_fresh.default(copy)
         self._add_outputs(draft, [fake])
+        draft.is_outside = is_outside
         if is_outside:
             self.outside.add(draft.name, tensor, self.storages.index_of(fake))
             self._constants.set_source(draft.creates, draft.name)

@@ -17,7 +17,14 @@ import torch
 
 from penstock.compat.autograd import below_autograd
 from penstock.graph.capturing.schemas import COLLECTIVES
-from penstock.graph.encoding import OWN_TARGETS, decode, dtype_named, flat_results, resolve
+from penstock.graph.encoding import (
+    OWN_TARGETS,
+    decode,
+    dtype_named,
+    flat_results,
+    resolve,
+    view_memory,
+)
 from penstock.graph.step_graph import Operator, Phase, StepGraph, TensorView
 
 _logger = logging.getLogger(__name__)
@@ -120,9 +127,7 @@ def _measure(
     def tensor(view: TensorView) -> torch.Tensor:
         if view.value not in memory:
             memory[view.value] = _make_operand(graph, view, device, integer)
-        base = memory[view.value].untyped_storage()
-        made = torch.empty(0, dtype=dtype_named(view.dtype), device=device)
-        return made.set_(base, view.offset, view.shape, view.stride)  # pyright: ignore
+        return view_memory(memory[view.value].untyped_storage(), view, device)
 
     args = [decode(each, device, tensor, lambda _: 0.5) for each in operator.args]
     kwargs = {

@@ -86,9 +86,7 @@ def _declare(operator: Operator, old: str, new: str) -> Operator:
         workspace_bytes(name, operator.bytes_read, operator.bytes_written, device)
         for device in (old, new)
     ]
-    num_bytes = (
-        operator.workspace_bytes - declared[0] + declared[1]
-    )  # the rest: results without a use or a place
+    num_bytes = operator.workspace_bytes - declared[0] + declared[1]  # and unplaced results
     if num_bytes == operator.workspace_bytes:
         return operator
     return dataclasses.replace(operator, workspace_bytes=max(declared[1], num_bytes))
