@@ -11,7 +11,7 @@ from penstock.compat import autograd, dispatch, dynamo, fake_tensors
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "penstock"
 # Their names have not moved yet.
-PENDING = {"activations", "batching", "executor", "graph", "rgnn", "unified"}
+PENDING = {"activations", "batching", "executor", "rgnn", "unified"}
 _PRIVATE = re.compile(r"torch(\.\w+)*\._[A-Za-z]")
 
 

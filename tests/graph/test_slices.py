@@ -1,4 +1,4 @@
-"""Cross-entropy and softmaxes that are taken by rows give the same bits, piece by piece."""
+"""Cross-entropy and softmaxes that run in slices give the same bits, piece by piece."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 def everything_in_slices(graph: StepGraph) -> StepGraph:
-    """Take all operators by rows that can be, whether they need much or little."""
+    """Let all operators run in slices that can, however little they need."""
     search = SliceSearch(graph, 0, needed_bytes(graph))
     search.limit = 0
     search.chosen = {index for index in range(len(graph.operators)) if search.form(index)}
@@ -40,7 +40,7 @@ class Head(nn.Module):
 
 def head_case(
     *,
-    num_rows: int,
+    num_vectors: int,
     width: int,
     dtype: torch.dtype,
     loss_dtype: torch.dtype,
@@ -49,9 +49,9 @@ def head_case(
     num_ignored: int = 0,
     scale: float | None = None,
 ) -> Case:
-    generator = torch.Generator().manual_seed(num_rows * 1000 + width)
-    x = torch.randn(2, num_rows, 8, generator=generator).to(dtype)
-    labels = torch.randint(0, width, (2, num_rows), generator=generator)
+    generator = torch.Generator().manual_seed(num_vectors * 1000 + width)
+    x = torch.randn(2, num_vectors, 8, generator=generator).to(dtype)
+    labels = torch.randint(0, width, (2, num_vectors), generator=generator)
     labels.view(-1)[:num_ignored] = options.get("ignore_index", -100)
     weight = torch.rand(width, generator=generator).to(loss_dtype) if weighted else None
     batch = {"x": x, "labels": labels} | ({"weight": weight} if weighted else {})
@@ -89,7 +89,7 @@ def after_two_steps(case: Case, change: Any) -> dict[str, Any]:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    num_rows=st.integers(1, 40),
+    num_vectors=st.integers(1, 40),
     width=st.integers(2, 300),
     dtypes=st.tuples(st.sampled_from(sorted(DTYPES)), st.sampled_from(sorted(DTYPES))),
     reduction=st.sampled_from(["mean", "sum", "none"]),
@@ -103,10 +103,10 @@ def after_two_steps(case: Case, change: Any) -> dict[str, Any]:
 @example(40, 300, ("float32", "float32"), "mean", 0.1, True, 1, 3, 0.5)
 @example(40, 300, ("bfloat16", "bfloat16"), "sum", 0.0, True, -100, 80, 0.5)
 def test_the_bits_are_those_of_the_whole(
-    num_rows, width, dtypes, reduction, smoothing, weighted, ignore_index, num_ignored, scale
+    num_vectors, width, dtypes, reduction, smoothing, weighted, ignore_index, num_ignored, scale
 ):
     case = head_case(
-        num_rows=num_rows,
+        num_vectors=num_vectors,
         width=width,
         dtype=DTYPES[dtypes[0]],
         loss_dtype=DTYPES[dtypes[1]],
@@ -135,7 +135,7 @@ def whole_and_parts(case: Case, max_bytes: int = 1) -> tuple[StepGraph, StepGrap
 def test_only_products_need_more_than_a_piece(dtype):
     """As much as the layer that makes the logits, whose products stay whole."""
     case = head_case(
-        num_rows=512,
+        num_vectors=512,
         width=1000,
         dtype=DTYPES[dtype],
         loss_dtype=torch.float32,
@@ -157,7 +157,7 @@ def test_only_products_need_more_than_a_piece(dtype):
 def test_the_gradient_takes_the_place_of_the_probabilities():
     """Logits of the loss's own dtype: one whole storage for all three, and small pieces."""
     case = head_case(
-        num_rows=512, width=1000, dtype=torch.float32, loss_dtype=torch.float32, options={}
+        num_vectors=512, width=1000, dtype=torch.float32, loss_dtype=torch.float32, options={}
     )
     graph, parts = whole_and_parts(case)
     logits = 1024 * 1000 * 4
@@ -170,7 +170,7 @@ def test_the_gradient_takes_the_place_of_the_probabilities():
 
 def test_classes_that_do_not_exist_are_refused_as_before():
     case = head_case(
-        num_rows=4, width=10, dtype=torch.float32, loss_dtype=torch.float64, options={}
+        num_vectors=4, width=10, dtype=torch.float32, loss_dtype=torch.float64, options={}
     )
     case.batch["labels"][0, 0] = 10
     with pytest.raises(IndexError, match="out of bounds"):
@@ -193,7 +193,7 @@ def attention_case() -> Case:
     return Case(Attention, (torch.randn(3, 64, 16),))
 
 
-def test_softmax_between_products_is_taken_by_rows_too():
+def test_softmax_between_products_runs_in_slices_too():
     seen = []
 
     def change(graph: StepGraph) -> StepGraph:
@@ -205,8 +205,8 @@ def test_softmax_between_products_is_taken_by_rows_too():
     assert seen[0] >= 2
 
 
-def test_rows_that_lie_apart_stay_whole():
-    """A softmax over another dimension than the last has its rows across all of the memory."""
+def test_vectors_that_lie_apart_stay_whole():
+    """A softmax over another dimension than the last has its vectors across all of the memory."""
 
     class Model(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""A training step as a graph: what runs, which values it needs, how many bytes they have."""
+"""Training steps as graphs: operators, the values that they need, and the bytes of these."""
 
 from typing import TYPE_CHECKING
 

@@ -54,9 +54,6 @@ def dtype_named(name: str) -> torch.dtype:
 def encode_constant(value: object) -> Mapping[str, Any] | None:
     """Return the plain form of an argument that is no number, string or tensor.
 
-    Args:
-        value: A dtype, device, layout or memory format.
-
     Returns:
         A mapping with one key; None if the value is something else.
     """
@@ -113,12 +110,6 @@ def decode(
 
 def make(target: str, args: list[Any], view: TensorView, device: torch.device) -> torch.Tensor:
     """Run `EMPTY`, `FULL` or `CONSTANT`.
-
-    Args:
-        target: One of these targets.
-        args: Its decoded arguments.
-        view: The view of its result.
-        device: The device of its result.
 
     Returns:
         A new tensor with the view's dtype, shape and strides.

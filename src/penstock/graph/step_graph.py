@@ -155,9 +155,9 @@ class Operator:
             its state of the first run, and afterwards to the state that it had before.
         recomputable: Whether running it again on the same values gives the same bits and changes
             nothing else.
-        recompute_target: The function that recomputes it, where it must not change again what it
-            changed the first time (a batch norm without its running statistics): it then needs
-            only `reads` and makes only `creates`. None: `target` itself.
+        recompute_target: The function that recomputes it without repeating its mutations (a batch
+            norm without its running statistics): it needs only `reads` and makes only `creates`.
+            None: `target` itself.
         recompute_args: The arguments of `recompute_target`; None if that is None.
         seconds: Measured time; None where only a roofline can say.
     """

@@ -56,12 +56,7 @@ class ConstantValues:
         return self._sources.get(value, frozenset())
 
     def propagate(self, draft: Draft, num_bytes: Callable[[int], int]) -> None:
-        """Compute an operator's results, if all values that it needs are constant.
-
-        Args:
-            draft: The operator.
-            num_bytes: Returns the bytes of a value.
-        """
+        """Compute an operator's results, if all values that it needs are constant."""
         needed = draft.needs
         if draft.target == EMPTY or any(value not in self._memory for value in needed):
             return

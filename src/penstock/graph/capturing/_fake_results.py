@@ -62,12 +62,7 @@ _cache: dict[Any, _ResultForms] = {}
 
 
 def run_fake(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what a real kernel would return, as fake tensors.
-
-    Args:
-        func: The operator.
-        args: Its arguments: fake tensors, and numbers that may be traced.
-        kwargs: Its keyword arguments.
+    """Return the results of a real kernel, as fake tensors.
 
     Raises:
         CaptureError: The result's form depends on the data, or there is no fake kernel.

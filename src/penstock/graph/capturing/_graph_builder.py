@@ -21,13 +21,6 @@ def build_graph(
     """Return the step graph of a recorded step.
 
     Operators without a use are gone; results without a use are None and count as workspace.
-
-    Args:
-        recorder: The recorder, after the whole step.
-        tensors: Views of what the step begins with, by name.
-        loss: The view of the loss.
-        device: Type of the device.
-        metadata: Where the graph comes from.
     """
     table = recorder.storages
     inlined = _inline_numbers(recorder.drafts)

@@ -42,7 +42,7 @@ _NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm")
 def correct_results(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Any:
-    """Return what a real kernel would have returned for a call, as fake tensors.
+    """Return the results that a real kernel has for a call, as fake tensors.
 
     Workspaces among the results have their real sizes, and each result is another tensor.
     """
@@ -105,7 +105,7 @@ def _correct_layouts_by_trial(
     is_random = torch.Tag.nondeterministic_seeded in func.tags
     is_plain = is_elementwise and not is_random
     is_plain = is_plain and not any(isinstance(each, torch.Tensor) for each in kwargs.values())
-    # Where a size is one, strides of any layout are contiguous, and kernels look at them.
+    # Where a size is one, strides of any layout are contiguous, and kernels depend on them.
     is_canonical = all(each.stride() == make_contiguous_strides_for(shape) for each in full)
     if is_canonical or not is_plain:
         return result

@@ -42,11 +42,7 @@ def adopt_model(root: nn.Module, recorder: Recorder, fakes: FakeTensors) -> dict
 
 
 class InitialPlaces:
-    """The buffers of a model, and the memory of its tensors, as they are before the step.
-
-    Args:
-        root: The modules, with fake tensors in them.
-    """
+    """The buffers of a model, and the memory of its tensors, as they are before the step."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root

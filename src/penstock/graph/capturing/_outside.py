@@ -15,7 +15,7 @@ _MAX_BYTES = 2**16  # of a tensor that becomes a constant of the graph
 
 
 class Observation(NamedTuple):
-    """A real tensor whose numbers have decided the course of the step, and what they were."""
+    """A real tensor whose numbers have decided the course of the step, and these numbers."""
 
     tensor: torch.Tensor
     content: torch.Tensor
@@ -24,9 +24,6 @@ class Observation(NamedTuple):
 
 class OutsideTensors:
     """Real tensors that become constants of a graph.
-
-    Args:
-        replaced: Tensors of the model; using one of these goes past the fake ones in their places.
 
     Attributes:
         by_name: The tensors by the operators that make constants of them.
@@ -48,7 +45,7 @@ class OutsideTensors:
         """
         if tensor.untyped_storage()._cdata in self._replaced:
             raise error_here(
-                f"a tensor of shape {tuple(tensor.shape)} is used that looks at a parameter or "
+                f"a tensor of shape {tuple(tensor.shape)} is used that views a parameter or "
                 "buffer past the model; use the model's own attribute"
             )
         self._used[id(tensor)] = tensor

@@ -104,9 +104,6 @@ def _record_write(recorder: Recorder, state: torch.Tensor, *generator: str) -> N
 def refuse_other_draws(lines: ProgramLines) -> Iterator[None]:
     """Refuse draws that a graph does not hold; all generators are then as before.
 
-    Args:
-        lines: Lines at which the program drew numbers.
-
     Raises:
         CaptureError: A generator has another state afterwards; the message says which.
     """

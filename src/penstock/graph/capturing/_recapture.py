@@ -59,12 +59,7 @@ class CaptureRecord:
         self._num_of_gradients = sum(phase is not Phase.OPTIMIZER for phase in phases)
 
     def compare(self, recorder: Recorder, *, to_gradients: bool = False) -> Comparison:
-        """Compare the operators that a recorder records from now on with this capture's.
-
-        Args:
-            recorder: The recorder of another call.
-            to_gradients: Whether that call ends before `before_step`.
-        """
+        """Compare operators as they are recorded, without `before_step` if `to_gradients`."""
         drafts = self._drafts[: self._num_of_gradients] if to_gradients else self._drafts
         comparison = Comparison(drafts, self.outside, recorder)
         recorder.watch = comparison.take
@@ -94,13 +89,7 @@ class CaptureRecord:
 
 
 class Comparison:
-    """Compares operators with those of the first capture, one by one.
-
-    Args:
-        drafts: Operators of the first capture.
-        outside: Its tensors from outside of the step.
-        recorder: The recorder of the second.
-    """
+    """Compares operators with those of the first capture, one by one."""
 
     def __init__(
         self, drafts: list[Draft], outside: Mapping[str, torch.Tensor], recorder: Recorder
@@ -114,7 +103,7 @@ class Comparison:
         """Compare an operator.
 
         Raises:
-            CaptureError: It is another one; the message says at which line, and what.
+            CaptureError: It is another one; the message names the line and the difference.
         """
         if self._at >= len(self._drafts):
             raise _make_error(f"{_describe(draft)} runs, which did not run the first time")

@@ -35,10 +35,7 @@ _METHODS = {  # of a symbolic node, and the operators of their expressions
 
 
 class NumberTracer:
-    """Decides for the numbers of a step what its program may do with them.
-
-    Args:
-        storages: Those of the step.
+    """Answers questions of the program about the traced numbers of a step.
 
     Attributes:
         guards: Comparisons that the program has made, and their outcomes.

@@ -12,10 +12,10 @@ from penstock.graph.batches import tensors_in
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Refuse what is no optimizer of PyTorch, or wraps one (Accelerate, Lightning).
+    """Raise unless the argument is an optimizer of PyTorch, and wraps none (Accelerate, Lightning).
 
     Raises:
-        TypeError: It is; the message names its class, and the way to the optimizer within.
+        TypeError: It is none; the message names its class, and the way to the optimizer within.
     """
     kind = type(optimizer).__name__
     inner = getattr(optimizer, "optimizer", None)
@@ -29,7 +29,7 @@ def check_optimizer(optimizer: object) -> None:
 
 
 def check_model(model: object) -> None:
-    """Refuse what is no module, or runs code that a capture cannot see.
+    """Raise unless the argument is a module whose code a capture can see.
 
     Raises:
         TypeError: It is no module.

@@ -172,12 +172,6 @@ def verify(record: CaptureRecord, program: StepProgram, device: str) -> None:
 class _Tracer:
     """Calls of a program on fake tensors, each under a recorder of its own.
 
-    Args:
-        program: The program.
-        root: Its modules.
-        sharded: Shards of the model.
-        fakes: Fake tensors in the places of the program's tensors.
-
     Attributes:
         modules: The modules that are running.
     """

@@ -54,10 +54,6 @@ _FACTORIES: dict[str, float | str | None] = {  # the number, or the argument tha
 class Recorder(TorchDispatchMode):
     """Records operators while it is active, on top of a fake tensor mode.
 
-    Args:
-        module_name: Returns the qualified name of the module that is running.
-        replaced: Real tensors that have fake ones in their places.
-
     Attributes:
         storages: Storages of the step.
         drafts: The operators, in the order of the program.
@@ -104,7 +100,7 @@ class Recorder(TorchDispatchMode):
             tensor: A fake tensor.
             name: Name of its storage, if that is new.
             kind: What it holds.
-            on_device: False for what the host keeps, as the step counts of an optimizer.
+            on_device: False for tensors that stay on the host, as an optimizer's step counts.
 
         Returns:
             The view; other tensors of the same storage get the same value.

@@ -44,7 +44,7 @@ class Schema(NamedTuple):
         has_out: Whether a variant writes its result to a given place.
         returns_first: Whether it writes its first argument, a tensor, and returns just that.
         side_effect: Whether it runs although its results have no use.
-        changes_view: Whether it changes how its first argument looks at its storage, and no byte.
+        changes_view: Whether it changes the form of its first argument, and no byte.
     """
 
     target: str

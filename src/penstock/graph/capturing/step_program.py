@@ -45,11 +45,6 @@ class StepProgram(NamedTuple):
     def run(self, recorder: Recorder, root: nn.Module, fsdp: FsdpCapture) -> torch.Tensor:
         """Call it with fake tensors in the model, up to the optimizer's step.
 
-        Args:
-            recorder: The recorder, which is active.
-            root: The modules.
-            fsdp: Gathers a sharded model's parameters.
-
         Returns:
             The loss.
         """

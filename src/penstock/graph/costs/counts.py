@@ -20,7 +20,7 @@ from penstock.graph.encoding import flat_results
 
 
 class OperatorCounts(NamedTuple):
-    """Counts of one operator; workspace is what it needs beyond operands and results."""
+    """Counts of one operator; its workspace is the memory beyond operands and results."""
 
     flops: int = 0
     bytes_read: int = 0
@@ -83,13 +83,6 @@ def count_operator(
     written: list[torch.Tensor],
 ) -> OperatorCounts:
     """Count the operations and bytes of one call of an operator.
-
-    Args:
-        func: The operator.
-        args: Its arguments, with fake tensors.
-        kwargs: Its keyword arguments, with fake tensors.
-        result: Its result.
-        written: The arguments that it writes.
 
     Returns:
         The counts; the workspace as `workspace_bytes` declares it.

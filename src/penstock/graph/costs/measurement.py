@@ -137,7 +137,7 @@ def _measure(
     call = resolve(operator.target)
     with below_autograd():
         with torch.set_grad_enabled(operator.phase is Phase.FORWARD):
-            call(*args, **kwargs)  # sets up once what does not count, as a library's handles
+            call(*args, **kwargs)  # sets up a library's handles, which does not count
             allocated = _allocated_bytes(lambda: call(*args, **kwargs), device) if workspace else 0
             seconds = [_seconds(lambda: call(*args, **kwargs), device) for _ in range(num_runs)]
     return statistics.median(seconds), allocated
@@ -166,7 +166,7 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def _allocated_bytes(call: Callable[[], Any], device: torch.device) -> int:
-    """Return the peak of what an operator allocates, without its results."""
+    """Return the peak of an operator's allocations, without its results."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -36,14 +36,7 @@ _MAX_CONVOLUTION_BYTES = 256 * 2**20  # CUDA: cuDNN has algorithms below this fo
 
 
 def workspace_bytes(name: str, bytes_read: int, bytes_made: int, device: str) -> int:
-    """Return the bytes that an operator is declared to need beyond its operands and results.
-
-    Args:
-        name: The operator, as `"convolution"`.
-        bytes_read: Bytes of its operands.
-        bytes_made: Bytes of its results.
-        device: `"cpu"` or `"cuda"`: the device that it runs on.
-    """
+    """Return the bytes that an operator is declared to need beyond its operands and results."""
     is_cuda = device == "cuda"
     if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
         if is_cuda:

@@ -65,13 +65,7 @@ class _SavedView(NamedTuple):
 
 
 class _WholeParameter:
-    """A parameter gathered for one forward pass of its module.
-
-    Args:
-        rows: The fake tensor of this rank's rows.
-        shard: The same, flat and with its padding.
-        form: The way in which it is gathered.
-    """
+    """A parameter gathered for one forward pass of its module."""
 
     def __init__(self, rows: torch.Tensor, shard: torch.Tensor, form: _GatherForm) -> None:
         self._rows = rows
@@ -81,7 +75,7 @@ class _WholeParameter:
 
     def gather(self) -> Any:
         """Return it as its module holds it."""
-        return _Gather.apply(self._rows, _all_gather(self._shard, self._form), self._form)
+        return _GatherShards.apply(self._rows, _all_gather(self._shard, self._form), self._form)
 
     def gather_flat_again(self) -> torch.Tensor:
         """Return all of it, flat, gathered once more for the backward pass."""
@@ -91,10 +85,10 @@ class _WholeParameter:
 
     def gather_again(self) -> Any:
         """Return it as its module holds it, gathered once more for the backward pass."""
-        return _Gather.apply(self._rows, self.gather_flat_again(), self._form)
+        return _GatherShards.apply(self._rows, self.gather_flat_again(), self._form)
 
 
-class _Gather(torch.autograd.Function):
+class _GatherShards(torch.autograd.Function):
     """The whole parameter of this rank's rows; backward: these rows of the mean gradient."""
 
     @staticmethod
@@ -134,13 +128,7 @@ def _all_gather(shard: torch.Tensor, form: _GatherForm) -> torch.Tensor:
 
 
 class FsdpCapture:
-    """Captures a sharded model's forward and backward passes; does nothing for other models.
-
-    Args:
-        model: The shards of the model.
-        fakes: Their fake tensors, which are in the model already.
-        recorder: The recorder of the step.
-    """
+    """Captures a sharded model's forward and backward passes; does nothing for other models."""
 
     def __init__(self, model: ShardedModel, fakes: FakeTensors, recorder: Recorder) -> None:
         self._model = model

@@ -44,20 +44,14 @@ def needed_bytes(graph: StepGraph) -> list[int]:
 
 def working_set_bytes(graph: StepGraph, operator: Operator) -> int:
     """Return the bytes of an operator's operands and results, and its workspace."""
-    values = {*operator.needs, *operator.creates}  # what it mutates stays where it is
+    values = {*operator.needs, *operator.creates}  # a mutated value stays where it is
     storages = {graph.storage_of_value[value] for value in values}
     held = sum(graph.storages[storage].num_bytes for storage in storages)
     return held + operator.workspace_bytes
 
 
 def reused_bytes(graph: StepGraph, index: int, among: Container[int] | None = None) -> int:
-    """Return the bytes of results that may take the places of operands of equal bytes.
-
-    Args:
-        graph: The step.
-        index: The operator.
-        among: Storages that count; None: all.
-    """
+    """Return the bytes of results that may take the places of operands (both `among` storages)."""
     taken: set[int] = set()
     num_bytes = 0
     for read, created in graph.operators[index].may_overwrite:
@@ -89,10 +83,6 @@ def choose_slices(graph: StepGraph, max_bytes: int) -> SliceChoice:
 
     No operator is brought below the largest one that cannot run in slices.
 
-    Args:
-        graph: The step.
-        max_bytes: Bytes that an operator may need at once.
-
     Returns:
         The choice; without forms if there is nothing to gain.
     """
@@ -104,11 +94,6 @@ def choose_slices(graph: StepGraph, max_bytes: int) -> SliceChoice:
 
 class SliceSearch:
     """The search for a choice.
-
-    Args:
-        graph: The step.
-        max_bytes: Bytes that an operator may need at once.
-        needed: Bytes that each operator needs.
 
     Attributes:
         limit: Bytes that operators are brought down to.

@@ -17,10 +17,6 @@ class Reduction:
 
     A loss adds the scores of the vectors' own classes, all in one call: the order in which a kernel
     adds stays what it was. With one column, each vector's class is the first one.
-
-    Args:
-        writer: The graph that is being written.
-        index: The operator.
     """
 
     def __init__(self, writer: GraphWriter, index: int) -> None:

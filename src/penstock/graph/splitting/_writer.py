@@ -14,10 +14,6 @@ from penstock.graph.step_graph import Kind, Operator, StepGraph, Storage, Tensor
 class GraphWriter:
     """Keeps all values and storages that stay; new ones come behind them.
 
-    Args:
-        graph: The step.
-        choice: The operators that run in slices.
-
     Attributes:
         storages: Of the new graph.
         storage_of_value: Of the new graph.

@@ -29,12 +29,7 @@ class _Range(NamedTuple):
 
 
 def divide_inputs(graph: StepGraph, max_bytes: int) -> StepGraph:
-    """Return the graph in which large inputs are the parts that operators view.
-
-    Args:
-        graph: The step.
-        max_bytes: Bytes that an operator may need at once; inputs far below it stay whole.
-    """
+    """Return the graph in which large inputs are the parts that operators view."""
     num_names = Counter(view.value for view in graph.tensors.values())
     parts = {}
     for name, view in graph.tensors.items():
@@ -96,12 +91,7 @@ def _range_of(view: TensorView) -> _Range:
 
 
 class _InputDivider:
-    """Keeps all values and storages; those of parts come behind them.
-
-    Args:
-        graph: The step.
-        parts: For the name of each input that is divided its ranges.
-    """
+    """Keeps all values and storages; those of parts come behind them."""
 
     def __init__(self, graph: StepGraph, parts: dict[str, list[_Range]]) -> None:
         self._graph = graph
