@@ -128,7 +128,8 @@ def capture(
             loss_view = recorder.storages.view(result)
             before.restore_tensors(recorder.is_constant)
             places.restore()
-            tracer.compare_again(record)
+            second, _ = tracer.begin()
+            tracer.run_again(second, record)
         metadata = {
             "model": type(model).__qualname__,
             "optimizer": type(optimizer).__qualname__,
@@ -165,8 +166,10 @@ def verify(record: CaptureRecord, program: StepProgram, device: str) -> None:
     fakes = FakeTensors(mode, torch.device(device), below=device != "cpu")
     tracer = _Tracer(program, root, ShardedModel(program.model, program.loss), fakes)
     to_gradients = record.has_before_step and program.before_step is None
-    with isolate_capture(), mode, fakes.replace_in(root):
-        tracer.compare_again(record, to_gradients=to_gradients)
+    with isolate_capture(), mode:
+        recorder, _ = tracer.begin()  # has fake tensors made for lists and attributes, too
+        with fakes.replace_in(root):
+            tracer.run_again(recorder, record, to_gradients=to_gradients)
 
 
 class _Tracer:
@@ -201,8 +204,12 @@ class _Tracer:
     @contextlib.contextmanager
     def activate(self, recorder: Recorder) -> Iterator[None]:
         """Let a recorder record the operators that run in the block."""
-        patches = trace_random_state(recorder), patch_transformers_checks(recorder)
-        with patches[0], patches[1], self.modules, recorder:
+        with (
+            trace_random_state(recorder),
+            patch_transformers_checks(recorder),
+            self.modules,
+            recorder,
+        ):
             yield
 
     def run(self, recorder: Recorder) -> tuple[torch.Tensor, FsdpCapture]:
@@ -210,13 +217,14 @@ class _Tracer:
         fsdp = FsdpCapture(self._sharded, self.fakes, recorder)
         return self._fake_program.run(recorder, self._root, fsdp), fsdp
 
-    def compare_again(self, record: CaptureRecord, *, to_gradients: bool = False) -> None:
+    def run_again(
+        self, recorder: Recorder, record: CaptureRecord, *, to_gradients: bool = False
+    ) -> None:
         """Call the program once more, and compare its operators with those of a capture.
 
         Raises:
             CaptureError: It does something else.
         """
-        recorder, _ = self.begin()
         comparison = record.compare(recorder, to_gradients=to_gradients)
         with self.activate(recorder):
             self.run(recorder)
