@@ -10,7 +10,7 @@ import torch
 from penstock.executor._memory import Block, Blocks, FileBlock, Layout
 from penstock.executor._places import Places, Stay
 from penstock.graph import StepGraph, TensorView
-from penstock.graph.encoding import dtype_named
+from penstock.graph.encoding import dtype_from_name
 from penstock.memory import Tier
 
 
@@ -114,7 +114,7 @@ class Room:
         storage = self._graph.storage_of_value[view.value]
         extents = zip(view.shape, view.stride, strict=True)
         last = view.offset + sum((extent - 1) * stride for extent, stride in extents)
-        dtype = dtype_named(view.dtype)
+        dtype = dtype_from_name(view.dtype)
         needed = max(8, (last + 1) * dtype.itemsize)
         base = self._loose.get(storage)
         if base is None:
@@ -142,7 +142,7 @@ def once(tensor: torch.Tensor) -> torch.Tensor:
 
 def _viewed(memory: torch.Tensor, offset: int, view: TensorView) -> torch.Tensor:
     """A view of what begins at a byte of some memory."""
-    dtype = dtype_named(view.dtype)
+    dtype = dtype_from_name(view.dtype)
     first, rest = divmod(offset, dtype.itemsize)
     assert not rest, f"a value of {view.dtype} at byte {offset}"
     found = torch.empty(0, dtype=dtype, device=memory.device)

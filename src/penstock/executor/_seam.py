@@ -21,7 +21,7 @@ from penstock.executor._moves import Move, move_all
 from penstock.executor._places import Places, Stay
 from penstock.executor._room import Room, once
 from penstock.graph import Kind, StepGraph, TensorView
-from penstock.graph.encoding import dtype_name, dtype_named
+from penstock.graph.encoding import dtype_from_name, dtype_name
 from penstock.graph.fsdp.shards import Shard, ShardedModel, local_of, sharded_like
 from penstock.memory import Tier
 from penstock.planner import Plan
@@ -325,7 +325,7 @@ class Seam:
         if not self._graph.num_bytes(view.value) or 0 in view.shape:
             return
         home = self._home_bytes(self._graph.storage_of_value[view.value], view)
-        offset = view.offset * dtype_named(view.dtype).itemsize
+        offset = view.offset * dtype_from_name(view.dtype).itemsize
         if self._home(view).data_ptr() != home.data_ptr() + offset:
             raise PenstockError(
                 f"the memory of {handle.name} has been moved (share_memory(), or a queue to "

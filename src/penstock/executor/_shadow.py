@@ -21,7 +21,7 @@ from torch import nn
 
 from penstock.executor._device import Device
 from penstock.graph import Kind, Phase, StepGraph
-from penstock.graph.batches import is_full_mask, replaced, tensors_in
+from penstock.graph.batches import is_full_mask, replace_tensors, tensors_in
 from penstock.graph.capturing.capture import verify
 from penstock.graph.capturing.module_state import preserve_modules
 from penstock.graph.capturing.step_program import StepProgram, call_model, loss_of
@@ -146,7 +146,7 @@ class Shadow:
         like = lambda tensor, path: _captured_like(graph, tensor, path)  # noqa: E731
         verify(
             graph.captured,
-            program._replace(batch=replaced(program.batch, "batch", like)),
+            program._replace(batch=replace_tensors(program.batch, "batch", like)),
             graph.device,
         )
         self.num_captures += 1
@@ -265,7 +265,7 @@ def _loss(program: StepProgram, graph: StepGraph, device: Device) -> torch.Tenso
             if graph.device != "cpu":
                 _bring_to(root, device.device)
             total = None
-            batch = replaced(program.batch, "batch", _copied)
+            batch = replace_tensors(program.batch, "batch", _copied)
             for part in batch if program.accumulate else [batch]:
                 value = loss_of(call_model(program.model, part), part, program.loss)
                 if (num_parts := program.accumulate or 1) > 1:

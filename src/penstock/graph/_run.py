@@ -97,7 +97,7 @@ class _ReferenceRun:
         self._graph = graph
         self._numbers: dict[int, float] = dict(numbers)
         self._memory: dict[int, torch.UntypedStorage] = {}
-        for name, tensor in _one_of_each_storage(graph, tensors):
+        for name, tensor in _tensors_of_storages(graph, tensors):
             storage = graph.storage_of_value[graph.tensors[name].value]
             self._memory[storage] = tensor.untyped_storage()
         devices = {each.device for name, each in tensors.items() if name.startswith("model.")}
@@ -173,7 +173,7 @@ class _ReferenceRun:
         return self._tensor(view).item() if number is None else number
 
 
-def _one_of_each_storage(
+def _tensors_of_storages(
     graph: StepGraph, tensors: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a tensor of each storage, whose memory is laid out as in the graph."""

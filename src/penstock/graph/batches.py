@@ -56,14 +56,16 @@ def is_full_mask(tensor: torch.Tensor) -> bool:
         return is_mask and bool((tensor == 1).all())
 
 
-def replaced(batch: Any, name: str, replace: Callable[[torch.Tensor, str], torch.Tensor]) -> Any:
+def replace_tensors(
+    batch: Any, name: str, replace: Callable[[torch.Tensor, str], torch.Tensor]
+) -> Any:
     """Return a batch of the same form with other tensors: `replace(tensor, path)`."""
     if isinstance(batch, torch.Tensor):
         return replace(batch, name)
     parts = _parts(batch, name)
     if parts is None:
         return batch
-    items = {key: replaced(item, f"{name}.{key}", replace) for key, item in parts}
+    items = {key: replace_tensors(item, f"{name}.{key}", replace) for key, item in parts}
     if isinstance(batch, Mapping):
         return items
     if dataclasses.is_dataclass(batch):

@@ -15,7 +15,7 @@ from torch import nn
 from penstock.errors import GraphFileError
 from penstock.graph._expressions import evaluate
 from penstock.graph.batches import constants_in, is_full_mask, tensors_in
-from penstock.graph.encoding import dtype_name, dtype_named
+from penstock.graph.encoding import dtype_from_name, dtype_name
 from penstock.graph.fsdp.shards import local_of, sharded_like
 from penstock.graph.splitting.input_pieces import part_of_input
 from penstock.graph.step_graph import StepGraph, TensorView, views_in
@@ -210,7 +210,7 @@ def _initial_state(
     storage = graph.storages[graph.storage_of_value[view.value]]
     device = parameter.device if storage.num_bytes else torch.device("cpu")
     tensor = torch.empty_strided(
-        view.shape, view.stride, dtype=dtype_named(view.dtype), device=device
+        view.shape, view.stride, dtype=dtype_from_name(view.dtype), device=device
     )
     return tensor.fill_(fill)
 

@@ -43,7 +43,7 @@ def _dtype_names() -> dict[torch.dtype, str]:
 
 
 @functools.cache
-def dtype_named(name: str) -> torch.dtype:
+def dtype_from_name(name: str) -> torch.dtype:
     """Return `torch.float32` for `"float32"`."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -96,7 +96,7 @@ def decode(
         return value
     ((key, content),) = value.items()
     if key == "dtype":
-        return dtype_named(content)
+        return dtype_from_name(content)
     if key == "device":
         return device if content == device.type else torch.device(content)
     if key == "scalar":
@@ -114,7 +114,7 @@ def make(target: str, args: list[Any], view: TensorView, device: torch.device) -
     Returns:
         A new tensor with the view's dtype, shape and strides.
     """
-    dtype = dtype_named(view.dtype)
+    dtype = dtype_from_name(view.dtype)
     made = torch.empty_strided(view.shape, view.stride, dtype=dtype, device=device)
     if target == FULL:
         made.fill_(args[0])
@@ -140,7 +140,7 @@ def view_memory(
     memory: torch.UntypedStorage, view: TensorView, device: torch.device | str
 ) -> torch.Tensor:
     """Return the tensor of a view in a memory of its storage on a device."""
-    tensor = torch.empty(0, dtype=dtype_named(view.dtype), device=device)
+    tensor = torch.empty(0, dtype=dtype_from_name(view.dtype), device=device)
     return tensor.set_(memory, view.offset, view.shape, view.stride)  # pyright: ignore
 
 

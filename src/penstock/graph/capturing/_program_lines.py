@@ -35,22 +35,24 @@ class ProgramLines:
     def note(self) -> Iterator[None]:
         """Note the lines that this thread runs in the block."""
         assign = nn.Module.__setattr__
-        noting = _noting(assign, lambda module, name, _: (id(module), name), self.assignments)
+        noting = _note_first_call(
+            assign, lambda module, name, _: (id(module), name), self.assignments
+        )
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(nn.Module, "__setattr__", noting))
             for source, module, generator in default_generators():
                 for name, function in list(vars(module).items()):
                     if getattr(function, "__self__", None) is generator and name not in _READING:
-                        noting = _noting(function, _always(source), self.draws)
+                        noting = _note_first_call(function, _constant_key(source), self.draws)
                         stack.enter_context(mock.patch.object(module, name, noting))
             yield
 
 
-def _always(key: str) -> Callable[..., str]:
+def _constant_key(key: str) -> Callable[..., str]:
     return lambda *args, **kwargs: key
 
 
-def _noting(
+def _note_first_call(
     function: Callable[..., Any], key: Callable[..., Any], lines: dict[Any, str]
 ) -> Callable[..., Any]:
     """Return a function that also notes the line of its first call in this thread, by key."""

@@ -141,7 +141,7 @@ def _take_snapshots() -> Iterator[tuple[str, _Snapshot]]:
     """Yield the states of the generators of this process, by their names in messages."""
     yield (
         "torch's generator (torch.manual_seed)",
-        _snapshot(torch.get_rng_state, torch.set_rng_state),
+        _make_snapshot(torch.get_rng_state, torch.set_rng_state),
     )
     shared, kinds = [], {random.Random}
     for source, module, generator in default_generators():
@@ -150,37 +150,37 @@ def _take_snapshots() -> Iterator[tuple[str, _Snapshot]]:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kinds |= {numpy.random.RandomState, numpy.random.Generator}
-    found = {kind for base in kinds for kind in _with_subclasses(base)} - {random.SystemRandom}
-    for each in _instances(found):
+    found = {kind for base in kinds for kind in _subclasses_of(base)} - {random.SystemRandom}
+    for each in _find_instances(found):
         kind = type(each)
         if not any(each is known for known in shared):
             name = f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
             yield f"a generator of its own ({name}) at {id(each):#x}", _take_snapshot(each)
 
 
-def _instances(kinds: set[type]) -> list[object]:
+def _find_instances(kinds: set[type]) -> list[object]:
     """Return all objects of some types; without a loop in Python, as there are millions."""
     objects = gc.get_objects()
     return list(itertools.compress(objects, map(kinds.__contains__, map(type, objects))))
 
 
-def _with_subclasses(kind: type) -> Iterator[type]:
+def _subclasses_of(kind: type) -> Iterator[type]:
     yield kind
     for each in kind.__subclasses__():
-        yield from _with_subclasses(each)
+        yield from _subclasses_of(each)
 
 
 def _take_snapshot(generator: Any) -> _Snapshot:
     """Return the state of a generator of Python or NumPy, or of a module's default generator."""
     if hasattr(generator, "getstate"):
-        return _snapshot(generator.getstate, generator.setstate)
+        return _make_snapshot(generator.getstate, generator.setstate)
     if hasattr(generator, "get_state"):
-        return _snapshot(generator.get_state, generator.set_state)
+        return _make_snapshot(generator.get_state, generator.set_state)
     bits = generator.bit_generator
-    return _snapshot(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    return _make_snapshot(lambda: bits.state, lambda state: setattr(bits, "state", state))
 
 
-def _snapshot(read: Callable[[], Any], write: Callable[[Any], object]) -> _Snapshot:
+def _make_snapshot(read: Callable[[], Any], write: Callable[[Any], object]) -> _Snapshot:
     state = read()
     return _Snapshot(_to_plain(state), lambda: write(state), lambda: _to_plain(read()))
 

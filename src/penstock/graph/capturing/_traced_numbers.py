@@ -127,10 +127,10 @@ class ScalarNode:
     def is_symbolic(self) -> bool:
         return True
 
-    def _no(self) -> bool:
+    def _return_false(self) -> bool:
         return False
 
-    is_constant = is_nested_int = has_hint = _no
+    is_constant = is_nested_int = has_hint = _return_false
 
     def clone(self) -> ScalarNode:
         return self

@@ -16,7 +16,7 @@ from torch import nn
 
 from penstock.compat.fake_tensors import FakeTensor, FakeTensorMode
 from penstock.errors import CaptureError
-from penstock.graph.batches import replaced
+from penstock.graph.batches import replace_tensors
 from penstock.graph.capturing.module_state import ModuleSnapshot, preserve_modules
 
 _KINDS_OF_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
@@ -105,7 +105,7 @@ class FakeTensors:
         Tensors that share memory today, such as inputs that are their own labels, may be others
         tomorrow.
         """
-        return replaced(value, name, self._make_separate)
+        return replace_tensors(value, name, self._make_separate)
 
     def _make_separate(self, real: torch.Tensor, name: str) -> torch.Tensor:
         _check_kind(real, name)

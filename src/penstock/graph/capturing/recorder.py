@@ -22,7 +22,7 @@ from penstock.graph.capturing._errors import error_here
 from penstock.graph.capturing._fake_results import SYMBOLS, run_fake
 from penstock.graph.capturing._outside import OutsideTensors, copy_constant
 from penstock.graph.capturing._traced_numbers import NumberTracer, ScalarNode
-from penstock.graph.capturing.schemas import Schema, draws, schema_of, writes_nothing
+from penstock.graph.capturing.schemas import Schema, is_random_call, schema_of, writes_nothing
 from penstock.graph.costs.counts import OperatorCounts, count_operator, touched_bytes
 from penstock.graph.encoding import (
     CONSTANT,
@@ -240,7 +240,7 @@ class Recorder(TorchDispatchMode):
             self._record_factory(func, args, kwargs, result)
             return
         draft = self.new_draft(schema.target, func._opname.strip("_"))
-        draft.random = draws(func, args, kwargs)
+        draft.random = is_random_call(func, args, kwargs)
         draft.side_effect = schema.side_effect
         reads: dict[int, None] = {}
         draft.args = tuple(self._encode(value, reads) for value in args)

@@ -108,7 +108,7 @@ def writes_nothing(schema: Schema, args: tuple[Any, ...]) -> bool:
     return schema.target in UNDECLARED_WRITES and not args[_TRAINING_ARGUMENT]
 
 
-def draws(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_random_call(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether this call draws random numbers: attention with a dropout of zero does not."""
     if not schema_of(func).random:
         return False

@@ -20,7 +20,7 @@ from penstock.graph.capturing.schemas import COLLECTIVES
 from penstock.graph.encoding import (
     OWN_TARGETS,
     decode,
-    dtype_named,
+    dtype_from_name,
     flat_results,
     resolve,
     view_memory,
@@ -146,7 +146,7 @@ def _measure(
 def _make_operand(
     graph: StepGraph, view: TensorView, device: torch.device, integer: int
 ) -> torch.Tensor:
-    dtype = dtype_named(view.dtype)
+    dtype = dtype_from_name(view.dtype)
     extents = zip(view.shape, view.stride, strict=True)
     needed = view.offset + 1 + sum((extent - 1) * stride for extent, stride in extents)
     num_elements = max(needed, graph.num_bytes(view.value) // dtype.itemsize)

@@ -55,7 +55,7 @@ class _SliceWriter(GraphWriter):
         for index in range(len(self.graph.operators)):
             before = self.graph.predecessors[index]
             form = self.forms.get(index)
-            if group and (num_passed >= _MAX_HOISTED or not self._goes_on(group, before, form)):
+            if group and (num_passed >= _MAX_HOISTED or not self._stays_open(group, before, form)):
                 self._write_group(group)
                 group, num_passed = [], 0
             if form is not None:
@@ -66,7 +66,9 @@ class _SliceWriter(GraphWriter):
         self._write_group(group)
         return self._build()
 
-    def _goes_on(self, group: list[int], before: tuple[int, ...], form: SliceForm | None) -> bool:
+    def _stays_open(
+        self, group: list[int], before: tuple[int, ...], form: SliceForm | None
+    ) -> bool:
         """Return whether a group stays open: the next operator belongs to it, or passes it."""
         needed = set(group).intersection(before)
         if form is None:
