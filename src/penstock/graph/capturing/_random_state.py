@@ -69,7 +69,7 @@ def trace_random_state(recorder: Recorder) -> Iterator[None]:
             (torch.random, read, write),
             (torch.cuda, read_cuda, write_cuda),
         ):
-            patched = {
+            patched: dict[str, Any] = {
                 "get_rng_state": route(record_read, module.get_rng_state),
                 "set_rng_state": route(record_write, module.set_rng_state),
             }

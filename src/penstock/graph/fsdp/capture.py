@@ -206,14 +206,14 @@ class FsdpCapture:
             self._set_parameter(shard, self._fake_of(shard), self._gather_shard(group, shard))
         self._gathered_groups[id(group)] = group
 
-    def _give_up(self, group: ShardGroup) -> None:
+    def _reshard(self, group: ShardGroup) -> None:
         if self._gathered_groups.pop(id(group), None) is None:
             return
         for shard in group.shards:
             module, key = shard.places[0]
             self._set_parameter(shard, module._parameters[key], self._fake_of(shard))
 
-    def _gathered_for_forward(self, group: ShardGroup, shard: Shard) -> torch.Tensor:
+    def _gather_shard(self, group: ShardGroup, shard: Shard) -> torch.Tensor:
         flat = self._fakes.of(shard.flat, shard.name)
         owner = shard.owner
         form = _GatherForm(
@@ -224,17 +224,17 @@ class FsdpCapture:
             owner.reduce_dtype,
         )
         whole = _WholeParameter(self._fake_of(shard), flat, form)
-        with self._reading_shards():
+        with self._mark_shard_readers():
             parameter = whole.gather()
         if group.reshards_after_forward:
             self._last_gathered[shard] = self._wholes[parameter.untyped_storage()._cdata] = whole
             self._kept_alive.append(parameter)
         return parameter
 
-    def _rows_of(self, shard: Shard) -> torch.Tensor:
+    def _fake_of(self, shard: Shard) -> torch.Tensor:
         return self._fakes.of(shard.parameter, shard.name)
 
-    def _put(self, shard: Shard, old: Any, new: Any) -> None:
+    def _set_parameter(self, shard: Shard, old: Any, new: Any) -> None:
         for module, key in shard.places:
             module._parameters[key] = new
             for name, value in module.__dict__.items():
@@ -250,7 +250,7 @@ class FsdpCapture:
         for key, tensor in module._parameters.items():
             shard = self._model.at(module, key)
             if shard in self._last_gathered and tensor is self._fake_of(shard):
-                with self._reading_shards():
+                with self._mark_shard_readers():
                     module._parameters[key] = self._last_gathered[shard].gather_again()
 
     def _reshard_after_recomputation(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -261,7 +261,7 @@ class FsdpCapture:
             if shard in self._last_gathered and not self._is_gathered(shard):
                 module._parameters[key] = self._fake_of(shard)  # pyright: ignore
 
-    def _is_in_place(self, shard: Shard) -> bool:
+    def _is_gathered(self, shard: Shard) -> bool:
         return any(shard in group.shards for group in self._gathered_groups.values())
 
     # Saved tensors.
@@ -274,7 +274,7 @@ class FsdpCapture:
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, _SavedView):
-            with self._reading_shards():
+            with self._mark_shard_readers():
                 full = saved.whole.gather_flat_again()
             return full.as_strided(saved.shape, saved.stride, saved.offset)
         tensor, version = saved
@@ -338,7 +338,7 @@ class FsdpCapture:
         """Return the norms of whole gradients, of which the ranks of a group have parts."""
         if not gradients:
             return ()
-        with self._reading_shards():
+        with self._mark_shard_readers():
             norms = torch.stack(
                 [
                     torch.linalg.vector_norm(each, power) if each.numel() else each.new_zeros(())
@@ -360,7 +360,7 @@ class FsdpCapture:
     # Checks that no operator takes this rank's part for the whole.
 
     @contextlib.contextmanager
-    def _allowed(self) -> Iterator[None]:
+    def _mark_shard_readers(self) -> Iterator[None]:
         """Mark the operators recorded in the block: they treat shards as parts."""
         start = len(self._recorder.drafts)
         yield
@@ -415,7 +415,7 @@ class FsdpCapture:
         for value in draft.makes:
             parts.setdefault(of[value], name)
 
-    def _block(self, tensor: torch.Tensor) -> int:
+    def _index_of(self, tensor: torch.Tensor) -> int:
         return self._recorder.storages.index_of(tensor)
 
 
