@@ -22,7 +22,7 @@ class Case(NamedTuple):
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors are equal to the bit, signs of zeros and NaNs included."""
+    """Return whether two tensors are equal to the bit, signs of zeros and NaNs included."""
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
     raw = [each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (left, right)]

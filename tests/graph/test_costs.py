@@ -90,7 +90,7 @@ def test_gradients_of_grouped_convolutions_are_counted(kind, groups):
     counts = [operator.flops for operator in operators(graph, "aten.convolution_backward.default")]
     assert counts[0] == 2 * num_products
     first = 2 * (2 * 9 * 6 * 6)
-    assert counts[1] == first  # nobody wants the gradient of the batch
+    assert counts[1] == first  # the gradient of the batch has no use
 
 
 def test_every_count_is_a_whole_number():

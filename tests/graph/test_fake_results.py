@@ -23,7 +23,7 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
 
 
 def looks(result: Any, operands: list[torch.Tensor]) -> list[Any]:
-    """What can be told of results without numbers, and the operands whose bytes they are."""
+    """Return the forms of results, and the operands whose bytes they view."""
     return [
         (
             *(each.shape, each.stride(), each.storage_offset(), each.dtype, each.device),

@@ -251,7 +251,7 @@ class StepGraph:
 
     @functools.cached_property
     def producers(self) -> tuple[int | None, ...]:
-        """For each value the operator that makes it; None for initial values."""
+        """The operator that makes each value; None for initial values."""
         producers: list[int | None] = [None] * len(self.storage_of_value)
         for index, operator in enumerate(self.operators):
             for value in operator.makes:
@@ -260,7 +260,7 @@ class StepGraph:
 
     @functools.cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
-        """For each value the operators that need it, in program order."""
+        """The operators that need each value, in program order."""
         consumers: list[list[int]] = [[] for _ in self.storage_of_value]
         for index, operator in enumerate(self.operators):
             for value in dict.fromkeys(operator.needs):
@@ -269,7 +269,7 @@ class StepGraph:
 
     @functools.cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
-        """For each operator those that have to run before it, in any order without recomputation.
+        """The operators that have to run before each one, in any order without recomputation.
 
         These are the operators that make the values it needs, those that need a value which it
         ends, and `after`.

@@ -26,7 +26,7 @@ _LAID_OUT_LIKE = {
 }
 """CPU kernels whose first result has the memory format of an operand, or is contiguous (None)."""
 _WITH_STRIDES = ("native_dropout",)
-"""Those of them that keep strides of an operand without a memory format; others are contiguous."""
+"""Kernels among them that keep strides without a memory format; others are contiguous then."""
 _ELEMENTWISE = (
     *("log_sigmoid_forward", "log_sigmoid_backward", "softplus_backward", "elu_backward"),
     *("gelu_backward", "silu_backward", "mish_backward", "sigmoid_backward", "tanh_backward"),
