@@ -340,9 +340,9 @@ class StepGraph:
             )
             sums = graph.digest, checksum([graph.digest, dict(graph.metadata)])
         except DAMAGES as error:
+            fault = f"{type(error).__name__}: {error}"
             raise GraphFileError(
-                f"this step graph is damaged ({type(error).__name__}: {error}): capture the model "
-                "again"
+                f"this step graph is damaged ({fault}): capture the model again"
             ) from error
         if sums != (data.get("digest"), data.get("checksum")):
             missing = [name for name in ("digest", "checksum") if name not in data]
@@ -396,19 +396,8 @@ def _validate(graph: StepGraph) -> None:
         if not 0 <= storage < len(graph.storages):
             raise ValueError(f"value {value} belongs to storage {storage}, which does not exist")
     current: list[bool] = [False] * num_values  # readable now
-    made = [False] * num_values
-    for index, storage in enumerate(graph.storages):
-        if storage.num_bytes < 0:
-            raise ValueError(f"storage {storage.name!r} has {storage.num_bytes} bytes")
-        for value in (storage.initial, storage.final):
-            if value is not None and not (
-                0 <= value < num_values and graph.storage_of_value[value] == index
-            ):
-                raise ValueError(f"storage {storage.name!r} names value {value}, not one of its")
-        if storage.persistent and (storage.initial is None or storage.final is None):
-            raise ValueError(f"storage {storage.name!r} is persistent: it needs initial and final")
-        if storage.initial is not None:
-            current[storage.initial] = made[storage.initial] = True
+    _validate_storages(graph, current)
+    made = [*current]
     for index, operator in enumerate(graph.operators):
         for value in operator.needs:
             if not (0 <= value < num_values and current[value]):
@@ -432,6 +421,23 @@ def _validate(graph: StepGraph) -> None:
     for storage in graph.storages:
         if storage.final is not None and not current[storage.final]:
             raise ValueError(f"storage {storage.name!r} ends as a value that is overwritten")
+
+
+def _validate_storages(graph: StepGraph, current: list[bool]) -> None:
+    """Check each storage, and mark its initial value as current."""
+    num_values = len(current)
+    for index, storage in enumerate(graph.storages):
+        if storage.num_bytes < 0:
+            raise ValueError(f"storage {storage.name!r} has {storage.num_bytes} bytes")
+        for value in (storage.initial, storage.final):
+            if value is not None and not (
+                0 <= value < num_values and graph.storage_of_value[value] == index
+            ):
+                raise ValueError(f"storage {storage.name!r} names value {value}, not one of its")
+        if storage.persistent and (storage.initial is None or storage.final is None):
+            raise ValueError(f"storage {storage.name!r} is persistent: it needs initial and final")
+        if storage.initial is not None:
+            current[storage.initial] = True
 
 
 def _to_plain(item: Storage | Operator) -> dict[str, Any]:
