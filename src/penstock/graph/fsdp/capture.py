@@ -149,7 +149,7 @@ class FsdpCapture:
             return
         with contextlib.ExitStack() as stack:
             for group in self._model.groups:
-                stack.enter_context(self._replace_hooks(group))
+                stack.enter_context(self._replace_group_hooks(group))
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             stack.enter_context(hooks)
             for handle in (
@@ -162,7 +162,7 @@ class FsdpCapture:
             yield
 
     @contextlib.contextmanager
-    def _replace_hooks(self, group: ShardGroup) -> Iterator[None]:
+    def _replace_group_hooks(self, group: ShardGroup) -> Iterator[None]:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
             self._gather(group)
             return args, kwargs
