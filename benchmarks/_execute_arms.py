@@ -28,7 +28,7 @@ from _plan_recurrent import Recurrent
 from _train import memory_bytes, reset_peak
 from penstock.cli._vector_math import settle_vector_math
 from penstock.errors import InfeasibleError
-from penstock.executor import bind, executable
+from penstock.executor import bind
 from penstock.graph import StepGraph, capture, measure
 from penstock.memory import probe
 from penstock.planner import Plan, plan
@@ -141,7 +141,7 @@ def prepare(
     directory.mkdir(parents=True, exist_ok=True)
     graph_file = directory / "graph.json.gz"
     if not graph_file.exists():
-        quietly_measured(executable(capture(*trainee(model, device)))).save(graph_file)
+        quietly_measured(capture(*trainee(model, device))).save(graph_file)
     graph = StepGraph.load(graph_file)
     machine = probe(store)
     full = plan(graph, machine=machine, time_limit=time_limit)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from _rows import BenchmarkRow, Limit, environment
-from penstock.executor import bind, executable
+from penstock.executor import bind
 from penstock.executor.program import operators
 from penstock.graph import capture
 from penstock.planner import plan
@@ -41,7 +41,7 @@ def rows() -> Iterator[BenchmarkRow]:
 def _row(optimizer_name: str, share: float) -> BenchmarkRow:
     eager_seconds = _median_seconds(_eager(*_trainee(optimizer_name)))
     model, optimizer, batch = _trainee(optimizer_name)
-    graph = executable(capture(model, optimizer, batch, loss=_loss))
+    graph = capture(model, optimizer, batch, loss=_loss)
     found = full = plan(graph, machine="h200", time_limit=2)
     if share < 1:
         found = plan(

@@ -1,7 +1,7 @@
-"""How long it takes to capture a training step, by the number of its operators.
+"""Time to capture a training step, by the number of its operators.
 
-Models are on the meta device, so that nothing but the capture is measured; the time is what this
-process computed, whatever else the machine does. 20,000 operators are to take at most 20 s.
+Models are on the meta device, so that nothing but the capture is measured; the time is this
+process's own processor time. 20,000 operators are to take at most 20 s.
 """
 
 import functools
@@ -46,7 +46,7 @@ def llama_70b() -> Case:
 
 
 def measure(make: Callable[[], Case]) -> tuple[float, dict[str, float]]:
-    """Seconds of processor time of one capture, and what was captured."""
+    """Return the seconds of processor time of one capture, and counts of its graph."""
     model, batch = make()
     optimizer = torch.optim.AdamW(model.parameters())
     start, start_cpu = time.perf_counter(), time.process_time()

@@ -78,7 +78,7 @@ def captured(name: str, directory: Path) -> StepGraph:
 
 def _capture_digest() -> str:
     """Of the sources that decide what a captured step looks like."""
-    sources = [*REPOSITORY.glob("src/penstock/graph/*.py")]
+    sources = [*REPOSITORY.glob("src/penstock/graph/**/*.py")]
     sources += REPOSITORY.glob("benchmarks/_plan_[cmr]*.py")
     text = b"".join(path.read_bytes() for path in sorted(sources))
     return hashlib.sha256(text).hexdigest()[:12]

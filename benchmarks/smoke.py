@@ -148,7 +148,7 @@ def fit(place: Place) -> Iterator[tuple[Results, Results]]:
 
     def steps(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> Results:
         graph = penstock.capture(model, optimizer, batch, loss=mean_square)
-        full = penstock.plan(penstock.executor.executable(graph), machine="h200", time_limit=2)
+        full = penstock.plan(graph, machine="h200", time_limit=2)
         on_gpu = place.device.startswith("cuda")
         step = penstock.fit(
             *(model, optimizer, batch),

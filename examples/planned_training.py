@@ -45,7 +45,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch = (torch.randint(VOCABULARY, (BATCH, TOKENS)),)
 
-    graph = penstock.executor.executable(penstock.capture(model, optimizer, batch, loss=loss_of))
+    graph = penstock.capture(model, optimizer, batch, loss=loss_of)
     full = penstock.plan(graph, machine="h200", time_limit=2)
     budget = full.peak_device_bytes // 3
     step = penstock.fit(

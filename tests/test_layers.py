@@ -249,10 +249,10 @@ def test_every_way_to_import_is_seen(statement: str, expected: str):
 @pytest.mark.parametrize(
     ("module", "target", "expected"),
     [
-        ("penstock.graph._run", "penstock.graph._split", True),
+        ("penstock.graph._run", "penstock.graph._alignment", True),
         ("penstock.planner.search._auto", "penstock.planner._plan", True),
         ("penstock.planner._api", "penstock.planner.search._auto", False),
-        ("penstock.executor._fit", "penstock.graph._split", False),
+        ("penstock.executor._fit", "penstock.graph.splitting._forms", False),
         ("penstock.executor._fit", "penstock.graph.encoding", True),
         ("penstock.cli", "penstock.cli._run", True),
         ("penstock.executor._fit", "penstock._version", True),

@@ -13,7 +13,7 @@ from torch import nn
 from _steps import Case, differences, eager_step
 from _zoo import CASES
 from penstock.errors import InfeasibleError
-from penstock.executor import PlannedStep, bind, executable
+from penstock.executor import PlannedStep, bind
 from penstock.graph import StepGraph, capture
 from penstock.planner import Plan, plan
 
@@ -40,7 +40,7 @@ def trainee(case: Case, optimizer: str) -> tuple[nn.Module, torch.optim.Optimize
 def graph_of(case: str, optimizer: str) -> StepGraph:
     """The captured step of a case of the zoo."""
     model, stepper = trainee(CASES[case], optimizer)
-    return executable(capture(model, stepper, CASES[case].batch, loss=CASES[case].loss))
+    return capture(model, stepper, CASES[case].batch, loss=CASES[case].loss)
 
 
 @functools.cache

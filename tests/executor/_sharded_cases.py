@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock.codegen import _cache
 from penstock.errors import CaptureError
-from penstock.executor import PlannedStep, average_gradients, bind, executable
+from penstock.executor import PlannedStep, average_gradients, bind
 from penstock.graph import StepGraph, capture, run
 from penstock.planner import plan
 from penstock.planner.paging import peak_of_program_order
@@ -157,7 +157,7 @@ def planned(
     **options: Any,
 ) -> PlannedStep:
     """Bind a plan for a share of the memory that the step would like to have."""
-    graph = executable(capture(model, optimizer, batches()[0], loss=loss_of, **options))
+    graph = capture(model, optimizer, batches()[0], loss=loss_of, **options)
     seed = distributed.get_rank()  # ranks have plans of their own
     found = plan(graph, machine=MACHINE, time_limit=0.2, seed=seed)
     if share < 1:
@@ -291,7 +291,7 @@ def accumulated(store: Path) -> list[str]:
         losses = []
         if is_planned:
             how: dict[str, Any] = {"accumulate": 2, "before_step": clip(model)}
-            graph = executable(capture(model, optimizer, parts, loss=loss_of, **how))
+            graph = capture(model, optimizer, parts, loss=loss_of, **how)
             found = plan(graph, machine=MACHINE, time_limit=0.2)
             with bind(found, model, optimizer, graph=graph, loss=loss_of, debug=True) as step:
                 torch.manual_seed(1)
@@ -351,8 +351,7 @@ def two_shapes(store: Path) -> list[str]:
         step = None
         if is_planned:
             graphs = [
-                executable(capture(model, optimizer, batches()[0][:rows], loss=loss_of))
-                for rows in (4, 3)
+                capture(model, optimizer, batches()[0][:rows], loss=loss_of) for rows in (4, 3)
             ]
             (first, one), *others = [
                 (plan(graph, machine=MACHINE, time_limit=0.2), graph) for graph in graphs
@@ -386,7 +385,7 @@ def gathered_bytes(store: Path) -> dict[str, Any]:
             model, optimizer = sharded(
                 momentum, reshard_after_forward=reshards, model_options=options
             )()
-            graph = executable(capture(model, optimizer, batches()[0][:1], loss=loss_of))
+            graph = capture(model, optimizer, batches()[0][:1], loss=loss_of)
             found[f"{name} {depth}"] = peak_of_program_order(graph)
     found["block"] = sum(each.numel() * 4 for each in Block(33, 127).parameters())
     return found

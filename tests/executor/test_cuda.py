@@ -12,7 +12,7 @@ from _planned import everything, plan_within, trainee
 from _steps import differences
 from _zoo import CASES
 from penstock.errors import NonFiniteLossError
-from penstock.executor import PlannedStep, bind, executable
+from penstock.executor import PlannedStep, bind
 from penstock.graph import StepGraph, capture
 from penstock.planner import Plan, plan
 
@@ -39,7 +39,7 @@ def trainee_there(case: str, optimizer: str) -> tuple[nn.Module, torch.optim.Opt
 def graph_there(case: str, optimizer: str) -> StepGraph:
     model, stepper = trainee_there(case, optimizer)
     batch = there(CASES[case].batch)
-    return executable(capture(model, stepper, batch, loss=CASES[case].loss))
+    return capture(model, stepper, batch, loss=CASES[case].loss)
 
 
 def eager_step(case: str, model: nn.Module, stepper: torch.optim.Optimizer) -> torch.Tensor:

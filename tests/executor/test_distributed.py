@@ -14,7 +14,7 @@ import json, sys
 import torch
 from torch import distributed, nn
 from _ranks import leave
-from penstock.executor import average_gradients, bind, executable
+from penstock.executor import average_gradients, bind
 from penstock.graph import capture
 from penstock.planner import plan
 
@@ -35,9 +35,7 @@ model, optimizer = trainee()
 if arm == "planned":
     clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     before_step = lambda: (average_gradients(model), clip())
-    graph = executable(
-        capture(model, optimizer, batches[0], loss=loss_of, before_step=before_step)
-    )
+    graph = capture(model, optimizer, batches[0], loss=loss_of, before_step=before_step)
     full = plan(graph, machine="h200", time_limit=0.3, seed=rank)
     found = plan(
         graph, device_memory=full.peak_device_bytes * (6 + rank) // 8, store=store,

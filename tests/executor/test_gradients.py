@@ -7,9 +7,9 @@ from torch import nn
 import penstock
 from _planned import CASES, MACHINE, differences, everything, plan_within, trainee
 from penstock.errors import CaptureError, NonFiniteLossError
-from penstock.executor import bind, executable
+from penstock.executor import bind
 from penstock.graph import capture
-from penstock.graph.step_program import call_model, loss_of
+from penstock.graph.capturing.step_program import call_model, loss_of
 from penstock.planner import plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,7 +39,7 @@ def eager_losses(case, model, stepper, batches, before_step, accumulate):
 
 
 def planned_losses(case, model, stepper, batches, store, **how):
-    graph = executable(capture(model, stepper, batches[0], loss=case.loss, **how))
+    graph = capture(model, stepper, batches[0], loss=case.loss, **how)
     full = plan(graph, machine=MACHINE, time_limit=0.2)
     found = plan_within(graph, full.peak_device_bytes // 2, "file")
     with bind(found, model, stepper, graph=graph, loss=case.loss, store=store, debug=True) as step:
@@ -125,7 +125,7 @@ def test_the_first_batch_is_captured_as_it_will_be_run():
     model, stepper = trainee(case, OPTIMIZER)
     how = {"before_step": clipping(model, 0.1), "accumulate": 2}
     batch = [case.batch] * 2
-    graph = executable(capture(model, stepper, batch, **how))
+    graph = capture(model, stepper, batch, **how)
     found = plan(graph, machine=MACHINE, time_limit=0.2)
     with bind(found, model, stepper, **how) as step:
         assert step(batch).isfinite()
@@ -159,7 +159,7 @@ def test_a_loss_that_is_not_finite_is_undone_with_clipping_too(store):
     batch = torch.ones(3, 4)
     how = {"before_step": clipping(model, 1.0)}
     loss = lambda output, batch: output.sum()  # noqa: E731
-    graph = executable(capture(model, stepper, batch, loss=loss, **how))
+    graph = capture(model, stepper, batch, loss=loss, **how)
     found = plan(graph, machine=MACHINE, time_limit=0.2)
     with bind(found, model, stepper, graph=graph, loss=loss) as step:
         step(batch)

@@ -13,7 +13,7 @@ from torch import nn
 
 from _planned import CASES, MACHINE, differences, eager_step, everything, plan_within
 from penstock.errors import StoreReadError
-from penstock.executor import bind, executable, save_safetensors
+from penstock.executor import bind, save_safetensors
 from penstock.executor.state.safetensors import SafetensorsFile
 from penstock.graph import capture
 from penstock.planner import plan
@@ -56,7 +56,7 @@ def in_memory(initialize=None):
 
 
 def bound(model, stepper, tier, store, **options):
-    graph = executable(capture(model, stepper, BATCH, loss=CASE.loss))
+    graph = capture(model, stepper, BATCH, loss=CASE.loss)
     found = plan(graph, machine=MACHINE, time_limit=0.2)
     if tier != "device":
         found = plan_within(graph, found.peak_device_bytes // 2, tier)
@@ -225,7 +225,7 @@ import torch
 from torch import nn
 torch.set_num_threads(1)
 import penstock
-from penstock.executor import bind, executable
+from penstock.executor import bind
 from penstock.graph import capture
 from penstock.planner import plan
 
@@ -248,7 +248,7 @@ if arm != "free":
     limit = memory_bytes("VmData") + allowed
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 if arm == "planned":
-    graph = executable(capture(model, optimizer, batch, loss=loss_of))
+    graph = capture(model, optimizer, batch, loss=loss_of)
     found = plan(graph, device_memory=allowed // 2, store=store, machine="h200", time_limit=2)
 torch.manual_seed(1)
 before = memory_bytes("VmRSS")

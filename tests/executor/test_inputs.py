@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from _sequence import Recurrent
-from penstock.executor import bind, executable
+from penstock.executor import bind
 from penstock.graph import Kind, capture
 from penstock.memory import Tier
 from penstock.planner import plan
@@ -29,7 +29,7 @@ def batches():
 
 def planned(tier):
     model, optimizer = trainee()
-    graph = executable(capture(model, optimizer, next(batches())))
+    graph = capture(model, optimizer, next(batches()))
     below = {"store": "/tmp"} if tier is Tier.FILE else {"host_memory": "1MiB"}
     options = {"machine": "v100-16gb-pcie3", "time_limit": 0.5, **below}
     return graph, plan(graph, device_memory="16KiB", **options)

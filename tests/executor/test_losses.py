@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import penstock
 from _steps import differences
-from penstock.executor import executable
-from penstock.executor.program.operators import writes_in_place
+from penstock.graph.executable import writes_in_place
 from penstock.planner import plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,7 +53,7 @@ def test_a_loss_writes_nothing_but_its_place(name):
         expected.append(value.detach())
     weights = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     model, optimizer, batch = trainee()
-    graph = executable(penstock.capture(model, optimizer, batch, loss=loss))
+    graph = penstock.capture(model, optimizer, batch, loss=loss)
     full = plan(graph, machine="h200", time_limit=0.2)
     budget = full.peak_device_bytes * 3 // 4
     below = {"host_memory": "1MiB", "machine": "h200", "time_limit": 0.2}

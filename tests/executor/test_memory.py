@@ -82,7 +82,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 import penstock
-from penstock.executor import bind, executable
+from penstock.executor import bind
 from penstock.graph import capture
 from penstock.planner import plan
 
@@ -105,7 +105,7 @@ model = torch.nn.Sequential(*(
 stepper = torch.optim.AdamW(model.parameters())
 batch = torch.randn(2048, width)
 loss = lambda output, batch: output.square().mean()
-graph = executable(capture(model, stepper, batch, loss=loss))
+graph = capture(model, stepper, batch, loss=loss)
 full = plan(graph, machine="v100-16gb-pcie3", time_limit=0.5)
 share, where = float(sys.argv[1]), sys.argv[2]
 below = {"store": where} if where != "host" else {"host_memory": "1GiB"}

@@ -8,7 +8,7 @@ from torch import nn
 
 from _planned import plan_within
 from penstock.errors import GraphFileError
-from penstock.executor import bind, executable
+from penstock.executor import bind
 from penstock.graph import StepGraph, capture, measure
 from penstock.planner import check, plan, refine
 
@@ -44,7 +44,7 @@ def run(found, graph, num_steps=8):
 @pytest.fixture(scope="module")
 def true_graph():
     model, stepper, batch = trainee()
-    return executable(measure(capture(model, stepper, batch, loss=loss_of)))
+    return measure(capture(model, stepper, batch, loss=loss_of))
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_operators_that_were_taken_apart_take_what_their_parts_do():
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     stepper = torch.optim.AdamW(model.parameters(), fused=True)
     batch = torch.randn(8, 64)
-    fused = executable(measure(capture(model, stepper, batch, loss=loss_of)))
+    fused = measure(capture(model, stepper, batch, loss=loss_of))
     full = plan(fused, machine="h200", time_limit=0.3)
     found = plan_within(fused, full.peak_device_bytes // 3, "host", machine="h200")
     assert found.split_bytes is not None

@@ -113,3 +113,11 @@ def test_a_constant_of_the_graph_that_has_changed(store):
         stepper.param_groups[0]["nesterov"] = True
         with pytest.raises(GraphFileError, match="nesterov"):
             step(CASES[CASE].batch)
+
+
+def test_a_graph_that_does_not_count_its_workspace():
+    graph = graph_of(CASE, OPTIMIZER)
+    marks = {"workspace_holds_results"}  # files of older versions lack it
+    metadata = {key: item for key, item in graph.metadata.items() if key not in marks}
+    old = dataclasses.replace(graph, metadata=metadata)
+    refused(GraphFileError, "capture the step again", graph=old)

@@ -16,7 +16,7 @@ from _planned import (
     trainee,
 )
 from penstock.errors import StoreReadError
-from penstock.executor import bind, executable
+from penstock.executor import bind
 from penstock.graph import capture
 from penstock.memory import Tier, _extent_file
 from penstock.planner import plan
@@ -34,7 +34,7 @@ def planned_shapes(model, stepper, tier, shares):
     case = CASES[CASE]
     pairs = []
     for batch, share in zip(batches_of(case), shares, strict=True):
-        graph = executable(capture(model, stepper, batch))
+        graph = capture(model, stepper, batch)
         found = plan(graph, machine=MACHINE, time_limit=0.2)
         if share < 1:
             found = plan_within(graph, int(found.peak_device_bytes * share), tier)
@@ -164,7 +164,7 @@ def test_a_step_of_the_smallest_tensors(store):
         batch = torch.ones(2, 3)
         case = CASES[CASE]._replace(batch=batch, loss=lambda output, batch: output.square().sum())
         if planned:
-            graph = executable(capture(model, stepper, batch, loss=case.loss))
+            graph = capture(model, stepper, batch, loss=case.loss)
             full = plan(graph, machine=MACHINE, time_limit=0.2)
             found = plan_within(graph, full.peak_device_bytes // 2, "host")
             assert found.transfers

@@ -17,9 +17,9 @@ from torch.nn.utils import parametrizations
 
 from _planned import differences, everything, plan_within
 from penstock.errors import GraphFileError, PenstockError
-from penstock.executor import PlannedStep, bind, executable
+from penstock.executor import PlannedStep, bind
 from penstock.graph import StepGraph, capture
-from penstock.graph.step_program import call_model
+from penstock.graph.capturing.step_program import call_model
 from penstock.planner import plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,7 +51,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def bound(
     model: nn.Module, stepper: torch.optim.Optimizer, batch: Any, share: float
 ) -> PlannedStep:
-    graph: StepGraph = executable(capture(model, stepper, batch))
+    graph: StepGraph = capture(model, stepper, batch)
     found = plan(graph, machine=MACHINE, time_limit=0.1)
     if share < 1:
         found = plan_within(graph, int(found.peak_device_bytes * share), "host")
@@ -223,7 +223,7 @@ def test_micro_batches_that_are_one_tensor_in_the_first_batch_only():
     for first in (batches(1) * 2, batches(2)):
         torch.manual_seed(0)
         model = Model()
-        graph = executable(capture(model, stepper := sgd(model.parameters()), first, accumulate=2))
+        graph = capture(model, stepper := sgd(model.parameters()), first, accumulate=2)
         with bind(plan(graph, machine=MACHINE), model, stepper, graph=graph) as step:
             losses.append([step(batches(2)).item() for _ in range(2)])
     assert losses[0] == losses[1]
@@ -301,7 +301,7 @@ def test_a_step_that_would_be_another_one_is_refused(message):
 def test_the_mode_at_the_capture_is_part_of_the_graph():
     model = Model()
     stepper = sgd(model.parameters())
-    graph = executable(capture(model, stepper, batches()[0]))
+    graph = capture(model, stepper, batches()[0])
     found = plan(graph, machine=MACHINE)
     model.eval()
     with pytest.raises(GraphFileError, match="in evaluation mode and was not"):

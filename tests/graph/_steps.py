@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock.graph import StepGraph, capture, run
-from penstock.graph.step_program import call_model, loss_of
+from penstock.graph.capturing.step_program import call_model, loss_of
 
 
 class Case(NamedTuple):
@@ -22,7 +22,7 @@ class Case(NamedTuple):
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors are equal to the bit, signs of zeros and NaNs included."""
+    """Return whether two tensors are equal to the bit, signs of zeros and NaNs included."""
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
     raw = [each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (left, right)]

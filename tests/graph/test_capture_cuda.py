@@ -29,7 +29,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 import penstock
-from penstock.executor import executable
 
 class Model(nn.Module):
     def __init__(self):
@@ -48,7 +47,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 pretended = {"device": lambda number: contextlib.nullcontext(), "_initialized": True}
 pretended |= {"device_count": lambda: 1, "current_device": lambda: 0}
 with mock.patch.multiple(torch.cuda, **pretended):
-    graph = executable(penstock.capture(model, optimizer, batch))
+    graph = penstock.capture(model, optimizer, batch)
 full = penstock.plan(graph, machine="h200", time_limit=0.5)
 half = full.peak_device_bytes // 2
 plan = penstock.plan(graph, device_memory=half, machine="h200", time_limit=0.5)

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from _traps import CASES as TRAPS
 from _zoo import CASES as ZOO
-from penstock.graph import _fake_results, _recorder, capture
+from penstock.graph import capture
+from penstock.graph.capturing import _fake_results, recorder
 
 CASES = ZOO | TRAPS
 aten = torch.ops.aten
@@ -22,7 +23,7 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
 
 
 def looks(result: Any, operands: list[torch.Tensor]) -> list[Any]:
-    """What can be told of results without numbers, and the operands whose bytes they are."""
+    """Return the forms of results, and the operands whose bytes they view."""
     return [
         (
             *(each.shape, each.stride(), each.storage_offset(), each.dtype, each.device),
@@ -41,7 +42,7 @@ def looks(result: Any, operands: list[torch.Tensor]) -> list[Any]:
 def made(monkeypatch) -> list[str]:
     """Names of operators whose results were made, each time after a comparison."""
     names: list[str] = []
-    make, run_fake = _fake_results._made, _fake_results.run_fake
+    make, run_fake = _fake_results._make_results, _fake_results.run_fake
     is_made: list[bool] = []
 
     def noted(*args: Any) -> Any:
@@ -53,16 +54,16 @@ def made(monkeypatch) -> list[str]:
         result = run_fake(func, args, kwargs)
         if is_made:
             names.append(func._opname)
-            args = tuple(map(_fake_results._hint, args))
-            kwargs = {name: _fake_results._hint(value) for name, value in kwargs.items()}
+            args = tuple(map(_fake_results._untrace, args))
+            kwargs = {name: _fake_results._untrace(value) for name, value in kwargs.items()}
             operands = tensors_in((args, kwargs))
-            anew = _fake_results._run(func, args, kwargs)
+            anew = _fake_results._run_kernel(func, args, kwargs)
             assert looks(result, operands) == looks(anew, operands), func
         return result
 
-    monkeypatch.setattr(_fake_results, "_made", noted)
-    monkeypatch.setattr(_recorder, "run_fake", compared)
-    monkeypatch.setattr(_fake_results, "_known", {})
+    monkeypatch.setattr(_fake_results, "_make_results", noted)
+    monkeypatch.setattr(recorder, "run_fake", compared)
+    monkeypatch.setattr(_fake_results, "_cache", {})
     return names
 
 
@@ -76,7 +77,7 @@ def test_they_are_as_those_of_the_kernels(name, made):
 
 def test_what_is_no_matter_of_forms_is_not_kept(made):
     """Numbers of other types, views of other operands, results that are operands."""
-    run = _recorder.run_fake
+    run = recorder.run_fake
     with FakeTensorMode():
         x = torch.zeros(4, 6, dtype=torch.int64)
         for number, dtype in ((1, torch.int64), (1.0, torch.float32), (True, torch.int64)) * 2:

@@ -6,13 +6,13 @@ from torch import nn
 
 from _sequence import Recurrent
 from penstock.graph import StepGraph, capture, run, split
-from penstock.graph._input_pieces import part_of_input
+from penstock.graph.splitting.input_pieces import part_of_input
 
 TIMES, ROWS, WIDTH = 6, 4, 32
 
 
 class Windows(nn.Module):
-    """Looks at parts of its input that somebody else has chosen."""
+    """Views parts of its input that are chosen outside."""
 
     def __init__(self, look) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def test_the_parts_give_the_same_bits():
     assert all(map(torch.equal, *losses))
 
 
-def test_parts_that_overlap_are_one_and_what_nobody_sees_is_none():
+def test_parts_that_overlap_are_one_and_unread_ranges_are_none():
     found = parts_looked_at(lambda x: (x[0:32], x[16:48], x[64:96], x[112:128]), torch.ones(160))
     assert found == [("batch.0", 0, 48), ("batch.0", 64, 96), ("batch.0", 112, 128)]
 

@@ -1,4 +1,4 @@
-"""What cannot be captured is refused with the line that does it."""
+"""Programs that cannot be captured are refused with the line that is the reason."""
 
 import math
 import random

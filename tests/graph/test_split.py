@@ -6,7 +6,7 @@ import torch
 from _steps import unlike_eager
 from _zoo import CASES
 from penstock.graph import capture, split
-from penstock.graph._row_choice import working_set_bytes
+from penstock.graph.splitting._choice import working_set_bytes
 
 OPTIMIZERS = {
     "fused adamw": lambda parameters: torch.optim.AdamW(parameters, fused=True),

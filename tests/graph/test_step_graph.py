@@ -108,7 +108,7 @@ def test_a_damaged_file_is_refused(tmp_path, content):
     [
         ([Operator(name="a", target="t", reads=(2,))], "needs value 2"),
         ([Operator(name="a", target="t", creates=(0,))], "once more"),
-        ([Operator(name="a", target="t", reads=(0,))], "made by nobody"),
+        ([Operator(name="a", target="t", reads=(0,))], "made by no operator"),
         ([Operator(name="a", target="t", mutates=((0, 2),))], "another storage"),
         ([Operator(name="a", target="t", after=(0,))], "comes after"),
         (

@@ -3,7 +3,6 @@
 from penstock.executor._bind import bind
 from penstock.executor._fit import fit
 from penstock.executor._planned_step import PlannedStep
-from penstock.executor.program.operators import executable
 from penstock.executor.run.distributed import average_gradients
 from penstock.executor.run.report import ExecutionReport
 from penstock.executor.state.safetensors import save_safetensors
@@ -13,7 +12,6 @@ __all__ = [
     "PlannedStep",
     "average_gradients",
     "bind",
-    "executable",
     "fit",
     "save_safetensors",
 ]

@@ -15,8 +15,8 @@ from penstock.executor.run.planning import PlannedGraph
 from penstock.executor.run.shadow import Shadow
 from penstock.executor.state.initial import Initialization, Initializer
 from penstock.graph import StepGraph
-from penstock.graph.capturing import check_optimizer
-from penstock.graph.step_program import StepProgram
+from penstock.graph.capturing.arguments import check_optimizer
+from penstock.graph.capturing.step_program import StepProgram
 from penstock.memory import FileStore
 from penstock.planner import Plan
 
@@ -43,7 +43,7 @@ def bind(
     `penstock.graph.run`, bit for bit.
 
     Example:
-        >>> graph = executable(penstock.capture(model, optimizer, batch))  # doctest: +SKIP
+        >>> graph = penstock.capture(model, optimizer, batch)  # doctest: +SKIP
         >>> plan = penstock.plan(graph, device_memory="4GiB", store="/mnt/nvme")  # doctest: +SKIP
         >>> with penstock.bind(plan, model, optimizer, store="/mnt/nvme") as step:  # doctest: +SKIP
         ...     for batch in batches:
@@ -53,9 +53,8 @@ def bind(
         plan: A plan for the step of this model and optimizer.
         model: The model; its parameters and buffers move to the plan's places.
         optimizer: Its optimizer; state that does not exist yet is made.
-        graph: The step that was planned: captured, or the result of `executable`. None: it is
-            captured with the first batch, which also proves that the plan is for this model,
-            optimizer and batch.
+        graph: The step that was planned. None: it is captured with the first batch, which also
+            proves that the plan is for this model, optimizer and batch.
         loss: `loss(output, batch)`, as given to `penstock.capture`. None: the output has the loss.
         before_step: Called between backward and the optimizer's step, as given to
             `penstock.capture`; for a step without `graph`, and for `shadow`.

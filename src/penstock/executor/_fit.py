@@ -14,7 +14,7 @@ from penstock.executor.run.binder import Binder
 from penstock.executor.run.planning import CachedPlanner
 from penstock.executor.run.shadow import Shadow
 from penstock.executor.state.initial import Initialization, Initializer
-from penstock.graph.step_program import StepProgram
+from penstock.graph.capturing.step_program import StepProgram
 from penstock.memory import FileStore, MachineProfile
 from penstock.planner import Found
 from penstock.units import parse_bytes

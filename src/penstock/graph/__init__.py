@@ -1,4 +1,4 @@
-"""A training step as a graph: what runs, which values it needs, how many bytes they have."""
+"""Training steps as graphs: operators, the values that they need, and the bytes of these."""
 
 from typing import TYPE_CHECKING
 
@@ -11,12 +11,12 @@ from penstock.graph._alignment import (
 from penstock.graph.step_graph import Kind, Operator, Phase, StepGraph, Storage, TensorView
 
 if TYPE_CHECKING:
-    from penstock.graph._costs import operator_seconds
-    from penstock.graph._measure import measure
     from penstock.graph._run import run
-    from penstock.graph._split import split
-    from penstock.graph._workspace import with_workspace
-    from penstock.graph.capturing import capture
+    from penstock.graph.capturing.capture import capture
+    from penstock.graph.costs.measurement import measure
+    from penstock.graph.costs.roofline import operator_seconds
+    from penstock.graph.costs.workspace import with_workspace
+    from penstock.graph.splitting.split import split
 
 __all__ = [
     "TENSOR_ALIGNMENT_BYTES",

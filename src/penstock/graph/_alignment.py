@@ -1,4 +1,4 @@
-"""Multiples of bytes at which storages lie on a device: one rule for planners and for what runs."""
+"""Alignment of storages on a device: one rule for planners and for execution."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SMALL_BYTES = 2**10
 
 
 def alignment_bytes(graph: StepGraph) -> int:
-    """Return what the addresses of a step's storages are multiples of.
+    """Return the bytes that the addresses of a step's storages are multiples of.
 
     Example:
         >>> alignment_bytes(StepGraph(storages=(), storage_of_value=(), operators=()))
@@ -37,7 +37,7 @@ def alignment_bytes(graph: StepGraph) -> int:
 
 
 def least_alignment_bytes(graph: StepGraph) -> int:
-    """Return the alignment without which tensors would lie where torch never lays one.
+    """Return the alignment that tensors of torch have at least.
 
     Example:
         >>> least_alignment_bytes(StepGraph(storages=(), storage_of_value=(), operators=()))

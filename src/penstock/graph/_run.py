@@ -1,4 +1,4 @@
-"""Runs a step graph operator by operator, without a plan: the reference for every execution.
+"""Execution of a step graph operator by operator, without a plan: the reference for all others.
 
 It reads nothing but the graph's data, so it also proves that the data is complete.
 """
@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.compat.autograd import below_autograd
 from penstock.errors import PenstockError
-from penstock.graph import collectives  # noqa: F401 (operators of graphs)
-from penstock.graph._input_pieces import part_of_input
-from penstock.graph._scalars import evaluate
+from penstock.graph._expressions import evaluate
 from penstock.graph.bindings import (
     bind_batch,
     bind_group_tensors,
@@ -30,14 +29,16 @@ from penstock.graph.encoding import (
     SCALAR,
     SET_RNG_STATE,
     decode,
-    dtype_named,
     flat_results,
     make,
     random_state,
     resolve,
     set_random_state,
+    view_memory,
 )
-from penstock.graph.shards import ShardedModel
+from penstock.graph.fsdp import collectives  # noqa: F401 (operators of graphs)
+from penstock.graph.fsdp.shards import ShardedModel
+from penstock.graph.splitting.input_pieces import part_of_input
 from penstock.graph.step_graph import Kind, Operator, Phase, StepGraph, TensorView
 
 
@@ -79,16 +80,16 @@ def run(
     """
     if graph.captured is not None:
         graph.captured.check_outside()
-    ShardedModel(model, loss)  # so that it holds its shards
+    ShardedModel(model, loss)  # puts the shards into the model
     tensors = bind_model(graph, model, loss) | bind_batch(graph, batch)
     tensors |= bind_state(graph, model, optimizer, loss) | bind_group_tensors(graph, optimizer)
-    step = _Run(graph, tensors, bind_numbers(graph, optimizer))
-    with torch._C._AutoDispatchBelowAutograd(), torch.autocast(graph.device, enabled=False):
+    step = _ReferenceRun(graph, tensors, bind_numbers(graph, optimizer))
+    with below_autograd(), torch.autocast(graph.device, enabled=False):
         return step.run()
 
 
-class _Run:
-    """One execution: the memory of each storage that has some now."""
+class _ReferenceRun:
+    """One execution, with the memory of each storage that has some now."""
 
     def __init__(
         self, graph: StepGraph, tensors: Mapping[str, torch.Tensor], numbers: dict[int, float]
@@ -96,7 +97,7 @@ class _Run:
         self._graph = graph
         self._numbers: dict[int, float] = dict(numbers)
         self._memory: dict[int, torch.UntypedStorage] = {}
-        for name, tensor in _one_for_each_storage(graph, tensors):
+        for name, tensor in _tensors_of_storages(graph, tensors):
             storage = graph.storage_of_value[graph.tensors[name].value]
             self._memory[storage] = tensor.untyped_storage()
         devices = {each.device for name, each in tensors.items() if name.startswith("model.")}
@@ -144,7 +145,7 @@ class _Run:
         return resolve(operator.target)(*args, **kwargs)
 
     def _keep(self, operator: Operator, view: TensorView, result: torch.Tensor) -> None:
-        """Take a result over; a kernel must not give another one than its fake twin promised."""
+        """Keep a result, if it has the dtype and shape that the fake kernel has promised."""
         storage = self._graph.storage_of_value[view.value]
         promised = (view.dtype, view.shape, self._graph.storages[storage].num_bytes)
         given = (str(result.dtype)[6:], tuple(result.shape), result.untyped_storage().nbytes())
@@ -162,8 +163,7 @@ class _Run:
 
     def _tensor(self, view: TensorView) -> torch.Tensor:
         memory = self._memory[self._graph.storage_of_value[view.value]]
-        tensor = torch.empty(0, dtype=dtype_named(view.dtype), device=memory.device)
-        return tensor.set_(memory, view.offset, view.shape, view.stride)  # pyright: ignore
+        return view_memory(memory, view, memory.device)
 
     def _number(self, expression: Any) -> Any:
         return evaluate(expression, self._read)
@@ -173,10 +173,10 @@ class _Run:
         return self._tensor(view).item() if number is None else number
 
 
-def _one_for_each_storage(
+def _tensors_of_storages(
     graph: StepGraph, tensors: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """A tensor for each storage, which lies there as the graph has it."""
+    """Yield a tensor of each storage, whose memory is laid out as in the graph."""
     found: dict[int, list[str]] = {}
     for name in tensors:
         found.setdefault(graph.storage_of_value[graph.tensors[name].value], []).append(name)
@@ -191,14 +191,12 @@ def _one_for_each_storage(
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         for name in names:
             view = graph.tensors[name]
-            place = torch.empty(0, dtype=tensors[name].dtype, device=device)
-            place.set_(memory.untyped_storage(), view.offset, view.shape, view.stride)  # pyright: ignore
-            place.copy_(tensors[name].detach())
+            view_memory(memory.untyped_storage(), view, device).copy_(tensors[name].detach())
         yield names[0], memory
 
 
 def _last_uses(graph: StepGraph) -> dict[int, list[int]]:
-    """For each operator the storages that nobody needs after it."""
+    """Return for each operator the storages that have no use after it."""
     last: dict[int, int] = {}
     for index, operator in enumerate(graph.operators):
         for value in operator.needs + operator.makes:

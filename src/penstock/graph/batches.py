@@ -1,8 +1,8 @@
-"""What a batch is made of: tensors, and constants that are part of the step.
+"""Content of a batch: tensors, and constants that are part of the step.
 
 Tensors lie in dictionaries, lists, tuples and dataclasses, and are named by their paths
-(`"batch.0.ids"`). Numbers, strings and None among them decide what the model does, so a graph holds
-them, and a batch with others is not of its form.
+(`"batch.0.ids"`). Numbers, strings and None among them decide the course of the step, so a graph
+holds them, and a batch with others is not of its form.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._mode_utils import no_dispatch
+
+from penstock.compat.dispatch import no_dispatch
+from penstock.compat.fake_tensors import FakeTensor
 
 _CONSTANTS = (type(None), bool, numbers.Number, str, bytes, enum.Enum, torch.dtype, torch.device)
 
@@ -25,7 +26,7 @@ def tensors_in(batch: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a batch with their paths.
 
     Raises:
-        TypeError: Something in it is neither a tensor, a constant, nor one of what holds them.
+        TypeError: Something in it is neither a tensor, a constant, nor a container of these.
     """
     for path, leaf in _leaves(batch, name):
         if isinstance(leaf, torch.Tensor):
@@ -33,7 +34,7 @@ def tensors_in(batch: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def constants_in(batch: Any, name: str) -> dict[str, str]:
-    """Return what is no tensor in a batch, by path, in the form that is compared.
+    """Return the constants of a batch by path, in the form that is compared.
 
     Example:
         >>> constants_in({"ids": torch.zeros(2), "scale": 0.5, "mask": None}, "batch")
@@ -47,7 +48,7 @@ def constants_in(batch: Any, name: str) -> dict[str, str]:
 
 
 def is_full_mask(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of a batch looks like a mask of tokens that masks none of them."""
+    """Return whether a tensor of a batch looks like a mask of tokens that masks none of them."""
     if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.dim() != 2 or not tensor.numel():
         return False
     is_mask = tensor.dtype in (torch.bool, torch.int64, torch.int32) and tensor.numel() <= 2**20
@@ -55,14 +56,16 @@ def is_full_mask(tensor: torch.Tensor) -> bool:
         return is_mask and bool((tensor == 1).all())
 
 
-def replaced(batch: Any, name: str, replace: Callable[[torch.Tensor, str], torch.Tensor]) -> Any:
+def replace_tensors(
+    batch: Any, name: str, replace: Callable[[torch.Tensor, str], torch.Tensor]
+) -> Any:
     """Return a batch of the same form with other tensors: `replace(tensor, path)`."""
     if isinstance(batch, torch.Tensor):
         return replace(batch, name)
     parts = _parts(batch, name)
     if parts is None:
         return batch
-    items = {key: replaced(item, f"{name}.{key}", replace) for key, item in parts}
+    items = {key: replace_tensors(item, f"{name}.{key}", replace) for key, item in parts}
     if isinstance(batch, Mapping):
         return items
     if dataclasses.is_dataclass(batch):
@@ -84,7 +87,7 @@ def _leaves(batch: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _parts(value: Any, name: str) -> list[tuple[Any, Any]] | None:
-    """Return keys and items of what holds others; None for a tensor or a constant."""
+    """Return keys and items of a container; None for a tensor or a constant."""
     if isinstance(value, torch.Tensor):
         return None
     if isinstance(value, Mapping):

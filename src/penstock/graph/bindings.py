@@ -1,7 +1,7 @@
-"""The real tensors and numbers that a step graph's names stand for, checked against the graph.
+"""Real tensors and numbers for the names of a step graph, checked against the graph.
 
-A graph is data about one model, one optimizer and batches of one shape. Whoever runs it asks here
-for what it begins with, and gets it or hears what does not fit.
+A graph is data about one model, one optimizer and batches of one shape. Its execution begins with
+the tensors that are found here; an error names the first one that does not fit.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from penstock.errors import GraphFileError
-from penstock.graph._input_pieces import part_of_input
-from penstock.graph._scalars import evaluate, views_of
+from penstock.graph._expressions import evaluate
 from penstock.graph.batches import constants_in, is_full_mask, tensors_in
-from penstock.graph.encoding import dtype_name, dtype_named
-from penstock.graph.shards import local_of, sharded_like
-from penstock.graph.step_graph import StepGraph, TensorView
+from penstock.graph.encoding import dtype_from_name, dtype_name
+from penstock.graph.fsdp.shards import local_of, sharded_like
+from penstock.graph.splitting.input_pieces import part_of_input
+from penstock.graph.step_graph import StepGraph, TensorView, views_in
 
 _STATE, _GROUPS, _BATCH = "optimizer.state.", "optimizer.param_groups.", "batch"
 
@@ -36,7 +36,7 @@ def named_tensors(model: nn.Module, loss: object = None) -> Iterator[tuple[str, 
 def bind_model(graph: StepGraph, model: nn.Module, loss: object = None) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers that a graph begins with, by their names.
 
-    Of what ranks share it is this rank's part.
+    Of a tensor that ranks share it is this rank's part.
 
     Raises:
         GraphFileError: The graph is of another model; the message names the first difference.
@@ -44,9 +44,9 @@ def bind_model(graph: StepGraph, model: nn.Module, loss: object = None) -> dict[
     found = {name: local_of(tensor) for name, tensor in named_tensors(model, loss)}
     wanted = {name for name in graph.tensors if name.startswith(("model.", "loss."))}
     for name in sorted(wanted ^ found.keys()):
-        whose = "the graph" if name in wanted else "the model"
+        owner = "the graph" if name in wanted else "the model"
         raise GraphFileError(
-            f"only {whose} has a tensor {name!r}: this graph is of another model; capture this one"
+            f"only {owner} has a tensor {name!r}: this graph is of another model; capture this one"
         )
     _check_all(graph, found)
     _check_sharing(graph, found)
@@ -83,7 +83,7 @@ def bind_batch(graph: StepGraph, batch: Any) -> dict[str, torch.Tensor]:
                 "its shape"
             )
         if tensor.stride() != view.stride or tensor.storage_offset() != view.offset:
-            found[name] = _laid_out(tensor, view)
+            found[name] = _lay_out(tensor, view)
     for name in graph.tensors:
         if part := part_of_input(name):
             whole, begin, end = part
@@ -93,7 +93,7 @@ def bind_batch(graph: StepGraph, batch: Any) -> dict[str, torch.Tensor]:
 
 def _check_constants(graph: StepGraph, batch: Any) -> None:
     captured = graph.metadata.get("batch_constants")
-    if captured is None:  # of a graph that does not say
+    if captured is None:  # the graph is of an older version
         return
     found = constants_in(batch, _BATCH)
     for name in sorted(captured.keys() | found.keys()):
@@ -105,8 +105,8 @@ def _check_constants(graph: StepGraph, batch: Any) -> None:
             )
 
 
-def _laid_out(tensor: torch.Tensor, view: TensorView) -> torch.Tensor:
-    """Copy a tensor to where a view has its elements in a storage."""
+def _lay_out(tensor: torch.Tensor, view: TensorView) -> torch.Tensor:
+    """Copy a tensor into a storage in which its elements lie as in a view."""
     steps = zip(view.shape, view.stride, strict=True)
     num_elements = view.offset + sum((size - 1) * stride for size, stride in steps) + 1
     memory = torch.empty(num_elements, dtype=tensor.dtype, device=tensor.device)
@@ -116,11 +116,11 @@ def _laid_out(tensor: torch.Tensor, view: TensorView) -> torch.Tensor:
 def bind_state(
     graph: StepGraph, model: nn.Module, optimizer: torch.optim.Optimizer, loss: object = None
 ) -> dict[str, torch.Tensor]:
-    """Return the optimizer's state by its names in a graph; make what is not there yet.
+    """Return the optimizer's state by its names in a graph; make state that does not exist yet.
 
     Raises:
         GraphFileError: The optimizer has other state than the captured one.
-        ValueError: State is missing of which the graph does not say how it begins.
+        ValueError: State is missing, and the graph does not say how it begins.
     """
     parameters: dict[str, torch.Tensor] = {}
     for name, tensor in named_tensors(model, loss):
@@ -178,7 +178,7 @@ def check_guards(graph: StepGraph, read: Callable[[TensorView], float]) -> None:
     for expression, outcome in graph.guards:
         if bool(evaluate(expression, read)) != outcome:
             names = {view: name for name, view in graph.tensors.items()}
-            found = {names.get(view, "a number"): read(view) for view in views_of(expression)}
+            found = {names.get(view, "a number"): read(view) for view in views_in(expression)}
             now = ", ".join(f"{name} is {number!r}" for name, number in found.items())
             raise GraphFileError(
                 f"{now} and has passed a value at which the optimizer takes another branch "
@@ -211,7 +211,7 @@ def _initial_state(
     storage = graph.storages[graph.storage_of_value[view.value]]
     device = parameter.device if storage.num_bytes else torch.device("cpu")
     tensor = torch.empty_strided(
-        view.shape, view.stride, dtype=dtype_named(view.dtype), device=device
+        view.shape, view.stride, dtype=dtype_from_name(view.dtype), device=device
     )
     return tensor.fill_(fill)
 
@@ -233,7 +233,7 @@ def _check_all(graph: StepGraph, found: Mapping[str, torch.Tensor]) -> None:
 
 
 def _check_sharing(graph: StepGraph, found: Mapping[str, torch.Tensor]) -> None:
-    """Tensors share a storage in the model where they share one in the graph."""
+    """Raise unless tensors share a storage in the model where they share one in the graph."""
     captured: dict[int, str] = {}
     real: dict[int, str] = {}
     for name, tensor in found.items():

@@ -2,7 +2,7 @@
 
 JSON has no word for a dtype, a device or an infinite float, and a step graph is JSON: such an
 argument is a mapping with one key, as `{"dtype": "float32"}`. A number that changes from step to
-step is `{"scalar": expression}` (see `_scalars`).
+step is `{"scalar": expression}` (see `_expressions`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 
+from penstock.compat.dispatch import OpOverload
 from penstock.graph.step_graph import TensorView
 
 CONSTANT = "penstock.constant"
 """Target that makes a tensor from bytes in the graph: `args = ({"bytes": ...},)`."""
 SCALAR = "penstock.scalar"
-"""Target that keeps a number which is read later, when its tensor has another one."""
+"""Target that reads a number before its tensor changes, for later operators."""
 EMPTY = "penstock.empty"
-"""Target that makes a tensor with whatever bytes are there: `args = ()`."""
+"""Target that makes a tensor without setting its bytes: `args = ()`."""
 FULL = "penstock.full"
 """Target that makes a tensor with one number everywhere: `args = (number,)`."""
 GET_RNG_STATE = "penstock.get_rng_state"
@@ -38,12 +39,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @functools.cache
 def _dtype_names() -> dict[torch.dtype, str]:
-    found = {value: str(value)[6:] for value in vars(torch).values() if type(value) is torch.dtype}
-    return found
+    return {each: str(each)[6:] for each in vars(torch).values() if type(each) is torch.dtype}
 
 
 @functools.cache
-def dtype_named(name: str) -> torch.dtype:
+def dtype_from_name(name: str) -> torch.dtype:
     """Return `torch.float32` for `"float32"`."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -53,9 +53,6 @@ def dtype_named(name: str) -> torch.dtype:
 
 def encode_constant(value: object) -> Mapping[str, Any] | None:
     """Return the plain form of an argument that is no number, string or tensor.
-
-    Args:
-        value: A dtype, device, layout or memory format.
 
     Returns:
         A mapping with one key; None if the value is something else.
@@ -80,11 +77,11 @@ def encode_bytes(tensor: torch.Tensor) -> Mapping[str, Any]:
 def decode(
     value: Any, device: torch.device, tensor: Callable[[TensorView], Any], scalar: Callable
 ) -> Any:
-    """Return what an operator is called with.
+    """Return an argument of an operator in the form in which torch takes it.
 
     Args:
         value: An argument of an `Operator`.
-        device: The device that the graph's device is in this run.
+        device: The device that takes the place of the graph's device in this run.
         tensor: Returns the tensor of a view.
         scalar: Returns the number of an expression.
 
@@ -99,7 +96,7 @@ def decode(
         return value
     ((key, content),) = value.items()
     if key == "dtype":
-        return dtype_named(content)
+        return dtype_from_name(content)
     if key == "device":
         return device if content == device.type else torch.device(content)
     if key == "scalar":
@@ -114,16 +111,10 @@ def decode(
 def make(target: str, args: list[Any], view: TensorView, device: torch.device) -> torch.Tensor:
     """Run `EMPTY`, `FULL` or `CONSTANT`.
 
-    Args:
-        target: Which.
-        args: Its decoded arguments.
-        view: What it makes.
-        device: Where.
-
     Returns:
         A new tensor with the view's dtype, shape and strides.
     """
-    dtype = dtype_named(view.dtype)
+    dtype = dtype_from_name(view.dtype)
     made = torch.empty_strided(view.shape, view.stride, dtype=dtype, device=device)
     if target == FULL:
         made.fill_(args[0])
@@ -145,14 +136,22 @@ def set_random_state(state: torch.Tensor, generator: str = "cpu") -> None:
         torch.set_rng_state(state)
 
 
+def view_memory(
+    memory: torch.UntypedStorage, view: TensorView, device: torch.device | str
+) -> torch.Tensor:
+    """Return the tensor of a view in a memory of its storage on a device."""
+    tensor = torch.empty(0, dtype=dtype_from_name(view.dtype), device=device)
+    return tensor.set_(memory, view.offset, view.shape, view.stride)  # pyright: ignore
+
+
 def flat_results(result: Any) -> list[Any]:
-    """Flatten what an operator returned to the order of `Operator.outputs`."""
+    """Return an operator's results in the order of `Operator.outputs`."""
     if isinstance(result, list | tuple):
         return [item for each in result for item in flat_results(each)]
     return [result]
 
 
-def resolve(target: str) -> torch._ops.OpOverload:
+def resolve(target: str) -> OpOverload:
     """Return torch's operator of a name as `"aten.addmm.default"`.
 
     Raises:

@@ -1,9 +1,9 @@
-"""One training step as data: operators, the values they read and make, and where values lie.
+"""The step graph: one training step as operators, values and storages.
 
 The bytes belong to storages. A value is one version of a storage: every operator that writes into
 a storage ends one value and begins the next, so a value never changes, and an operator that needs
 an old version says so. Views cost nothing and are no operators: an operator's arguments name a
-value and the strides with which it is looked at (`TensorView`).
+value and the strides of its view (`TensorView`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DAMAGES = (
     *(KeyError, TypeError, ValueError, IndexError, AttributeError),
     *(OverflowError, RecursionError),  # numbers like 1e999, brackets without an end
 )
-"""What reading the content of a damaged file may raise."""
+"""Errors that reading the content of a damaged file may raise."""
 
 
 def checksum(content: Any) -> str:
@@ -40,7 +40,7 @@ def checksum(content: Any) -> str:
 
 
 class Kind(enum.StrEnum):
-    """What a storage holds.
+    """The kinds of content of a storage.
 
     Parameters, buffers of the model and the optimizer's state live from step to step.
     """
@@ -55,7 +55,7 @@ class Kind(enum.StrEnum):
 
     @property
     def persistent(self) -> bool:
-        """Whether the next step begins with what this step leaves."""
+        """True if the next step begins with the value that this step ends with."""
         return self in (Kind.PARAMETER, Kind.BUFFER, Kind.OPTIMIZER_STATE)
 
 
@@ -68,7 +68,7 @@ class Phase(enum.StrEnum):
 
 
 class TensorView(NamedTuple):
-    """How an operator looks at a value.
+    """The view of a value that an operator gets.
 
     Attributes:
         value: Index of the value.
@@ -85,6 +85,18 @@ class TensorView(NamedTuple):
     offset: int = 0
 
 
+def views_in(value: Any) -> Iterator[TensorView]:
+    """Yield the views among arguments and in expressions, at any depth."""
+    if isinstance(value, TensorView):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from views_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from views_in(item)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
     """A block of memory that tensors view.
@@ -92,13 +104,13 @@ class Storage:
     Attributes:
         name: Readable and unique: the name of the parameter, or of the operator that makes it.
         num_bytes: Bytes that it takes on the device. Python numbers, the optimizer's step counts
-            and random states take none: they lie in the host's own memory, whatever is planned.
-        kind: What it holds.
+            and random states take none: every plan leaves them in the host's memory.
+        kind: The kind of its content.
         initial: The value that it holds when the step begins; None if the step makes it.
         final: The value that has to be there when the step ends: of persistent storages the next
-            step's `initial`, of results (the loss) what the caller reads. None if nothing of it
-            outlives the step. Inputs that end with what they begin with may lie anywhere between
-            steps, like parameters; the others are on the device when a step begins.
+            step's `initial`, of results (the loss) the one that the caller reads. None if nothing
+            of it outlives the step. Inputs whose final value is the initial one may lie anywhere
+            between steps, like parameters; the others are on the device when a step begins.
     """
 
     name: str
@@ -109,7 +121,7 @@ class Storage:
 
     @property
     def persistent(self) -> bool:
-        """Whether the next step begins with what this step leaves, wherever that lies."""
+        """True if the next step begins with the value that this step ends with, on any tier."""
         is_lasting_input = self.kind is Kind.INPUT and self.initial is not None
         return self.kind.persistent or (is_lasting_input and self.initial == self.final)
 
@@ -120,17 +132,17 @@ class Operator:
 
     Attributes:
         name: Readable and unique.
-        target: What runs, as `"aten.addmm.default"`.
+        target: The function that runs, as `"aten.addmm.default"`.
         args: Arguments: `TensorView`, numbers, strings, None, and tuples of them, or mappings such
-            as `{"dtype": "float32"}` for what JSON has no word for.
-        kwargs: Keyword arguments, likewise.
-        outputs: Its results in order; None for a result that nobody uses.
+            as `{"dtype": "float32"}` where JSON has no word.
+        kwargs: Keyword arguments, in the same form.
+        outputs: Its results in order; None for a result without a use.
         reads: Values that must be on the device when it runs, without those of `mutates`.
         creates: Values that it makes in memory of their own.
         mutates: Pairs (old, new): it writes into the storage of `old`, which is then `new`. It
             needs `old` on the device, and `old` is gone afterwards.
         may_overwrite: Pairs (read, created): element for element the result may take the place of
-            an operand that nobody needs afterwards.
+            an operand whose live range ends here.
         after: Operators (indices) that have to run before it though it reads nothing of them, as
             the one that drew random numbers before it.
         phase: Forward, backward or optimizer.
@@ -140,12 +152,12 @@ class Operator:
         bytes_written: Bytes that it writes.
         workspace_bytes: Memory that it needs while it runs, beyond its operands and results.
         random: Whether it draws random numbers. Where it runs again, the generator is put back to
-            where it stood the first time, and to where it was afterwards.
+            its state of the first run, and afterwards to the state that it had before.
         recomputable: Whether running it again on the same values gives the same bits and changes
             nothing else.
-        recompute_target: What runs instead when it runs again, where that must not change what it
-            changed the first time (a batch norm without its running statistics): it then needs
-            only `reads` and makes only `creates`. None: it runs again as it is.
+        recompute_target: The function that recomputes it without repeating its mutations (a batch
+            norm without its running statistics): it needs only `reads` and makes only `creates`.
+            None: `target` itself.
         recompute_args: The arguments of `recompute_target`; None if that is None.
         seconds: Measured time; None where only a roofline can say.
     """
@@ -179,7 +191,7 @@ class Operator:
 
     @property
     def makes(self) -> tuple[int, ...]:
-        """Values that are there after it has run, and were not before."""
+        """Values that exist after it has run, and not before."""
         return self.creates + tuple(new for _, new in self.mutates)
 
 
@@ -201,14 +213,15 @@ class StepGraph:
         storage_of_value: For each value the index of its storage.
         operators: In program order.
         loss: The view whose number the step returns; None where there is none.
-        device: `"cpu"` or `"cuda"`: what its operators run on.
-        tensors: What the step begins with, by name: `"model.<parameter or buffer>"` (each of its
-            names, if weights are tied), `"optimizer.state.<parameter>.<key>"`, `"batch.<path>"`
-            and `"optimizer.param_groups.<i>.<key>"` (Python numbers, storages of kind SCALAR).
+        device: `"cpu"` or `"cuda"`: the device that its operators run on.
+        tensors: The tensors that the step begins with, by name: `"model.<parameter or buffer>"`
+            (each of its names, if weights are tied), `"optimizer.state.<parameter>.<key>"`,
+            `"batch.<path>"` and `"optimizer.param_groups.<i>.<key>"` (Python numbers, storages of
+            kind SCALAR).
         guards: Comparisons of those numbers that the program made, and their outcomes: with
             numbers that compare otherwise it would be another graph.
-        metadata: Where it comes from (model, optimizer, versions): strings and numbers.
-        captured: What only the process that has captured the step knows of it; not saved.
+        metadata: Its origin (model, optimizer, versions): strings and numbers.
+        captured: The record of its capture in this process; not saved.
 
     Raises:
         ValueError: The parts do not fit together; the message says which.
@@ -228,12 +241,17 @@ class StepGraph:
         _validate(self)
 
     def num_bytes(self, value: int) -> int:
-        """Bytes of a value: those of its storage."""
+        """Return the bytes of a value: those of its storage."""
         return self.storages[self.storage_of_value[value]].num_bytes
 
     @functools.cached_property
+    def workspace_bytes(self) -> int:
+        """The most workspace that one of its operators needs."""
+        return max((operator.workspace_bytes for operator in self.operators), default=0)
+
+    @functools.cached_property
     def producers(self) -> tuple[int | None, ...]:
-        """For each value the operator that makes it; None for what the step begins with."""
+        """The operator that makes each value; None for initial values."""
         producers: list[int | None] = [None] * len(self.storage_of_value)
         for index, operator in enumerate(self.operators):
             for value in operator.makes:
@@ -242,7 +260,7 @@ class StepGraph:
 
     @functools.cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
-        """For each value the operators that need it, in program order."""
+        """The operators that need each value, in program order."""
         consumers: list[list[int]] = [[] for _ in self.storage_of_value]
         for index, operator in enumerate(self.operators):
             for value in dict.fromkeys(operator.needs):
@@ -251,9 +269,10 @@ class StepGraph:
 
     @functools.cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
-        """For each operator those that have to run before it, in any order without recomputation.
+        """The operators that have to run before each one, in any order without recomputation.
 
-        That is whoever makes what it needs, whoever else needs what it writes over, and `after`.
+        These are the operators that make the values it needs, those that need a value which it
+        ends, and `after`.
         """
         return tuple(
             tuple(sorted(set(_predecessors(self, index)))) for index in range(len(self.operators))
@@ -261,12 +280,12 @@ class StepGraph:
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 of the content, by which plans know their graph."""
+        """SHA-256 of the content, by which plans name their graph."""
         return checksum(self._content())
 
     @functools.cached_property
     def derived(self) -> dict[int, StepGraph]:
-        """What `split` has made of this graph, by the bytes that an operator may need."""
+        """The graphs that `split` has made of this one, by the bytes that an operator may need."""
         return {}
 
     def to_dict(self) -> dict[str, Any]:
@@ -293,7 +312,7 @@ class StepGraph:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StepGraph:
-        """Make a graph from what `to_dict` returned, also after a way through JSON.
+        """Return the graph of a result of `to_dict`, also after a way through JSON.
 
         Raises:
             GraphFileError: It is something else, of another version, or damaged.
@@ -321,9 +340,9 @@ class StepGraph:
             )
             sums = graph.digest, checksum([graph.digest, dict(graph.metadata)])
         except DAMAGES as error:
+            fault = f"{type(error).__name__}: {error}"
             raise GraphFileError(
-                f"this step graph is damaged ({type(error).__name__}: {error}): capture the model "
-                "again"
+                f"this step graph is damaged ({fault}): capture the model again"
             ) from error
         if sums != (data.get("digest"), data.get("checksum")):
             missing = [name for name in ("digest", "checksum") if name not in data]
@@ -342,7 +361,7 @@ class StepGraph:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> StepGraph:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
             GraphFileError: The file is something else, of another version, or damaged.
@@ -371,25 +390,14 @@ def _predecessors(graph: StepGraph, index: int) -> Iterator[int]:
 
 
 def _validate(graph: StepGraph) -> None:
-    """Check that the program's own order runs; everything else builds on that."""
+    """Raise unless the operators can run in the program's own order."""
     num_values = len(graph.storage_of_value)
     for value, storage in enumerate(graph.storage_of_value):
         if not 0 <= storage < len(graph.storages):
             raise ValueError(f"value {value} belongs to storage {storage}, which does not exist")
     current: list[bool] = [False] * num_values  # readable now
-    made = [False] * num_values
-    for index, storage in enumerate(graph.storages):
-        if storage.num_bytes < 0:
-            raise ValueError(f"storage {storage.name!r} has {storage.num_bytes} bytes")
-        for value in (storage.initial, storage.final):
-            if value is not None and not (
-                0 <= value < num_values and graph.storage_of_value[value] == index
-            ):
-                raise ValueError(f"storage {storage.name!r} names value {value}, not one of its")
-        if storage.persistent and (storage.initial is None or storage.final is None):
-            raise ValueError(f"storage {storage.name!r} is persistent: it needs initial and final")
-        if storage.initial is not None:
-            current[storage.initial] = made[storage.initial] = True
+    _validate_storages(graph, current)
+    made = [*current]
     for index, operator in enumerate(graph.operators):
         for value in operator.needs:
             if not (0 <= value < num_values and current[value]):
@@ -409,14 +417,31 @@ def _validate(graph: StepGraph) -> None:
                 raise ValueError(f"operator {operator.name!r} makes value {value} once more")
             current[value] = made[value] = True
     if not all(made):
-        raise ValueError(f"value {made.index(False)} is made by nobody")
+        raise ValueError(f"value {made.index(False)} is made by no operator")
     for storage in graph.storages:
         if storage.final is not None and not current[storage.final]:
             raise ValueError(f"storage {storage.name!r} ends as a value that is overwritten")
 
 
+def _validate_storages(graph: StepGraph, current: list[bool]) -> None:
+    """Check each storage, and mark its initial value as current."""
+    num_values = len(current)
+    for index, storage in enumerate(graph.storages):
+        if storage.num_bytes < 0:
+            raise ValueError(f"storage {storage.name!r} has {storage.num_bytes} bytes")
+        for value in (storage.initial, storage.final):
+            if value is not None and not (
+                0 <= value < num_values and graph.storage_of_value[value] == index
+            ):
+                raise ValueError(f"storage {storage.name!r} names value {value}, not one of its")
+        if storage.persistent and (storage.initial is None or storage.final is None):
+            raise ValueError(f"storage {storage.name!r} is persistent: it needs initial and final")
+        if storage.initial is not None:
+            current[storage.initial] = True
+
+
 def _to_plain(item: Storage | Operator) -> dict[str, Any]:
-    """Fields by name, without those that have their default."""
+    """Return the fields by name, without those that have their default."""
     plain = {}
     for name, default in _defaults(type(item)):
         value = getattr(item, name)
@@ -427,7 +452,7 @@ def _to_plain(item: Storage | Operator) -> dict[str, Any]:
 
 @functools.cache
 def _defaults(kind: type[Storage] | type[Operator]) -> list[tuple[str, Any]]:
-    """Names of fields and their defaults."""
+    """Return the names of fields and their defaults."""
     return [
         (each.name, {} if each.default_factory is not MISSING else each.default)
         for each in fields(kind)

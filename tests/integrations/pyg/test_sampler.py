@@ -90,5 +90,7 @@ def test_what_it_does_not_do_is_refused(data):
         sampler.sample_from_nodes(NodeSamplerInput(None, seeds, input_type="paper"))
     with pytest.raises(NotImplementedError, match="give the nodes at both ends"):
         sampler.sample_from_edges(None)
-    with pytest.raises(TypeError, match=r"expected a penstock\.traversal\.NeighborSampler, got Data"):
+    with pytest.raises(
+        TypeError, match=r"expected a penstock\.traversal\.NeighborSampler, got Data"
+    ):
         UnifiedSampler(data)

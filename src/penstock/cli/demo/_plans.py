@@ -29,12 +29,11 @@ def make_plans(
 ) -> None:
     """Capture and measure the step, and plan it for less and less memory, into `directory`."""
     from penstock.errors import InfeasibleError
-    from penstock.executor import executable
     from penstock.graph import capture, measure
     from penstock.memory import probe
     from penstock.planner import plan
 
-    graph = executable(measure(capture(model, optimizer, batch), num_runs=_NUM_RUNS))
+    graph = measure(capture(model, optimizer, batch), num_runs=_NUM_RUNS)
     graph.save(Path(directory) / "graph.json.gz")
     machine = probe(store)
     full = plan(graph, machine=machine, time_limit=plan_seconds)

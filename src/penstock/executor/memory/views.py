@@ -12,7 +12,7 @@ from penstock.executor.memory.blocks import FileBlock, SharedBlocks, TierBlock
 from penstock.executor.memory.layout import Layout
 from penstock.executor.memory.residency import ResidencyIndex, ResidencyInterval
 from penstock.graph import Kind, StepGraph, TensorView
-from penstock.graph.encoding import dtype_named
+from penstock.graph.encoding import dtype_from_name
 from penstock.memory import Tier
 from penstock.planner import Plan
 
@@ -126,7 +126,7 @@ class PlanMemory:
         storage = self.storage_of(view)
         extents = zip(view.shape, view.stride, strict=True)
         last = view.offset + sum((extent - 1) * stride for extent, stride in extents)
-        needed = max(8, (last + 1) * dtype_named(view.dtype).itemsize)
+        needed = max(8, (last + 1) * dtype_from_name(view.dtype).itemsize)
         memory = self._unplanned.get(storage)
         if memory is None:
             memory = self._unplanned[storage] = torch.zeros(needed, dtype=torch.uint8)
@@ -159,7 +159,7 @@ def narrow_expanded(tensor: torch.Tensor) -> torch.Tensor:
 
 def _make_view(memory: torch.Tensor, offset: int, view: TensorView) -> torch.Tensor:
     """Return a view of a value that begins at a byte of some memory."""
-    dtype = dtype_named(view.dtype)
+    dtype = dtype_from_name(view.dtype)
     first, rest = divmod(offset, dtype.itemsize)
     assert not rest, f"a value of {view.dtype} at byte {offset}"
     made = torch.empty(0, dtype=dtype, device=memory.device)

@@ -1,25 +1,22 @@
 """Operators of a step graph as calls with all arguments in place, made again in each step.
 
-A result goes straight to its place if torch has an operator that writes there (`out=`). If that
-operator allocates and copies (`torch.Tag.generated`), or there is none, the result is copied there
-and its memory is workspace.
+A result goes straight to its place if torch has an operator that writes there (`out=`); else it is
+copied there, and its memory is workspace (`penstock.graph.executable`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from penstock.compat.dispatch import OpOverload
 from penstock.errors import PenstockError
 from penstock.executor.device.base import Device
 from penstock.executor.program._entry_points import find_entry_point
 from penstock.executor.program.scalars import Scalars, fill_in_scalars, has_scalars
-from penstock.graph import TENSOR_ALIGNMENT_BYTES, Operator, Phase, StepGraph
+from penstock.graph import TENSOR_ALIGNMENT_BYTES, Operator
 from penstock.graph.encoding import (
     CONSTANT,
     EMPTY,
@@ -33,32 +30,11 @@ from penstock.graph.encoding import (
     resolve,
     set_random_state,
 )
+from penstock.graph.executable import COPIES, has_wrong_out_variant, out_variant
 
 Call = Callable[[], object]
 
 ALIGNMENT_BYTES = TENSOR_ALIGNMENT_BYTES["cpu"]  # at least, on any device
-
-_COPIES = ("aten.clone.default", "aten._to_copy.default")
-"""Operators whose result is their operand, perhaps in another dtype or layout."""
-
-
-_MISLED_BY_LAYOUTS = (
-    "aten.log_sigmoid_forward.default",
-    "aten.native_batch_norm.default",
-    "aten._native_batch_norm_legit.default",
-    "aten._batch_norm_with_update.default",
-    "aten.max_unpool2d.default",
-    "aten.max_unpool3d.default",
-)
-"""Operators whose `out=` variants are wrong, or lay the result out anew, if the operand is not
-dense in one of torch's memory formats; `tests/executor/test_op_db.py` finds them."""
-
-
-_ALWAYS_MISLED = _MISLED_BY_LAYOUTS[-2:]
-"""Those that are so for all operands."""
-
-
-_WORKSPACE_MARK = "workspace_holds_results"  # in the metadata of graphs that `executable` made
 
 
 class Result(NamedTuple):
@@ -74,41 +50,6 @@ class Result(NamedTuple):
 
 
 @functools.cache
-def writes_in_place(target: str) -> bool:
-    """Return whether results of an operator need no memory but their place.
-
-    Example:
-        >>> writes_in_place("aten.add.Tensor"), writes_in_place("aten.native_layer_norm.default")
-        (True, False)
-    """
-    return target in OWN_TARGETS or target in _COPIES or _out_variant(target) is not None
-
-
-def copies_results(operator: Operator) -> bool:
-    """Return whether an operator's results are made elsewhere and copied to their places."""
-    return bool(operator.creates) and not (
-        writes_in_place(operator.target) and not _is_misled(operator)
-    )
-
-
-def _is_misled(operator: Operator) -> bool:
-    if operator.target not in _MISLED_BY_LAYOUTS:
-        return False
-    view = operator.args[0]
-    is_dense = (view.shape, view.stride) in _dense_layouts(view.shape)
-    return not is_dense or operator.target in _ALWAYS_MISLED
-
-
-def _dense_layouts(shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return a shape with its strides in each memory format."""
-    formats = [torch.contiguous_format]
-    if len(shape) in (4, 5):
-        formats.append(torch.channels_last if len(shape) == 4 else torch.channels_last_3d)
-    made = (torch.empty(shape, device="meta").to(memory_format=each) for each in formats)
-    return [(shape, tensor.stride()) for tensor in made]
-
-
-@functools.cache
 def reads_storages(target: str) -> bool:
     """Return whether an operator may read its operands' storages beyond the views of them.
 
@@ -120,71 +61,6 @@ def reads_storages(target: str) -> bool:
         return False
     names = [each.name for each in resolve(target)._schema.arguments]
     return "storage_offset" in names or not target.startswith("aten.")
-
-
-def executable(graph: StepGraph) -> StepGraph:
-    """Return a step as this executor runs it best: plan this one.
-
-    Operators whose results are copied to their places have workspace for these results, so that a
-    budget holds for all that a step allocates. No parameter is updated before the loss is known, so
-    that a step whose loss is NaN can be undone. And storages take whole multiples of 64 bytes (512
-    on a GPU), so that addresses are such as torch gives, however small the step is.
-
-    Example:
-        >>> graph = executable(penstock.capture(model, optimizer, batch))  # doctest: +SKIP
-        >>> plan = penstock.plan(graph, device_memory="4GiB", store="/mnt/nvme")  # doctest: +SKIP
-
-    Args:
-        graph: A captured step.
-
-    Returns:
-        The same operators and values; of such a graph itself, an equal one.
-    """
-    loss = None if graph.loss is None else graph.producers[graph.loss.value]
-    operators = []
-    for index, operator in enumerate(graph.operators):
-        after = operator.after
-        if operator.phase is Phase.OPTIMIZER and operator.mutates and loss is not None:
-            after = after if loss in after or loss >= index else (*after, loss)
-        mark = _WORKSPACE_MARK in graph.metadata
-        operators.append(
-            dataclasses.replace(
-                operator,
-                after=after,
-                workspace_bytes=operator.workspace_bytes
-                if mark
-                else workspace_bytes(graph, operator),
-            )
-        )
-    metadata = {**graph.metadata, _WORKSPACE_MARK: True}
-    unit = TENSOR_ALIGNMENT_BYTES[graph.device]
-    storages = tuple(
-        dataclasses.replace(storage, num_bytes=-(-storage.num_bytes // unit) * unit)
-        for storage in graph.storages
-    )
-    return dataclasses.replace(
-        graph, operators=tuple(operators), storages=storages, metadata=metadata
-    )
-
-
-def workspace_bytes(graph: StepGraph, operator: Operator) -> int:
-    """Return what an operator needs beyond its operands and its results' places."""
-    if not operator.creates or _has_places_for_all(operator):
-        return operator.workspace_bytes
-    return operator.workspace_bytes + sum(map(graph.num_bytes, operator.creates))
-
-
-def declared_workspace_bytes(graph: StepGraph) -> int:
-    """Return what a step may take beyond the arena: the most that one of its operators needs."""
-    if _WORKSPACE_MARK in graph.metadata:
-        return max((operator.workspace_bytes for operator in graph.operators), default=0)
-    return max((workspace_bytes(graph, operator) for operator in graph.operators), default=0)
-
-
-def _has_places_for_all(operator: Operator) -> bool:
-    created = [view for view in operator.outputs if view is not None]
-    complete = len(created) == len(operator.outputs)
-    return not copies_results(operator) and (complete or operator.target in OWN_TARGETS)
 
 
 class Bindings(NamedTuple):
@@ -216,13 +92,13 @@ def make_call(
         return _make_own_call(target, args, results, scalars.numbers, scalar_slot)
     if target == FULL:
         function = results[0].tensor.fill_
-    elif target in _COPIES and results:
+    elif target in COPIES and results:
         function = results[0].tensor.copy_
         del args[1:]
         kwargs.clear()
     else:
-        complete = len(results) == len(operator.outputs) and not _is_misled(operator)
-        variant = _out_variant(target) if complete else None
+        complete = len(results) == len(operator.outputs) and not has_wrong_out_variant(operator)
+        variant = out_variant(target) if complete else None
         if results and variant is not None:
             target, names = variant
             kwargs.update(zip(names, (result.tensor for result in results), strict=True))
@@ -338,36 +214,3 @@ def check_results(operator: Operator, call: Call, results: list[Result]) -> Call
                 raise _make_promise_error(operator, index, place)
 
     return run
-
-
-def _adds_up_in_place(function: OpOverload) -> bool:
-    """Return whether the operator may store summands in the place of their sum, as losses do."""
-    arguments = function._schema.arguments
-    name = function._schema.name
-    return any(each.name == "reduction" for each in arguments) and not name.endswith("_backward")
-
-
-@functools.cache
-def _out_variant(target: str) -> tuple[str, tuple[str, ...]] | None:
-    """Return the same operator with given places, and the names of these arguments."""
-    function = resolve(target)
-    if _adds_up_in_place(function):
-        return None
-    inputs = [(each.name, str(each.type)) for each in function._schema.arguments]
-    packet = function._overloadpacket
-    for name in packet.overloads():
-        variant = getattr(packet, name)
-        outs = [each for each in variant._schema.arguments if each.is_out]
-        rest = [
-            (each.name, str(each.type)) for each in variant._schema.arguments if not each.is_out
-        ]
-        if (
-            outs
-            and rest == inputs
-            and len(outs) == len(function._schema.returns)
-            and all(str(each.type) == "Tensor" for each in outs)
-            and torch.Tag.generated not in variant.tags
-        ):
-            prefix = target.rpartition(".")[0]
-            return f"{prefix}.{name}", tuple(each.name for each in outs)
-    return None

@@ -10,24 +10,21 @@ from typing import Any
 
 import torch
 
-from penstock.errors import PlanError
+from penstock.errors import GraphFileError, PlanError
 from penstock.executor.device import device_of
 from penstock.executor.device.base import Device
 from penstock.executor.memory.blocks import SharedBlocks
 from penstock.executor.memory.layout import Layout, lay_out_copies
-from penstock.executor.program.operators import (
-    ALIGNMENT_BYTES,
-    declared_workspace_bytes,
-    executable,
-)
+from penstock.executor.program.operators import ALIGNMENT_BYTES
 from penstock.executor.run.debug import poison
 from penstock.executor.run.distributed import require_collective
 from penstock.executor.run.execution import Execution
 from penstock.executor.run.planning import PlannedGraph
 from penstock.executor.state.entries import find_initial_fill
 from penstock.graph import StepGraph
-from penstock.graph.capturing import capture
-from penstock.graph.step_program import StepProgram
+from penstock.graph.capturing.capture import capture
+from penstock.graph.capturing.step_program import StepProgram
+from penstock.graph.executable import is_executable
 from penstock.memory import FileStore
 from penstock.planner import Plan, check
 from penstock.units import format_seconds
@@ -62,13 +59,14 @@ class Binder:
         for plan, graph in planned:
             if before is None:
                 device = device_of(graph)
+            _check_executable(graph)
             check(graph, plan)
             _check_alignment(plan)
             layouts.append(lay_out_copies(plan.planned_graph(graph), plan, [*known, *layouts]))
         blocks = SharedBlocks(layouts, self.store, device, before)
         try:
             device.reserve_workspace(
-                max(declared_workspace_bytes(plan.planned_graph(graph)) for plan, graph in planned)
+                max(plan.planned_graph(graph).workspace_bytes for plan, graph in planned)
             )
             executions = [
                 Execution(
@@ -90,8 +88,7 @@ class Binder:
 
     def capture_and_bind(self, plan: Plan, batch: Any) -> list[Execution]:
         """Bind a plan to the step that the program takes with a batch."""
-        captured = self._capture(self.program._replace(batch=batch))
-        graph = captured if captured.digest == plan.graph_digest else executable(captured)
+        graph = self._capture(self.program._replace(batch=batch))
         return self.bind([PlannedGraph(plan, graph)])
 
     def capture(self, batch: Any, *, is_extra: bool) -> StepGraph:
@@ -104,7 +101,7 @@ class Binder:
         # The last update of an epoch may have fewer micro-batches.
         if is_extra and program.accumulate is not None and isinstance(batch, list | tuple):
             program = program._replace(accumulate=len(batch))
-        graph = executable(self._capture(program))
+        graph = self._capture(program)
         require_collective(graph)
         for name in graph.metadata["initial_state"]:
             find_initial_fill(graph, name)
@@ -122,12 +119,20 @@ class Binder:
         )
 
 
+def _check_executable(graph: StepGraph) -> None:
+    if not is_executable(graph):
+        raise GraphFileError(
+            "this step graph was captured by a version of Penstock whose graphs do not count all "
+            "workspace: capture the step again with penstock.capture, and plan that"
+        )
+
+
 def _check_alignment(plan: Plan) -> None:
     for placement in plan.placements:
         if placement.offset % ALIGNMENT_BYTES and placement.num_bytes:
             raise PlanError(
                 f"value {placement.value} lies at byte {placement.offset} of the arena; operators "
-                f"run at multiples of {ALIGNMENT_BYTES} only: plan what "
-                "penstock.executor.executable(graph) returns, with penstock.plan",
+                f"run at multiples of {ALIGNMENT_BYTES} only: plan it "
+                "again with penstock.plan",
                 rule="alignment",
             )

@@ -6,8 +6,8 @@ from torch import distributed, nn
 
 from penstock.errors import CaptureError
 from penstock.graph import StepGraph
-from penstock.graph.collectives import average_over_ranks_
-from penstock.graph.schemas import COLLECTIVES
+from penstock.graph.capturing.schemas import COLLECTIVES
+from penstock.graph.fsdp.collectives import average_over_ranks_
 
 
 def average_gradients(model: nn.Module, group: distributed.ProcessGroup | None = None) -> None:

@@ -20,7 +20,7 @@ from penstock.executor.memory.blocks import FileBlock, SharedBlocks
 from penstock.executor.memory.layout import Layout
 from penstock.executor.memory.views import PlanMemory, copy_elements
 from penstock.executor.program.executable import BoundaryCalls, BoundaryStage, compile_plan
-from penstock.executor.program.operators import Call, copies_results, declared_workspace_bytes
+from penstock.executor.program.operators import Call
 from penstock.executor.program.scalars import Scalars
 from penstock.executor.program.segments import Segments
 from penstock.executor.run._loss import LossCheck, have_same_bits
@@ -35,7 +35,8 @@ from penstock.executor.run.shadow import Shadow
 from penstock.executor.state.binding import StateBinding
 from penstock.executor.state.guards import Guards
 from penstock.graph.bindings import bind_batch, bind_group_tensors, bind_numbers
-from penstock.graph.step_program import StepProgram
+from penstock.graph.capturing.step_program import StepProgram
+from penstock.graph.executable import copies_results
 from penstock.memory import Ledger, Tier
 
 _INTERRUPT_DISTANCE = 16  # positions between two checks for signals
@@ -182,7 +183,7 @@ class Execution:
             moved_bytes={link.value: count for link, count in moved.items()},
             bytes_per_second={link.value: self.ledger.bandwidth(link) or 0.0 for link in links},
             arena_bytes=self.memory.num_bytes_of(Tier.DEVICE),
-            workspace_bytes=declared_workspace_bytes(self._graph),
+            workspace_bytes=self._graph.workspace_bytes,
             held_bytes=self._device.measure_held_bytes(),
             host_bytes=self.memory.num_bytes_of(Tier.HOST),
             undo_bytes=self._recovery.num_bytes,

@@ -18,7 +18,6 @@ import torch
 from penstock._version import __version__
 from penstock.codegen import cache_entry
 from penstock.errors import InfeasibleError
-from penstock.executor.program.operators import declared_workspace_bytes
 from penstock.graph import StepGraph, measure
 from penstock.memory import FileStore, MachineProfile
 from penstock.planner import Found, Plan, check, plan
@@ -99,9 +98,7 @@ class CachedPlanner:
         if self.device_memory is None:
             return found
         for _ in range(_MAX_ROUNDS):
-            workspaces = [
-                declared_workspace_bytes(each.plan.planned_graph(each.graph)) for each in found
-            ]
+            workspaces = [each.plan.planned_graph(each.graph).workspace_bytes for each in found]
             arena_bytes = self.device_memory - max(workspaces)
             if all(each.plan.arena_bytes <= arena_bytes for each in found):
                 return found

@@ -20,10 +20,10 @@ from torch import nn
 
 from penstock.executor.device.base import Device
 from penstock.graph import Kind, Phase, StepGraph
-from penstock.graph.batches import is_full_mask, replaced, tensors_in
-from penstock.graph.capturing import verify
-from penstock.graph.stand_ins import kept_as_it_is
-from penstock.graph.step_program import StepProgram, call_model, loss_of
+from penstock.graph.batches import is_full_mask, replace_tensors, tensors_in
+from penstock.graph.capturing.capture import verify
+from penstock.graph.capturing.module_state import preserve_modules
+from penstock.graph.capturing.step_program import StepProgram, call_model, loss_of
 from penstock.memory import Tier, available_ram
 from penstock.planner import Plan
 from penstock.units import format_bytes
@@ -142,7 +142,7 @@ class Shadow:
         like = lambda tensor, path: _copy_layout(graph, tensor, path)  # noqa: E731
         verify(
             graph.captured,
-            program._replace(batch=replaced(program.batch, "batch", like)),
+            program._replace(batch=replace_tensors(program.batch, "batch", like)),
             graph.device,
         )
         self._num_captures += 1
@@ -233,7 +233,7 @@ def _compute_loss(program: StepProgram, graph: StepGraph, device: Device) -> tor
         if graph.device != "cpu":
             _copy_to_device(root, device.device)
         total = None
-        batch = replaced(program.batch, "batch", _copy_tensor)
+        batch = replace_tensors(program.batch, "batch", _copy_tensor)
         for part in batch if program.accumulate else [batch]:
             value = loss_of(call_model(program.model, part), part, program.loss)
             if (num_parts := program.accumulate or 1) > 1:
@@ -262,7 +262,7 @@ def _restore_state(root: nn.Module, graph: StepGraph, device: Device) -> Iterato
     tensors = [*root.named_parameters(remove_duplicate=False), *buffers]
     places = [(tensor, tensor.data) for _, tensor in tensors]
     try:
-        with kept_as_it_is(root, only_tensors=True):
+        with preserve_modules(root, only_tensors=True):
             yield
     finally:
         for tensor, place in places:  # the program may have assigned to `.data`

@@ -27,8 +27,8 @@ from penstock.executor.state.entries import (
     find_initial_fill,
 )
 from penstock.graph import Kind, TensorView
-from penstock.graph.encoding import dtype_named
-from penstock.graph.shards import ShardedModel
+from penstock.graph.encoding import dtype_from_name
+from penstock.graph.fsdp.shards import ShardedModel
 from penstock.memory import Tier
 from penstock.planner import Plan
 
@@ -281,7 +281,7 @@ class StateBinding:
         view = entry.view
         if not self._graph.num_bytes(view.value) or 0 in view.shape:
             return
-        offset = view.offset * dtype_named(view.dtype).itemsize
+        offset = view.offset * dtype_from_name(view.dtype).itemsize
         if self._view_home(view).data_ptr() != self._home_bytes(view).data_ptr() + offset:
             raise PenstockError(
                 f"the memory of {entry.name} has been moved (share_memory(), or a queue to "

@@ -16,7 +16,7 @@ from torch import nn
 from penstock.errors import GraphFileError
 from penstock.graph import Kind, StepGraph, TensorView
 from penstock.graph.encoding import dtype_name
-from penstock.graph.shards import Shard, ShardedModel, local_of, sharded_like
+from penstock.graph.fsdp.shards import Shard, ShardedModel, local_of, sharded_like
 
 STATE_PREFIX = "optimizer.state."
 _GROUPS_PREFIX = "optimizer.param_groups."

@@ -1,0 +1,1 @@
+"""Capture of a training step: its program runs once on fake tensors and is recorded."""

@@ -1,0 +1,219 @@
+"""Building of the step graph: without operators that have no use, and with values numbered anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.graph.capturing._drafts import Draft, DraftStorage, StorageTable
+from penstock.graph.capturing.recorder import Recorder
+from penstock.graph.encoding import GET_RNG_STATE, SCALAR, SET_RNG_STATE
+from penstock.graph.step_graph import Operator, StepGraph, Storage, TensorView
+
+
+def build_graph(
+    recorder: Recorder,
+    tensors: Mapping[str, TensorView],
+    loss: TensorView,
+    device: str,
+    metadata: Mapping[str, Any],
+) -> StepGraph:
+    """Return the step graph of a recorded step.
+
+    Operators without a use are gone; results without a use are None and count as workspace.
+    """
+    table = recorder.storages
+    inlined = _inline_numbers(recorder.drafts)
+    loss_storage = table.of_value(loss.value)
+    finals = {storage.current for storage in table.storages if storage.kind.persistent}
+    drafts = _drop_unused_operators(
+        [draft for draft in recorder.drafts if not set(draft.creates) & inlined.keys()],
+        inlined,
+        finals | {loss_storage.current},
+    )
+    builder = _GraphBuilder(table, drafts, inlined)
+    storages = builder.storages(loss_storage)
+    return StepGraph(
+        storages=storages,
+        storage_of_value=tuple(builder.storage_of_value),
+        operators=builder.operators(),
+        loss=builder.view(loss),
+        device=device,
+        tensors={name: builder.view(view) for name, view in tensors.items()},
+        guards=tuple(
+            (builder.expression(expression), outcome)
+            for expression, outcome in dict.fromkeys(recorder.numbers.guards)
+        ),
+        metadata=metadata,
+    )
+
+
+def _inline_numbers(drafts: list[Draft]) -> dict[int, TensorView]:
+    """Map numbers that can be read where they are used, as their tensors have not changed by then.
+
+    Returns:
+        For the value of each such number the view that is read instead.
+    """
+    last_reader: dict[int, int] = {}
+    writer: dict[int, int] = {}
+    for index, draft in enumerate(drafts):
+        last_reader.update(dict.fromkeys(draft.reads, index))
+        writer.update((old, index) for old, _ in draft.mutates)
+    inlined = {}
+    for draft in drafts:
+        if draft.target == SCALAR:
+            (number,), view = draft.creates, draft.args[0]
+            if writer.get(view.value, len(drafts)) > last_reader.get(number, -1):
+                inlined[number] = view
+    return inlined
+
+
+# Batch norms that update running statistics, and operators of the same results without them.
+_BATCH_NORMS = {
+    "aten.native_batch_norm.default": "aten.native_batch_norm.default",
+    "aten._native_batch_norm_legit.default": "aten.native_batch_norm.default",
+    "aten.cudnn_batch_norm.default": "aten.cudnn_batch_norm.default",
+    "aten.miopen_batch_norm.default": "aten.miopen_batch_norm.default",
+}
+_RUNNING_MEAN, _RUNNING_VAR = 3, 4  # positions of the arguments, in all of them
+
+
+def _drop_unused_operators(
+    drafts: list[Draft], inlined: Mapping[int, TensorView], finals: set[int]
+) -> list[Draft]:
+    """Drop operators without a use, and random states if no operator draws numbers."""
+    rng_targets = (GET_RNG_STATE, SET_RNG_STATE)
+    if not any(draft.random and draft.target not in rng_targets for draft in drafts):
+        drafts = [draft for draft in drafts if draft.target not in rng_targets]
+    live, kept = set(finals), []
+    for draft in reversed(drafts):
+        advances = draft.random and draft.target != GET_RNG_STATE
+        if draft.side_effect or advances or not live.isdisjoint(draft.makes):
+            live.update(_source(value, inlined) for value in draft.needs)
+            kept.append(draft)
+    for draft in kept:
+        _drop_unused_results(draft, live)
+    return kept[::-1]
+
+
+def _source(value: int, inlined: Mapping[int, TensorView]) -> int:
+    """Return the value whose number is read in the place of an inlined one, or the value itself."""
+    return inlined[value].value if value in inlined else value
+
+
+def _drop_unused_results(draft: Draft, live: set[int]) -> None:
+    unused = {value for value in draft.creates if value not in live}
+    if not unused:
+        return
+    draft.outputs = tuple(
+        None if view is None or view.value in unused else view for view in draft.outputs
+    )
+    draft.dropped = [*draft.dropped, *unused]
+    draft.creates = [value for value in draft.creates if value not in unused]
+
+
+class _GraphBuilder:
+    """Numbers values anew, in the order in which they come to be."""
+
+    def __init__(
+        self, table: StorageTable, drafts: list[Draft], inlined: Mapping[int, TensorView]
+    ) -> None:
+        self._table = table
+        self._drafts = drafts
+        self._inlined = inlined
+        of = table.storage_of_value
+        values = [each.initial for each in table.storages if each.initial is not None]
+        values += [value for draft in drafts for value in draft.makes]
+        self._new = {value: number for number, value in enumerate(values)}
+        self._kept = list(dict.fromkeys(of[value] for value in values))  # indices of storages
+        new_storages = {storage: number for number, storage in enumerate(self._kept)}
+        self.storage_of_value = [new_storages[of[value]] for value in values]
+
+    def storages(self, loss: DraftStorage) -> tuple[Storage, ...]:
+        names: set[str] = set()
+        kept = (self._table.storages[index] for index in self._kept)
+        return tuple(self._storage(each, each is loss, names) for each in kept)
+
+    def _storage(self, draft: DraftStorage, is_loss: bool, names: set[str]) -> Storage:
+        name = draft.name
+        while name in names:  # a parameter may be called as an operator is
+            name += "_"
+        names.add(name)
+        lasts = draft.kind.persistent or is_loss
+        return Storage(
+            name=name,
+            num_bytes=draft.num_bytes,
+            kind=draft.kind,
+            initial=None if draft.initial is None else self._new[draft.initial],
+            final=self._new[draft.current] if lasts else None,
+        )
+
+    def operators(self) -> tuple[Operator, ...]:
+        operators, last_random = [], None
+        for index, draft in enumerate(self._drafts):
+            after = () if last_random is None or not draft.random else (last_random,)
+            if draft.random:
+                last_random = index
+            operators.append(self._operator(draft, after))
+        return tuple(operators)
+
+    def _operator(self, draft: Draft, after: tuple[int, ...]) -> Operator:
+        old = {pair[0] for pair in draft.mutates}
+        read = [_source(value, self._inlined) for value in draft.reads]
+        unused_bytes = sum(self._table.of_value(value).num_bytes for value in draft.dropped)
+        persistent = any(self._table.of_value(value).kind.persistent for value in old)
+        args = tuple(map(self._argument, draft.args))
+        return Operator(
+            name=draft.name,
+            target=draft.target,
+            args=args,
+            kwargs={name: self._argument(value) for name, value in draft.kwargs.items()},
+            outputs=tuple(None if view is None else self.view(view) for view in draft.outputs),
+            reads=tuple(self._new[value] for value in dict.fromkeys(read) if value not in old),
+            creates=tuple(self._new[value] for value in draft.creates),
+            mutates=tuple((self._new[before], self._new[new]) for before, new in draft.mutates),
+            may_overwrite=tuple(
+                (self._new[value], self._new[created])
+                for value, created in dict.fromkeys(draft.overwrites)
+                if created in draft.creates
+            ),
+            after=after,
+            phase=draft.phase,
+            module=draft.module,
+            flops=draft.counts.flops,
+            bytes_read=draft.counts.bytes_read,
+            bytes_written=draft.counts.bytes_written,
+            workspace_bytes=draft.counts.workspace_bytes + unused_bytes,
+            random=draft.random,
+            recomputable=not (draft.side_effect or draft.target == GET_RNG_STATE)
+            and (not persistent or draft.target in _BATCH_NORMS),
+            recompute_target=_BATCH_NORMS.get(draft.target) if persistent else None,
+            recompute_args=self._args_without_statistics(draft) if persistent else None,
+        )
+
+    def _args_without_statistics(self, draft: Draft) -> tuple[Any, ...] | None:
+        """Return the arguments of a batch norm, which gives the same bits without statistics."""
+        if draft.target not in _BATCH_NORMS:
+            return None
+        args = [self._argument(value) for value in draft.args]
+        args[_RUNNING_MEAN] = args[_RUNNING_VAR] = None
+        return tuple(args)
+
+    def view(self, view: TensorView) -> TensorView:
+        return view._replace(value=self._new[view.value])
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, TensorView):
+            return self.view(value)
+        if isinstance(value, tuple):
+            return tuple(map(self._argument, value))
+        if isinstance(value, Mapping) and "scalar" in value:
+            return {"scalar": self.expression(value["scalar"])}
+        return value
+
+    def expression(self, expression: Any) -> Any:
+        if isinstance(expression, TensorView):
+            return self.view(self._inlined.get(expression.value, expression))
+        if isinstance(expression, tuple):
+            return (expression[0], *map(self.expression, expression[1:]))
+        return expression

@@ -1,0 +1,256 @@
+"""One step of a stock optimizer on fake tensors, in the form of all steps after the first."""
+
+from __future__ import annotations
+
+import base64
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from penstock.compat.dispatch import no_dispatch
+from penstock.compat.fake_tensors import FakeTensorMode
+from penstock.errors import CaptureError
+from penstock.graph.capturing._drafts import Draft
+from penstock.graph.capturing._errors import error_here
+from penstock.graph.capturing.fake_tensors import FakeTensors
+from penstock.graph.capturing.recorder import Recorder
+from penstock.graph.encoding import CONSTANT, FULL, SCALAR
+from penstock.graph.step_graph import Kind, Phase, TensorView
+
+_SCHEDULED = ("lr", "momentum", "weight_decay", "betas")  # numbers that schedulers change
+
+
+class OptimizerCopy:
+    """A copy of an optimizer that works on fake tensors; the original is not touched.
+
+    Args:
+        optimizer: A stock optimizer.
+        fakes: The parameters' fake tensors.
+        recorder: The recorder of its step.
+        names: Name of each parameter, by its identity.
+        mode: The fake tensor mode.
+
+    Attributes:
+        tensors: Views of its state and hyper-parameters, by their names in the graph.
+        constants: Hyper-parameters that must not change, by name.
+        initial_state: The number that fills state which does not exist before the first step, by
+            name; None where there is none.
+
+    Raises:
+        CaptureError: It needs a closure, has hooks, or a parameter that is not in the model.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        fakes: FakeTensors,
+        recorder: Recorder,
+        names: Mapping[int, str],
+        mode: FakeTensorMode,
+    ) -> None:
+        _check(optimizer, names)
+        self.tensors: dict[str, TensorView] = {}
+        self.constants: dict[str, Any] = {}
+        self.initial_state: dict[str, float | None] = {}
+        self._optimizer = optimizer
+        self._fakes = fakes
+        self._recorder = recorder
+        self._mode = mode
+        self._name_of = {
+            id(fakes.of(parameter, "parameter")): names[id(parameter)]
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        self._copy = object.__new__(type(optimizer))
+        self._copy.__dict__.update(optimizer.__dict__)
+        self._copy.__dict__.pop("step", None)  # a scheduler's wrapper around the original's
+        self._copy.param_groups = [
+            {**group, "params": [fakes.of(each, "parameter") for each in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        for group in self._copy.param_groups:
+            _choose_implementation(group)
+        self._copy.state = defaultdict(dict)
+        for parameter, state in optimizer.state.items():
+            self._copy.state[fakes.of(parameter, "parameter")] = dict(state)
+
+    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the fake tensors of the state, by their names in the graph."""
+        for parameter, state in self._copy.state.items():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    yield f"optimizer.state.{self._name_of[id(parameter)]}.{key}", value
+
+    def step(self) -> None:
+        """Record one step; the gradients are in `.grad` of the fake tensors."""
+        first = self._record_first_step()
+        self._adopt_state()
+        numbers = {key: dict(state) for key, state in self._python_numbers()}
+        self._adopt_hyper_parameters()
+        start = len(self._recorder.drafts)
+        type(self._copy).step(self._copy)
+        if dict(self._python_numbers()) != numbers:
+            raise CaptureError(
+                f"{type(self._optimizer).__name__} counts its steps in Python numbers in its "
+                "state, so that no two steps are alike; use an optimizer that keeps tensors there"
+            )
+        if first is not None:
+            steady = self._recorder.drafts[start:]
+            self._find_initial_state(first, [draft.target for draft in steady])
+
+    def _python_numbers(self) -> list[tuple[int, dict[str, Any]]]:
+        return [
+            (id(parameter), {k: v for k, v in state.items() if isinstance(v, int | float)})
+            for parameter, state in self._copy.state.items()
+        ]
+
+    def _record_first_step(self) -> Recorder | None:
+        """Make the state that does not exist yet, as the optimizer itself makes it.
+
+        Returns:
+            The recorder of that step; None if all state is there.
+        """
+        parameters = [
+            parameter
+            for group in self._copy.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        before = {id(each): set(self._copy.state.get(each, {})) for each in parameters}
+        if all(before.values()):
+            return None
+        scratch = Recorder()
+        scratch.phase = Phase.OPTIMIZER
+        for parameter in parameters:
+            scratch.adopt(parameter, "parameter", Kind.PARAMETER)
+            scratch.adopt(parameter.grad, "gradient", Kind.GRADIENT)
+            for tensor in self._copy.state.get(parameter, {}).values():
+                if isinstance(tensor, torch.Tensor):
+                    with self._mode:
+                        _adopt_state(scratch, self._fakes.of(tensor, "state"), "state")
+        for parameter, state in list(self._copy.state.items()):
+            self._copy.state[parameter] = self._fakes.in_state(state, "optimizer.state")
+        with self._recorder.pause(), scratch:
+            type(self._copy).step(self._copy)
+        return scratch
+
+    def _adopt_state(self) -> None:
+        """Replace the state by fake tensors that have no past in the graph."""
+        self._made: dict[str, torch.Tensor] = {}
+        with self._recorder.pause():
+            for parameter, state in self._copy.state.items():
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        name = f"optimizer.state.{self._name_of[id(parameter)]}.{key}"
+                        self._made[name] = value
+                        state[key] = self._fakes.of(value, name)
+                        self.tensors[name] = _adopt_state(self._recorder, state[key], name)
+
+    def _adopt_hyper_parameters(self) -> None:
+        for index, group in enumerate(self._copy.param_groups):
+            for key, value in group.items():
+                name = f"optimizer.param_groups.{index}.{key}"
+                if isinstance(value, torch.Tensor):
+                    group[key] = self._fakes.of(value, name)
+                    on_device = value.dim() > 0 or value.device.type != "cpu"
+                    self.tensors[name] = self._recorder.adopt(
+                        group[key], name, Kind.INPUT, on_device=on_device
+                    )
+                elif key in _SCHEDULED:
+                    group[key] = self._adopt_numbers(name, value)
+                elif isinstance(value, bool | int | float | str | None):
+                    self.constants[name] = self._optimizer.param_groups[index][key]
+
+    def _adopt_numbers(self, name: str, value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            items = (self._adopt_numbers(f"{name}.{i}", item) for i, item in enumerate(value))
+            return type(value)(items)
+        number = self._recorder.adopt_number(name, float(value))
+        self.tensors[name] = number.node.expression
+        return number
+
+    def _find_initial_state(self, first: Recorder, steady: list[str]) -> None:
+        """Find the numbers that fill state which does not exist before the first step.
+
+        They are right if the first step, after making the state, is like every other one.
+        """
+        creators = {value: draft for draft in first.drafts for value in draft.creates}
+        origins: dict[int, int] = {}  # of each storage the first value
+        for value, storage in enumerate(first.storages.storage_of_value):
+            origins.setdefault(storage, value)
+        makers: set[str] = set()
+        for name, tensor in self._made.items():
+            if tensor not in first.storages:
+                continue
+            if first.storages.of(tensor).kind is not Kind.ACTIVATION:
+                continue
+            maker = creators.get(origins[first.storages.index_of(tensor)])
+            fill = None if maker is None else _read_fill(maker, tensor.dtype)
+            if maker is not None:
+                makers.add(maker.name)
+            self.initial_state[name] = fill
+        rest = [draft.target for draft in first.drafts if draft.name not in makers]
+        steady = [target for target in steady if target != SCALAR]
+        if [target for target in rest if target != SCALAR] != steady or None in (
+            self.initial_state.values()
+        ):
+            fill = _find_first_momentum(self._optimizer)
+            self.initial_state = dict.fromkeys(self.initial_state, fill)
+
+
+def _adopt_state(recorder: Recorder, tensor: torch.Tensor, name: str) -> TensorView:
+    counter = tensor.dim() == 0 and tensor.device.type == "cpu"
+    return recorder.adopt(tensor, name, Kind.OPTIMIZER_STATE, on_device=not counter)
+
+
+def _read_fill(maker: Draft, dtype: torch.dtype) -> float | None:
+    if maker.target == FULL and isinstance(maker.args[0], int | float):
+        return float(maker.args[0])
+    if maker.target == CONSTANT:
+        data = bytearray(base64.b64decode(maker.args[0]["bytes"]))
+        with no_dispatch():
+            tensor = torch.frombuffer(data, dtype=dtype)
+            return float(tensor[0]) if tensor.numel() == 1 else None
+    return None
+
+
+def _find_first_momentum(optimizer: torch.optim.Optimizer) -> float | None:
+    """Return -0.0 for SGD, from which every step makes its first buffer, the gradient itself.
+
+    -0 * momentum + gradient has the gradient's bits, also where those are a zero of either sign.
+    """
+    plain = isinstance(optimizer, torch.optim.SGD) and not any(
+        group["dampening"] for group in optimizer.param_groups
+    )
+    return -0.0 if plain else None
+
+
+def _choose_implementation(group: dict[str, Any]) -> None:
+    """Set `foreach` as torch would for the real parameters: it never does so for fake ones."""
+    if group.get("foreach", False) is None and not group.get("fused"):
+        on_gpu = all(each.device.type == "cuda" for each in group["params"])
+        group["foreach"] = on_gpu and not isinstance(group.get("lr"), torch.Tensor)
+
+
+def _check(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise error_here(
+            f"{kind} calls the model several times a step through a closure, which is not one "
+            "course of events; use an optimizer whose step() needs no closure"
+        )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise CaptureError(
+            f"the {kind} has hooks around step(), which run Python that a graph does not hold; "
+            "remove them (register_step_pre_hook, register_step_post_hook)"
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                raise CaptureError(
+                    f"optimizer.param_groups[{number}]['params'][{place}], of shape "
+                    f"{tuple(parameter.shape)}, is no parameter of the model; build the optimizer "
+                    "from model.parameters() of this model"
+                )

@@ -1,0 +1,76 @@
+"""Lines of the user's program, noted as it runs, for faults that are found only afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from torch import nn
+
+from penstock.compat.user_line import user_line
+from penstock.graph.capturing._errors import describe_line
+
+_READING = ("getstate", "get_state")
+
+
+class ProgramLines:
+    """Lines at which a program draws numbers without torch, or assigns attributes of modules.
+
+    Attributes:
+        draws: The first line by generator; none for functions that the program has imported by
+            name.
+        assignments: The first line by identity of the module and name of the attribute.
+    """
+
+    def __init__(self) -> None:
+        self.draws: dict[str, str] = {}
+        self.assignments: dict[tuple[int, str], str] = {}
+
+    @contextlib.contextmanager
+    def note(self) -> Iterator[None]:
+        """Note the lines that this thread runs in the block."""
+        assign = nn.Module.__setattr__
+        noting = _note_first_call(
+            assign, lambda module, name, _: (id(module), name), self.assignments
+        )
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(nn.Module, "__setattr__", noting))
+            for source, module, generator in default_generators():
+                for name, function in list(vars(module).items()):
+                    if getattr(function, "__self__", None) is generator and name not in _READING:
+                        noting = _note_first_call(function, _constant_key(source), self.draws)
+                        stack.enter_context(mock.patch.object(module, name, noting))
+            yield
+
+
+def _constant_key(key: str) -> Callable[..., str]:
+    return lambda *args, **kwargs: key
+
+
+def _note_first_call(
+    function: Callable[..., Any], key: Callable[..., Any], lines: dict[Any, str]
+) -> Callable[..., Any]:
+    """Return a function that also notes the line of its first call in this thread, by key."""
+    thread = threading.get_ident()
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            place = key(*args, **kwargs)
+            if place not in lines:
+                lines[place] = describe_line(user_line())
+        return function(*args, **kwargs)
+
+    return noting
+
+
+def default_generators() -> Iterator[tuple[str, Any, object]]:
+    """Yield a name for messages, a module, and the generator behind the module's functions."""
+    yield "Python's random module", random, random._inst  # pyright: ignore[reportAttributeAccessIssue]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        yield "NumPy's global generator (numpy.random)", numpy.random, numpy.random.mtrand._rand

@@ -1,0 +1,196 @@
+"""Random numbers during a capture: traced where torch draws them, refused where others do.
+
+The states of Python's, NumPy's and torch's default generators are compared before and after, and
+those of every generator that the program has made for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from penstock.compat.dispatch import current_modes
+from penstock.compat.user_line import user_line_of
+from penstock.errors import CaptureError
+from penstock.graph.capturing._errors import describe_line, error_here
+from penstock.graph.capturing._program_lines import ProgramLines, default_generators
+from penstock.graph.capturing.recorder import Recorder
+from penstock.graph.encoding import GET_RNG_STATE, SET_RNG_STATE
+from penstock.graph.step_graph import Kind
+
+
+class _Snapshot(NamedTuple):
+    """The state of a generator.
+
+    Attributes:
+        content: The state, in a form that `==` compares.
+        restore: Sets the generator to this state.
+        read: Returns the content as it is now.
+    """
+
+    content: object
+    restore: Callable[[], object]
+    read: Callable[[], object]
+
+
+@contextlib.contextmanager
+def trace_random_state(recorder: Recorder) -> Iterator[None]:
+    """Record reads and writes of the state of torch's default generators by the step."""
+
+    def route(record: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+        # Autograd's threads, of which each GPU has one, work under the modes of the backward pass.
+        return lambda *args, **kwargs: (record if recorder in current_modes() else function)(
+            *args, **kwargs
+        )
+
+    def read() -> torch.Tensor:
+        return _record_read(recorder, 5056)
+
+    def write(state: torch.Tensor) -> None:
+        _record_write(recorder, state)
+
+    def read_cuda(device: object = "cuda") -> torch.Tensor:
+        return _record_read(recorder, 16, "cuda")
+
+    def write_cuda(state: torch.Tensor, device: object = "cuda") -> None:
+        _record_write(recorder, state, "cuda")
+
+    with contextlib.ExitStack() as stack:
+        for module, record_read, record_write in (
+            (torch, read, write),
+            (torch.random, read, write),
+            (torch.cuda, read_cuda, write_cuda),
+        ):
+            patched: dict[str, Any] = {
+                "get_rng_state": route(record_read, module.get_rng_state),
+                "set_rng_state": route(record_write, module.set_rng_state),
+            }
+            stack.enter_context(mock.patch.multiple(module, **patched))
+        yield
+
+
+def _record_read(recorder: Recorder, num_bytes: int, *generator: str) -> torch.Tensor:
+    draft = recorder.new_draft(GET_RNG_STATE, "get_rng_state")
+    draft.args = generator
+    with recorder.pause():
+        state = torch.empty(num_bytes, dtype=torch.uint8)
+    storages = recorder.storages
+    draft.creates = [storages.add(draft.name, 0, Kind.SCALAR, state.untyped_storage())]
+    draft.outputs = (storages.view(state),)
+    draft.random = True
+    recorder.append(draft)
+    return state
+
+
+def _record_write(recorder: Recorder, state: torch.Tensor, *generator: str) -> None:
+    if state not in recorder.storages:
+        raise error_here("the random state is set to one that was not taken in this step")
+    draft = recorder.new_draft(SET_RNG_STATE, "set_rng_state")
+    view = recorder.storages.view(state)
+    draft.args, draft.reads = (view, *generator), [view.value]
+    draft.random = draft.side_effect = True
+    recorder.append(draft)
+
+
+@contextlib.contextmanager
+def refuse_other_draws(lines: ProgramLines) -> Iterator[None]:
+    """Refuse draws that a graph does not hold; all generators are then as before.
+
+    Raises:
+        CaptureError: A generator has another state afterwards; the message says which.
+    """
+    before = dict(_take_snapshots())
+    error: CaptureError | None = None
+    try:
+        yield
+    except CaptureError as found:  # as of a second call, which has drawn other numbers
+        error = found
+    except BaseException:
+        _restore(before)
+        raise
+    changed = _restore(before)
+    if changed:
+        line = "" if error is None else describe_line(user_line_of(error))
+        line = lines.draws.get(changed[0], line)
+        raise CaptureError(
+            (f"{line}: " if line else "")
+            + f"the model draws from or seeds {changed[0]}, which a graph does not hold; draw "
+            "numbers with torch and its default generator, or outside of the step"
+        ) from error
+    if error is not None:
+        raise error
+
+
+def _restore(before: dict[str, _Snapshot]) -> list[str]:
+    """Set generators to their states; return the names of those that had another one."""
+    changed = [source for source, state in before.items() if state.read() != state.content]
+    for source in changed:
+        before[source].restore()
+    return changed
+
+
+def _take_snapshots() -> Iterator[tuple[str, _Snapshot]]:
+    """Yield the states of the generators of this process, by their names in messages."""
+    yield (
+        "torch's generator (torch.manual_seed)",
+        _make_snapshot(torch.get_rng_state, torch.set_rng_state),
+    )
+    shared, kinds = [], {random.Random}
+    for source, module, generator in default_generators():
+        yield source, _take_snapshot(module)
+        shared.append(generator)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kinds |= {numpy.random.RandomState, numpy.random.Generator}
+    found = {kind for base in kinds for kind in _subclasses_of(base)} - {random.SystemRandom}
+    for each in _find_instances(found):
+        kind = type(each)
+        if not any(each is known for known in shared):
+            name = f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+            yield f"a generator of its own ({name}) at {id(each):#x}", _take_snapshot(each)
+
+
+def _find_instances(kinds: set[type]) -> list[object]:
+    """Return all objects of some types; without a loop in Python, as there are millions."""
+    objects = gc.get_objects()
+    return list(itertools.compress(objects, map(kinds.__contains__, map(type, objects))))
+
+
+def _subclasses_of(kind: type) -> Iterator[type]:
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _subclasses_of(each)
+
+
+def _take_snapshot(generator: Any) -> _Snapshot:
+    """Return the state of a generator of Python or NumPy, or of a module's default generator."""
+    if hasattr(generator, "getstate"):
+        return _make_snapshot(generator.getstate, generator.setstate)
+    if hasattr(generator, "get_state"):
+        return _make_snapshot(generator.get_state, generator.set_state)
+    bits = generator.bit_generator
+    return _make_snapshot(lambda: bits.state, lambda state: setattr(bits, "state", state))
+
+
+def _make_snapshot(read: Callable[[], Any], write: Callable[[Any], object]) -> _Snapshot:
+    state = read()
+    return _Snapshot(_to_plain(state), lambda: write(state), lambda: _to_plain(read()))
+
+
+def _to_plain(state: Any) -> Any:
+    """Return a state in a form that `==` compares."""
+    if isinstance(state, dict):
+        return {key: _to_plain(item) for key, item in state.items()}
+    if isinstance(state, tuple | list):
+        return [_to_plain(item) for item in state]
+    if isinstance(state, torch.Tensor):
+        return state.numpy().tobytes()
+    return state.tobytes() if hasattr(state, "tobytes") else state

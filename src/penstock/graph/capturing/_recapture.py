@@ -1,0 +1,176 @@
+"""Comparison of a second capture with the first: a program has to do the same at every call.
+
+Python that changes from call to call (a counter, a list that grows, an iterator, a hook that
+counts) is part of a graph as it was during the capture. So the program is captured once more, and
+compared operator by operator with the first record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from penstock.compat.dispatch import no_dispatch
+from penstock.errors import CaptureError, GraphFileError
+from penstock.graph.capturing._drafts import Draft
+from penstock.graph.capturing._errors import error_here
+from penstock.graph.capturing.recorder import Recorder
+from penstock.graph.capturing.step_program import StepProgram
+from penstock.graph.encoding import CONSTANT
+from penstock.graph.step_graph import Phase
+
+_MESSAGE = "called again, the program does something else"
+_REMEDY = (
+    "planned steps would go on with what it was during the capture: keep what changes from step "
+    "to step in a buffer or in a tensor of the batch, and draw random numbers with torch's default "
+    "generator"
+)
+
+
+class CaptureRecord:
+    """A capture in the process that has made it, beside the graph.
+
+    Args:
+        recorder: The recorder, when forward, backward and `before_step` have run.
+        program: The program that has run; it is not kept.
+        is_sharded: Whether its model is sharded.
+
+    Attributes:
+        accumulate: The number of micro-batches; None if the batch is one.
+        has_loss: Whether there was a `loss`.
+        has_before_step: Whether there was a `before_step`.
+        is_sharded: Whether the model is sharded.
+        outside: Tensors that are neither the model's nor the batch's, by the names of the operators
+            that make constants of them; planned steps read them anew.
+    """
+
+    def __init__(self, recorder: Recorder, program: StepProgram, *, is_sharded: bool) -> None:
+        self.accumulate = program.accumulate
+        self.has_loss = program.loss is not None
+        self.has_before_step = program.before_step is not None
+        self.is_sharded = is_sharded
+        self.outside = dict(recorder.outside.by_name)
+        self._forms = {name: _describe_form(each) for name, each in self.outside.items()}
+        self._observed = list(recorder.outside.observed.values())
+        self._drafts = list(recorder.drafts)
+        phases = [draft.phase for draft in recorder.drafts]
+        self._num_of_gradients = sum(phase is not Phase.OPTIMIZER for phase in phases)
+
+    def compare(self, recorder: Recorder, *, to_gradients: bool = False) -> Comparison:
+        """Compare operators as they are recorded, without `before_step` if `to_gradients`."""
+        drafts = self._drafts[: self._num_of_gradients] if to_gradients else self._drafts
+        comparison = Comparison(drafts, self.outside, recorder)
+        recorder.watch = comparison.take
+        return comparison
+
+    def check_outside(self) -> None:
+        """Compare tensors from outside of the step with their state during the capture.
+
+        Raises:
+            GraphFileError: One has another shape or dtype, or other numbers than those that have
+                decided the course of the step.
+        """
+        for name, tensor in self.outside.items():
+            if _describe_form(tensor) != self._forms[name]:
+                raise GraphFileError(
+                    "a tensor that is neither the model's nor the batch's is "
+                    f"{_describe_form(tensor)} and was {self._forms[name]} when the step was "
+                    "captured; capture the step again"
+                )
+        for tensor, content, line in self._observed:
+            if not torch.equal(tensor.detach(), content):
+                raise GraphFileError(
+                    f"{line}: the program has looked at the numbers of a tensor of shape "
+                    f"{tuple(tensor.shape)} that is neither the model's nor the batch's, and they "
+                    "have changed since the step was captured; capture the step again"
+                )
+
+
+class Comparison:
+    """Compares operators with those of the first capture, one by one."""
+
+    def __init__(
+        self, drafts: list[Draft], outside: Mapping[str, torch.Tensor], recorder: Recorder
+    ) -> None:
+        self._drafts = drafts
+        self._outside = outside
+        self._recorder = recorder
+        self._at = 0
+
+    def take(self, draft: Draft) -> None:
+        """Compare an operator.
+
+        Raises:
+            CaptureError: It is another one; the message names the line and the difference.
+        """
+        if self._at >= len(self._drafts):
+            raise _make_error(f"{_describe(draft)} runs, which did not run the first time")
+        before = self._drafts[self._at]
+        self._at += 1
+        difference = _describe_difference(before, draft)
+        if difference:
+            raise _make_error(difference)
+        if draft.is_outside:
+            now, then = self._recorder.outside.by_name[draft.name], self._outside.get(draft.name)
+            with no_dispatch():
+                same = now is then or (then is not None and torch.equal(now, then))
+            if not same:
+                raise _make_error(
+                    f"a tensor of shape {tuple(now.shape)}, neither the model's nor the batch's, "
+                    "is another one with other numbers"
+                )
+
+    def end(self) -> None:
+        """Compare the number of operators.
+
+        Raises:
+            CaptureError: There are fewer.
+        """
+        if self._at < len(self._drafts):
+            missing = _describe(self._drafts[self._at])
+            difference = f"{missing} does not run, which ran the first time"
+            raise CaptureError(f"{_MESSAGE}: {difference}; {_REMEDY}")
+
+
+def _make_error(difference: str) -> CaptureError:
+    return error_here(f"{_MESSAGE}: {difference}; {_REMEDY}")
+
+
+def _describe_difference(before: Draft, now: Draft) -> str | None:
+    """Describe the difference between two operators; None if they are the same."""
+    old_fields, new_fields = _compared_fields(before), _compared_fields(now)
+    if old_fields == new_fields or repr(old_fields) == repr(new_fields):  # a NaN is unlike itself
+        return None
+    if before.target != now.target:
+        return f"{_describe(now)} runs where {_describe(before)} ran"
+    if before.module != now.module:
+        return f"{_describe(now)} runs where it ran in {before.module or 'no module'}"
+    pairs = dict(enumerate(_args(before))) | before.kwargs
+    others = dict(enumerate(_args(now))) | now.kwargs
+    for key in [*pairs, *others]:
+        old, new = pairs.get(key), others.get(key)
+        if repr(old) != repr(new):
+            if isinstance(new, bool | int | float | str):
+                return f"argument {key} of {_describe(now)} is {new!r} and was {old!r}"
+            if now.target == CONSTANT:
+                return "a tensor that is made from Python numbers has other numbers"
+            return f"argument {key} of {_describe(now)} is another tensor"
+    return f"{_describe(now)} works on other tensors"
+
+
+def _describe(operator: Draft) -> str:
+    return f"{operator.target} (module {operator.module!r})" if operator.module else operator.target
+
+
+def _compared_fields(draft: Draft) -> tuple[Any, ...]:
+    return draft.target, draft.module, _args(draft), draft.kwargs, draft.reads, draft.mutates
+
+
+def _args(draft: Draft) -> tuple[Any, ...]:
+    return ("outside",) if draft.is_outside else draft.args
+
+
+def _describe_form(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"

@@ -1,0 +1,231 @@
+"""`capture`: forward, backward and optimizer update of one training step, recorded as a graph.
+
+The step runs once, imperatively, on fake tensors: no memory, no arithmetic. The operators that
+torch would have run are recorded (`recorder`), and become a graph (`_graph_builder`). Then forward
+and backward run a second time, to compare (`_recapture`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.compat.fake_tensors import FakeTensorMode
+from penstock.graph.batches import constants_in, is_full_mask, tensors_in
+from penstock.graph.capturing._conditions import (
+    isolate_capture,
+    name_optimizer_in_errors,
+    patch_transformers_checks,
+)
+from penstock.graph.capturing._graph_builder import build_graph
+from penstock.graph.capturing._model import (
+    InitialPlaces,
+    RunningModules,
+    adopt_model,
+    parameter_names,
+    refuse_lost_changes,
+)
+from penstock.graph.capturing._optimizer import OptimizerCopy
+from penstock.graph.capturing._program_lines import ProgramLines
+from penstock.graph.capturing._random_state import refuse_other_draws, trace_random_state
+from penstock.graph.capturing._recapture import CaptureRecord
+from penstock.graph.capturing.arguments import (
+    check_accumulation,
+    check_model,
+    check_optimizer,
+    find_device_type,
+)
+from penstock.graph.capturing.fake_tensors import FakeTensors
+from penstock.graph.capturing.recorder import Recorder
+from penstock.graph.capturing.step_program import StepProgram
+from penstock.graph.executable import make_executable
+from penstock.graph.fsdp.capture import FsdpCapture
+from penstock.graph.fsdp.shards import ShardedModel
+from penstock.graph.modes import autocast_of, evaluation_modules, frozen_parameters
+from penstock.graph.step_graph import Kind, StepGraph, TensorView
+
+
+def capture(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    *,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    before_step: Callable[[], object] | None = None,
+    accumulate: int | None = None,
+) -> StepGraph:
+    """Record one training step as a graph: forward, backward and optimizer update.
+
+    Nothing is computed and no memory is taken, so the model may be of any size and may be on the
+    meta device. Model, optimizer and random state are as before afterwards.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> graph = capture(
+        ...     model, optimizer, (torch.zeros(3, 4),), loss=lambda output, batch: output.sum()
+        ... )
+        >>> [operator.target for operator in graph.operators][:2]
+        ['aten.addmm.default', 'aten.sum.default']
+
+    Args:
+        model: An ordinary module, in training mode if the step is to train. Parameters on the meta
+            device count as where the others are; if all are there, as where the batch is. For a
+            module that `fully_shard` was called with, the graph is that of this rank.
+        optimizer: A stock optimizer of its parameters. State that it does not have yet is as from
+            the second step on.
+        batch: The argument of the model: a mapping as `model(**batch)`, a tuple as
+            `model(*batch)`, anything else as `model(batch)`. Only shapes and dtypes of its tensors
+            matter; other values become part of the graph.
+        loss: `loss(output, batch)` returns the scalar tensor that is minimised; by default the
+            output's `.loss`, or the output itself if that is a scalar.
+        before_step: Called between backward and the optimizer's step, to change gradients:
+            `lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`. It has to ask the
+            model for its parameters when it is called.
+        accumulate: The batch is a list of this many micro-batches, each of which runs forward and
+            backward, with its loss divided by their number; one update follows, and the step's
+            loss is the sum. None: the batch is one.
+
+    Returns:
+        The step as plain data, with the costs of its operators in `flops`, `bytes_read` and
+        `bytes_written`; ready for `penstock.plan`.
+
+    Raises:
+        CaptureError: The step depends on the data beyond values of tensors, or does something else
+            that a graph cannot hold; the message names the line.
+        TypeError: An argument is of the wrong type, or the loss is no scalar tensor.
+        ValueError: The batch has not as many micro-batches as `accumulate` says.
+    """
+    check_model(model)
+    check_optimizer(optimizer)
+    check_accumulation(batch, accumulate)
+    program = StepProgram(model, batch, loss, before_step, accumulate)
+    root = nn.ModuleDict(program.roots())
+    sharded = ShardedModel(model, loss)
+    local = sharded.locals_of(optimizer)
+    mode = FakeTensorMode()
+    device = find_device_type(root, batch)
+    tracer = _Tracer(program, root, sharded, FakeTensors(mode, torch.device(device), local))
+    lines = ProgramLines()
+    with isolate_capture(), refuse_other_draws(lines), lines.note(), mode:
+        recorder, tensors = tracer.begin()
+        copy = OptimizerCopy(optimizer, tracer.fakes, recorder, parameter_names(root), mode)
+        with tracer.fakes.replace_in(root) as before:
+            places = InitialPlaces(root)
+            with tracer.activate(recorder):
+                result, fsdp = tracer.run(recorder)
+                record = CaptureRecord(recorder, program, is_sharded=bool(sharded.groups))
+                with name_optimizer_in_errors(optimizer):
+                    copy.step()
+                fsdp.check(copy.state)
+                places.write_back()
+                refuse_lost_changes(before, tracer.modules, recorder, lines)
+            loss_view = recorder.storages.view(result)
+            before.restore_tensors(recorder.is_constant)
+            places.restore()
+            second, _ = tracer.begin()
+            tracer.run_again(second, record)
+        metadata = {
+            "model": type(model).__qualname__,
+            "optimizer": type(optimizer).__qualname__,
+            "torch": torch.__version__,
+            "hyper_parameters": copy.constants,
+            "initial_state": copy.initial_state,
+            "batch_constants": constants_in(batch, "batch"),
+            "evaluation": evaluation_modules(program.roots()),
+            "frozen": frozen_parameters(program.roots()),
+            "autocast": autocast_of(device),
+            "full_masks": sorted(recorder.full_masks),
+        }
+        graph = build_graph(recorder, tensors | copy.tensors, loss_view, device, metadata)
+    return dataclasses.replace(make_executable(graph), captured=record)
+
+
+def verify(record: CaptureRecord, program: StepProgram, device: str) -> None:
+    """Call a program once more on fake tensors, and compare its operators with the captured ones.
+
+    Args:
+        record: The `captured` of a graph that was captured in this process; of an unsharded model.
+        program: The user's program, as it was given to `capture`, with any batch of the same form;
+            without `before_step` only the operators before it are compared.
+        device: Type of the device that the graph is for.
+
+    Raises:
+        CaptureError: The program does something else now; the message names the line and the
+            difference.
+    """
+    if not record.has_before_step or program.before_step is None:
+        program = program._replace(before_step=None)
+    root = nn.ModuleDict(program.roots())
+    mode = FakeTensorMode()
+    fakes = FakeTensors(mode, torch.device(device), below=device != "cpu")
+    tracer = _Tracer(program, root, ShardedModel(program.model, program.loss), fakes)
+    to_gradients = record.has_before_step and program.before_step is None
+    with isolate_capture(), mode:
+        recorder, _ = tracer.begin()  # has fake tensors made for lists and attributes, too
+        with fakes.replace_in(root):
+            tracer.run_again(recorder, record, to_gradients=to_gradients)
+
+
+class _Tracer:
+    """Calls of a program on fake tensors, each under a recorder of its own.
+
+    Attributes:
+        modules: The modules that are running.
+    """
+
+    def __init__(
+        self, program: StepProgram, root: nn.Module, sharded: ShardedModel, fakes: FakeTensors
+    ) -> None:
+        self.fakes = fakes
+        self.modules = RunningModules(root)
+        self._program, self._root, self._sharded = program, root, sharded
+        held = (*root.parameters(), *root.buffers())
+        self._replaced = [fakes.local.get(id(each), each) for each in held]
+
+    def begin(self) -> tuple[Recorder, dict[str, TensorView]]:
+        """Return a recorder with the tensors that a step begins with, and these by name."""
+        recorder = Recorder(self.modules.current, self._replaced)
+        tensors = adopt_model(self._root, recorder, self.fakes)
+        batch = self.fakes.in_batch(self._program.batch, "batch")
+        real = dict(tensors_in(self._program.batch, "batch"))
+        for name, tensor in tensors_in(batch, "batch"):
+            tensors[name] = recorder.adopt(tensor, name, Kind.INPUT)
+            if is_full_mask(real[name]):
+                recorder.adopt_mask(tensor, real[name], name)
+        self._fake_program = self._program._replace(batch=batch)
+        return recorder, tensors
+
+    @contextlib.contextmanager
+    def activate(self, recorder: Recorder) -> Iterator[None]:
+        """Let a recorder record the operators that run in the block."""
+        with (
+            trace_random_state(recorder),
+            patch_transformers_checks(recorder),
+            self.modules,
+            recorder,
+        ):
+            yield
+
+    def run(self, recorder: Recorder) -> tuple[torch.Tensor, FsdpCapture]:
+        """Call the program; return its loss, and the capture of its shards."""
+        fsdp = FsdpCapture(self._sharded, self.fakes, recorder)
+        return self._fake_program.run(recorder, self._root, fsdp), fsdp
+
+    def run_again(
+        self, recorder: Recorder, record: CaptureRecord, *, to_gradients: bool = False
+    ) -> None:
+        """Call the program once more, and compare its operators with those of a capture.
+
+        Raises:
+            CaptureError: It does something else.
+        """
+        comparison = record.compare(recorder, to_gradients=to_gradients)
+        with self.activate(recorder):
+            self.run(recorder)
+        comparison.end()

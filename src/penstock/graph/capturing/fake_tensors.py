@@ -1,0 +1,161 @@
+"""Fake tensors in the places of a model's, an optimizer's and a batch's real ones.
+
+They have shape, strides, dtype and device but no memory, and they share storages as the real ones
+do. The real ones are put back afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.compat.fake_tensors import FakeTensor, FakeTensorMode
+from penstock.errors import CaptureError
+from penstock.graph.batches import replace_tensors
+from penstock.graph.capturing.module_state import ModuleSnapshot, preserve_modules
+
+_KINDS_OF_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
+
+
+class FakeTensors:
+    """The fake tensors of real ones, each made only once.
+
+    Args:
+        mode: The fake tensor mode that they belong to.
+        device: The device of tensors that are on the meta device.
+        local: This rank's parts of the tensors that ranks share, by the identities of these.
+        below: Whether tensors on the CPU, but for single numbers, count as on the device, as where
+            a plan keeps them on a lower tier.
+    """
+
+    def __init__(
+        self,
+        mode: FakeTensorMode,
+        device: torch.device,
+        local: Mapping[int, torch.Tensor] = MappingProxyType({}),
+        *,
+        below: bool = False,
+    ) -> None:
+        self._mode = mode
+        self._device = device
+        self.local = local
+        self._below = below
+        self._of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id: (real, fake)
+        self._made: set[int] = set()
+        self._base_of_storage: dict[int, torch.Tensor] = {}
+
+    def __contains__(self, real: object) -> bool:
+        return id(real) in self._of
+
+    def of(self, real: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the fake tensor of a real one.
+
+        Args:
+            real: A dense tensor, also one on the meta device, or one of which this rank's part is
+                known. A fake tensor made here is returned as it is.
+            name: Its name in messages.
+
+        Returns:
+            The same for the same tensor; a leaf, with the real one's `requires_grad`.
+
+        Raises:
+            CaptureError: It is sparse, complex, or of a class that computes otherwise.
+        """
+        if id(real) in self._made:
+            return real
+        if id(real) not in self._of:
+            local = self.local.get(id(real), real)
+            _check_kind(local, name)
+            with self._mode, torch.no_grad():
+                fake = self._make(local)
+                if isinstance(real, nn.Parameter):
+                    fake = nn.Parameter(fake, requires_grad=real.requires_grad)
+            if real.requires_grad and not fake.requires_grad:
+                fake.requires_grad_()
+            self._of[id(real)] = (real, fake)
+            self._made.add(id(fake))
+        return self._of[id(real)][1]
+
+    def _make(self, real: torch.Tensor) -> torch.Tensor:
+        is_below = self._below and real.dim() > 0 and real.device.type == "cpu"
+        device = self._device if real.is_meta or is_below else real.device
+        storage = real.untyped_storage()
+        base = self._base_of_storage.get(storage._cdata)
+        if base is None:
+            whole = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
+            if whole.untyped_storage().nbytes() == storage.nbytes() and not real.storage_offset():
+                self._base_of_storage[storage._cdata] = whole
+                return whole
+            num_elements = storage.nbytes() // real.element_size()
+            base = torch.empty(num_elements, dtype=real.dtype, device=device)
+            self._base_of_storage[storage._cdata] = base
+        if base.dtype != real.dtype:
+            base = base.as_strided((base.untyped_storage().nbytes() // base.element_size(),), (1,))
+            base = base.view(real.dtype)
+        return base.as_strided(real.shape, real.stride(), real.storage_offset()).detach()
+
+    def in_batch(self, value: Any, name: str) -> Any:
+        """Replace the tensors of a batch, each by one in memory of its own.
+
+        Tensors that share memory today, such as inputs that are their own labels, may be others
+        tomorrow.
+        """
+        return replace_tensors(value, name, self._make_separate)
+
+    def _make_separate(self, real: torch.Tensor, name: str) -> torch.Tensor:
+        _check_kind(real, name)
+        device = self._device if real.is_meta else real.device
+        with self._mode, torch.no_grad():
+            fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
+        return fake.requires_grad_(real.requires_grad)
+
+    def in_state(self, state: Mapping[str, Any], name: str) -> dict[str, Any]:
+        """Replace the tensors of an optimizer's state; everything else stays."""
+        return {
+            key: self.of(item, name) if isinstance(item, torch.Tensor) else item
+            for key, item in state.items()
+        }
+
+    @contextlib.contextmanager
+    def replace_in(self, root: nn.Module) -> Iterator[ModuleSnapshot]:
+        """Put the fake tensors into a model for the block, and restore it afterwards.
+
+        Yields:
+            The state of the model with the fake tensors in it.
+        """
+        with preserve_modules(root):
+            for module in root.modules():
+                self._replace_in(module)
+            yield ModuleSnapshot(root)
+
+    def _replace_in(self, module: nn.Module) -> None:
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = self.of(tensor, name)  # pyright: ignore
+        for name, value in module.__dict__.items():
+            if isinstance(value, torch.Tensor) and value in self:
+                module.__dict__[name] = self.of(value, name)
+            # As the flat list of weights that recurrent layers keep.
+            elif type(value) in (list, tuple) and any(item in self for item in value):
+                items = [self.of(item, name) if item in self else item for item in value]
+                module.__dict__[name] = type(value)(items)
+
+
+def _check_kind(real: torch.Tensor, name: str) -> None:
+    if type(real) not in _KINDS_OF_TENSORS and not isinstance(real, nn.Parameter):
+        raise CaptureError(
+            f"{name} is a {type(real).__name__}, whose operators a capture does not see; "
+            "pass ordinary tensors (of a sharded model: each rank its local ones)"
+        )
+    if real.layout is not torch.strided or real.is_complex() or real.is_nested:
+        raise CaptureError(
+            f"{name} has layout {real.layout} and {real.dtype}; a step graph has dense "
+            "tensors of real numbers: keep complex ones as real pairs (torch.view_as_real), or "
+            "train under penstock.offload"
+        )

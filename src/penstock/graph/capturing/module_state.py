@@ -1,0 +1,130 @@
+"""The state of modules: their attributes, tensors, and the lists and dictionaries among these."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.compat.fake_tensors import FakeTensor
+
+
+@contextlib.contextmanager
+def preserve_modules(root: nn.Module, *, only_tensors: bool = False) -> Iterator[None]:
+    """Restore the state of modules after the block.
+
+    Args:
+        root: The root of the modules.
+        only_tensors: Whether numbers and containers of numbers stay as the block leaves them.
+    """
+    before = ModuleSnapshot(root)
+    try:
+        yield
+    finally:
+        before.restore(only_tensors=only_tensors)
+
+
+class ModuleSnapshot:
+    """The state of a module and of the modules in it, at the time when it is made."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._modules = [
+            (each, dict(each.__dict__), dict(each._parameters), dict(each._buffers))
+            for each in root.modules()
+        ]
+        self._containers = [
+            (value, copy.copy(value))
+            for _, attributes, *_ in self._modules
+            for value in attributes.values()
+            if type(value) in (list, dict)
+        ]
+
+    def restore(self, *, only_tensors: bool = False) -> None:
+        """Restore all of it; numbers and containers of numbers only if not `only_tensors`."""
+        for module, attributes, *_ in self._modules:
+            now = module.__dict__
+            plain = {key: each for key, each in now.items() if _is_plain(each)}
+            now.clear()
+            now.update(attributes | plain if only_tensors else attributes)
+        self._restore_registered()
+        for container, content in self._containers:
+            if not (only_tensors and _is_plain(container)):
+                _refill(container, content)
+
+    def restore_tensors(self, is_constant: Callable[[torch.Tensor], bool]) -> None:
+        """Restore parameters, without gradients, and buffers.
+
+        Other attributes that a call has assigned stay, also tensors: a program that reads them when
+        it is called again is one whose steps differ. Only where all of these are constant
+        (positions that the first call has made) attributes are as before.
+
+        Args:
+            is_constant: Returns whether no data can change a fake tensor's numbers.
+        """
+        self._restore_registered()
+        registered: set[int] = set()
+        for module, attributes, parameters, _ in self._modules:
+            registered |= {id(module._parameters), id(module._buffers)}
+            for parameter in parameters.values():
+                if parameter is not None:
+                    parameter.grad = None
+            for key, value in list(module.__dict__.items()):
+                if attributes.get(key) is value or not _are_constant(value, is_constant):
+                    continue
+                if key in attributes:
+                    module.__dict__[key] = attributes[key]
+                else:
+                    del module.__dict__[key]
+        for container, content in self._containers:
+            if id(container) not in registered and _are_constant(container, is_constant):
+                _refill(container, content)
+
+    def changes(self) -> Iterator[tuple[nn.Module, str, Any, Any]]:
+        """Yield attributes that have been assigned anew: module, name, before, now."""
+        for module, before, *_ in self._modules:
+            for key, now in module.__dict__.items():
+                if key in before and before[key] is not now:
+                    yield module, key, before[key], now
+
+    def _restore_registered(self) -> None:
+        for module, _, parameters, buffers in self._modules:
+            _refill(module._parameters, parameters)
+            _refill(module._buffers, buffers)
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Put the former content of a list or dictionary back."""
+    container.clear()
+    container.update(content) if isinstance(container, dict) else container.extend(content)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether an attribute holds no tensors."""
+    return next(_tensors_in(value), None) is None
+
+
+def _are_constant(value: Any, is_constant: Callable[[torch.Tensor], bool]) -> bool:
+    """Return whether an attribute holds fake tensors, and all of them are constant."""
+    fakes = [each for each in _tensors_in(value) if isinstance(each, FakeTensor)]
+    return bool(fakes) and all(map(is_constant, fakes))
+
+
+def _tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an attribute, and of the containers and objects that it holds."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if not depth or isinstance(value, nn.Module | type | FunctionType):
+        return
+    items = value if isinstance(value, list | tuple | set) else ()
+    if isinstance(value, Mapping):
+        items = value.values()
+    elif not items:
+        items = getattr(value, "__dict__", {}).values()
+    for each in list(items):
+        yield from _tensors_in(each, depth - 1)

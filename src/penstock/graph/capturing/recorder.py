@@ -1,0 +1,467 @@
+"""The recorder: a dispatch mode that records every operator which a step runs.
+
+It lies on top of a `FakeTensorMode`: it sees the calls that kernels would get, below autograd,
+autocast and decompositions into other operators, and nothing is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from penstock.compat.autograd import current_node, next_sequence_number
+from penstock.compat.dispatch import TorchDispatchMode, no_dispatch
+from penstock.compat.fake_tensors import FakeTensor
+from penstock.graph.capturing._constants import ConstantValues
+from penstock.graph.capturing._drafts import Draft, StorageTable
+from penstock.graph.capturing._errors import error_here
+from penstock.graph.capturing._fake_results import SYMBOLS, run_fake
+from penstock.graph.capturing._outside import OutsideTensors, copy_constant
+from penstock.graph.capturing._traced_numbers import NumberTracer, ScalarNode
+from penstock.graph.capturing.schemas import Schema, is_random_call, schema_of, writes_nothing
+from penstock.graph.costs.counts import OperatorCounts, count_operator, touched_bytes
+from penstock.graph.encoding import (
+    CONSTANT,
+    EMPTY,
+    FULL,
+    SCALAR,
+    encode_bytes,
+    encode_constant,
+    flat_results,
+)
+from penstock.graph.step_graph import Kind, Phase, TensorView, views_in
+
+aten = torch.ops.aten
+
+_REFUSED = ("aten.set_.", "aten.resize_.", "aten.set_data.", "aten.resize_as_.")
+_SOFTMAXES = (
+    *("_softmax", "_log_softmax"),
+    *("_softmax_backward_data", "_log_softmax_backward_data"),
+)
+_FACTORIES: dict[str, float | str | None] = {  # the number, or the argument that has it
+    **dict.fromkeys(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")),
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), 0),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), 1),
+    **dict.fromkeys(("full", "full_like", "new_full"), "fill_value"),
+    "scalar_tensor": "s",
+}
+
+
+class Recorder(TorchDispatchMode):
+    """Records operators while it is active, on top of a fake tensor mode.
+
+    Attributes:
+        storages: Storages of the step.
+        drafts: The operators, in the order of the program.
+        numbers: Numbers that change from step to step, and the branches on them.
+        outside: Tensors that are neither the model's nor the batch's.
+        full_masks: Masks of the batch that mask nothing, and whose numbers the program has used.
+        phase: The part of the step that is running.
+        watch: Called with each operator that is recorded.
+    """
+
+    def __init__(
+        self,
+        module_name: Callable[[], str] = lambda: "",
+        replaced: Iterable[torch.Tensor] = (),
+    ) -> None:
+        super().__init__()
+        self.storages = StorageTable()
+        self.drafts: list[Draft] = []
+        self.numbers = NumberTracer(self.storages)
+        self.outside = OutsideTensors(replaced)
+        self.full_masks: set[str] = set()
+        self.phase = Phase.FORWARD
+        self.watch: Callable[[Draft], None] | None = None
+        self._constants = ConstantValues()
+        self._masks: set[str] = set()  # of the batch, that mask nothing
+        self._module_name = module_name
+        self._module_of_node: dict[int, str] = {}
+        self._num_of_name: dict[str, int] = {}
+        self._is_paused = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing is compiled here, and guarding every operator takes time."""
+        return False
+
+    # What the step begins with.
+
+    def adopt(
+        self, tensor: torch.Tensor, name: str, kind: Kind, *, on_device: bool = True
+    ) -> TensorView:
+        """Add a tensor that is there before the step begins.
+
+        Args:
+            tensor: A fake tensor.
+            name: Name of its storage, if that is new.
+            kind: What it holds.
+            on_device: False for tensors that stay on the host, as an optimizer's step counts.
+
+        Returns:
+            The view; other tensors of the same storage get the same value.
+        """
+        if tensor not in self.storages:
+            storage = tensor.untyped_storage()
+            num_bytes = storage.nbytes() if on_device else 0
+            self.storages.add(name, num_bytes, kind, storage, is_initial=True)
+            self.storages.of(tensor).is_half = tensor.dtype in (torch.bfloat16, torch.float16)
+        return self.storages.view(tensor)
+
+    def adopt_number(self, name: str, hint: float) -> torch.SymFloat:
+        """Add a Python number that may be another one at the next step."""
+        value = self.storages.add(name, 0, Kind.SCALAR, None, is_initial=True)
+        return self.numbers.trace(TensorView(value, "float64", (), (), 0), hint)
+
+    def adopt_mask(self, tensor: torch.Tensor, real: torch.Tensor, name: str) -> None:
+        """Note that a tensor of the batch is a mask that masks nothing."""
+        value = self.storages.view(tensor).value
+        with no_dispatch():
+            self._constants.set(value, real.detach().cpu().contiguous())
+        self._constants.set_source([value], name)
+        self._masks.add(name)
+
+    def is_constant(self, tensor: torch.Tensor) -> bool:
+        """Return whether the tensor's elements are known, and no data can change them."""
+        value = self._constant_value(tensor)
+        return value is not None and not self._masks_of(value)
+
+    def follows_full_mask(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor's bits may depend on the branch that a program takes for a mask.
+
+        It is computed from masks alone that mask nothing, and kernels of half precision round in
+        other places. The step is then one for such masks.
+        """
+        value = self._constant_value(tensor)
+        masks = frozenset[str]() if value is None else self._masks_of(value)
+        halves = any(
+            storage.kind is Kind.PARAMETER and storage.is_half for storage in self.storages.storages
+        ) or torch.is_autocast_enabled(tensor.device.type)
+        if masks and halves:
+            self.full_masks |= masks
+        return bool(masks) and halves
+
+    def _constant_value(self, tensor: torch.Tensor) -> int | None:
+        if tensor not in self.storages:
+            return None
+        value = self.storages.of(tensor).current
+        return value if value in self._constants else None
+
+    def _masks_of(self, value: int) -> frozenset[str]:
+        return self._constants.sources(value) & self._masks
+
+    # Operators.
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Let operators run without recording them."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default:
+            return self._read_number(args[0], func)
+        if func.namespace == "prim":
+            return _answer(func, args, kwargs)
+        schema = schema_of(func)
+        if schema.composite:
+            with self:
+                result = _decompose(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        if schema.target.startswith(_REFUSED):
+            raise error_here(
+                f"{schema.target} changes what memory a tensor has, which a step graph cannot "
+                "say; make a new tensor instead"
+            )
+        is_literal = func._opname.startswith("lift")
+        args = tuple(self._lift(value, is_literal) for value in args)
+        kwargs = {name: self._lift(value, is_literal) for name, value in kwargs.items()}
+        if schema.returns_first and self.phase is Phase.OPTIMIZER and args[0].dim():
+            result = args[0]  # an update in place: there is nothing to find out about the result
+        else:
+            result = run_fake(func, args, kwargs)
+        self._record(func, schema, args, kwargs, result)
+        return result
+
+    def _lift(self, value: Any, is_literal: bool) -> Any:
+        """Turn a real tensor among the arguments into a constant of the graph."""
+        if type(value) is torch.Tensor or isinstance(value, torch.nn.Parameter):
+            if isinstance(value, FakeTensor) or hasattr(value, "_wrapped_number"):
+                return value
+            if not is_literal:
+                self.outside.use(value)
+            return self._make_constant(value, is_outside=not is_literal)
+        if type(value) in (list, tuple):
+            return type(value)(self._lift(each, is_literal) for each in value)
+        return value
+
+    def _make_constant(self, tensor: torch.Tensor, *, is_outside: bool) -> torch.Tensor:
+        copy = copy_constant(tensor)
+        draft = self.new_draft(CONSTANT, "constant")
+        with no_dispatch():
+            draft.args = (encode_bytes(copy),)
+        fake = aten.lift_fresh.default(copy)
+        self._add_outputs(draft, [fake])
+        draft.is_outside = is_outside
+        if is_outside:
+            self.outside.add(draft.name, tensor, self.storages.index_of(fake))
+            self._constants.set_source(draft.creates, draft.name)
+        self.append(draft)
+        return fake
+
+    def _record(
+        self,
+        func: Any,
+        schema: Schema,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
+        outputs = _flat_tensors(result)
+        _check_layouts(outputs)
+        written = _written_tensors(schema, args, kwargs)
+        is_new = any(tensor is not None and tensor not in self.storages for tensor in outputs)
+        if schema.changes_view or not (is_new or written or schema.side_effect):
+            return  # a view, or a question about a tensor
+        if func._opname in _FACTORIES and isinstance(result, torch.Tensor):
+            self._record_factory(func, args, kwargs, result)
+            return
+        draft = self.new_draft(schema.target, func._opname.strip("_"))
+        draft.random = is_random_call(func, args, kwargs)
+        draft.side_effect = schema.side_effect
+        reads: dict[int, None] = {}
+        draft.args = tuple(self._encode(value, reads) for value in args)
+        draft.kwargs = {name: self._encode(value, reads) for name, value in kwargs.items()}
+        self.numbers.check_all_taken()
+        draft.counts = count_operator(func, args, kwargs, result, written)
+        for tensor in written:
+            self._mutate(draft, tensor)
+        old = {pair[0] for pair in draft.mutates}
+        draft.reads = [value for value in reads if value not in old]
+        self._add_outputs(draft, outputs)
+        in_place = schema.pointwise or _is_softmax_in_place(func, args)
+        if in_place and schema.has_out and isinstance(result, torch.Tensor):
+            operands = _flat_tensors([*args, *kwargs.values()])
+            self._add_overwrites(draft, result, operands)
+        self.append(draft)
+
+    def _record_factory(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+    ) -> None:
+        """Record a tensor full of one number, without the tensor whose form it takes.
+
+        `zeros_like(x)` reads no byte of x, and x need not be there.
+        """
+        fill = _FACTORIES[func._opname]
+        if isinstance(fill, str):
+            names = [argument.name for argument in func._schema.arguments]
+            place = names.index(fill)
+            fill = args[place] if place < len(args) else kwargs[fill]
+        draft = self.new_draft(EMPTY if fill is None else FULL, func._opname)
+        reads: dict[int, None] = {}
+        if fill is not None:
+            draft.args = (self._encode(fill, reads),)
+            draft.counts = OperatorCounts(bytes_written=touched_bytes(result))
+        draft.reads = list(reads)
+        self._add_outputs(draft, [result])
+        self.append(draft)
+
+    def new_draft(self, target: str, base: str) -> Draft:
+        """Return an operator of this phase and module, with a name that begins with `base`."""
+        num = self._num_of_name[base] = self._num_of_name.get(base, -1) + 1
+        return Draft(f"{base}_{num}" if num else base, target, self.phase, self._current_module())
+
+    def append(self, draft: Draft) -> None:
+        """Add an operator behind the others."""
+        self.drafts.append(draft)
+        if self.watch is not None:
+            self.watch(draft)
+        if self.phase is Phase.FORWARD and not (draft.random or draft.target == SCALAR):
+            self._constants.propagate(draft, lambda value: self.storages.of_value(value).num_bytes)
+
+    def _current_module(self) -> str:
+        """Name the running module; in the backward pass the one whose gradient is calculated."""
+        if self.phase is Phase.FORWARD:
+            name = self._module_name()
+            # The node of the operator that runs was made just before.
+            self._module_of_node.setdefault(next_sequence_number() - 1, name)
+            return name
+        node = current_node()
+        if node is None:
+            return ""
+        return self._module_of_node.get(node._sequence_nr(), self._module_name())
+
+    def _mutate(self, draft: Draft, tensor: torch.Tensor) -> None:
+        self.outside.check_unchanged(self.storages.index_of(tensor), tensor)
+        current = self.storages.of(tensor).current
+        if all(new != current for _, new in draft.mutates):  # else: two views of one storage
+            draft.mutates.append(self.storages.begin_value(tensor))
+
+    def _add_outputs(self, draft: Draft, outputs: list[torch.Tensor | None]) -> None:
+        for number, tensor in enumerate(outputs):
+            if tensor is not None and tensor not in self.storages:
+                storage = tensor.untyped_storage()
+                name = f"{draft.name}.{number}" if number else draft.name
+                value = self.storages.add(name, storage.nbytes(), Kind.ACTIVATION, storage)
+                draft.creates.append(value)
+        draft.outputs = tuple(
+            None if tensor is None else self.storages.view(tensor) for tensor in outputs
+        )
+
+    def _add_overwrites(
+        self, draft: Draft, result: torch.Tensor, operands: list[torch.Tensor | None]
+    ) -> None:
+        """Find operands in whose place the result may be written, element over element.
+
+        Not where an operand is also viewed in another way: `x + x.T` must find x whole.
+        """
+        if not draft.creates or draft.mutates:
+            return
+        place = self.storages.view(result)
+        views: defaultdict[int, set[TensorView]] = defaultdict(set)
+        for tensor in operands:
+            if tensor is not None and tensor in self.storages:
+                view = self.storages.view(tensor)
+                views[view.value].add(view)
+        num_bytes = result.untyped_storage().nbytes()
+        for value, (view, *others) in views.items():
+            is_whole = self.storages.of_value(value).num_bytes == num_bytes > 0
+            if is_whole and not others and view == place._replace(value=value):
+                draft.overwrites.append((value, draft.creates[0]))
+
+    def _encode(self, value: Any, reads: dict[int, None]) -> Any:
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if type(value) is float:
+            node = self.numbers.take_plain(value)
+            return value if node is None else _encode_number(node, reads)
+        if isinstance(value, torch.Tensor):
+            wrapped = getattr(value, "_wrapped_number", None)
+            if wrapped is not None:
+                return _encode_number(wrapped.node, reads)
+            view = self.storages.view(value)
+            reads[view.value] = None
+            return view
+        if isinstance(value, SYMBOLS):
+            return _encode_number(value.node, reads)
+        if isinstance(value, (list, tuple)):
+            return tuple(self._encode(item, reads) for item in value)
+        plain = encode_constant(value)
+        if plain is None:
+            raise error_here(
+                f"an operator has an argument of type {type(value).__name__} ({value!r}), which "
+                "cannot be written down; generators: use the default one"
+            )
+        return plain
+
+    def _read_number(self, tensor: torch.Tensor, func: Any) -> Any:
+        """Answer `tensor.item()`: possible for the optimizer's own counters and for constants."""
+        if not isinstance(tensor, FakeTensor):
+            self.outside.observe(tensor)
+            with no_dispatch():
+                return func(tensor)
+        storage = self.storages.of(tensor) if tensor in self.storages else None
+        if storage is not None and storage.kind is Kind.OPTIMIZER_STATE and not storage.num_bytes:
+            return self._record_number(tensor)
+        value = self._constant_value(tensor)
+        masks = frozenset[str]() if value is None else self._masks_of(value)
+        is_decided = masks <= self.full_masks and tensor.dtype is torch.bool
+        if value is not None and (not masks or is_decided):
+            for name in self._constants.sources(value) - masks:
+                self.outside.observe(self.outside.by_name[name])
+            with no_dispatch():
+                return func(self._constants.tensor(self.storages.view(tensor)))
+        if tensor.constant is not None:
+            with no_dispatch():
+                return func(tensor.constant)
+        raise error_here(
+            "the program asks for a number that only the data can tell (item(), bool(), float(), "
+            "tolist() or an if on a tensor); a captured step has one course of events: keep the "
+            "number a tensor, as with torch.where, or move this out of the step"
+        )
+
+    def _record_number(self, tensor: torch.Tensor) -> torch.SymFloat:
+        draft = self.new_draft(SCALAR, "number")
+        view = self.storages.view(tensor)
+        draft.args, draft.reads = (view,), [view.value]
+        value = self.storages.add(draft.name, 0, Kind.SCALAR, None)
+        draft.creates = [value]
+        number = TensorView(value, view.dtype, (), (), 0)
+        draft.outputs = (number,)
+        self.append(draft)
+        return self.numbers.trace(number, 2.0)
+
+
+def _encode_number(node: ScalarNode, reads: dict[int, None]) -> Mapping[str, Any]:
+    reads.update((view.value, None) for view in views_in(node.expression))
+    return {"scalar": node.expression}
+
+
+def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Answer a question about a tensor; that for its device, which most are, without asking."""
+    if func is torch.ops.prim.device.default:
+        tensor = args[0]
+        if isinstance(tensor, FakeTensor) and not tensor.fake_mode.in_kernel_invocation:
+            return tensor.fake_device
+    return func(*args, **kwargs)
+
+
+def _is_softmax_in_place(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether a softmax or its gradient may be written over an operand.
+
+    The CPU kernels over the last dimension have read a row when they write it, element by element.
+    """
+    if func._opname not in _SOFTMAXES or args[0].device.type != "cpu":
+        return False
+    dim = args[2] if func._opname.endswith("_backward_data") else args[1]
+    return dim % max(args[0].dim(), 1) == max(args[0].dim(), 1) - 1
+
+
+def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return func.decompose(*args, **kwargs)
+    except RuntimeError as error:
+        if "data is not allocated yet" not in str(error):
+            raise
+        raise error_here(
+            f"the course of {func} depends on the data; a captured step has one course of events: "
+            "pass numbers instead of tensors, or do this outside of the step"
+        ) from error
+
+
+def _check_layouts(tensors: Iterable[torch.Tensor | None]) -> None:
+    for tensor in tensors:
+        if tensor is not None and (tensor.layout is not torch.strided or tensor.is_complex()):
+            raise error_here(
+                f"a tensor of layout {tensor.layout} and {tensor.dtype} cannot be captured; use "
+                "dense tensors of real numbers (for embeddings sparse=False, for complex ones "
+                "torch.view_as_real), or train under penstock.offload"
+            )
+
+
+def _flat_tensors(values: Any) -> list[torch.Tensor | None]:
+    """Flatten results or arguments; None for everything but tensors."""
+    return [each if isinstance(each, torch.Tensor) else None for each in flat_results(values)]
+
+
+def _written_tensors(
+    schema: Schema, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[torch.Tensor]:
+    if not (schema.written or schema.written_names) or writes_nothing(schema, args):
+        return []
+    values = [args[position] for position in schema.written if position < len(args)]
+    values += [kwargs[name] for name in schema.written_names if name in kwargs]
+    return [tensor for tensor in _flat_tensors(values) if tensor is not None]

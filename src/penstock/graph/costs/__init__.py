@@ -1,0 +1,1 @@
+"""Costs of operators: counted operations and bytes, rooflines, workspace, measurements."""

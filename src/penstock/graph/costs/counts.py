@@ -1,0 +1,150 @@
+"""Counts of an operator's costs, in whole numbers: floating-point operations and bytes.
+
+Products of matrices, convolutions and attention are counted by the formulas of
+`torch.utils.flop_counter`; everything else by elements times the operations that its formula has
+for one. Bytes are those that the views touch, once: an expanded dimension costs nothing, a lookup
+reads the rows that it returns and not the table.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from penstock.compat.dispatch import OpOverload
+from penstock.graph.costs.workspace import workspace_bytes
+from penstock.graph.encoding import flat_results
+
+
+class OperatorCounts(NamedTuple):
+    """Counts of one operator; its workspace is the memory beyond operands and results."""
+
+    flops: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    workspace_bytes: int = 0
+
+
+_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_NO_ARITHMETIC = _NOTHING | {
+    *("clone", "copy_", "_to_copy", "cat", "stack", "fill_", "zero_", "zeros", "zeros_like"),
+    *("ones", "ones_like", "full", "full_like", "new_zeros", "new_ones", "new_full", "arange"),
+    *("embedding", "index", "index_select", "gather", "select_backward", "slice_backward"),
+    *("scalar_tensor", "constant_pad_nd", "roll", "flip", "repeat", "tril", "triu", "where"),
+    *("_foreach_copy_", "index_put_", "index_put", "scatter", "masked_fill", "masked_fill_"),
+    *("lift_fresh_copy", "nll_loss_forward", "nll_loss_backward", "max_pool2d_with_indices"),
+}
+_OPERATIONS_PER_ELEMENT = {  # where the formula has more than one, division and exp counted as one
+    **dict.fromkeys(("native_layer_norm", "native_batch_norm", "native_group_norm"), 8),
+    **dict.fromkeys(("native_layer_norm_backward", "native_group_norm_backward"), 14),
+    "native_batch_norm_backward": 12,
+    "_fused_rms_norm": 5,
+    "_fused_rms_norm_backward": 10,
+    **dict.fromkeys(("_softmax", "_log_softmax"), 4),
+    **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), 4),
+    **{"gelu": 8, "gelu_backward": 14, "silu": 4, "silu_backward": 6},
+    **dict.fromkeys(("sigmoid_backward", "tanh_backward"), 3),
+    **dict.fromkeys(("addcmul", "addcmul_", "addcdiv", "addcdiv_"), 3),
+    **dict.fromkeys(("lerp", "lerp_", "lerp_.Scalar"), 3),
+    **{"_fused_adam_": 14, "_fused_adamw_": 14, "_fused_sgd_": 6, "_fused_adagrad_": 8},
+    **dict.fromkeys(("var", "var_mean"), 4),
+}
+_LOOKUPS = {"embedding", "index", "index_select", "gather", "take_along_dim"}
+_OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "_foreach_copy_"}
+_FLOAT = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+
+
+def count_operator(
+    func: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    written: list[torch.Tensor],
+) -> OperatorCounts:
+    """Count the operations and bytes of one call of an operator.
+
+    Returns:
+        The counts; the workspace as `workspace_bytes` declares it.
+    """
+    name = func._opname
+    if name in _NOTHING:
+        return OperatorCounts()
+    inputs, outputs = _tensors(args) + _tensors(tuple(kwargs.values())), _tensors(result)
+    identities = {id(tensor) for tensor in written}
+    made = [tensor for tensor in outputs if id(tensor) not in identities]
+    read = sum(map(touched_bytes, inputs))
+    if name in _LOOKUPS and inputs:
+        read += sum(map(touched_bytes, outputs)) - touched_bytes(inputs[0])
+    if name in _OVERWRITES:
+        read -= sum(map(touched_bytes, written))
+    return OperatorCounts(
+        _count_flops(func, name, args, kwargs, result, inputs, made + written),
+        max(0, read),
+        sum(map(touched_bytes, made)) + sum(map(touched_bytes, written)),
+        workspace_bytes(name, max(0, read), sum(map(touched_bytes, made)), _device(outputs)),
+    )
+
+
+def _device(tensors: list[torch.Tensor]) -> str:
+    return tensors[0].device.type if tensors else "cpu"
+
+
+def touched_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of the elements that a view shows, each once."""
+    num = 1
+    for extent, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if stride or not extent:
+            num *= extent
+    return num * tensor.element_size()
+
+
+def _count_flops(
+    func: OpOverload,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    inputs: list[torch.Tensor],
+    outputs: list[torch.Tensor],
+) -> int:
+    if name == "convolution_backward":
+        return _convolution_backward_flops(args)
+    formula = flop_registry.get(func._overloadpacket)
+    if formula is not None:
+        return int(formula(*args, **kwargs, out_val=result))
+    if name.startswith("mkldnn_rnn_layer"):
+        return _rnn_flops(args, backward=name.endswith("backward"))
+    if name in _NO_ARITHMETIC:
+        return 0
+    tensors = [tensor for tensor in inputs + outputs if tensor.dtype in _FLOAT]
+    if not tensors:
+        return 0
+    per_element = _OPERATIONS_PER_ELEMENT.get(name, 1)
+    if name.startswith(("_foreach", "_fused_adam", "_fused_sgd", "_fused_adagrad")):
+        return per_element * sum(tensor.numel() for tensor in _tensors((args[0],)))
+    return per_element * max(tensor.numel() for tensor in tensors)
+
+
+def _convolution_backward_flops(args: tuple[Any, ...]) -> int:
+    """Count as many for each gradient as forward, as every product of forward is in both.
+
+    torch's own formula forgets groups where it counts the weight's gradient.
+    """
+    grad_output, operand, weight, transposed, wanted = *args[:3], args[7], args[10]
+    places = operand if transposed else grad_output
+    forward = 2 * operand.shape[0] * math.prod(places.shape[2:]) * weight.numel()
+    return forward * sum(bool(each) for each in wanted[:2])
+
+
+def _rnn_flops(args: tuple[Any, ...], *, backward: bool) -> int:
+    """Count two products of a matrix with the four gates' weights for each row of the sequence."""
+    rows = math.prod(args[0].shape[:-1])
+    forward = 2 * rows * sum(weight.numel() for weight in args[1:3])
+    return 2 * forward if backward else forward
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [each for each in flat_results(value) if isinstance(each, torch.Tensor)]

@@ -1,0 +1,1 @@
+"""Capture of models that FSDP2 shards: gathering and reducing as operators of the graph."""

@@ -1,0 +1,78 @@
+"""Collectives as operators of a step graph.
+
+Each rank captures, plans and runs its own step. A collective is an operator like any other, only
+that ranks must run them in one order, whatever their plans are: it counts as one that draws random
+numbers, whose order a plan keeps, and as one that must not run twice (`schemas.COLLECTIVES`).
+Results go to memory that exists already, at an address of the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed
+
+_ORDERED = (torch.Tag.nondeterministic_seeded,)
+
+
+@torch.library.custom_op("penstock::average_over_ranks_", mutates_args=("tensor",), tags=_ORDERED)
+def average_over_ranks_(tensor: torch.Tensor, group: str) -> None:
+    """Average a tensor over the ranks of a process group, named as torch names it."""
+    members = _members(group)
+    # As DDP does it: every rank divides, then all are summed up, so that sums do not overflow.
+    tensor.div_(members.size())
+    distributed.all_reduce(tensor, group=members)
+
+
+@torch.library.custom_op("penstock::sum_over_ranks_", mutates_args=("tensor",), tags=_ORDERED)
+def sum_over_ranks_(tensor: torch.Tensor, group: str) -> None:
+    """Sum a tensor up over the ranks."""
+    distributed.all_reduce(tensor, group=_members(group))
+
+
+@torch.library.custom_op("penstock::max_over_ranks_", mutates_args=("tensor",), tags=_ORDERED)
+def max_over_ranks_(tensor: torch.Tensor, group: str) -> None:
+    """Take the maximum of each element over the ranks."""
+    distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX, group=_members(group))
+
+
+@torch.library.custom_op("penstock::all_gather_shards_", mutates_args=("full",), tags=_ORDERED)
+def all_gather_shards_(full: torch.Tensor, shard: torch.Tensor, group: str) -> None:
+    """Fill `full` (n ranks x k elements, flat) with every rank's `shard` (k elements, flat)."""
+    _all_gather(full, shard, group=_members(group))
+
+
+@torch.library.custom_op("penstock::reduce_scatter_mean_", mutates_args=("shard",), tags=_ORDERED)
+def reduce_scatter_mean_(shard: torch.Tensor, full: torch.Tensor, group: str) -> None:
+    """Fill `shard` (k elements) with this rank's part of the mean of all ranks' `full` (n x k)."""
+    # As FSDP2 does it: the backend averages.
+    _reduce_scatter(shard, full, op=distributed.ReduceOp.AVG, group=_members(group))
+
+
+@average_over_ranks_.register_fake
+@sum_over_ranks_.register_fake
+@max_over_ranks_.register_fake
+def _(tensor: torch.Tensor, group: str) -> None:
+    return None
+
+
+@all_gather_shards_.register_fake
+@reduce_scatter_mean_.register_fake
+def _(result: torch.Tensor, operand: torch.Tensor, group: str) -> None:
+    return None
+
+
+def _members(group: str) -> distributed.ProcessGroup:
+    return distributed.distributed_c10d._resolve_process_group(group)  # pyright: ignore
+
+
+def _newest(*names: str) -> Callable[..., Any]:
+    """Return the first function of these names, of which torch 2.13 has others than 2.11."""
+    return getattr(distributed, next(name for name in names if hasattr(distributed, name)))
+
+
+if distributed.is_available():
+    _all_gather = _newest("all_gather_single", "all_gather_into_tensor")
+    _reduce_scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")

@@ -1,0 +1,251 @@
+"""Forms in which operators run in slices: operands and results by vectors.
+
+A vector is all of the last dimension; the other dimensions together count vectors, and a slice is a
+range of them. Only operators are listed here whose vectors have the same bits however many of them
+one call has: softmaxes and their gradients, the loss of given classes, sums over a vector, and
+arithmetic that is rounded exactly. Products of matrices are not among them: the order in which a
+kernel sums depends on how many vectors it gets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from penstock.graph.step_graph import Operator, StepGraph, TensorView, views_in
+
+LOSS = "aten.nll_loss_forward.default"
+LOSS_BACKWARD = "aten.nll_loss_backward.default"
+SUM = "aten.sum.dim_IntList"
+NO_REDUCTION = 0  # torch's number for reduction="none"
+
+_SOFTMAXES = {"aten._softmax.default": 1, "aten._log_softmax.default": 1}  # place of `dim`
+_SOFTMAX_GRADIENTS = {
+    "aten._softmax_backward_data.default": 2,
+    "aten._log_softmax_backward_data.default": 2,
+}
+_ARITHMETIC = {
+    *("aten.mul.Tensor", "aten.add.Tensor", "aten.sub.Tensor", "aten.div.Tensor"),
+    *("aten.mul.Scalar", "aten.add.Scalar", "aten.sub.Scalar", "aten.div.Scalar"),
+    *("aten.neg.default", "aten._to_copy.default", "aten.clone.default", "aten.where.self"),
+    *("aten.masked_fill.Scalar", "aten.masked_fill.Tensor"),
+}
+_HARMLESS_OPTIONS = {"dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format"}
+_PLAIN_FORMATS = ("contiguous_format", "preserve_format")
+_ITEM_BYTES = {
+    **dict.fromkeys(("float64", "int64"), 8),
+    **dict.fromkeys(("float32", "int32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
+    **dict.fromkeys(("bool", "uint8", "int8"), 1),
+}
+
+
+def item_bytes(dtype: str) -> int:
+    """Return the bytes of an element, as 4 for `"float32"`; 0 for dtypes without arithmetic."""
+    return _ITEM_BYTES.get(dtype, 0)
+
+
+class SlicedView(NamedTuple):
+    """An operand or result of which one call may take a slice.
+
+    Attributes:
+        view: The whole of it, with one dimension (a number for each vector) or two.
+    """
+
+    view: TensorView
+
+    def slice(self, begin: int, end: int) -> TensorView:
+        """Return the vectors from `begin` to `end`, exclusive."""
+        view = self.view
+        shape = (end - begin, *view.shape[1:])
+        return view._replace(shape=shape, offset=view.offset + begin * view.stride[0])
+
+    @property
+    def is_dense(self) -> bool:
+        """True if the vectors lie one after the other from the storage's start."""
+        view = self.view
+        return len(view.shape) == 2 and view.stride == (view.shape[1], 1) and not view.offset
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all vectors."""
+        return math.prod(self.view.shape) * item_bytes(self.view.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceForm:
+    """An operator that runs in slices.
+
+    Attributes:
+        num_vectors: Vectors of the whole.
+        args: Its arguments, with `SlicedView` where one call takes a slice.
+        kwargs: Its keyword arguments, in the same way.
+        outputs: Its results: `SlicedView`; those of a reduction as they are.
+        reduces: Whether its result is put together from the results of its slices.
+    """
+
+    num_vectors: int
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: tuple[Any, ...]
+    reduces: bool = False
+
+    def sliced_views(self) -> Iterator[SlicedView]:
+        """Yield the operands and results that are taken in slices."""
+        for item in (*self.args, *self.kwargs.values(), *self.outputs):
+            if isinstance(item, SlicedView):
+                yield item
+
+    def whole_views(self) -> Iterator[TensorView]:
+        """Yield the operands that every call takes whole."""
+        for item in (*self.args, *self.kwargs.values()):
+            if not isinstance(item, SlicedView):
+                yield from views_in(item)
+
+
+def find_slice_form(graph: StepGraph, operator: Operator) -> SliceForm | None:
+    """Return the form in which an operator of a graph runs in slices; None if there is none."""
+    if operator.mutates or operator.after or operator.random or operator.recompute_target:
+        return None
+    form = _find_form(operator)
+    if form is None or form.num_vectors < 2:
+        return None
+    views = {view.value for view in views_in((operator.args, operator.kwargs))}
+    made = {view.value for view in operator.outputs if view is not None}
+    created = {graph.storage_of_value[value] for value in operator.creates}
+    plain = views == set(operator.reads) and made == set(operator.creates)
+    return form if plain and len(created) == len(operator.creates) else None
+
+
+def _find_form(operator: Operator) -> SliceForm | None:
+    target, args = operator.target, operator.args
+    if target in _SOFTMAXES:
+        return _softmax_form(operator, _SOFTMAXES[target], 1)
+    if target in _SOFTMAX_GRADIENTS:
+        return _softmax_form(operator, _SOFTMAX_GRADIENTS[target], 2)
+    if target in _ARITHMETIC:
+        return _arithmetic_form(operator)
+    if target in (LOSS, LOSS_BACKWARD):
+        return _loss_form(operator)
+    if target == SUM and isinstance(args[0], TensorView):
+        vectors = _flatten(args[0])
+        dims = args[1] if isinstance(args[1], tuple) else ()
+        last = tuple(dim % len(args[0].shape) for dim in dims) == (len(args[0].shape) - 1,)
+        if vectors is not None and last and vectors.is_dense:
+            return SliceForm(
+                num_vectors=vectors.view.shape[0],
+                args=(vectors, (1,), *args[2:]),
+                kwargs=operator.kwargs,
+                outputs=operator.outputs,
+                reduces=True,
+            )
+    return None
+
+
+def _softmax_form(operator: Operator, place_of_dim: int, num_tensors: int) -> SliceForm | None:
+    """Return the form of (operands, dim, ...), if the last dimension is normalised."""
+    args, output = operator.args, operator.outputs[0]
+    if output is None or args[place_of_dim] % len(output.shape) != len(output.shape) - 1:
+        return None
+    operands = [_flatten(view) for view in args[:num_tensors]]
+    result = _flatten(output)
+    if result is None or None in operands or not result.is_dense:
+        return None
+    return SliceForm(
+        num_vectors=result.view.shape[0],
+        args=(*operands, 1, *args[place_of_dim + 1 :]),
+        kwargs=operator.kwargs,
+        outputs=(result,),
+    )
+
+
+def _arithmetic_form(operator: Operator) -> SliceForm | None:
+    output = operator.outputs[0]
+    result = None if output is None else _flatten(output)
+    if output is None or result is None or not result.is_dense:
+        return None
+    if not _are_harmless(operator.kwargs):
+        return None
+    args = []
+    for item in operator.args:
+        if isinstance(item, TensorView) and item.shape:
+            operand = _broadcast(item, output.shape)
+            if operand is None:
+                return None
+            args.append(operand)
+        elif isinstance(item, TensorView | int | float | bool) or item is None:
+            args.append(item)
+        else:
+            return None
+    return SliceForm(
+        num_vectors=result.view.shape[0],
+        args=tuple(args),
+        kwargs=operator.kwargs,
+        outputs=(result,),
+    )
+
+
+def _are_harmless(options: Mapping[str, Any]) -> bool:
+    """Return whether options change no layout and round only once (`alpha` would do so twice)."""
+    if options.get("alpha", 1) not in (1, -1) or options.get("rounding_mode") is not None:
+        return False
+    layout = options.get("memory_format")
+    plain = layout is None or layout.get("memory_format") in _PLAIN_FORMATS
+    return plain and options.keys() <= _HARMLESS_OPTIONS | {"alpha", "rounding_mode"}
+
+
+def _loss_form(operator: Operator) -> SliceForm | None:
+    """Return the form of (gradient, if backward, scores, classes, weights, reduction, ...)."""
+    backward = operator.target == LOSS_BACKWARD
+    args = list(operator.args)
+    first = int(backward)
+    scores, classes = args[first], args[first + 1]
+    if not (isinstance(scores, TensorView) and isinstance(classes, TensorView)):
+        return None
+    if len(scores.shape) != 2 or len(classes.shape) != 1 or classes.dtype != "int64":
+        return None
+    vectors = SlicedView(scores)
+    args[first : first + 2] = [vectors, SlicedView(classes)]
+    if backward and args[4] == NO_REDUCTION:
+        args[0] = SlicedView(args[0])
+    outputs = operator.outputs
+    if backward:
+        if outputs[0] is None or not SlicedView(outputs[0]).is_dense:
+            return None
+        outputs = (SlicedView(outputs[0]),)
+    elif not vectors.is_dense or outputs[0] is None:
+        return None
+    return SliceForm(
+        num_vectors=scores.shape[0],
+        args=tuple(args),
+        kwargs=operator.kwargs,
+        outputs=outputs,
+        reduces=not backward,
+    )
+
+
+def _flatten(view: TensorView) -> SlicedView | None:
+    """Put all dimensions but the last together; None where strides do not allow it."""
+    if len(view.shape) < 2 or not all(view.shape):
+        return None
+    num_vectors, step = 1, None
+    for extent, stride in reversed(list(zip(view.shape[:-1], view.stride[:-1], strict=True))):
+        if extent == 1:
+            continue
+        if step is not None and stride != step * num_vectors:
+            return None
+        step = stride if step is None else step
+        num_vectors *= extent
+    width = view.shape[-1]
+    stride = (width if step is None else step, view.stride[-1])
+    return SlicedView(view._replace(shape=(num_vectors, width), stride=stride))
+
+
+def _broadcast(view: TensorView, shape: tuple[int, ...]) -> SlicedView | None:
+    missing = len(shape) - len(view.shape)
+    stride = [0] * missing
+    for extent, own, step in zip(shape[missing:], view.shape, view.stride, strict=True):
+        stride.append(step if own == extent else 0)
+    return _flatten(view._replace(shape=shape, stride=tuple(stride)))
