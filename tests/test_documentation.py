@@ -80,18 +80,11 @@ def test_the_readme_example_of_relational_graphs_runs(tmp_path):
     assert "torch.Size([100, 16])" in run(example, tmp_path)
 
 
-after_the_moves = pytest.mark.skipif(
-    not all((PACKAGE / room).exists() for room in ("unified/host", "planner/bounds")),
-    reason="the files have not moved yet",
-)
-
-
 def section(page: str, heading: str) -> str:
     text = (REPOSITORY / page).read_text()
     return text.split(f"## {heading}\n")[1].split("\n## ")[0]
 
 
-@after_the_moves
 def test_the_reading_tour_has_six_files_that_exist():
     tour = section("README.md", "Reading the source")
     stops = re.findall(r"^\d\. `([^`]+)`(.*)$", tour, re.M)
@@ -103,7 +96,6 @@ def test_the_reading_tour_has_six_files_that_exist():
         assert all((path.parent / each).exists() for each in beside), (stop, beside)
 
 
-@after_the_moves
 def test_the_ways_that_contributors_are_shown_exist():
     ways = section("CONTRIBUTING.md", "Finding one's way")
     tour = section("README.md", "Reading the source")

@@ -10,8 +10,6 @@ import torch
 from penstock.compat import autograd, dispatch, dynamo, fake_tensors
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "penstock"
-# Their names have not moved yet.
-PENDING: set[str] = set()
 _PRIVATE = re.compile(r"torch(\.\w+)*\._[A-Za-z]")
 
 
@@ -32,7 +30,7 @@ def test_private_names_of_torch_are_in_one_place():
     wrong = {
         str(path.relative_to(PACKAGE)): names
         for path in sorted(PACKAGE.rglob("*.py"))
-        if path.relative_to(PACKAGE).parts[0] not in {"compat", *PENDING}
+        if path.relative_to(PACKAGE).parts[0] != "compat"
         and (names := private_names(path.read_text()))
     }
     assert wrong == {}

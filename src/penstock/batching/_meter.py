@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from penstock.compat.dispatch import TorchDispatchMode, tree_leaves
 
 from penstock.memory import Ledger, Tier
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from penstock.compat.dispatch import tree_leaves, tree_map
 
 from penstock.batching._meter import measured_peak
 from penstock.batching.dynamic._pools import has_gradient
