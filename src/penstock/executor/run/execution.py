@@ -81,19 +81,14 @@ class Execution:
         self.interrupts = Interrupts()
         self._recovery = StepRecovery(self.memory, self.state, self._links)
         self._loss = LossCheck(self.memory, self._recovery.commit)
-        self._executable = compile_plan(
-            self.memory,
-            self._links,
-            self._scalars,
-            BoundaryCalls(
-                self._iter_calls_after_leaving,
-                self._iter_calls_after_entering,
-                self._recovery.iter_calls_before,
-            ),
+        boundary_calls = BoundaryCalls(
+            self._iter_calls_after_leaving,
+            self._iter_calls_after_entering,
+            self._recovery.iter_calls_before,
         )
-        self._segments = (
-            Segments(self._executable, self._device) if self._device.is_behind else None
-        )
+        self._executable = compile_plan(self.memory, self._links, self._scalars, boundary_calls)
+        is_behind = self._device.is_behind
+        self._segments = Segments(self._executable, self._device) if is_behind else None
         self._timing = Timing(self._graph, self._plan, self._executable)
         self._inputs = self.memory.find_inputs()
         self._calls = self._executable.first

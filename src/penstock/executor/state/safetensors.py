@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -94,13 +94,15 @@ def save_safetensors(tensors: Mapping[str, torch.Tensor], path: str | os.PathLik
         else:
             written[name] = tensor
     forms = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in written.items()}
-    header = encode_header(forms, metadata)
-    path = os.fspath(path)
+    _write_file(os.fspath(path), encode_header(forms, metadata), written.values())
+
+
+def _write_file(path: str, header: bytes, tensors: Iterable[torch.Tensor]) -> None:
     unfinished = f"{path}.{os.getpid()}.unfinished"
     try:
         with open(unfinished, "wb", buffering=0) as file:
             _write(file, memoryview(header))
-            for tensor in written.values():
+            for tensor in tensors:
                 whole = tensor.detach().cpu().contiguous()
                 for piece in _split(whole.data_ptr(), whole.numel() * whole.element_size()):
                     _write(file, piece)
