@@ -80,7 +80,7 @@ def live_ranges(
         may_grow: Whether other operators may still be inserted, so that something may run after
             the last one of `order`: results of the step are then used at boundary N.
     """
-    accesses = _Accesses(graph, order)
+    accesses = _ValueAccesses(graph, order)
     found: list[LiveRange] = []
     for value, storage_index in enumerate(graph.storage_of_value):
         storage = graph.storages[storage_index]
@@ -104,7 +104,7 @@ def live_ranges(
     return found
 
 
-class _Accesses:
+class _ValueAccesses:
     """Positions at which the values of a graph are read, defined and changed in an order."""
 
     def __init__(self, graph: StepGraph, order: Sequence[int]) -> None:

@@ -22,7 +22,7 @@ def residency_bound(order: FixedOrder, *, time_limit: float) -> float | None:
     """
     if order.excess.max(initial=0) <= 0:
         return order.compute_seconds
-    program = _ResidencyProgram(order)
+    program = _HolesProgram(order)
     for hole in range(len(order.table.hole_range)):
         program.add_hole(hole)
     program.add_second_runs()
@@ -52,7 +52,7 @@ def residency_bound(order: FixedOrder, *, time_limit: float) -> float | None:
 #   T >= C + sum of c(o) r(o),  T >= sum of s(h) x(h) / in,  T >= sum of s(v) y(v) / out
 
 
-class _ResidencyProgram:
+class _HolesProgram:
     """The linear program above."""
 
     def __init__(self, order: FixedOrder) -> None:

@@ -41,7 +41,7 @@ _FEW_OPERATORS, _HOPELESS = 500, 1.3
 
 
 @dataclass(frozen=True, eq=False)
-class Candidate:
+class SearchCandidate:
     """An order with second runs and evictions that could be the plan's.
 
     Attributes:
@@ -79,7 +79,7 @@ class AutoSearch:
         request: PlanRequest,
         arena: Arena,
         *,
-        on_better: Callable[[Candidate], None],
+        on_better: Callable[[SearchCandidate], None],
         alignment: int | None = None,
     ) -> None:
         graph, seed = request.graph, request.seed
@@ -90,10 +90,10 @@ class AutoSearch:
         self.recompute = request.recompute
         self.deadline = request.deadline
         self.random = np.random.default_rng(seed)
-        self.best: Candidate | None = None
-        self._candidates: dict[bytes, Candidate] = {}  # by the sequence of operators
-        self.tighter: list[Candidate] = []
-        self._kept: list[Candidate] = []  # finalists of the searches that are over
+        self.best: SearchCandidate | None = None
+        self._candidates: dict[bytes, SearchCandidate] = {}  # by the sequence of operators
+        self.tighter: list[SearchCandidate] = []
+        self._kept: list[SearchCandidate] = []  # finalists of the searches that are over
         self._quick: dict[tuple[bytes, frozenset[int]], EvictionChoice | None] = {}
         self._seed = seed
         self._on_better = on_better
@@ -105,7 +105,7 @@ class AutoSearch:
         self._drops = DropFamilies(graph, self._chains, self.problem.operator_seconds, one_way)
         self._program = np.arange(len(graph.operators), dtype=np.int32)
 
-    def run(self) -> Candidate | None:
+    def run(self) -> SearchCandidate | None:
         """Search until the deadline or until nothing helps.
 
         The same search with the order or single runs frozen has its share of the time, and its
@@ -171,7 +171,7 @@ class AutoSearch:
         choice = self.best.choice
         again = ResidencySearch(choice.sequence, whole).at(choice.shares * share)
         if again is not None:
-            self.tighter.append(Candidate(self.best.order, self.best.dropped, again))
+            self.tighter.append(SearchCandidate(self.best.order, self.best.dropped, again))
 
     def _search_anew(self) -> None:
         """Search as if nothing had been found; keep the earlier best if it is better."""
@@ -227,7 +227,7 @@ class AutoSearch:
             if self.best.seconds >= before * (1 - 1e-4):
                 break
 
-    def finalists(self) -> list[Candidate]:
+    def finalists(self) -> list[SearchCandidate]:
         """Return the finalists of all searches, the fastest first.
 
         One whose offsets do not fit may end behind one that is a little slower.
@@ -236,7 +236,7 @@ class AutoSearch:
         unique = {(c.seconds, c.choice.sequence.order.tobytes()): c for c in found}
         return sorted(unique.values(), key=lambda candidate: candidate.seconds)
 
-    def _finalists(self) -> list[Candidate]:
+    def _finalists(self) -> list[SearchCandidate]:
         """Return the best candidate, the best without second runs, the program's order, others."""
         ranked = sorted(self._candidates.values(), key=lambda candidate: candidate.seconds)
         chosen = ranked[:1]
@@ -309,7 +309,7 @@ class AutoSearch:
         expanded = self._chains.expand(order, dropped)
         return None if expanded is None else OperatorSequence(self.problem, expanded)
 
-    def _try(self, order: np.ndarray, dropped: frozenset[int]) -> Candidate | None:
+    def _try(self, order: np.ndarray, dropped: frozenset[int]) -> SearchCandidate | None:
         """Time a candidate roughly, and keep it if it is the best."""
         sequence = self._sequence(order, dropped)
         if sequence is None:
@@ -325,11 +325,11 @@ class AutoSearch:
         residency = self._quick[key]
         if residency is None:
             return None
-        candidate = Candidate(order, dropped, residency)
+        candidate = SearchCandidate(order, dropped, residency)
         self._note(candidate)
         return candidate
 
-    def _note(self, candidate: Candidate) -> bool:
+    def _note(self, candidate: SearchCandidate) -> bool:
         key = candidate.choice.sequence.order.tobytes()
         known = self._candidates.get(key)
         if known is None or candidate.seconds < known.seconds:
@@ -382,14 +382,14 @@ class AutoSearch:
         assert self.best is not None
         self._refine(self.best, self.deadline)
 
-    def _refine(self, candidate: Candidate, deadline: float) -> None:
+    def _refine(self, candidate: SearchCandidate, deadline: float) -> None:
         """Improve the evictions of a candidate, which may become the best."""
         search = ResidencySearch(candidate.choice.sequence, self.arena)
         search.refine(
             candidate.choice,
             deadline=deadline,
             on_better=lambda choice: self._note(
-                Candidate(candidate.order, candidate.dropped, choice)
+                SearchCandidate(candidate.order, candidate.dropped, choice)
             ),
         )
 
@@ -462,7 +462,7 @@ class AutoSearch:
             found = min(
                 filter(None, (found, search.quick())), key=lambda r: r.seconds, default=None
             )
-        return found is not None and self._note(Candidate(order, dropped, found))
+        return found is not None and self._note(SearchCandidate(order, dropped, found))
 
 
 def frozen_decisions(reorder: bool, recompute: bool) -> list[tuple[bool, bool]]:

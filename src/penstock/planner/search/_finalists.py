@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from penstock.errors import InfeasibleError
-from penstock.planner.search._auto import Candidate
+from penstock.planner.search._auto import SearchCandidate
 from penstock.planner.search._offsets import (
     Addressed,
     assign_offsets,
@@ -34,13 +34,13 @@ _WORTH_IT = 0.998  # of the best time: smaller gains are not searched for
 
 
 def offsets_of_fastest(
-    finalists: Sequence[Candidate],
+    finalists: Sequence[SearchCandidate],
     arena: Arena,
     *,
     workspace_bytes: int,
     deadline: float,
     seed: int,
-    tighter: Sequence[Candidate] = (),
+    tighter: Sequence[SearchCandidate] = (),
 ) -> Addressed:
     """Return the finalist that is the fastest once it has offsets.
 
