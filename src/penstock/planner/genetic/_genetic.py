@@ -44,7 +44,7 @@ STAGNATION = (
     60  # generations without a better candidate that end the search, as the time limit does
 )
 MUTATION = 0.1  # probability that a child mutates, and that one of its genes does
-RATIOS = (1.0, 1.3, 2.0, 4.0, 8.0)  # of sizes within a class, with the framework's own order
+RATIOS = (1.0, 1.3, 2.0, 4.0, 8.0)  # of sizes within a class, with the program's own order
 _MAX_TRIES = 5  # times the population, to find as many candidates that fit
 
 
@@ -132,7 +132,7 @@ def plan_genetic(request: PlanRequest) -> Plan:
     request = request.ending(_DEFAULT_SECONDS)
     if load_engine() is None:  # Belady's plan is the candidate that the search would begin with
         return plan_by_paging(request, policy="belady", notes={"searched": False})
-    search = _Search(request, _evaluator(request))
+    search = _Search(request, _make_evaluator(request))
     search.run()
     if not search.population:
         raise InfeasibleError(
@@ -155,7 +155,7 @@ def plan_genetic(request: PlanRequest) -> Plan:
     return plan
 
 
-def _evaluator(request: PlanRequest) -> Evaluator:
+def _make_evaluator(request: PlanRequest) -> Evaluator:
     if find_swap_links(request) is None:
         raise ValueError(
             "method='genetic' swaps values to the host or to files: give host_memory or a store "
@@ -170,7 +170,7 @@ def _evaluator(request: PlanRequest) -> Evaluator:
 
 
 def _first_population(search: _Search) -> Iterator[Candidate | None]:
-    """The framework's own order with several allocations; then near and random ones of both."""
+    """Evaluate the program's own order with several allocations, then near and random ones."""
     sizes, rng = search.evaluator.sizes, search.random
     most = search.evaluator.count_values(search.program)
     for number in range(_MAX_TRIES * POPULATION):
@@ -200,7 +200,7 @@ def _evolve(search: _Search) -> None:
             if search.is_late():
                 search.population = parents + children
                 return
-            child = _child(search, parents)
+            child = _breed(search, parents)
             if child is not None:
                 children.append(child)
             elif search.random.random() < 0.1:  # no child fits: a generation of parents will do
@@ -212,9 +212,9 @@ def _evolve(search: _Search) -> None:
         stagnant = 0 if best < parents[0].step_seconds else stagnant + 1
 
 
-def _child(search: _Search, parents: Sequence[Candidate]) -> Candidate | None:
+def _breed(search: _Search, parents: Sequence[Candidate]) -> Candidate | None:
     rng = search.random
-    first, second = _selected(parents, rng), _selected(parents, rng)
+    first, second = _select(parents, rng), _select(parents, rng)
     order = search.schedules.cross(first.order, second.order, rng)
     classes, wanted = cross_allocations(first.allocation, second.allocation, rng)
     if rng.random() < MUTATION:
@@ -224,6 +224,6 @@ def _child(search: _Search, parents: Sequence[Candidate]) -> Candidate | None:
     return search.evaluate(order, classes, wanted)
 
 
-def _selected(parents: Sequence[Candidate], rng: random.Random) -> Candidate:
-    """The better of two random ones; parents are sorted."""
+def _select(parents: Sequence[Candidate], rng: random.Random) -> Candidate:
+    """Return the better of two random parents, which are sorted."""
     return parents[min(rng.randrange(len(parents)), rng.randrange(len(parents)))]

@@ -86,7 +86,7 @@ def _check_order(graph: ScratchpadGraph, plan: ScratchpadPlan) -> dict[int, int]
 
 
 def _group_residencies(graph: ScratchpadGraph, plan: ScratchpadPlan) -> list[list[Residency]]:
-    """The residencies of each buffer, in their order."""
+    """Return the residencies of each buffer, in their order."""
     residencies: list[list[Residency]] = [[] for _ in graph.buffers]
     for residency in plan.residencies:
         if not 0 <= residency.buffer < len(graph.buffers):
