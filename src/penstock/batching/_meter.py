@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from penstock.compat.dispatch import TorchDispatchMode, tree_leaves
 
+from penstock.compat.dispatch import TorchDispatchMode, tree_leaves
 from penstock.memory import Ledger, Tier
 
 

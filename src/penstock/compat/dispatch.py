@@ -24,6 +24,8 @@ __all__ = [
     "is_functional_tensor",
     "is_functorch_wrapped_tensor",
     "is_in_bad_fork",
+    "make_subclass",
+    "make_wrapper_subclass",
     "nn_functions",
     "no_dispatch",
     "num_owners",
@@ -31,6 +33,7 @@ __all__ = [
     "storage_from_pointer",
     "tree_leaves",
     "tree_map",
+    "unchecked_sparse_tensor",
     "without_torch_function",
 ]
 
@@ -65,6 +68,15 @@ num_owners = torch._C._storage_Use_Count
 
 storage_from_pointer = torch._C._construct_storage_from_data_pointer
 """Return a storage over memory at (address, device, num_bytes), which it does not own."""
+
+make_subclass = torch.Tensor._make_subclass
+"""Return a tensor of a subclass over the memory of another tensor."""
+
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+"""Return a tensor of a subclass that has a shape and no memory."""
+
+unchecked_sparse_tensor: Any = torch.ops.aten._sparse_coo_tensor_unsafe.default
+"""Return a sparse tensor of indices that are not compared with its shape, without a warning."""
 
 is_in_bad_fork = torch.cuda._is_in_bad_fork
 """Return whether this process was forked from one that had initialised CUDA."""

@@ -15,7 +15,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from penstock.compat.dispatch import tree_leaves, without_torch_function
+from penstock.compat.dispatch import (
+    make_subclass,
+    make_wrapper_subclass,
+    tree_leaves,
+    without_torch_function,
+)
 from penstock.compat.dynamo import disable_dynamo
 from penstock.errors import WholeTableError
 from penstock.unified._devices import resolve_device
@@ -208,10 +213,10 @@ class FileTensor(UnifiedTensor):
 def tensor_over(table: HostTable | FileTable, *, requires_grad: bool = False) -> UnifiedTensor:
     """Return a tensor over `table`."""
     if isinstance(table, HostTable):  # all tensors over its rows share their version counter
-        tensor = torch.Tensor._make_subclass(UnifiedTensor, table.rows, requires_grad)
+        tensor = make_subclass(UnifiedTensor, table.rows, requires_grad)
     else:
         layout = table.layout
-        tensor = torch.Tensor._make_wrapper_subclass(
+        tensor = make_wrapper_subclass(
             FileTensor,
             layout.shape,
             dtype=layout.dtype,

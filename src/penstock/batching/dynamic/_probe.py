@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from penstock.compat.dispatch import tree_leaves, tree_map
 
 from penstock.batching._meter import measured_peak
 from penstock.batching.dynamic._pools import has_gradient
+from penstock.compat.dispatch import tree_leaves, tree_map
 
 _MARGIN = 1.05
 # A GPU's allocator rounds up to 512 bytes a tensor, which must be little beside the result.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from penstock.compat.dispatch import without_torch_function
+from penstock.compat.dispatch import unchecked_sparse_tensor, without_torch_function
 from penstock.unified._devices import GPU, gpu_of
 from penstock.unified._table_tensor import TableTensor
 from penstock.unified.host.memory import advise_huge_pages
@@ -170,8 +170,7 @@ class _SparseGather(torch.autograd.Function):
             kept = (index != ctx.padding_index).nonzero().flatten()
             index, rows = index[kept], rows[kept]
         # Not `sparse_coo_tensor(check_invariants=False)`: torch 2.11 warns that nothing is checked.
-        unchecked = torch.ops.aten._sparse_coo_tensor_unsafe.default
-        sparse = unchecked(index[None], rows, ctx.shape)
+        sparse = unchecked_sparse_tensor(index[None], rows, ctx.shape)
         if gradient.device.type != "cpu":
             # Autograd accepts a gradient only on its leaf's device, and the table is on the CPU.
             # So the rows cross the link, each once, while the host waits: as many bytes as were
