@@ -93,7 +93,7 @@ def planning_row(
         extra={
             "step_seconds": found.step_seconds,
             "ideal_seconds": found.ideal_seconds,
-            "hole": found.hole,
+            "gap": found.gap,
             "num_progress": len(progress),
             "first_progress_seconds": progress[0].elapsed_seconds if progress else None,
         },

@@ -19,8 +19,8 @@ from torch.nn.modules import module as module_globals
 import penstock
 from _waiting import wait_until, wait_until_nothing_is_resident
 from penstock.activations import Offload
+from penstock.activations._chunks import Chunk, SmallHandle
 from penstock.activations._record import Record, SavedHandle
-from penstock.activations._small import Chunk, SmallHandle
 from penstock.memory import Tier
 
 MIB = 1024**2

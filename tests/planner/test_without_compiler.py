@@ -40,6 +40,7 @@ def test_a_plan_pages_and_says_that_nothing_was_searched(method, num_layers, sha
         plans = [planned(graph, share, method=method) for _ in range(2)]
     for made in plans:
         check(graph, made)
+        assert made.budget.device_bytes is not None
         assert made.peak_device_bytes <= made.budget.device_bytes
         assert made.notes["searched"] is False
     said = [each for each in caplog.records if "plans are made by paging" in each.message]

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from penstock.activations._account import DeviceAccount
+from penstock.activations._chunks import pack
 from penstock.activations._policy import Limits
 from penstock.activations._record import Activity, Record
-from penstock.activations._small import pack
 from penstock.activations._transfers import RecordReads, RecordWrites
 from penstock.errors import CapacityError
 

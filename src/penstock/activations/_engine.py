@@ -19,12 +19,12 @@ import torch
 
 from penstock.activations._account import DeviceAccount
 from penstock.activations._budget import DeviceBudget
+from penstock.activations._chunks import Chunk, SmallHandle, SmallSaves, unpack
 from penstock.activations._deferred import DeferredSaves
 from penstock.activations._policy import Limits, Policy
 from penstock.activations._reaper import Reaper
 from penstock.activations._record import Activity, HandleWatch, Record, RecordTable, SavedHandle
 from penstock.activations._routes import Route
-from penstock.activations._small import Chunk, SmallHandle, SmallSaves, unpack
 from penstock.activations._steps import StepTracker
 from penstock.activations._transfers import Callbacks, Changed, RecordReads, RecordWrites
 from penstock.compat.autograd import current_graph_task_id

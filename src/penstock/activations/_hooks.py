@@ -15,11 +15,11 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.activations._chunks import Chunk, SmallHandle
 from penstock.activations._engine import Engine
 from penstock.activations._owners import ModuleStorages
 from penstock.activations._record import Record, SavedHandle, changed_in_place
 from penstock.activations._routes import Route
-from penstock.activations._small import Chunk, SmallHandle
 from penstock.codegen import load_optional_library
 from penstock.compat.dispatch import (
     TensorBase,

@@ -49,7 +49,7 @@ class OffloadReport:
     store: str | None
     """Directory of the file tier."""
     direct_io: bool | None
-    """Whether the file is read and written past the page cache; None without a file."""
+    """True if the file is read and written past the page cache; None without a file."""
     allocator: str
     """CPU allocator that served the tensors: "caching", or "stock" and why."""
     hooks: str

@@ -117,18 +117,62 @@ class Slot {
   Py_ssize_t offset_;
 };
 
-struct Tensor {
-  explicit Tensor(PyObject* type)
-      : base(type, "_base"), detach(type, "detach"), device(type, "device"),
-        is_leaf(type, "is_leaf"), pointer(type, "_cdata"), storage(type, "untyped_storage") {}
+// Where the instances of a tensor class have the pointer to their implementation. Reading it so takes
+// a tenth of the time that `_cdata` takes; it is found by what `_cdata` says of the first tensors.
+class Implementation {
+ public:
+  explicit Implementation(PyObject* type) : pointer_(type, "_cdata") {}
 
-  c10::TensorImpl& implementation(PyObject* tensor) const {
-    void* address = PyLong_AsVoidPtr(pointer.of(tensor).get());
+  c10::TensorImpl& of(PyObject* tensor) {
+    if (confirmations_ == kEnough) return *at(tensor, offset_);
+    void* address = PyLong_AsVoidPtr(pointer_.of(tensor).get());
     if (address == nullptr) throw PythonError{};
+    confirm(tensor, address);
     return *static_cast<c10::TensorImpl*>(address);
   }
 
-  Member base, detach, device, is_leaf, pointer, storage;
+ private:
+  static constexpr int kEnough = 16, kNever = -1;
+
+  static c10::TensorImpl* at(PyObject* tensor, Py_ssize_t offset) {
+    return *reinterpret_cast<c10::TensorImpl**>(reinterpret_cast<char*>(tensor) + offset);
+  }
+
+  void confirm(PyObject* tensor, void* address) {
+    if (confirmations_ == kNever) return;
+    if (confirmations_ == 0) {
+      const auto end = static_cast<Py_ssize_t>(Py_TYPE(tensor)->tp_basicsize);
+      offset_ = sizeof(PyObject);
+      while (offset_ < end && at(tensor, offset_) != address) offset_ += sizeof(void*);
+      if (offset_ >= end) { confirmations_ = kNever; return; }
+    }
+    confirmations_ = at(tensor, offset_) == address ? confirmations_ + 1 : kNever;
+  }
+
+  Member pointer_;
+  Py_ssize_t offset_ = 0;
+  int confirmations_ = 0;
+};
+
+struct Tensor {
+  explicit Tensor(PyObject* type)
+      : base(type, "_base"), data(type, "data"), device(type, "device"), is_leaf(type, "is_leaf"),
+        storage(type, "untyped_storage"), implementation_(type) {}
+
+  c10::TensorImpl& implementation(PyObject* tensor) const { return implementation_.of(tensor); }
+
+  // The same values with the same version counter, without the graph: as `detach` gives, in half of
+  // the time.
+  Owned alias(PyObject* tensor, const c10::TensorImpl& own) const {
+    Owned result = data.of(tensor);
+    implementation(result.get()).set_version_counter(own.version_counter());
+    return result;
+  }
+
+  Member base, data, device, is_leaf, storage;
+
+ private:
+  mutable Implementation implementation_;
 };
 
 struct Record {
@@ -307,7 +351,7 @@ Owned pack(State state, PyObject* tensor) {
   // Others than leaves may own the graph node that will own the handle. Before the chunk is looked
   // at, as it gives up the GIL.
   const Owned alias = implementation.requires_grad() && !is_leaf
-                          ? classes->tensor.detach.call(tensor)
+                          ? classes->tensor.alias(tensor, implementation)
                           : Owned(Py_NewRef(tensor));
   if (stays) return resident(alias.get(), version, Py_None);
   const Owned chunk = open_chunk(state, tensor, implementation, num_bytes);

@@ -48,7 +48,7 @@ class AllocatorStatistics:
     num_misses: int = 0
     """Allocations that made further memory resident, so far."""
     huge_pages: bool = False
-    """Whether the kernel backs the blocks with pages of 2 MiB."""
+    """True if the kernel backs the blocks with pages of 2 MiB."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dictionary that JSON can hold."""

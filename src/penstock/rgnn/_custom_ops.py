@@ -295,7 +295,7 @@ class _Array(np.ndarray):
 
 
 _owned: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
-"""What the storages of owners own, by their address."""
+"""Objects owned by the storages of owners, by their address."""
 
 
 def _make_owner(kept: _Kept) -> torch.Tensor:

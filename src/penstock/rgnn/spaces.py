@@ -166,7 +166,7 @@ class Counts:
     num_src_pairs: int
     num_dst_pairs: int
     is_canonical: bool
-    """Whether a relation decides the node types of both its ends."""
+    """True if a relation decides the node types of both its ends."""
 
     def rows(self, space: Space) -> int:
         """Return the number of rows of a value in `space`."""

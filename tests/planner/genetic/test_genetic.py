@@ -152,7 +152,7 @@ def test_stays_have_slots_of_their_class_for_themselves(graph, seed, share):
     seed=st.integers(0, 1000),
     share=st.sampled_from([0.7, 1.0, 1.5]),
 )
-def test_stays_of_the_engine_are_those_of_plans(graph, seed, share):
+def test_intervals_of_the_engine_are_those_of_plans(graph, seed, share):
     found, engine = random_candidate(graph, seed, share)
     if found is None:
         return
@@ -160,11 +160,13 @@ def test_stays_of_the_engine_are_those_of_plans(graph, seed, share):
     sequence, names = residency.sequence, sorted(allocation.num_objects)
     class_of_size = [names.index(name) for name in allocation.class_of_size]
     class_of_object = np.array([class_of_size[i] if i >= 0 else -1 for i in engine.size_of_object])
-    evicted, intervals = sequence.evict_in_classes(
+    found = sequence.evict_in_classes(
         class_of_object.astype(np.int32),
         np.array([allocation.num_objects[name] for name in names], np.int64),
         np.array([engine.sizes[name] for name in names], np.int64),
     )
+    assert found is not None
+    evicted, intervals = found
     assert evicted.tolist() == residency.evicted.tolist()
     chains = _offsets._chains(residency, _offsets._shrink_windows(residency, 0.0))
     expected = [(c[0].start, c[-1].end, c[0].arrives, c[-1].leaves) for c in chains]

@@ -29,7 +29,7 @@ from penstock.graph.encoding import resolve
 Function = Callable[..., Any]
 
 
-class _Candidate(NamedTuple):
+class _Function(NamedTuple):
     """A function with its positional and keyword arguments."""
 
     function: Function
@@ -51,7 +51,7 @@ def find_entry_point(target: str, args: list[Any], kwargs: dict[str, Any]) -> Fu
         kwargs: Its keyword arguments; places of results are renamed to `out` if the function has
             that argument.
     """
-    registered = _Candidate(resolve(target)._op, args, dict(kwargs))
+    registered = _Function(resolve(target)._op, args, dict(kwargs))
     expected = _catch_call(registered)
     if expected is None:
         return registered.function
@@ -64,7 +64,7 @@ def find_entry_point(target: str, args: list[Any], kwargs: dict[str, Any]) -> Fu
     return registered.function
 
 
-def _find_candidates(target: str, args: list[Any], kwargs: dict[str, Any]) -> Iterator[_Candidate]:
+def _find_candidates(target: str, args: list[Any], kwargs: dict[str, Any]) -> Iterator[_Function]:
     """Yield torch's functions of the operator's name."""
     namespace, name, _ = target.split(".")
     if namespace != "aten":
@@ -78,7 +78,7 @@ def _find_candidates(target: str, args: list[Any], kwargs: dict[str, Any]) -> It
     for home in homes:
         function = getattr(home, name, None)
         if function is not None:
-            yield _Candidate(function, args, kwargs)
+            yield _Function(function, args, kwargs)
 
 
 class _Caught(Exception):
@@ -93,7 +93,7 @@ class _Catcher(TorchDispatchMode):
         raise _Caught
 
 
-def _catch_call(candidate: _Candidate) -> tuple[Any, Any, Any] | None:
+def _catch_call(candidate: _Function) -> tuple[Any, Any, Any] | None:
     """Return the first operator that torch would run, and its arguments; None if it refuses."""
     catcher = _Catcher()
     # A refusal is an answer, whatever torch's parsers and kernels raise.

@@ -31,7 +31,7 @@ class Segments:
                 end += 1
             self._begins.append(begin)
             if end - begin >= _MIN_CALLS:
-                self.calls.append(_Segment(executable.calls[begin:end], device))
+                self.calls.append(_CallSegment(executable.calls[begin:end], device))
                 begin = end
             else:
                 self.calls.append(executable.calls[begin])
@@ -40,17 +40,19 @@ class Segments:
     def locate(self, index: int) -> tuple[int, BoundaryStage]:
         """Return position and stage of a call that failed."""
         call = self.calls[index]
-        at = self._begins[index] + (call.at if isinstance(call, _Segment) else 0)
+        at = self._begins[index] + (call.at if isinstance(call, _CallSegment) else 0)
         return self._executable.positions[at], self._executable.stages[at]
 
     @property
     def num_recorded(self) -> int:
         """Operators that are replayed."""
-        segments = [call for call in self.calls if isinstance(call, _Segment) and call.is_recorded]
+        segments = [
+            call for call in self.calls if isinstance(call, _CallSegment) and call.is_recorded
+        ]
         return sum(len(segment.calls) for segment in segments)
 
 
-class _Segment:
+class _CallSegment:
     """Consecutive operators.
 
     Attributes:

@@ -27,7 +27,7 @@ from penstock.graph.encoding import GET_RNG_STATE, SET_RNG_STATE
 from penstock.graph.step_graph import Kind
 
 
-class _Snapshot(NamedTuple):
+class _RandomState(NamedTuple):
     """The state of a generator.
 
     Attributes:
@@ -129,7 +129,7 @@ def refuse_other_draws(lines: ProgramLines) -> Iterator[None]:
         raise error
 
 
-def _restore(before: dict[str, _Snapshot]) -> list[str]:
+def _restore(before: dict[str, _RandomState]) -> list[str]:
     """Set generators to their states; return the names of those that had another one."""
     changed = [source for source, state in before.items() if state.read() != state.content]
     for source in changed:
@@ -137,7 +137,7 @@ def _restore(before: dict[str, _Snapshot]) -> list[str]:
     return changed
 
 
-def _take_snapshots() -> Iterator[tuple[str, _Snapshot]]:
+def _take_snapshots() -> Iterator[tuple[str, _RandomState]]:
     """Yield the states of the generators of this process, by their names in messages."""
     yield (
         "torch's generator (torch.manual_seed)",
@@ -170,7 +170,7 @@ def _subclasses_of(kind: type) -> Iterator[type]:
         yield from _subclasses_of(each)
 
 
-def _take_snapshot(generator: Any) -> _Snapshot:
+def _take_snapshot(generator: Any) -> _RandomState:
     """Return the state of a generator of Python or NumPy, or of a module's default generator."""
     if hasattr(generator, "getstate"):
         return _make_snapshot(generator.getstate, generator.setstate)
@@ -180,9 +180,9 @@ def _take_snapshot(generator: Any) -> _Snapshot:
     return _make_snapshot(lambda: bits.state, lambda state: setattr(bits, "state", state))
 
 
-def _make_snapshot(read: Callable[[], Any], write: Callable[[Any], object]) -> _Snapshot:
+def _make_snapshot(read: Callable[[], Any], write: Callable[[Any], object]) -> _RandomState:
     state = read()
-    return _Snapshot(_to_plain(state), lambda: write(state), lambda: _to_plain(read()))
+    return _RandomState(_to_plain(state), lambda: write(state), lambda: _to_plain(read()))
 
 
 def _to_plain(state: Any) -> Any:

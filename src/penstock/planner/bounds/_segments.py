@@ -54,7 +54,7 @@ def _least_seconds(
     step: _LargeValues, num_cuts: int, halves: Sequence[float], deadline: float
 ) -> list[float]:
     """Bound the seconds of each segment of so many cuts, from below by the times of its halves."""
-    found: dict[_Segment, float] = {}
+    found: dict[_OrderSegment, float] = {}
     least = []
     for index, first in enumerate(range(0, len(step.cuts), num_cuts)):
         segment = step.segment(first, min(first + num_cuts, len(step.cuts)))
@@ -85,7 +85,7 @@ class _SegmentHole(NamedTuple):
     copy: int | None
 
 
-class _Segment(NamedTuple):
+class _OrderSegment(NamedTuple):
     """Operators between two positions, cut at those that use large values.
 
     Attributes:
@@ -152,7 +152,7 @@ class _Segment(NamedTuple):
 class _SegmentProgram:
     """The integer program above; times are in units of the operators' time."""
 
-    def __init__(self, segment: _Segment, order: FixedOrder) -> None:
+    def __init__(self, segment: _OrderSegment, order: FixedOrder) -> None:
         self.segment, self.rates = segment, order.rates
         self.unit, self.scale = float(order.capacity), max(sum(segment.work), 1e-30)
         self.program = LinearProgram()
@@ -279,7 +279,7 @@ class _LargeValues:
         # Operators that use large values are among those that use many bytes.
         self.cuts: list[int] = np.flatnonzero(table.used_bytes >= order.capacity * _LARGE).tolist()
 
-    def segment(self, first: int, last: int) -> _Segment:
+    def segment(self, first: int, last: int) -> _OrderSegment:
         """Return the segment from one cut to another, exclusive, or to the end of the step."""
         order, cuts = self.order, np.array(self.cuts[first:last])
         end = self.cuts[last] if last < len(self.cuts) else len(order.seconds)
@@ -307,7 +307,7 @@ class _LargeValues:
         # Sums of equal times differ in their last digits.
         work = np.floor(np.diff(begins) * 1e9) / 1e9
         ahead = np.floor(order.seconds[cuts] * 1e9) / 1e9
-        return _Segment(
+        return _OrderSegment(
             tuple(work.tolist()),
             tuple(np.minimum(ahead, work).tolist()),
             tuple(parts.tolist()),

@@ -34,7 +34,7 @@ class EngineResult:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Request:
+class _PackingArguments:
     """`struct Request` of parts.cpp."""
 
     num_buffers: int
@@ -87,7 +87,7 @@ def pack_native(
 ) -> EngineResult:
     """Pack buffers of at least one byte each; Ctrl-C stops it."""
     all_spans = [buffer.spans for buffer in buffers]
-    request = _Request(
+    request = _PackingArguments(
         num_buffers=len(buffers),
         num_spans=sum(map(len, all_spans)),
         size=np.array([buffer.size for buffer in buffers], dtype=np.int64),

@@ -112,7 +112,7 @@ class Packing:
     lower_bound: int
     """Bytes that no packing of these buffers is below."""
     optimal: bool
-    """Whether `height` equals `lower_bound`."""
+    """True if `height` equals `lower_bound`."""
     method: str
     """Its method: "best fit" along a fixed list of orders, or "search" for better orders and by
     branch and bound."""

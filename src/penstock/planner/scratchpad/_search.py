@@ -21,7 +21,7 @@ _TEMPERATURES = (0.02, 0.004)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Request:
+class _SearchArguments:
     """`struct Request` of search.cpp."""
 
     num_operators: int
@@ -114,11 +114,11 @@ def search_orders(
 
 def _request(
     graph: ScratchpadGraph, pools: Mapping[str, int], time_limit: float, stop: np.ndarray
-) -> _Request:
+) -> _SearchArguments:
     names = list(pools)
     first_predecessor, predecessors = _flatten(find_neighbours(graph)[0])
     first_use, uses = _flatten([operator.buffers for operator in graph.operators])
-    return _Request(
+    return _SearchArguments(
         num_operators=len(graph.operators),
         num_buffers=len(graph.buffers),
         num_pools=len(names),

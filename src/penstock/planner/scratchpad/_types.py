@@ -21,7 +21,7 @@ class ScratchpadBuffer:
     size: int
     """In the unit of the pools' capacities; more than zero."""
     spill_cost: int
-    """What leaving and coming back costs, each time: `size` where a copy exists elsewhere, twice
+    """Cost of each eviction with its return: `size` where a copy exists elsewhere, twice
     that where it has to be written first."""
 
 
@@ -177,9 +177,9 @@ class ScratchpadPlan:
     lower_bound: int
     """No plan with any order costs less."""
     optimal_for_order: bool
-    """Whether `spill_cost` equals `order_lower_bound`."""
+    """True if `spill_cost` equals `order_lower_bound`."""
     searched: bool
-    """Whether orders were searched, which takes a C++ compiler."""
+    """True if orders were searched, which takes a C++ compiler."""
     plan_seconds: float
 
     def to_dict(self) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Backend(abc.ABC):
     lower: ClassVar[Callable[[OptimizedProgram], LoweredProgram]]
     """Lowers programs for it."""
     has_half_precision: ClassVar[bool] = False
-    """Whether it keeps values in half precision; else they are converted to float32."""
+    """True if it keeps values in half precision; else they are converted to float32."""
 
     def __init__(self, lowered: LoweredProgram) -> None:
         self._lowered = lowered

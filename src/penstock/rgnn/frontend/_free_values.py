@@ -60,7 +60,7 @@ class FreeValues:
         """Return their present values, to be compared; None if only another trace can tell."""
         if self._is_ours:
             return ()
-        snapshot = _Snapshot()
+        snapshot = _ValueSnapshot()
         try:
             snapshot.add(self._function, _NO_NAMES)
         except (_Opaque, RuntimeError):  # too deep, or changed by another thread
@@ -79,7 +79,7 @@ class FreeValues:
         return tuple(found)
 
 
-class _Snapshot:
+class _ValueSnapshot:
     """A snapshot of all free values, as comparable `parts`."""
 
     def __init__(self) -> None:

@@ -61,7 +61,7 @@ class TracedFunction:
 
 
 State = tuple[Hashable, ...] | TracedFunction
-"""What beside the arguments decides a trace: the free values, or else what tracing gave."""
+"""Inputs of a trace beside the arguments: the free values, or else the result of tracing."""
 
 
 class Traces:

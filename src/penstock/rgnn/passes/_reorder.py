@@ -100,7 +100,7 @@ class _Chain:
     """The inner product as the outer one reads it."""
     second: int
     is_split: bool
-    """Whether the inner product is reshaped before it is read."""
+    """True if the inner product is reshaped before it is read."""
 
 
 def _rewrite_product(

@@ -72,7 +72,7 @@ class Lookup:
     order: torch.Tensor
     """Place of each in the batch, int64."""
     is_first: torch.Tensor
-    """Whether it differs from the one before, bool."""
+    """True if it differs from the one before, bool."""
     slots: torch.Tensor
     """Slot in which it is kept, int32, or -1."""
 

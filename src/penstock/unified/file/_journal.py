@@ -239,7 +239,7 @@ class _File:
     fd: int
     is_writable: bool
     is_other_file: bool
-    """Whether it has the name in the journal, but is another file."""
+    """True if it has the name in the journal, but is another file."""
 
 
 class _InterruptedWrite:
@@ -409,9 +409,9 @@ class _RowComparison:
     """The rows of a file, compared with those of a journal."""
 
     has_new: bool = False
-    """Whether it has bytes of the new rows that the old ones did not have."""
+    """True if it has bytes of the new rows that the old ones did not have."""
     has_others: bool = False
-    """Whether it has bytes of neither."""
+    """True if it has bytes of neither."""
 
 
 def _compare(fd: int, change: Change) -> _RowComparison:

@@ -82,7 +82,7 @@ class Variable:
     name: str
     axes: tuple[Axis, ...] = ()
     is_shared: bool = False
-    """Whether it is the same for all rows of a group."""
+    """True if it is the same for all rows of a group."""
 
 
 Indices = tuple[Index, ...]

@@ -45,7 +45,7 @@ _ROWS_OF_GROUPS = [
     "most_rows = tl.max(end - begin)",
 ]
 PARTS = {"sum": ("",), "softmax": ("_max", "_sum")}
-"""What a reduction leaves for each group, by operator: the ends of the names."""
+"""Results of a reduction for each group, by operator: the ends of the names."""
 
 
 def _write_axes(axes: set[Axis]) -> list[str]:
