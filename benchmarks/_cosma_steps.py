@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-import penstock
 from penstock.graph import StepGraph
+from penstock.graph.capturing.capture import record_step
+from penstock.graph.capturing.step_program import StepProgram
 
 
 class Perceptron(nn.Module):
@@ -52,7 +53,7 @@ def perceptron_step(
     with torch.device("meta"):
         model = Perceptron(widths)
         inputs = torch.empty(batch, widths[0]), torch.empty(batch, widths[-1])
-    return penstock.capture(model, optimizer(model.parameters()), inputs)
+    return record_step(StepProgram(model, inputs), optimizer(model.parameters()))
 
 
 def convolutions_step(
@@ -65,7 +66,7 @@ def convolutions_step(
             torch.empty(batch, 3, 32, 32),
             torch.empty(batch, dtype=torch.int64),
         )
-    return penstock.capture(model, optimizer(model.parameters()), inputs)
+    return record_step(StepProgram(model, inputs), optimizer(model.parameters()))
 
 
 _SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

@@ -64,13 +64,16 @@ PARTS = ("cases", "figure", "models", "points", "speed", "table")
 
 def captured(name: str, directory: Path) -> StepGraph:
     """A model's step; kept in a directory, because capturing takes a while."""
-    from penstock.graph import capture, with_workspace
+    from penstock.graph import with_workspace
+    from penstock.graph.capturing.capture import record_step
+    from penstock.graph.capturing.step_program import StepProgram
 
     path = directory / f"{name}-{_capture_digest()}.json.gz"
     if path.exists():
         return StepGraph.load(path)
     model, optimizer, batch = CASES[name].build()
-    graph = with_workspace(capture(model, optimizer, batch), "cuda")
+    # Other planners know nothing of results that our executor copies: without their workspace.
+    graph = with_workspace(record_step(StepProgram(model, batch), optimizer), "cuda")
     directory.mkdir(parents=True, exist_ok=True)
     graph.save(path)
     return graph

@@ -76,10 +76,12 @@ def model_of(name: str, longest: int) -> Any:
 
 def budget_of(model: Any, rows: list[dict[str, list[int]]], share: Fraction) -> int:
     """A share of the bytes that a step of the longest batch takes, in whole bytes."""
-    from penstock import capture, plan
+    from penstock import plan
+    from penstock.graph.capturing.capture import record_step
+    from penstock.graph.capturing.step_program import StepProgram
 
     batch = collate(sorted(rows, key=lambda row: len(row["input_ids"]))[-BATCH:])
-    graph = capture(model, torch.optim.AdamW(model.parameters()), batch)
+    graph = record_step(StepProgram(model, batch), torch.optim.AdamW(model.parameters()))
     return int(plan(graph, time_limit=5).peak_device_bytes * share)
 
 

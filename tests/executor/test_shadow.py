@@ -133,8 +133,9 @@ def test_losses_that_differ_from_call_to_call_cannot_be_compared(monkeypatch):
         "penstock.executor.run.shadow._compute_loss", lambda *_: torch.tensor(next(eager, 0.0))
     )
     *_, step = trainee()
-    with pytest.warns(UserWarning, match="two eager calls of the same step"):
+    with pytest.warns(UserWarning, match="two eager calls of the same step") as warned:
         step(X)
+    assert warned[0].filename == __file__
     assert step.report().num_shadow_steps == 0
 
 

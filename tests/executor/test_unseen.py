@@ -323,8 +323,9 @@ def test_a_number_of_a_module_that_changes_is_warned_of_once():
     with bound(model, sgd(model.parameters()), batches()[0], 1) as step:
         step(batches()[0])
         model.scale = 0.25
-        with pytest.warns(UserWarning, match=r"model.scale is 0.25 and was 0.5"):
+        with pytest.warns(UserWarning, match=r"model.scale is 0.25 and was 0.5") as warned:
             step(batches()[0])
+        assert warned[0].filename == __file__
         step(batches()[0])
 
 

@@ -15,7 +15,7 @@ from penstock.memory import Link, MachineProfile, Tier
 from penstock.planner._plan_records import Bound, Budget, Copy, Placement, Transfer
 
 FORMAT = "penstock-plan"
-VERSION = 2
+VERSION = 3
 _HEADER = ("format", "version", "checksum")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import itertools
 import math
 import os
@@ -492,7 +493,7 @@ def test_auto_takes_triton_on_a_gpu_and_does_not_synchronise(large_graph):
     function(graph, *arguments).sum().backward()
     from penstock.rgnn.backends.triton import _tables
 
-    build = _tables.cut_tiles.__wrapped__
+    build = inspect.unwrap(_tables.cut_tiles)
     assert any(key[0] is build for key in graph.__dict__["_built"])
     torch.cuda.set_sync_debug_mode("error")
     try:

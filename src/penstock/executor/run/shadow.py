@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.errors import stacklevel_of_user
 from penstock.executor.device.base import Device
 from penstock.graph import Kind, Phase, StepGraph
 from penstock.graph.batches import is_full_mask, replace_tensors, tensors_in
@@ -106,7 +107,10 @@ class Shadow:
     def give_up(self, reason: str) -> None:
         """Stop the comparison of losses."""
         self._left_out = reason
-        warnings.warn(f"planned steps are not compared with eager ones: {reason}", stacklevel=5)
+        warnings.warn(
+            f"planned steps are not compared with eager ones: {reason}",
+            stacklevel=stacklevel_of_user(),
+        )
 
     def report(self) -> dict[str, Any]:
         """Return the fields of an `ExecutionReport` about these checks."""

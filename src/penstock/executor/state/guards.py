@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from penstock.errors import GraphFileError
+from penstock.errors import GraphFileError, stacklevel_of_user
 from penstock.graph import StepGraph
 from penstock.graph.modes import (
     autocast_of,
@@ -153,7 +153,7 @@ class Guards:
                     f"{name}.{key} is {holder.get(key)!r} and was {value!r} when the step was "
                     "bound; planned steps go on with that, as Python numbers are part of the "
                     "graph: keep it in a buffer, or capture the step again",
-                    stacklevel=6,
+                    stacklevel=stacklevel_of_user(),
                 )
                 self._attributes[number] = (name, holder, key, holder.get(key))
 

@@ -105,6 +105,23 @@ def capture(
     check_optimizer(optimizer)
     check_accumulation(batch, accumulate)
     program = StepProgram(model, batch, loss, before_step, accumulate)
+    return make_executable(record_step(program, optimizer))
+
+
+def record_step(program: StepProgram, optimizer: torch.optim.Optimizer) -> StepGraph:
+    """Record a step as the program takes it, without the workspace that its execution adds.
+
+    Args:
+        program: Model, batch, loss and `before_step`, as given to `capture`.
+        optimizer: A stock optimizer of the model's parameters.
+
+    Returns:
+        The step as plain data; `capture` makes it executable.
+
+    Raises:
+        CaptureError: As described at `capture`.
+    """
+    model, batch, loss = program.model, program.batch, program.loss
     root = nn.ModuleDict(program.roots())
     sharded = ShardedModel(model, loss)
     local = sharded.locals_of(optimizer)
@@ -143,7 +160,7 @@ def capture(
             "full_masks": sorted(recorder.full_masks),
         }
         graph = build_graph(recorder, tensors | copy.tensors, loss_view, device, metadata)
-    return dataclasses.replace(make_executable(graph), captured=record)
+    return dataclasses.replace(graph, captured=record)
 
 
 def verify(record: CaptureRecord, program: StepProgram, device: str) -> None:
