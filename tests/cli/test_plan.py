@@ -158,7 +158,9 @@ def test_a_function_of_the_user_is_captured(tmp_path, monkeypatch):
     )
     graph = load_graph("my_training:make", OPTIONS)
     assert graph.loss is not None
-    assert {s.num_bytes for s in graph.storages if s.kind == "parameter"} == {48, 12}
+    parameters = [storage for storage in graph.storages if storage.kind == "parameter"]
+    assert {s.num_bytes for s in parameters} == {64}  # 48 and 12, in whole alignments
+    assert {(3, 4), (3,)} <= {view.shape for view in graph.tensors.values()}
     with pytest.raises(ModelError, match="returned int"):
         load_graph("my_training:wrong", OPTIONS)
 
@@ -237,7 +239,7 @@ def test_exact_plans_of_training_steps(timed_steps, tmp_path):
 
 
 def test_operators_that_need_too_much_are_split(tmp_path):
-    """Logits and their gradients: one of them fits at once, and two do not."""
+    """Logits and their gradients: beside the workspace, half of one, one fits and two do not."""
     graph, model = tmp_path / "graph.json", tmp_path / "config.json"
     small = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50_000, "n_positions": 32}
     model.write_text(json.dumps({"model_type": "gpt2", **small}))
@@ -245,7 +247,7 @@ def test_operators_that_need_too_much_are_split(tmp_path):
     load_graph(str(model), OPTIONS).save(graph)
     logits = 2 * 16 * 50_000 * 4
     path = tmp_path / "plan.json"
-    options = ("--device-memory", f"{int(1.7 * logits)}", "--machine", "h200", "--time-limit", 2)
+    options = ("--device-memory", f"{int(2.3 * logits)}", "--machine", "h200", "--time-limit", 2)
     code, out, _ = run(graph, *options, "--save", path, "--trace", tmp_path / "trace.json")
     assert code == 0
     assert "split" in out
