@@ -61,17 +61,19 @@ def compile_together(walk: Callable[[Callable[[KernelLaunch], None]], object]) -
     """
     is_known = hasattr(os, "sched_getaffinity")
     num_threads = len(os.sched_getaffinity(0)) if is_known else os.cpu_count()
-    kernels: set[Any] = set()
+    kernels: dict[int, Any] = {}  # by identity: a kernel's hash parses its source
 
     def compile_unless_parsing_fails(launch: KernelLaunch) -> None:
-        kernels.add(launch.kernel)
+        kernels[id(launch.kernel)] = launch.kernel
         with contextlib.suppress(SystemError):
             launch.compile()
 
     with ThreadPoolExecutor(num_threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         walk(compile_unless_parsing_fails)
     # Triton 3.8 keeps a failure as it keeps a kernel, and would raise it again without compiling.
-    for cache, *_ in (found for kernel in kernels for found in kernel.device_caches.values()):
+    for cache, *_ in (
+        found for kernel in kernels.values() for found in kernel.device_caches.values()
+    ):
         for key, made in tuple(cache.items()):
             if isinstance(made, FutureKernel):
                 cache.pop(key, None)
