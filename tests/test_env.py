@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock import env
+from penstock import env, memory
 
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 
@@ -168,7 +168,7 @@ def test_stores(store: Path, monkeypatch: pytest.MonkeyPatch):
     assert only(env._check_store).status == "broken"
     monkeypatch.setenv("PENSTOCK_STORE", str(store))
     assert only(env._check_store).status == "ok"
-    monkeypatch.setattr(env, "filesystem_type", lambda path: "tmpfs")
+    monkeypatch.setattr(memory, "filesystem_type", lambda path: "tmpfs")
     check = only(env._check_store)
     assert check.status == "note"
     assert "RAM" in check.value

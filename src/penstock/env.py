@@ -40,7 +40,6 @@ _OPTIONAL = {
 # Only these are shown: the rest of the environment has no place in a bug report.
 _VARIABLE_PREFIXES = ("PENSTOCK_", "MALLOC_", "OMP_", "MKL_", "PYTORCH_", "TORCH_", "CUDA_")
 _VARIABLES = ("CXX", "LD_PRELOAD", "XDG_CACHE_HOME")
-MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 
 _NEWEST_TESTED_TORCH = (2, 13)
 _INTERNALS = {
@@ -81,7 +80,7 @@ print(json.dumps({{
 """
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Finding:
     """One line of the answer: a part of the installation, its state, and a remedy."""
 
@@ -121,44 +120,35 @@ def collect_checks() -> Iterator[Finding]:
         try:
             yield from check()
         except Exception as error:
-            yield Finding(
-                name=name, status="broken", value=f"cannot tell: {type(error).__name__}: {error}"
-            )
+            yield Finding(name, "broken", f"cannot tell: {type(error).__name__}: {error}")
 
 
 def _check_penstock() -> Iterator[Finding]:
     import penstock
 
     where = Path(penstock.__file__ or "?").parent
-    yield Finding(name="penstock", status="ok", value=f"{penstock.__version__} in {where}")
+    yield Finding("penstock", "ok", f"{penstock.__version__} in {where}")
 
 
 def _check_python() -> Iterator[Finding]:
     value = f"{platform.python_version()} ({sys.executable})"
-    if sys.version_info < (3, 11):
-        yield Finding(
-            name="python", status="broken", value=value, remedy="Use Python 3.11 or later."
-        )
-    else:
-        yield Finding(name="python", status="ok", value=value)
+    is_old = sys.version_info < (3, 11)
+    remedy = "Use Python 3.11 or later." if is_old else ""
+    yield Finding("python", "broken" if is_old else "ok", value, remedy)
 
 
 def _check_machine() -> Iterator[Finding]:
+    status, remedy = "ok", ""
     if sys.platform != "linux":
-        yield Finding(
-            name="system",
-            status="note",
-            value=platform.platform(),
-            remedy="Penstock is tested on Linux; elsewhere files go through the page cache.",
-        )
-    else:
-        yield Finding(name="system", status="ok", value=platform.platform())
+        status = "note"
+        remedy = "Penstock is tested on Linux; elsewhere files go through the page cache."
+    yield Finding("system", status, platform.platform(), remedy)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Finding(name="cores", status="ok", value=f"{usable} usable of {os.cpu_count()}")
+    yield Finding("cores", "ok", f"{usable} usable of {os.cpu_count()}")
     if hasattr(os, "sysconf"):
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         total_bytes = page_bytes * os.sysconf("SC_PHYS_PAGES")
-        yield Finding(name="memory", status="ok", value=f"{_gib(total_bytes)} installed")
+        yield Finding("memory", "ok", f"{_gib(total_bytes)} installed")
 
 
 def _check_torch() -> Iterator[Finding]:
@@ -170,24 +160,20 @@ def _check_torch() -> Iterator[Finding]:
     version = tuple(int(part) for part in release.split(".")[:2])
     old, new = version < (2, 11), version > _NEWEST_TESTED_TORCH
     tested = f"2.11 to {'.'.join(map(str, _NEWEST_TESTED_TORCH))}"
-    remedy = ""
+    status, remedy = "ok", ""
     if old:
-        remedy = "Penstock needs 2.11 or later: pip install -U 'torch>=2.11'"
+        status, remedy = "broken", "Penstock needs 2.11 or later: pip install -U 'torch>=2.11'"
     elif new:
+        status = "note"
         remedy = f"Penstock is tested with {tested}; `make test TORCH={release}` tells."
-    yield Finding(
-        name="torch",
-        status="broken" if old else "note" if new else "ok",
-        value=f"{answers['version']}, {answers['threads']} threads",
-        remedy=remedy,
-    )
+    value = f"{answers['version']}, {answers['threads']} threads"
+    yield Finding("torch", status, value, remedy)
     for name in () if old else answers["lacks"]:
         yield Finding(
-            name="torch internals",
-            status="broken",
-            value=f"{answers['version']} has no {name}, without which {_INTERNALS[name]} does not "
-            "work",
-            remedy=f"Install a version that Penstock is tested with: {tested}.",
+            "torch internals",
+            "broken",
+            f"{answers['version']} has no {name}, without which {_INTERNALS[name]} does not work",
+            f"Install a version that Penstock is tested with: {tested}.",
         )
     yield _check_gpu(answers)
 
@@ -205,7 +191,7 @@ def _ask_torch() -> dict[str, Any] | Finding:
         )
     except subprocess.TimeoutExpired:
         value = f"did not finish importing within {_IMPORT_TIMEOUT_SECONDS} s"
-        return Finding(name="torch", status="broken", value=value, remedy=remedy)
+        return Finding("torch", "broken", value, remedy)
     if done.returncode == 0:
         return json.loads(done.stdout.strip().splitlines()[-1])
     version = _version("torch")
@@ -215,40 +201,31 @@ def _ask_torch() -> dict[str, Any] | Finding:
         last_line = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"
         value = f"{version or 'unknown version'} does not import ({ended}): {last_line}"
-    return Finding(name="torch", status="broken", value=value, remedy=remedy)
+    return Finding("torch", "broken", value, remedy)
 
 
 def _check_gpu(answers: dict[str, Any]) -> Finding:
     if answers["devices"]:
         value = f"CUDA {answers['cuda']}: {', '.join(answers['devices'])}"
-        return Finding(name="gpu", status="ok", value=value)
+        return Finding("gpu", "ok", value)
     if answers["cuda"]:
-        return Finding(
-            name="gpu",
-            status="note",
-            value=f"none visible, although torch was built for CUDA {answers['cuda']}",
-            remedy="See nvidia-smi and CUDA_VISIBLE_DEVICES if there should be one.",
-        )
+        value = f"none visible, although torch was built for CUDA {answers['cuda']}"
+        remedy = "See nvidia-smi and CUDA_VISIBLE_DEVICES if there should be one."
+        return Finding("gpu", "note", value, remedy)
     value = "none; activations go from RAM to a file, needs a store"
-    return Finding(name="gpu", status="ok", value=value)
+    return Finding("gpu", "ok", value)
 
 
 def _check_packages() -> Iterator[Finding]:
     for name in _REQUIRED:
-        version = _version(name)
-        if version is None:
-            yield Finding(
-                name=name,
-                status="broken",
-                value="is not installed",
-                remedy=f"Install it: pip install {name}",
-            )
+        if version := _version(name):
+            yield Finding(name, "ok", version)
         else:
-            yield Finding(name=name, status="ok", value=version)
+            yield Finding(name, "broken", "is not installed", f"Install it: pip install {name}")
     for name, purpose in _OPTIONAL.items():
         version = _version(name)
         value = version or f"is not installed (only for {purpose})"
-        yield Finding(name=name, status="ok" if version else "note", value=value)
+        yield Finding(name, "ok" if version else "note", value)
 
 
 def _check_compiler() -> Iterator[Finding]:
@@ -256,20 +233,14 @@ def _check_compiler() -> Iterator[Finding]:
         "Install a C++ compiler (Debian, Ubuntu: apt-get install g++) or point CXX at one. "
         "Without it torch's own allocator stays, which keeps more memory."
     )
-    named = os.environ.get("CXX", "").strip()
-    if named:
-        compiler = shlex.split(named)  # CXX may hold arguments: "ccache g++"
-        if shutil.which(compiler[0]) is None:
-            value = f"CXX={named} is not a program"
-            yield Finding(name="compiler", status="broken", value=value, remedy=remedy)
-            return
-    else:
-        found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-        if found is None:
-            value = "none found: neither c++ nor g++ nor clang++"
-            yield Finding(name="compiler", status="note", value=value, remedy=remedy)
-            return
-        compiler = [found]
+    named = os.environ.get("CXX", "").strip()  # which may hold arguments: "ccache g++"
+    names = [shlex.split(named)[0]] if named else ["c++", "g++", "clang++"]
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        value = f"CXX={named} is not a program" if named else f"none found of {', '.join(names)}"
+        yield Finding("compiler", "broken" if named else "note", value, remedy)
+        return
+    compiler = shlex.split(named) or [found]
     # A compiler without its headers or linker prints a version like any other: let it build.
     with tempfile.TemporaryDirectory(prefix="penstock-env-") as directory:
         source = Path(directory, "check.cpp")
@@ -279,11 +250,11 @@ def _check_compiler() -> Iterator[Finding]:
     if built.returncode != 0:
         first_line = (built.stderr.strip().splitlines() or ["it printed nothing"])[0]
         value = f"{shlex.join(compiler)} cannot build a shared library: {first_line}"
-        yield Finding(name="compiler", status="broken", value=value, remedy=remedy)
+        yield Finding("compiler", "broken", value, remedy)
         return
     described = _run([*compiler, "--version"]).stdout.strip().splitlines()
     first_line = described[0] if described else "unknown version"
-    yield Finding(name="compiler", status="ok", value=f"{shlex.join(compiler)}: {first_line}")
+    yield Finding("compiler", "ok", f"{shlex.join(compiler)}: {first_line}")
 
 
 def _check_headers() -> Iterator[Finding]:
@@ -295,7 +266,7 @@ def _check_headers() -> Iterator[Finding]:
             "the small tensors that autograd saves under offload, each a few microseconds slower."
         )
         value = f"no Python.h in {include}"
-        yield Finding(name="headers", status="note", value=value, remedy=remedy)
+        yield Finding("headers", "note", value, remedy)
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -325,44 +296,36 @@ def _check_cache() -> Iterator[Finding]:
         problem = f"others can write to {directory} (mode {stat.S_IMODE(state.st_mode):04o})"
     else:
         made = "" if existing == directory else " (made at first use)"
-        yield Finding(name="cache", status="ok", value=f"{directory}{made}")
+        yield Finding("cache", "ok", f"{directory}{made}")
         return
-    yield Finding(name="cache", status="broken", value=problem, remedy=remedy)
+    yield Finding("cache", "broken", problem, remedy)
 
 
 def _check_store() -> Iterator[Finding]:
     store = os.environ.get("PENSTOCK_STORE")
     remedy = "Set PENSTOCK_STORE, or pass --store, to a directory on a fast local disk."
+    status = "broken"
     if not store:
-        yield Finding(name="store", status="note", value="PENSTOCK_STORE is not set", remedy=remedy)
-        return
-    if not os.path.isdir(store):
+        status, value = "note", "PENSTOCK_STORE is not set"
+    elif not os.path.isdir(store):
         value = f"PENSTOCK_STORE={store} is not a directory"
-        yield Finding(name="store", status="broken", value=value, remedy=remedy)
-        return
-    if not os.access(store, os.W_OK | os.X_OK):
+    elif not os.access(store, os.W_OK | os.X_OK):
         value = f"PENSTOCK_STORE={store} is not writable"
-        yield Finding(name="store", status="broken", value=value, remedy=remedy)
-        return
-    free_bytes = shutil.disk_usage(store).free
-    filesystem = filesystem_type(store)
-    direct = _direct_io(store)
-    value = f"{store}: {filesystem or 'unknown file system'}, {_gib(free_bytes)} free, {direct}"
-    if filesystem in MEMORY_FILESYSTEMS:
-        yield Finding(
-            name="store",
-            status="note",
-            value=f"{value}; this file system is RAM, so offloading to it frees nothing",
-            remedy=remedy,
-        )
     else:
-        yield Finding(name="store", status="ok", value=value)
+        from penstock.memory import RAM_FILESYSTEMS, filesystem_type
+
+        status, free, kind = "ok", _gib(shutil.disk_usage(store).free), filesystem_type(store)
+        value = f"{store}: {kind or 'unknown file system'}, {free} free, {_direct_io(store)}"
+        if kind in RAM_FILESYSTEMS:
+            status = "note"
+            value += "; this file system is RAM, so offloading to it frees nothing"
+    yield Finding("store", status, value, "" if status == "ok" else remedy)
 
 
 def _check_variables() -> Iterator[Finding]:
     for name, value in sorted(os.environ.items()):
         if name in _VARIABLES or name.startswith(_VARIABLE_PREFIXES):
-            yield Finding(name=name, status="ok", value=value)
+            yield Finding(name, "ok", value)
 
 
 def _version(distribution: str) -> str | None:
@@ -385,23 +348,6 @@ def _cache_directory() -> Path:
         home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         return Path(home, "penstock")
     return Path(platformdirs.user_cache_dir("penstock"))
-
-
-def filesystem_type(path: str) -> str | None:
-    """Return the file system's type of a path by the longest matching mount point, or None."""
-    mounts = Path("/proc/self/mounts")
-    if not mounts.exists():
-        return None
-    resolved = os.path.realpath(path)
-    best, filesystem = "", None
-    for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
-        mount_point, kind = line.split(" ")[1:3]
-        mount_point = mount_point.replace("\\040", " ")
-        inside = os.path.commonpath([mount_point, resolved]) == mount_point
-        # A later mount on the same point hides the earlier one, hence >=.
-        if inside and len(mount_point) >= len(best):
-            best, filesystem = mount_point, kind
-    return filesystem
 
 
 def _direct_io(directory: str) -> str:

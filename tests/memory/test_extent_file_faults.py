@@ -177,7 +177,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_shows_when_space_is_asked_for(small_disk: Path):
-    file = ExtentFile(small_disk, reserve_bytes="1MiB")
+    file = ExtentFile(FileStore(small_disk, reserve_bytes="1MiB"))
     memories = [Memory(4 * MIB, 64, seed) for seed in range(4)]
     spans = [file.store(memory.address, 4 * MIB) for memory in memories[:3]]
     with pytest.raises(StoreFullError, match="stay in reserve") as caught:
@@ -204,7 +204,7 @@ def test_a_disk_that_fills_up_under_a_sparse_file(
 
     monkeypatch.setattr(_file_space, "_fallocate", no_preallocation)
     monkeypatch.setattr(_file_space, "free_bytes", lambda _: 2**40)
-    file = ExtentFile(small_disk, reserve_bytes=0)
+    file = ExtentFile(FileStore(small_disk, reserve_bytes=0))
     memory, target = Memory(12 * MIB, 0, 1), Memory(12 * MIB, 0, 2)
     span = file.store(memory.address, 12 * MIB)
     with pytest.raises(StoreFullError, match="ran full while writing") as caught:
@@ -268,9 +268,10 @@ def test_the_reserve_stays_free(store: Path):
     with pytest.raises(
         StoreFullError, match="free space there, pass another directory, or set FileStore"
     ):
-        ExtentFile(store, reserve_bytes=free + 2**40)
+        ExtentFile(FileStore(store, reserve_bytes=free + 2**40))
     # A step of growth would reach into the reserve, what is needed would not.
-    with contextlib.closing(ExtentFile(store, reserve_bytes=free - 48 * MIB)) as file:
+    limited = FileStore(store, reserve_bytes=free - 48 * MIB)
+    with contextlib.closing(ExtentFile(limited)) as file:
         file.allocate(MIB)
         assert file.file_bytes == MIB
         with pytest.raises(StoreFullError, match="stay in reserve"):
@@ -285,7 +286,7 @@ def test_a_directory_in_ram_is_warned_about():
     if _store.filesystem_type("/dev/shm") != "tmpfs":
         pytest.skip("/dev/shm is no tmpfs here")
     with pytest.warns(StoreWarning, match="is on tmpfs: the slow tier is RAM"):
-        file = ExtentFile("/dev/shm", reserve_bytes=0)
+        file = ExtentFile(FileStore("/dev/shm", reserve_bytes=0))
     assert_comes_back(file, 10_000, 64, 64)
     file.close()
 

@@ -12,7 +12,7 @@ from penstock.memory._ledger import Ledger, Span, Timeline
 from penstock.memory._ram import available_ram, installed_ram
 from penstock.memory._signals import deferred_signals, interruptible, uninterrupted
 from penstock.memory._staging import StagingBuffer, StagingPool
-from penstock.memory._store import FileStore
+from penstock.memory._store import RAM_FILESYSTEMS, FileStore, filesystem_type
 from penstock.memory._throttle import Throttle
 from penstock.memory._tiers import Link, Tier
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.memory._profile import ComputeProfile, LinkProfile, MachineProfile, TierProfile
 
 __all__ = [
+    "RAM_FILESYSTEMS",
     "CachingAllocator",
     "ComputeProfile",
     "Extent",
@@ -43,6 +44,7 @@ __all__ = [
     "Timeline",
     "available_ram",
     "deferred_signals",
+    "filesystem_type",
     "installed_ram",
     "interruptible",
     "machine",

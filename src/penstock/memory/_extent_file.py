@@ -19,20 +19,17 @@ from penstock.memory import _fork
 from penstock.memory._file_space import FileSpace
 from penstock.memory._store import (
     FileStore,
-    OpenFile,
     filesystem_type,
     open_nameless,
-    total_bytes,
+    reserved_bytes,
     warn_if_ram,
 )
 from penstock.memory._throttle import Throttle
 from penstock.memory._transfers import Transfers
 from penstock.memory.pages import DIRECT_IO_BYTES
 from penstock.memory.raw_memory import view_at
-from penstock.units import parse_bytes
 
 _ADDRESS_PERIOD_BYTES = 512
-_MIN_RESERVE_BYTES = 64 * 2**20
 
 
 def _pwritev(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -104,23 +101,16 @@ class ExtentFile:
 
     Args:
         store: Directory, or a `FileStore` with limits.
-        reserve_bytes: Bytes of the file system that the file leaves free, as an
-            int or text such as `"1GiB"`; None: 1 % of the file system, at least 64 MiB.
 
     Raises:
         StoreUnavailableError: The directory is missing, is none, or cannot be written.
         StoreFullError: The file system has nothing free beyond the reserve.
     """
 
-    def __init__(
-        self,
-        store: FileStore | str | os.PathLike[str],
-        *,
-        reserve_bytes: int | str | None = None,
-    ) -> None:
+    def __init__(self, store: FileStore | str | os.PathLike[str]) -> None:
         self._closed = True  # until there is a file: __del__ also runs when this constructor raises
         self._generation = _fork.generation()
-        self.file_store = FileStore.of(store)
+        self.file_store = limits = FileStore.of(store)
         self.path = os.path.abspath(self.file_store.path)
         opened = open_nameless(self.path)
         self._fd = opened.fd
@@ -128,24 +118,16 @@ class ExtentFile:
         self._fd_lock = threading.RLock()  # reentrant: a destructor may close inside of it
         self._num_users = 0
         self._closed = False
+        reserve_bytes = limits.reserve_bytes
         try:
-            self._set_up(opened, reserve_bytes)
+            if reserve_bytes is None:
+                reserve_bytes = reserved_bytes(self._fd)
+            self._space = FileSpace(self._fd, self.path, limits.max_bytes, reserve_bytes)
+            self.filesystem = filesystem_type(self.path)
+            warn_if_ram(self.path, self.filesystem)
         except BaseException:
             self.close()
             raise
-        _fork.disown_in_children(self)
-
-    def _set_up(self, opened: OpenFile, reserve_bytes: int | str | None) -> None:
-        if reserve_bytes is None:
-            reserve_bytes = self.file_store.reserve_bytes
-        if reserve_bytes is None:
-            reserve_bytes = reserved_bytes(total_bytes(self._fd))
-        self._space = FileSpace(
-            self._fd,
-            path=self.path,
-            max_bytes=self.file_store.max_bytes,
-            reserve_bytes=parse_bytes(reserve_bytes, name="reserve_bytes"),
-        )
         self._live: dict[int, Extent] = {}
         self._transfers = Transfers(
             path=self.path,
@@ -154,21 +136,15 @@ class ExtentFile:
             preadv=lambda fd, buffers, offset: _preadv(fd, buffers, offset),
             address_alignment=opened.address_alignment,
             length_alignment=opened.length_alignment,
-            write_throttle=_throttle(self.file_store.write_bytes_per_second),
-            read_throttle=_throttle(self.file_store.read_bytes_per_second),
+            write_throttle=_throttle(limits.write_bytes_per_second),
+            read_throttle=_throttle(limits.read_bytes_per_second),
         )
-        self.filesystem = filesystem_type(self.path)
-        warn_if_ram(self.path, self.filesystem)
+        _fork.disown_in_children(self)
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the file in extents that are in use, each rounded up to 4096."""
         return self._space.used_bytes
-
-    @property
-    def peak_used_bytes(self) -> int:
-        """The most that `used_bytes` has been."""
-        return self._space.peak_used_bytes
 
     @property
     def file_bytes(self) -> int:
@@ -283,37 +259,23 @@ class ExtentFile:
             self.free(extent)
             raise
 
-    def load(self, span: StoredSpan, address: int, begin: int = 0, end: int | None = None) -> None:
-        """Bring a span, or a part of it, back to memory; it stays stored and can be loaded again.
+    def load(self, span: StoredSpan, address: int) -> None:
+        """Bring a span back to memory; it stays stored and can be loaded again.
 
         Args:
             span: What `store` returned.
-            address: Where byte `begin` of the span goes, valid until this returns; without a copy
-                where it is congruent to `span.address_offset + begin` modulo 512 and the part
-                begins at a multiple of 4096 behind the head.
-            begin: First byte to load.
-            end: End of the bytes to load; None: `span.num_bytes`.
+            address: Where it goes, valid until this returns; without a copy where it is congruent
+                to `span.address_offset` modulo 512.
 
         Raises:
-            ValueError: The span was given back, or `[begin, end)` is not part of it.
+            ValueError: The span was given back.
             StoreReadError, StoreError: As `read`.
         """
-        end = span.num_bytes if end is None else end
-        if not 0 <= begin <= end <= span.num_bytes:
-            raise ValueError(f"[{begin}, {end}) is not part of [0, {span.num_bytes}) of {span}")
-        origin = address - begin  # where byte 0 of the span would go
         middle = len(span.head)
         tail = middle + span.extent.num_bytes
-        with self._descriptor() as fd:
-            self._check_live(span.extent)
-            first, last = max(begin, middle), min(end, tail)
-            if first < last:
-                offset = span.extent.offset + first - middle
-                self._transfers.read(fd, offset, origin + first, last - first)
-        for kept, start in ((span.head, 0), (span.tail, tail)):
-            first, last = max(begin, start), min(end, start + len(kept))
-            if first < last:
-                view_at(origin + first, last - first)[:] = kept[first - start : last - start]
+        self.read(span.extent, address + middle, span.extent.num_bytes)
+        view_at(address, middle)[:] = span.head
+        view_at(address + tail, len(span.tail))[:] = span.tail
 
     def discard(self, span: StoredSpan) -> None:
         """Give back what a span occupies, without waiting; no transfer of it may be under way.
@@ -391,11 +353,6 @@ class ExtentFile:
                 f"num_bytes must be in [0, {extent.num_bytes - begin}] for {extent} from byte "
                 f"{begin} on; got {num_bytes}"
             )
-
-
-def reserved_bytes(file_system_bytes: int) -> int:
-    """Return how many bytes of a file system an extent file leaves free by default."""
-    return max(_MIN_RESERVE_BYTES, file_system_bytes // 100)
 
 
 def _throttle(bytes_per_second: float | None) -> Throttle | None:

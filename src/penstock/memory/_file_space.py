@@ -40,7 +40,7 @@ class FileSpace:
         reserve_bytes: Bytes of the file system that stay free.
     """
 
-    def __init__(self, fd: int, *, path: str, max_bytes: int | None, reserve_bytes: int) -> None:
+    def __init__(self, fd: int, path: str, max_bytes: int | None, reserve_bytes: int) -> None:
         self._fd = fd
         self._path = path
         self._max_bytes = max_bytes
@@ -48,7 +48,6 @@ class FileSpace:
         self._extents = ExtentAllocator(_UNLIMITED_BYTES if max_bytes is None else max_bytes)
         self._mailbox: Mailbox[int] = Mailbox(self._extents.free)
         self._file_bytes = 0
-        self._peak_used_bytes = 0
         self._require_free(DIRECT_IO_BYTES)
 
     @property
@@ -58,23 +57,12 @@ class FileSpace:
             return self._extents.used_bytes
 
     @property
-    def peak_used_bytes(self) -> int:
-        """The most that `used_bytes` has been."""
-        return self._peak_used_bytes
-
-    @property
     def file_bytes(self) -> int:
         """Length of the file."""
         return self._file_bytes
 
     def allocate(self, num_bytes: int) -> int:
-        """Take an extent, and let the file grow where it reaches beyond its end.
-
-        Args:
-            num_bytes: Bytes, at least 1.
-
-        Returns:
-            The offset of the extent.
+        """Take an extent, let the file grow where it reaches beyond its end, and return its offset.
 
         Raises:
             ValueError: `num_bytes` is below 1.
@@ -96,15 +84,10 @@ class FileSpace:
             except BaseException:
                 self._extents.free(offset)
                 raise
-            self._peak_used_bytes = max(self._peak_used_bytes, self._extents.used_bytes)
             return offset
 
     def free(self, offset: int) -> None:
-        """Give an extent back; never waits and never touches the file.
-
-        Args:
-            offset: Of an extent in use.
-        """
+        """Give the extent at an offset back; never waits and never touches the file."""
         self._mailbox.put(offset)
 
     def _grow(self, end: int) -> None:

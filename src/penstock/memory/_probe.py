@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from penstock.codegen import cache_entry
 from penstock.errors import StoreUnavailableError
-from penstock.memory._extent_file import Extent, ExtentFile, reserved_bytes
+from penstock.memory._extent_file import Extent, ExtentFile
 from penstock.memory._profile import (
     MAX_LOAD,
     ComputeProfile,
@@ -30,7 +30,7 @@ from penstock.memory._profile import (
     TierProfile,
 )
 from penstock.memory._ram import installed_ram
-from penstock.memory._store import FileStore
+from penstock.memory._store import FileStore, free_bytes, reserved_bytes
 from penstock.memory._tiers import Link, Tier
 from penstock.memory.pages import map_anonymous, round_down
 from penstock.memory.raw_memory import address_of, copy_bytes
@@ -353,9 +353,7 @@ def _tiers(device: _ProbedDevice, store: FileStore | None) -> dict[Tier, TierPro
     if device.kind == "cuda":
         tiers[Tier.HOST] = TierProfile(installed_ram())
     if store is not None:
-        statistics = os.statvfs(store.path)
-        free = statistics.f_bavail * statistics.f_frsize
-        usable = max(0, free - reserved_bytes(statistics.f_blocks * statistics.f_frsize))
+        usable = max(0, free_bytes(store.path) - reserved_bytes(store.path))
         limit = usable if store.max_bytes is None else store.max_bytes
         tiers[Tier.FILE] = TierProfile(min(usable, limit))
     return tiers

@@ -24,9 +24,11 @@ _logger = logging.getLogger(__name__)
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _O_TMPFILE: int = getattr(os, "O_TMPFILE", 0)
 
-_RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
+RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
+"""Types of file systems whose files are RAM."""
 # Errors of a file system without O_TMPFILE or O_DIRECT.
 _NOT_SUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOSYS})
+_MIN_RESERVE_BYTES = 64 * 2**20
 # Memory addresses of direct I/O: most devices take 512, some demand the page.
 _ADDRESS_ALIGNMENTS = (512, DIRECT_IO_BYTES)
 
@@ -71,27 +73,20 @@ class FileStore:
         gpu_direct: bool = False,
         reserve_bytes: int | str | None = None,
     ) -> None:
-        if max_bytes is not None:
-            max_bytes = parse_bytes(max_bytes, name="max_bytes")
-            if max_bytes < DIRECT_IO_BYTES:
-                raise ValueError(f"max_bytes must be at least {DIRECT_IO_BYTES}; got {max_bytes}")
-        if write_bytes_per_second is not None:
-            write_bytes_per_second = parse_bandwidth(
-                write_bytes_per_second, name="write_bytes_per_second"
-            )
-        if read_bytes_per_second is not None:
-            read_bytes_per_second = parse_bandwidth(
-                read_bytes_per_second, name="read_bytes_per_second"
-            )
+        sizes = {"max_bytes": max_bytes, "reserve_bytes": reserve_bytes}
+        rates = {
+            "write_bytes_per_second": write_bytes_per_second,
+            "read_bytes_per_second": read_bytes_per_second,
+        }
         # The dataclass is frozen: this is the one place that sets its fields.
-        object.__setattr__(self, "path", _path_text(path))
-        object.__setattr__(self, "max_bytes", max_bytes)
-        object.__setattr__(self, "write_bytes_per_second", write_bytes_per_second)
-        object.__setattr__(self, "read_bytes_per_second", read_bytes_per_second)
-        object.__setattr__(self, "gpu_direct", gpu_direct)
-        if reserve_bytes is not None:
-            reserve_bytes = parse_bytes(reserve_bytes, name="reserve_bytes")
-        object.__setattr__(self, "reserve_bytes", reserve_bytes)
+        fields = self.__dict__
+        for name, size in sizes.items():
+            fields[name] = None if size is None else parse_bytes(size, name=name)
+        for name, rate in rates.items():
+            fields[name] = None if rate is None else parse_bandwidth(rate, name=name)
+        fields.update(path=_path_text(path), gpu_direct=gpu_direct)
+        if self.max_bytes is not None and self.max_bytes < DIRECT_IO_BYTES:
+            raise ValueError(f"max_bytes must be at least {DIRECT_IO_BYTES}; got {self.max_bytes}")
 
     @classmethod
     def of(cls, store: FileStore | str | os.PathLike[str]) -> FileStore:
@@ -119,13 +114,8 @@ class OpenFile(NamedTuple):
 
 
 def open_nameless(path: str) -> OpenFile:
-    """Open a file without a name in a directory, for direct I/O where the file system has it.
-
-    Args:
-        path: The directory.
-
-    Returns:
-        The open file, empty, readable and writable by this process only.
+    """Open an empty file without a name in a directory, for this process only; for direct I/O
+    where the file system has it.
 
     Raises:
         StoreUnavailableError: The directory is missing, is none, or cannot be written.
@@ -162,13 +152,8 @@ def open_nameless(path: str) -> OpenFile:
 
 
 def warn_if_ram(path: str, filesystem: str | None) -> None:
-    """Warn with `StoreWarning` where a store's file system lives in RAM.
-
-    Args:
-        path: The directory.
-        filesystem: Its file system's type.
-    """
-    if filesystem in _RAM_FILESYSTEMS:
+    """Warn where the file system of a store's directory, whose type is given, lives in RAM."""
+    if filesystem in RAM_FILESYSTEMS:
         warnings.warn(
             f"store {path!r} is on {filesystem}: the slow tier is RAM, so offloading to it saves "
             "no memory; pass a directory on a disk",
@@ -180,37 +165,33 @@ def warn_if_ram(path: str, filesystem: str | None) -> None:
 def filesystem_type(path: str) -> str | None:
     """Return the type of the file system that holds a path, such as `"ext4"`.
 
-    Args:
-        path: An existing file or directory.
-
-    Returns:
-        The type, or None where the system does not name it.
+    It is that of the longest mount point before the path; None where the system does not name it.
     """
-    device = os.stat(path).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
+    resolved, best, kind = os.path.realpath(path), "", None
     try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as lines:
+        with open("/proc/self/mounts", encoding="utf-8", errors="replace") as lines:
             for line in lines:
-                fields, _, rest = line.partition(" - ")
-                if fields.split()[2] == wanted:
-                    return rest.split()[0]
+                mount_point, mounted = line.split(" ")[1:3]
+                mount_point = mount_point.replace("\\040", " ")
+                inside = os.path.commonpath([mount_point, resolved]) == mount_point
+                # A later mount on the same point hides the earlier one, hence >=.
+                if inside and len(mount_point) >= len(best):
+                    best, kind = mount_point, mounted
     except OSError as error:
         _logger.debug("the type of the file system of %r is unknown: %s", path, error)
-    return None
+    return kind
 
 
-def free_bytes(fd: int) -> int:
-    """Return what an unprivileged user may still write to the file system of an open file, in
-    bytes.
-    """
-    statistics = os.fstatvfs(fd)
+def free_bytes(path: str | int) -> int:
+    """Return the bytes that a user may still write to the file system of a path or open file."""
+    statistics = os.statvfs(path)
     return statistics.f_bavail * statistics.f_frsize
 
 
-def total_bytes(fd: int) -> int:
-    """Return the bytes that the file system of an open file has in all."""
-    statistics = os.fstatvfs(fd)
-    return statistics.f_blocks * statistics.f_frsize
+def reserved_bytes(path: str | int) -> int:
+    """Return how many bytes of its file system an extent file leaves free by default."""
+    statistics = os.statvfs(path)
+    return max(_MIN_RESERVE_BYTES, statistics.f_blocks * statistics.f_frsize // 100)
 
 
 def _try_open(path: str, *, direct: bool, nameless: bool) -> int | None:

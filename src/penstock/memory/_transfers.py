@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from penstock.errors import StoreFullError, StoreReadError, StoreWriteError
 from penstock.memory import _fork
@@ -25,47 +26,27 @@ _MAX_MOVES_WITHOUT_PROGRESS = 3
 RawIO = Callable[[int, Sequence[memoryview], int], int]  # (fd, buffers, offset) -> bytes moved
 
 
+@dataclass(frozen=True, kw_only=True)
 class Transfers:
-    """Transfers between raw memory and one file; thread-safe.
+    """Transfers between raw memory and one file; thread-safe."""
 
-    Args:
-        path: Where the file is, for messages.
-        pwritev: Writes to the file.
-        preadv: Reads from the file.
-        address_alignment: Alignment of memory in bytes that needs no copy.
-        length_alignment: Alignment of file offsets and lengths in bytes.
-        write_throttle: Slows writes down; None: as fast as they go.
-        read_throttle: Slows reads down; None: as fast as they go.
-    """
-
-    def __init__(
-        self,
-        *,
-        path: str,
-        pwritev: RawIO,
-        preadv: RawIO,
-        address_alignment: int,
-        length_alignment: int,
-        write_throttle: Throttle | None,
-        read_throttle: Throttle | None,
-    ) -> None:
-        self._path = path
-        self._pwritev = pwritev
-        self._preadv = preadv
-        self._address_alignment = address_alignment
-        self._length_alignment = length_alignment
-        self._write_throttle = write_throttle
-        self._read_throttle = read_throttle
-        self._bounce = BounceBuffers()
+    path: str  # for messages
+    pwritev: RawIO
+    preadv: RawIO
+    address_alignment: int  # of memory that needs no copy, in bytes
+    length_alignment: int  # of file offsets and lengths, in bytes
+    write_throttle: Throttle | None
+    read_throttle: Throttle | None
+    bounce: BounceBuffers = field(default_factory=BounceBuffers)
 
     def split(self, address: int, num_bytes: int) -> tuple[int, int]:
         """Return how long the head and the aligned middle of a memory range are, in bytes.
 
         A range without an aligned middle counts as all middle: it moves through a padded buffer.
         """
-        head_bytes = -address % self._address_alignment
+        head_bytes = -address % self.address_alignment
         middle_bytes = num_bytes - head_bytes
-        middle_bytes -= middle_bytes % self._length_alignment
+        middle_bytes -= middle_bytes % self.length_alignment
         return (head_bytes, middle_bytes) if middle_bytes > 0 else (0, num_bytes)
 
     def write(self, fd: int, offset: int, address: int, num_bytes: int) -> None:
@@ -73,39 +54,32 @@ class Transfers:
         direct_bytes = self._direct_bytes(address, num_bytes)
         self._write_aligned(fd, offset, address, direct_bytes)
         for at, length in _chunks(direct_bytes, num_bytes):
-            with self._bounce.take() as buffer:
+            with self.bounce.take() as buffer:
                 copy_bytes(buffer, address + at, length)
                 self._write_aligned(fd, offset + at, buffer, self._padded(length))
 
     def read(self, fd: int, offset: int, address: int, num_bytes: int) -> None:
-        """Read from the file into memory, from any offset; an aligned one needs no copy."""
-        before = offset % self._length_alignment
-        if before:
-            length = min(self._length_alignment - before, num_bytes)
-            with self._bounce.take() as buffer:
-                self._read_aligned(fd, offset - before, buffer, self._length_alignment)
-                copy_bytes(address, buffer + before, length)
-            offset, address, num_bytes = offset + length, address + length, num_bytes - length
+        """Read from an aligned offset of the file into memory."""
         direct_bytes = self._direct_bytes(address, num_bytes)
         self._read_aligned(fd, offset, address, direct_bytes)
         for at, length in _chunks(direct_bytes, num_bytes):
-            with self._bounce.take() as buffer:
+            with self.bounce.take() as buffer:
                 self._read_aligned(fd, offset + at, buffer, self._padded(length))
                 copy_bytes(address + at, buffer, length)
 
     def _direct_bytes(self, address: int, num_bytes: int) -> int:
-        if address % self._address_alignment:
+        if address % self.address_alignment:
             return 0
-        return num_bytes - num_bytes % self._length_alignment
+        return num_bytes - num_bytes % self.length_alignment
 
     def _padded(self, num_bytes: int) -> int:
-        return -(-num_bytes // self._length_alignment) * self._length_alignment
+        return -(-num_bytes // self.length_alignment) * self.length_alignment
 
     def _write_aligned(self, fd: int, offset: int, address: int, num_bytes: int) -> None:
-        self._move(self._write_once, self._write_throttle, fd, offset, address, num_bytes)
+        self._move(self._write_once, self.write_throttle, fd, offset, address, num_bytes)
 
     def _read_aligned(self, fd: int, offset: int, address: int, num_bytes: int) -> None:
-        self._move(self._read_once, self._read_throttle, fd, offset, address, num_bytes)
+        self._move(self._read_once, self.read_throttle, fd, offset, address, num_bytes)
 
     def _move(
         self,
@@ -123,36 +97,32 @@ class Transfers:
             if throttle is not None:
                 throttle.acquire(len(view))
             num_moved = move_once(fd, view, offset + num_done)
-            num_new = num_moved - num_moved % self._length_alignment
+            num_new = num_moved - num_moved % self.length_alignment
             num_done += num_new
             num_stuck = 0 if num_new else num_stuck + 1
             if num_stuck > _MAX_MOVES_WITHOUT_PROGRESS:
                 write = move_once == self._write_once
                 raise (StoreWriteError if write else StoreReadError)(
-                    f"store {self._path!r} moved {num_moved} of {len(view)} bytes at offset "
+                    f"store {self.path!r} moved {num_moved} of {len(view)} bytes at offset "
                     f"{offset + num_done} and would not move more; the "
                     + ("file system refuses the write" if write else "file is shorter than it was"),
-                    path=self._path,
+                    path=self.path,
                     offset=offset + num_done,
                 )
 
     def _write_once(self, fd: int, view: memoryview, offset: int) -> int:
         try:
-            return self._pwritev(fd, [view], offset)
+            return self.pwritev(fd, [view], offset)
         except OSError as error:
-            if error.errno in FULL_ERRNOS:
-                raise StoreFullError(
-                    f"store {self._path!r} ran full while writing {len(view)} bytes at offset "
-                    f"{offset}: {error.strerror} (errno {error.errno}); free space there, lift the "
-                    "limit, or offload less",
-                    path=self._path,
-                    offset=offset,
-                    errno=error.errno,
-                ) from error
-            raise StoreWriteError(
-                f"store {self._path!r} could not write {len(view)} bytes at offset {offset}: "
-                f"{error.strerror} (errno {error.errno}); check the disk or pass another one",
-                path=self._path,
+            is_full = error.errno in FULL_ERRNOS
+            problem = "ran full while writing" if is_full else "could not write"
+            remedy = "check the disk or pass another one"
+            if is_full:
+                remedy = "free space there, lift the limit, or offload less"
+            raise (StoreFullError if is_full else StoreWriteError)(
+                f"store {self.path!r} {problem} {len(view)} bytes at offset {offset}: "
+                f"{error.strerror} (errno {error.errno}); {remedy}",
+                path=self.path,
                 offset=offset,
                 errno=error.errno,
             ) from error
@@ -163,17 +133,17 @@ class Transfers:
             try:
                 # A fork must wait for reads: see _fork.
                 with _fork.read_gate:
-                    return self._preadv(fd, [view], offset)
+                    return self.preadv(fd, [view], offset)
             except OSError as error:
                 if error.errno == errno.EIO and num_retries < _MAX_READ_RETRIES:
                     num_retries += 1
-                    _logger.warning("store %r: EIO at offset %d, reading again", self._path, offset)
+                    _logger.warning("store %r: EIO at offset %d, reading again", self.path, offset)
                     continue
                 raise StoreReadError(
-                    f"store {self._path!r} could not read {len(view)} bytes at offset {offset}: "
+                    f"store {self.path!r} could not read {len(view)} bytes at offset {offset}: "
                     f"{error.strerror} (errno {error.errno}), after {num_retries} retries; check "
                     "the disk",
-                    path=self._path,
+                    path=self.path,
                     offset=offset,
                     errno=error.errno,
                 ) from error

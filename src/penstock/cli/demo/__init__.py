@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from penstock import env
 from penstock.cli._options import INTERRUPTED
 from penstock.cli.demo._comparison import draw, is_same, list_remarks, make_table, state_verdict
 from penstock.cli.demo._config import ARMS, ArmResult, DemoError, DemoOptions
 from penstock.cli.demo._plans import DIVISORS
 from penstock.cli.demo._processes import Arm, list_commands, plan_arms, take_turns
+from penstock.memory import RAM_FILESYSTEMS, filesystem_type
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,7 +97,7 @@ def _run_arms(options: DemoOptions, console: Console) -> list[ArmResult]:
         store = options.store
         if store is None:
             store = stack.enter_context(tempfile.TemporaryDirectory(prefix="store-", dir=out))
-        if env.filesystem_type(store) in env.MEMORY_FILESYSTEMS:
+        if filesystem_type(store) in RAM_FILESYSTEMS:
             console.print(
                 f"{store} lies in RAM: offloading to it frees nothing. Choose --out or --store "
                 "on a disk.",
