@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Protocol
 
 from penstock.activations._account import DeviceAccount
 from penstock.activations._chunks import pack
@@ -14,14 +13,11 @@ from penstock.activations._transfers import RecordReads, RecordWrites
 from penstock.errors import CapacityError
 
 
-class WaitWhile(Protocol):
-    """Wait, without the lock, while a condition holds; the reason is the stall's in the ledger."""
-
-    def __call__(self, condition: Callable[[], bool], reason: str) -> None: ...
-
-
 class DeviceBudget:
-    """Limit on the saved bytes of the device tier; without one, on those that wait for a write."""
+    """Limit on the saved bytes of the device tier; without one, on those that wait for a write.
+
+    `wait_while` waits, without the lock, while a condition holds; a stall of the reason given.
+    """
 
     def __init__(
         self,
@@ -29,7 +25,7 @@ class DeviceBudget:
         account: DeviceAccount,
         writes: RecordWrites,
         reads: RecordReads,
-        wait_while: WaitWhile,
+        wait_while: Callable[[Callable[[], bool], str], None],
     ) -> None:
         self._limits = limits
         self._account = account

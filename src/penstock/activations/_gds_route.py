@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from penstock.activations._cuda import CudaMarks, Token, bytes_of
+from penstock.activations._routes import Route
 from penstock.errors import PenstockError, StoreReadError, StoreWriteError
 from penstock.memory import Extent, ExtentFile, Ledger, Link, Tier
 
@@ -34,7 +35,7 @@ class CudaMemory(CudaMarks):
         return memory.untyped_storage()
 
 
-class GdsRoute:
+class GdsRoute(Route):
     """Route from device to file and back; host memory is not touched."""
 
     def __init__(
@@ -75,7 +76,7 @@ class GdsRoute:
         except BaseException:
             self._file.free(extent)
             raise
-        self._ledger.record_transfer(Link.DEVICE_TO_FILE, num_bytes, start, time.perf_counter_ns())
+        self._ledger.record_transfer(Link.DEVICE_TO_FILE, num_bytes, start)
         self._ledger.add(Tier.FILE, num_bytes)
         return extent, ready
 
@@ -87,13 +88,8 @@ class GdsRoute:
         storage = self._memory.allocate(extent.num_bytes, device, ready)
         start = time.perf_counter_ns()
         self._move(self._device_file.pread, storage, extent, StoreReadError)
-        self._ledger.record_transfer(
-            Link.FILE_TO_DEVICE, extent.num_bytes, start, time.perf_counter_ns()
-        )
+        self._ledger.record_transfer(Link.FILE_TO_DEVICE, extent.num_bytes, start)
         return storage, 0, None
-
-    def settle(self, ready: None, storage: torch.UntypedStorage | None) -> None:
-        """Do nothing: `load` has read every byte."""
 
     def discard(self, copy: tuple[Extent, Any]) -> None:
         """Free the extent."""
@@ -114,21 +110,16 @@ class GdsRoute:
         kind: type[StoreWriteError | StoreReadError],
     ) -> None:
         """Move all bytes between the storage and the extent, or raise `kind`."""
-        num_bytes = storage.nbytes()
+        num_bytes, path = storage.nbytes(), self._file.path
         try:
             num_moved = transfer(bytes_of(storage), num_bytes, extent.offset).get()
+            if num_moved != num_bytes:
+                raise RuntimeError(f"it moved {num_moved} of them")
         except (OSError, RuntimeError) as error:
             raise kind(
-                f"store {self._file.path!r}: GPUDirect Storage could not move {num_bytes} bytes at "
-                f"offset {extent.offset}: {error}; check the disk, or leave gpu_direct out",
-                path=self._file.path,
+                f"store {path!r}: GPUDirect Storage could not move {num_bytes} bytes at offset "
+                f"{extent.offset}: {error}; check the disk, or leave gpu_direct out",
+                path=path,
                 offset=extent.offset,
                 errno=getattr(error, "errno", None),
             ) from error
-        if num_moved != num_bytes:
-            raise kind(
-                f"store {self._file.path!r}: GPUDirect Storage moved {num_moved} of {num_bytes} "
-                f"bytes at offset {extent.offset}; check the disk, or leave gpu_direct out",
-                path=self._file.path,
-                offset=extent.offset,
-            )

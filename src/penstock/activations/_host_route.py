@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from penstock.activations._cuda import CudaCopies
-from penstock.activations._routes import Declined
+from penstock.activations._routes import Declined, Route
 from penstock.memory import (
     ExtentFile,
     Ledger,
@@ -53,7 +53,7 @@ class HostCopy:
         self.discarded = False  # discarded while it was busy: when that ends, it is freed
 
 
-class HostRoute:
+class HostRoute(Route):
     """Route from device to host, on to the file when the host budget is used up, and back."""
 
     def __init__(
@@ -104,8 +104,7 @@ class HostRoute:
                 self._lock.notify_all()
             if not arrived:
                 self.discard(copy)
-        end = time.perf_counter_ns()
-        self._ledger.record_transfer(Link.DEVICE_TO_HOST, num_bytes, start, end)
+        self._ledger.record_transfer(Link.DEVICE_TO_HOST, num_bytes, start)
         return copy
 
     def load(self, copy: HostCopy, device: torch.device) -> tuple[torch.UntypedStorage, int, Any]:
@@ -123,8 +122,7 @@ class HostRoute:
                 )
             else:
                 copy.token = self._load_from_file(copy, storage)
-            end = time.perf_counter_ns()
-            self._ledger.record_transfer(Link.HOST_TO_DEVICE, copy.num_bytes, start, end)
+            self._ledger.record_transfer(Link.HOST_TO_DEVICE, copy.num_bytes, start)
             return storage, 0, copy.token
         finally:
             self._end_busy(copy)
@@ -223,9 +221,7 @@ class HostRoute:
             for begin, end in self._pieces(copy):
                 copy.spans.append(self._file.store(address + begin, end - begin))
                 self._ledger.add(Tier.FILE, end - begin)
-            self._ledger.record_transfer(
-                Link.HOST_TO_FILE, copy.num_bytes, start, time.perf_counter_ns()
-            )
+            self._ledger.record_transfer(Link.HOST_TO_FILE, copy.num_bytes, start)
             self._free_host(copy)
         except BaseException:
             self._discard_spans(copy)
@@ -267,9 +263,7 @@ class HostRoute:
                         self._copies.finish(tokens[side])
                     start = time.perf_counter_ns()
                     self._file.load(copy.spans[index], halves[side])
-                    self._ledger.record_transfer(
-                        Link.FILE_TO_HOST, end - begin, start, time.perf_counter_ns()
-                    )
+                    self._ledger.record_transfer(Link.FILE_TO_HOST, end - begin, start)
                     tokens[side] = self._copies.to_device(
                         halves[side], storage, begin, end, copy.ready
                     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -57,13 +57,12 @@ class Offload:
         self._lock = threading.Lock()
         self._num_entered = 0
         self._closed = False
-        self._allocator: CachingAllocator | None = None
         self._allocator_name = "stock"
         self._file = None if store is None else ExtentFile(store)
         self._routes = self._make_routes(host_memory)
         self._engine.file_route = self._routes.get("cpu")
         # Imported here: in a block, other threads may fork while the module's lock is held.
-        self._caching_allocator = None if "cuda" in self._routes else _caching_allocator()
+        self._allocator = None if "cuda" in self._routes else _cpu_allocator()
         self._hooks = Hooks(self._engine, self._modules, self._routes)
         _ENGINES.add(self._engine)
         _OFFLOADS.add(self)
@@ -144,14 +143,14 @@ class Offload:
     def _start(self) -> None:
         self._engine.resume()
         self._modules.watch()
-        if self._caching_allocator is not None:
-            self._allocator, self._allocator_name = self._caching_allocator()
+        if self._allocator is not None:
+            replaced = self._allocator.acquire()
+            self._allocator_name = "caching" if replaced else f"stock: {self._allocator.reason}"
 
     def _stop(self) -> None:
         self._modules.unwatch()
         if self._allocator is not None:
             self._allocator.release()
-            self._allocator = None
         self._engine.park()  # last: signals may not be held back any more
 
     @uninterrupted
@@ -181,17 +180,11 @@ class Offload:
     def report(self) -> OffloadReport:
         """Return what was saved, moved and waited for until now; inside and after the block."""
         self._engine.settle()
-        totals, ledger, file = self._engine.totals, self.ledger, self._file
+        totals, ledger, file = dataclasses.asdict(self._engine.totals), self.ledger, self._file
         policy, error = self._engine.policy, self._engine.error
         return OffloadReport(
-            num_steps=totals.num_steps,
-            num_saved=totals.num_saved,
-            num_kept=totals.num_saved - totals.num_offloaded,
-            saved_bytes=totals.saved_bytes,
-            offloaded_bytes=totals.offloaded_bytes,
-            bytes_written=totals.bytes_written,
-            forwarded_bytes=totals.forwarded_bytes,
-            bytes_read=totals.bytes_read,
+            num_kept=totals["num_saved"] - totals.pop("num_offloaded"),
+            **totals,
             peak_device_bytes=ledger.peak(Tier.DEVICE),
             peak_host_bytes=ledger.peak(Tier.HOST),
             peak_file_bytes=ledger.peak(Tier.FILE),
@@ -306,17 +299,10 @@ def _parse_store(
     return store
 
 
-def _caching_allocator() -> Callable[[], tuple[CachingAllocator | None, str]]:
+def _cpu_allocator() -> CachingAllocator:
     from penstock.memory import CachingAllocator  # builds C++; a GPU machine needs none of it
 
-    def acquire() -> tuple[CachingAllocator | None, str]:
-        allocator = CachingAllocator.instance()
-        if allocator.acquire():
-            return allocator, "caching"
-        allocator.release()
-        return None, f"stock: {allocator.reason}"
-
-    return acquire
+    return CachingAllocator.instance()
 
 
 def _release(engine: Engine, routes: list[Route]) -> None:

@@ -9,7 +9,7 @@ the route from a GPU.
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,7 +17,6 @@ from penstock.memory import ExtentFile, Ledger, Link, StoredSpan, Tier
 from penstock.memory.pages import DIRECT_IO_BYTES
 
 _RAM_BYTES = 512 + DIRECT_IO_BYTES  # at most this much of an unaligned storage stays in RAM
-_CPU = torch.device("cpu")
 _CONGRUENT = 512  # O_DIRECT: file and memory addresses agree modulo this
 
 
@@ -25,39 +24,41 @@ class Declined(Exception):
     """Refusal of a route without room at present: the storage stays, and nothing failed."""
 
 
-class Route(Protocol):
-    """Way of one device type's storages out and back."""
+class Route:
+    """Way of one device type's storages out and back.
+
+    As it is, for a processor that has computed what it saves, and for loads that read every byte.
+    """
 
     def mark(self, device: torch.device) -> Any:
         """Return a token for all that was launched on `device` until now, which is a saving."""
-        ...
+        return None
 
     def mark_again(self, ready: Any) -> Any:
         """Return a token that includes the operator that did the saving."""
-        ...
+        return None
 
     def store(self, storage: torch.UntypedStorage, ready: Any) -> Any:
         """Copy the storage out after `ready`; the copy is complete on return."""
-        ...
+        raise NotImplementedError
 
     def load(self, copy: Any, device: torch.device) -> tuple[torch.UntypedStorage, int, Any]:
         """Return a storage with the copy's bytes, their offset in it, and a token for `settle`."""
-        ...
+        raise NotImplementedError
 
     def settle(self, ready: Any, storage: torch.UntypedStorage | None) -> None:
         """Order the current computation, which may use `storage`, after the transfer `ready`."""
-        ...
 
     def discard(self, copy: Any) -> None:
         """Free the copy's bytes in every tier, as soon as they are not in use; never waits."""
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
         """Free the route's resources; no copy is alive."""
-        ...
+        raise NotImplementedError
 
 
-class FileRoute:
+class FileRoute(Route):
     """Route from RAM to the file and back, without a staging copy.
 
     Writes go from the storage's own memory, reads land in the memory that becomes the tensor. The
@@ -70,14 +71,6 @@ class FileRoute:
         self._ledger = ledger
         self._host_memory = host_memory
 
-    def mark(self, device: torch.device) -> None:
-        """Return no token: the CPU has computed what it saves."""
-        return None
-
-    def mark_again(self, ready: None) -> None:
-        """Return no token."""
-        return self.mark(_CPU)
-
     def store(self, storage: torch.UntypedStorage, ready: None) -> StoredSpan:
         """Write the storage; raise StoreError and keeps nothing if that fails."""
         limit = self._host_memory
@@ -85,8 +78,7 @@ class FileRoute:
             raise Declined(f"host_memory of {limit} bytes holds no more unaligned ends")
         start = time.perf_counter_ns()
         span = self.file.store(storage.data_ptr(), storage.nbytes())
-        end = time.perf_counter_ns()
-        self._ledger.record_transfer(Link.DEVICE_TO_FILE, span.num_bytes, start, end)
+        self._ledger.record_transfer(Link.DEVICE_TO_FILE, span.num_bytes, start)
         self._ledger.add(Tier.FILE, span.num_bytes)
         self._ledger.add(Tier.HOST, span.ram_bytes)
         return span
@@ -98,12 +90,8 @@ class FileRoute:
         storage, shift = congruent_storage(copy.num_bytes, copy.address_offset)
         start = time.perf_counter_ns()
         self.file.load(copy, storage.data_ptr() + shift)
-        end = time.perf_counter_ns()
-        self._ledger.record_transfer(Link.FILE_TO_DEVICE, copy.num_bytes, start, end)
+        self._ledger.record_transfer(Link.FILE_TO_DEVICE, copy.num_bytes, start)
         return storage, shift, None
-
-    def settle(self, ready: None, storage: torch.UntypedStorage | None) -> None:
-        """Do nothing: `load` has read every byte."""
 
     def discard(self, copy: StoredSpan) -> None:
         """Free the extent."""

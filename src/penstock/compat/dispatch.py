@@ -5,37 +5,12 @@
 from typing import Any
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._ops import OpOverload
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as current_modes
-from torch.utils._pytree import tree_leaves, tree_map
-
-__all__ = [
-    "DispatchKey",
-    "OpOverload",
-    "TensorBase",
-    "TorchDispatchMode",
-    "are_functorch_transforms_active",
-    "current_modes",
-    "dispatch_keys",
-    "functions",
-    "is_functional_tensor",
-    "is_functorch_wrapped_tensor",
-    "is_in_bad_fork",
-    "make_subclass",
-    "make_wrapper_subclass",
-    "nn_functions",
-    "no_dispatch",
-    "num_owners",
-    "parse_to",
-    "storage_from_pointer",
-    "tree_leaves",
-    "tree_map",
-    "unchecked_sparse_tensor",
-    "without_torch_function",
-]
+from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
+from torch._ops import OpOverload as OpOverload
+from torch.utils._mode_utils import no_dispatch as no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
 
 DispatchKey = torch._C.DispatchKey
 

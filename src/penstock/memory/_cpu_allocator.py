@@ -11,14 +11,14 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import logging
-import os
 import sys
 import threading
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from penstock.codegen import load_library
 from penstock.errors import BuildError
+from penstock.memory import _fork
 from penstock.units import parse_bytes
 
 _logger = logging.getLogger(__name__)
@@ -27,10 +27,11 @@ _SOURCE = Path(__file__).with_name("cpu_allocator.cpp")
 _NO_LIMIT = ctypes.c_size_t(-1).value
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class AllocatorStatistics:
     """Memory that the allocator holds, and its reuse; all zero where it is not available."""
 
+    # In the order of `struct Statistics` of cpu_allocator.cpp.
     live_bytes: int = 0
     """Bytes in blocks in use, rounded up to 32 KiB each."""
     idle_bytes: int = 0
@@ -55,24 +56,6 @@ class AllocatorStatistics:
         return dataclasses.asdict(self)
 
 
-class _RawStatistics(ctypes.Structure):
-    """`struct Statistics` of cpu_allocator.cpp, field by field."""
-
-    _fields_: ClassVar = [
-        (name, ctypes.c_int64)
-        for name in (
-            "live_bytes",
-            "mapped_bytes",
-            "peak_mapped_bytes",
-            "idle_limit_bytes",
-            "num_live",
-            "num_hits",
-            "num_misses",
-            "huge_pages",
-        )
-    ]
-
-
 _FUNCTIONS = {
     "penstock_allocator_prepare": (ctypes.c_char_p, []),
     "penstock_allocator_install": (ctypes.c_char_p, []),
@@ -80,7 +63,7 @@ _FUNCTIONS = {
     "penstock_allocator_trim": (None, []),
     "penstock_allocator_set_idle_limit": (None, [ctypes.c_size_t]),
     "penstock_allocator_set_idle_window": (None, [ctypes.c_double]),
-    "penstock_allocator_statistics": (None, [ctypes.POINTER(_RawStatistics)]),
+    "penstock_allocator_statistics": (None, [ctypes.c_void_p]),
 }
 
 
@@ -101,28 +84,22 @@ class CachingAllocator:
         >>> allocator.release()
     """
 
-    _instance: ClassVar[CachingAllocator | None] = None
-    _instance_lock: ClassVar[threading.Lock] = threading.Lock()
-
-    @classmethod
-    def instance(cls) -> CachingAllocator:
+    @staticmethod
+    def instance() -> CachingAllocator:
         """Return the allocator of this process. Nothing is built or installed yet."""
-        with cls._instance_lock:
-            if cls._instance is None:
-                cls._instance = cls()
-            return cls._instance
+        return _instance
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._library: ctypes.CDLL | None = None
         self._reason: str | None = None
         self._num_acquired = 0
+        _fork.set_right_in_children(self)
 
     def available(self) -> bool:
         """Return whether `acquire` can replace torch's allocator; the first call builds it.
 
-        Returns:
-            False where it cannot; `reason` then has the reason, which was logged once.
+        Where it cannot `reason` has the reason, which was logged once.
         """
         with self._lock:
             return self._prepare() is not None
@@ -202,19 +179,13 @@ class CachingAllocator:
         library = self._library
         if library is None:
             return AllocatorStatistics()
-        raw = _RawStatistics()
-        library.penstock_allocator_statistics(ctypes.byref(raw))
-        has_limit = raw.idle_limit_bytes < _NO_LIMIT >> 1  # the largest signed number
-        return AllocatorStatistics(
-            live_bytes=raw.live_bytes,
-            idle_bytes=raw.mapped_bytes - raw.live_bytes,
-            mapped_bytes=raw.mapped_bytes,
-            peak_mapped_bytes=raw.peak_mapped_bytes,
-            idle_limit_bytes=raw.idle_limit_bytes if has_limit else None,
-            num_live=raw.num_live,
-            num_hits=raw.num_hits,
-            num_misses=raw.num_misses,
-            huge_pages=bool(raw.huge_pages),
+        raw = (ctypes.c_int64 * len(dataclasses.fields(AllocatorStatistics)))()
+        library.penstock_allocator_statistics(raw)
+        found = AllocatorStatistics(*raw)
+        limit = found.idle_limit_bytes
+        has_limit = limit is not None and limit < _NO_LIMIT >> 1  # the largest signed number
+        return dataclasses.replace(
+            found, idle_limit_bytes=limit if has_limit else None, huge_pages=bool(raw[-1])
         )
 
     def _prepare(self) -> ctypes.CDLL | None:
@@ -243,20 +214,13 @@ class CachingAllocator:
         _logger.info("torch's own CPU allocator stays: %s", reason)
 
     def _after_fork_in_child(self) -> None:
-        # A thread that the child does not have may have held it.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # a thread that is not there may hold the old one
+
+
+_instance = CachingAllocator()
 
 
 def _trim_glibc() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
     if trim is not None:
         trim(ctypes.c_size_t(0))
-
-
-def _after_fork_in_child() -> None:
-    CachingAllocator._instance_lock = threading.Lock()
-    if CachingAllocator._instance is not None:
-        CachingAllocator._instance._after_fork_in_child()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -139,7 +139,7 @@ class ExtentFile:
             write_throttle=_throttle(limits.write_bytes_per_second),
             read_throttle=_throttle(limits.read_bytes_per_second),
         )
-        _fork.disown_in_children(self)
+        _fork.set_right_in_children(self)
 
     @property
     def used_bytes(self) -> int:
@@ -157,13 +157,7 @@ class ExtentFile:
         return f"/proc/self/fd/{self._fd}"
 
     def allocate(self, num_bytes: int) -> Extent:
-        """Take an extent of the file.
-
-        Args:
-            num_bytes: Bytes, at least 1.
-
-        Returns:
-            The extent, to be given back with `free`.
+        """Take an extent of the file for `num_bytes`, at least 1, to be given back with `free`.
 
         Raises:
             ValueError: `num_bytes` is below 1.
@@ -177,9 +171,6 @@ class ExtentFile:
 
     def free(self, extent: Extent) -> None:
         """Give an extent back, at once and without waiting; no transfer of it may be under way.
-
-        Args:
-            extent: What `allocate` returned.
 
         Raises:
             ValueError: It is not in use: of another file, or freed already.
@@ -280,9 +271,6 @@ class ExtentFile:
     def discard(self, span: StoredSpan) -> None:
         """Give back what a span occupies, without waiting; no transfer of it may be under way.
 
-        Args:
-            span: What `store` returned.
-
         Raises:
             ValueError: It was given back already.
         """
@@ -305,9 +293,10 @@ class ExtentFile:
     def __del__(self) -> None:
         self.close()
 
-    def _disown(self) -> None:
-        """Close the file in a forked child, without an effect on the parent."""
+    def _after_fork_in_child(self) -> None:
+        """Close the file, without an effect on the parent."""
         if not self._closed:
+            self._closed = True
             os.close(self._fd)
 
     @contextmanager

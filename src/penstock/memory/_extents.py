@@ -49,20 +49,11 @@ class ExtentAllocator:
         """Bytes in extents that are in use, each rounded up to 4096."""
         return self._used_bytes
 
-    @property
-    def largest_free(self) -> int:
-        """Bytes of the largest extent that `allocate` could return now."""
-        return max(self._free_lengths, default=0)
-
     def allocate(self, num_bytes: int) -> int | None:
-        """Take the first free extent that is long enough.
-
-        Args:
-            num_bytes: Bytes, at least 1; rounded up to a multiple of 4096.
+        """Take the first free extent that is long enough for `num_bytes`, rounded up to 4096.
 
         Returns:
-            The offset of the extent, a multiple of 4096, or None where no free extent is long
-            enough.
+            The offset of the extent, a multiple of 4096; None where none is long enough.
 
         Raises:
             ValueError: `num_bytes` is below 1.
@@ -86,10 +77,7 @@ class ExtentAllocator:
         return offset
 
     def free(self, offset: int) -> None:
-        """Give an extent back.
-
-        Args:
-            offset: What `allocate` returned.
+        """Give back the extent at an offset that `allocate` returned.
 
         Raises:
             ValueError: No extent in use begins there.

@@ -23,10 +23,10 @@ _logger = logging.getLogger(__name__)
 _MAX_WAIT_SECONDS = 10.0
 
 
-class OwnsFiles(Protocol):
-    """Owner of open files that a child process must close."""
+class SurvivesFork(Protocol):
+    """Object that a child process must set right: close its files, renew its locks."""
 
-    def _disown(self) -> None: ...
+    def _after_fork_in_child(self) -> None: ...
 
 
 class _ReadGate:
@@ -59,7 +59,7 @@ class _ReadGate:
 
 read_gate = _ReadGate()
 _generation = 0
-_owners: weakref.WeakSet[OwnsFiles] = weakref.WeakSet()
+_survivors: weakref.WeakSet[SurvivesFork] = weakref.WeakSet()
 
 
 def generation() -> int:
@@ -67,22 +67,17 @@ def generation() -> int:
     return _generation
 
 
-def disown_in_children(owner: OwnsFiles) -> None:
-    """Let forked children call `owner._disown()` as their first act.
-
-    Args:
-        owner: Held weakly.
-    """
-    _owners.add(owner)
+def set_right_in_children(survivor: SurvivesFork) -> None:
+    """Let forked children call the method as their first act; the object is held weakly."""
+    _survivors.add(survivor)
 
 
 def _after_fork_in_child() -> None:
     global _generation, read_gate
     _generation += 1
     read_gate = _ReadGate()  # the old one may count reads of threads that the child does not have
-    for owner in list(_owners):
-        owner._disown()
-    _owners.clear()
+    for survivor in list(_survivors):
+        survivor._after_fork_in_child()
 
 
 os.register_at_fork(

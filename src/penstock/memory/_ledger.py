@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,21 +67,13 @@ class Timeline:
     num_dropped: int = 0
 
     def to_dict(self) -> dict[str, object]:
-        """Return the timeline as plain data for JSON.
-
-        Returns:
-            The fields by name; samples as `[ns, bytes]` lists, spans as dictionaries.
-        """
-        return {
-            "start_ns": self.start_ns,
-            "end_ns": self.end_ns,
-            "samples": {str(t): [list(s) for s in taken] for t, taken in self.samples.items()},
-            "spans": [
-                {name: getattr(span, name) for name in Span.__dataclass_fields__}
-                for span in self.spans
-            ],
-            "num_dropped": self.num_dropped,
-        }
+        """Return the fields as plain data for JSON: samples as `[ns, bytes]`, spans by name."""
+        samples = {str(t): [list(s) for s in taken] for t, taken in self.samples.items()}
+        spans = [
+            {name: getattr(span, name) for name in Span.__dataclass_fields__} for span in self.spans
+        ]
+        own = {name: getattr(self, name) for name in Timeline.__dataclass_fields__}
+        return {**own, "samples": samples, "spans": spans}
 
 
 class Ledger:
@@ -116,36 +107,30 @@ class Ledger:
         self._start_recording(time.perf_counter_ns())
 
     def add(self, tier: Tier, num_bytes: int) -> None:
-        """Record that a tier holds more, or fewer, bytes than before.
-
-        Args:
-            tier: The tier.
-            num_bytes: Change of resident bytes; negative when bytes left.
-        """
+        """Record that a tier holds `num_bytes` more than before; negative when bytes left."""
         self._mailbox.put((_ADD, tier, "", time.perf_counter_ns(), 0, num_bytes))
 
-    def record_transfer(self, link: Link, num_bytes: int, start_ns: int, end_ns: int) -> None:
-        """Record bytes that moved along a link.
+    def record_transfer(
+        self, link: Link, num_bytes: int, start_ns: int, end_ns: int | None = None
+    ) -> None:
+        """Record bytes that moved along a link in `[start_ns, end_ns)` of `time.perf_counter_ns`.
 
-        Args:
-            link: The link.
-            num_bytes: Bytes moved.
-            start_ns: Beginning, from `time.perf_counter_ns`.
-            end_ns: End, same clock, not before `start_ns`.
+        Without an end the transfer has ended now.
 
         Raises:
             ValueError: The interval ends before it starts.
         """
+        end_ns = time.perf_counter_ns() if end_ns is None else end_ns
         _check_interval(start_ns, end_ns)
         self._mailbox.put((_TRANSFER, link, "", start_ns, end_ns, num_bytes))
 
     def record_stall(self, reason: str, start_ns: int, end_ns: int) -> None:
-        """Record that the computation waited.
+        """Record that the computation waited in `[start_ns, end_ns)` of `time.perf_counter_ns`.
 
         Args:
             reason: Name of the cause, for example `"load"`.
-            start_ns: Beginning, from `time.perf_counter_ns`.
-            end_ns: End, same clock, not before `start_ns`.
+            start_ns: Beginning.
+            end_ns: End.
 
         Raises:
             ValueError: The interval ends before it starts.
@@ -160,7 +145,7 @@ class Ledger:
             lane: The lane, for example `"compute"`.
             name: Its name, for example `"forward"`.
             start_ns: Beginning, from `time.perf_counter_ns`.
-            end_ns: End, same clock, not before `start_ns`.
+            end_ns: End, same clock.
 
         Raises:
             ValueError: The interval ends before it starts.
@@ -178,25 +163,11 @@ class Ledger:
         self._mailbox.read(lambda: self._begin_step(now))
 
     def resident(self, tier: Tier) -> int:
-        """Return the bytes that a tier holds now.
-
-        Args:
-            tier: The tier.
-
-        Returns:
-            Bytes.
-        """
+        """Return the bytes that a tier holds now."""
         return self._mailbox.read(lambda: self._resident_bytes[tier])
 
     def peak(self, tier: Tier) -> int:
-        """Return the most bytes that a tier held since the last `reset_peaks`.
-
-        Args:
-            tier: The tier.
-
-        Returns:
-            Bytes.
-        """
+        """Return the most bytes that a tier held since the last `reset_peaks`."""
         return self._mailbox.read(lambda: self._peak_bytes[tier])
 
     def reset_peaks(self) -> None:
@@ -204,14 +175,7 @@ class Ledger:
         self._mailbox.read(lambda: self._peak_bytes.update(self._resident_bytes))
 
     def moved(self, link: Link) -> int:
-        """Return the bytes that moved along a link since the beginning.
-
-        Args:
-            link: The link.
-
-        Returns:
-            Bytes.
-        """
+        """Return the bytes that moved along a link since the beginning."""
         return self._mailbox.read(lambda: self._moved_bytes[link])
 
     @property
@@ -222,16 +186,16 @@ class Ledger:
     def bandwidth(self, link: Link) -> float | None:
         """Return the rate of a link while it was in use, over its recent transfers.
 
-        Args:
-            link: The link.
-
         Returns:
             Bytes per second: bytes of the last 128 transfers over the length of the union of their
             intervals, so that parallel transfers count their time once and idle time does not
             count. None before the first transfer that took measurable time.
         """
-        transfers = self._mailbox.read(lambda: list(self._recent[link]))
-        busy_ns = _union_ns((start, end) for start, end, _ in transfers)
+        transfers = self._mailbox.read(lambda: sorted(self._recent[link]))
+        busy_ns = reached = 0
+        for start, end, _ in transfers:
+            busy_ns += max(0, end - max(start, reached))
+            reached = max(reached, end)
         if busy_ns == 0:
             return None
         return sum(num_bytes for _, _, num_bytes in transfers) * _NS_PER_SECOND / busy_ns
@@ -306,17 +270,3 @@ def _check_interval(start_ns: int, end_ns: int) -> None:
             f"end_ns must not be before start_ns; got start_ns={start_ns}, end_ns={end_ns}; "
             "take both from time.perf_counter_ns"
         )
-
-
-def _union_ns(intervals: Iterable[tuple[int, int]]) -> int:
-    """Return the length of the union of half-open intervals."""
-    total = 0
-    reached: int | None = None
-    for start, end in sorted(intervals):
-        if reached is None or start > reached:
-            total += end - start
-            reached = end
-        elif end > reached:
-            total += end - reached
-            reached = end
-    return total

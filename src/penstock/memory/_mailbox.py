@@ -8,13 +8,12 @@ thread that holds the lock applies it, and nothing ever waits inside a destructo
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
+from penstock.memory import _fork
 from penstock.memory._signals import uninterrupted
 
 _Message = TypeVar("_Message")
@@ -48,14 +47,10 @@ class Mailbox(Generic[_Message]):
         self._patience = patience
         self._lock = threading.Lock()
         self._messages: deque[_Message] = deque()
-        _mailboxes.add(self)
+        _fork.set_right_in_children(self)
 
     def put(self, message: _Message) -> None:
-        """Apply a message: now if the lock is free, else with the next read.
-
-        Args:
-            message: What `apply` is called with.
-        """
+        """Apply a message: now if the lock is free, else with the next read."""
         self._messages.append(message)
         if len(self._messages) >= self._patience:
             self._apply_unless_locked()
@@ -92,17 +87,5 @@ class Mailbox(Generic[_Message]):
         while self._messages:
             self._apply(self._messages.popleft())
 
-    def renew(self) -> None:
-        """Replace the lock in a forked child: a thread that is not there may hold it."""
-        self._lock = threading.Lock()
-
-
-_mailboxes: weakref.WeakSet[Mailbox[Any]] = weakref.WeakSet()
-
-
-def _renew_all() -> None:
-    for mailbox in list(_mailboxes):
-        mailbox.renew()
-
-
-os.register_at_fork(after_in_child=_renew_all)
+    def _after_fork_in_child(self) -> None:
+        self._lock = threading.Lock()  # a thread that is not there may hold the old one

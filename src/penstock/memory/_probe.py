@@ -6,6 +6,7 @@ as every step rewrites them. The spread is kept beside the median, because a sha
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -164,13 +165,12 @@ def _measure(device: _ProbedDevice, store: FileStore | None) -> MachineProfile:
     if device.kind == "cuda":
         links |= _measure_pcie()
     if store is not None:
-        measured = _measure_file(store)
-        direct_io = measured.direct_io
+        alone, both, direct_io = _measure_file(store)
         names = (Link.DEVICE_TO_FILE, Link.FILE_TO_DEVICE)
         if device.kind == "cuda":
             names = (Link.HOST_TO_FILE, Link.FILE_TO_HOST)
-        links |= zip(names, measured.alone, strict=True)
-        both_ways |= zip(names, measured.both_ways, strict=False)  # none for a tiny store
+        links |= zip(names, alone, strict=True)
+        both_ways |= zip(names, both, strict=False)  # none for a tiny store
     return MachineProfile(
         name=platform.node(),
         device=device.kind,
@@ -223,50 +223,39 @@ def _measure_compute(device: _ProbedDevice) -> ComputeProfile:
         if device.kind == "cuda":
             torch.cuda.synchronize()
 
-    def product(dtype: torch.dtype) -> Callable[[], int]:
+    def product(dtype: torch.dtype) -> float:
         rows = _MATRIX_ROWS[device.kind]
         left, out = (torch.ones(rows, rows, dtype=dtype, device=device.kind) for _ in range(2))
+        return rate(lambda: torch.mm(left, left, out=out), 2 * rows**3)
 
-        def run() -> int:
-            torch.mm(left, left, out=out)
-            wait()
-            return 2 * rows**3
-
-        return run
-
-    def adds(num_bytes: int, times: int) -> Callable[[], int]:
+    def add(num_bytes: int, times: int) -> float:
         left, out = (torch.ones(num_bytes // 4, device=device.kind) for _ in range(2))
+        return rate(lambda: torch.add(left, 1.0, out=out), 2 * num_bytes, times)
 
+    def rate(operate: Callable[[], object], amount: int, times: int = 1) -> float:
         def run() -> int:
             for _ in range(times):
-                torch.add(left, 1.0, out=out)
+                operate()
             wait()
-            return 2 * num_bytes * times
+            return amount * times
 
-        return run
+        return _repeat(run).bytes_per_second
 
-    rates = {
-        str(dtype)[6:]: _repeat(product(dtype)).bytes_per_second
-        for dtype in (torch.float32, torch.bfloat16)
-    }
-    small = _repeat(adds(4, _NUM_LAUNCHES)).bytes_per_second
     return ComputeProfile(
-        flops_per_second=rates,
-        memory_bytes_per_second=_repeat(adds(_VECTOR_BYTES[device.kind], 1)).bytes_per_second,
-        launch_seconds=8 / small,
+        flops_per_second={
+            str(dtype)[6:]: product(dtype) for dtype in (torch.float32, torch.bfloat16)
+        },
+        memory_bytes_per_second=add(_VECTOR_BYTES[device.kind], 1),
+        launch_seconds=8 / add(4, _NUM_LAUNCHES),
     )
 
 
-class _FileRates(NamedTuple):
-    """Rates of writing and reading: each alone, and both at once."""
+def _measure_file(store: FileStore) -> tuple[list[LinkProfile], list[LinkProfile], bool]:
+    """Write and read through an extent file: several threads in turns, then one each at once.
 
-    alone: tuple[LinkProfile, LinkProfile]
-    both_ways: tuple[LinkProfile, ...]
-    direct_io: bool
-
-
-def _measure_file(store: FileStore) -> _FileRates:
-    """Write and read through an extent file: several threads in turns, then one each at once."""
+    Returns:
+        Rates of writing and reading, each alone; both at once; whether I/O is direct.
+    """
     buffers = [map_anonymous(_REQUEST_BYTES) for _ in range(_NUM_THREADS)]
     noise = os.urandom(_REQUEST_BYTES)  # some file systems and disks compress
     for buffer in buffers:
@@ -285,52 +274,45 @@ def _measure_file(store: FileStore) -> _FileRates:
                 return sum(extent.num_bytes for extent in extents)
 
             extents = _extents_for(file, lambda extent: run(file.write, [extent]))
-            alone = (
-                _repeat(lambda: run(file.write, extents)),
-                _repeat(lambda: run(file.read, extents)),
-            )
+            alone = [_repeat(partial(run, move, extents)) for move in (file.write, file.read)]
             addresses = [address_of(buffer) for buffer in buffers]
-            both_ways = _measure_both_ways(file, extents, addresses, threads)
-            return _FileRates(alone, both_ways, file.direct)
+            return alone, _measure_both_ways(file, extents, addresses, threads), file.direct
     finally:
         file.close()
 
 
 def _measure_both_ways(
     file: ExtentFile, extents: list[Extent], addresses: list[int], threads: ThreadPoolExecutor
-) -> tuple[LinkProfile, ...]:
+) -> list[LinkProfile]:
     """Write one half of the extents and read the other, again and again, at the same time."""
     if len(extents) < 2:
-        return ()
+        return []
 
     def lane(index: int) -> float:
         move = (file.write, file.read)[index]
         num_bytes, begin, elapsed = 0, time.perf_counter(), 0.0
-        for extent in itertools.cycle(extents[index::2]):
+        mine = itertools.cycle(extents[index::2])
+        while elapsed <= _BOTH_WAYS_SECONDS:
+            extent = next(mine)
             move(extent, addresses[index], extent.num_bytes)
             num_bytes += extent.num_bytes
             elapsed = time.perf_counter() - begin
-            if elapsed > _BOTH_WAYS_SECONDS:
-                break
         return num_bytes / elapsed
 
     runs = [list(threads.map(lane, range(2))) for _ in range(_MIN_RUNS)]
-    return tuple(LinkProfile.of(rates) for rates in zip(*runs, strict=True))
+    return [LinkProfile.of(rates) for rates in zip(*runs, strict=True)]
 
 
 def _extents_for(file: ExtentFile, write: Callable[[Extent], int]) -> list[Extent]:
     """Take as many extents as a run of about 0.1 s needs, within what the store's limit allows."""
-    limit = file.file_store.max_bytes
-    num_bytes = _REQUEST_BYTES
-    if limit is not None:
-        num_bytes = min(num_bytes, round_down(limit))
+    limit = file.file_store.max_bytes or _MAX_REQUESTS_PER_RUN * _REQUEST_BYTES
+    num_bytes = min(_REQUEST_BYTES, round_down(limit))
     first = file.allocate(num_bytes)
     start = time.perf_counter()
     write(first)
     num_extents = round(_RUN_SECONDS / (time.perf_counter() - start))
-    num_extents = min(max(num_extents, 2), _MAX_REQUESTS_PER_RUN)  # one for each direction
-    if limit is not None:
-        num_extents = min(num_extents, limit // num_bytes)
+    num_extents = max(num_extents, 2)  # one for each direction
+    num_extents = min(num_extents, _MAX_REQUESTS_PER_RUN, limit // num_bytes)
     return [first, *(file.allocate(num_bytes) for _ in range(num_extents - 1))]
 
 
@@ -373,12 +355,10 @@ def _num_cores() -> int:
 
 
 def _processor_name() -> str:
-    try:
+    with contextlib.suppress(FileNotFoundError):  # a system without /proc
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 key, _, value = line.partition(":")
                 if key.strip() == "model name":
                     return value.strip()
-    except FileNotFoundError:
-        return platform.machine()  # a system without /proc
     return platform.machine()

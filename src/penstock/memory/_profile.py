@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from penstock.memory._tiers import Link, Tier
 from penstock.tables import report_table
@@ -161,11 +162,7 @@ class MachineProfile:
         return replace(self, links={**self.links, **self.both_ways})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the profile as plain data for JSON.
-
-        Returns:
-            The fields by name, tiers and links by their values.
-        """
+        """Return the profile as plain data for JSON: fields by name, tiers and links by value."""
         data = asdict(self)
         for name in ("tiers", "links", "both_ways"):
             data[name] = {str(key): profile for key, profile in data[name].items()}
@@ -173,36 +170,13 @@ class MachineProfile:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> MachineProfile:
-        """Make a profile from what `to_dict` returned.
-
-        Args:
-            data: The dictionary, also after a way through JSON.
-
-        Returns:
-            An equal profile.
+        """Make an equal profile from what `to_dict` returned, also after a way through JSON.
 
         Raises:
             ValueError: Something is missing, or is not what it should be.
         """
         try:
-            return cls(
-                name=str(data["name"]),
-                device=str(data["device"]),
-                device_name=str(data["device_name"]),
-                num_cores=int(data["num_cores"]),
-                tiers={
-                    Tier(tier): TierProfile(int(profile["capacity_bytes"]))
-                    for tier, profile in data["tiers"].items()
-                },
-                links=_links_from_dict(data["links"]),
-                both_ways=_links_from_dict(data.get("both_ways", {})),
-                memcpy=_link_from_dict(data["memcpy"]),
-                store=data["store"],
-                direct_io=data["direct_io"],
-                compute=_compute_from_dict(data.get("compute")),
-                load=None if data.get("load") is None else float(data["load"]),
-                measured_at=float(data.get("measured_at", 0.0)),
-            )
+            return _read_plain(cls, data)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"data is not a machine profile ({type(error).__name__}: {error}); "
@@ -245,25 +219,21 @@ class MachineProfile:
         return report_table(rows, title="penstock.probe")
 
 
-def _links_from_dict(data: Mapping[str, Any]) -> dict[Link, LinkProfile]:
-    return {Link(link): _link_from_dict(profile) for link, profile in data.items()}
+def _read_plain(kind: Any, data: Any) -> Any:
+    """Return a value of a type from the plain data that JSON has for it."""
+    if is_dataclass(kind):
+        types = get_type_hints(kind)
+        given = [each for each in fields(kind) if each.name in data or _is_required(each)]
+        return kind(**{each.name: _read_plain(types[each.name], data[each.name]) for each in given})
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (dict, Mapping):
+        return {_read_plain(parts[0], key): _read_plain(parts[1], data[key]) for key in data}
+    if origin is tuple:
+        return tuple(_read_plain(part, each) for part, each in zip(parts, data, strict=True))
+    if origin is UnionType:  # with None
+        return None if data is None else _read_plain(parts[0], data)
+    return kind(data)
 
 
-def _compute_from_dict(data: Mapping[str, Any] | None) -> ComputeProfile | None:
-    if data is None:
-        return None
-    return ComputeProfile(
-        flops_per_second={
-            str(dtype): float(rate) for dtype, rate in data["flops_per_second"].items()
-        },
-        memory_bytes_per_second=float(data["memory_bytes_per_second"]),
-        launch_seconds=float(data["launch_seconds"]),
-        source=str(data["source"]),
-    )
-
-
-def _link_from_dict(data: Mapping[str, Any]) -> LinkProfile:
-    first, third = data["quartiles"]
-    return LinkProfile(
-        float(data["bytes_per_second"]), (float(first), float(third)), int(data["num_runs"])
-    )
+def _is_required(each: Field[Any]) -> bool:
+    return each.default is MISSING and each.default_factory is MISSING

@@ -19,10 +19,14 @@ def installed_ram() -> int:
 
 def available_ram() -> int:
     """Return the bytes of RAM that can be taken now without swapping or being killed for it."""
-    free = [_meminfo("MemAvailable")]
+    kibibytes = _find(_MEMINFO, "MemAvailable:")
+    free = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]  # of an old kernel
+    if kibibytes is not None:
+        free = [kibibytes * 1024]
     for group, limit in _limits():
         # Pages of files that were not used for a while are given back under pressure.
-        used = int(_read(group / "memory.current") or 0) - _statistic(group, "inactive_file")
+        used = int(_read(group / "memory.current") or 0)
+        used -= _find(group / "memory.stat", "inactive_file") or 0
         free.append(limit - used)
     return max(0, min(free))
 
@@ -43,20 +47,12 @@ def _limits() -> Iterator[tuple[Path, int]]:
             yield group, int(limit)
 
 
-def _statistic(group: Path, name: str) -> int:
-    for line in _read(group / "memory.stat").splitlines():
-        key, _, value = line.partition(" ")
-        if key == name:
-            return int(value)
-    return 0
-
-
-def _meminfo(name: str) -> int:
-    for line in _read(_MEMINFO).splitlines():
-        key, _, value = line.partition(":")
-        if key == name:
-            return int(value.split()[0]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # an old kernel
+def _find(path: Path, name: str) -> int | None:
+    """Return the number behind a name at the beginning of a line; None where there is none."""
+    for line in _read(path).splitlines():
+        if line.startswith(f"{name} "):
+            return int(line.split()[1])
+    return None
 
 
 def _read(path: Path) -> str:

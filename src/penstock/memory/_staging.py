@@ -115,7 +115,7 @@ class StagingPool:
     def used_bytes(self) -> int:
         """Bytes in buffers that are lent out, each rounded up to 4096."""
         with self._mailbox:
-            return self._count_used()
+            return sum(slab.extents.used_bytes for slab in self._slabs)
 
     @property
     def mapped_bytes(self) -> int:
@@ -143,7 +143,7 @@ class StagingPool:
             ValueError: `num_bytes` is below 1.
             CapacityError: It is more than the whole budget, or no room came up in time.
         """
-        if round_up(_at_least_one(num_bytes)) > self.budget_bytes:
+        if round_up(num_bytes) > self.budget_bytes:
             raise CapacityError(
                 f"a staging buffer of {format_bytes(round_up(num_bytes))} exceeds the whole budget "
                 f"of {format_bytes(self.budget_bytes)}; raise the budget or move less at once"
@@ -165,18 +165,11 @@ class StagingPool:
                 self._wake_first()
 
     def try_acquire(self, num_bytes: int) -> StagingBuffer | None:
-        """Borrow a buffer if there is room for it now and no request waits.
-
-        Args:
-            num_bytes: Bytes, at least 1.
-
-        Returns:
-            The buffer, with arbitrary contents, or None.
+        """Borrow a buffer as `acquire` does if there is room now and no request waits; else None.
 
         Raises:
             ValueError: `num_bytes` is below 1.
         """
-        _at_least_one(num_bytes)
         with self._mailbox:
             return None if self._waiting else self._take(num_bytes)
 
@@ -188,10 +181,9 @@ class StagingPool:
 
     # The rest runs under the lock, except `_wait`.
 
-    def _count_used(self) -> int:
-        return sum(slab.extents.used_bytes for slab in self._slabs)
-
     def _take(self, num_bytes: int) -> StagingBuffer | None:
+        if num_bytes < 1:
+            raise ValueError(f"num_bytes must be at least 1; got {num_bytes}")
         for slab in self._slabs:
             offset = slab.extents.allocate(num_bytes)
             if offset is not None:
@@ -246,9 +238,3 @@ class StagingPool:
     def _wake_first(self) -> None:
         if self._waiting:
             self._waiting[0].put(None)
-
-
-def _at_least_one(num_bytes: int) -> int:
-    if num_bytes < 1:
-        raise ValueError(f"num_bytes must be at least 1; got {num_bytes}")
-    return num_bytes

@@ -90,13 +90,7 @@ class FileStore:
 
     @classmethod
     def of(cls, store: FileStore | str | os.PathLike[str]) -> FileStore:
-        """Turn what users pass as `store` into a `FileStore`.
-
-        Args:
-            store: A `FileStore`, which is returned as it is, or the path of a directory.
-
-        Returns:
-            The store.
+        """Turn a `FileStore`, or the path of a directory, into a `FileStore`.
 
         Raises:
             TypeError: It is neither.

@@ -34,11 +34,7 @@ class Throttle:
         self._booked_until = time.monotonic()  # all time before this belongs to earlier requests
 
     def acquire(self, num_bytes: int) -> None:
-        """Sleep until the bytes may have passed.
-
-        Args:
-            num_bytes: Bytes of the request; any number, also more than a second's worth.
-        """
+        """Sleep until a request's bytes may have passed; also more than a second's worth."""
         with self._lock:
             now = time.monotonic()
             begin = max(self._booked_until, now - _BURST_SECONDS)

@@ -62,8 +62,8 @@ constexpr int kMaxAlignedTries = 16;
 
 constexpr size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
-struct Statistics {
-  int64_t live_bytes, mapped_bytes, peak_mapped_bytes, idle_limit_bytes;
+struct Statistics {  // the fields of `AllocatorStatistics`
+  int64_t live_bytes, idle_bytes, mapped_bytes, peak_mapped_bytes, idle_limit_bytes;
   int64_t num_live, num_hits, num_misses, huge_pages;
 };
 
@@ -322,7 +322,8 @@ class Arena {
   Statistics statistics() {
     std::lock_guard<std::mutex> guard(mutex_);
     const auto bytes = [](size_t num_chunks) { return int64_t(num_chunks * kChunkBytes); };
-    return {int64_t(live_bytes_), bytes(num_resident_), bytes(peak_resident_),
+    const int64_t live_bytes(live_bytes_), mapped_bytes = bytes(num_resident_);
+    return {live_bytes, mapped_bytes - live_bytes, mapped_bytes, bytes(peak_resident_),
             int64_t(std::min<size_t>(idle_limit_bytes_, INT64_MAX)), num_live_, num_hits_, num_misses_, huge_pages_};
   }
 

@@ -39,15 +39,11 @@ def round_up(num_bytes: int, multiple: int = DIRECT_IO_BYTES) -> int:
 
 
 def round_down(num_bytes: int, multiple: int = DIRECT_IO_BYTES) -> int:
-    """Return the largest multiple that is not above `num_bytes`.
+    """Return the largest multiple that is not above `num_bytes`; arguments as for `round_up`.
 
     Example:
         >>> round_down(4095), round_down(4096), round_down(10, 8)
         (0, 4096, 8)
-
-    Args:
-        num_bytes: Bytes, at least 0.
-        multiple: What the result is a multiple of; by default what direct file I/O demands.
     """
     return num_bytes // multiple * multiple
 

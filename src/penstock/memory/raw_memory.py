@@ -36,13 +36,7 @@ def view_at(address: int, num_bytes: int) -> memoryview:
 
 
 def copy_bytes(destination: int, source: int, num_bytes: int) -> None:
-    """Copy raw memory that does not overlap, without the interpreter lock.
-
-    Args:
-        destination: Address to copy to.
-        source: Address to copy from.
-        num_bytes: Bytes to copy.
-    """
+    """Copy bytes between addresses that do not overlap, without the interpreter lock."""
     ctypes.memmove(destination, source, num_bytes)
 
 
