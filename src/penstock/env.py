@@ -371,27 +371,14 @@ def format_check(check: Finding) -> str:
     Example:
         >>> print(format_check(Finding(name="torch", status="ok", value="2.13.0")))
         ok      torch          2.13.0
-
-    Args:
-        check: The check to write.
-
-    Returns:
-        One or two lines without a line break at the end.
     """
-    line = f"{check.status.upper() if check.status == 'broken' else check.status:<7} "
-    line += f"{check.name:<14} {check.value}"
+    status = check.status.replace("broken", "BROKEN")
+    line = f"{status:<7} {check.name:<14} {check.value}"
     return f"{line}\n{'':<8}{'':<14} -> {check.remedy}" if check.remedy else line
 
 
 def to_dict(checks: list[Finding]) -> dict[str, Any]:
-    """Turn checks into plain data.
-
-    Args:
-        checks: The checks.
-
-    Returns:
-        ``{"ok": whether nothing is broken, "checks": [...]}``.
-    """
+    """Turn checks into plain data: ``{"ok": whether nothing is broken, "checks": [...]}``."""
     return {
         "ok": all(check.status != "broken" for check in checks),
         "checks": [dataclasses.asdict(check) for check in checks],
@@ -399,10 +386,7 @@ def to_dict(checks: list[Finding]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the state of the installation; `python -m penstock.env` runs this.
-
-    Args:
-        arguments: Command-line arguments; by default those of the process.
+    """Print the state of the installation, as the arguments, by default the process's, ask.
 
     Returns:
         The exit status: 0, also when something is broken, because the question was answered.
@@ -418,12 +402,9 @@ def main(arguments: list[str] | None = None) -> int:
         if not as_json:
             sys.stdout.write(format_check(check) + "\n")
             sys.stdout.flush()
-    if as_json:
-        sys.stdout.write(json.dumps(to_dict(checks), indent=2) + "\n")
-        return 0
     num_broken = sum(check.status == "broken" for check in checks)
-    verdict = f"{num_broken} broken: see above." if num_broken else "Nothing is broken."
-    sys.stdout.write(f"\n{verdict}\n")
+    verdict = f"\n{num_broken} broken: see above." if num_broken else "\nNothing is broken."
+    sys.stdout.write((json.dumps(to_dict(checks), indent=2) if as_json else verdict) + "\n")
     return 0
 
 

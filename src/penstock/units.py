@@ -58,17 +58,11 @@ def parse_bytes(value: int | str, *, name: str = "value") -> int:
 
 
 def parse_share(text: object) -> Fraction | None:
-    """Read a share, such as `"1/8"` or `"25%"`; above 0.
+    """Read a share above 0, such as `"1/8"` or `"25%"`; None if it is none.
 
     Example:
         >>> parse_share("1/8"), parse_share("25%"), parse_share("8GiB")
         (Fraction(1, 8), Fraction(1, 4), None)
-
-    Args:
-        text: The text.
-
-    Returns:
-        The share; None if it is none.
     """
     if not isinstance(text, str):
         return None
@@ -116,17 +110,13 @@ def parse_bandwidth(value: int | float | str, *, name: str = "value") -> float:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Write a number of bytes with the largest binary unit that keeps it at 1 or more.
+    """Write a number of bytes, perhaps negative, with two decimals, whole below 1 KiB.
+
+    The unit is the largest binary one that keeps it at 1 or more.
 
     Example:
         >>> format_bytes(1610612736), format_bytes(512)
         ('1.50 GiB', '512 B')
-
-    Args:
-        num_bytes: Bytes; may be negative (a difference).
-
-    Returns:
-        Text with two decimals, whole bytes below 1 KiB.
     """
     if abs(num_bytes) < 1024:
         return f"{num_bytes:.0f} B"
@@ -141,33 +131,21 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_bandwidth(bytes_per_second: float) -> str:
-    """Write a bandwidth, with the units of `format_bytes`.
+    """Write a number of bytes per second, with the units of `format_bytes`.
 
     Example:
         >>> format_bandwidth(1610612736.0)
         '1.50 GiB/s'
-
-    Args:
-        bytes_per_second: Bytes per second.
-
-    Returns:
-        Text such as `1.50 GiB/s`.
     """
     return f"{format_bytes(round(bytes_per_second))}/s"
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration with three significant digits, or minutes and hours when it is long.
+    """Write a duration, perhaps negative, with three significant digits; minutes and hours whole.
 
     Example:
         >>> format_seconds(0.0123), format_seconds(200)
         ('12.3 ms', '3 min 20 s')
-
-    Args:
-        seconds: Seconds; may be negative (a difference).
-
-    Returns:
-        Text in ns, us, ms, s, minutes or hours.
     """
     if seconds < 0:
         return f"-{format_seconds(-seconds)}"

@@ -10,7 +10,7 @@ import torch
 
 import penstock
 from penstock.errors import StoreError, StoreFullError, StoreWarning, stacklevel_of_user
-from penstock.memory import FileStore, _extent_file
+from penstock.memory import FileStore, _store
 
 
 def test_the_home_directory_is_found(store, monkeypatch):
@@ -38,7 +38,7 @@ def test_the_reserve_is_an_argument_that_the_error_names(store):
 
 
 def test_a_warning_points_at_the_users_line(store, monkeypatch):
-    monkeypatch.setattr(_extent_file, "filesystem_type", lambda path: "tmpfs")
+    monkeypatch.setattr(_store, "filesystem_type", lambda path: "tmpfs")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         penstock.offload(store).close()

@@ -19,17 +19,11 @@ _SWEEP = 8  # storages in use that one call looks at
 
 
 class _InUse(NamedTuple):
-    """A storage that was given up while autograd may be using it.
-
-    Attributes:
-        weak: The storage.
-        num_bytes: Bytes that count.
-        numbers: Of the records that gave it up.
-    """
+    """A storage that was given up while autograd may be using it."""
 
     weak: weakref.ref[torch.UntypedStorage]
-    num_bytes: int
-    numbers: frozenset[int]
+    num_bytes: int  # that count
+    numbers: frozenset[int]  # of the records that gave it up
 
 
 class DeviceAccount:

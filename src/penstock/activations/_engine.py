@@ -20,10 +20,16 @@ import torch
 from penstock.activations._account import DeviceAccount
 from penstock.activations._budget import DeviceBudget
 from penstock.activations._chunks import Chunk, SmallHandle, SmallSaves, unpack
-from penstock.activations._deferred import DeferredSaves
 from penstock.activations._policy import Limits, Policy
 from penstock.activations._reaper import Reaper
-from penstock.activations._record import Activity, HandleWatch, Record, RecordTable, SavedHandle
+from penstock.activations._record import (
+    Activity,
+    DeferredSaves,
+    HandleWatch,
+    Record,
+    RecordTable,
+    SavedHandle,
+)
 from penstock.activations._routes import Route
 from penstock.activations._steps import StepTracker
 from penstock.activations._transfers import Callbacks, Changed, RecordReads, RecordWrites
@@ -105,7 +111,9 @@ class Engine:
         if record is None:
             self._begin_step_if_due(in_backward)
             if offloadable and not self._writes.error:
-                leaves = self._should_leave(num_bytes, in_backward)
+                leaves = self.policy.should_offload(num_bytes, in_backward) and (
+                    num_bytes >= self.limits.min_bytes or self.policy.has_amount
+                )
             self._budget.admit(num_bytes, limits_backlog=leaves and self.policy.limits_backlog)
             # Which may have waited without the lock, while another thread saved the same storage.
             record = self._records.find(storage, tensor)
@@ -125,10 +133,6 @@ class Engine:
     def _begin_step_if_due(self, in_backward: bool) -> None:
         if self.steps.begin_if_due(in_backward=in_backward, num_live=len(self._records)):
             deferred_signals.renew()
-
-    def _should_leave(self, num_bytes: int, in_backward: bool) -> bool:
-        leaves = self.policy.should_offload(num_bytes, in_backward)
-        return leaves and (num_bytes >= self.limits.min_bytes or self.policy.has_amount)
 
     def _queue_deferred(self) -> None:
         """Queue the writes that were deferred and are due."""
@@ -252,7 +256,7 @@ class Engine:
         """
         handle.check_version()
         if self.disowned:
-            return handle.restore_in_child()
+            return handle.restore(handle.record.require_storage(), handle.record.shift)
         in_backward = current_graph_task_id() != -1
         record = handle.record
         try:
@@ -444,7 +448,7 @@ class Engine:
             self._writes.cancel_all()
             self._reads.cancel_all()
             idle = not self._records
-            threads = self._stop_workers()
+            threads = self._writes.workers.stop() + self._reads.stop()
             if idle:
                 self._reaper.stop()
             deferred_signals.unwatch(self)  # last: from here on an exception may come
@@ -474,12 +478,9 @@ class Engine:
         if on_end is not None:
             on_end()
 
-    def _stop_workers(self) -> list[threading.Thread]:
-        return self._writes.workers.stop() + self._reads.stop()
-
     def _stop_threads(self) -> None:
         self._reaper.stop()
-        threads = self._stop_workers()
+        threads = self._writes.workers.stop() + self._reads.stop()
         if self._on_end is not None:
             _thread.start_new_thread(self._run_on_end, (threads,))
         deferred_signals.unwatch(self)  # last: from here on an exception may come

@@ -11,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from penstock.compat.autograd import set_lazy_bits
+from penstock.compat.autograd import next_sequence_number, set_lazy_bits
 from penstock.compat.version_counter import shares_version_counter
 from penstock.errors import StoreError
 
@@ -191,6 +192,37 @@ class RecordTable:
                 yield older
 
 
+class DeferredSaves:
+    """Records whose operator may not have run yet, by the thread that runs it.
+
+    Operators save their inputs before they run, and a few (`rrelu`'s noise) fill one of them while
+    they run without raising its version: its bytes are there only afterwards. What has a history of
+    its own was computed by an operator that has run. Anything else waits for the same thread to
+    record another operator: autograd numbers them, and one has run before the next one is recorded.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[int, list[Record]] = {}
+        self._operators: dict[int, int] = {}  # that their thread was recording
+
+    def add(self, record: Record) -> None:
+        """Defer what this thread is saving."""
+        thread = threading.get_ident()
+        record.filled = False
+        self._operators[thread] = next_sequence_number()
+        self._records.setdefault(thread, []).append(record)
+
+    def take_due(self) -> Iterator[Record]:
+        """Take out the records that this thread's earlier operators have filled."""
+        if not self._records:
+            return
+        thread = threading.get_ident()
+        if thread in self._records and self._operators[thread] != next_sequence_number():
+            for record in self._records.pop(thread):
+                record.filled = True
+                yield record
+
+
 class HandleWatch(weakref.ref[Any]):
     """Weak reference that tells of a handle's death, without running Python code in the dying.
 
@@ -246,10 +278,6 @@ class SavedHandle:
             with torch.inference_mode(False):
                 return restore_view(self.probe, storage, self.view, shift)
         return restore_view(self.probe, storage, self.view, shift)
-
-    def restore_in_child(self) -> torch.Tensor:
-        """Return the saved tensor in a forked process, which has the fork's memory and no store."""
-        return self.restore(self.record.require_storage(), self.record.shift)
 
 
 def view_of(tensor: torch.Tensor) -> View:

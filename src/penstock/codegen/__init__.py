@@ -7,8 +7,7 @@ built at its first use, in under a second, and found in the user's cache from th
 from penstock.codegen._build import build_library, why_nothing_can_be_built
 from penstock.codegen._cache import CacheEntry, cache_entry
 from penstock.codegen._compiler import find_compiler
-from penstock.codegen._load import load_library, load_optional_library
-from penstock.codegen._modules import load_module
+from penstock.codegen._load import load_library, load_module, load_optional_library
 from penstock.codegen._structs import struct_type, to_struct
 
 __all__ = [

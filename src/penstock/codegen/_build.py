@@ -21,7 +21,12 @@ from typing import TypedDict
 
 import filelock
 
-from penstock.codegen._cache import CACHE_DIR_VARIABLE, digest, private_directory
+from penstock.codegen._cache import (
+    CACHE_DIR_VARIABLE,
+    cannot_write,
+    digest,
+    private_directory,
+)
 from penstock.codegen._compiler import (
     COMMON_FLAGS,
     compiler_identity,
@@ -43,14 +48,11 @@ def why_nothing_can_be_built() -> str | None:
     """Return why no library can be built or found here, or None where that can be done.
 
     Ask it before work is given to C++ that can be done without it: a machine without a compiler and
-    one without a usable cache directory are alike.
+    one without a usable cache directory are alike. The reason has its remedy, as in `BuildError`.
 
     Example:
         >>> why_nothing_can_be_built() is None
         True
-
-    Returns:
-        The reason with its remedy, as a `BuildError` would say it.
     """
     try:
         compiler_identity(require_compiler())
@@ -134,10 +136,7 @@ def build_library(
             "building the same library; end that process"
         ) from error
     except OSError as error:
-        raise BuildError(
-            f"{path} cannot be written: {error}; make room there, or set {CACHE_DIR_VARIABLE} to "
-            "another directory"
-        ) from error
+        raise cannot_write(path, error) from error
     return path
 
 

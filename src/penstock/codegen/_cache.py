@@ -132,6 +132,14 @@ def private_directory(folder: str) -> Path:
     return directory
 
 
+def cannot_write(path: Path, error: OSError) -> BuildError:
+    """Return the error of a file of the cache that cannot be written."""
+    return BuildError(
+        f"{path} cannot be written: {error}; make room there, or set {CACHE_DIR_VARIABLE} to "
+        "another directory"
+    )
+
+
 def digest(*parts: str) -> str:
     """Hash texts so that moving a byte from one to the next changes the result."""
     hashed = hashlib.sha256()

@@ -39,22 +39,16 @@ def find_compiler() -> str | None:
     Returns:
         A command line that a shell would accept, or None.
     """
-    chosen = os.environ.get("CXX", "").strip()
-    if chosen:
-        return chosen if shutil.which(_words_of(chosen)[0]) else None
-    for candidate in _CANDIDATES:
-        if path := shutil.which(candidate):
-            return shlex.quote(path)
-    return None
+    words = _find_words()
+    return None if words is None else shlex.join(words)
 
 
 def require_compiler() -> list[str]:
     """Return the compiler's command as a list of words, or raise `BuildError` with the remedy."""
-    command = find_compiler()
-    if command is not None:
-        return _words_of(command)
-    chosen = os.environ.get("CXX", "").strip()
-    if chosen:
+    words = _find_words()
+    if words is not None:
+        return words
+    if chosen := os.environ.get("CXX", "").strip():
         raise BuildError(
             f"the C++ compiler named by the environment variable CXX, {chosen!r}, was not found; "
             "set CXX to a compiler that exists, or unset it to use c++, g++ or clang++"
@@ -151,10 +145,14 @@ def python_flags() -> tuple[list[str], str]:
     return ["-isystem", include], f"{sys.implementation.name} {sys.version} {abi}"
 
 
-def _words_of(command: str) -> list[str]:
+def _find_words() -> list[str] | None:
+    chosen = os.environ.get("CXX", "").strip()
     try:
-        return shlex.split(command)
+        words = shlex.split(chosen)
     except ValueError as error:
         raise BuildError(
-            f"the environment variable CXX, {command!r}, is malformed: {error}"
+            f"the environment variable CXX, {chosen!r}, is malformed: {error}"
         ) from error
+    if words:
+        return words if shutil.which(words[0]) else None
+    return next(([path] for path in map(shutil.which, _CANDIDATES) if path), None)

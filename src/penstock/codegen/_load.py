@@ -1,14 +1,23 @@
-"""Compiled C++ in this process: loaded by ctypes, with the types of its functions declared."""
+"""Code in this process: C++ loaded by ctypes, and generated Python modules.
+
+The functions of C++ get their types declared. Python is written to the cache, so that tools that
+ask for source find it.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import os
+import sys
+import tempfile
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-from penstock.codegen._build import BuildOptions, build_library
+from penstock.codegen._build import LIBRARIES, BuildOptions, build_library
+from penstock.codegen._cache import cannot_write, digest, private_directory
 from penstock.errors import BuildError
 
 _logger = logging.getLogger(__name__)
@@ -74,7 +83,8 @@ def load_optional_library(
 ) -> ctypes.CDLL | None:
     """Load a library as `load_library` does, for work that can also be done without it.
 
-    The way in which the work is done is logged at each call, so the caller keeps the result.
+    The way in which the work is done is logged at each call, so the caller keeps the result. Where
+    it cannot be built or loaded, that is None.
 
     Example:
         >>> load_optional_library(
@@ -86,18 +96,12 @@ def load_optional_library(
         42
 
     Args:
-        name: Starts the file's name; letters, digits and underscores.
-        source: The source text, or the path of its file, or those of several files in their order.
+        name: This, `source`, `functions` and `**options` are those of `load_library`.
+        source: The source text or its files.
         work: The library's work, as a clause for the log.
         otherwise: How it is done without the library, as the end of that clause.
-        functions: As for `load_library`: the types of results and arguments by name.
+        functions: The types of results and arguments by name.
         **options: Those of `build_library`.
-
-    Returns:
-        The loaded library; None where it cannot be built or loaded.
-
-    Raises:
-        ValueError: `name` is not an identifier.
     """
     try:
         library = load_library(name, source, functions=functions, **options)
@@ -106,3 +110,54 @@ def load_optional_library(
         return None
     _logger.info("%s by C++", work)
     return library
+
+
+_loaded: dict[Path, types.ModuleType] = {}
+
+
+def load_module(name: str, source: str) -> types.ModuleType:
+    r"""Write Python source to the cache and execute it, once per process.
+
+    Example:
+        >>> load_module("answer", "def answer():\n    return 42\n").answer()
+        42
+
+    Args:
+        name: Starts the file's name; an identifier.
+        source: The module's text. What is executed is this text, never what a file holds.
+
+    Returns:
+        The module; the same one for the same name and text.
+
+    Raises:
+        BuildError: The cache directory is not safe or cannot be written.
+        ValueError: `name` is not an identifier.
+    """
+    if not name.isidentifier():
+        raise ValueError(f"name is {name!r}, but must be an identifier")
+    path = private_directory(LIBRARIES) / f"{name}-{digest(source)}.py"
+    if path not in _loaded:
+        try:
+            _write(path, source)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        module = types.ModuleType(path.stem)
+        module.__file__ = str(path)
+        sys.modules[module.__name__] = module  # where `inspect` looks for a function's module
+        exec(compile(source, str(path), "exec"), module.__dict__)
+        _loaded[path] = module
+    return _loaded[path]
+
+
+def _write(path: Path, source: str) -> None:
+    """Put `source` at `path` by one atomic rename; several processes may do so at once."""
+    if path.exists() and path.read_text(encoding="utf-8") == source:
+        return
+    descriptor, unfinished = tempfile.mkstemp(prefix="module-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(source)
+        os.replace(unfinished, path)
+    except BaseException:
+        Path(unfinished).unlink(missing_ok=True)
+        raise

@@ -71,10 +71,11 @@ def to_struct(arguments: DataclassInstance) -> ctypes.Structure:
     Raises:
         ValueError: An array or a tensor is not contiguous.
     """
-    struct = struct_type(type(arguments))(
+    kind = struct_type(type(arguments))
+    struct = kind(
         *[
             value if value is None or isinstance(value, _NUMBERS) else _address(name, value)
-            for name, value in ((n, getattr(arguments, n)) for n in _names(type(arguments)))
+            for name, value in ((field[0], getattr(arguments, field[0])) for field in kind._fields_)
         ]
     )
     struct.arguments = arguments
@@ -82,11 +83,6 @@ def to_struct(arguments: DataclassInstance) -> ctypes.Structure:
 
 
 _NUMBERS = (int, float)
-
-
-@functools.cache
-def _names(arguments: type[DataclassInstance]) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(arguments))
 
 
 def _address(name: str, value: Any) -> int:

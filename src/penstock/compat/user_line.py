@@ -58,11 +58,7 @@ def is_user_file(file: str, programs: str = "") -> bool:
 
 
 def user_line(programs: str = "") -> UserLine | None:
-    """Return the innermost line on the stack that is the user's; None where there is none.
-
-    Args:
-        programs: As for `is_user_file`.
-    """
+    """Return the innermost line on the stack that is of a user's file; None where there is none."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -73,12 +69,7 @@ def user_line(programs: str = "") -> UserLine | None:
 
 
 def user_line_of(error: BaseException, programs: str = "") -> UserLine | None:
-    """Return the innermost such line between a handler of an error and where it was raised.
-
-    Args:
-        error: An error that was raised.
-        programs: As for `is_user_file`.
-    """
+    """Return the innermost such line between a handler of an error and where it was raised."""
     lines = [
         UserLine(frame.f_code.co_filename, number, frame.f_code.co_name)
         for frame, number in traceback.walk_tb(error.__traceback__)

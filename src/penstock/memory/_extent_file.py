@@ -19,7 +19,6 @@ from penstock.memory import _fork
 from penstock.memory._file_space import FileSpace
 from penstock.memory._store import (
     FileStore,
-    filesystem_type,
     open_nameless,
     reserved_bytes,
     warn_if_ram,
@@ -123,8 +122,7 @@ class ExtentFile:
             if reserve_bytes is None:
                 reserve_bytes = reserved_bytes(self._fd)
             self._space = FileSpace(self._fd, self.path, limits.max_bytes, reserve_bytes)
-            self.filesystem = filesystem_type(self.path)
-            warn_if_ram(self.path, self.filesystem)
+            warn_if_ram(self.path)
         except BaseException:
             self.close()
             raise
@@ -204,11 +202,7 @@ class ExtentFile:
     def read(self, extent: Extent, address: int, num_bytes: int, begin: int = 0) -> None:
         """Read from an extent into raw memory; returns when all of it is there.
 
-        Args:
-            extent: Where from.
-            address: Where the bytes go, valid until this returns; a multiple of 512 needs no copy.
-            num_bytes: How many, at most `extent.num_bytes - begin`.
-            begin: Byte of the extent at which they begin, a multiple of 4096.
+        The arguments are those of `write`.
 
         Raises:
             ValueError: The extent is not in use or too short, or `begin` is not aligned.

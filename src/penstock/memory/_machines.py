@@ -61,7 +61,9 @@ _MACHINES = {
 
 
 def machine(name: str) -> MachineProfile:
-    """Return the profile of a machine that need not be there.
+    """Return the profile of a GPU with its host memory, without a file tier, that need not be here.
+
+    As nothing was measured, `num_runs` of its links is 0.
 
     Example:
         >>> machine("v100-16gb-pcie3").tiers[Tier.DEVICE].capacity_bytes == 16 * 2**30
@@ -69,10 +71,6 @@ def machine(name: str) -> MachineProfile:
 
     Args:
         name: `"v100-16gb-pcie3"`, `"a100-80gb"`, `"h100-80gb"` or `"h200"`.
-
-    Returns:
-        A GPU with its host memory, without a file tier; `num_runs` of its links is 0, as nothing
-        was measured.
 
     Raises:
         ValueError: There is none of this name.

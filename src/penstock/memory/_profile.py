@@ -45,17 +45,11 @@ class LinkProfile:
 
     @classmethod
     def of(cls, rates: Sequence[float]) -> LinkProfile:
-        """Sum up the rates of several runs.
+        """Return the median and quartiles of the rates of at least two runs, in bytes per second.
 
         Example:
             >>> LinkProfile.of([1.0, 2.0, 3.0])
             LinkProfile(bytes_per_second=2.0, quartiles=(1.5, 2.5), num_runs=3)
-
-        Args:
-            rates: Bytes per second of each run, at least two.
-
-        Returns:
-            Their median and quartiles.
         """
         first, median, third = statistics.quantiles(rates, n=4, method="inclusive")
         return cls(median, (first, third), len(rates))
@@ -93,15 +87,12 @@ class ComputeProfile:
     source: str = "measured"
 
     def seconds(self, flops: int, num_bytes: int, dtype: str) -> float:
-        """Return the time of an operator, bound by arithmetic or by memory.
+        """Return the seconds of an operator with its launch, bound by arithmetic or by memory.
 
         Args:
             flops: Its floating-point operations.
             num_bytes: Bytes that it reads and writes.
             dtype: Name of its dtype; one that was not measured counts as float32.
-
-        Returns:
-            Seconds, with the start.
         """
         rate = self.flops_per_second.get(dtype) or self.flops_per_second["float32"]
         return self.launch_seconds + max(flops / rate, num_bytes / self.memory_bytes_per_second)
@@ -184,11 +175,9 @@ class MachineProfile:
             ) from error
 
     def __str__(self) -> str:
-        rows: list[tuple[str, object]] = [
-            ("machine", self.name),
-            ("device", f"{self.device_name} ({self.device})"),
-            ("cores", str(self.num_cores)),
-        ]
+        device = f"{self.device_name} ({self.device})"
+        rows: list[tuple[str, object]] = [("machine", self.name), ("device", device)]
+        rows.append(("cores", str(self.num_cores)))
         if self.store is not None:
             kind = "direct I/O" if self.direct_io else "through the page cache"
             rows.append(("store", f"{self.store} ({kind})"))
@@ -209,13 +198,11 @@ class MachineProfile:
         if self.load is not None:
             rows.append(("load when measured", f"{self.load:.2f} processes for each core"))
         if self.was_busy:
-            rows.append(
-                (
-                    "busy when measured",
-                    f"rates are too low or vary (widest spread {self.spread:.0%}); measured again "
-                    "once the machine is quieter, or by probe(refresh=True)",
-                )
+            remark = (
+                f"rates are too low or vary (widest spread {self.spread:.0%}); measured again "
+                "once the machine is quieter, or by probe(refresh=True)"
             )
+            rows.append(("busy when measured", remark))
         return report_table(rows, title="penstock.probe")
 
 

@@ -145,8 +145,9 @@ def open_nameless(path: str) -> OpenFile:
     )
 
 
-def warn_if_ram(path: str, filesystem: str | None) -> None:
-    """Warn where the file system of a store's directory, whose type is given, lives in RAM."""
+def warn_if_ram(path: str) -> None:
+    """Warn where the file system of a store's directory lives in RAM."""
+    filesystem = filesystem_type(path)
     if filesystem in RAM_FILESYSTEMS:
         warnings.warn(
             f"store {path!r} is on {filesystem}: the slow tier is RAM, so offloading to it saves "
@@ -190,8 +191,14 @@ def reserved_bytes(path: str | int) -> int:
 
 def _try_open(path: str, *, direct: bool, nameless: bool) -> int | None:
     """Open a file in one of the ways; None where the file system does not have it."""
+    if (direct and not _O_DIRECT) or (nameless and not _O_TMPFILE):
+        return None
+    flags = os.O_RDWR | os.O_EXCL | (_O_DIRECT if direct else 0)
+    name = os.path.join(path, f".penstock-{os.getpid()}-{os.urandom(8).hex()}")
     try:
-        return _open(path, direct=direct, nameless=nameless)
+        if nameless:
+            return os.open(path, flags | _O_TMPFILE, 0o600)
+        return os.open(name, flags | os.O_CREAT, 0o600)
     except OSError as error:
         if error.errno in _NOT_SUPPORTED:
             return None
@@ -201,17 +208,6 @@ def _try_open(path: str, *, direct: bool, nameless: bool) -> int | None:
             path=path,
             errno=error.errno,
         ) from error
-
-
-def _open(path: str, *, direct: bool, nameless: bool) -> int:
-    if (direct and not _O_DIRECT) or (nameless and not _O_TMPFILE):
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-    flags = os.O_RDWR | os.O_EXCL | (_O_DIRECT if direct else 0)
-    if nameless:
-        return os.open(path, flags | _O_TMPFILE, 0o600)
-    name = os.path.join(path, f".penstock-{os.getpid()}-{os.urandom(8).hex()}")
-    try:
-        return os.open(name, flags | os.O_CREAT, 0o600)
     finally:
         # An open that is refused for O_DIRECT has already created the file.
         if os.path.lexists(name):

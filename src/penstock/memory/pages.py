@@ -73,12 +73,9 @@ def map_anonymous(num_bytes: int, *, private: bool = False, huge_pages: bool = F
 
 
 def advise(address: int, num_bytes: int, advice: int) -> int:
-    """Give the kernel advice about a range of memory (madvise).
+    """Give the kernel advice (madvise) about memory from a multiple of `PAGE_BYTES` on.
 
-    Args:
-        address: Where the range begins, a multiple of `PAGE_BYTES`.
-        num_bytes: Its length.
-        advice: `MADV_HUGEPAGE`, `MADV_POPULATE_WRITE` or another of the kernel's.
+    The advice is `MADV_HUGEPAGE`, `MADV_POPULATE_WRITE` or another of the kernel's.
 
     Returns:
         0, or the error's number.
@@ -91,11 +88,7 @@ def advise_huge_pages(address: int, num_bytes: int) -> None:
     """Ask the kernel to make memory that was not written to yet of huge pages; it may refuse.
 
     New memory is slow because the kernel makes its pages at the first write, and of 4 KiB there are
-    512 times as many.
-
-    Args:
-        address: Where the memory begins.
-        num_bytes: Its length; only the huge pages that lie wholly within it are asked for.
+    512 times as many. Only the huge pages that lie wholly within it are asked for.
     """
     begin = round_up(address, HUGE_PAGE_BYTES)
     end = round_down(address + num_bytes, HUGE_PAGE_BYTES)
