@@ -33,19 +33,7 @@ class DeviceBudget:
         self._reads = reads
         self._wait_while = wait_while
         self._reserved_bytes = 0  # for chunks that are being filled
-        self._kept: dict[int, Record] = {}  # what stays until its room is needed, by number
-
-    def keep(self, record: Record) -> None:
-        """Note that a record stays in memory until its room is needed."""
-        self._kept[record.number] = record
-
-    def forget(self, record: Record) -> None:
-        """Undo `keep`, if it was called."""
-        self._kept.pop(record.number, None)
-
-    def keeps(self, record: Record) -> bool:
-        """Return whether `keep` was called for a record that has not left since."""
-        return record.number in self._kept
+        self.kept: dict[int, Record] = {}  # what stays until its room is needed, by number
 
     def reserve(self, record: Record) -> None:
         """Reserve a whole chunk's bytes for what will be saved in it."""
@@ -112,7 +100,7 @@ class DeviceBudget:
         if self._writes.error:
             return False
         found, over = None, []
-        for number, record in self._kept.items():
+        for number, record in self.kept.items():
             if record.is_kept():
                 over.append(number)
                 if not record.unpacked or self._pack(record):
@@ -121,7 +109,7 @@ class DeviceBudget:
             elif record.filled and record.activity is Activity.IDLE:
                 over.append(number)  # dead, asked for, declined: not again
         for number in over:
-            del self._kept[number]
+            del self.kept[number]
         if found is not None:
             self._writes.put(found)
         return found is not None

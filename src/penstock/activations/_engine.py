@@ -127,7 +127,7 @@ class Engine:
             elif leaves:
                 self._writes.put(record)
             if offloadable and not leaves:
-                self._budget.keep(record)
+                self._budget.kept[record.number] = record
         return SavedHandle(record, tensor, self._reaper.on_death)
 
     def _begin_step_if_due(self, in_backward: bool) -> None:
@@ -205,8 +205,8 @@ class Engine:
         record = chunk.record
         self._budget.end_reservation(record)
         self._count_small(record)
-        if record.offloadable and not record.filled and not self._budget.keeps(record):
-            self._budget.keep(record)
+        if record.offloadable and not record.filled and record.number not in self._budget.kept:
+            self._budget.kept[record.number] = record
             self._deferred.add(record)
 
     @uninterrupted
@@ -375,7 +375,7 @@ class Engine:
             return
         record.dead = True
         self._records.remove(record)
-        self._budget.forget(record)
+        self._budget.kept.pop(record.number, None)
         self._budget.end_reservation(record)
         if record.small_bytes:
             self._count_small(record)

@@ -18,9 +18,14 @@ from penstock.memory._tiers import Link, Tier
 
 if TYPE_CHECKING:
     from penstock.memory._cpu_allocator import CachingAllocator
-    from penstock.memory._machines import machine
     from penstock.memory._probe import probe
-    from penstock.memory._profile import ComputeProfile, LinkProfile, MachineProfile, TierProfile
+    from penstock.memory._profile import (
+        ComputeProfile,
+        LinkProfile,
+        MachineProfile,
+        TierProfile,
+        machine,
+    )
 
 __all__ = [
     "RAM_FILESYSTEMS",

@@ -38,6 +38,9 @@ class FileSpace:
         path: Where it is, for messages.
         max_bytes: The file never grows beyond this; None: beyond what is free.
         reserve_bytes: Bytes of the file system that stay free.
+
+    Attributes:
+        file_bytes: Length of the file.
     """
 
     def __init__(self, fd: int, path: str, max_bytes: int | None, reserve_bytes: int) -> None:
@@ -47,7 +50,7 @@ class FileSpace:
         self._reserve_bytes = reserve_bytes
         self._extents = ExtentAllocator(_UNLIMITED_BYTES if max_bytes is None else max_bytes)
         self._mailbox: Mailbox[int] = Mailbox(self._extents.free)
-        self._file_bytes = 0
+        self.file_bytes = 0
         self._require_free(DIRECT_IO_BYTES)
 
     @property
@@ -55,11 +58,6 @@ class FileSpace:
         """Bytes in extents that are in use, each rounded up to 4096."""
         with self._mailbox:
             return self._extents.used_bytes
-
-    @property
-    def file_bytes(self) -> int:
-        """Length of the file."""
-        return self._file_bytes
 
     def allocate(self, num_bytes: int) -> int:
         """Take an extent, let the file grow where it reaches beyond its end, and return its offset.
@@ -92,32 +90,32 @@ class FileSpace:
 
     def _grow(self, end: int) -> None:
         """Make the file at least `end` bytes long, in steps so that this happens rarely."""
-        if end <= self._file_bytes:
+        if end <= self.file_bytes:
             return
-        step = min(max(self._file_bytes // 4, _MIN_STEP_BYTES), _MAX_STEP_BYTES)
+        step = min(max(self.file_bytes // 4, _MIN_STEP_BYTES), _MAX_STEP_BYTES)
         target = min(
-            max(end, round_up(self._file_bytes + step)), round_down(self._extents.capacity_bytes)
+            max(end, round_up(self.file_bytes + step)), round_down(self._extents.capacity_bytes)
         )
-        if free_bytes(self._fd) - (target - self._file_bytes) < self._reserve_bytes:
+        if free_bytes(self._fd) - (target - self.file_bytes) < self._reserve_bytes:
             target = end
-            self._require_free(target - self._file_bytes)
+            self._require_free(target - self.file_bytes)
         try:
             self._preallocate(target)
         except OSError as error:
-            os.ftruncate(self._fd, self._file_bytes)
+            os.ftruncate(self._fd, self.file_bytes)
             raise StoreFullError(
-                f"store {self._path!r} cannot grow from {format_bytes(self._file_bytes)} to "
+                f"store {self._path!r} cannot grow from {format_bytes(self.file_bytes)} to "
                 f"{format_bytes(target)}: {error.strerror} (errno {error.errno}); free space, lift "
                 "the limit, or offload less",
                 path=self._path,
-                offset=self._file_bytes,
+                offset=self.file_bytes,
                 errno=error.errno,
             ) from error
-        self._file_bytes = target
+        self.file_bytes = target
 
     def _preallocate(self, target: int) -> None:
         try:
-            _fallocate(self._fd, self._file_bytes, target - self._file_bytes)
+            _fallocate(self._fd, self.file_bytes, target - self.file_bytes)
         except OSError as error:
             if error.errno not in _NO_PREALLOCATION:
                 raise
@@ -133,6 +131,6 @@ class FileSpace:
                 f"{format_bytes(self._reserve_bytes)} stay in reserve; free space there, "
                 "pass another directory, or set FileStore(reserve_bytes=)",
                 path=self._path,
-                offset=self._file_bytes,
+                offset=self.file_bytes,
                 errno=errno.ENOSPC,
             )

@@ -1,4 +1,4 @@
-"""Profile of a machine, as `probe` measures it."""
+"""Profile of a machine, as `probe` measures it, and those of machines that are not there."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ class MachineProfile:
 
 def _read_plain(kind: Any, data: Any) -> Any:
     """Return a value of a type from the plain data that JSON has for it."""
-    if is_dataclass(kind):
+    if is_dataclass(kind) and isinstance(kind, type):
         types = get_type_hints(kind)
         given = [each for each in fields(kind) if each.name in data or _is_required(each)]
         return kind(**{each.name: _read_plain(types[each.name], data[each.name]) for each in given})
@@ -224,3 +224,100 @@ def _read_plain(kind: Any, data: Any) -> Any:
 
 def _is_required(each: Field[Any]) -> bool:
     return each.default is MISSING and each.default_factory is MISSING
+
+
+# Machines that are not there, from published figures times what is reached. The rates of arithmetic
+# and memory are those of NVIDIA's datasheets for the SXM modules (V100: "Tesla V100 GPU
+# Accelerator", A100: "A100 Tensor Core GPU", H100 and H200: likewise), dense, times the fractions
+# below, which large operators reach. float32 is without TF32, as PyTorch's default. PCIe is what
+# pinned copies of many mebibytes reach each way, of 15.75, 31.5 and 63 GB/s.
+ARITHMETIC_FRACTION = 0.7
+MEMORY_FRACTION = 0.85
+_HOST_BYTES = 256 * 2**30  # assumed: such machines have at least this per GPU
+_MEMCPY = 10e9
+_LAUNCH_SECONDS = 4e-6
+
+
+# By name: the device's name, its bytes, TFLOP/s by dtype, GB/s of its memory, bytes/s of PCIe.
+_MACHINES: dict[str, tuple[str, int, dict[str, float], float, float]] = {
+    "v100-16gb-pcie3": (
+        "Tesla V100 16 GB",
+        16 * 2**30,
+        {"float64": 7.8, "float32": 15.7, "float16": 125.0, "bfloat16": 15.7},
+        900.0,
+        12.5e9,
+    ),
+    "a100-80gb": (
+        "A100 80 GB",
+        80 * 2**30,
+        {"float64": 9.7, "float32": 19.5, "float16": 312.0, "bfloat16": 312.0},
+        2039.0,
+        25e9,
+    ),
+    "h100-80gb": (
+        "H100 80 GB",
+        80 * 2**30,
+        {"float64": 34.0, "float32": 67.0, "float16": 989.0, "bfloat16": 989.0},
+        3350.0,
+        50e9,
+    ),
+    "h200": (
+        "H200 141 GB",
+        141 * 10**9,
+        {"float64": 34.0, "float32": 67.0, "float16": 989.0, "bfloat16": 989.0},
+        4800.0,
+        50e9,
+    ),
+}
+
+
+def machine(name: str) -> MachineProfile:
+    """Return the profile of a GPU with its host memory, without a file tier, that need not be here.
+
+    As nothing was measured, `num_runs` of its links is 0.
+
+    Example:
+        >>> machine("v100-16gb-pcie3").tiers[Tier.DEVICE].capacity_bytes == 16 * 2**30
+        True
+
+    Args:
+        name: `"v100-16gb-pcie3"`, `"a100-80gb"`, `"h100-80gb"` or `"h200"`.
+
+    Raises:
+        ValueError: There is none of this name.
+    """
+    if name not in _MACHINES:
+        raise ValueError(
+            f"machine is {name!r}; built-in machines are {', '.join(map(repr, _MACHINES))}; for "
+            "this machine use penstock.probe()"
+        )
+    device_name, memory_bytes, teraflops, gigabytes_per_second, pcie_rate = _MACHINES[name]
+    pcie = _rate(pcie_rate)
+    return MachineProfile(
+        name=name,
+        device="cuda",
+        device_name=device_name,
+        num_cores=8,
+        tiers={
+            Tier.DEVICE: TierProfile(memory_bytes),
+            Tier.HOST: TierProfile(_HOST_BYTES),
+        },
+        links={Link.DEVICE_TO_HOST: pcie, Link.HOST_TO_DEVICE: pcie},
+        memcpy=_rate(_MEMCPY),
+        compute=_compute(teraflops, gigabytes_per_second),
+    )
+
+
+def _compute(teraflops: dict[str, float], gigabytes_per_second: float) -> ComputeProfile:
+    rates = {dtype: rate * 1e12 * ARITHMETIC_FRACTION for dtype, rate in teraflops.items()}
+    return ComputeProfile(
+        flops_per_second=rates,
+        memory_bytes_per_second=gigabytes_per_second * 1e9 * MEMORY_FRACTION,
+        launch_seconds=_LAUNCH_SECONDS,
+        source=f"datasheet, {ARITHMETIC_FRACTION:.0%} of arithmetic, {MEMORY_FRACTION:.0%} of "
+        "memory",
+    )
+
+
+def _rate(bytes_per_second: float) -> LinkProfile:
+    return LinkProfile(bytes_per_second, (bytes_per_second, bytes_per_second), 0)

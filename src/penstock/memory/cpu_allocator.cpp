@@ -331,8 +331,8 @@ class Arena {
   bool reserve_exactly(size_t num_bytes) {
     const auto num_chunks = static_cast<uint32_t>(num_bytes / kChunkBytes);
     const size_t set_words = round_up(num_chunks, 64) / 64;
-    const size_t metadata_bytes = Extents::metadata_bytes(num_chunks) +
-                                  2 * set_words * sizeof(uint64_t) + num_chunks;
+    const size_t metadata_bytes =
+        Extents::metadata_bytes(num_chunks) + set_words * sizeof(uint64_t) + num_chunks;
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void* metadata = mmap(nullptr, metadata_bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (metadata == MAP_FAILED) return false;
@@ -343,9 +343,8 @@ class Arena {
       return false;
     }
     auto* words = static_cast<uint64_t*>(metadata);
-    resident_.place(words);
-    idle_.place(words + set_words);
-    extents_.place(words + 2 * set_words, num_chunks);
+    idle_.place(words);
+    extents_.place(words + set_words, num_chunks);
     num_used_ = static_cast<uint8_t*>(metadata) + metadata_bytes - num_chunks;
     base_ = reinterpret_cast<char*>(round_up(reinterpret_cast<size_t>(range), kChunkBytes));
     num_bytes_ = num_bytes;
@@ -381,12 +380,11 @@ class Arena {
   void occupy(uint32_t first, uint32_t end) {
     uint32_t num_new = 0;
     for_each_chunk(first, end, [&](uint32_t chunk, uint32_t num_granules) {
-      num_used_[chunk] = static_cast<uint8_t>(num_used_[chunk] + num_granules);
-      if (idle_.has(chunk)) idle_.erase(chunk);
-      if (!resident_.has(chunk)) {
-        resident_.insert(chunk);
+      if (idle_.has(chunk))
+        idle_.erase(chunk);
+      else if (num_used_[chunk] == 0)
         ++num_new;
-      }
+      num_used_[chunk] = static_cast<uint8_t>(num_used_[chunk] + num_granules);
     });
     ++(num_new == 0 ? num_hits_ : num_misses_);
     num_resident_ += num_new;
@@ -435,7 +433,6 @@ class Arena {
 
   void drop(uint32_t chunk) {
     idle_.erase(chunk);
-    resident_.erase(chunk);
     --num_resident_;
   }
 
@@ -444,7 +441,7 @@ class Arena {
   size_t num_bytes_ = 0;
   size_t committed_bytes_ = 0;
   Extents extents_;
-  ChunkSet resident_, idle_;
+  ChunkSet idle_;  // resident are these and those that blocks cover
   uint8_t* num_used_ = nullptr;  // per chunk, the granules that blocks cover
   size_t num_resident_ = 0, peak_resident_ = 0;
   size_t live_bytes_ = 0;
