@@ -3,7 +3,8 @@
 Autograd keeps *handles* (`SavedHandle`), one for each tensor that it saved. Several of them may be
 views of one storage, and the bytes move once: they share a `Record`. The record is the unit of
 transfer; the handle owns it, so that device, host and file bytes are freed when the last handle
-dies, however the graph ended: by a backward pass, by being abandoned or by an exception.
+dies, however the graph ended: by a backward pass, by being abandoned or by an exception. A record
+whose operator may not have run yet is deferred (`DeferredSaves`).
 """
 
 from __future__ import annotations

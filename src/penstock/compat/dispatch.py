@@ -5,6 +5,7 @@
 from typing import Any
 
 import torch
+import torch.utils._python_dispatch
 from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
 from torch._ops import OpOverload as OpOverload
 from torch.utils._mode_utils import no_dispatch as no_dispatch
@@ -13,6 +14,9 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
 DispatchKey = torch._C.DispatchKey
+
+current_modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack
+"""Return the dispatch modes that are on, the innermost last."""
 
 TensorBase = torch._C.TensorBase
 """Base class of `torch.Tensor`, in C++."""
