@@ -59,7 +59,7 @@ def lay_out_copies(graph: StepGraph, plan: Plan, others: Sequence[Layout] = ()) 
 def _name_home(graph: StepGraph, plan: Plan, group: list[int]) -> str | None:
     """Return the name of the storage whose home a group is; None if it is no home."""
     copy = plan.copies[group[0]]
-    storage = graph.storages[graph.storage_of_value[copy.value]]
+    storage = graph.storage(copy.value)
     begins = copy.start == 0 and copy.value == storage.initial
     goes_on = copy.end > len(plan.order) and copy.value == storage.final
     return storage.name if storage.persistent and (begins or goes_on) else None
@@ -98,7 +98,7 @@ def _group_copies(graph: StepGraph, plan: Plan, tier: Tier) -> Iterator[list[int
     for index, copy in enumerate(plan.copies):
         if copy.tier is not tier:
             continue
-        storage = graph.storages[graph.storage_of_value[copy.value]]
+        storage = graph.storage(copy.value)
         carried = storage.persistent and copy.start == 0 and copy.value == storage.initial
         if carried and (copy.value, 0) not in written:
             begins[graph.storage_of_value[copy.value]] = index

@@ -59,7 +59,7 @@ class ResidencyIndex:
         value, start, end = interval.value, interval.start, interval.end
         transfer = self._writers.get((tier, value, start))
         self.intervals[value].append(ResidencyInterval(start, end, tier, place, transfer, 0))
-        storage = self._graph.storages[self._graph.storage_of_value[value]]
+        storage = self._graph.storage(value)
         n = self._num_positions
         # The last value that ends at N is still there when the next step begins: it may leave just
         # then, or the first operator may write over it.

@@ -124,9 +124,7 @@ class PlanMemory:
     def view_unplanned(self, view: TensorView) -> torch.Tensor:
         """Return a view of a value of no planned bytes."""
         storage = self.storage_of(view)
-        extents = zip(view.shape, view.stride, strict=True)
-        last = view.offset + sum((extent - 1) * stride for extent, stride in extents)
-        needed = max(8, (last + 1) * dtype_from_name(view.dtype).itemsize)
+        needed = max(8, view.end * dtype_from_name(view.dtype).itemsize)
         memory = self._unplanned.get(storage)
         if memory is None:
             memory = self._unplanned[storage] = torch.zeros(needed, dtype=torch.uint8)

@@ -20,9 +20,9 @@ from penstock.executor.run.debug import poison
 from penstock.executor.run.distributed import require_collective
 from penstock.executor.run.execution import Execution
 from penstock.executor.run.planning import PlannedGraph
-from penstock.executor.state.entries import find_initial_fill
 from penstock.graph import StepGraph
-from penstock.graph.capturing.capture import capture
+from penstock.graph.bindings import find_initial_fill
+from penstock.graph.capturing.capture import capture_program
 from penstock.graph.capturing.step_program import StepProgram
 from penstock.graph.executable import is_executable
 from penstock.memory import FileStore
@@ -54,7 +54,7 @@ class Binder:
         layouts: list[Layout] = []
         known = [] if before is None else [*before.layouts]
         device = Device() if before is None else before.device
-        for plan, graph in planned:
+        for _, graph in planned:
             require_collective(graph)
         for plan, graph in planned:
             if before is None:
@@ -88,7 +88,7 @@ class Binder:
 
     def capture_and_bind(self, plan: Plan, batch: Any) -> list[Execution]:
         """Bind a plan to the step that the program takes with a batch."""
-        graph = self._capture(self.program._replace(batch=batch))
+        graph = capture_program(self.program._replace(batch=batch), self.optimizer)
         return self.bind([PlannedGraph(plan, graph)])
 
     def capture(self, batch: Any, *, is_extra: bool) -> StepGraph:
@@ -101,22 +101,13 @@ class Binder:
         # The last update of an epoch may have fewer micro-batches.
         if is_extra and program.accumulate is not None and isinstance(batch, list | tuple):
             program = program._replace(accumulate=len(batch))
-        graph = self._capture(program)
+        graph = capture_program(program, self.optimizer)
         require_collective(graph)
         for name in graph.metadata["initial_state"]:
             find_initial_fill(graph, name)
         elapsed = format_seconds(time.perf_counter() - began)
         _logger.info("captured %d operators in %s", len(graph.operators), elapsed)
         return graph
-
-    def _capture(self, program: StepProgram) -> StepGraph:
-        model, batch, loss, before_step, accumulate = program
-        return capture(
-            *(model, self.optimizer, batch),
-            loss=loss,
-            before_step=before_step,
-            accumulate=accumulate,
-        )
 
 
 def _check_executable(graph: StepGraph) -> None:

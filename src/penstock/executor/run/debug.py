@@ -88,7 +88,7 @@ def _find_freed(graph: StepGraph, plan: Plan) -> dict[int, list[tuple[int, int]]
     freed: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for value, offset, num_bytes, _, end in plan.placements:
         boundary = end % num_positions
-        storage = graph.storages[graph.storage_of_value[value]]
+        storage = graph.storage(value)
         name: int | None = value
         if end >= num_positions:
             if not storage.persistent:

@@ -8,7 +8,9 @@ are not in the graph: Python numbers that have changed since the capture.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import operator
 import sys
 import time
 import warnings
@@ -24,7 +26,8 @@ from penstock.graph import Kind, Phase, StepGraph
 from penstock.graph.batches import is_full_mask, replace_tensors, tensors_in
 from penstock.graph.capturing.capture import verify
 from penstock.graph.capturing.module_state import preserve_modules
-from penstock.graph.capturing.step_program import StepProgram, call_model, loss_of
+from penstock.graph.capturing.step_program import StepProgram
+from penstock.graph.executable import find_last_uses
 from penstock.memory import Tier, available_ram
 from penstock.planner import Plan
 from penstock.units import format_bytes
@@ -185,20 +188,14 @@ class Shadow:
 
 def _estimate_eager_bytes(graph: StepGraph) -> int:
     """Return about the bytes of a forward pass that keeps nothing for the backward pass."""
-    forward = [operator for operator in graph.operators if operator.phase is Phase.FORWARD]
-    last: dict[int, int] = {}
-    for index, operator in enumerate(forward):
-        for value in (*operator.needs, *operator.makes):
-            last[graph.storage_of_value[value]] = index
-    dying: dict[int, list[int]] = {}
-    for storage, index in last.items():
-        dying.setdefault(index, []).append(storage)
+    forward = [each for each in graph.operators if each.phase is Phase.FORWARD]
+    dying = find_last_uses(graph, forward)
     resident, peak, held = 0, 0, set[int]()
-    for index, operator in enumerate(forward):
-        for value in operator.creates:
+    for index, each in enumerate(forward):
+        for value in each.creates:
             held.add(graph.storage_of_value[value])
             resident += graph.num_bytes(value)
-        peak = max(peak, resident + operator.workspace_bytes)
+        peak = max(peak, resident + each.workspace_bytes)
         for storage in held.intersection(dying.get(index, ())):
             resident -= graph.storages[storage].num_bytes
     copies = sum(each.num_bytes for each in graph.storages if _is_copied(each))
@@ -236,16 +233,9 @@ def _compute_loss(program: StepProgram, graph: StepGraph, device: Device) -> tor
     with _restore_state(root, graph, device), torch.enable_grad():
         if graph.device != "cpu":
             _copy_to_device(root, device.device)
-        total = None
-        batch = replace_tensors(program.batch, "batch", _copy_tensor)
-        for part in batch if program.accumulate else [batch]:
-            value = loss_of(call_model(program.model, part), part, program.loss)
-            if (num_parts := program.accumulate or 1) > 1:
-                value = value / num_parts
-            value = value.detach()
-            total = value if total is None else total + value
-        assert total is not None
-        return total.clone()
+        copy = replace_tensors(program.batch, "batch", _copy_tensor)
+        losses = program._replace(batch=copy).iter_losses()
+        return functools.reduce(operator.add, (each.detach() for each in losses)).clone()
 
 
 @contextlib.contextmanager
@@ -257,9 +247,7 @@ def _restore_state(root: nn.Module, graph: StepGraph, device: Device) -> Iterato
     """
     random_state = device.get_random_state()
     changed = {
-        name
-        for name, view in graph.tensors.items()
-        if _is_copied(graph.storages[graph.storage_of_value[view.value]])
+        name for name, view in graph.tensors.items() if _is_copied(graph.storage(view.value))
     }
     buffers = [*root.named_buffers(remove_duplicate=False)]
     copies = [(tensor, tensor.detach().clone()) for name, tensor in buffers if name in changed]

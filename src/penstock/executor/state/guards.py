@@ -15,7 +15,7 @@ from torch import nn
 
 from penstock.errors import GraphFileError, stacklevel_of_user
 from penstock.graph import StepGraph
-from penstock.graph.modes import (
+from penstock.graph.capturing.module_state import (
     autocast_of,
     evaluation_modules,
     frozen_parameters,

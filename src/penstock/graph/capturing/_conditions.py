@@ -15,7 +15,7 @@ import torch
 from penstock.compat.fake_tensors import FakeTensor
 from penstock.compat.user_line import is_raised_by_user, user_line_of
 from penstock.errors import CaptureError, PenstockError
-from penstock.graph.capturing._errors import describe_line
+from penstock.graph.capturing._program_lines import describe_line
 from penstock.graph.capturing.recorder import Recorder
 
 _lock = threading.RLock()

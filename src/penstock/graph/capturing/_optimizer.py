@@ -13,7 +13,7 @@ from penstock.compat.dispatch import no_dispatch
 from penstock.compat.fake_tensors import FakeTensorMode
 from penstock.errors import CaptureError
 from penstock.graph.capturing._drafts import Draft
-from penstock.graph.capturing._errors import error_here
+from penstock.graph.capturing._program_lines import error_here
 from penstock.graph.capturing.fake_tensors import FakeTensors
 from penstock.graph.capturing.recorder import Recorder
 from penstock.graph.encoding import CONSTANT, FULL, SCALAR

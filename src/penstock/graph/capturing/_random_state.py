@@ -7,12 +7,13 @@ those of every generator that the program has made for itself.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -20,25 +21,30 @@ import torch
 from penstock.compat.dispatch import current_modes
 from penstock.compat.user_line import user_line_of
 from penstock.errors import CaptureError
-from penstock.graph.capturing._errors import describe_line, error_here
-from penstock.graph.capturing._program_lines import ProgramLines, default_generators
+from penstock.graph.capturing._program_lines import (
+    ProgramLines,
+    default_generators,
+    describe_line,
+    error_here,
+)
 from penstock.graph.capturing.recorder import Recorder
 from penstock.graph.encoding import GET_RNG_STATE, SET_RNG_STATE
 from penstock.graph.step_graph import Kind
 
 
-class _RandomState(NamedTuple):
-    """The state of a generator.
+class _Generator:
+    """A generator of random numbers with its state of now, by functions that read and set it."""
 
-    Attributes:
-        content: The state, in a form that `==` compares.
-        restore: Sets the generator to this state.
-        read: Returns the content as it is now.
-    """
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
+        self._read, self._write = read, write
+        self._state = read()
 
-    content: object
-    restore: Callable[[], object]
-    read: Callable[[], object]
+    def restore(self) -> bool:
+        """Set the generator to that state; return whether it had another one."""
+        has_changed = _to_plain(self._read()) != _to_plain(self._state)
+        if has_changed:
+            self._write(self._state)
+        return has_changed
 
 
 @contextlib.contextmanager
@@ -51,35 +57,27 @@ def trace_random_state(recorder: Recorder) -> Iterator[None]:
             *args, **kwargs
         )
 
-    def read() -> torch.Tensor:
-        return _record_read(recorder, 5056)
-
-    def write(state: torch.Tensor) -> None:
-        _record_write(recorder, state)
-
-    def read_cuda(device: object = "cuda") -> torch.Tensor:
-        return _record_read(recorder, 16, "cuda")
-
-    def write_cuda(state: torch.Tensor, device: object = "cuda") -> None:
-        _record_write(recorder, state, "cuda")
-
     with contextlib.ExitStack() as stack:
-        for module, record_read, record_write in (
-            (torch, read, write),
-            (torch.random, read, write),
-            (torch.cuda, read_cuda, write_cuda),
+        for module, num_bytes, *generator in (
+            (torch, 5056),
+            (torch.random, 5056),
+            (torch.cuda, 16, "cuda"),
         ):
+            read = functools.partial(_record_read, recorder, generator, num_bytes)
+            write = functools.partial(_record_write, recorder, generator)
             patched: dict[str, Any] = {
-                "get_rng_state": route(record_read, module.get_rng_state),
-                "set_rng_state": route(record_write, module.set_rng_state),
+                "get_rng_state": route(read, module.get_rng_state),
+                "set_rng_state": route(write, module.set_rng_state),
             }
             stack.enter_context(mock.patch.multiple(module, **patched))
         yield
 
 
-def _record_read(recorder: Recorder, num_bytes: int, *generator: str) -> torch.Tensor:
+def _record_read(
+    recorder: Recorder, generator: list[str], num_bytes: int, device: object = None
+) -> torch.Tensor:
     draft = recorder.new_draft(GET_RNG_STATE, "get_rng_state")
-    draft.args = generator
+    draft.args = tuple(generator)
     with recorder.pause():
         state = torch.empty(num_bytes, dtype=torch.uint8)
     storages = recorder.storages
@@ -90,7 +88,9 @@ def _record_read(recorder: Recorder, num_bytes: int, *generator: str) -> torch.T
     return state
 
 
-def _record_write(recorder: Recorder, state: torch.Tensor, *generator: str) -> None:
+def _record_write(
+    recorder: Recorder, generator: list[str], state: torch.Tensor, device: object = None
+) -> None:
     if state not in recorder.storages:
         raise error_here("the random state is set to one that was not taken in this step")
     draft = recorder.new_draft(SET_RNG_STATE, "set_rng_state")
@@ -107,7 +107,7 @@ def refuse_other_draws(lines: ProgramLines) -> Iterator[None]:
     Raises:
         CaptureError: A generator has another state afterwards; the message says which.
     """
-    before = dict(_take_snapshots())
+    before = dict(_find_generators())
     error: CaptureError | None = None
     try:
         yield
@@ -129,23 +129,18 @@ def refuse_other_draws(lines: ProgramLines) -> Iterator[None]:
         raise error
 
 
-def _restore(before: dict[str, _RandomState]) -> list[str]:
+def _restore(before: dict[str, _Generator]) -> list[str]:
     """Set generators to their states; return the names of those that had another one."""
-    changed = [source for source, state in before.items() if state.read() != state.content]
-    for source in changed:
-        before[source].restore()
-    return changed
+    return [source for source, generator in before.items() if generator.restore()]
 
 
-def _take_snapshots() -> Iterator[tuple[str, _RandomState]]:
-    """Yield the states of the generators of this process, by their names in messages."""
-    yield (
-        "torch's generator (torch.manual_seed)",
-        _make_snapshot(torch.get_rng_state, torch.set_rng_state),
-    )
+def _find_generators() -> Iterator[tuple[str, _Generator]]:
+    """Yield the generators of this process, with their names in messages."""
+    torchs = _Generator(torch.get_rng_state, torch.set_rng_state)
+    yield "torch's generator (torch.manual_seed)", torchs
     shared, kinds = [], {random.Random}
     for source, module, generator in default_generators():
-        yield source, _take_snapshot(module)
+        yield source, _open_generator(module)
         shared.append(generator)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -155,7 +150,7 @@ def _take_snapshots() -> Iterator[tuple[str, _RandomState]]:
         kind = type(each)
         if not any(each is known for known in shared):
             name = f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
-            yield f"a generator of its own ({name}) at {id(each):#x}", _take_snapshot(each)
+            yield f"a generator of its own ({name}) at {id(each):#x}", _open_generator(each)
 
 
 def _find_instances(kinds: set[type]) -> list[object]:
@@ -170,19 +165,14 @@ def _subclasses_of(kind: type) -> Iterator[type]:
         yield from _subclasses_of(each)
 
 
-def _take_snapshot(generator: Any) -> _RandomState:
-    """Return the state of a generator of Python or NumPy, or of a module's default generator."""
+def _open_generator(generator: Any) -> _Generator:
+    """Return a generator of Python or NumPy, or the default one of a module."""
     if hasattr(generator, "getstate"):
-        return _make_snapshot(generator.getstate, generator.setstate)
+        return _Generator(generator.getstate, generator.setstate)
     if hasattr(generator, "get_state"):
-        return _make_snapshot(generator.get_state, generator.set_state)
+        return _Generator(generator.get_state, generator.set_state)
     bits = generator.bit_generator
-    return _make_snapshot(lambda: bits.state, lambda state: setattr(bits, "state", state))
-
-
-def _make_snapshot(read: Callable[[], Any], write: Callable[[Any], object]) -> _RandomState:
-    state = read()
-    return _RandomState(_to_plain(state), lambda: write(state), lambda: _to_plain(read()))
+    return _Generator(lambda: bits.state, lambda state: setattr(bits, "state", state))
 
 
 def _to_plain(state: Any) -> Any:

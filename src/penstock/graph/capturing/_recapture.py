@@ -15,7 +15,7 @@ import torch
 from penstock.compat.dispatch import no_dispatch
 from penstock.errors import CaptureError, GraphFileError
 from penstock.graph.capturing._drafts import Draft
-from penstock.graph.capturing._errors import error_here
+from penstock.graph.capturing._program_lines import error_here
 from penstock.graph.capturing.recorder import Recorder
 from penstock.graph.capturing.step_program import StepProgram
 from penstock.graph.encoding import CONSTANT

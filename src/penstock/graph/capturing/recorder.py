@@ -16,11 +16,10 @@ import torch
 from penstock.compat.autograd import current_node, next_sequence_number
 from penstock.compat.dispatch import TorchDispatchMode, no_dispatch
 from penstock.compat.fake_tensors import FakeTensor
-from penstock.graph.capturing._constants import ConstantValues
+from penstock.graph.capturing._constants import ConstantValues, OutsideTensors, copy_constant
 from penstock.graph.capturing._drafts import Draft, StorageTable
-from penstock.graph.capturing._errors import error_here
 from penstock.graph.capturing._fake_results import SYMBOLS, run_fake
-from penstock.graph.capturing._outside import OutsideTensors, copy_constant
+from penstock.graph.capturing._program_lines import error_here
 from penstock.graph.capturing._traced_numbers import NumberTracer, ScalarNode
 from penstock.graph.capturing.schemas import Schema, is_random_call, schema_of, writes_nothing
 from penstock.graph.costs.counts import OperatorCounts, count_operator, touched_bytes

@@ -7,6 +7,7 @@ a hundred different ones, not ten thousand. Operands hold numbers between 0 and 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import statistics
 import time
@@ -19,7 +20,7 @@ from penstock.compat.autograd import below_autograd
 from penstock.graph.capturing.schemas import COLLECTIVES
 from penstock.graph.encoding import (
     OWN_TARGETS,
-    decode,
+    decode_arguments,
     dtype_from_name,
     flat_results,
     resolve,
@@ -129,17 +130,12 @@ def _measure(
             memory[view.value] = _make_operand(graph, view, device, integer)
         return view_memory(memory[view.value].untyped_storage(), view, device)
 
-    args = [decode(each, device, tensor, lambda _: 0.5) for each in operator.args]
-    kwargs = {
-        name: decode(value, device, tensor, lambda _: 0.5)
-        for name, value in operator.kwargs.items()
-    }
-    call = resolve(operator.target)
-    with below_autograd():
-        with torch.set_grad_enabled(operator.phase is Phase.FORWARD):
-            call(*args, **kwargs)  # sets up a library's handles, which does not count
-            allocated = _allocated_bytes(lambda: call(*args, **kwargs), device) if workspace else 0
-            seconds = [_seconds(lambda: call(*args, **kwargs), device) for _ in range(num_runs)]
+    args, kwargs = decode_arguments(operator, device, tensor, lambda _: 0.5)
+    call = functools.partial(resolve(operator.target), *args, **kwargs)
+    with below_autograd(), torch.set_grad_enabled(operator.phase is Phase.FORWARD):
+        call()  # sets up a library's handles, which does not count
+        allocated = _allocated_bytes(call, device) if workspace else 0
+        seconds = [_seconds(call, device) for _ in range(num_runs)]
     return statistics.median(seconds), allocated
 
 
@@ -147,9 +143,7 @@ def _make_operand(
     graph: StepGraph, view: TensorView, device: torch.device, integer: int
 ) -> torch.Tensor:
     dtype = dtype_from_name(view.dtype)
-    extents = zip(view.shape, view.stride, strict=True)
-    needed = view.offset + 1 + sum((extent - 1) * stride for extent, stride in extents)
-    num_elements = max(needed, graph.num_bytes(view.value) // dtype.itemsize)
+    num_elements = max(view.end, graph.num_bytes(view.value) // dtype.itemsize)
     if dtype.is_floating_point:
         return torch.rand(num_elements, device=device).to(dtype)
     return torch.full((num_elements,), integer, dtype=dtype, device=device)

@@ -66,7 +66,7 @@ def reused_bytes(graph: StepGraph, index: int, among: Container[int] | None = No
 
 def ends_at(graph: StepGraph, value: int, index: int) -> bool:
     """Return whether a value's live range ends at an operator, in the program's order."""
-    storage = graph.storages[graph.storage_of_value[value]]
+    storage = graph.storage(value)
     given = storage.persistent or storage.kind is Kind.INPUT
     return not given and storage.final != value and graph.consumers[value][-1:] == (index,)
 

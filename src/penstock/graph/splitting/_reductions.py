@@ -57,7 +57,7 @@ class Reduction:
                 outputs = (column, self._operator.outputs[1] if not number else None)
         self._columns.append(column)
         made = writer.make_slice(self._index, number, args=args, kwargs=kwargs, outputs=outputs)
-        writer.add(dataclasses.replace(made, target=target))
+        writer.operators.append(dataclasses.replace(made, target=target))
 
     def write_end(self) -> None:
         """Join the columns, and add up the picked scores."""
@@ -148,7 +148,7 @@ class Reduction:
     ) -> None:
         views = [*views_in(args)]
         made = [view for view in outputs if view is not None]
-        self._writer.add(
+        self._writer.operators.append(
             Operator(
                 name=f"{self._operator.name}.{suffix}",
                 target=target,

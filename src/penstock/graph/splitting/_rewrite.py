@@ -10,32 +10,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from penstock.graph.executable import COPIES, out_variant
 from penstock.graph.splitting._choice import SliceChoice, ends_at, fills_storage
-from penstock.graph.splitting._forms import (
-    LOSS_BACKWARD,
-    SlicedView,
-    SliceForm,
-    item_bytes,
-)
+from penstock.graph.splitting._forms import SlicedView, SliceForm, item_bytes
 from penstock.graph.splitting._reductions import Reduction
 from penstock.graph.splitting._writer import GraphWriter
 from penstock.graph.step_graph import Operator, StepGraph, TensorView, views_in
 
 _MAX_HOISTED = 16  # operators that pass an open group
-_OUT_VARIANTS = {  # variants that write to a given place, and the names of their arguments for it
-    "aten._softmax.default": ("aten._softmax.out", "out"),
-    "aten._log_softmax.default": ("aten._log_softmax.out", "out"),
-    "aten._softmax_backward_data.default": ("aten._softmax_backward_data.out", "grad_input"),
-    "aten._log_softmax_backward_data.default": ("aten._log_softmax_backward_data.out", "out"),
-    LOSS_BACKWARD: ("aten.nll_loss_backward.grad_input", "grad_input"),
-    "aten.mul.Tensor": ("aten.mul.out", "out"),
-    "aten.add.Tensor": ("aten.add.out", "out"),
-    "aten.sub.Tensor": ("aten.sub.out", "out"),
-    "aten.div.Tensor": ("aten.div.out", "out"),
-    "aten.neg.default": ("aten.neg.out", "out"),
-    "aten.where.self": ("aten.where.self_out", "out"),
-}
-_COPIES = ("aten._to_copy.default", "aten.clone.default")
 
 
 def rewrite_in_slices(graph: StepGraph, choice: SliceChoice) -> StepGraph:
@@ -90,7 +72,7 @@ class _SliceWriter(GraphWriter):
     def _copy(self, index: int) -> None:
         operator = self.graph.operators[index]
         after = tuple(self._last[earlier] for earlier in operator.after)
-        self.add(
+        self.operators.append(
             operator if after == operator.after else dataclasses.replace(operator, after=after)
         )
         self._last[index] = len(self.operators) - 1
@@ -130,7 +112,7 @@ class _SliceWriter(GraphWriter):
             place = self.add_value(self.storage_of_value[value])
             self.current[value] = place
             view = result.view._replace(value=place)
-            self.add(
+            self.operators.append(
                 Operator(
                     name=f"{operator.name}.rows",
                     target="penstock.empty",
@@ -178,16 +160,20 @@ class _SliceWriter(GraphWriter):
         (result,) = form.outputs
         output = self.slice(result, number, vectors)
         if result.view.value in self.pieces_of:
-            self.add(self.make_slice(index, number, args=args, kwargs=kwargs, outputs=(output,)))
+            self.operators.append(
+                self.make_slice(index, number, args=args, kwargs=kwargs, outputs=(output,))
+            )
             return
-        if operator.target in _COPIES:
+        if operator.target in COPIES:
             self._write_into(index, number, "aten.copy_.default", (output, args[0]), {}, output)
-        elif operator.target in _OUT_VARIANTS:
-            target, name = _OUT_VARIANTS[operator.target]
+        elif variant := out_variant(operator.target):
+            target, (name,) = variant
             self._write_into(index, number, target, args, {**kwargs, name: output}, output)
         else:
             piece = self.add_view(f"{operator.name}[{number}]", output.dtype, output.shape)
-            self.add(self.make_slice(index, number, args=args, kwargs=kwargs, outputs=(piece,)))
+            self.operators.append(
+                self.make_slice(index, number, args=args, kwargs=kwargs, outputs=(piece,))
+            )
             copied = (output, piece)
             self._write_into(index, number, "aten.copy_.default", copied, {}, output, ".put")
 
@@ -222,4 +208,4 @@ class _SliceWriter(GraphWriter):
             written = dataclasses.replace(
                 written, flops=0, bytes_read=moved, bytes_written=moved, workspace_bytes=0
             )
-        self.add(dataclasses.replace(written, target=target))
+        self.operators.append(dataclasses.replace(written, target=target))

@@ -33,10 +33,6 @@ class GraphWriter:
         for storage in sorted(choice.pieces):
             self._divide(storage)
 
-    def add(self, operator: Operator) -> None:
-        """Write an operator behind the others."""
-        self.operators.append(operator)
-
     def add_value(self, storage: int) -> int:
         """Add a value to a storage."""
         self.storage_of_value.append(storage)
@@ -121,14 +117,17 @@ class GraphWriter:
                 for read, created in operator.may_overwrite
                 if read in self.pieces_of and created in self.pieces_of
             ),
-            flops=divide_count(operator.flops, number, count),
-            bytes_read=divide_count(operator.bytes_read, number, count),
-            bytes_written=divide_count(operator.bytes_written, number, count),
             workspace_bytes=-(-operator.workspace_bytes * (end - begin) // form.num_vectors),
-            seconds=None if operator.seconds is None else operator.seconds / count,
+            **share_costs(operator, number, count),
         )
 
 
-def divide_count(count: int, number: int, num_parts: int) -> int:
-    """Return the share of one part of a count; the shares add up to the count."""
-    return count * (number + 1) // num_parts - count * number // num_parts
+def share_costs(operator: Operator, number: int, num_parts: int) -> dict[str, Any]:
+    """Return the costs of one part of an operator as fields; its counts add up to the whole."""
+    shares: dict[str, Any] = {
+        name: count * (number + 1) // num_parts - count * number // num_parts
+        for name in ("flops", "bytes_read", "bytes_written")
+        for count in [getattr(operator, name)]
+    }
+    seconds = operator.seconds
+    return shares | {"seconds": None if seconds is None else seconds / num_parts}

@@ -10,11 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from penstock.graph.splitting._forms import item_bytes
-from penstock.graph.step_graph import Kind, Operator, StepGraph, Storage, TensorView, views_in
+from penstock.graph.step_graph import (
+    Kind,
+    Operator,
+    StepGraph,
+    Storage,
+    TensorView,
+    map_views,
+    views_in,
+)
 
 _PREFIX = "part"
 _LEAST_SHARE = 1 / 16  # of the bytes that an operator may need: smaller inputs stay whole
@@ -33,7 +41,7 @@ def divide_inputs(graph: StepGraph, max_bytes: int) -> StepGraph:
     num_names = Counter(view.value for view in graph.tensors.values())
     parts = {}
     for name, view in graph.tensors.items():
-        storage = graph.storages[graph.storage_of_value[view.value]]
+        storage = graph.storage(view.value)
         is_large = storage.num_bytes > max_bytes * _LEAST_SHARE
         if storage.kind is Kind.INPUT and is_large and num_names[view.value] == 1:
             parts[name] = _find_parts(graph, view.value, view.dtype)
@@ -53,7 +61,7 @@ def part_of_input(name: str) -> tuple[str, int, int] | None:
 
 def _find_parts(graph: StepGraph, value: int, dtype: str) -> list[_Range]:
     """Return the ranges of a value that operators view; none if it has to stay whole."""
-    if graph.storages[graph.storage_of_value[value]].final is not None:
+    if graph.storage(value).final is not None:
         return []
     users = [graph.operators[index] for index in graph.consumers[value]]
     views = [[view for view in _views_of(user) if view.value == value] for user in users]
@@ -65,9 +73,7 @@ def _find_parts(graph: StepGraph, value: int, dtype: str) -> list[_Range]:
 
 
 def _views_of(operator: Operator) -> Iterator[TensorView]:
-    yield from views_in((operator.args, operator.kwargs))
-    if operator.recompute_args is not None:
-        yield from views_in(operator.recompute_args)
+    return views_in((operator.args, operator.kwargs, operator.recompute_args))
 
 
 def _merge_ranges(views: Iterable[TensorView]) -> list[_Range]:
@@ -85,9 +91,8 @@ def _merge_ranges(views: Iterable[TensorView]) -> list[_Range]:
 
 def _range_of(view: TensorView) -> _Range:
     """Return the bytes from a view's first element to its last; it has some."""
-    last = sum((n - 1) * stride for n, stride in zip(view.shape, view.stride, strict=True))
     num_bytes = item_bytes(view.dtype)
-    return _Range(view.offset * num_bytes, (view.offset + last + 1) * num_bytes)
+    return _Range(view.offset * num_bytes, view.end * num_bytes)
 
 
 class _InputDivider:
@@ -150,26 +155,19 @@ class _InputDivider:
         )
         return dataclasses.replace(
             operator,
-            args=self._replace_views(operator.args),
-            kwargs=self._replace_views(operator.kwargs),
-            recompute_args=self._replace_views(operator.recompute_args),
+            args=map_views(self._replace_view, operator.args),
+            kwargs=map_views(self._replace_view, operator.kwargs),
+            recompute_args=map_views(self._replace_view, operator.recompute_args),
             reads=tuple(reads),
             may_overwrite=tuple(
                 (read, made) for read, made in operator.may_overwrite if read not in self._parts
             ),
         )
 
-    def _replace_views(self, item: Any) -> Any:
-        """Replace the views of divided inputs in an argument by views of parts."""
-        if isinstance(item, TensorView):
-            return self._replace_view(item) if item.value in self._parts else item
-        if isinstance(item, tuple):
-            return tuple(map(self._replace_views, item))
-        if isinstance(item, Mapping):
-            return {key: self._replace_views(each) for key, each in item.items()}
-        return item
-
     def _replace_view(self, view: TensorView) -> TensorView:
+        """Return the view of a part; of a value that is not divided the view itself."""
+        if view.value not in self._parts:
+            return view
         parts = self._parts[view.value]
         if 0 in view.shape:
             return view._replace(value=self._values[view.value, parts[0]], offset=0)
