@@ -86,10 +86,10 @@ class Binder:
             poison(blocks.arena)
         return executions
 
-    def capture_and_bind(self, plan: Plan, batch: Any) -> list[Execution]:
-        """Bind a plan to the step that the program takes with a batch."""
-        graph = capture_program(self.program._replace(batch=batch), self.optimizer)
-        return self.bind([PlannedGraph(plan, graph)])
+    def capture_for(self, plan: Plan, batch: Any) -> PlannedGraph:
+        """Capture the step that the program takes with a batch, for a plan of it."""
+        program = self.program._replace(batch=batch)
+        return PlannedGraph(plan, capture_program(program, self.optimizer))
 
     def capture(self, batch: Any, *, is_extra: bool) -> StepGraph:
         """Capture the step of a batch for `fit`; refuse it before the time that planning takes.

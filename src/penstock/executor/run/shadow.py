@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import stacklevel_of_user
 from penstock.executor.device.base import Device
@@ -27,6 +28,7 @@ from penstock.graph.batches import is_full_mask, replace_tensors, tensors_in
 from penstock.graph.capturing.capture import verify
 from penstock.graph.capturing.module_state import preserve_modules
 from penstock.graph.capturing.step_program import StepProgram
+from penstock.graph.encoding import dtype_from_name
 from penstock.graph.executable import find_last_uses
 from penstock.memory import Tier, available_ram
 from penstock.planner import Plan
@@ -177,7 +179,8 @@ class Shadow:
     ) -> torch.Tensor | None:
         try:
             try:
-                with _drop_saved_tensors():
+                # No backward pass follows.
+                with saved_tensors_hooks(lambda tensor: None, _refuse_saved_tensor):
                     return _compute_loss(program, graph, device)
             except Exception:  # it asks for gradients within the forward pass
                 return _compute_loss(program, graph, device)
@@ -296,24 +299,12 @@ def _copy_layout(graph: StepGraph, tensor: torch.Tensor, path: str) -> torch.Ten
     return made.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
-@contextlib.contextmanager
-def _enable_autocast(graph: StepGraph) -> Iterator[None]:
-    """Enable autocast as during the capture."""
+def _enable_autocast(graph: StepGraph) -> torch.autocast:
+    """Return autocast as it was during the capture."""
     name = graph.metadata.get("autocast")
-    if name is None:
-        yield
-        return
-    with torch.autocast(graph.device, getattr(torch, name)):
-        yield
+    dtype = None if name is None else dtype_from_name(name)
+    return torch.autocast(graph.device, dtype, enabled=name is not None)
 
 
-@contextlib.contextmanager
-def _drop_saved_tensors() -> Iterator[None]:
-    """Let autograd save no tensors: no backward pass follows."""
-
-    def unpack(_: object) -> torch.Tensor:
-        raise RuntimeError("a forward pass was to keep no tensors")
-
-    pack: Callable[[torch.Tensor], None] = lambda tensor: None  # noqa: E731
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
+def _refuse_saved_tensor(_: object) -> torch.Tensor:
+    raise RuntimeError("a forward pass was to keep no tensors")

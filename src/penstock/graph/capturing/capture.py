@@ -246,7 +246,5 @@ class _Tracer:
         Raises:
             CaptureError: It does something else.
         """
-        comparison = record.compare(recorder, to_gradients=to_gradients)
-        with self.activate(recorder):
+        with record.compare(recorder, to_gradients=to_gradients), self.activate(recorder):
             self.run(recorder)
-        comparison.end()
