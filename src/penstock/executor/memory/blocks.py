@@ -1,7 +1,7 @@
 """Memory that plans run in: one arena, one block of host memory, one extent of a file.
 
 Each is allocated once, when a plan is bound, and nothing is allocated for a value afterwards. A
-plan's offsets in the arena are its own; `layout.py` assigns those of its copies below the device.
+plan's offsets in the arena are its own; a `Layout` has those of its copies below the device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from penstock.executor.device.base import Device
-from penstock.executor.memory.layout import Layout
+from penstock.executor.memory.residency import Layout
 from penstock.memory import ExtentFile, FileStore, Tier
 from penstock.memory.pages import DIRECT_IO_BYTES, PAGE_BYTES
 

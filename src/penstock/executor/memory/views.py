@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 
 from penstock.executor.memory.blocks import FileBlock, SharedBlocks, TierBlock
-from penstock.executor.memory.layout import Layout
-from penstock.executor.memory.residency import ResidencyIndex, ResidencyInterval
+from penstock.executor.memory.residency import Layout, ResidencyIndex, ResidencyInterval
 from penstock.graph import Kind, StepGraph, TensorView
 from penstock.graph.encoding import dtype_from_name
 from penstock.memory import Tier

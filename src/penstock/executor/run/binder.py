@@ -14,9 +14,9 @@ from penstock.errors import GraphFileError, PlanError
 from penstock.executor.device import device_of
 from penstock.executor.device.base import Device
 from penstock.executor.memory.blocks import SharedBlocks
-from penstock.executor.memory.layout import Layout, lay_out_copies
+from penstock.executor.memory.residency import Layout, lay_out_copies
 from penstock.executor.program.operators import ALIGNMENT_BYTES
-from penstock.executor.run.debug import poison
+from penstock.executor.run.debug import POISON
 from penstock.executor.run.distributed import require_collective
 from penstock.executor.run.execution import Execution
 from penstock.executor.run.planning import PlannedGraph
@@ -83,7 +83,7 @@ class Binder:
             blocks.close(after=before)
             raise
         if self.debug and before is None:
-            poison(blocks.arena)
+            blocks.arena.tensor.fill_(POISON)
         return executions
 
     def capture_for(self, plan: Plan, batch: Any) -> PlannedGraph:

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
 from penstock.errors import PenstockError
-from penstock.executor.memory.blocks import TierBlock
 from penstock.executor.memory.residency import ResidencyInterval
 from penstock.executor.memory.views import PlanMemory
 from penstock.executor.program.operators import Call
@@ -19,12 +18,7 @@ from penstock.graph import StepGraph
 from penstock.memory import Tier
 from penstock.planner import Plan, Transfer
 
-_POISON = 0xFF
-
-
-def poison(block: TierBlock) -> None:
-    """Overwrite a whole block."""
-    block.tensor.fill_(_POISON)
+POISON = 0xFF
 
 
 class Debug:
@@ -39,7 +33,7 @@ class Debug:
         """Yield calls that overwrite the bytes that are freed at a boundary."""
         for offset, num_bytes in self._freed.get(position, ()):
             place = self._memory.arena.bytes_at(offset, num_bytes)
-            yield lambda place=place: place.fill_(_POISON)
+            yield lambda place=place: place.fill_(POISON)
 
     def compare_bytes(
         self,

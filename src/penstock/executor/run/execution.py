@@ -18,7 +18,7 @@ from penstock.errors import PenstockError, TornStepError, UnlikeEagerError
 from penstock.executor.device.base import Device
 from penstock.executor.device.links import ThreadLink
 from penstock.executor.memory.blocks import FileBlock, SharedBlocks
-from penstock.executor.memory.layout import Layout
+from penstock.executor.memory.residency import Layout
 from penstock.executor.memory.views import PlanMemory, copy_elements
 from penstock.executor.program.executable import BoundaryStage, Segments, compile_plan
 from penstock.executor.program.operators import Call

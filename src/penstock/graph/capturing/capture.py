@@ -21,6 +21,8 @@ from penstock.graph.capturing._conditions import (
     isolate_capture,
     name_optimizer_in_errors,
     patch_transformers_checks,
+    refuse_other_draws,
+    trace_random_state,
 )
 from penstock.graph.capturing._graph_builder import build_graph
 from penstock.graph.capturing._model import (
@@ -32,7 +34,6 @@ from penstock.graph.capturing._model import (
 )
 from penstock.graph.capturing._optimizer import OptimizerCopy
 from penstock.graph.capturing._program_lines import ProgramLines
-from penstock.graph.capturing._random_state import refuse_other_draws, trace_random_state
 from penstock.graph.capturing._recapture import CaptureRecord
 from penstock.graph.capturing.fake_tensors import FakeTensors
 from penstock.graph.capturing.module_state import autocast_of, evaluation_modules, frozen_parameters

@@ -34,14 +34,12 @@ class OperatorCounts(NamedTuple):
     workspace_bytes: int = 0
 
 
-_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-_NO_ARITHMETIC = _NOTHING | {
-    *("clone", "copy_", "_to_copy", "cat", "stack", "fill_", "zero_", "zeros", "zeros_like"),
-    *("ones", "ones_like", "full", "full_like", "new_zeros", "new_ones", "new_full", "arange"),
+_NO_ARITHMETIC = {
+    *("clone", "copy_", "_to_copy", "cat", "stack", "fill_", "zero_", "arange", "where"),
     *("embedding", "index", "index_select", "gather", "select_backward", "slice_backward"),
-    *("scalar_tensor", "constant_pad_nd", "roll", "flip", "repeat", "tril", "triu", "where"),
+    *("constant_pad_nd", "roll", "flip", "repeat", "tril", "triu", "lift_fresh_copy"),
     *("_foreach_copy_", "index_put_", "index_put", "scatter", "masked_fill", "masked_fill_"),
-    *("lift_fresh_copy", "nll_loss_forward", "nll_loss_backward", "max_pool2d_with_indices"),
+    *("nll_loss_forward", "nll_loss_backward", "max_pool2d_with_indices"),
 }
 _OPERATIONS_PER_ELEMENT = {  # where the formula has more than one, division and exp counted as one
     **dict.fromkeys(("native_layer_norm", "native_batch_norm", "native_group_norm"), 8),
@@ -93,17 +91,16 @@ def count_operator(
     result: Any,
     written: list[torch.Tensor],
 ) -> OperatorCounts:
-    """Count the operations and bytes of one call of an operator.
+    """Count the operations and bytes of one call of an operator, which is no factory (`zeros`).
 
     Returns:
         The counts; the workspace as `workspace_bytes` declares it.
     """
     name = func._opname
-    if name in _NOTHING:
-        return OperatorCounts()
     inputs, outputs = _tensors(args) + _tensors(tuple(kwargs.values())), _tensors(result)
     identities = {id(tensor) for tensor in written}
     made = [tensor for tensor in outputs if id(tensor) not in identities]
+    device = outputs[0].device.type if outputs else "cpu"
     read = sum(map(touched_bytes, inputs))
     if name in _LOOKUPS and inputs:
         read += sum(map(touched_bytes, outputs)) - touched_bytes(inputs[0])
@@ -113,12 +110,8 @@ def count_operator(
         _count_flops(func, name, args, kwargs, result, inputs, made + written),
         max(0, read),
         sum(map(touched_bytes, made)) + sum(map(touched_bytes, written)),
-        workspace_bytes(name, max(0, read), sum(map(touched_bytes, made)), _device(outputs)),
+        workspace_bytes(name, max(0, read), sum(map(touched_bytes, made)), device),
     )
-
-
-def _device(tensors: list[torch.Tensor]) -> str:
-    return tensors[0].device.type if tensors else "cpu"
 
 
 def touched_bytes(tensor: torch.Tensor) -> int:
