@@ -140,7 +140,9 @@ class _ReferenceRun:
         return self._tensor(self._graph.loss).clone()
 
     def _run_operator(self, operator: Operator) -> None:
-        args, kwargs = decode_arguments(operator, self._device, self._tensor, self._number)
+        args, kwargs = decode_arguments(
+            operator, self._device, self._tensor, lambda each: evaluate(each, self._read)
+        )
         if operator.target == SCALAR:
             self._numbers[operator.creates[0]] = args[0].item()
             return
@@ -183,9 +185,6 @@ class _ReferenceRun:
     def _tensor(self, view: TensorView) -> torch.Tensor:
         memory = self._memory[self._graph.storage_of_value[view.value]]
         return view_memory(memory, view, memory.device)
-
-    def _number(self, expression: Any) -> Any:
-        return evaluate(expression, self._read)
 
     def _read(self, view: TensorView) -> float | int:
         number = self._numbers.get(view.value)

@@ -7,7 +7,6 @@ moves. Tensors of model and optimizer are entries of their dictionaries.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, NamedTuple
 
@@ -55,7 +54,8 @@ def bind_batch(graph: StepGraph, batch: Any) -> dict[str, torch.Tensor]:
                 "its shape"
             )
         if tensor.stride() != view.stride or tensor.storage_offset() != view.offset:
-            found[name] = _lay_out(tensor, view)
+            memory = torch.empty(view.end, dtype=tensor.dtype, device=tensor.device)
+            found[name] = memory.as_strided(view.shape, view.stride, view.offset).copy_(tensor)
     for name in graph.tensors:
         if part := part_of_input(name):
             whole, begin, end = part
@@ -75,12 +75,6 @@ def _check_constants(graph: StepGraph, batch: Any) -> None:
                 f"{name} is {now} and was {then} when the step was captured, of which it is a "
                 "part: pass it as a tensor if the model can take one, or capture a step for it"
             )
-
-
-def _lay_out(tensor: torch.Tensor, view: TensorView) -> torch.Tensor:
-    """Copy a tensor into a storage in which its elements lie as in a view."""
-    memory = torch.empty(view.end, dtype=tensor.dtype, device=tensor.device)
-    return memory.as_strided(view.shape, view.stride, view.offset).copy_(tensor)
 
 
 def bind_numbers(graph: StepGraph, optimizer: torch.optim.Optimizer) -> dict[int, float]:
@@ -248,15 +242,11 @@ def _find_module_entries(
             f"only {only} has a tensor {name!r}: this graph is of another model; capture this one"
         )
     for name, (tensors, key, shard) in found.items():
-        holder = functools.partial(_holder_of, tensors, key, shard)
+        # FSDP2 has a shard also while the module holds the whole parameter.
+        holder = lambda tensors=tensors, key=key, shard=shard: (  # noqa: E731
+            tensors if shard is None else {key: shard.parameter}
+        )
         yield StateEntry(name, holder, key, graph.tensors[name], shard)
-
-
-def _holder_of(
-    tensors: MutableMapping[str, Any], key: str, shard: Shard | None
-) -> MutableMapping[str, Any]:
-    """Return the dictionary that holds a parameter; FSDP2's while the module holds a whole one."""
-    return tensors if shard is None else {key: shard.parameter}
 
 
 def _find_optimizer_entries(

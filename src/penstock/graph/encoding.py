@@ -44,14 +44,10 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 }
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return `"float32"` for `torch.float32`."""
-    return _dtype_names()[dtype]
-
-
-@functools.cache
-def _dtype_names() -> dict[torch.dtype, str]:
-    return {each: str(each)[6:] for each in vars(torch).values() if type(each) is torch.dtype}
+    return str(dtype)[6:]
 
 
 @functools.cache

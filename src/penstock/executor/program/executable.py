@@ -154,11 +154,6 @@ def _compile_transfers(
     return dict(calls)
 
 
-def _copy_outside_tensor(place: torch.Tensor, outside: torch.Tensor) -> None:
-    """Copy a tensor that is neither the model's nor the batch's, as it is now."""
-    place.copy_(outside.detach())
-
-
 class _Compiler:
     """Compiler of operators at positions to calls."""
 
@@ -193,7 +188,8 @@ class _Compiler:
         is_live = has_scalars((bindings.args, bindings.kwargs))
         outside = self._outside.get(operator.name) if target == CONSTANT else None
         if outside is not None:
-            call = functools.partial(_copy_outside_tensor, bindings.results[0], outside)
+            place = bindings.results[0]
+            call = lambda: place.copy_(outside.detach())  # noqa: E731 (as it is then)
         else:
             call = make_call(operator, target, bindings, self._scalars, slot)
         if call is None:

@@ -236,8 +236,9 @@ def _compute_loss(program: StepProgram, graph: StepGraph, device: Device) -> tor
     with _restore_state(root, graph, device), torch.enable_grad():
         if graph.device != "cpu":
             _copy_to_device(root, device.device)
-        copy = replace_tensors(program.batch, "batch", _copy_tensor)
-        losses = program._replace(batch=copy).iter_losses()
+        copy = lambda tensor, _: tensor.detach().clone().requires_grad_(tensor.requires_grad)  # noqa: E731
+        batch = replace_tensors(program.batch, "batch", copy)
+        losses = program._replace(batch=batch).iter_losses()
         return functools.reduce(operator.add, (each.detach() for each in losses)).clone()
 
 
@@ -279,10 +280,6 @@ def _copy_to_device(root: nn.Module, device: torch.device) -> None:
                     if isinstance(tensor, nn.Parameter):
                         copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
                     held[key] = copy  # pyright: ignore[reportArgumentType]
-
-
-def _copy_tensor(tensor: torch.Tensor, path: str) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _copy_layout(graph: StepGraph, tensor: torch.Tensor, path: str) -> torch.Tensor:

@@ -226,13 +226,11 @@ class FsdpCapture:
     def _reshard_after_recomputation(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._recorder.phase is not Phase.BACKWARD:
             return
+        gathered = {shard for group in self._gathered_groups for shard in group.shards}
         for key in module._parameters:
             shard = self._model.at(module, key)
-            if shard in self._last_gathered and not self._is_gathered(shard):
+            if shard in self._last_gathered and shard not in gathered:
                 module._parameters[key] = self._fake_of(shard)  # pyright: ignore
-
-    def _is_gathered(self, shard: Shard) -> bool:
-        return any(shard in group.shards for group in self._gathered_groups)
 
     # Saved tensors.
 
