@@ -20,7 +20,7 @@ import torch
 from penstock.compat.autograd import set_grad_enabled
 from penstock.executor.device.base import Device
 from penstock.executor.device.links import ThreadLink
-from penstock.executor.memory.views import PlanMemory
+from penstock.executor.memory.blocks import PlanMemory
 from penstock.executor.program.operators import (
     Bindings,
     Call,

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from penstock.executor.device.links import ThreadLink
+from penstock.executor.memory.blocks import PlanMemory
 from penstock.executor.memory.residency import ResidencyInterval
-from penstock.executor.memory.views import PlanMemory
 from penstock.executor.program.executable import BoundaryStage
 from penstock.executor.program.operators import Call
 from penstock.executor.state.binding import StateBinding

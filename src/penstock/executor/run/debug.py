@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
 from penstock.errors import PenstockError
+from penstock.executor.memory.blocks import PlanMemory
 from penstock.executor.memory.residency import ResidencyInterval
-from penstock.executor.memory.views import PlanMemory
 from penstock.executor.program.operators import Call
 from penstock.graph import StepGraph
 from penstock.memory import Tier

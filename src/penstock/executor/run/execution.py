@@ -17,9 +17,8 @@ from penstock.compat.autograd import below_autograd, set_grad_enabled
 from penstock.errors import PenstockError, TornStepError, UnlikeEagerError
 from penstock.executor.device.base import Device
 from penstock.executor.device.links import ThreadLink
-from penstock.executor.memory.blocks import FileBlock, SharedBlocks
+from penstock.executor.memory.blocks import FileBlock, PlanMemory, SharedBlocks, copy_elements
 from penstock.executor.memory.residency import Layout
-from penstock.executor.memory.views import PlanMemory, copy_elements
 from penstock.executor.program.executable import BoundaryStage, Segments, compile_plan
 from penstock.executor.program.operators import Call
 from penstock.executor.program.scalars import Scalars

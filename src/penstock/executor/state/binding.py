@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from penstock.errors import PenstockError
+from penstock.executor.memory.blocks import PlanMemory, copy_elements, narrow_expanded
 from penstock.executor.memory.residency import ResidencyInterval
-from penstock.executor.memory.views import PlanMemory, copy_elements, narrow_expanded
 from penstock.executor.state._parallel_move import ByteMove, move_in_parallel
 from penstock.graph import Kind, TensorView
 from penstock.graph.bindings import (

@@ -85,9 +85,10 @@ class StepProgram(NamedTuple):
         """Call the model and yield its loss: that of the batch, or of each micro-batch, divided by
         their number.
         """
+        num_parts = self.accumulate or 1
         for part in [self.batch] if self.accumulate is None else self.batch:
             value = loss_of(call_model(self.model, part), part, self.loss)
-            yield value / self.accumulate if (self.accumulate or 1) > 1 else value
+            yield value / num_parts if num_parts > 1 else value
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
