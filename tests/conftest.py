@@ -270,7 +270,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_finish() -> None:
     """Take what the imports have made out of collections, and out of captures, which look at all
-    objects there are (see `penstock.graph.capturing._random_state`): there are thousands of these.
+    objects there are (see `penstock.graph.capturing._conditions`): there are thousands of these.
     """
     gc.collect()
     gc.freeze()

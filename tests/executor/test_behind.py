@@ -19,8 +19,7 @@ from penstock.errors import GraphFileError
 from penstock.executor import bind
 from penstock.executor.device.base import Device
 from penstock.executor.device.links import ThreadLink
-from penstock.executor.program.executable import BoundaryStage, Executable
-from penstock.executor.program.segments import Segments
+from penstock.executor.program.executable import BoundaryStage, Executable, Segments
 from penstock.executor.run import binder
 from penstock.executor.run._loss import LossCheck
 from penstock.executor.run.execution import Execution

@@ -80,7 +80,8 @@ class PlannedStep:
             if self._closed:
                 raise PenstockError("this planned step is closed; bind the plan again")
             if not self._executions:
-                self._start(self._bind(batch))
+                planned = self._planned or [self._binder.capture_for(self.plan, batch)]
+                self._start(self._binder.bind(planned))
             self._refine()
             execution = self._choose_execution(batch)
             with execution.interrupts:
@@ -170,11 +171,6 @@ class PlannedStep:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _bind(self, batch: Any) -> list[Execution]:
-        if self._planned:
-            return self._binder.bind(self._planned)
-        return self._binder.capture_and_bind(self.plan, batch)
 
     def _start(self, executions: list[Execution]) -> None:
         self._executions = executions

@@ -13,9 +13,8 @@ from penstock.graph.step_graph import Kind, Operator, Phase, StepGraph, Storage,
 if TYPE_CHECKING:
     from penstock.graph._run import run
     from penstock.graph.capturing.capture import capture
-    from penstock.graph.costs.measurement import measure
-    from penstock.graph.costs.roofline import operator_seconds
-    from penstock.graph.costs.workspace import with_workspace
+    from penstock.graph.costs.counts import with_workspace
+    from penstock.graph.costs.measurement import measure, operator_seconds
     from penstock.graph.splitting.split import split
 
 __all__ = [

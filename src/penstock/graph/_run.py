@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from penstock.compat.autograd import below_autograd
-from penstock.errors import PenstockError
-from penstock.graph._expressions import evaluate
+from penstock.errors import GraphFileError, PenstockError
 from penstock.graph.bindings import (
+    StateEntry,
     bind_batch,
     bind_group_tensors,
-    bind_model,
     bind_numbers,
-    bind_state,
+    find_entries,
+    find_initial_fill,
 )
 from penstock.graph.encoding import (
     CONSTANT,
@@ -28,7 +28,10 @@ from penstock.graph.encoding import (
     GET_RNG_STATE,
     SCALAR,
     SET_RNG_STATE,
-    decode,
+    decode_arguments,
+    dtype_from_name,
+    dtype_name,
+    evaluate,
     flat_results,
     make,
     random_state,
@@ -36,10 +39,11 @@ from penstock.graph.encoding import (
     set_random_state,
     view_memory,
 )
+from penstock.graph.executable import find_last_uses
 from penstock.graph.fsdp import collectives  # noqa: F401 (operators of graphs)
 from penstock.graph.fsdp.shards import ShardedModel
 from penstock.graph.splitting.input_pieces import part_of_input
-from penstock.graph.step_graph import Kind, Operator, Phase, StepGraph, TensorView
+from penstock.graph.step_graph import Operator, Phase, StepGraph, TensorView
 
 
 def run(
@@ -80,12 +84,31 @@ def run(
     """
     if graph.captured is not None:
         graph.captured.check_outside()
-    ShardedModel(model, loss)  # puts the shards into the model
-    tensors = bind_model(graph, model, loss) | bind_batch(graph, batch)
-    tensors |= bind_state(graph, model, optimizer, loss) | bind_group_tensors(graph, optimizer)
+    sharded = ShardedModel(model, loss)  # puts the shards into the model
+    entries = find_entries(graph, model, loss, optimizer, sharded)
+    tensors = bind_batch(graph, batch) | {each.name: _take(graph, each) for each in entries}
+    tensors |= bind_group_tensors(graph, optimizer)
     step = _ReferenceRun(graph, tensors, bind_numbers(graph, optimizer))
     with below_autograd(), torch.autocast(graph.device, enabled=False):
         return step.run()
+
+
+def _take(graph: StepGraph, entry: StateEntry) -> torch.Tensor:
+    """Return a tensor of the user's, laid out as in the graph; make state that does not exist."""
+    view, tensor = entry.view, entry.get()
+    if tensor is None:
+        assert entry.owner is not None
+        device = entry.owner.device if graph.num_bytes(view.value) else torch.device("cpu")
+        dtype = dtype_from_name(view.dtype)
+        made = torch.empty_strided(view.shape, view.stride, dtype=dtype, device=device)
+        return entry.set(made.fill_(find_initial_fill(graph, entry.name)))
+    if (tensor.stride(), tensor.storage_offset()) != (view.stride, view.offset):
+        raise GraphFileError(
+            f"{entry.name} has strides {tensor.stride()} and offset {tensor.storage_offset()} and "
+            f"was captured with {view.stride} and {view.offset}: this graph is of another model; "
+            "capture this one"
+        )
+    return tensor
 
 
 class _ReferenceRun:
@@ -102,7 +125,7 @@ class _ReferenceRun:
             self._memory[storage] = tensor.untyped_storage()
         devices = {each.device for name, each in tensors.items() if name.startswith("model.")}
         self._device = devices.pop() if devices else torch.device(graph.device)
-        self._dying = _last_uses(graph)
+        self._dying = find_last_uses(graph, graph.operators)
 
     def run(self) -> torch.Tensor:
         for index, operator in enumerate(self._graph.operators):
@@ -111,19 +134,18 @@ class _ReferenceRun:
             with torch.set_grad_enabled(operator.phase is Phase.FORWARD):
                 self._run_operator(operator)
             for storage in self._dying.get(index, ()):
-                self._memory.pop(storage, None)
+                if self._graph.storages[storage].final is None:
+                    self._memory.pop(storage, None)
         assert self._graph.loss is not None
         return self._tensor(self._graph.loss).clone()
 
     def _run_operator(self, operator: Operator) -> None:
-        args = [decode(each, self._device, self._tensor, self._number) for each in operator.args]
+        args, kwargs = decode_arguments(
+            operator, self._device, self._tensor, lambda each: evaluate(each, self._read)
+        )
         if operator.target == SCALAR:
             self._numbers[operator.creates[0]] = args[0].item()
             return
-        kwargs = {
-            name: decode(value, self._device, self._tensor, self._number)
-            for name, value in operator.kwargs.items()
-        }
         results = flat_results(self._call(operator, args, kwargs))
         for view, result in zip(operator.outputs, results, strict=True):
             if view is not None and view.value in operator.creates:
@@ -147,12 +169,11 @@ class _ReferenceRun:
     def _keep(self, operator: Operator, view: TensorView, result: torch.Tensor) -> None:
         """Keep a result, if it has the dtype and shape that the fake kernel has promised."""
         storage = self._graph.storage_of_value[view.value]
-        promised = (view.dtype, view.shape, self._graph.storages[storage].num_bytes)
-        given = (str(result.dtype)[6:], tuple(result.shape), result.untyped_storage().nbytes())
-        if given[:2] != promised[:2]:
+        given, promised = (dtype_name(result.dtype), tuple(result.shape)), (view.dtype, view.shape)
+        if given != promised:
             raise PenstockError(
-                f"{operator.target} ({operator.name}) gave dtype and shape {given[:2]}, and its "
-                f"fake kernel had promised {promised[:2]}: this operator cannot be planned"
+                f"{operator.target} ({operator.name}) gave dtype and shape {given}, and its fake "
+                f"kernel had promised {promised}: this operator cannot be planned"
             )
         if (result.stride(), result.storage_offset()) != (view.stride, view.offset):
             laid_out = torch.empty_strided(
@@ -164,9 +185,6 @@ class _ReferenceRun:
     def _tensor(self, view: TensorView) -> torch.Tensor:
         memory = self._memory[self._graph.storage_of_value[view.value]]
         return view_memory(memory, view, memory.device)
-
-    def _number(self, expression: Any) -> Any:
-        return evaluate(expression, self._read)
 
     def _read(self, view: TensorView) -> float | int:
         number = self._numbers.get(view.value)
@@ -193,17 +211,3 @@ def _tensors_of_storages(
             view = graph.tensors[name]
             view_memory(memory.untyped_storage(), view, device).copy_(tensors[name].detach())
         yield names[0], memory
-
-
-def _last_uses(graph: StepGraph) -> dict[int, list[int]]:
-    """Return for each operator the storages that have no use after it."""
-    last: dict[int, int] = {}
-    for index, operator in enumerate(graph.operators):
-        for value in operator.needs + operator.makes:
-            last[graph.storage_of_value[value]] = index
-    dying: dict[int, list[int]] = {}
-    for storage, index in last.items():
-        block = graph.storages[storage]
-        if block.final is None and block.kind is not Kind.INPUT:
-            dying.setdefault(index, []).append(storage)
-    return dying

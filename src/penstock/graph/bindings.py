@@ -1,56 +1,27 @@
 """Real tensors and numbers for the names of a step graph, checked against the graph.
 
 A graph is data about one model, one optimizer and batches of one shape. Its execution begins with
-the tensors that are found here; an error names the first one that does not fit.
+the tensors that are found here; an error names the first one that does not fit, before anything
+moves. Tensors of model and optimizer are entries of their dictionaries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from penstock.errors import GraphFileError
-from penstock.graph._expressions import evaluate
 from penstock.graph.batches import constants_in, is_full_mask, tensors_in
-from penstock.graph.encoding import dtype_from_name, dtype_name
-from penstock.graph.fsdp.shards import local_of, sharded_like
+from penstock.graph.encoding import dtype_name, evaluate
+from penstock.graph.fsdp.shards import Shard, ShardedModel, local_of, sharded_like
 from penstock.graph.splitting.input_pieces import part_of_input
-from penstock.graph.step_graph import StepGraph, TensorView, views_in
+from penstock.graph.step_graph import Kind, StepGraph, TensorView, views_in
 
-_STATE, _GROUPS, _BATCH = "optimizer.state.", "optimizer.param_groups.", "batch"
-
-
-def named_tensors(model: nn.Module, loss: object = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and buffers under each of their names in a step graph."""
-    for prefix, module in (("model", model), ("loss", loss)):
-        if isinstance(module, nn.Module):
-            for name, tensor in module.named_parameters(prefix, remove_duplicate=False):
-                yield name, tensor
-            for name, tensor in module.named_buffers(prefix, remove_duplicate=False):
-                yield name, tensor
-
-
-def bind_model(graph: StepGraph, model: nn.Module, loss: object = None) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers that a graph begins with, by their names.
-
-    Of a tensor that ranks share it is this rank's part.
-
-    Raises:
-        GraphFileError: The graph is of another model; the message names the first difference.
-    """
-    found = {name: local_of(tensor) for name, tensor in named_tensors(model, loss)}
-    wanted = {name for name in graph.tensors if name.startswith(("model.", "loss."))}
-    for name in sorted(wanted ^ found.keys()):
-        owner = "the graph" if name in wanted else "the model"
-        raise GraphFileError(
-            f"only {owner} has a tensor {name!r}: this graph is of another model; capture this one"
-        )
-    _check_all(graph, found)
-    _check_sharing(graph, found)
-    return found
+STATE_PREFIX = "optimizer.state."
+_GROUPS, _BATCH = "optimizer.param_groups.", "batch"
 
 
 def bind_batch(graph: StepGraph, batch: Any) -> dict[str, torch.Tensor]:
@@ -83,7 +54,8 @@ def bind_batch(graph: StepGraph, batch: Any) -> dict[str, torch.Tensor]:
                 "its shape"
             )
         if tensor.stride() != view.stride or tensor.storage_offset() != view.offset:
-            found[name] = _lay_out(tensor, view)
+            memory = torch.empty(view.end, dtype=tensor.dtype, device=tensor.device)
+            found[name] = memory.as_strided(view.shape, view.stride, view.offset).copy_(tensor)
     for name in graph.tensors:
         if part := part_of_input(name):
             whole, begin, end = part
@@ -105,41 +77,6 @@ def _check_constants(graph: StepGraph, batch: Any) -> None:
             )
 
 
-def _lay_out(tensor: torch.Tensor, view: TensorView) -> torch.Tensor:
-    """Copy a tensor into a storage in which its elements lie as in a view."""
-    steps = zip(view.shape, view.stride, strict=True)
-    num_elements = view.offset + sum((size - 1) * stride for size, stride in steps) + 1
-    memory = torch.empty(num_elements, dtype=tensor.dtype, device=tensor.device)
-    return memory.as_strided(view.shape, view.stride, view.offset).copy_(tensor)
-
-
-def bind_state(
-    graph: StepGraph, model: nn.Module, optimizer: torch.optim.Optimizer, loss: object = None
-) -> dict[str, torch.Tensor]:
-    """Return the optimizer's state by its names in a graph; make state that does not exist yet.
-
-    Raises:
-        GraphFileError: The optimizer has other state than the captured one.
-        ValueError: State is missing, and the graph does not say how it begins.
-    """
-    parameters: dict[str, torch.Tensor] = {}
-    for name, tensor in named_tensors(model, loss):
-        parameters.setdefault(name.removeprefix("model."), tensor)
-    found = {}
-    for name, view in graph.tensors.items():
-        if name.startswith(_STATE):
-            owner, key = name.removeprefix(_STATE).rsplit(".", 1)
-            if owner not in parameters:
-                raise GraphFileError(f"the graph has {name!r}, and the model no {owner!r}")
-            state = optimizer.state[parameters[owner]]
-            if key not in state:
-                made = _initial_state(graph, name, view, parameters[owner])
-                state[key] = sharded_like(made, parameters[owner])
-            found[name] = local_of(state[key])
-    _check_all(graph, found)
-    return found
-
-
 def bind_numbers(graph: StepGraph, optimizer: torch.optim.Optimizer) -> dict[int, float]:
     """Return the hyper-parameters of this step, by value.
 
@@ -148,10 +85,7 @@ def bind_numbers(graph: StepGraph, optimizer: torch.optim.Optimizer) -> dict[int
     """
     numbers = {}
     for name, view in graph.tensors.items():
-        if (
-            name.startswith(_GROUPS)
-            and graph.storages[graph.storage_of_value[view.value]].kind == "scalar"
-        ):
+        if name.startswith(_GROUPS) and graph.storage(view.value).kind is Kind.SCALAR:
             numbers[view.value] = float(_group_entry(optimizer, name))
     for name, constant in graph.metadata.get("hyper_parameters", {}).items():
         now = _group_entry(optimizer, name)
@@ -159,7 +93,7 @@ def bind_numbers(graph: StepGraph, optimizer: torch.optim.Optimizer) -> dict[int
             raise GraphFileError(
                 f"{name} is {now!r} and was {constant!r} at the capture: capture again"
             )
-    check_guards(graph, lambda view: numbers[view.value])
+    _check_guards(graph, numbers)
     return numbers
 
 
@@ -173,13 +107,15 @@ def bind_group_tensors(
     return {name: entry for name, entry in entries.items() if isinstance(entry, torch.Tensor)}
 
 
-def check_guards(graph: StepGraph, read: Callable[[TensorView], float]) -> None:
+def _check_guards(graph: StepGraph, numbers: dict[int, float]) -> None:
     """Raise if a comparison that the optimizer made has another outcome now."""
     for expression, outcome in graph.guards:
-        if bool(evaluate(expression, read)) != outcome:
+        if bool(evaluate(expression, lambda view: numbers[view.value])) != outcome:
             names = {view: name for name, view in graph.tensors.items()}
-            found = {names.get(view, "a number"): read(view) for view in views_in(expression)}
-            now = ", ".join(f"{name} is {number!r}" for name, number in found.items())
+            now = ", ".join(
+                f"{names.get(view, 'a number')} is {numbers[view.value]!r}"
+                for view in dict.fromkeys(views_in(expression))
+            )
             raise GraphFileError(
                 f"{now} and has passed a value at which the optimizer takes another branch "
                 f"({expression[0]} with {expression[-1]}): capture again"
@@ -199,46 +135,167 @@ def _group_entry(optimizer: torch.optim.Optimizer, name: str) -> Any:
     return value
 
 
-def _initial_state(
-    graph: StepGraph, name: str, view: TensorView, parameter: torch.Tensor
-) -> torch.Tensor:
+class StateEntry(NamedTuple):
+    """A tensor of the user's at `holder()[key]`; loading a state makes new dictionaries.
+
+    Attributes:
+        name: Its name in the graph.
+        holder: Returns the dictionary.
+        key: Its key there.
+        view: Its view in the graph.
+        shard: Its shard, if it is a parameter that FSDP2 has sharded.
+        owner: The parameter whose state it is; None if it is no state.
+    """
+
+    name: str
+    holder: Callable[[], MutableMapping[str, Any]]
+    key: str
+    view: TensorView
+    shard: Shard | None = None
+    owner: torch.Tensor | None = None
+
+    def get(self) -> torch.Tensor | None:
+        """Return the tensor; of a DTensor this rank's part."""
+        return local_of(self.get_whole())
+
+    def get_whole(self) -> torch.Tensor | None:
+        """Return the tensor or the DTensor that the dictionary holds."""
+        return self.holder().get(self.key)
+
+    def set(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Put a tensor into the dictionary; return what `get` returns then."""
+        self.holder()[self.key] = sharded_like(tensor, self.owner)
+        return local_of(self.get_whole())
+
+    def get_flat_shard(self) -> tuple[torch.Tensor, TensorView] | None:
+        """Return the flat shard, with its padding, that a sharded parameter is a view of."""
+        if self.shard is None:
+            return None
+        flat = self.shard.flat
+        return flat, self.view._replace(shape=tuple(flat.shape), stride=(1,))
+
+
+def find_entries(
+    graph: StepGraph,
+    model: nn.Module,
+    loss: object,
+    optimizer: torch.optim.Optimizer,
+    sharded: ShardedModel,
+) -> list[StateEntry]:
+    """Return the entries of a model, its loss and its optimizer.
+
+    Raises:
+        GraphFileError: The graph is of another model or optimizer; nothing has been touched.
+        ValueError: State is missing and the graph does not say how it begins.
+    """
+    entries = list(_find_module_entries(graph, model, loss, sharded))
+    for entry in entries:
+        check_form(entry.name, entry.view, local_of(entry.holder()[entry.key]))
+    _check_sharing(graph, entries)
+    return [*entries, *_find_optimizer_entries(graph, entries, optimizer)]
+
+
+def find_initial_fill(graph: StepGraph, name: str) -> float:
+    """Return the number that fills state which does not exist yet.
+
+    Raises:
+        ValueError: The graph has none.
+    """
     fill = graph.metadata.get("initial_state", {}).get(name)
     if fill is None:
         raise ValueError(
             f"{name!r} does not exist yet and its first step is unlike the others: take one "
-            "ordinary step (loss.backward(); optimizer.step()) before running the graph"
+            "ordinary step (loss.backward(); optimizer.step()) before"
         )
-    storage = graph.storages[graph.storage_of_value[view.value]]
-    device = parameter.device if storage.num_bytes else torch.device("cpu")
-    tensor = torch.empty_strided(
-        view.shape, view.stride, dtype=dtype_from_name(view.dtype), device=device
-    )
-    return tensor.fill_(fill)
+    return fill
 
 
-def _check_all(graph: StepGraph, found: Mapping[str, torch.Tensor]) -> None:
-    for name, tensor in found.items():
-        view = graph.tensors[name]
-        here = (
-            dtype_name(tensor.dtype),
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.storage_offset(),
+def check_form(name: str, view: TensorView, tensor: torch.Tensor) -> None:
+    """Refuse a tensor of another dtype or shape than the graph's."""
+    here = (dtype_name(tensor.dtype), tuple(tensor.shape))
+    if here != (view.dtype, view.shape):
+        raise GraphFileError(
+            f"{name} is {here[0]} of shape {here[1]} and was captured as {view.dtype} of shape "
+            f"{view.shape}: this graph is of another model; capture this one"
         )
-        if here != tuple(view[1:]):
+
+
+def _find_module_entries(
+    graph: StepGraph, model: nn.Module, loss: object, sharded: ShardedModel
+) -> Iterator[StateEntry]:
+    """Yield the entries of parameters and buffers."""
+    found = {}
+    for prefix, root in (("model", model), ("loss", loss)):
+        if not isinstance(root, nn.Module):
+            continue
+        for path, module in root.named_modules(prefix=prefix, remove_duplicate=False):
+            for tensors in (module._parameters, module._buffers):
+                for key, tensor in tensors.items():
+                    if tensor is None:
+                        continue
+                    shard = sharded.at(module, key) if tensors is module._parameters else None
+                    found[f"{path}.{key}"] = tensors, key, shard
+    captured = {name for name in graph.tensors if name.startswith(("model.", "loss."))}
+    for name in sorted(captured ^ found.keys()):
+        only = "the graph" if name in captured else "the model"
+        raise GraphFileError(
+            f"only {only} has a tensor {name!r}: this graph is of another model; capture this one"
+        )
+    for name, (tensors, key, shard) in found.items():
+        # FSDP2 has a shard also while the module holds the whole parameter.
+        holder = lambda tensors=tensors, key=key, shard=shard: (  # noqa: E731
+            tensors if shard is None else {key: shard.parameter}
+        )
+        yield StateEntry(name, holder, key, graph.tensors[name], shard)
+
+
+def _find_optimizer_entries(
+    graph: StepGraph, module_entries: list[StateEntry], optimizer: torch.optim.Optimizer
+) -> Iterator[StateEntry]:
+    """Yield the entries of groups and state; missing state must have an initial number."""
+    parameters: dict[str, torch.Tensor] = {}
+    for entry in module_entries:
+        parameters.setdefault(entry.name.removeprefix("model."), entry.holder()[entry.key])
+    for name, view in graph.tensors.items():
+        if name.startswith(_GROUPS) and graph.storage(view.value).persistent:
+            index, key = name.removeprefix(_GROUPS).split(".", 1)
+            group = int(index)
+            yield StateEntry(name, lambda group=group: optimizer.param_groups[group], key, view)
+        if not name.startswith(STATE_PREFIX):
+            continue
+        owner, key = name.removeprefix(STATE_PREFIX).rsplit(".", 1)
+        if owner not in parameters:
             raise GraphFileError(
-                f"{name} is (dtype, shape, stride, offset) {here} and was captured as "
-                f"{tuple(view[1:])}: this graph is of another model; capture this one"
+                f"the graph has {name!r}, and the model no {owner!r}: this graph is of another "
+                "model; capture this one"
             )
+        parameter = parameters[owner]
+        # Loading a state makes a new `optimizer.state`; reading its item makes a dictionary there.
+        state = optimizer.state.get(parameter, {})
+        if key not in state:
+            find_initial_fill(graph, name)
+        else:
+            check_form(name, view, local_of(state[key]))
+        holder = lambda parameter=parameter: optimizer.state[parameter]  # noqa: E731
+        yield StateEntry(name, holder, key, view, owner=parameter)
 
 
-def _check_sharing(graph: StepGraph, found: Mapping[str, torch.Tensor]) -> None:
-    """Raise unless tensors share a storage in the model where they share one in the graph."""
-    captured: dict[int, str] = {}
-    real: dict[int, str] = {}
-    for name, tensor in found.items():
-        first = captured.setdefault(graph.storage_of_value[graph.tensors[name].value], name)
-        if real.setdefault(tensor.untyped_storage()._cdata, name) != first:
+def _check_sharing(graph: StepGraph, entries: list[StateEntry]) -> None:
+    """Refuse tensors that share memory in the model and not in the graph, or the reverse."""
+    address_of_storage: dict[int, int] = {}
+    storage_of_address: dict[int, int] = {}
+    for entry in entries:
+        name, view, tensor = entry.name, entry.view, local_of(entry.holder()[entry.key])
+        if not tensor.numel():
+            continue
+        begin = tensor.data_ptr() - view.offset * tensor.element_size()
+        if tensor.is_meta:  # it has no address
+            begin = -tensor.untyped_storage()._cdata
+        storage = graph.storage_of_value[view.value]
+        if (
+            address_of_storage.setdefault(storage, begin) != begin
+            or storage_of_address.setdefault(begin, storage) != storage
+        ):
             raise GraphFileError(
                 f"{name} shares its memory with another tensor in the model or in the graph, but "
                 "not in both (tied weights): capture this model"

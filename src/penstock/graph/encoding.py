@@ -2,13 +2,14 @@
 
 JSON has no word for a dtype, a device or an infinite float, and a step graph is JSON: such an
 argument is a mapping with one key, as `{"dtype": "float32"}`. A number that changes from step to
-step is `{"scalar": expression}` (see `_expressions`).
+step is `{"scalar": expression}`: an expression of Python's operators.
 """
 
 from __future__ import annotations
 
 import base64
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,15 +32,22 @@ SET_RNG_STATE = "penstock.set_rng_state"
 """Target that sets it: `args = (state,)` or `(state, "cuda")`."""
 OWN_TARGETS = (CONSTANT, SCALAR, EMPTY, FULL, GET_RNG_STATE, SET_RNG_STATE)
 
+Expression = float | int | bool | TensorView | tuple[Any, ...]
+"""A number, a 0-dimensional view whose number is meant, or `(operator, operand, ...)`."""
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return `"float32"` for `torch.float32`."""
-    return _dtype_names()[dtype]
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv")},
+    **{name: getattr(operator, name) for name in ("mod", "pow", "neg", "abs")},
+    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **{name: getattr(operator, f"{name}_") for name in ("and", "or", "not")},
+    **{"min": min, "max": max, "float": float},
+}
 
 
 @functools.cache
-def _dtype_names() -> dict[torch.dtype, str]:
-    return {each: str(each)[6:] for each in vars(torch).values() if type(each) is torch.dtype}
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return `"float32"` for `torch.float32`."""
+    return str(dtype)[6:]
 
 
 @functools.cache
@@ -108,6 +116,15 @@ def decode(
     raise ValueError(f"an argument of a step graph has the unknown form {key!r}")
 
 
+def decode_arguments(
+    call: Any, device: torch.device, tensor: Callable[[TensorView], Any], scalar: Callable
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments and keyword arguments of a call of an operator, as `decode` does."""
+    args = [decode(value, device, tensor, scalar) for value in call.args]
+    items = call.kwargs.items()
+    return args, {name: decode(value, device, tensor, scalar) for name, value in items}
+
+
 def make(target: str, args: list[Any], view: TensorView, device: torch.device) -> torch.Tensor:
     """Run `EMPTY`, `FULL` or `CONSTANT`.
 
@@ -165,3 +182,26 @@ def resolve(target: str) -> OpOverload:
             f"operator {target!r} of the step graph does not exist in torch {torch.__version__}: "
             "import the package that defines it, or capture the model again with this torch"
         ) from error
+
+
+def evaluate(expression: Expression, read: Callable[[TensorView], float | int]) -> Any:
+    """Calculate an expression with Python's own numbers.
+
+    Example:
+        >>> evaluate(("sub", 1.0, ("pow", 0.5, 2.0)), lambda view: 0.0)
+        0.75
+
+    Args:
+        expression: The content of a mapping `{"scalar": ...}` among the arguments of an operator.
+        read: Returns the number of a 0-dimensional view.
+
+    Returns:
+        The number.
+    """
+    if isinstance(expression, TensorView):
+        return read(expression)
+    if not isinstance(expression, tuple):
+        return expression
+    name, *operands = expression
+    numbers = [evaluate(operand, read) for operand in operands]
+    return _OPERATORS[name](*numbers)

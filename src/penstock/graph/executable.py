@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 
 import torch
 
@@ -71,6 +72,17 @@ def make_executable(graph: StepGraph) -> StepGraph:
 def is_executable(graph: StepGraph) -> bool:
     """Return whether a graph has the form that `capture` gives it; older files have not."""
     return _MARK in graph.metadata
+
+
+def find_last_uses(graph: StepGraph, operators: Iterable[Operator]) -> dict[int, list[int]]:
+    """Return, by the index among operators of a graph, the storages without a use after each."""
+    last: dict[int, int] = {}
+    for index, operator in enumerate(operators):
+        last |= {graph.storage_of_value[value]: index for value in operator.needs + operator.makes}
+    dying: dict[int, list[int]] = {}
+    for storage, index in last.items():
+        dying.setdefault(index, []).append(storage)
+    return dying
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,6 @@ from penstock.errors import GraphFileError
 
 FORMAT = "penstock-step-graph"
 VERSION = 1  # of the format; raise it when a field changes its meaning
-
 
 DAMAGES = (
     *(KeyError, TypeError, ValueError, IndexError, AttributeError),
@@ -84,6 +83,12 @@ class TensorView(NamedTuple):
     stride: tuple[int, ...]
     offset: int = 0
 
+    @property
+    def end(self) -> int:
+        """Elements from the beginning of the storage up to and with the view's last one."""
+        extents = zip(self.shape, self.stride, strict=True)
+        return self.offset + 1 + sum((size - 1) * stride for size, stride in extents)
+
 
 def views_in(value: Any) -> Iterator[TensorView]:
     """Yield the views among arguments and in expressions, at any depth."""
@@ -95,6 +100,17 @@ def views_in(value: Any) -> Iterator[TensorView]:
     elif isinstance(value, tuple | list):
         for item in value:
             yield from views_in(item)
+
+
+def map_views(function: Callable[[TensorView], TensorView], value: Any) -> Any:
+    """Return arguments or an expression with other views, at any depth."""
+    if isinstance(value, TensorView):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: map_views(function, item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map_views(function, item) for item in value)
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +256,10 @@ class StepGraph:
     def __post_init__(self) -> None:
         _validate(self)
 
+    def storage(self, value: int) -> Storage:
+        """Return the storage of a value."""
+        return self.storages[self.storage_of_value[value]]
+
     def num_bytes(self, value: int) -> int:
         """Return the bytes of a value: those of its storage."""
         return self.storages[self.storage_of_value[value]].num_bytes
@@ -274,9 +294,7 @@ class StepGraph:
         These are the operators that make the values it needs, those that need a value which it
         ends, and `after`.
         """
-        return tuple(
-            tuple(sorted(set(_predecessors(self, index)))) for index in range(len(self.operators))
-        )
+        return tuple(tuple(_predecessors(self, index)) for index in range(len(self.operators)))
 
     @functools.cached_property
     def digest(self) -> str:
@@ -329,7 +347,9 @@ class StepGraph:
             )
         try:
             graph = cls(
-                storages=tuple(_storage(plain) for plain in data["storages"]),
+                storages=tuple(
+                    Storage(**{**plain, "kind": Kind(plain["kind"])}) for plain in data["storages"]
+                ),
                 storage_of_value=tuple(map(int, data["storage_of_value"])),
                 operators=tuple(_operator(plain) for plain in data["operators"]),
                 loss=_decode(data["loss"]),
@@ -340,16 +360,14 @@ class StepGraph:
             )
             sums = graph.digest, checksum([graph.digest, dict(graph.metadata)])
         except DAMAGES as error:
-            fault = f"{type(error).__name__}: {error}"
             raise GraphFileError(
-                f"this step graph is damaged ({fault}): capture the model again"
+                f"this step graph is damaged ({type(error).__name__}: {error}): capture the model "
+                "again"
             ) from error
         if sums != (data.get("digest"), data.get("checksum")):
-            missing = [name for name in ("digest", "checksum") if name not in data]
             raise GraphFileError(
-                "this step graph is damaged: its content does not match its digest or checksum"
-                + "".join(f"; its {name} is missing" for name in missing)
-                + "; capture the model again"
+                "this step graph is damaged: its content does not match its digest or checksum, or "
+                "one of them is missing; capture the model again"
             )
         return graph
 
@@ -378,15 +396,12 @@ class StepGraph:
         return cls.from_dict(plain)
 
 
-def _predecessors(graph: StepGraph, index: int) -> Iterator[int]:
+def _predecessors(graph: StepGraph, index: int) -> list[int]:
     operator = graph.operators[index]
-    yield from operator.after
-    for value in operator.needs:
-        producer = graph.producers[value]
-        if producer is not None:
-            yield producer
-    for old, _ in operator.mutates:
-        yield from (reader for reader in graph.consumers[old] if reader != index)
+    found = {*operator.after}
+    found |= {each for value in operator.needs if (each := graph.producers[value]) is not None}
+    found |= {reader for old, _ in operator.mutates for reader in graph.consumers[old]}
+    return sorted(found - {index})
 
 
 def _validate(graph: StepGraph) -> None:
@@ -442,23 +457,17 @@ def _validate_storages(graph: StepGraph, current: list[bool]) -> None:
 
 def _to_plain(item: Storage | Operator) -> dict[str, Any]:
     """Return the fields by name, without those that have their default."""
-    plain = {}
-    for name, default in _defaults(type(item)):
-        value = getattr(item, name)
-        if value != default:
-            plain[name] = _encode(value)
-    return plain
+    named = ((name, getattr(item, name), default) for name, default in _DEFAULTS[type(item)])
+    return {name: _encode(value) for name, value, default in named if value != default}
 
 
-@functools.cache
-def _defaults(kind: type[Storage] | type[Operator]) -> list[tuple[str, Any]]:
-    """Return the names of fields and their defaults."""
-    return [
+_DEFAULTS = {
+    kind: [
         (each.name, {} if each.default_factory is not MISSING else each.default)
         for each in fields(kind)
     ]
-
-
+    for kind in (Storage, Operator)
+}
 _PLAIN = frozenset({int, str, float, bool, type(None)})
 
 
@@ -468,14 +477,10 @@ def _encode(value: Any) -> Any:
     if isinstance(value, TensorView):
         return {"view": [value.value, value.dtype, [*value.shape], [*value.stride], value.offset]}
     if isinstance(value, tuple | list):
-        if _PLAIN.issuperset(map(type, value)):
-            return list(value)
-        return [_encode(item) for item in value]
+        return [*value] if _PLAIN.issuperset(map(type, value)) else [*map(_encode, value)]
     if isinstance(value, Mapping):
         return {str(key): _encode(item) for key, item in value.items()}
-    if isinstance(value, enum.StrEnum):
-        return value.value
-    return value
+    return value.value if isinstance(value, enum.StrEnum) else value
 
 
 def _decode(value: Any) -> Any:
@@ -489,12 +494,6 @@ def _decode(value: Any) -> Any:
     return value
 
 
-def _storage(plain: Mapping[str, Any]) -> Storage:
-    return Storage(**{**plain, "kind": Kind(plain["kind"])})
-
-
 def _operator(plain: Mapping[str, Any]) -> Operator:
     decoded = {key: _decode(value) for key, value in plain.items()}
-    if "phase" in decoded:
-        decoded["phase"] = Phase(decoded["phase"])
-    return Operator(**decoded)
+    return Operator(**{**decoded, "phase": Phase(decoded.get("phase", Phase.FORWARD))})

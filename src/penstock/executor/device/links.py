@@ -70,7 +70,9 @@ class ThreadLink:
             self._marks.append((self.base + count, self._device.mark()))
         self._released = self.base + count
         if self._thread is None:
-            self._start()
+            name = f"penstock-{self.link.value}"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
         elif self._idle:
             self._wake.put(None)
 
@@ -117,12 +119,6 @@ class ThreadLink:
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
             thread.join()
-
-    def _start(self) -> None:
-        self._thread = threading.Thread(
-            target=self._run, name=f"penstock-{self.link.value}", daemon=True
-        )
-        self._thread.start()
 
     def _wait(self, target: int) -> None:
         begin = time.perf_counter_ns()

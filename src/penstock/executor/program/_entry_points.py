@@ -11,8 +11,9 @@ made. Only if the two are the same is the function used.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -29,14 +30,6 @@ from penstock.graph.encoding import resolve
 Function = Callable[..., Any]
 
 
-class _Function(NamedTuple):
-    """A function with its positional and keyword arguments."""
-
-    function: Function
-    args: list[Any]
-    kwargs: dict[str, Any]
-
-
 def find_entry_point(target: str, args: list[Any], kwargs: dict[str, Any]) -> Function:
     """Return the quickest function that runs an operator with these arguments.
 
@@ -51,20 +44,22 @@ def find_entry_point(target: str, args: list[Any], kwargs: dict[str, Any]) -> Fu
         kwargs: Its keyword arguments; places of results are renamed to `out` if the function has
             that argument.
     """
-    registered = _Function(resolve(target)._op, args, dict(kwargs))
-    expected = _catch_call(registered)
+    registered = resolve(target)._op
+    expected = _catch_call(functools.partial(registered, *args, **kwargs))
     if expected is None:
-        return registered.function
-    for candidate in _find_candidates(target, args, dict(kwargs)):
+        return registered
+    for candidate in _find_candidates(target, args, kwargs):
         found = _catch_call(candidate)
         if found is not None and _is_same_call(found, expected):
             kwargs.clear()
-            kwargs.update(candidate.kwargs)
-            return candidate.function
-    return registered.function
+            kwargs.update(candidate.keywords)
+            return candidate.func
+    return registered
 
 
-def _find_candidates(target: str, args: list[Any], kwargs: dict[str, Any]) -> Iterator[_Function]:
+def _find_candidates(
+    target: str, args: list[Any], kwargs: dict[str, Any]
+) -> Iterator[functools.partial[Any]]:
     """Yield torch's functions of the operator's name."""
     namespace, name, _ = target.split(".")
     if namespace != "aten":
@@ -78,7 +73,7 @@ def _find_candidates(target: str, args: list[Any], kwargs: dict[str, Any]) -> It
     for home in homes:
         function = getattr(home, name, None)
         if function is not None:
-            yield _Function(function, args, kwargs)
+            yield functools.partial(function, *args, **kwargs)
 
 
 class _Caught(Exception):
@@ -93,12 +88,12 @@ class _Catcher(TorchDispatchMode):
         raise _Caught
 
 
-def _catch_call(candidate: _Function) -> tuple[Any, Any, Any] | None:
+def _catch_call(candidate: Function) -> tuple[Any, Any, Any] | None:
     """Return the first operator that torch would run, and its arguments; None if it refuses."""
     catcher = _Catcher()
     # A refusal is an answer, whatever torch's parsers and kernels raise.
     with contextlib.suppress(Exception), below_autograd(), catcher:
-        candidate.function(*candidate.args, **candidate.kwargs)
+        candidate()
     return getattr(catcher, "call", None)
 
 

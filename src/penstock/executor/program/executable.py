@@ -2,7 +2,8 @@
 
 The sequence at a boundary is the plan's (see `penstock.planner.Plan`): transfers out of the device
 begin; those out of it and between host and file that end here are waited for; transfers into it
-and between host and file begin; those into it that end here are waited for.
+and between host and file begin; those into it that end here are waited for. Segments of plain
+operators become one call on a device that records and replays them, as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -10,30 +11,31 @@ from __future__ import annotations
 import enum
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from penstock.compat.autograd import set_grad_enabled
+from penstock.executor.device.base import Device
 from penstock.executor.device.links import ThreadLink
-from penstock.executor.memory.views import PlanMemory
+from penstock.executor.memory.blocks import PlanMemory
 from penstock.executor.program.operators import (
     Bindings,
     Call,
-    Result,
     check_results,
     make_call,
     make_random_calls,
     reads_storages,
 )
 from penstock.executor.program.scalars import Scalars, has_scalars
-from penstock.graph import Kind, Operator, Phase, TensorView
+from penstock.graph import Kind, Operator, Phase
 from penstock.graph.encoding import CONSTANT, GET_RNG_STATE, SCALAR, SET_RNG_STATE, decode
 from penstock.memory import Link, Tier
 from penstock.planner import Plan
 
+_MIN_CALLS = 4  # of a segment; below it recording gains nothing
 _IMPURE = (SCALAR, GET_RNG_STATE, SET_RNG_STATE)  # they read results, or what is no tensor
 
 
@@ -87,27 +89,22 @@ class Executable:
         self.plain.append(is_plain)
 
 
-class BoundaryCalls(NamedTuple):
-    """Further calls at a boundary: functions that yield them for a position.
-
-    Attributes:
-        after_leaving: Calls once the values that end here have left.
-        after_entering: Calls once the values that begin here have come.
-        before_operator: Calls just before the operator.
-    """
-
-    after_leaving: Callable[[int], Iterator[Call]]
-    after_entering: Callable[[int], Iterator[Call]]
-    before_operator: Callable[[int], Iterator[Call]]
-
-
 def compile_plan(
     memory: PlanMemory,
     links: Mapping[Link, ThreadLink],
     scalars: Scalars,
-    boundary_calls: BoundaryCalls,
+    after_leaving: Callable[[int], Iterator[Call]],
+    before_operator: Callable[[int], Iterator[Call]],
 ) -> Executable:
-    """Compile a plan to the calls of one step."""
+    """Compile a plan to the calls of one step.
+
+    Args:
+        memory: The plan's memory.
+        links: Its links.
+        scalars: Numbers of the step.
+        after_leaving: Yields further calls at a position, once the values that end there have left.
+        before_operator: Yields further calls just before the operator at a position.
+    """
     compiler = _Compiler(memory, scalars)
     transfers = _compile_transfers(memory.plan, links)
     executable = compiler.executable
@@ -116,20 +113,15 @@ def compile_plan(
         before, after = transfers.get(position, ([], []))
         for call in before:
             executable.add(call, position, BoundaryStage.LEAVING)
-        for calls in (
-            boundary_calls.after_leaving(position),
-            after,
-            boundary_calls.after_entering(position),
-        ):
-            for call in calls:
-                executable.add(call, position, BoundaryStage.ENTERING)
+        for call in (*after_leaving(position), *after):
+            executable.add(call, position, BoundaryStage.ENTERING)
         # As in eager steps: some kernels depend on the gradient mode.
         is_forward = memory.graph.operators[index].phase is Phase.FORWARD
         if forward is not is_forward:
             forward = is_forward
             set_mode = functools.partial(set_grad_enabled, forward)
             executable.add(set_mode, position, BoundaryStage.ENTERING)
-        for call in boundary_calls.before_operator(position):
+        for call in before_operator(position):
             executable.add(call, position, BoundaryStage.ENTERING)
         compiler.add_operator(index, position)
     return executable
@@ -160,11 +152,6 @@ def _compile_transfers(
         enters = link.destination is Tier.DEVICE
         calls[boundary][1 if enters else 0].append(functools.partial(links[link].wait, number))
     return dict(calls)
-
-
-def _copy_outside_tensor(place: torch.Tensor, outside: torch.Tensor) -> None:
-    """Copy a tensor that is neither the model's nor the batch's, as it is now."""
-    place.copy_(outside.detach())
 
 
 class _Compiler:
@@ -201,7 +188,8 @@ class _Compiler:
         is_live = has_scalars((bindings.args, bindings.kwargs))
         outside = self._outside.get(operator.name) if target == CONSTANT else None
         if outside is not None:
-            call = functools.partial(_copy_outside_tensor, bindings.results[0].tensor, outside)
+            place = bindings.results[0]
+            call = lambda: place.copy_(outside.detach())  # noqa: E731 (as it is then)
         else:
             call = make_call(operator, target, bindings, self._scalars, slot)
         if call is None:
@@ -229,25 +217,95 @@ class _Compiler:
     ) -> Bindings:
         """Return arguments and results as tensors in their places, and scalar expressions."""
         isolated = reads_storages(target)
+        memory, scalars = self._memory, self._scalars
 
         def bind(value: Any) -> Any:
-            if isinstance(value, tuple) and not isinstance(value, TensorView):
-                return [bind(each) for each in value]
-            if isinstance(value, Mapping) and "scalar" in value:
-                return self._scalars.compile_expression(
-                    value["scalar"], lambda view: self._memory.view_operand(view, position)
-                )
             return decode(
                 value,
-                self._memory.device,
-                lambda view: self._memory.view_operand(view, position, isolated=isolated),
-                lambda expression: None,
+                memory.device,
+                lambda view: memory.view_operand(view, position, isolated=isolated),
+                lambda expression: scalars.compile_expression(
+                    expression, lambda view: memory.view_operand(view, position)
+                ),
             )
 
-        results = [
-            Result(index, self._memory.view_result(view, position))
+        results = {
+            index: memory.view_result(view, position)
             for index, view in enumerate(operator.outputs)
             if view is not None and view.value in operator.creates and target != SCALAR
-        ]
+        }
         bound = [bind(value) for value in args]
         return Bindings(bound, {name: bind(value) for name, value in kwargs.items()}, results)
+
+
+class Segments:
+    """An executable in which each segment of plain operators is one call.
+
+    A segment is recorded the first time that it is called; if that fails it runs call by call.
+
+    Attributes:
+        calls: The calls in their order.
+    """
+
+    def __init__(self, executable: Executable, device: Device) -> None:
+        self.calls: list[Call] = []
+        self._executable = executable
+        self._begins: list[int] = []
+        begin = 0
+        while begin < len(executable.calls):
+            end = begin
+            while end < len(executable.calls) and executable.plain[end]:
+                end += 1
+            self._begins.append(begin)
+            if end - begin >= _MIN_CALLS:
+                self.calls.append(_CallSegment(executable.calls[begin:end], device))
+                begin = end
+            else:
+                self.calls.append(executable.calls[begin])
+                begin += 1
+
+    def locate(self, index: int) -> tuple[int, BoundaryStage]:
+        """Return position and stage of a call that failed."""
+        call = self.calls[index]
+        at = self._begins[index] + (call.at if isinstance(call, _CallSegment) else 0)
+        return self._executable.positions[at], self._executable.stages[at]
+
+    @property
+    def num_recorded(self) -> int:
+        """Operators that are replayed."""
+        segments = [
+            call for call in self.calls if isinstance(call, _CallSegment) and call.is_recorded
+        ]
+        return sum(len(segment.calls) for segment in segments)
+
+
+class _CallSegment:
+    """Consecutive operators.
+
+    Attributes:
+        at: The index of the last call, while they are called one by one.
+    """
+
+    def __init__(self, calls: Sequence[Call], device: Device) -> None:
+        self.calls = calls
+        self.at = 0
+        self._device = device
+        self._replay: Call | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if the operators are replayed."""
+        return self._replay is not None and self._replay != self._run_one_by_one
+
+    def __call__(self) -> None:
+        if self._replay is None:
+            self._replay = self._device.record(self.calls)
+            if self._replay is not None:
+                return
+            self._replay = self._run_one_by_one
+        self._replay()
+
+    def _run_one_by_one(self) -> None:
+        for at, call in enumerate(self.calls):
+            self.at = at
+            call()

@@ -37,18 +37,6 @@ Call = Callable[[], object]
 ALIGNMENT_BYTES = TENSOR_ALIGNMENT_BYTES["cpu"]  # at least, on any device
 
 
-class Result(NamedTuple):
-    """A result with its place.
-
-    Attributes:
-        number: The index of the operator's output.
-        tensor: The place.
-    """
-
-    number: int
-    tensor: torch.Tensor
-
-
 @functools.cache
 def reads_storages(target: str) -> bool:
     """Return whether an operator may read its operands' storages beyond the views of them.
@@ -69,12 +57,12 @@ class Bindings(NamedTuple):
     Attributes:
         args: Its arguments.
         kwargs: Its keyword arguments.
-        results: The results that it makes in memory of their own.
+        results: Places of the results that it makes in memory of their own, by output.
     """
 
     args: list[Any]
     kwargs: dict[str, Any]
-    results: list[Result]
+    results: dict[int, torch.Tensor]
 
 
 def make_call(
@@ -91,9 +79,9 @@ def make_call(
     if target in OWN_TARGETS and target != FULL:
         return _make_own_call(target, args, results, scalars.numbers, scalar_slot)
     if target == FULL:
-        function = results[0].tensor.fill_
+        function = results[0].fill_
     elif target in COPIES and results:
-        function = results[0].tensor.copy_
+        function = results[0].copy_
         del args[1:]
         kwargs.clear()
     else:
@@ -101,7 +89,7 @@ def make_call(
         variant = out_variant(target) if complete else None
         if results and variant is not None:
             target, names = variant
-            kwargs.update(zip(names, (result.tensor for result in results), strict=True))
+            kwargs.update(zip(names, results.values(), strict=True))
         trial_args, trial_kwargs = fill_in_scalars((args, kwargs))
         function = find_entry_point(target, trial_args, trial_kwargs)
         # The entry point's names, as of `out`, with the scalar expressions.
@@ -115,11 +103,11 @@ def make_call(
 
 
 def _copy_results(
-    operator: Operator, function: Callable[..., Any], results: list[Result]
+    operator: Operator, function: Callable[..., Any], results: dict[int, torch.Tensor]
 ) -> Callable[..., None]:
     """Return a function that copies the results of another one to their places."""
     if len(operator.outputs) == 1:
-        place = results[0].tensor
+        place = results[0]
 
         def copy_one(*args: Any, **kwargs: Any) -> None:
             made = function(*args, **kwargs)
@@ -133,7 +121,7 @@ def _copy_results(
 
     def copy_all(*args: Any, **kwargs: Any) -> None:
         made = flat_results(function(*args, **kwargs))
-        for index, place in results:
+        for index, place in results.items():
             each = made[index]
             if each.shape != place.shape or each.dtype != place.dtype:
                 raise _make_promise_error(operator, index, each)
@@ -155,20 +143,20 @@ def _make_promise_error(operator: Operator, index: int, made: torch.Tensor) -> P
 def _make_own_call(
     target: str,
     args: list[Any],
-    results: list[Result],
+    results: dict[int, torch.Tensor],
     numbers: list[Any],
     scalar_slot: int | None,
 ) -> Call | None:
     if target == EMPTY:
         return None
     if target == CONSTANT:
-        place = results[0].tensor
+        place = results[0]
         if not place.numel():
             return None
         constant = torch.frombuffer(args[0], dtype=place.dtype).view(place.shape)
         return functools.partial(place.copy_, constant)
     if target == GET_RNG_STATE:
-        place = results[0].tensor
+        place = results[0]
         return lambda: place.copy_(random_state(*args))
     if target == SET_RNG_STATE:
         return functools.partial(set_random_state, *args)
@@ -199,7 +187,7 @@ def make_random_calls(call: Call, state: list[torch.Tensor], device: Device) -> 
     return first, again
 
 
-def check_results(operator: Operator, call: Call, results: list[Result]) -> Call:
+def check_results(operator: Operator, call: Call, results: dict[int, torch.Tensor]) -> Call:
     """Return a call that also compares its results with the fake kernel's, for the first run.
 
     A kernel whose result is larger than its fake kernel's would write over other values.
@@ -207,7 +195,7 @@ def check_results(operator: Operator, call: Call, results: list[Result]) -> Call
 
     def run() -> None:
         call()
-        for index, place in results:
+        for index, place in results.items():
             view = operator.outputs[index]
             assert view is not None
             if (tuple(place.shape), place.stride()) != (view.shape, view.stride):

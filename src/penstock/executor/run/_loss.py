@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from penstock.errors import NonFiniteLossError, UnlikeEagerError
-from penstock.executor.memory.views import PlanMemory
+from penstock.executor.memory.blocks import PlanMemory
 from penstock.executor.program.operators import Call
 from penstock.memory import Tier
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 import torch
 
 from penstock.executor.device.links import ThreadLink
+from penstock.executor.memory.blocks import PlanMemory
 from penstock.executor.memory.residency import ResidencyInterval
-from penstock.executor.memory.views import PlanMemory
 from penstock.executor.program.executable import BoundaryStage
 from penstock.executor.program.operators import Call
 from penstock.executor.state.binding import StateBinding
@@ -25,18 +24,6 @@ from penstock.memory import Link
 from penstock.planner import Plan
 
 _SMALL_BYTES = 4 * 2**20  # of running statistics; more goes below the device
-
-
-class RecoveryOutcome(NamedTuple):
-    """Tensors of a failed step that are not as before it.
-
-    Attributes:
-        updated: Names of tensors that are as after the step.
-        lost: Names of tensors that are neither as before nor as after it.
-    """
-
-    updated: tuple[str, ...]
-    lost: tuple[str, ...]
 
 
 class StepRecovery:
@@ -77,9 +64,15 @@ class StepRecovery:
             copies, originals = map(list, zip(*pairs, strict=True))
             yield functools.partial(resolve("aten._foreach_copy_.default"), copies, originals)
 
-    def restore(self, position: int, stage: BoundaryStage) -> RecoveryOutcome:
+    def restore(
+        self, position: int, stage: BoundaryStage
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Move the state of a step that failed at a position to the places at the step boundary;
         no transfer is under way.
+
+        Returns:
+            The names of tensors that are as after the step, and of those that are neither as before
+            nor as after it.
         """
         for at, copy, original in self._unplanned_copies:
             if (at, BoundaryStage.RUNNING) <= (position, stage):
@@ -101,7 +94,7 @@ class StepRecovery:
         for index in self._state.places:
             self._state.copy_home(index)
         updated += self._find_updated_unplanned(position)
-        return RecoveryOutcome(tuple(updated), tuple(lost))
+        return tuple(updated), tuple(lost)
 
     def _find(
         self, storage: int, position: int, stage: BoundaryStage
@@ -131,7 +124,7 @@ class StepRecovery:
         if interval.transfer is not None:
             return self._has_arrived(interval.transfer, interval.steps_ago)
         is_made = self._graph.producers[value] is not None and interval.start >= 0
-        storage = self._graph.storages[self._graph.storage_of_value[value]]
+        storage = self._graph.storage(value)
         if is_made and value != storage.initial:
             return interval.start < position
         return True
@@ -152,7 +145,7 @@ class StepRecovery:
         return len(self._plan.order)
 
     def _is_persistent(self, value: int) -> bool:
-        return self._graph.storages[self._graph.storage_of_value[value]].persistent
+        return self._graph.storage(value).persistent
 
     def _plan_snapshots(self) -> None:
         """Plan copies of running statistics and step counts that change before the commit."""

@@ -14,15 +14,15 @@ from penstock.errors import GraphFileError, PlanError
 from penstock.executor.device import device_of
 from penstock.executor.device.base import Device
 from penstock.executor.memory.blocks import SharedBlocks
-from penstock.executor.memory.layout import Layout, lay_out_copies
+from penstock.executor.memory.residency import Layout, lay_out_copies
 from penstock.executor.program.operators import ALIGNMENT_BYTES
-from penstock.executor.run.debug import poison
+from penstock.executor.run.debug import POISON
 from penstock.executor.run.distributed import require_collective
 from penstock.executor.run.execution import Execution
 from penstock.executor.run.planning import PlannedGraph
-from penstock.executor.state.entries import find_initial_fill
 from penstock.graph import StepGraph
-from penstock.graph.capturing.capture import capture
+from penstock.graph.bindings import find_initial_fill
+from penstock.graph.capturing.capture import capture_program
 from penstock.graph.capturing.step_program import StepProgram
 from penstock.graph.executable import is_executable
 from penstock.memory import FileStore
@@ -54,7 +54,7 @@ class Binder:
         layouts: list[Layout] = []
         known = [] if before is None else [*before.layouts]
         device = Device() if before is None else before.device
-        for plan, graph in planned:
+        for _, graph in planned:
             require_collective(graph)
         for plan, graph in planned:
             if before is None:
@@ -83,13 +83,13 @@ class Binder:
             blocks.close(after=before)
             raise
         if self.debug and before is None:
-            poison(blocks.arena)
+            blocks.arena.tensor.fill_(POISON)
         return executions
 
-    def capture_and_bind(self, plan: Plan, batch: Any) -> list[Execution]:
-        """Bind a plan to the step that the program takes with a batch."""
-        graph = self._capture(self.program._replace(batch=batch))
-        return self.bind([PlannedGraph(plan, graph)])
+    def capture_for(self, plan: Plan, batch: Any) -> PlannedGraph:
+        """Capture the step that the program takes with a batch, for a plan of it."""
+        program = self.program._replace(batch=batch)
+        return PlannedGraph(plan, capture_program(program, self.optimizer))
 
     def capture(self, batch: Any, *, is_extra: bool) -> StepGraph:
         """Capture the step of a batch for `fit`; refuse it before the time that planning takes.
@@ -101,22 +101,13 @@ class Binder:
         # The last update of an epoch may have fewer micro-batches.
         if is_extra and program.accumulate is not None and isinstance(batch, list | tuple):
             program = program._replace(accumulate=len(batch))
-        graph = self._capture(program)
+        graph = capture_program(program, self.optimizer)
         require_collective(graph)
         for name in graph.metadata["initial_state"]:
             find_initial_fill(graph, name)
         elapsed = format_seconds(time.perf_counter() - began)
         _logger.info("captured %d operators in %s", len(graph.operators), elapsed)
         return graph
-
-    def _capture(self, program: StepProgram) -> StepGraph:
-        model, batch, loss, before_step, accumulate = program
-        return capture(
-            *(model, self.optimizer, batch),
-            loss=loss,
-            before_step=before_step,
-            accumulate=accumulate,
-        )
 
 
 def _check_executable(graph: StepGraph) -> None:

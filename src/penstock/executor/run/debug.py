@@ -11,20 +11,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
 from penstock.errors import PenstockError
-from penstock.executor.memory.blocks import TierBlock
+from penstock.executor.memory.blocks import PlanMemory
 from penstock.executor.memory.residency import ResidencyInterval
-from penstock.executor.memory.views import PlanMemory
 from penstock.executor.program.operators import Call
 from penstock.graph import StepGraph
 from penstock.memory import Tier
 from penstock.planner import Plan, Transfer
 
-_POISON = 0xFF
-
-
-def poison(block: TierBlock) -> None:
-    """Overwrite a whole block."""
-    block.tensor.fill_(_POISON)
+POISON = 0xFF
 
 
 class Debug:
@@ -39,7 +33,7 @@ class Debug:
         """Yield calls that overwrite the bytes that are freed at a boundary."""
         for offset, num_bytes in self._freed.get(position, ()):
             place = self._memory.arena.bytes_at(offset, num_bytes)
-            yield lambda place=place: place.fill_(_POISON)
+            yield lambda place=place: place.fill_(POISON)
 
     def compare_bytes(
         self,
@@ -88,7 +82,7 @@ def _find_freed(graph: StepGraph, plan: Plan) -> dict[int, list[tuple[int, int]]
     freed: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for value, offset, num_bytes, _, end in plan.placements:
         boundary = end % num_positions
-        storage = graph.storages[graph.storage_of_value[value]]
+        storage = graph.storage(value)
         name: int | None = value
         if end >= num_positions:
             if not storage.persistent:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,28 +16,26 @@ import torch
 from penstock.compat.autograd import below_autograd, set_grad_enabled
 from penstock.errors import PenstockError, TornStepError, UnlikeEagerError
 from penstock.executor.device.base import Device
-from penstock.executor.memory.blocks import FileBlock, SharedBlocks
-from penstock.executor.memory.layout import Layout
-from penstock.executor.memory.views import PlanMemory, copy_elements
-from penstock.executor.program.executable import BoundaryCalls, BoundaryStage, compile_plan
+from penstock.executor.device.links import ThreadLink
+from penstock.executor.memory.blocks import FileBlock, PlanMemory, SharedBlocks, copy_elements
+from penstock.executor.memory.residency import Layout
+from penstock.executor.program.executable import BoundaryStage, Segments, compile_plan
 from penstock.executor.program.operators import Call
 from penstock.executor.program.scalars import Scalars
-from penstock.executor.program.segments import Segments
 from penstock.executor.run._loss import LossCheck, have_same_bits
 from penstock.executor.run._recovery import StepRecovery
-from penstock.executor.run._timing import Timing
-from penstock.executor.run._transfers import make_links
 from penstock.executor.run.debug import Debug
 from penstock.executor.run.interrupts import Interrupts
 from penstock.executor.run.planning import PlannedGraph
-from penstock.executor.run.report import ExecutionReport, predict
+from penstock.executor.run.report import ExecutionReport, Timing, predict
 from penstock.executor.run.shadow import Shadow
 from penstock.executor.state.binding import StateBinding
 from penstock.executor.state.guards import Guards
 from penstock.graph.bindings import bind_batch, bind_group_tensors, bind_numbers
 from penstock.graph.capturing.step_program import StepProgram
 from penstock.graph.executable import copies_results
-from penstock.memory import Ledger, Tier
+from penstock.memory import Ledger, Link, Tier
+from penstock.planner import Transfer
 
 _INTERRUPT_DISTANCE = 16  # positions between two checks for signals
 _MAX_TIMES = 1000
@@ -76,17 +74,18 @@ class Execution:
         self.state = StateBinding(self.memory, program.model, optimizer, program.loss)
         self._guards = Guards(self._graph, program.roots(), optimizer)
         self._debug = Debug(self.memory) if debug else None
-        self._links = make_links(self.memory, self.ledger, self._debug)
+        self._links = _make_links(self.memory, self.ledger, self._debug)
         self._scalars = Scalars()
         self.interrupts = Interrupts()
         self._recovery = StepRecovery(self.memory, self.state, self._links)
         self._loss = LossCheck(self.memory, self._recovery.commit)
-        boundary_calls = BoundaryCalls(
+        self._executable = compile_plan(
+            self.memory,
+            self._links,
+            self._scalars,
             self._iter_calls_after_leaving,
-            self._iter_calls_after_entering,
-            self._recovery.iter_calls_before,
+            self._iter_calls_before_operator,
         )
-        self._executable = compile_plan(self.memory, self._links, self._scalars, boundary_calls)
         is_behind = self._device.is_behind
         self._segments = Segments(self._executable, self._device) if is_behind else None
         self._timing = Timing(self._graph, self._plan, self._executable)
@@ -265,20 +264,19 @@ class Execution:
         for link in self._links.values():
             link.halt()
         self._device.synchronize()
-        outcome = self._recovery.restore(*self._locate(index))
+        updated, lost = self._recovery.restore(*self._locate(index))
         for link in self._links.values():
             link.reset()
-        if not (outcome.updated or outcome.lost):
+        if not (updated or lost):
             error.add_note("penstock: model and optimizer are as before this step")
             return
-        lost = _join(outcome.lost)
         raise TornStepError(
             f"a step failed in the middle of its update ({type(error).__name__}: {error}): "
-            f"{len(outcome.updated)} tensors are as after the step, the others as before it, "
-            + (f"except {lost}, which are lost" if outcome.lost else "none is lost")
+            f"{len(updated)} tensors are as after the step, the others as before it, "
+            + (f"except {_join(lost)}, which are lost" if lost else "none is lost")
             + "; load the last checkpoint",
-            updated=outcome.updated,
-            lost=outcome.lost,
+            updated=updated,
+            lost=lost,
         ) from error
 
     def _choose_calls(self) -> list[Call]:
@@ -302,14 +300,54 @@ class Execution:
         if position < self._recovery.commit and position % _INTERRUPT_DISTANCE == 0:
             yield self.interrupts.check
 
-    def _iter_calls_after_entering(self, position: int) -> Iterator[Call]:
+    def _iter_calls_before_operator(self, position: int) -> Iterator[Call]:
         if position == self._recovery.commit:
             yield self.interrupts.check
+        yield from self._recovery.iter_calls_before(position)
 
     def _place_inputs(self) -> None:
         for name, places in self._inputs.items():
             for place in places:
                 copy_elements(self._input_tensors[name], place)
+
+
+def _make_links(memory: PlanMemory, ledger: Ledger, debug: Debug | None) -> dict[Link, ThreadLink]:
+    """Return the links of a plan; their threads start with the first transfer."""
+    links: dict[Link, ThreadLink] = {}
+    for link in dict.fromkeys(transfer.link for transfer in memory.plan.transfers):
+        transfers = [transfer for transfer in memory.plan.transfers if transfer.link is link]
+        links[link] = ThreadLink(
+            link,
+            [_make_move(memory, transfer, debug) for transfer in transfers],
+            [transfer.num_bytes for transfer in transfers],
+            ledger,
+            memory.blocks.device,
+        )
+    return links
+
+
+def _make_move(memory: PlanMemory, transfer: Transfer, debug: Debug | None) -> Callable[[], None]:
+    """Return a function that carries out a transfer."""
+    value, link, num_bytes, start, _ = transfer
+    if not num_bytes:
+        return lambda: None
+    index, device = memory.index, memory.blocks.device
+    source = memory.offset_of(link.source, index.find_source(value, link.source, start))
+    target = memory.offset_of(
+        link.destination, index.find_destination(value, link.destination, start)
+    )
+    from_block, to_block = memory.block_of(link.source), memory.block_of(link.destination)
+    from_bytes = from_block.bytes_at(source, num_bytes)
+    to_bytes = to_block.bytes_at(target, num_bytes)
+    if isinstance(to_block, FileBlock):
+        move = device.make_write(to_block.write, target, from_bytes)
+    elif isinstance(from_block, FileBlock):
+        move = device.make_read(from_block.read, source, to_bytes)
+    else:
+        move = device.make_copy(link, to_bytes, from_bytes)
+    if debug is None:
+        return move
+    return debug.compare_bytes(transfer, (link.source, source), (link.destination, target), move)
 
 
 @contextlib.contextmanager

@@ -39,24 +39,20 @@ class PlannedGraph(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CachedPlanner:
-    """The planner of `fit`: its arguments of `penstock.planner.plan`, and a cache of plans."""
+    """The planner of `fit`: arguments of `penstock.planner.plan`, and a cache of plans.
+
+    Attributes:
+        cache: Whether plans are kept between processes.
+    """
 
     device_memory: int | None
-    """Bytes of the device tier."""
     host_memory: int | None
-    """Bytes of the host tier."""
     store: FileStore | None
-    """The file tier."""
     machine: MachineProfile | str | None
-    """The machine; None for this one, whose operators are measured."""
     time_limit: float
-    """Seconds for each plan."""
     seed: int
-    """Seed of the search."""
     progress: Callable[[Found], None] | None
-    """Called with each improvement."""
     cache: bool
-    """True if plans are kept between processes."""
     _keys: dict[str, list[object]] = dataclasses.field(default_factory=dict)
     """Keys in the cache, by the digest of the planned graph."""
 
@@ -126,17 +122,8 @@ class CachedPlanner:
     def _make(self, graph: StepGraph) -> PlannedGraph:
         if self.machine is None:
             graph = measure(graph, num_runs=_NUM_RUNS)
-        made = plan(
-            graph,
-            device_memory=self.device_memory,
-            host_memory=self.host_memory,
-            store=self.store,
-            machine=self.machine,
-            time_limit=self.time_limit,
-            seed=self.seed,
-            progress=self.progress,
-        )
-        return PlannedGraph(made, graph)
+        arguments = {key: each for key, each in vars(self).items() if key not in ("cache", "_keys")}
+        return PlannedGraph(plan(graph, **arguments), graph)
 
     def _key_of(self, graph: StepGraph) -> list[object]:
         """Return all data that a plan depends on."""

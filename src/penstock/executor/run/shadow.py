@@ -8,7 +8,9 @@ are not in the graph: Python numbers that have changed since the capture.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import operator
 import sys
 import time
 import warnings
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import stacklevel_of_user
 from penstock.executor.device.base import Device
@@ -24,7 +27,9 @@ from penstock.graph import Kind, Phase, StepGraph
 from penstock.graph.batches import is_full_mask, replace_tensors, tensors_in
 from penstock.graph.capturing.capture import verify
 from penstock.graph.capturing.module_state import preserve_modules
-from penstock.graph.capturing.step_program import StepProgram, call_model, loss_of
+from penstock.graph.capturing.step_program import StepProgram
+from penstock.graph.encoding import dtype_from_name
+from penstock.graph.executable import find_last_uses
 from penstock.memory import Tier, available_ram
 from penstock.planner import Plan
 from penstock.units import format_bytes
@@ -174,7 +179,8 @@ class Shadow:
     ) -> torch.Tensor | None:
         try:
             try:
-                with _drop_saved_tensors():
+                # No backward pass follows.
+                with saved_tensors_hooks(lambda tensor: None, _refuse_saved_tensor):
                     return _compute_loss(program, graph, device)
             except Exception:  # it asks for gradients within the forward pass
                 return _compute_loss(program, graph, device)
@@ -185,20 +191,14 @@ class Shadow:
 
 def _estimate_eager_bytes(graph: StepGraph) -> int:
     """Return about the bytes of a forward pass that keeps nothing for the backward pass."""
-    forward = [operator for operator in graph.operators if operator.phase is Phase.FORWARD]
-    last: dict[int, int] = {}
-    for index, operator in enumerate(forward):
-        for value in (*operator.needs, *operator.makes):
-            last[graph.storage_of_value[value]] = index
-    dying: dict[int, list[int]] = {}
-    for storage, index in last.items():
-        dying.setdefault(index, []).append(storage)
+    forward = [each for each in graph.operators if each.phase is Phase.FORWARD]
+    dying = find_last_uses(graph, forward)
     resident, peak, held = 0, 0, set[int]()
-    for index, operator in enumerate(forward):
-        for value in operator.creates:
+    for index, each in enumerate(forward):
+        for value in each.creates:
             held.add(graph.storage_of_value[value])
             resident += graph.num_bytes(value)
-        peak = max(peak, resident + operator.workspace_bytes)
+        peak = max(peak, resident + each.workspace_bytes)
         for storage in held.intersection(dying.get(index, ())):
             resident -= graph.storages[storage].num_bytes
     copies = sum(each.num_bytes for each in graph.storages if _is_copied(each))
@@ -236,16 +236,10 @@ def _compute_loss(program: StepProgram, graph: StepGraph, device: Device) -> tor
     with _restore_state(root, graph, device), torch.enable_grad():
         if graph.device != "cpu":
             _copy_to_device(root, device.device)
-        total = None
-        batch = replace_tensors(program.batch, "batch", _copy_tensor)
-        for part in batch if program.accumulate else [batch]:
-            value = loss_of(call_model(program.model, part), part, program.loss)
-            if (num_parts := program.accumulate or 1) > 1:
-                value = value / num_parts
-            value = value.detach()
-            total = value if total is None else total + value
-        assert total is not None
-        return total.clone()
+        copy = lambda tensor, _: tensor.detach().clone().requires_grad_(tensor.requires_grad)  # noqa: E731
+        batch = replace_tensors(program.batch, "batch", copy)
+        losses = program._replace(batch=batch).iter_losses()
+        return functools.reduce(operator.add, (each.detach() for each in losses)).clone()
 
 
 @contextlib.contextmanager
@@ -257,9 +251,7 @@ def _restore_state(root: nn.Module, graph: StepGraph, device: Device) -> Iterato
     """
     random_state = device.get_random_state()
     changed = {
-        name
-        for name, view in graph.tensors.items()
-        if _is_copied(graph.storages[graph.storage_of_value[view.value]])
+        name for name, view in graph.tensors.items() if _is_copied(graph.storage(view.value))
     }
     buffers = [*root.named_buffers(remove_duplicate=False)]
     copies = [(tensor, tensor.detach().clone()) for name, tensor in buffers if name in changed]
@@ -290,10 +282,6 @@ def _copy_to_device(root: nn.Module, device: torch.device) -> None:
                     held[key] = copy  # pyright: ignore[reportArgumentType]
 
 
-def _copy_tensor(tensor: torch.Tensor, path: str) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
 def _copy_layout(graph: StepGraph, tensor: torch.Tensor, path: str) -> torch.Tensor:
     """Return a tensor with the strides of the captured batch, and no full mask if the graph is for
     any mask.
@@ -308,24 +296,12 @@ def _copy_layout(graph: StepGraph, tensor: torch.Tensor, path: str) -> torch.Ten
     return made.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
-@contextlib.contextmanager
-def _enable_autocast(graph: StepGraph) -> Iterator[None]:
-    """Enable autocast as during the capture."""
+def _enable_autocast(graph: StepGraph) -> torch.autocast:
+    """Return autocast as it was during the capture."""
     name = graph.metadata.get("autocast")
-    if name is None:
-        yield
-        return
-    with torch.autocast(graph.device, getattr(torch, name)):
-        yield
+    dtype = None if name is None else dtype_from_name(name)
+    return torch.autocast(graph.device, dtype, enabled=name is not None)
 
 
-@contextlib.contextmanager
-def _drop_saved_tensors() -> Iterator[None]:
-    """Let autograd save no tensors: no backward pass follows."""
-
-    def unpack(_: object) -> torch.Tensor:
-        raise RuntimeError("a forward pass was to keep no tensors")
-
-    pack: Callable[[torch.Tensor], None] = lambda tensor: None  # noqa: E731
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
+def _refuse_saved_tensor(_: object) -> torch.Tensor:
+    raise RuntimeError("a forward pass was to keep no tensors")

@@ -48,8 +48,9 @@ def move_in_parallel(moves: Sequence[ByteMove]) -> None:
             if _find_blocker(move, sources):
                 blocked[source] = move
                 continue
-            own = _overlap(move.source, move.target)
-            move.target.copy_(move.source.clone() if own else move.source)
+            (begin, end), (target_begin, target_end) = source, _range_of(move.target)
+            overlaps = begin < target_end and target_begin < end
+            move.target.copy_(move.source.clone() if overlaps else move.source)
             del sources[bisect.bisect_left(sources, source)]
         if len(blocked) == len(waiting):
             move = blocked.pop(_find_in_cycle(blocked))
@@ -87,8 +88,3 @@ def _find_in_cycle(blocked: dict[_Range, ByteMove]) -> _Range:
 def _range_of(tensor: torch.Tensor) -> _Range:
     begin = tensor.data_ptr()
     return begin, begin + tensor.numel()
-
-
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    (begin, end), (other_begin, other_end) = _range_of(one), _range_of(other)
-    return begin < other_end and other_begin < end

@@ -8,25 +8,26 @@ tensor views; before a step the user's changes to it are copied to the others.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from penstock.errors import PenstockError
+from penstock.executor.memory.blocks import PlanMemory, copy_elements, narrow_expanded
 from penstock.executor.memory.residency import ResidencyInterval
-from penstock.executor.memory.views import PlanMemory, copy_elements, narrow_expanded
-from penstock.executor.state._eager_steps import EagerSteps
 from penstock.executor.state._parallel_move import ByteMove, move_in_parallel
-from penstock.executor.state.entries import (
+from penstock.graph import Kind, TensorView
+from penstock.graph.bindings import (
     STATE_PREFIX,
     StateEntry,
     check_form,
     find_entries,
     find_initial_fill,
 )
-from penstock.graph import Kind, TensorView
 from penstock.graph.encoding import dtype_from_name
 from penstock.graph.fsdp.shards import ShardedModel
 from penstock.memory import Tier
@@ -80,7 +81,7 @@ class StateBinding:
         self._entries = find_entries(graph, model, loss, optimizer, self._sharded)
         self._bound: list[_BoundTensor] = []
         self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
-        self._eager_steps = EagerSteps(optimizer)
+        self._eager_steps = _EagerSteps(optimizer)
 
     def take_over(self) -> None:
         """Move the user's tensors to their homes, from any memory: also from the places that
@@ -288,6 +289,31 @@ class StateBinding:
                 "another process), which a plan's addresses do not survive: pass copies to other "
                 "processes (tensor.clone()), and bind the plan again"
             )
+
+
+class _EagerSteps:
+    """Steps of an optimizer: torch counts no versions if they are fused or `foreach`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._seen: list[bool] = []
+        watched, seen = weakref.ref(optimizer), self._seen
+
+        def note(stepper: torch.optim.Optimizer, *_: object) -> None:
+            if stepper is watched():
+                seen[:] = [True]
+
+        hook = register_optimizer_step_post_hook(note)
+        self._remove = weakref.finalize(self, hook.remove)
+
+    def clear(self) -> bool:
+        """Forget the steps so far; return whether there were any."""
+        seen = bool(self._seen)
+        self._seen.clear()
+        return seen
+
+    def close(self) -> None:
+        """Remove the hook."""
+        self._remove()
 
 
 def _materialize(tensor: torch.Tensor, home: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch import nn
 
 from penstock.errors import GraphFileError, stacklevel_of_user
 from penstock.graph import StepGraph
-from penstock.graph.modes import (
+from penstock.graph.capturing.module_state import (
     autocast_of,
     evaluation_modules,
     frozen_parameters,
@@ -120,14 +120,9 @@ class Guards:
                 mode = "training" if is_training else "evaluation"
                 return f"module {name!r} is in {mode} mode, in which it was not captured"
         if now.has_gradient != before.has_gradient:
-            changed = [
-                name
-                for name, was, has in zip(
-                    self._parameters, before.has_gradient, now.has_gradient, strict=True
-                )
-                if was != has
-            ]
-            return f"requires_grad of {changed[0]!r} has changed"
+            pairs = zip(self._parameters, before.has_gradient, now.has_gradient, strict=True)
+            changed = next(name for name, was, has in pairs if was != has)
+            return f"requires_grad of {changed!r} has changed"
         if _index_groups(now) != _index_groups(before):
             return "the optimizer's groups have other parameters than when the step was bound"
         return "parameters have been added or removed"

@@ -65,18 +65,16 @@ class Initialization:
             with torch.no_grad():
                 if self._files:
                     for key in keys:
-                        self._read(f"{name}.{key}".lstrip("."), _tensor_at(owner, key))
+                        full = f"{name}.{key}".lstrip(".")
+                        for file in self._files:
+                            if full in file:
+                                file.read(full, _tensor_at(owner, key))
                 elif self._call is not None:
                     self._call(owner)
                 else:
                     owner.reset_parameters()  # pyright: ignore
             for key in keys:
                 done(_tensor_at(owner, key))
-
-    def _read(self, name: str, tensor: torch.Tensor) -> None:
-        for file in self._files:
-            if name in file:
-                file.read(name, tensor)
 
     def _check_files(self) -> None:
         names: dict[int, str] = {}

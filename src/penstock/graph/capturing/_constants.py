@@ -1,24 +1,26 @@
-"""Constant propagation: values that no data can change, and the values that follow from them.
+"""Constants of a step: values that no data can change, and what follows from them.
 
 Programs branch on positions and on masks of fixed shape (`if (position_ids.diff() != 1).any()`),
 and the answer is the same at every step, so a capture can give it. Such values are computed beside
-the fake ones.
+the fake ones. Tensors that are neither the model's nor the batch's become constants, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from penstock.compat.dispatch import no_dispatch
+from penstock.compat.user_line import user_line
 from penstock.graph.capturing._drafts import Draft
+from penstock.graph.capturing._program_lines import describe_line, error_here
 from penstock.graph.encoding import (
     CONSTANT,
     EMPTY,
     FULL,
-    decode,
+    decode_arguments,
     flat_results,
     make,
     resolve,
@@ -27,6 +29,7 @@ from penstock.graph.encoding import (
 from penstock.graph.step_graph import TensorView
 
 _MAX_BYTES = 2**20  # of a value that is worth computing during a capture
+_MAX_OUTSIDE_BYTES = 2**16  # of a tensor from outside of the step that becomes a constant
 
 
 class ConstantValues:
@@ -80,13 +83,11 @@ class ConstantValues:
         def tensor(view: TensorView) -> torch.Tensor:
             return self.tensor(view._replace(value=current.get(view.value, view.value)))
 
-        args = [decode(value, cpu, tensor, _refuse_number) for value in draft.args]
+        args, kwargs = decode_arguments(draft, cpu, tensor, _refuse_number)
         if draft.target in (FULL, CONSTANT):
             (view,) = draft.outputs
             assert view is not None
             return make(draft.target, args, view, cpu)
-        items: Mapping[str, Any] = draft.kwargs
-        kwargs = {name: decode(item, cpu, tensor, _refuse_number) for name, item in items.items()}
         if isinstance(kwargs.get("device"), torch.device):
             kwargs["device"] = cpu
         return resolve(draft.target)(*args, **kwargs)
@@ -94,3 +95,75 @@ class ConstantValues:
 
 def _refuse_number(expression: object) -> float:
     raise AssertionError("a number of the optimizer in the forward pass")
+
+
+class OutsideTensors:
+    """Real tensors that become constants of a graph.
+
+    Attributes:
+        by_name: The tensors by the operators that make constants of them.
+        observed: Tensors whose numbers have decided the course of the step, with these numbers and
+            the line, by the identities of the tensors.
+    """
+
+    def __init__(self, replaced: Iterable[torch.Tensor]) -> None:
+        self.by_name: dict[str, torch.Tensor] = {}
+        self.observed: dict[int, tuple[torch.Tensor, torch.Tensor, str]] = {}
+        self._replaced = {each.untyped_storage()._cdata for each in replaced}
+        self._used: dict[int, torch.Tensor] = {}
+        self._storages: set[int] = set()
+
+    def use(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that was there before the step.
+
+        Raises:
+            CaptureError: It views a tensor of the model.
+        """
+        if tensor.untyped_storage()._cdata in self._replaced:
+            raise error_here(
+                f"a tensor of shape {tuple(tensor.shape)} is used that views a parameter or "
+                "buffer past the model; use the model's own attribute"
+            )
+        self._used[id(tensor)] = tensor
+
+    def is_used(self, tensor: object) -> bool:
+        """Return whether the step has used a tensor."""
+        return id(tensor) in self._used
+
+    def add(self, name: str, tensor: torch.Tensor, storage: int) -> None:
+        """Note the constant that a tensor has become, and the index of its storage."""
+        self.by_name[name] = tensor
+        self._storages.add(storage)
+
+    def check_unchanged(self, storage: int, tensor: torch.Tensor) -> None:
+        """Raise if a tensor that is written lies in the storage of such a constant."""
+        if storage in self._storages:
+            raise error_here(
+                f"a tensor of shape {tuple(tensor.shape)} is changed in place that was there "
+                "before the step and is neither a parameter nor a buffer, so that it would change "
+                "in this step only: register it with register_buffer()"
+            )
+
+    def observe(self, tensor: torch.Tensor) -> None:
+        """Note that the course of the step depends on a tensor's numbers."""
+        with no_dispatch():
+            content = tensor.detach().clone()
+        line = describe_line(user_line())
+        self.observed.setdefault(id(tensor), (tensor, content, line))
+
+
+def copy_constant(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy of a tensor that becomes a constant.
+
+    Raises:
+        CaptureError: It has too many bytes, or none at all (meta device).
+    """
+    num_bytes = tensor.numel() * tensor.element_size()
+    if tensor.is_meta or num_bytes > _MAX_OUTSIDE_BYTES:
+        raise error_here(
+            f"a tensor of shape {tuple(tensor.shape)} ({num_bytes} bytes) is used that is neither "
+            "a parameter, a buffer nor part of the batch; register it with "
+            "register_buffer(..., persistent=False), or make it in forward()"
+        )
+    with no_dispatch():
+        return tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from penstock.graph.capturing._errors import error_here
+from penstock.graph.capturing._program_lines import error_here
 from penstock.graph.costs.counts import OperatorCounts
 from penstock.graph.encoding import dtype_name
 from penstock.graph.step_graph import Kind, Phase, TensorView

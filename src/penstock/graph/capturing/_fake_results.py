@@ -19,8 +19,8 @@ from penstock.compat.fake_tensors import (
     FakeTensor,
     UnsupportedOperatorException,
 )
-from penstock.graph.capturing._errors import error_here
 from penstock.graph.capturing._meta_corrections import correct_results
+from penstock.graph.capturing._program_lines import error_here
 
 SYMBOLS = (torch.SymFloat, torch.SymInt, torch.SymBool)
 _MAX_CACHED = 2**14

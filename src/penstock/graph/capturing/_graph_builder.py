@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 from penstock.graph.capturing._drafts import Draft, DraftStorage, StorageTable
 from penstock.graph.capturing.recorder import Recorder
 from penstock.graph.encoding import GET_RNG_STATE, SCALAR, SET_RNG_STATE
-from penstock.graph.step_graph import Operator, StepGraph, Storage, TensorView
+from penstock.graph.step_graph import Operator, StepGraph, Storage, TensorView, map_views
 
 
 def build_graph(
@@ -39,11 +40,8 @@ def build_graph(
         operators=builder.operators(),
         loss=builder.view(loss),
         device=device,
-        tensors={name: builder.view(view) for name, view in tensors.items()},
-        guards=tuple(
-            (builder.expression(expression), outcome)
-            for expression, outcome in dict.fromkeys(recorder.numbers.guards)
-        ),
+        tensors=map_views(builder.view, tensors),
+        guards=map_views(builder.view, tuple(dict.fromkeys(recorder.numbers.guards))),
         metadata=metadata,
     )
 
@@ -68,14 +66,14 @@ def _inline_numbers(drafts: list[Draft]) -> dict[int, TensorView]:
     return inlined
 
 
-# Batch norms that update running statistics, and operators of the same results without them.
+# Batch norms that update running statistics (their arguments 3 and 4), and operators that give the
+# same bits without them.
 _BATCH_NORMS = {
     "aten.native_batch_norm.default": "aten.native_batch_norm.default",
     "aten._native_batch_norm_legit.default": "aten.native_batch_norm.default",
     "aten.cudnn_batch_norm.default": "aten.cudnn_batch_norm.default",
     "aten.miopen_batch_norm.default": "aten.miopen_batch_norm.default",
 }
-_RUNNING_MEAN, _RUNNING_VAR = 3, 4  # positions of the arguments, in all of them
 
 
 def _drop_unused_operators(
@@ -149,26 +147,27 @@ class _GraphBuilder:
         )
 
     def operators(self) -> tuple[Operator, ...]:
-        operators, last_random = [], None
-        for index, draft in enumerate(self._drafts):
-            after = () if last_random is None or not draft.random else (last_random,)
-            if draft.random:
-                last_random = index
-            operators.append(self._operator(draft, after))
-        return tuple(operators)
+        random = [index for index, draft in enumerate(self._drafts) if draft.random]
+        after = {index: (last,) for last, index in itertools.pairwise(random)}
+        return tuple(
+            self._operator(draft, after.get(index, ())) for index, draft in enumerate(self._drafts)
+        )
 
     def _operator(self, draft: Draft, after: tuple[int, ...]) -> Operator:
         old = {pair[0] for pair in draft.mutates}
         read = [_source(value, self._inlined) for value in draft.reads]
         unused_bytes = sum(self._table.of_value(value).num_bytes for value in draft.dropped)
         persistent = any(self._table.of_value(value).kind.persistent for value in old)
-        args = tuple(map(self._argument, draft.args))
+        args = map_views(self.view, draft.args)
+        recompute_target = _BATCH_NORMS.get(draft.target) if persistent else None
+        counts = draft.counts
+        counts = counts._replace(workspace_bytes=counts.workspace_bytes + unused_bytes)
         return Operator(
             name=draft.name,
             target=draft.target,
             args=args,
-            kwargs={name: self._argument(value) for name, value in draft.kwargs.items()},
-            outputs=tuple(None if view is None else self.view(view) for view in draft.outputs),
+            kwargs=map_views(self.view, draft.kwargs),
+            outputs=map_views(self.view, draft.outputs),
             reads=tuple(self._new[value] for value in dict.fromkeys(read) if value not in old),
             creates=tuple(self._new[value] for value in draft.creates),
             mutates=tuple((self._new[before], self._new[new]) for before, new in draft.mutates),
@@ -180,40 +179,15 @@ class _GraphBuilder:
             after=after,
             phase=draft.phase,
             module=draft.module,
-            flops=draft.counts.flops,
-            bytes_read=draft.counts.bytes_read,
-            bytes_written=draft.counts.bytes_written,
-            workspace_bytes=draft.counts.workspace_bytes + unused_bytes,
+            **counts._asdict(),
             random=draft.random,
             recomputable=not (draft.side_effect or draft.target == GET_RNG_STATE)
             and (not persistent or draft.target in _BATCH_NORMS),
-            recompute_target=_BATCH_NORMS.get(draft.target) if persistent else None,
-            recompute_args=self._args_without_statistics(draft) if persistent else None,
+            recompute_target=recompute_target,
+            recompute_args=(*args[:3], None, None, *args[5:]) if recompute_target else None,
         )
 
-    def _args_without_statistics(self, draft: Draft) -> tuple[Any, ...] | None:
-        """Return the arguments of a batch norm, which gives the same bits without statistics."""
-        if draft.target not in _BATCH_NORMS:
-            return None
-        args = [self._argument(value) for value in draft.args]
-        args[_RUNNING_MEAN] = args[_RUNNING_VAR] = None
-        return tuple(args)
-
     def view(self, view: TensorView) -> TensorView:
+        """Return a view of the new value; of an inlined number that of its tensor."""
+        view = self._inlined.get(view.value, view)
         return view._replace(value=self._new[view.value])
-
-    def _argument(self, value: Any) -> Any:
-        if isinstance(value, TensorView):
-            return self.view(value)
-        if isinstance(value, tuple):
-            return tuple(map(self._argument, value))
-        if isinstance(value, Mapping) and "scalar" in value:
-            return {"scalar": self.expression(value["scalar"])}
-        return value
-
-    def expression(self, expression: Any) -> Any:
-        if isinstance(expression, TensorView):
-            return self.view(self._inlined.get(expression.value, expression))
-        if isinstance(expression, tuple):
-            return (expression[0], *map(self.expression, expression[1:]))
-        return expression

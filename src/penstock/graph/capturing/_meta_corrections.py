@@ -25,8 +25,6 @@ _LAID_OUT_LIKE = {
     **dict.fromkeys(("native_dropout", "normal"), 0),
 }
 """CPU kernels whose first result has the memory format of an operand, or is contiguous (None)."""
-_WITH_STRIDES = ("native_dropout",)
-"""Kernels among them that keep strides without a memory format; others are contiguous then."""
 _ELEMENTWISE = (
     *("log_sigmoid_forward", "log_sigmoid_backward", "softplus_backward", "elu_backward"),
     *("gelu_backward", "silu_backward", "mish_backward", "sigmoid_backward", "tanh_backward"),
@@ -78,8 +76,8 @@ def _correct_layout(name: str, args: tuple[Any, ...], first: torch.Tensor) -> to
         if name == "native_batch_norm_backward":
             suggested = [suggest_memory_format(each) for each in args[:2]]
             memory_format = memory_format if suggested[0] == suggested[1] else suggested[1]
-        if memory_format is None and name in _WITH_STRIDES:
-            return first
+        if memory_format is None and name == "native_dropout":
+            return first  # it keeps strides without a memory format; others are contiguous then
     return torch.empty(
         first.shape,
         dtype=first.dtype,

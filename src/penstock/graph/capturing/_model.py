@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -68,16 +69,19 @@ class InitialPlaces:
                 )
             with torch.no_grad():
                 old.copy_(tensor)
-        for tensor, place in self._views:
-            if tensor.untyped_storage()._cdata != place.untyped_storage()._cdata:
-                with torch.no_grad():
-                    place.copy_(tensor)
+        with torch.no_grad():
+            for tensor, place in self._find_moved():
+                place.copy_(tensor)
 
     def restore(self) -> None:
         """Let tensors lie in their initial places again."""
+        for tensor, place in self._find_moved():
+            tensor.data = place
+
+    def _find_moved(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for tensor, place in self._views:
             if tensor.untyped_storage()._cdata != place.untyped_storage()._cdata:
-                tensor.data = place
+                yield tensor, place
 
 
 def refuse_lost_changes(

@@ -13,7 +13,7 @@ from penstock.compat.dispatch import no_dispatch
 from penstock.compat.fake_tensors import FakeTensorMode
 from penstock.errors import CaptureError
 from penstock.graph.capturing._drafts import Draft
-from penstock.graph.capturing._errors import error_here
+from penstock.graph.capturing._program_lines import error_here
 from penstock.graph.capturing.fake_tensors import FakeTensors
 from penstock.graph.capturing.recorder import Recorder
 from penstock.graph.encoding import CONSTANT, FULL, SCALAR
@@ -131,7 +131,10 @@ class OptimizerCopy:
                     with self._mode:
                         _adopt_state(scratch, self._fakes.of(tensor, "state"), "state")
         for parameter, state in list(self._copy.state.items()):
-            self._copy.state[parameter] = self._fakes.in_state(state, "optimizer.state")
+            self._copy.state[parameter] = {
+                key: self._fakes.of(each, "optimizer.state") if torch.is_tensor(each) else each
+                for key, each in state.items()
+            }
         with self._recorder.pause(), scratch:
             type(self._copy).step(self._copy)
         return scratch
@@ -182,20 +185,16 @@ class OptimizerCopy:
             origins.setdefault(storage, value)
         makers: set[str] = set()
         for name, tensor in self._made.items():
-            if tensor not in first.storages:
+            storages = first.storages
+            if tensor not in storages or storages.of(tensor).kind is not Kind.ACTIVATION:
                 continue
-            if first.storages.of(tensor).kind is not Kind.ACTIVATION:
-                continue
-            maker = creators.get(origins[first.storages.index_of(tensor)])
-            fill = None if maker is None else _read_fill(maker, tensor.dtype)
+            maker = creators.get(origins[storages.index_of(tensor)])
+            self.initial_state[name] = None if maker is None else _read_fill(maker, tensor.dtype)
             if maker is not None:
                 makers.add(maker.name)
-            self.initial_state[name] = fill
         rest = [draft.target for draft in first.drafts if draft.name not in makers]
-        steady = [target for target in steady if target != SCALAR]
-        if [target for target in rest if target != SCALAR] != steady or None in (
-            self.initial_state.values()
-        ):
+        rest, steady = ([each for each in some if each != SCALAR] for some in (rest, steady))
+        if rest != steady or None in self.initial_state.values():
             fill = _find_first_momentum(self._optimizer)
             self.initial_state = dict.fromkeys(self.initial_state, fill)
 

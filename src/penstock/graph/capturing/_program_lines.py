@@ -1,8 +1,9 @@
-"""Lines of the user's program, noted as it runs, for faults that are found only afterwards."""
+"""Lines of the user's program in errors, noted as it runs where faults show only afterwards."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 import threading
@@ -12,10 +13,20 @@ from unittest import mock
 
 from torch import nn
 
-from penstock.compat.user_line import user_line
-from penstock.graph.capturing._errors import describe_line
+from penstock.compat.user_line import UserLine, user_line
+from penstock.errors import CaptureError
 
 _READING = ("getstate", "get_state")
+
+
+def error_here(message: str) -> CaptureError:
+    """Return an error whose message begins with the user's line that is running."""
+    return CaptureError(f"{describe_line(user_line())}: {message}")
+
+
+def describe_line(line: UserLine | None) -> str:
+    """Return a line as messages show it."""
+    return "a line that Python does not know" if line is None else str(line)
 
 
 class ProgramLines:
@@ -43,13 +54,10 @@ class ProgramLines:
             for source, module, generator in default_generators():
                 for name, function in list(vars(module).items()):
                     if getattr(function, "__self__", None) is generator and name not in _READING:
-                        noting = _note_first_call(function, _constant_key(source), self.draws)
+                        key = functools.partial(lambda source, *_, **__: source, source)
+                        noting = _note_first_call(function, key, self.draws)
                         stack.enter_context(mock.patch.object(module, name, noting))
             yield
-
-
-def _constant_key(key: str) -> Callable[..., str]:
-    return lambda *args, **kwargs: key
 
 
 def _note_first_call(

@@ -7,7 +7,8 @@ compared operator by operator with the first record.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from penstock.compat.dispatch import no_dispatch
 from penstock.errors import CaptureError, GraphFileError
 from penstock.graph.capturing._drafts import Draft
-from penstock.graph.capturing._errors import error_here
+from penstock.graph.capturing._program_lines import error_here
 from penstock.graph.capturing.recorder import Recorder
 from penstock.graph.capturing.step_program import StepProgram
 from penstock.graph.encoding import CONSTANT
@@ -58,12 +59,40 @@ class CaptureRecord:
         phases = [draft.phase for draft in recorder.drafts]
         self._num_of_gradients = sum(phase is not Phase.OPTIMIZER for phase in phases)
 
-    def compare(self, recorder: Recorder, *, to_gradients: bool = False) -> Comparison:
-        """Compare operators as they are recorded, without `before_step` if `to_gradients`."""
-        drafts = self._drafts[: self._num_of_gradients] if to_gradients else self._drafts
-        comparison = Comparison(drafts, self.outside, recorder)
-        recorder.watch = comparison.take
-        return comparison
+    @contextlib.contextmanager
+    def compare(self, recorder: Recorder, *, to_gradients: bool = False) -> Iterator[None]:
+        """Compare the operators that are recorded in the block, without `before_step` if
+        `to_gradients`.
+
+        Raises:
+            CaptureError: They are others; the message names the line and the difference.
+        """
+        expected = iter(self._drafts[: self._num_of_gradients] if to_gradients else self._drafts)
+
+        def compare_next(draft: Draft) -> None:
+            before = next(expected, None)
+            if before is None:
+                raise _make_error(f"{_describe(draft)} runs, which did not run the first time")
+            if difference := _describe_difference(before, draft):
+                raise _make_error(difference)
+            if draft.is_outside:
+                self._compare_outside(recorder.outside.by_name[draft.name], draft.name)
+
+        recorder.watch = compare_next
+        yield
+        if missing := next(expected, None):
+            difference = f"{_describe(missing)} does not run, which ran the first time"
+            raise CaptureError(f"{_MESSAGE}: {difference}; {_REMEDY}")
+
+    def _compare_outside(self, now: torch.Tensor, name: str) -> None:
+        then = self.outside.get(name)
+        with no_dispatch():
+            same = now is then or (then is not None and torch.equal(now, then))
+        if not same:
+            raise _make_error(
+                f"a tensor of shape {tuple(now.shape)}, neither the model's nor the batch's, is "
+                "another one with other numbers"
+            )
 
     def check_outside(self) -> None:
         """Compare tensors from outside of the step with their state during the capture.
@@ -86,52 +115,6 @@ class CaptureRecord:
                     f"{tuple(tensor.shape)} that is neither the model's nor the batch's, and they "
                     "have changed since the step was captured; capture the step again"
                 )
-
-
-class Comparison:
-    """Compares operators with those of the first capture, one by one."""
-
-    def __init__(
-        self, drafts: list[Draft], outside: Mapping[str, torch.Tensor], recorder: Recorder
-    ) -> None:
-        self._drafts = drafts
-        self._outside = outside
-        self._recorder = recorder
-        self._at = 0
-
-    def take(self, draft: Draft) -> None:
-        """Compare an operator.
-
-        Raises:
-            CaptureError: It is another one; the message names the line and the difference.
-        """
-        if self._at >= len(self._drafts):
-            raise _make_error(f"{_describe(draft)} runs, which did not run the first time")
-        before = self._drafts[self._at]
-        self._at += 1
-        difference = _describe_difference(before, draft)
-        if difference:
-            raise _make_error(difference)
-        if draft.is_outside:
-            now, then = self._recorder.outside.by_name[draft.name], self._outside.get(draft.name)
-            with no_dispatch():
-                same = now is then or (then is not None and torch.equal(now, then))
-            if not same:
-                raise _make_error(
-                    f"a tensor of shape {tuple(now.shape)}, neither the model's nor the batch's, "
-                    "is another one with other numbers"
-                )
-
-    def end(self) -> None:
-        """Compare the number of operators.
-
-        Raises:
-            CaptureError: There are fewer.
-        """
-        if self._at < len(self._drafts):
-            missing = _describe(self._drafts[self._at])
-            difference = f"{missing} does not run, which ran the first time"
-            raise CaptureError(f"{_MESSAGE}: {difference}; {_REMEDY}")
 
 
 def _make_error(difference: str) -> CaptureError:

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import torch
 
-from penstock.graph._expressions import Expression, evaluate
 from penstock.graph.capturing._drafts import StorageTable
-from penstock.graph.capturing._errors import error_here
+from penstock.graph.capturing._program_lines import error_here
+from penstock.graph.encoding import Expression, evaluate
 from penstock.graph.step_graph import views_in
 
 _METHODS = {  # of a symbolic node, and the operators of their expressions

@@ -21,6 +21,8 @@ from penstock.graph.capturing._conditions import (
     isolate_capture,
     name_optimizer_in_errors,
     patch_transformers_checks,
+    refuse_other_draws,
+    trace_random_state,
 )
 from penstock.graph.capturing._graph_builder import build_graph
 from penstock.graph.capturing._model import (
@@ -32,21 +34,20 @@ from penstock.graph.capturing._model import (
 )
 from penstock.graph.capturing._optimizer import OptimizerCopy
 from penstock.graph.capturing._program_lines import ProgramLines
-from penstock.graph.capturing._random_state import refuse_other_draws, trace_random_state
 from penstock.graph.capturing._recapture import CaptureRecord
-from penstock.graph.capturing.arguments import (
+from penstock.graph.capturing.fake_tensors import FakeTensors
+from penstock.graph.capturing.module_state import autocast_of, evaluation_modules, frozen_parameters
+from penstock.graph.capturing.recorder import Recorder
+from penstock.graph.capturing.step_program import (
+    StepProgram,
     check_accumulation,
     check_model,
     check_optimizer,
     find_device_type,
 )
-from penstock.graph.capturing.fake_tensors import FakeTensors
-from penstock.graph.capturing.recorder import Recorder
-from penstock.graph.capturing.step_program import StepProgram
 from penstock.graph.executable import make_executable
 from penstock.graph.fsdp.capture import FsdpCapture
 from penstock.graph.fsdp.shards import ShardedModel
-from penstock.graph.modes import autocast_of, evaluation_modules, frozen_parameters
 from penstock.graph.step_graph import Kind, StepGraph, TensorView
 
 
@@ -101,10 +102,14 @@ def capture(
         TypeError: An argument is of the wrong type, or the loss is no scalar tensor.
         ValueError: The batch has not as many micro-batches as `accumulate` says.
     """
-    check_model(model)
+    return capture_program(StepProgram(model, batch, loss, before_step, accumulate), optimizer)
+
+
+def capture_program(program: StepProgram, optimizer: torch.optim.Optimizer) -> StepGraph:
+    """Record a step as `capture` does, of which `program` has the arguments."""
+    check_model(program.model)
     check_optimizer(optimizer)
-    check_accumulation(batch, accumulate)
-    program = StepProgram(model, batch, loss, before_step, accumulate)
+    check_accumulation(program.batch, program.accumulate)
     return make_executable(record_step(program, optimizer))
 
 
@@ -242,7 +247,5 @@ class _Tracer:
         Raises:
             CaptureError: It does something else.
         """
-        comparison = record.compare(recorder, to_gradients=to_gradients)
-        with self.activate(recorder):
+        with record.compare(recorder, to_gradients=to_gradients), self.activate(recorder):
             self.run(recorder)
-        comparison.end()

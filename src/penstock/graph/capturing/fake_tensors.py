@@ -114,13 +114,6 @@ class FakeTensors:
             fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
         return fake.requires_grad_(real.requires_grad)
 
-    def in_state(self, state: Mapping[str, Any], name: str) -> dict[str, Any]:
-        """Replace the tensors of an optimizer's state; everything else stays."""
-        return {
-            key: self.of(item, name) if isinstance(item, torch.Tensor) else item
-            for key, item in state.items()
-        }
-
     @contextlib.contextmanager
     def replace_in(self, root: nn.Module) -> Iterator[ModuleSnapshot]:
         """Put the fake tensors into a model for the block, and restore it afterwards.

@@ -1,4 +1,7 @@
-"""The state of modules: their attributes, tensors, and the lists and dictionaries among these."""
+"""The state of modules: their modes and attributes, and the lists and dictionaries among these.
+
+Modes decide the course of a step: of modules, of parameters (frozen or not), autocast.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import torch
 from torch import nn
 
 from penstock.compat.fake_tensors import FakeTensor
+from penstock.graph.encoding import dtype_name
 
 
 @contextlib.contextmanager
@@ -128,3 +132,34 @@ def _tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
         items = getattr(value, "__dict__", {}).values()
     for each in list(items):
         yield from _tensors_in(each, depth - 1)
+
+
+def modules_in(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a model, and of a loss that is one, with their names in a graph."""
+    for name, root in roots.items():
+        yield from root.named_modules(prefix=name)
+
+
+def parameters_in(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter | None]]:
+    """Yield each module's entries for parameters, in the order of the modules."""
+    for name, module in modules_in(roots):
+        for key, parameter in module._parameters.items():
+            yield f"{name}.{key}", parameter
+
+
+def evaluation_modules(roots: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names of the modules that are in evaluation mode."""
+    return [name for name, module in modules_in(roots) if not module.training]
+
+
+def frozen_parameters(roots: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names of the parameters that require no gradient."""
+    named = parameters_in(roots)
+    return [name for name, each in named if each is not None and not each.requires_grad]
+
+
+def autocast_of(device: str) -> str | None:
+    """Return the dtype that autocast has on a kind of device; None where it is off."""
+    if not torch.is_autocast_enabled(device):
+        return None
+    return dtype_name(torch.get_autocast_dtype(device))

@@ -16,11 +16,10 @@ import torch
 from penstock.compat.autograd import current_node, next_sequence_number
 from penstock.compat.dispatch import TorchDispatchMode, no_dispatch
 from penstock.compat.fake_tensors import FakeTensor
-from penstock.graph.capturing._constants import ConstantValues
+from penstock.graph.capturing._constants import ConstantValues, OutsideTensors, copy_constant
 from penstock.graph.capturing._drafts import Draft, StorageTable
-from penstock.graph.capturing._errors import error_here
 from penstock.graph.capturing._fake_results import SYMBOLS, run_fake
-from penstock.graph.capturing._outside import OutsideTensors, copy_constant
+from penstock.graph.capturing._program_lines import error_here
 from penstock.graph.capturing._traced_numbers import NumberTracer, ScalarNode
 from penstock.graph.capturing.schemas import Schema, is_random_call, schema_of, writes_nothing
 from penstock.graph.costs.counts import OperatorCounts, count_operator, touched_bytes
@@ -127,8 +126,7 @@ class Recorder(TorchDispatchMode):
 
     def is_constant(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor's elements are known, and no data can change them."""
-        value = self._constant_value(tensor)
-        return value is not None and not self._masks_of(value)
+        return self._masks_of(tensor) == frozenset()
 
     def follows_full_mask(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor's bits may depend on the branch that a program takes for a mask.
@@ -136,8 +134,7 @@ class Recorder(TorchDispatchMode):
         It is computed from masks alone that mask nothing, and kernels of half precision round in
         other places. The step is then one for such masks.
         """
-        value = self._constant_value(tensor)
-        masks = frozenset[str]() if value is None else self._masks_of(value)
+        masks = self._masks_of(tensor)
         halves = any(
             storage.kind is Kind.PARAMETER and storage.is_half for storage in self.storages.storages
         ) or torch.is_autocast_enabled(tensor.device.type)
@@ -145,13 +142,11 @@ class Recorder(TorchDispatchMode):
             self.full_masks |= masks
         return bool(masks) and halves
 
-    def _constant_value(self, tensor: torch.Tensor) -> int | None:
-        if tensor not in self.storages:
+    def _masks_of(self, tensor: torch.Tensor) -> frozenset[str] | None:
+        """Return the masks that a constant is computed from; None if the tensor is no constant."""
+        value = self.storages.of(tensor).current if tensor in self.storages else None
+        if value is None or value not in self._constants:
             return None
-        value = self.storages.of(tensor).current
-        return value if value in self._constants else None
-
-    def _masks_of(self, value: int) -> frozenset[str]:
         return self._constants.sources(value) & self._masks
 
     # Operators.
@@ -376,14 +371,14 @@ class Recorder(TorchDispatchMode):
         storage = self.storages.of(tensor) if tensor in self.storages else None
         if storage is not None and storage.kind is Kind.OPTIMIZER_STATE and not storage.num_bytes:
             return self._record_number(tensor)
-        value = self._constant_value(tensor)
-        masks = frozenset[str]() if value is None else self._masks_of(value)
-        is_decided = masks <= self.full_masks and tensor.dtype is torch.bool
-        if value is not None and (not masks or is_decided):
-            for name in self._constants.sources(value) - masks:
+        masks = self._masks_of(tensor)
+        is_decided = not masks or (masks <= self.full_masks and tensor.dtype is torch.bool)
+        if masks is not None and is_decided:
+            view = self.storages.view(tensor)
+            for name in self._constants.sources(view.value) - masks:
                 self.outside.observe(self.outside.by_name[name])
             with no_dispatch():
-                return func(self._constants.tensor(self.storages.view(tensor)))
+                return func(self._constants.tensor(view))
         if tensor.constant is not None:
             with no_dispatch():
                 return func(tensor.constant)

@@ -1,15 +1,16 @@
-"""The user's program of one step, called on fake tensors: forward, backward, `before_step`."""
+"""The user's program of one step: its arguments are checked, and it is called on fake tensors."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from penstock.errors import CaptureError
+from penstock.graph.batches import tensors_in
 from penstock.graph.capturing.recorder import Recorder
 from penstock.graph.fsdp.capture import FsdpCapture
 from penstock.graph.step_graph import Kind, Phase
@@ -64,32 +65,30 @@ class StepProgram(NamedTuple):
 
     def _run_batches(self, recorder: Recorder, fsdp: FsdpCapture) -> torch.Tensor:
         """Run forward and backward of the batch, or of one micro-batch after the other."""
-        if self.accumulate is None:
-            return self._run_batch(self.batch, recorder, fsdp, 1)
         total = None
-        for part in self.batch:
-            recorder.phase = Phase.FORWARD
-            value = self._run_batch(part, recorder, fsdp, self.accumulate)
-            total = value if total is None else total + value
+        with torch.enable_grad():
+            for value in self.iter_losses():
+                if not value.requires_grad:
+                    raise CaptureError(
+                        "the loss depends on no parameter that requires a gradient; is the model "
+                        "frozen, or the loss detached?"
+                    )
+                recorder.phase = Phase.BACKWARD
+                value.backward()
+                fsdp.after_backward()
+                total = value.detach() if total is None else total + value.detach()
+                recorder.phase = Phase.FORWARD
         assert total is not None
         return total
 
-    def _run_batch(
-        self, batch: Any, recorder: Recorder, fsdp: FsdpCapture, num_parts: int
-    ) -> torch.Tensor:
-        with torch.enable_grad():
-            value = loss_of(call_model(self.model, batch), batch, self.loss)
-            if num_parts > 1:
-                value = value / num_parts
-            if not value.requires_grad:
-                raise CaptureError(
-                    "the loss depends on no parameter that requires a gradient; is the model "
-                    "frozen, or the loss detached?"
-                )
-            recorder.phase = Phase.BACKWARD
-            value.backward()
-            fsdp.after_backward()
-        return value.detach()
+    def iter_losses(self) -> Iterator[torch.Tensor]:
+        """Call the model and yield its loss: that of the batch, or of each micro-batch, divided by
+        their number.
+        """
+        num_parts = self.accumulate or 1
+        for part in [self.batch] if self.accumulate is None else self.batch:
+            value = loss_of(call_model(self.model, part), part, self.loss)
+            yield value / num_parts if num_parts > 1 else value
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -146,3 +145,94 @@ def _run_before_step(
             "parameters when it is called (model.parameters()), as these are others during a "
             f"capture. {_SCALER}"
         )
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Raise unless the argument is an optimizer of PyTorch, and wraps none (Accelerate, Lightning).
+
+    Raises:
+        TypeError: It is none; the message names its class, and the way to the optimizer within.
+    """
+    kind = type(optimizer).__name__
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer is a {kind} around an optimizer of class {type(inner).__name__}; pass "
+            "optimizer.optimizer: a planned step scales and accumulates gradients itself"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer has to be a torch.optim.Optimizer, and is a {kind}")
+
+
+def check_model(model: object) -> None:
+    """Raise unless the argument is a module whose code a capture can see.
+
+    Raises:
+        TypeError: It is no module.
+        CaptureError: It is wrapped or compiled, or has hooks on gradients.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model has to be an nn.Module, and is a {type(model).__name__}")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise CaptureError(
+                f"{name or 'model'} is wrapped for data parallelism; pass its .module, with "
+                "before_step=lambda: penstock.executor.average_gradients(model)"
+            )
+        if _is_compiled(module):
+            raise CaptureError(
+                f"{name or 'model'} is compiled (torch.compile, torch.jit), and what it runs is "
+                "not seen; pass the module as it was before"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise CaptureError(
+                f"parameter {name!r} has hooks on its gradient, which run Python that a graph does "
+                "not hold; remove them, or do their work in the loss or in the optimizer"
+            )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return (
+        isinstance(module, torch.jit.ScriptModule)
+        or hasattr(module, "_orig_mod")
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+    )
+
+
+def check_accumulation(batch: Any, accumulate: int | None) -> None:
+    """Compare the number of micro-batches with `accumulate`.
+
+    Raises:
+        ValueError: The batch has another number of them.
+    """
+    if accumulate is None:
+        return
+    found = len(batch) if isinstance(batch, list | tuple) else type(batch).__name__
+    if found != accumulate or accumulate < 1:
+        raise ValueError(
+            f"accumulate={accumulate}: the batch has to be a list of so many micro-batches, at "
+            f"least one, and is {found if isinstance(found, str) else f'one of {found}'}"
+        )
+
+
+def find_device_type(root: nn.Module, batch: Any) -> str:
+    """Return the type of the device that parameters are on, or else of the batch's.
+
+    Raises:
+        CaptureError: There are several.
+    """
+    types = {each.device.type for each in root.parameters()} - {"meta"}
+    if len(types) > 1:
+        raise CaptureError(
+            f"the parameters are on {', '.join(sorted(types))}; a step graph is of one device"
+        )
+    types = types or {each.device.type for _, each in tensors_in(batch, "batch")} - {"meta"}
+    if len(types) > 1:
+        raise CaptureError(
+            "the parameters are on the meta device, and the batch's tensors on "
+            f"{', '.join(sorted(types))}, so the device of the step is not known; move the batch "
+            "to one"
+        )
+    return types.pop() if types else "cpu"

@@ -4,10 +4,16 @@ Products of matrices, convolutions and attention are counted by the formulas of
 `torch.utils.flop_counter`; everything else by elements times the operations that its formula has
 for one. Bytes are those that the views touch, once: an expanded dimension costs nothing, a lookup
 reads the rows that it returns and not the table.
+
+Workspace is memory that kernels take beside their operands and results. The factors for CPUs are
+bounds of the allocations that were seen in kernels of common sizes, which reorder operands into
+blocks; `measure` finds a graph's own. On GPUs torch chooses another algorithm for a convolution
+where memory is short.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -15,8 +21,8 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from penstock.compat.dispatch import OpOverload
-from penstock.graph.costs.workspace import workspace_bytes
 from penstock.graph.encoding import flat_results
+from penstock.graph.step_graph import Operator, StepGraph
 
 
 class OperatorCounts(NamedTuple):
@@ -28,14 +34,12 @@ class OperatorCounts(NamedTuple):
     workspace_bytes: int = 0
 
 
-_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-_NO_ARITHMETIC = _NOTHING | {
-    *("clone", "copy_", "_to_copy", "cat", "stack", "fill_", "zero_", "zeros", "zeros_like"),
-    *("ones", "ones_like", "full", "full_like", "new_zeros", "new_ones", "new_full", "arange"),
+_NO_ARITHMETIC = {
+    *("clone", "copy_", "_to_copy", "cat", "stack", "fill_", "zero_", "arange", "where"),
     *("embedding", "index", "index_select", "gather", "select_backward", "slice_backward"),
-    *("scalar_tensor", "constant_pad_nd", "roll", "flip", "repeat", "tril", "triu", "where"),
+    *("constant_pad_nd", "roll", "flip", "repeat", "tril", "triu", "lift_fresh_copy"),
     *("_foreach_copy_", "index_put_", "index_put", "scatter", "masked_fill", "masked_fill_"),
-    *("lift_fresh_copy", "nll_loss_forward", "nll_loss_backward", "max_pool2d_with_indices"),
+    *("nll_loss_forward", "nll_loss_backward", "max_pool2d_with_indices"),
 }
 _OPERATIONS_PER_ELEMENT = {  # where the formula has more than one, division and exp counted as one
     **dict.fromkeys(("native_layer_norm", "native_batch_norm", "native_group_norm"), 8),
@@ -56,6 +60,29 @@ _LOOKUPS = {"embedding", "index", "index_select", "gather", "take_along_dim"}
 _OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "_foreach_copy_"}
 _FLOAT = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
+_CPU_HALVES = {  # halves of the bytes of operands, and of results
+    "convolution": (2, 2),
+    "convolution_backward": (4, 4),
+    "mkldnn_rnn_layer": (2, 2),
+    "mkldnn_rnn_layer_backward": (2, 2),
+    "native_batch_norm_backward": (1, 1),
+    "upsample_bilinear2d": (2, 2),
+    "upsample_bilinear2d_backward": (2, 2),
+    "mse_loss": (1, 0),
+}
+_CUDA_HALVES = {
+    "convolution": (2, 2),
+    "convolution_backward": (2, 2),
+    "mkldnn_rnn_layer": (2, 2),
+    "mkldnn_rnn_layer_backward": (2, 2),
+    "_scaled_dot_product_flash_attention_backward": (1, 0),  # a gradient is summed in float32
+    "_scaled_dot_product_efficient_attention_backward": (1, 0),
+    "_scaled_dot_product_cudnn_attention_backward": (1, 0),
+    "mse_loss": (1, 0),
+}
+_MAX_ATTENTION_BYTES = 16 * 2**20  # CPU: blocks of scores, one set for each thread
+_MAX_CONVOLUTION_BYTES = 256 * 2**20  # CUDA: cuDNN has algorithms below this for any convolution
+
 
 def count_operator(
     func: OpOverload,
@@ -64,17 +91,16 @@ def count_operator(
     result: Any,
     written: list[torch.Tensor],
 ) -> OperatorCounts:
-    """Count the operations and bytes of one call of an operator.
+    """Count the operations and bytes of one call of an operator, which is no factory (`zeros`).
 
     Returns:
         The counts; the workspace as `workspace_bytes` declares it.
     """
     name = func._opname
-    if name in _NOTHING:
-        return OperatorCounts()
     inputs, outputs = _tensors(args) + _tensors(tuple(kwargs.values())), _tensors(result)
     identities = {id(tensor) for tensor in written}
     made = [tensor for tensor in outputs if id(tensor) not in identities]
+    device = outputs[0].device.type if outputs else "cpu"
     read = sum(map(touched_bytes, inputs))
     if name in _LOOKUPS and inputs:
         read += sum(map(touched_bytes, outputs)) - touched_bytes(inputs[0])
@@ -84,12 +110,8 @@ def count_operator(
         _count_flops(func, name, args, kwargs, result, inputs, made + written),
         max(0, read),
         sum(map(touched_bytes, made)) + sum(map(touched_bytes, written)),
-        workspace_bytes(name, max(0, read), sum(map(touched_bytes, made)), _device(outputs)),
+        workspace_bytes(name, max(0, read), sum(map(touched_bytes, made)), device),
     )
-
-
-def _device(tensors: list[torch.Tensor]) -> str:
-    return tensors[0].device.type if tensors else "cpu"
 
 
 def touched_bytes(tensor: torch.Tensor) -> int:
@@ -148,3 +170,53 @@ def _rnn_flops(args: tuple[Any, ...], *, backward: bool) -> int:
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [each for each in flat_results(value) if isinstance(each, torch.Tensor)]
+
+
+def workspace_bytes(name: str, bytes_read: int, bytes_made: int, device: str) -> int:
+    """Return the bytes that an operator is declared to need beyond its operands and results."""
+    is_cuda = device == "cuda"
+    if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
+        if is_cuda:
+            name = name.replace("_for_cpu", "")  # its counterpart
+        else:
+            return min(bytes_read + bytes_made, _MAX_ATTENTION_BYTES)
+    read_halves, made_halves = (_CUDA_HALVES if is_cuda else _CPU_HALVES).get(name, (0, 0))
+    declared = (read_halves * bytes_read + made_halves * bytes_made) // 2
+    if is_cuda and name.startswith("convolution"):
+        return min(declared, _MAX_CONVOLUTION_BYTES)
+    return declared
+
+
+def with_workspace(graph: StepGraph, device: str) -> StepGraph:
+    """Declare the workspace of a step that is planned on one kind of device for another.
+
+    A step captured on a CPU declares the workspace of CPU kernels, which for convolutions is
+    several times that of GPU kernels. Its operators stay those that were captured.
+
+    Example:
+        >>> with_workspace(StepGraph(storages=(), storage_of_value=(), operators=()), "cuda").device
+        'cpu'
+
+    Args:
+        graph: A captured step.
+        device: `"cpu"` or `"cuda"`: the device that the step is to run on.
+
+    Returns:
+        The step; `graph` itself where it declares this already.
+    """
+    operators = tuple(_declare(operator, graph.device, device) for operator in graph.operators)
+    if operators == graph.operators:
+        return graph
+    return dataclasses.replace(graph, operators=operators)
+
+
+def _declare(operator: Operator, old: str, new: str) -> Operator:
+    name = operator.target.split(".")[1] if "." in operator.target else operator.target
+    declared = [
+        workspace_bytes(name, operator.bytes_read, operator.bytes_written, device)
+        for device in (old, new)
+    ]
+    num_bytes = operator.workspace_bytes - declared[0] + declared[1]  # and unplaced results
+    if num_bytes == operator.workspace_bytes:
+        return operator
+    return dataclasses.replace(operator, workspace_bytes=max(declared[1], num_bytes))

@@ -1,4 +1,9 @@
-"""Measured costs: each distinct operator of a step, run for real on this machine.
+"""Seconds that operators take: as measured on this machine, else by a roofline over a profile.
+
+Roofline: Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009. With the attainable rates of
+arithmetic P and of memory traffic B, an operator takes
+
+    seconds = start + max(flops / P, bytes / B).
 
 Operators are alike if target, shapes, strides, dtypes and numbers are; a step of a deep model has
 a hundred different ones, not ten thousand. Operands hold numbers between 0 and 1, indices are 0.
@@ -7,6 +12,7 @@ a hundred different ones, not ten thousand. Operands hold numbers between 0 and 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import statistics
 import time
@@ -19,17 +25,25 @@ from penstock.compat.autograd import below_autograd
 from penstock.graph.capturing.schemas import COLLECTIVES
 from penstock.graph.encoding import (
     OWN_TARGETS,
-    decode,
+    decode_arguments,
     dtype_from_name,
     flat_results,
     resolve,
     view_memory,
 )
-from penstock.graph.step_graph import Operator, Phase, StepGraph, TensorView
+from penstock.graph.step_graph import Operator, Phase, StepGraph, TensorView, views_in
+from penstock.memory import MachineProfile, machine
 
 _logger = logging.getLogger(__name__)
 
 _SCALAR_BYTES = 64  # a number that is wrapped in a tensor is no workspace
+_FLOATS = ("float64", "float32", "bfloat16", "float16")
+_FREE = {  # they run on the host, or are only a place
+    "penstock.empty",
+    "penstock.scalar",
+    "penstock.get_rng_state",
+    "penstock.set_rng_state",
+}
 
 
 def measure(
@@ -129,17 +143,12 @@ def _measure(
             memory[view.value] = _make_operand(graph, view, device, integer)
         return view_memory(memory[view.value].untyped_storage(), view, device)
 
-    args = [decode(each, device, tensor, lambda _: 0.5) for each in operator.args]
-    kwargs = {
-        name: decode(value, device, tensor, lambda _: 0.5)
-        for name, value in operator.kwargs.items()
-    }
-    call = resolve(operator.target)
-    with below_autograd():
-        with torch.set_grad_enabled(operator.phase is Phase.FORWARD):
-            call(*args, **kwargs)  # sets up a library's handles, which does not count
-            allocated = _allocated_bytes(lambda: call(*args, **kwargs), device) if workspace else 0
-            seconds = [_seconds(lambda: call(*args, **kwargs), device) for _ in range(num_runs)]
+    args, kwargs = decode_arguments(operator, device, tensor, lambda _: 0.5)
+    call = functools.partial(resolve(operator.target), *args, **kwargs)
+    with below_autograd(), torch.set_grad_enabled(operator.phase is Phase.FORWARD):
+        call()  # sets up a library's handles, which does not count
+        allocated = _allocated_bytes(call, device) if workspace else 0
+        seconds = [_seconds(call, device) for _ in range(num_runs)]
     return statistics.median(seconds), allocated
 
 
@@ -147,9 +156,7 @@ def _make_operand(
     graph: StepGraph, view: TensorView, device: torch.device, integer: int
 ) -> torch.Tensor:
     dtype = dtype_from_name(view.dtype)
-    extents = zip(view.shape, view.stride, strict=True)
-    needed = view.offset + 1 + sum((extent - 1) * stride for extent, stride in extents)
-    num_elements = max(needed, graph.num_bytes(view.value) // dtype.itemsize)
+    num_elements = max(view.end, graph.num_bytes(view.value) // dtype.itemsize)
     if dtype.is_floating_point:
         return torch.rand(num_elements, device=device).to(dtype)
     return torch.full((num_elements,), integer, dtype=dtype, device=device)
@@ -189,3 +196,49 @@ def _allocated_bytes(call: Callable[[], Any], device: torch.device) -> int:
     kept = current if results else 0
     allocated = max(0, peak - max(0, kept))
     return allocated if allocated > _SCALAR_BYTES else 0
+
+
+def operator_seconds(graph: StepGraph, machine_profile: MachineProfile | str) -> tuple[float, ...]:
+    """Return the seconds that each operator of a step takes on a machine.
+
+    Example:
+        >>> operator_seconds(StepGraph(storages=(), storage_of_value=(), operators=()), "h200")
+        ()
+
+    Args:
+        graph: The step; operators with measured `seconds` keep them.
+        machine_profile: A profile, with `compute` unless every operator was measured or is free; or
+            the name of a built-in machine.
+
+    Returns:
+        Seconds, in the order of `graph.operators`.
+
+    Raises:
+        ValueError: An operator was not measured, and the profile does not say how fast the machine
+            computes.
+    """
+    profile = machine(machine_profile) if isinstance(machine_profile, str) else machine_profile
+    return tuple(_estimate_seconds(operator, profile) for operator in graph.operators)
+
+
+def _estimate_seconds(operator: Operator, profile: MachineProfile) -> float:
+    """Return the measured time, or that of a roofline."""
+    if operator.seconds is not None:
+        return operator.seconds
+    if operator.target in _FREE:
+        return 0.0
+    if profile.compute is None:
+        raise ValueError(
+            f"operator {operator.name!r} was not measured and the profile of {profile.name!r} does "
+            "not say how fast it computes; measure it anew with penstock.probe(refresh=True), or "
+            "use a built-in machine"
+        )
+    num_bytes = operator.bytes_read + operator.bytes_written
+    return profile.compute.seconds(operator.flops, num_bytes, _dtype(operator))
+
+
+def _dtype(operator: Operator) -> str:
+    """Name the narrowest float among the operands: products are as fast as their factors allow."""
+    found = {view.dtype for view in views_in(operator.args)}
+    found |= {view.dtype for view in operator.outputs if view is not None}
+    return max(found & set(_FLOATS), key=_FLOATS.index, default="float32")

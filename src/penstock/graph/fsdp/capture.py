@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -37,55 +37,43 @@ _ELEMENTWISE = ("aten.copy_.", "aten._to_copy.", "aten.fill_.", "aten.zero_.", "
 _LISTS, _NORMS = ("aten._foreach_", "aten._fused_"), ("aten._foreach_norm.", "aten._foreach_max.")
 
 
-class _GatherForm(NamedTuple):
-    """The way in which a parameter is gathered, and its gradient reduced.
+class _WholeParameter:
+    """A parameter gathered for one forward pass of its module.
 
     Attributes:
-        group: Name of the process group.
-        num_ranks: Its size.
-        size: Shape of the whole parameter.
-        dtype: The dtype in which it is gathered; None: its own.
-        reduce_dtype: The dtype in which its gradient is reduced; None: the gradient's own.
+        group: The ranks that have a part.
+        owner: FSDP2's record of it: its shape, and the dtypes in which it is gathered and its
+            gradient reduced (None: their own).
     """
 
-    group: str
-    num_ranks: int
-    size: torch.Size
-    dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-
-
-class _SavedView(NamedTuple):
-    """A tensor that autograd saves, as a view of a parameter that is gathered again."""
-
-    whole: _WholeParameter
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
-class _WholeParameter:
-    """A parameter gathered for one forward pass of its module."""
-
-    def __init__(self, rows: torch.Tensor, shard: torch.Tensor, form: _GatherForm) -> None:
-        self._rows = rows
-        self._shard = shard
-        self._form = form
+    def __init__(self, group: ShardGroup, shard: Shard, fakes: FakeTensors) -> None:
+        self.group, self.owner = group, shard.owner
+        self._rows = fakes.of(shard.parameter, shard.name)
+        self._flat = fakes.of(shard.flat, shard.name)
         self._again: torch.Tensor | None = None
 
     def gather(self) -> Any:
         """Return it as its module holds it."""
-        return _GatherShards.apply(self._rows, _all_gather(self._shard, self._form), self._form)
+        return _GatherShards.apply(self._rows, self._all_gather(), self)
 
     def gather_flat_again(self) -> torch.Tensor:
         """Return all of it, flat, gathered once more for the backward pass."""
         if self._again is None:
-            self._again = _all_gather(self._shard, self._form)
+            self._again = self._all_gather()
         return self._again
 
     def gather_again(self) -> Any:
         """Return it as its module holds it, gathered once more for the backward pass."""
-        return _GatherShards.apply(self._rows, self.gather_flat_again(), self._form)
+        return _GatherShards.apply(self._rows, self.gather_flat_again(), self)
+
+    @torch.no_grad()
+    def _all_gather(self) -> torch.Tensor:
+        """Return all ranks' shards one after the other, flat and with their padding."""
+        dtype = self.owner.param_dtype
+        shard = self._flat if dtype is None else self._flat.to(dtype)
+        full = shard.new_empty(self.group.num_ranks * shard.numel())
+        all_gather_shards_(full, shard, self.group.group_name)
+        return full
 
 
 class _GatherShards(torch.autograd.Function):
@@ -93,38 +81,28 @@ class _GatherShards(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, full: torch.Tensor, form: _GatherForm
+        ctx: Any, rows: torch.Tensor, full: torch.Tensor, whole: _WholeParameter
     ) -> torch.Tensor:
-        ctx.form, ctx.shape, ctx.dtype = form, rows.shape, rows.dtype
-        ctx.num_padded = full.numel() // form.num_ranks
-        return full[: form.size.numel()].view(form.size)
+        ctx.whole, ctx.shape, ctx.dtype = whole, rows.shape, rows.dtype
+        ctx.num_padded = full.numel() // whole.group.num_ranks
+        size = whole.owner._orig_size
+        return full[: size.numel()].view(size)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,) = grads
-        form: _GatherForm = ctx.form
-        if form.reduce_dtype is not None:
-            grad = grad.to(form.reduce_dtype)
-        num_elements = form.num_ranks * ctx.num_padded
+        (grad,), whole = grads, ctx.whole
+        if whole.owner.reduce_dtype is not None:
+            grad = grad.to(whole.owner.reduce_dtype)
+        num_elements = whole.group.num_ranks * ctx.num_padded
         if num_elements == grad.numel():
             full = grad.contiguous().view(-1)
         else:
             full = grad.new_zeros(num_elements)
-            full[: grad.numel()].view(form.size).copy_(grad)
+            full[: grad.numel()].view(whole.owner._orig_size).copy_(grad)
         shard = grad.new_empty(ctx.num_padded)
-        reduce_scatter_mean_(shard, full, form.group)
+        reduce_scatter_mean_(shard, full, whole.group.group_name)
         shard = shard.to(ctx.dtype)
         return shard[: ctx.shape.numel()].view(ctx.shape), None, None
-
-
-def _all_gather(shard: torch.Tensor, form: _GatherForm) -> torch.Tensor:
-    """Return all ranks' shards one after the other, flat and with their padding."""
-    with torch.no_grad():
-        if form.dtype is not None:
-            shard = shard.to(form.dtype)
-        full = shard.new_empty(form.num_ranks * shard.numel())
-        all_gather_shards_(full, shard, form.group)
-    return full
 
 
 class FsdpCapture:
@@ -137,7 +115,7 @@ class FsdpCapture:
         self._wholes: dict[int, _WholeParameter] = {}  # by storage, if resharded after forward
         self._kept_alive: list[torch.Tensor] = []  # so that no other storage gets their identities
         self._last_gathered: dict[Shard, _WholeParameter] = {}
-        self._gathered_groups: dict[int, ShardGroup] = {}
+        self._gathered_groups: list[ShardGroup] = []
         self._gradients: dict[int, str] = {}  # names by storage
         self._shard_readers: set[int] = set()  # drafts that treat shards as parts
 
@@ -190,7 +168,7 @@ class FsdpCapture:
 
     def after_backward(self) -> None:
         """Reshard the groups that are still whole, and note the gradients."""
-        for group in list(self._gathered_groups.values()):
+        for group in [*self._gathered_groups]:
             self._reshard(group)
         for shard in self._model:
             gradient = self._fake_of(shard).grad
@@ -200,30 +178,22 @@ class FsdpCapture:
     # Forward.
 
     def _gather(self, group: ShardGroup) -> None:
-        if id(group) in self._gathered_groups:
+        if group in self._gathered_groups:
             return
         for shard in group.shards:
             self._set_parameter(shard, self._fake_of(shard), self._gather_shard(group, shard))
-        self._gathered_groups[id(group)] = group
+        self._gathered_groups.append(group)
 
     def _reshard(self, group: ShardGroup) -> None:
-        if self._gathered_groups.pop(id(group), None) is None:
+        if group not in self._gathered_groups:
             return
+        self._gathered_groups.remove(group)
         for shard in group.shards:
             module, key = shard.places[0]
             self._set_parameter(shard, module._parameters[key], self._fake_of(shard))
 
     def _gather_shard(self, group: ShardGroup, shard: Shard) -> torch.Tensor:
-        flat = self._fakes.of(shard.flat, shard.name)
-        owner = shard.owner
-        form = _GatherForm(
-            group.group_name,
-            group.num_ranks,
-            owner._orig_size,
-            owner.param_dtype,
-            owner.reduce_dtype,
-        )
-        whole = _WholeParameter(self._fake_of(shard), flat, form)
+        whole = _WholeParameter(group, shard, self._fakes)
         with self._mark_shard_readers():
             parameter = whole.gather()
         if group.reshards_after_forward:
@@ -256,29 +226,27 @@ class FsdpCapture:
     def _reshard_after_recomputation(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._recorder.phase is not Phase.BACKWARD:
             return
+        gathered = {shard for group in self._gathered_groups for shard in group.shards}
         for key in module._parameters:
             shard = self._model.at(module, key)
-            if shard in self._last_gathered and not self._is_gathered(shard):
+            if shard in self._last_gathered and shard not in gathered:
                 module._parameters[key] = self._fake_of(shard)  # pyright: ignore
-
-    def _is_gathered(self, shard: Shard) -> bool:
-        return any(shard in group.shards for group in self._gathered_groups.values())
 
     # Saved tensors.
 
     def _pack(self, tensor: torch.Tensor) -> Any:
+        """Save the view of a parameter that is gathered again; of other tensors the version."""
         whole = self._wholes.get(tensor.untyped_storage()._cdata)
         if whole is None:
             return tensor, tensor._version
-        return _SavedView(whole, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return whole, (tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        if isinstance(saved, _SavedView):
+        tensor, form = saved
+        if isinstance(tensor, _WholeParameter):
             with self._mark_shard_readers():
-                full = saved.whole.gather_flat_again()
-            return full.as_strided(saved.shape, saved.stride, saved.offset)
-        tensor, version = saved
-        if tensor._version != version:  # autograd does not compare where there are hooks
+                return tensor.gather_flat_again().as_strided(*form)
+        if tensor._version != form:  # autograd does not compare where there are hooks
             raise RuntimeError(
                 f"a tensor of shape {tuple(tensor.shape)} that backward needs has been changed in "
                 "place; change a copy of it"

@@ -14,10 +14,21 @@ from typing import Any
 import torch
 from torch import distributed
 
-_ORDERED = (torch.Tag.nondeterministic_seeded,)
+
+def _collective(changed: str) -> Callable[[Callable[..., None]], Any]:
+    """Make an operator of a function that changes one of its arguments."""
+
+    def register(function: Callable[..., None]) -> Any:
+        name = f"penstock::{function.__name__}"
+        tags = (torch.Tag.nondeterministic_seeded,)
+        made = torch.library.custom_op(name, function, mutates_args=(changed,), tags=tags)
+        made.register_fake(lambda *args, **kwargs: None)
+        return made
+
+    return register
 
 
-@torch.library.custom_op("penstock::average_over_ranks_", mutates_args=("tensor",), tags=_ORDERED)
+@_collective("tensor")
 def average_over_ranks_(tensor: torch.Tensor, group: str) -> None:
     """Average a tensor over the ranks of a process group, named as torch names it."""
     members = _members(group)
@@ -26,42 +37,29 @@ def average_over_ranks_(tensor: torch.Tensor, group: str) -> None:
     distributed.all_reduce(tensor, group=members)
 
 
-@torch.library.custom_op("penstock::sum_over_ranks_", mutates_args=("tensor",), tags=_ORDERED)
+@_collective("tensor")
 def sum_over_ranks_(tensor: torch.Tensor, group: str) -> None:
     """Sum a tensor up over the ranks."""
     distributed.all_reduce(tensor, group=_members(group))
 
 
-@torch.library.custom_op("penstock::max_over_ranks_", mutates_args=("tensor",), tags=_ORDERED)
+@_collective("tensor")
 def max_over_ranks_(tensor: torch.Tensor, group: str) -> None:
     """Take the maximum of each element over the ranks."""
     distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX, group=_members(group))
 
 
-@torch.library.custom_op("penstock::all_gather_shards_", mutates_args=("full",), tags=_ORDERED)
+@_collective("full")
 def all_gather_shards_(full: torch.Tensor, shard: torch.Tensor, group: str) -> None:
     """Fill `full` (n ranks x k elements, flat) with every rank's `shard` (k elements, flat)."""
     _all_gather(full, shard, group=_members(group))
 
 
-@torch.library.custom_op("penstock::reduce_scatter_mean_", mutates_args=("shard",), tags=_ORDERED)
+@_collective("shard")
 def reduce_scatter_mean_(shard: torch.Tensor, full: torch.Tensor, group: str) -> None:
     """Fill `shard` (k elements) with this rank's part of the mean of all ranks' `full` (n x k)."""
     # As FSDP2 does it: the backend averages.
     _reduce_scatter(shard, full, op=distributed.ReduceOp.AVG, group=_members(group))
-
-
-@average_over_ranks_.register_fake
-@sum_over_ranks_.register_fake
-@max_over_ranks_.register_fake
-def _(tensor: torch.Tensor, group: str) -> None:
-    return None
-
-
-@all_gather_shards_.register_fake
-@reduce_scatter_mean_.register_fake
-def _(result: torch.Tensor, operand: torch.Tensor, group: str) -> None:
-    return None
 
 
 def _members(group: str) -> distributed.ProcessGroup:

@@ -66,7 +66,7 @@ def reused_bytes(graph: StepGraph, index: int, among: Container[int] | None = No
 
 def ends_at(graph: StepGraph, value: int, index: int) -> bool:
     """Return whether a value's live range ends at an operator, in the program's order."""
-    storage = graph.storages[graph.storage_of_value[value]]
+    storage = graph.storage(value)
     given = storage.persistent or storage.kind is Kind.INPUT
     return not given and storage.final != value and graph.consumers[value][-1:] == (index,)
 
@@ -96,14 +96,15 @@ class SliceSearch:
     """The search for a choice.
 
     Attributes:
+        form: Returns the form of an operator in slices; None if it has none.
         limit: Bytes that operators are brought down to.
         chosen: Operators that need more, and those that have to run in slices with them.
     """
 
     def __init__(self, graph: StepGraph, max_bytes: int, needed: list[int]) -> None:
         self.graph = graph
-        self._forms: dict[int, SliceForm | None] = {}
-        self._divisible: dict[int, bool] = {}
+        self.form = functools.cache(lambda index: find_slice_form(graph, graph.operators[index]))
+        self._is_divisible = functools.cache(self._find_divisible)
         large = [index for index, count in enumerate(needed) if count > max_bytes]
         fixed = (needed[index] for index in large if self.form(index) is None)
         self.limit = max(max_bytes, *fixed, 0)
@@ -117,12 +118,6 @@ class SliceSearch:
             for storage in self._touched(index):
                 found.setdefault(storage, []).append(index)
         return found
-
-    def form(self, index: int) -> SliceForm | None:
-        """Return the form of an operator in slices; None if it has none."""
-        if index not in self._forms:
-            self._forms[index] = find_slice_form(self.graph, self.graph.operators[index])
-        return self._forms[index]
 
     def _touched(self, index: int) -> set[int]:
         operator = self.graph.operators[index]
@@ -150,11 +145,11 @@ class SliceSearch:
             for storage in self._touched(index)
             if self._is_divided(storage)
         )
-        forms = {}
-        for index in sorted(self.chosen):
-            form = self.form(index)
-            if form is not None and self._touched(index) & pieces:
-                forms[index] = form
+        forms = {
+            index: form
+            for index in sorted(self.chosen)
+            if (form := self.form(index)) is not None and self._touched(index) & pieces
+        }
         return SliceChoice(forms, pieces, self._count_slices(forms, pieces))
 
     def _is_divided(self, storage: int) -> bool:
@@ -167,19 +162,14 @@ class SliceSearch:
         held = sum(self.graph.storages[storage].num_bytes for storage in whole)
         return held - reused_bytes(self.graph, index, whole)
 
-    def _is_divisible(self, storage: int) -> bool:
-        if storage not in self._divisible:
-            self._divisible[storage] = self._find_divisible(storage)
-        return self._divisible[storage]
-
     def _find_divisible(self, index: int) -> bool:
         """Return whether all views of a storage are of the same vectors, which fill it."""
         storage = self.graph.storages[index]
         if storage.kind not in (Kind.ACTIVATION, Kind.GRADIENT) or storage.final is not None:
             return False
-        if not all(self.form(toucher) for toucher in self._touching[index]):
-            return False
         forms = [form for each in self._touching[index] if (form := self.form(each)) is not None]
+        if len(forms) < len(self._touching[index]):
+            return False
         of = self.graph.storage_of_value
         if any(of[view.value] == index for form in forms for view in form.whole_views()):
             return False

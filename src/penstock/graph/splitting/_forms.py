@@ -21,8 +21,8 @@ LOSS_BACKWARD = "aten.nll_loss_backward.default"
 SUM = "aten.sum.dim_IntList"
 NO_REDUCTION = 0  # torch's number for reduction="none"
 
-_SOFTMAXES = {"aten._softmax.default": 1, "aten._log_softmax.default": 1}  # place of `dim`
-_SOFTMAX_GRADIENTS = {
+_SOFTMAXES = {  # the number of operands; `dim` follows them
+    **dict.fromkeys(("aten._softmax.default", "aten._log_softmax.default"), 1),
     "aten._softmax_backward_data.default": 2,
     "aten._log_softmax_backward_data.default": 2,
 }
@@ -122,9 +122,7 @@ def find_slice_form(graph: StepGraph, operator: Operator) -> SliceForm | None:
 def _find_form(operator: Operator) -> SliceForm | None:
     target, args = operator.target, operator.args
     if target in _SOFTMAXES:
-        return _softmax_form(operator, _SOFTMAXES[target], 1)
-    if target in _SOFTMAX_GRADIENTS:
-        return _softmax_form(operator, _SOFTMAX_GRADIENTS[target], 2)
+        return _softmax_form(operator, _SOFTMAXES[target])
     if target in _ARITHMETIC:
         return _arithmetic_form(operator)
     if target in (LOSS, LOSS_BACKWARD):
@@ -144,10 +142,10 @@ def _find_form(operator: Operator) -> SliceForm | None:
     return None
 
 
-def _softmax_form(operator: Operator, place_of_dim: int, num_tensors: int) -> SliceForm | None:
+def _softmax_form(operator: Operator, num_tensors: int) -> SliceForm | None:
     """Return the form of (operands, dim, ...), if the last dimension is normalised."""
     args, output = operator.args, operator.outputs[0]
-    if output is None or args[place_of_dim] % len(output.shape) != len(output.shape) - 1:
+    if output is None or args[num_tensors] % len(output.shape) != len(output.shape) - 1:
         return None
     operands = [_flatten(view) for view in args[:num_tensors]]
     result = _flatten(output)
@@ -155,7 +153,7 @@ def _softmax_form(operator: Operator, place_of_dim: int, num_tensors: int) -> Sl
         return None
     return SliceForm(
         num_vectors=result.view.shape[0],
-        args=(*operands, 1, *args[place_of_dim + 1 :]),
+        args=(*operands, 1, *args[num_tensors + 1 :]),
         kwargs=operator.kwargs,
         outputs=(result,),
     )

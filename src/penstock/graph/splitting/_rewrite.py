@@ -3,51 +3,158 @@
 Operators in slices that follow each other become one group: for each slice all of them in turn, so
 that a piece is gone before the next one comes. A result that has to be whole afterwards is written
 slice by slice into its place; this is the place of a whole operand whose live range ends there.
+Sums over vectors and losses give a number for each vector in slices, then add up all in turn.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
+from penstock.graph.executable import COPIES, out_variant
 from penstock.graph.splitting._choice import SliceChoice, ends_at, fills_storage
 from penstock.graph.splitting._forms import (
-    LOSS_BACKWARD,
+    LOSS,
+    NO_REDUCTION,
+    SUM,
     SlicedView,
     SliceForm,
     item_bytes,
 )
-from penstock.graph.splitting._reductions import Reduction
-from penstock.graph.splitting._writer import GraphWriter
-from penstock.graph.step_graph import Operator, StepGraph, TensorView, views_in
+from penstock.graph.step_graph import Kind, Operator, StepGraph, Storage, TensorView, views_in
 
 _MAX_HOISTED = 16  # operators that pass an open group
-_OUT_VARIANTS = {  # variants that write to a given place, and the names of their arguments for it
-    "aten._softmax.default": ("aten._softmax.out", "out"),
-    "aten._log_softmax.default": ("aten._log_softmax.out", "out"),
-    "aten._softmax_backward_data.default": ("aten._softmax_backward_data.out", "grad_input"),
-    "aten._log_softmax_backward_data.default": ("aten._log_softmax_backward_data.out", "out"),
-    LOSS_BACKWARD: ("aten.nll_loss_backward.grad_input", "grad_input"),
-    "aten.mul.Tensor": ("aten.mul.out", "out"),
-    "aten.add.Tensor": ("aten.add.out", "out"),
-    "aten.sub.Tensor": ("aten.sub.out", "out"),
-    "aten.div.Tensor": ("aten.div.out", "out"),
-    "aten.neg.default": ("aten.neg.out", "out"),
-    "aten.where.self": ("aten.where.self_out", "out"),
-}
-_COPIES = ("aten._to_copy.default", "aten.clone.default")
+_SUM_REDUCTION, _MEAN_REDUCTION = 2, 1  # torch's numbers
 
 
 def rewrite_in_slices(graph: StepGraph, choice: SliceChoice) -> StepGraph:
     """Return the graph in which the chosen operators run in slices."""
-    return _SliceWriter(graph, choice).run()
+    return SliceWriter(graph, choice).run()
 
 
-class _SliceWriter(GraphWriter):
+def share_costs(operator: Operator, number: int, num_parts: int) -> dict[str, Any]:
+    """Return the costs of one part of an operator as fields; its counts add up to the whole."""
+    shares: dict[str, Any] = {
+        name: count * (number + 1) // num_parts - count * number // num_parts
+        for name in ("flops", "bytes_read", "bytes_written")
+        for count in [getattr(operator, name)]
+    }
+    seconds = operator.seconds
+    return shares | {"seconds": None if seconds is None else seconds / num_parts}
+
+
+class SliceWriter:
+    """Keeps all values and storages that stay; new ones come behind them.
+
+    Attributes:
+        storages: Of the new graph.
+        storage_of_value: Of the new graph.
+        pieces_of: For each value in pieces the values of these.
+        current: The current version of each whole value that is written in slices.
+    """
+
     def __init__(self, graph: StepGraph, choice: SliceChoice) -> None:
-        super().__init__(graph, choice)
+        self.graph = graph
+        self.forms = choice.forms
+        self.storages: list[Storage] = list(graph.storages)
+        self.storage_of_value: list[int] = list(graph.storage_of_value)
+        self.operators: list[Operator] = []
+        self.pieces_of: dict[int, list[int]] = {}
+        self.current: dict[int, int] = {}
+        self._num_slices = choice.num_slices
         self._last: dict[int, int] = {}  # for each old operator its last slice
         self._gone: set[int] = set()  # storages whose values lie in another one now
+        for storage in sorted(choice.pieces):
+            self._divide(storage)
+
+    def add_value(self, storage: int) -> int:
+        """Add a value to a storage."""
+        self.storage_of_value.append(storage)
+        return len(self.storage_of_value) - 1
+
+    def add_view(self, name: str, dtype: str, shape: tuple[int, ...]) -> TensorView:
+        """Add a storage of the step's own; return the contiguous view of it."""
+        num_bytes = math.prod(shape) * item_bytes(dtype)
+        self.storages.append(Storage(name=name, num_bytes=num_bytes, kind=Kind.ACTIVATION))
+        stride = (shape[-1], 1) if len(shape) == 2 else (1,) * len(shape)
+        return TensorView(self.add_value(len(self.storages) - 1), dtype, shape, stride, 0)
+
+    def _divide(self, index: int) -> None:
+        storage, of = self.storages[index], self.graph.storage_of_value
+        value = of.index(index)
+        users = (*self.graph.consumers[value], self.graph.producers[value])
+        form = next(self.forms[user] for user in users if user in self.forms)
+        whole = next(each for each in form.sliced_views() if of[each.view.value] == index)
+        vector_bytes = whole.num_bytes // form.num_vectors
+        values = []
+        for number, (begin, end) in enumerate(self.ranges(form)):
+            piece = dataclasses.replace(
+                storage, name=f"{storage.name}[{number}]", num_bytes=vector_bytes * (end - begin)
+            )
+            if number:
+                self.storages.append(piece)
+                values.append(self.add_value(len(self.storages) - 1))
+            else:
+                self.storages[index] = piece
+                values.append(value)
+        self.pieces_of[value] = values
+
+    def ranges(self, form: SliceForm) -> list[tuple[int, int]]:
+        """Return the vectors of each slice, from the first to the end."""
+        total, count = form.num_vectors, self.num_slices(form)
+        return [(total * i // count, total * (i + 1) // count) for i in range(count)]
+
+    def num_slices(self, form: SliceForm) -> int:
+        """Return the number of slices of an operator."""
+        return self._num_slices[form.num_vectors]
+
+    def slice(self, item: Any, number: int, vectors: tuple[int, int]) -> Any:
+        """Return an argument or result of a slice."""
+        if not isinstance(item, SlicedView):
+            return item
+        value = item.view.value
+        if value in self.pieces_of:
+            width = item.view.shape[1]
+            shape = (vectors[1] - vectors[0], width)
+            return TensorView(self.pieces_of[value][number], item.view.dtype, shape, (width, 1), 0)
+        return item.slice(*vectors)._replace(value=self.current.get(value, value))
+
+    def make_slice(
+        self,
+        index: int,
+        number: int,
+        *,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: tuple[TensorView | None, ...],
+        mutates: tuple[tuple[int, int], ...] = (),
+        suffix: str = "",
+    ) -> Operator:
+        """Return one slice of an operator; its values follow from its arguments."""
+        operator, form = self.graph.operators[index], self.forms[index]
+        count = self.num_slices(form)
+        begin, end = self.ranges(form)[number]
+        written = {value for pair in mutates for value in pair}
+        reads = dict.fromkeys(view.value for view in views_in((args, kwargs)))
+        made = dict.fromkeys(view.value for view in outputs if view is not None)
+        return dataclasses.replace(
+            operator,
+            name=f"{operator.name}{suffix}[{number}]",
+            args=args,
+            kwargs=kwargs,
+            outputs=outputs,
+            reads=tuple(value for value in reads if value not in written),
+            creates=tuple(value for value in made if value not in written),
+            mutates=mutates,
+            may_overwrite=tuple(
+                (self.pieces_of[read][number], self.pieces_of[created][number])
+                for read, created in operator.may_overwrite
+                if read in self.pieces_of and created in self.pieces_of
+            ),
+            workspace_bytes=-(-operator.workspace_bytes * (end - begin) // form.num_vectors),
+            **share_costs(operator, number, count),
+        )
 
     def run(self) -> StepGraph:
         group: list[int] = []
@@ -90,7 +197,7 @@ class _SliceWriter(GraphWriter):
     def _copy(self, index: int) -> None:
         operator = self.graph.operators[index]
         after = tuple(self._last[earlier] for earlier in operator.after)
-        self.add(
+        self.operators.append(
             operator if after == operator.after else dataclasses.replace(operator, after=after)
         )
         self._last[index] = len(self.operators) - 1
@@ -130,7 +237,7 @@ class _SliceWriter(GraphWriter):
             place = self.add_value(self.storage_of_value[value])
             self.current[value] = place
             view = result.view._replace(value=place)
-            self.add(
+            self.operators.append(
                 Operator(
                     name=f"{operator.name}.rows",
                     target="penstock.empty",
@@ -178,16 +285,20 @@ class _SliceWriter(GraphWriter):
         (result,) = form.outputs
         output = self.slice(result, number, vectors)
         if result.view.value in self.pieces_of:
-            self.add(self.make_slice(index, number, args=args, kwargs=kwargs, outputs=(output,)))
+            self.operators.append(
+                self.make_slice(index, number, args=args, kwargs=kwargs, outputs=(output,))
+            )
             return
-        if operator.target in _COPIES:
+        if operator.target in COPIES:
             self._write_into(index, number, "aten.copy_.default", (output, args[0]), {}, output)
-        elif operator.target in _OUT_VARIANTS:
-            target, name = _OUT_VARIANTS[operator.target]
+        elif variant := out_variant(operator.target):
+            target, (name,) = variant
             self._write_into(index, number, target, args, {**kwargs, name: output}, output)
         else:
             piece = self.add_view(f"{operator.name}[{number}]", output.dtype, output.shape)
-            self.add(self.make_slice(index, number, args=args, kwargs=kwargs, outputs=(piece,)))
+            self.operators.append(
+                self.make_slice(index, number, args=args, kwargs=kwargs, outputs=(piece,))
+            )
             copied = (output, piece)
             self._write_into(index, number, "aten.copy_.default", copied, {}, output, ".put")
 
@@ -222,4 +333,161 @@ class _SliceWriter(GraphWriter):
             written = dataclasses.replace(
                 written, flops=0, bytes_read=moved, bytes_written=moved, workspace_bytes=0
             )
-        self.add(dataclasses.replace(written, target=target))
+        self.operators.append(dataclasses.replace(written, target=target))
+
+
+class Reduction:
+    """A sum over vectors or a loss: each slice gives a column, a number for each of its vectors.
+
+    A loss adds the scores of the vectors' own classes, all in one call: the order in which a kernel
+    adds stays what it was. With one column, each vector's class is the first one.
+    """
+
+    def __init__(self, writer: SliceWriter, index: int) -> None:
+        self._writer = writer
+        self._index = index
+        self._operator = writer.graph.operators[index]
+        self._form = writer.forms[index]
+        self._columns: list[TensorView] = []
+        if self._picks:
+            self._find_classes()
+
+    @property
+    def _picks(self) -> bool:
+        """True if slices only pick scores, which are added afterwards."""
+        return self._operator.target == LOSS and self._form.args[3] != NO_REDUCTION
+
+    def write_slice(self, number: int, vectors: tuple[int, int]) -> None:
+        """Write the column of a slice."""
+        writer, target = self._writer, self._operator.target
+        args = tuple(writer.slice(item, number, vectors) for item in self._form.args)
+        kwargs = dict(self._form.kwargs)
+        outputs: tuple[TensorView | None, ...]
+        count = vectors[1] - vectors[0]
+        if self._picks:
+            scores = args[0]
+            target, kwargs = "aten.gather.default", {"sparse_grad": False}
+            chosen = SlicedView(self._chosen).slice(*vectors)
+            column = self._add_view(f"column[{number}]", (count, 1), scores.dtype)
+            args, outputs = (scores, 1, chosen), (column,)
+        else:
+            output = self._operator.outputs[0]
+            assert output is not None
+            keeps_dim = target == SUM and len(args) > 2 and bool(args[2])
+            shape = (count, 1) if keeps_dim else (count,)
+            column = self._add_view(f"column[{number}]", shape, output.dtype)
+            outputs = (column,)
+            if target == LOSS:
+                outputs = (column, self._operator.outputs[1] if not number else None)
+        self._columns.append(column)
+        made = writer.make_slice(self._index, number, args=args, kwargs=kwargs, outputs=outputs)
+        writer.operators.append(dataclasses.replace(made, target=target))
+
+    def write_end(self) -> None:
+        """Join the columns, and add up the picked scores."""
+        output = self._operator.outputs[0]
+        assert output is not None
+        columns = (tuple(self._columns), 0)
+        shape = (self._form.num_vectors, *self._columns[0].shape[1:])
+        if not self._picks:
+            joined = output._replace(shape=shape, stride=(1,) * len(shape), offset=0)
+            self._add("join", "aten.cat.default", columns, joined)
+            return
+        picked = self._add_result("picked", "aten.cat.default", columns, shape)
+        weights, reduction = self._form.args[2:4]
+        total = self._operator.outputs[1]
+        if weights is None:
+            args = (picked, self._marks, None, reduction, self._mark)
+            self._add("loss", LOSS, args, output, total)
+            return
+        self._add_weighted(picked, weights, reduction == _MEAN_REDUCTION, output, total)
+
+    def _add_weighted(
+        self,
+        picked: TensorView,
+        weights: TensorView,
+        is_mean: bool,
+        output: TensorView,
+        total: TensorView | None,
+    ) -> None:
+        """Add up weighted scores, and for a mean divide them by the sum of the weights."""
+        size = (self._form.num_vectors,)
+        flat = self._chosen._replace(shape=size, stride=(1,))
+        chosen = self._add_result("weights", "aten.index_select.default", (weights, 0, flat), size)
+        column = chosen._replace(shape=(*size, 1), stride=(1, 1))
+        weighted = self._add_result("weighted", "aten.mul.Tensor", (picked, column), column.shape)
+        negative = self._add_result("negative", "aten.neg.default", (column,), column.shape)
+        rest = (self._marks, None, _SUM_REDUCTION, self._mark)
+        if total is None:
+            total = self._add_view("total", (), output.dtype)
+        self._add("total", LOSS, (negative, *rest), total, None)
+        if not is_mean:
+            self._add("loss", LOSS, (weighted, *rest), output, None)
+            return
+        added = self._add_view("sum", (), output.dtype)
+        self._add("sum", LOSS, (weighted, *rest), added, None)
+        self._add("loss", "aten.div.Tensor", (added, total), output)
+
+    def _find_classes(self) -> None:
+        """Find the class whose score each vector gives, and mark the vectors that do not count.
+
+        Marks are 0 where a vector counts; a class that does not exist is still refused by the loss.
+        """
+        classes: TensorView = self._form.args[1].view
+        ignored: int = self._form.args[4]
+        width: int = self._form.args[0].view.shape[1]
+        shape = classes.shape
+        nearest = (classes, 0, width - 1)
+        chosen = self._add_result("chosen", "aten.clamp.default", nearest, shape, "int64")
+        self._chosen = chosen._replace(shape=(*shape, 1), stride=(1, 1))
+        difference = (classes, chosen)
+        self._marks = self._add_result("marks", "aten.sub.Tensor", difference, shape, "int64")
+        self._mark = ignored - min(max(ignored, 0), width - 1)
+        if not self._mark:
+            self._mark = -(2**62)
+            compared = (classes, ignored)
+            same = self._add_result("ignored", "aten.eq.Scalar", compared, shape, "bool")
+            args = (self._marks, same, self._mark)
+            target = "aten.masked_fill.Scalar"
+            self._marks = self._add_result("marked", target, args, shape, "int64")
+
+    def _add_view(self, suffix: str, shape: tuple[int, ...], dtype: str) -> TensorView:
+        return self._writer.add_view(f"{self._operator.name}.{suffix}", dtype, shape)
+
+    def _add_result(
+        self,
+        suffix: str,
+        target: str,
+        args: tuple[Any, ...],
+        shape: tuple[int, ...],
+        dtype: str | None = None,
+    ) -> TensorView:
+        """Add an operator with one result of its own; return this."""
+        view = self._add_view(suffix, shape, dtype or self._form.args[0].view.dtype)
+        self._add(suffix, target, args, view)
+        return view
+
+    def _add(
+        self, suffix: str, target: str, args: tuple[Any, ...], *outputs: TensorView | None
+    ) -> None:
+        views = [*views_in(args)]
+        made = [view for view in outputs if view is not None]
+        self._writer.operators.append(
+            Operator(
+                name=f"{self._operator.name}.{suffix}",
+                target=target,
+                args=args,
+                outputs=outputs,
+                reads=tuple(dict.fromkeys(view.value for view in views)),
+                creates=tuple(view.value for view in made),
+                phase=self._operator.phase,
+                module=self._operator.module,
+                flops=self._form.num_vectors if target == LOSS else 0,
+                bytes_read=sum(self._num_bytes(view.value) for view in views),
+                bytes_written=sum(self._num_bytes(view.value) for view in made),
+                recomputable=self._operator.recomputable,
+            )
+        )
+
+    def _num_bytes(self, value: int) -> int:
+        return self._writer.storages[self._writer.storage_of_value[value]].num_bytes

@@ -10,11 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from penstock.graph.splitting._forms import item_bytes
-from penstock.graph.step_graph import Kind, Operator, StepGraph, Storage, TensorView, views_in
+from penstock.graph.step_graph import (
+    Kind,
+    Operator,
+    StepGraph,
+    Storage,
+    TensorView,
+    map_views,
+    views_in,
+)
 
 _PREFIX = "part"
 _LEAST_SHARE = 1 / 16  # of the bytes that an operator may need: smaller inputs stay whole
@@ -33,12 +41,12 @@ def divide_inputs(graph: StepGraph, max_bytes: int) -> StepGraph:
     num_names = Counter(view.value for view in graph.tensors.values())
     parts = {}
     for name, view in graph.tensors.items():
-        storage = graph.storages[graph.storage_of_value[view.value]]
+        storage = graph.storage(view.value)
         is_large = storage.num_bytes > max_bytes * _LEAST_SHARE
         if storage.kind is Kind.INPUT and is_large and num_names[view.value] == 1:
             parts[name] = _find_parts(graph, view.value, view.dtype)
     parts = {name: found for name, found in parts.items() if len(found) > 1}
-    return _InputDivider(graph, parts).run() if parts else graph
+    return _divide(graph, parts) if parts else graph
 
 
 def part_of_input(name: str) -> tuple[str, int, int] | None:
@@ -53,7 +61,7 @@ def part_of_input(name: str) -> tuple[str, int, int] | None:
 
 def _find_parts(graph: StepGraph, value: int, dtype: str) -> list[_Range]:
     """Return the ranges of a value that operators view; none if it has to stay whole."""
-    if graph.storages[graph.storage_of_value[value]].final is not None:
+    if graph.storage(value).final is not None:
         return []
     users = [graph.operators[index] for index in graph.consumers[value]]
     views = [[view for view in _views_of(user) if view.value == value] for user in users]
@@ -65,9 +73,7 @@ def _find_parts(graph: StepGraph, value: int, dtype: str) -> list[_Range]:
 
 
 def _views_of(operator: Operator) -> Iterator[TensorView]:
-    yield from views_in((operator.args, operator.kwargs))
-    if operator.recompute_args is not None:
-        yield from views_in(operator.recompute_args)
+    return views_in((operator.args, operator.kwargs, operator.recompute_args))
 
 
 def _merge_ranges(views: Iterable[TensorView]) -> list[_Range]:
@@ -85,95 +91,69 @@ def _merge_ranges(views: Iterable[TensorView]) -> list[_Range]:
 
 def _range_of(view: TensorView) -> _Range:
     """Return the bytes from a view's first element to its last; it has some."""
-    last = sum((n - 1) * stride for n, stride in zip(view.shape, view.stride, strict=True))
     num_bytes = item_bytes(view.dtype)
-    return _Range(view.offset * num_bytes, (view.offset + last + 1) * num_bytes)
+    return _Range(view.offset * num_bytes, view.end * num_bytes)
 
 
-class _InputDivider:
-    """Keeps all values and storages; those of parts come behind them."""
-
-    def __init__(self, graph: StepGraph, parts: dict[str, list[_Range]]) -> None:
-        self._graph = graph
-        self._parts = {graph.tensors[name].value: found for name, found in parts.items()}
-        self._names = {graph.tensors[name].value: name for name in parts}
-        self._storages = list(graph.storages)
-        self._storage_of_value = list(graph.storage_of_value)
-        self._tensors = dict(graph.tensors)
-        self._values: dict[tuple[int, _Range], int] = {}
-
-    def run(self) -> StepGraph:
-        """Write the graph."""
-        for value, name in self._names.items():
-            self._add_parts(value, name, self._parts[value])
-        operators = tuple(
-            self._operator(operator)
-            if any(view.value in self._parts for view in _views_of(operator))
-            else operator
-            for operator in self._graph.operators
-        )
-        return dataclasses.replace(
-            self._graph,
-            storages=tuple(self._storages),
-            storage_of_value=tuple(self._storage_of_value),
-            operators=operators,
-            tensors=self._tensors,
-        )
-
-    def _add_parts(self, value: int, name: str, parts: list[_Range]) -> None:
-        index = self._storage_of_value[value]
-        whole, dtype = self._storages[index], self._tensors[name].dtype
-        self._storages[index] = dataclasses.replace(whole, num_bytes=0)  # it has no use here
-        for part in parts:
+def _divide(graph: StepGraph, parts: dict[str, list[_Range]]) -> StepGraph:
+    """Divide inputs; all values and storages stay, and those of parts come behind them."""
+    storages, storage_of_value = [*graph.storages], [*graph.storage_of_value]
+    tensors = dict(graph.tensors)
+    pieces: dict[int, dict[_Range, int]] = {}  # of each divided value the values of its parts
+    for name, ranges in parts.items():
+        whole, dtype = graph.tensors[name].value, graph.tensors[name].dtype
+        storage = graph.storage(whole)
+        storages[storage_of_value[whole]] = dataclasses.replace(storage, num_bytes=0)  # no use
+        for part in ranges:
             begin, end = (each // item_bytes(dtype) for each in part)
-            self._storages.append(
+            value = len(storage_of_value)
+            storage_of_value.append(len(storages))
+            storages.append(
                 Storage(
-                    name=f"{whole.name}[{begin}:{end}]",
+                    name=f"{storage.name}[{begin}:{end}]",
                     num_bytes=part.end - part.begin,
                     kind=Kind.INPUT,
-                    initial=len(self._storage_of_value),
-                    final=len(self._storage_of_value),
+                    initial=value,
+                    final=value,
                 )
             )
-            self._values[value, part] = len(self._storage_of_value)
-            self._tensors[f"{_PREFIX}.{begin}:{end}.{name}"] = TensorView(
-                len(self._storage_of_value), dtype, (end - begin,), (1,)
+            tensors[f"{_PREFIX}.{begin}:{end}.{name}"] = TensorView(
+                value, dtype, (end - begin,), (1,)
             )
-            self._storage_of_value.append(len(self._storages) - 1)
+            pieces.setdefault(whole, {})[part] = value
+    return dataclasses.replace(
+        graph,
+        storages=tuple(storages),
+        storage_of_value=tuple(storage_of_value),
+        operators=tuple(_read_pieces(operator, pieces) for operator in graph.operators),
+        tensors=tensors,
+    )
 
-    def _operator(self, operator: Operator) -> Operator:
-        reads = dict.fromkeys(value for value in operator.reads if value not in self._parts)
-        reads |= dict.fromkeys(
-            self._replace_view(view).value
-            for view in _views_of(operator)
-            if view.value in self._parts
-        )
-        return dataclasses.replace(
-            operator,
-            args=self._replace_views(operator.args),
-            kwargs=self._replace_views(operator.kwargs),
-            recompute_args=self._replace_views(operator.recompute_args),
-            reads=tuple(reads),
-            may_overwrite=tuple(
-                (read, made) for read, made in operator.may_overwrite if read not in self._parts
-            ),
-        )
 
-    def _replace_views(self, item: Any) -> Any:
-        """Replace the views of divided inputs in an argument by views of parts."""
-        if isinstance(item, TensorView):
-            return self._replace_view(item) if item.value in self._parts else item
-        if isinstance(item, tuple):
-            return tuple(map(self._replace_views, item))
-        if isinstance(item, Mapping):
-            return {key: self._replace_views(each) for key, each in item.items()}
-        return item
+def _read_pieces(operator: Operator, pieces: dict[int, dict[_Range, int]]) -> Operator:
+    """Let an operator view the parts of divided inputs."""
+    divided = [view for view in _views_of(operator) if view.value in pieces]
+    if not divided:
+        return operator
 
-    def _replace_view(self, view: TensorView) -> TensorView:
-        parts = self._parts[view.value]
+    def replace(view: TensorView) -> TensorView:
+        if view.value not in pieces:
+            return view
+        parts = pieces[view.value]
         if 0 in view.shape:
-            return view._replace(value=self._values[view.value, parts[0]], offset=0)
+            return view._replace(value=next(iter(parts.values())), offset=0)
         begin, end = _range_of(view)
         part = next(part for part in parts if part.begin <= begin and end <= part.end)
         offset = view.offset - part.begin // item_bytes(view.dtype)
-        return view._replace(value=self._values[view.value, part], offset=offset)
+        return view._replace(value=parts[part], offset=offset)
+
+    reads = dict.fromkeys(value for value in operator.reads if value not in pieces)
+    reads |= dict.fromkeys(replace(view).value for view in divided)
+    return dataclasses.replace(
+        operator,
+        args=map_views(replace, operator.args),
+        kwargs=map_views(replace, operator.kwargs),
+        recompute_args=map_views(replace, operator.recompute_args),
+        reads=tuple(reads),
+        may_overwrite=tuple(pair for pair in operator.may_overwrite if pair[0] not in pieces),
+    )

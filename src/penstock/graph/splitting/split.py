@@ -11,8 +11,7 @@ import dataclasses
 from typing import Any
 
 from penstock.graph.splitting._choice import choose_slices, working_set_bytes
-from penstock.graph.splitting._rewrite import rewrite_in_slices
-from penstock.graph.splitting._writer import divide_count
+from penstock.graph.splitting._rewrite import rewrite_in_slices, share_costs
 from penstock.graph.splitting.input_pieces import divide_inputs
 from penstock.graph.step_graph import Operator, StepGraph, TensorView, views_in
 
@@ -99,9 +98,7 @@ def _part(operator: Operator, place: int) -> Operator:
     args = tuple(map(one, operator.args))
     kwargs = {name: one(value) for name, value in operator.kwargs.items()}
     values = {view.value for view in views_in((args, kwargs))}
-    outputs = operator.outputs
-    if len(outputs) == num_parts:
-        outputs = (outputs[place],)
+    outputs = one(operator.outputs)
     made = {view.value for view in outputs if view is not None}
     return dataclasses.replace(
         operator,
@@ -115,9 +112,6 @@ def _part(operator: Operator, place: int) -> Operator:
         may_overwrite=tuple(
             (read, new) for read, new in operator.may_overwrite if read in values and new in made
         ),
-        flops=divide_count(operator.flops, place, num_parts),
-        bytes_read=divide_count(operator.bytes_read, place, num_parts),
-        bytes_written=divide_count(operator.bytes_written, place, num_parts),
         workspace_bytes=operator.workspace_bytes // num_parts,
-        seconds=None if operator.seconds is None else operator.seconds / num_parts,
+        **share_costs(operator, place, num_parts),
     )
