@@ -62,6 +62,11 @@ class PooledFile:
             self._num_users -= 1
             self._last_use = next(_uses)
 
+    @property
+    def is_direct(self) -> bool:
+        """True if reads go past the page cache."""
+        return self.alignment > 1
+
     def set_direct(self, direct: bool) -> None:
         """Read past the page cache from now on, or through it without reading ahead.
 

@@ -61,7 +61,7 @@ class RowSource:
         self.copy_bytes = 0
         self._reader = reader
         # Without direct reads the page cache keeps what was read.
-        self._may_choose = may_copy and reader.is_direct
+        self._may_choose = may_copy and reader.file.is_direct
         self._copy: torch.Tensor | None = None
         self._process = os.getpid()
         self._read_before = 0  # bytes that the reader had read when reads began to count
@@ -73,7 +73,7 @@ class RowSource:
         """Name of it: "direct", "page cache" or "host copy"."""
         if self._copy is not None:
             return "host copy"
-        return "direct" if self._reader.is_direct else "page cache"
+        return "direct" if self._reader.file.is_direct else "page cache"
 
     def read_rows(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool = False) -> None:
         """Read rows: `out[i] = table[index[i]]`; see `RowReader.read_rows`."""
@@ -108,10 +108,10 @@ class RowSource:
             if self._may_check_memory() and _count_free_bytes() < num_bytes:
                 logger.info("%s: memory is short; its copy is dropped", layout.path)
                 self.drop()
-        elif not self._reader.is_direct:
+        elif not self._reader.file.is_direct:
             if self._may_check_memory() and _count_free_bytes() < num_bytes // 2:
                 logger.info("%s: memory is short; rows pass the page cache by", layout.path)
-                self._reader.set_direct(True)
+                self._reader.file.set_direct(True)
                 self.drop()
         elif num_bytes:
             for_copy = (num_bytes // _PART_FOR_COPY) << self._num_copies
@@ -124,7 +124,7 @@ class RowSource:
                 if requested >= for_copy:
                     self._make_copy()
             elif num_bytes <= free and requested >= for_page_cache:
-                self._reader.set_direct(False)
+                self._reader.file.set_direct(False)
                 logger.info("%s: rows are read through the page cache now", layout.path)
 
     def _count_requested_bytes(self, index: torch.Tensor, *steps: int) -> int:

@@ -39,10 +39,6 @@ struct Outcome {
   int64_t num_misses;
 };
 
-Outcome make_outcome(Status status, int64_t position, int64_t offset, int64_t number) {
-  return {status, position, offset, number, 0, 0, 0, 0};
-}
-
 // Row r lies at offset + (r / per_block) * block_stride + (r % per_block) * row_bytes.
 struct Layout {
   int64_t offset;
@@ -87,30 +83,34 @@ void deliver(const Batch& batch, const Read& read, const char* bytes) {
   }
 }
 
-// The bytes that a read must bring for its last row to be whole; the file may end behind it.
-int64_t needed(const Batch& batch, const Read& read) {
+// A read that is under way.
+struct Flight {
+  int64_t read = -1;
+  int64_t got = 0;  // bytes so far
+  int tries = 0;
+};
+
+enum Next { kAnotherCall, kWhole, kFailed };
+
+// Takes the result of a call for some bytes of a read: their number, or minus errno.
+Next advance(const Batch& batch, Flight& flight, int64_t result, Outcome& outcome) {
+  const Read& read = batch.reads[static_cast<size_t>(flight.read)];
+  if (result < 0) {
+    const bool is_worth_it = result == -EINTR || result == -EAGAIN || result == -EIO;
+    if (is_worth_it && ++flight.tries < kMaxTries) return kAnotherCall;
+    const Request& first = batch.requests[static_cast<size_t>(read.first)];
+    outcome = {kReadFailed, first.row, read.offset + flight.got, -result};
+    return kFailed;
+  }
+  flight.got += result;
+  // The last row has to be whole; the file may end behind it.
   const Request& last = batch.requests[static_cast<size_t>(read.last - 1)];
-  return batch.layout.at(last.row) + batch.layout.row_bytes - read.offset;
-}
-
-Outcome too_short(const Batch& batch, const Read& read, int64_t got) {
-  const Request& last = batch.requests[static_cast<size_t>(read.last - 1)];
-  return make_outcome(kTooShort, last.row, read.offset + got, 0);
-}
-
-Outcome failed(const Batch& batch, const Read& read, int64_t got, int number) {
-  const Request& first = batch.requests[static_cast<size_t>(read.first)];
-  return make_outcome(kReadFailed, first.row, read.offset + got, number);
-}
-
-// Whether a read that returned less than its length has reached the end of the file: only there
-// do direct reads stop between two multiples of the alignment.
-bool at_end(const Batch& batch, int64_t result, int64_t got) {
-  return result == 0 || got % batch.alignment != 0;
-}
-
-bool worth_another_try(int number) {
-  return number == EINTR || number == EAGAIN || number == EIO;
+  const int64_t end = batch.layout.at(last.row) + batch.layout.row_bytes;
+  if (read.offset + flight.got >= end) return kWhole;
+  // Only at the end of the file do direct reads stop between two multiples of the alignment.
+  if (result != 0 && flight.got % batch.alignment == 0) return kAnotherCall;
+  outcome = {kTooShort, last.row, read.offset + flight.got, 0};
+  return kFailed;
 }
 
 // Fills in the requests, in the order of the file. False, and a position, if an index is out of range.
@@ -169,7 +169,7 @@ class Threads {
     std::lock_guard<std::mutex> turn(turn_);
     std::unique_lock<std::mutex> lock(mutex_);
     start();
-    outcome_ = make_outcome(kDone, 0, 0, 0);
+    outcome_ = {};
     next_.store(0);
     batch_ = &batch;
     memory_ = memory;
@@ -217,26 +217,21 @@ class Threads {
 
   Outcome work_on(const Batch& batch, char* memory) {
     const int64_t num_reads = static_cast<int64_t>(batch.reads.size());
+    Outcome outcome{};
     for (;;) {
-      const int64_t number = next_.fetch_add(1);
-      if (number >= num_reads) return make_outcome(kDone, 0, 0, 0);
-      const Read& read = batch.reads[static_cast<size_t>(number)];
-      int64_t got = 0;
-      int tries = 0;
-      while (got < needed(batch, read)) {
-        const ssize_t result = pread(batch.fd, memory + got, static_cast<size_t>(read.length - got),
-                                     read.offset + got);
-        if (result >= 0) {
-          got += result;
-          if (got < needed(batch, read) && at_end(batch, result, got)) {
-            next_.store(num_reads);
-            return too_short(batch, read, got);
-          }
-        } else if (!worth_another_try(errno) || ++tries == kMaxTries) {
-          const int error = errno;
-          next_.store(num_reads);
-          return failed(batch, read, got, error);
-        }
+      Flight flight{next_.fetch_add(1)};
+      if (flight.read >= num_reads) return outcome;
+      const Read& read = batch.reads[static_cast<size_t>(flight.read)];
+      Next next = kAnotherCall;
+      while (next == kAnotherCall) {
+        const ssize_t result =
+            pread(batch.fd, memory + flight.got, static_cast<size_t>(read.length - flight.got),
+                  read.offset + flight.got);
+        next = advance(batch, flight, result < 0 ? -errno : result, outcome);
+      }
+      if (next == kFailed) {
+        next_.store(num_reads);
+        return outcome;
       }
       deliver(batch, read, memory);
     }
@@ -289,14 +284,9 @@ class Engine {
   char* slot(int number) const { return slots_.get() + number * slot_bytes_; }
 
   Outcome run_ring(const Batch& batch) {
-    struct Flight {
-      int64_t read = -1;
-      int64_t got = 0;
-      int tries = 0;
-    };
     std::vector<Flight> flights(static_cast<size_t>(depth_));
     const int64_t num_reads = static_cast<int64_t>(batch.reads.size());
-    Outcome outcome = make_outcome(kDone, 0, 0, 0);
+    Outcome outcome{};
     int64_t next = 0;
     int in_flight = 0;
     const auto send = [&](int number) {
@@ -318,31 +308,22 @@ class Engine {
         static_cast<void>(slots_.release());
         slots_ = aligned(slot_bytes_ * depth_);
         ring_.reset();
-        return make_outcome(kReadFailed, 0, 0, number);
+        return {kReadFailed, 0, 0, number};
       }
       uint64_t tag = 0;
       int result = 0;
       while (ring_->pop(tag, result)) {
         const int number = static_cast<int>(tag);
         Flight& flight = flights[static_cast<size_t>(number)];
-        const Read& read = batch.reads[static_cast<size_t>(flight.read)];
         --in_flight;
-        if (result < 0) {
-          if (worth_another_try(-result) && ++flight.tries < kMaxTries) {
-            send(number);
-          } else if (outcome.status == kDone) {
-            outcome = failed(batch, read, flight.got, -result);
-          }
-          continue;
-        }
-        flight.got += result;
-        if (flight.got >= needed(batch, read)) {
-          if (outcome.status == kDone) deliver(batch, read, slot(number));
-          start(number);
-        } else if (at_end(batch, result, flight.got)) {
-          if (outcome.status == kDone) outcome = too_short(batch, read, flight.got);
-        } else if (outcome.status == kDone) {
-          send(number);
+        if (outcome.status != kDone) continue;
+        switch (advance(batch, flight, result, outcome)) {
+          case kAnotherCall: send(number); break;
+          case kWhole:
+            deliver(batch, batch.reads[static_cast<size_t>(flight.read)], slot(number));
+            start(number);
+            break;
+          case kFailed: break;
         }
       }
     }
@@ -374,15 +355,9 @@ class Engines {
   bool has_ring() const { return has_ring_; }
 
   Outcome run(const Batch& batch, int64_t max_read_bytes) {
-    Engine* engine = take();
-    try {
-      const Outcome outcome = engine->run(batch, max_read_bytes);
-      give_back(engine);
-      return outcome;
-    } catch (...) {
-      give_back(engine);
-      throw;
-    }
+    const auto put_back = [this](Engine* used) { give_back(used); };
+    const std::unique_ptr<Engine, decltype(put_back)> engine(take(), put_back);
+    return engine->run(batch, max_read_bytes);
   }
 
  private:
@@ -456,7 +431,7 @@ Outcome read_batch(Engines& engines, Cache* cache, Batch& batch, int64_t max_rea
     num_hits = take_from_cache(*cache, batch);
   }
   join(batch, max_read_bytes, max_gap);
-  if (batch.reads.empty()) return make_outcome(kDone, 0, 0, 0);
+  if (batch.reads.empty()) return {};
   const Outcome outcome = engines.run(batch, max_read_bytes);
   if (cache != nullptr && outcome.status == kDone) keep(*cache, batch);
   return outcome;
@@ -480,7 +455,7 @@ void for_runs(const Layout& layout, const int64_t* rows, int64_t count, Work wor
 template <class Move>
 void move_places(const Layout& layout, const int64_t* rows, int64_t count, Outcome& outcome,
                  int none, Move move) {
-  outcome = make_outcome(kDone, 0, 0, 0);
+  outcome = {};
   for_runs(layout, rows, count, [&](int64_t first, int64_t at, int64_t length) {
     for (int64_t done = 0; done < length;) {
       const ssize_t result = move(first * layout.row_bytes + done,
@@ -489,8 +464,7 @@ void move_places(const Layout& layout, const int64_t* rows, int64_t count, Outco
         done += result;
       } else if (result == 0 || errno != EINTR) {
         const int number = result == 0 ? none : errno;
-        outcome = make_outcome(number == ENODATA ? kTooShort : kReadFailed, rows[first], at + done,
-                               number);
+        outcome = {number == ENODATA ? kTooShort : kReadFailed, rows[first], at + done, number};
         return false;
       }
     }
@@ -561,12 +535,12 @@ void penstock_read_rows(void* engines, void* cache, int32_t fd, const Layout* la
       *outcome = read_batch(*static_cast<Engines*>(engines), static_cast<Cache*>(cache), batch,
                             max_read_bytes, max_gap, num_hits);
     } else {
-      *outcome = make_outcome(kOutOfRange, bad, 0, 0);
+      *outcome = {kOutOfRange, bad};
     }
   } catch (const std::bad_alloc&) {
-    *outcome = make_outcome(kReadFailed, 0, 0, ENOMEM);
+    *outcome = {kReadFailed, 0, 0, ENOMEM};
   } catch (...) {
-    *outcome = make_outcome(kReadFailed, 0, 0, EAGAIN);  // a thread could not be started
+    *outcome = {kReadFailed, 0, 0, EAGAIN};  // a thread could not be started
   }
   outcome->num_reads = static_cast<int64_t>(batch.reads.size());
   for (const Read& read : batch.reads) outcome->bytes_read += read.length;

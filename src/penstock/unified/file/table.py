@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from penstock.errors import StoreReadError, StoreWriteError
-from penstock.unified._report import UnifiedReport
 from penstock.unified._row_index import as_index, resolve_index
-from penstock.unified._table import CPU, Table
+from penstock.unified._table import CPU, Table, UnifiedReport
 from penstock.unified.device.hot_rows import HotRows
 from penstock.unified.device.table import DeviceTable
 from penstock.unified.file._journal import forget_journal, recover
@@ -144,7 +143,9 @@ class FileTable(Table):
 
     def _check_file(self) -> None:
         """Raise if the file has another size now; invalidate tables if others wrote to it."""
-        file, status = self.file, self._reader.status()
+        file = self.file
+        with self._reader.file as fd:
+            status = os.fstat(fd)
         if status.st_size != self.layout.file_bytes:
             raise StoreReadError(
                 f"{self.layout.path} has changed size since the table was opened: it had "

@@ -275,28 +275,14 @@ class RowWriter:
         self.file = table_file(layout)
         self.file.open(layout)
 
-    def write(self, rows: np.ndarray, content: np.ndarray) -> None:
-        """Write rows to the disk.
-
-        Args:
-            rows: Row numbers, int64, rising, none of them twice, all of them in the table.
-            content: Bytes of the rows, uint8 of shape (len(rows), row_bytes), contiguous.
-
-        Raises:
-            StoreFullError: The journal does not fit on the disk; the table is as it was.
-            StoreWriteError: The rows could not be written; opening the table again writes them.
-        """
-        write_batch([(self, rows, content)])
-
 
 Part = tuple[RowWriter, np.ndarray, np.ndarray]
+"""A writer, row numbers (int64, rising, none of them twice, all of them in the table), and their
+bytes (uint8 of shape (len(rows), row_bytes), contiguous)."""
 
 
 def write_batch(parts: Sequence[Part]) -> None:
     """Write rows of several files, all of them or none, even if this process is killed.
-
-    Args:
-        parts: Writers, each with rows and content as `RowWriter.write` takes them.
 
     Raises:
         StoreFullError: The journal does not fit on the disk; the tables are as they were.
@@ -310,7 +296,13 @@ def write_batch(parts: Sequence[Part]) -> None:
             for writer, _, _ in parts:
                 writer.file.open(writer.layout)
                 writer.file.finish()  # what has failed before
-                _check_directory(writer.layout.path, parts[0][0].layout.path)
+                path, leader = writer.layout.path, parts[0][0].layout.path
+                if os.path.dirname(path) != os.path.dirname(leader):
+                    raise StoreUnavailableError(
+                        f"{path} lies in another directory than {leader}, so a journal of both "
+                        "would not be found: an optimizer's state must lie beside its table",
+                        path=path,
+                    )
             if parts:
                 parts[0][0].file._write(parts)
         finally:
@@ -337,16 +329,6 @@ def table_file(layout: RowLayout) -> TableFile:
         if found is None:
             found = _files[layout.file_id] = TableFile(layout.file_id)
         return found
-
-
-def _check_directory(path: str, leader: str) -> None:
-    """Raise unless the leader's journal would be found by the file's name."""
-    if os.path.dirname(path) != os.path.dirname(leader):
-        raise StoreUnavailableError(
-            f"{path} lies in another directory than {leader}, so a journal of both would not be "
-            "found: an optimizer's state must lie beside its table",
-            path=path,
-        )
 
 
 def _reset_all_after_fork() -> None:

@@ -10,16 +10,15 @@ import contextlib
 import ctypes
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from penstock.codegen import load_optional_library
 from penstock.unified._devices import gpu_of
-from penstock.unified._report import Counters, UnifiedReport
 from penstock.unified._row_index import as_index, index_error, resolve_index
-from penstock.unified._table import CPU, Table
+from penstock.unified._table import CPU, Counters, Table, UnifiedReport
 from penstock.unified.device.hot_rows import HotRows
 from penstock.unified.device.table import DeviceTable, MemoryUse
 from penstock.unified.host.memory import TableMemory
@@ -157,13 +156,8 @@ def read_rows(
         torch.index_select(table, 0, index, out=rows)
         return
     num_bytes = out.numel() * out.element_size()
-    bad = library.penstock_read_rows(
-        *_arguments(table, index, negative, num_bytes, single_thread),
-        out.data_ptr(),
-        num_bytes >= _STREAM_BYTES,
-    )
-    if bad >= 0:
-        raise index_error(index, bad, table.shape[0])
+    last = out.data_ptr(), num_bytes >= _STREAM_BYTES
+    _call(library.penstock_read_rows, table, index, negative, num_bytes, single_thread, last)
 
 
 def write_rows(
@@ -189,12 +183,8 @@ def write_rows(
         bits = _BITS.get(table.element_size(), table.dtype)  # torch does not copy every dtype
         table.view(bits).index_copy_(0, rows, source.view(bits).index_select(0, last[rows]))
         return
-    num_bytes = source.numel() * source.element_size()
-    bad = library.penstock_write_rows(
-        *_arguments(table, index, negative, num_bytes, single_thread), *_rows_of(source)
-    )
-    if bad >= 0:
-        raise index_error(index, bad, table.shape[0])
+    num_bytes, rows = source.numel() * source.element_size(), _rows_of(source)
+    _call(library.penstock_write_rows, table, index, negative, num_bytes, single_thread, rows)
 
 
 def add_rows(
@@ -216,34 +206,36 @@ def add_rows(
         table.index_add_(0, resolve_index(index, table.shape[0], negative), source, alpha=alpha)
         return
     num_bytes = source.numel() * source.element_size()
-    bad = library.penstock_add_rows(
-        *_arguments(table, index, negative, num_bytes, False),
-        *_rows_of(source),
-        float(alpha),
-        table.dtype == torch.float64,
-    )
-    if bad >= 0:
-        raise index_error(index, bad, table.shape[0])
+    last = *_rows_of(source), float(alpha), table.dtype == torch.float64
+    _call(library.penstock_add_rows, table, index, negative, num_bytes, False, last)
 
 
-def _arguments(
-    table: torch.Tensor, index: torch.Tensor, negative: bool, num_bytes: int, single_thread: bool
-) -> tuple[int, ...]:
-    """Return the first arguments of all functions of the library; `num_bytes` will be moved."""
+def _call(
+    function: Callable[..., int],
+    table: torch.Tensor,
+    index: torch.Tensor,
+    negative: bool,
+    num_bytes: int,
+    single_thread: bool,
+    last: tuple[float, ...],
+) -> None:
+    """Call a function of the library, which moves `num_bytes`; `last` are its last arguments."""
     num_rows = table.shape[0]
     element_bytes = table.element_size()
-    row_bytes = table.numel() // num_rows * element_bytes if num_rows else 0
-    return (
+    bad = function(
         table.data_ptr(),
         num_rows,
         table.stride(0) * element_bytes,
-        row_bytes,
+        table.numel() // num_rows * element_bytes if num_rows else 0,
         index.data_ptr(),
         index.element_size(),
         index.numel(),
         negative,
         1 if single_thread or num_bytes < _SINGLE_THREAD_BYTES else torch.get_num_threads(),
+        *last,
     )
+    if bad >= 0:
+        raise index_error(index, bad, num_rows)
 
 
 def _rows_of(source: torch.Tensor) -> tuple[int, int]:

@@ -14,8 +14,8 @@ import torch
 
 from penstock.compat.dispatch import unchecked_sparse_tensor, without_torch_function
 from penstock.unified._devices import GPU, gpu_of
-from penstock.unified._table_tensor import TableTensor
 from penstock.unified.host.memory import advise_huge_pages
+from penstock.unified.overrides.registry import TableTensor
 
 _NUM_THREADS = 2  # of `gather_rows_async`: one batch is read while another is copied
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})

@@ -11,12 +11,18 @@ import torch
 
 from penstock.compat.dispatch import parse_to
 from penstock.unified._devices import GPU
-from penstock.unified._table_tensor import whole_table_error
 from penstock.unified._tensor import FileTensor, UnifiedTensor, tensor_over
 from penstock.unified.file.table import FileTable
 from penstock.unified.host.table import HostTable
-from penstock.unified.overrides import _embedding, _indexing, _rows  # noqa: F401 (registered)
-from penstock.unified.overrides.registry import OVERRIDES, RULES, Operation, Rule, implements, run
+from penstock.unified.overrides import _indexing, _rows  # noqa: F401 (registered)
+from penstock.unified.overrides.registry import (
+    RULES,
+    Operation,
+    Rule,
+    implements,
+    run,
+    whole_table_error,
+)
 
 _T = torch.Tensor
 
@@ -179,28 +185,16 @@ def _type_as(func: Operation, table: Any, other: torch.Tensor) -> Any:
     return _to(func, table, other) if isinstance(table, UnifiedTensor) else run(func, table, other)
 
 
-def _convert_to(dtype: torch.dtype) -> Operation:
-    def convert(func: Operation, table: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse_dtype(table, dtype)
-        return table
-
-    return convert
+_DTYPE_OF = {
+    getattr(_T, name): getattr(torch, name)
+    for name in ("half", "float", "double", "bfloat16", "long", "int", "short", "bool")
+} | {_T.char: torch.int8, _T.byte: torch.uint8}
 
 
-OVERRIDES.update(
-    {
-        _T.half: _convert_to(torch.float16),
-        _T.float: _convert_to(torch.float32),
-        _T.double: _convert_to(torch.float64),
-        _T.bfloat16: _convert_to(torch.bfloat16),
-        _T.long: _convert_to(torch.int64),
-        _T.int: _convert_to(torch.int32),
-        _T.short: _convert_to(torch.int16),
-        _T.char: _convert_to(torch.int8),
-        _T.byte: _convert_to(torch.uint8),
-        _T.bool: _convert_to(torch.bool),
-    }
-)
+@implements(*_DTYPE_OF)
+def _convert(func: Operation, table: Any, *args: Any, **kwargs: Any) -> Any:
+    _refuse_dtype(table, _DTYPE_OF[func])
+    return table
 
 
 def _refuse_dtype(table: Any, dtype: torch.dtype | None) -> None:
