@@ -11,8 +11,9 @@ import torch
 
 from penstock.tables import report_table
 from penstock.unified._devices import check_process, in_forked_child
+from penstock.unified.device._staging import ReadRows
 from penstock.unified.device.hot_rows import HotRows
-from penstock.unified.device.table import DeviceTable
+from penstock.unified.device.table import DeviceTable, MemoryUse
 
 CPU = torch.device("cpu")
 
@@ -81,13 +82,23 @@ class Table(abc.ABC):
     """Rows of one shape and dtype, on some tier.
 
     Attributes:
+        shape: Lengths (num_rows, *row).
+        dtype: Dtype of the elements.
         device: Device to which gathered rows go.
         hot_rows: Cache of rows on GPUs; None for no cache.
+        use: Record of what GPUs do with the memory; None for a table without memory.
     """
 
-    def __init__(self, device: torch.device, hot_rows: HotRows | None) -> None:
-        self.device = device
-        self.hot_rows = hot_rows
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        hot_rows: HotRows | None,
+        use: MemoryUse | None,
+    ) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.device, self.hot_rows, self.use = device, hot_rows, use
         self._counters = Counters()
         self._device_tables: dict[torch.device, DeviceTable] = {}
         self._lock = threading.Lock()
@@ -99,14 +110,17 @@ class Table(abc.ABC):
         if found is None:
             with self._lock:
                 if device not in self._device_tables:
-                    self._device_tables[device] = self._make_device_table(device)
+                    self._device_tables[device] = DeviceTable(
+                        device,
+                        self.shape,
+                        self.dtype,
+                        self._host_reader(),
+                        use=self.use,
+                        hot_rows=self.hot_rows,
+                    )
                 found = self._device_tables[device]
         return found
 
-    @abc.abstractmethod
-    def _make_device_table(self, device: torch.device) -> DeviceTable: ...
-
-    @abc.abstractmethod
     def read_rows(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool) -> None:
         """Read rows: `out[i] = table[index[i]]`.
 
@@ -115,6 +129,17 @@ class Table(abc.ABC):
             out: Memory on the CPU of shape (*index.shape, *row), contiguous.
             negative: Whether indices below zero count from the end.
         """
+        self._read_uncounted(index, out, negative=negative)
+        self.count_batch(index, out.numel() * out.element_size())
+
+    @abc.abstractmethod
+    def _read_uncounted(
+        self, index: torch.Tensor, out: torch.Tensor, *, negative: bool = False
+    ) -> None: ...
+
+    def _host_reader(self) -> ReadRows:
+        """Return the function that reads rows on the CPU for a GPU."""
+        return self._read_uncounted
 
     @abc.abstractmethod
     def write_rows(

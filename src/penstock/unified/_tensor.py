@@ -27,6 +27,7 @@ from penstock.errors import WholeTableError
 from penstock.unified._devices import resolve_device
 from penstock.unified._table import UnifiedReport
 from penstock.unified.device.hot_rows import HotRows
+from penstock.unified.device.table import MemoryUse
 from penstock.unified.file.table import FileTable, copy_to_file
 from penstock.unified.host.memory import TableMemory
 from penstock.unified.host.table import HostTable
@@ -221,11 +222,10 @@ def tensor_over(table: HostTable | FileTable, *, requires_grad: bool = False) ->
     if isinstance(table, HostTable):  # all tensors over its rows share their version counter
         tensor = make_subclass(UnifiedTensor, table.rows, requires_grad)
     else:
-        layout = table.layout
         tensor = make_wrapper_subclass(
             FileTensor,
-            layout.shape,
-            dtype=layout.dtype,
+            table.shape,
+            dtype=table.dtype,
             # On this device `x.data = table` is refused for any tensor that has memory: it would
             # get the null pointer of this one.
             device=torch.device("meta"),
@@ -266,8 +266,8 @@ def _reduce(tensor: UnifiedTensor) -> Any:
     table = tensor._table
     assert isinstance(table, HostTable)
     table.use.synchronize(to_write=True)  # memory that is moved is written
-    memory, shape = table.memory, tuple(table.rows.shape)
-    content = (DupFd(memory.share()), memory.num_bytes, shape, tensor.dtype)
+    memory = table.memory
+    content = (DupFd(memory.share()), memory.num_bytes, table.shape, table.dtype)
     # The other process registers the memory itself, at its first gather on a GPU.
     return _rebuild, (*content, table.device, table.hot_rows, tensor.requires_grad)
 
@@ -283,7 +283,8 @@ def _rebuild(
     requires_grad: bool,
 ) -> UnifiedTensor:
     memory = TableMemory.attach(descriptor.detach(), num_bytes)
-    table = HostTable(memory, shape, dtype).view_from(device, hot_rows)
+    use = MemoryUse(memory.tensor(shape, dtype), memory)
+    table = HostTable(use, device=device, hot_rows=hot_rows)
     return tensor_over(table, requires_grad=requires_grad)
 
 

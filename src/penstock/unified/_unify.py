@@ -86,8 +86,13 @@ def _copy_source(source: Any) -> HostTable:
         )
     if source.ndim == 0:
         raise ValueError("source: expected a table of shape (num_rows, *row), got a scalar")
-    if isinstance(source, np.ndarray):
-        return _copy_array(source)
+    if isinstance(source, np.ndarray):  # of any strides and byte order
+        try:
+            table = HostTable.empty(source.shape, torch_dtype(source.dtype))
+        except TypeError as error:
+            raise TypeError(f"source: {error}") from error
+        np.copyto(table.rows.numpy(), source)
+        return table
     if source.device.type != "cpu" or source.layout != torch.strided or source.is_quantized:
         raise TypeError(
             f"source: expected a dense tensor on the CPU, got {source.layout} on {source.device}; "
@@ -103,7 +108,7 @@ def _check_cache(table: HostTable | FileTable) -> None:
     hot_rows = table.hot_rows
     if hot_rows is None:
         return
-    hot_rows.check(table.layout.num_rows if isinstance(table, FileTable) else len(table.rows))
+    hot_rows.check(table.shape[0])
     if table.device.type != "cpu":
         return
     if isinstance(table, HostTable):
@@ -162,14 +167,3 @@ def _parse_shape(shape: Sequence[int]) -> tuple[int, ...]:
     if not lengths or min(lengths) < 0:
         raise ValueError(f"shape={tuple(shape)}: expected (num_rows, *row), none of them negative")
     return lengths
-
-
-def _copy_array(array: np.ndarray) -> HostTable:
-    """Return a table with the content of an array of any strides and byte order."""
-    try:
-        dtype = torch_dtype(array.dtype)
-    except TypeError as error:
-        raise TypeError(f"source: {error}") from error
-    table = HostTable.empty(array.shape, dtype)
-    np.copyto(table.rows.numpy(), array)
-    return table

@@ -53,7 +53,13 @@ class PooledFile:
     def __enter__(self) -> int:
         with _lock:
             if self._fd < 0:
-                self._reopen()
+                fd, alignment = self._open(self._path)
+                if self._file_id not in (None, file_id(fd)):
+                    os.close(fd)
+                    raise replaced_error(self._path)
+                _close_idle_files()
+                self._fd, self.alignment = fd, alignment
+                _open_files.add(self)
             self._num_users += 1
             return self._fd
 
@@ -89,15 +95,6 @@ class PooledFile:
             _open_files.discard(self)
             if fd >= 0:
                 os.close(fd)
-
-    def _reopen(self) -> None:
-        fd, alignment = self._open(self._path)
-        if self._file_id not in (None, file_id(fd)):
-            os.close(fd)
-            raise replaced_error(self._path)
-        _close_idle_files()
-        self._fd, self.alignment = fd, alignment
-        _open_files.add(self)
 
     def _is_reachable(self) -> bool:
         try:

@@ -97,10 +97,6 @@ class RowLayout:
         """Inode of the file whose header was read."""
         return None if self.file_id is None else self.file_id[1]
 
-    def is_same_table(self, other: RowLayout) -> bool:
-        """Return whether both are of the same rows of the same file."""
-        return (self.file_id, self.offset) == (other.file_id, other.offset)
-
     def row_offset(self, row: int) -> int:
         """Return the byte at which a row begins."""
         block, place = divmod(row, self.rows_per_block)
@@ -347,13 +343,11 @@ def _safetensors_layout(file: Any, path: str, key: str) -> RowLayout:
     return _plain_layout(path, extent.shape, extent.dtype, extent.offset, key)
 
 
-def _is_count(number: Any) -> bool:
-    return type(number) is int and 0 <= number <= _MAX_COUNT
-
-
 def _check_shape(path: str, lengths: Any) -> tuple[int, ...]:
     """Return the shape that a header names, if a table can have it."""
-    if not isinstance(lengths, list | tuple) or not all(_is_count(each) for each in lengths):
+    if not isinstance(lengths, list | tuple) or not all(
+        type(each) is int and 0 <= each <= _MAX_COUNT for each in lengths
+    ):
         raise _format_error(path, f"has a damaged header: its shape is {lengths!r}")
     if math.prod(lengths) > _MAX_COUNT:
         raise _format_error(

@@ -193,7 +193,12 @@ class TableFile:
         with self._translate_errors():
             if self._is_in_journal:
                 for writer, rows, content in self._batch:
-                    writer.file._write_rows(writer.layout, rows, content)
+                    file, layout = writer.file, writer.layout
+                    with file.lock:
+                        write_places(file._fd, layout, rows, content)
+                        file.modified = os.fstat(file._fd).st_mtime_ns
+                        for watcher in list(file.watchers):
+                            watcher.update_rows(layout, rows, content)
                 for writer, _, _ in self._batch:
                     os.fdatasync(writer.file._fd)
             with suppress(FileNotFoundError):
@@ -204,13 +209,6 @@ class TableFile:
         for writer, _, _ in self._batch:
             writer.file._pending = None
         self._batch = []
-
-    def _write_rows(self, layout: RowLayout, rows: np.ndarray, content: np.ndarray) -> None:
-        with self.lock:
-            write_places(self._fd, layout, rows, content)
-            self.modified = os.fstat(self._fd).st_mtime_ns
-            for watcher in list(self.watchers):
-                watcher.update_rows(layout, rows, content)
 
     def _write_journal(self) -> None:
         changes = [

@@ -19,8 +19,9 @@ from penstock.codegen import load_optional_library
 from penstock.unified._devices import gpu_of
 from penstock.unified._row_index import as_index, index_error, resolve_index
 from penstock.unified._table import CPU, Counters, Table, UnifiedReport
+from penstock.unified.device._staging import ReadRows
 from penstock.unified.device.hot_rows import HotRows
-from penstock.unified.device.table import DeviceTable, MemoryUse
+from penstock.unified.device.table import MemoryUse
 from penstock.unified.host.memory import TableMemory
 
 _HERE = Path(__file__).parent
@@ -40,18 +41,13 @@ class HostTable(Table):
         use: Record of what GPUs do with the memory, shared by all tables over it.
     """
 
+    use: MemoryUse
+
     def __init__(
-        self,
-        memory: TableMemory,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        *,
-        device: torch.device = CPU,
+        self, use: MemoryUse, *, device: torch.device = CPU, hot_rows: HotRows | None = None
     ) -> None:
-        super().__init__(device, None)
-        self.memory = memory
-        self.rows = memory.tensor(shape, dtype)
-        self.use = MemoryUse(self.rows, memory)
+        super().__init__(tuple(use.rows.shape), use.rows.dtype, device, hot_rows, use)
+        self.memory, self.rows = use.memory, use.rows
 
     @classmethod
     def empty(
@@ -60,26 +56,21 @@ class HostTable(Table):
         """Return a table of zeroes, whose pages are there."""
         memory = TableMemory(dtype.itemsize * math.prod(shape))
         memory.touch()
-        return cls(memory, shape, dtype, device=device)
+        return cls(MemoryUse(memory.tensor(shape, dtype), memory), device=device)
 
     def view_from(self, device: torch.device, hot_rows: HotRows | None) -> HostTable:
         """Return a table over the same memory whose rows go to another device, or stay there."""
-        table = HostTable.__new__(HostTable)
-        Table.__init__(table, device, hot_rows)
-        table.memory, table.rows, table.use = self.memory, self.rows, self.use
-        return table
+        return HostTable(self.use, device=device, hot_rows=hot_rows)
 
-    def _make_device_table(self, device: torch.device) -> DeviceTable:
-        read = functools.partial(read_rows, self.rows)
-        shape, dtype = tuple(self.rows.shape), self.rows.dtype
-        return DeviceTable(device, shape, dtype, read, use=self.use, hot_rows=self.hot_rows)
-
-    def read_rows(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool) -> None:
-        """Read rows; see `Table`."""
+    def _read_uncounted(
+        self, index: torch.Tensor, out: torch.Tensor, *, negative: bool = False
+    ) -> None:
         if self.use.registration is not None:
             self.use.synchronize()
         read_rows(self.rows, index, out, negative=negative)
-        self.count_batch(index, out.numel() * out.element_size())
+
+    def _host_reader(self) -> ReadRows:
+        return functools.partial(read_rows, self.rows)  # which keeps the memory, not the table
 
     @contextlib.contextmanager
     def write_access(self, index: torch.Tensor) -> Iterator[torch.Tensor]:

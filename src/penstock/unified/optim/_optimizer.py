@@ -118,8 +118,7 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
         for number, table in zip(numbers, tables, strict=True):
             if number in kept:
                 self.state[table] = {
-                    name: _copy_count(each) if name == _STEP else _check_state(table, name, each)
-                    for name, each in kept[number].items()
+                    name: _check_state(table, name, each) for name, each in kept[number].items()
                 }
 
     def _step_table(self, table: UnifiedTensor, group: dict[str, Any]) -> None:
@@ -179,7 +178,8 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
         state = self.state[table]
         first, dtype = self._initial_value(group), state_dtype(table.dtype)
         if isinstance(table._table, FileTable):
-            prefix = state_prefix(table._table.source)
+            file, key = split_source(table._table.source)
+            prefix = f"{file}.{key}." if key else f"{file}."
             missing = [name for name in names if not os.path.exists(prefix + name)]
             if missing and os.path.exists(prefix + _STEP):
                 raise StoreError(
@@ -260,12 +260,6 @@ def _to_bytes(row: torch.Tensor) -> bytes:
     return row.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def state_prefix(source: str) -> str:
-    """Return the prefix of the names of files with the state of a table in a file."""
-    file, key = split_source(source)
-    return f"{file}.{key}." if key else f"{file}."
-
-
 def _read_gradient(table: UnifiedTensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return indices and rows of a table's gradient, on the CPU; a row may occur several times."""
     gradient = table.grad
@@ -294,13 +288,10 @@ def _read_all(count: UnifiedTensor) -> torch.Tensor:
     return _read_rows(count, torch.arange(len(count)))
 
 
-def _copy_count(saved: torch.Tensor) -> torch.Tensor:
-    """Return the step count, copied if in memory: it is counted up in place."""
-    return saved if isinstance(saved, UnifiedTensor) else saved.detach().clone()
-
-
-def _check_state(table: UnifiedTensor, name: str, state: torch.Tensor) -> UnifiedTensor:
+def _check_state(table: UnifiedTensor, name: str, state: torch.Tensor) -> torch.Tensor:
     """Return state that fits the table; plain tensors, such as torch.optim saves, are copied."""
+    if name == _STEP:  # in memory it is counted up in place
+        return state if isinstance(state, UnifiedTensor) else state.detach().clone()
     dtype = state_dtype(table.dtype)
     if state.shape != table.shape or state.dtype != dtype:
         raise ValueError(

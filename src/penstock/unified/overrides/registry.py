@@ -96,13 +96,7 @@ def dispatch(func: Operation, args: Any, kwargs: dict[str, Any] | None) -> Any:
 
 def run(func: Operation, *args: Any, **kwargs: Any) -> Any:
     """Call a function of PyTorch, on the GPU if an operand is on one."""
-    if not torch.cuda.is_initialized():
-        return func(*args, **kwargs)
-    return _run_where_operands_are(func, args, kwargs)
-
-
-def _run_where_operands_are(func: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
-    if getattr(func, "__name__", "") in _PROPERTIES:
+    if not torch.cuda.is_initialized() or getattr(func, "__name__", "") in _PROPERTIES:
         return func(*args, **kwargs)
     found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, TableTensor)]
     # Those in files have no memory; their own dispatch refuses whatever reaches it.
