@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import collections
 import dataclasses
 import threading
 from typing import Any
@@ -61,21 +62,18 @@ class UnifiedReport:
         return report_table(self, title="penstock.unified")
 
 
-class Counters:
+class Counters(collections.Counter[str]):
     """Sums that several threads add to."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._lock = threading.Lock()
-        self._sums: dict[str, int] = {}
 
     def add(self, **amounts: int) -> None:
         """Add to each of the named sums."""
         with self._lock:
             for name, amount in amounts.items():
-                self._sums[name] = self._sums.get(name, 0) + amount
-
-    def __getitem__(self, name: str) -> int:
-        return self._sums.get(name, 0)
+                self[name] += amount
 
 
 class Table(abc.ABC):
@@ -121,6 +119,11 @@ class Table(abc.ABC):
                 found = self._device_tables[device]
         return found
 
+    @abc.abstractmethod
+    def _host_reader(self) -> ReadRows:
+        """Return the function that reads rows on the CPU for a GPU."""
+
+    @abc.abstractmethod
     def read_rows(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool) -> None:
         """Read rows: `out[i] = table[index[i]]`.
 
@@ -129,17 +132,6 @@ class Table(abc.ABC):
             out: Memory on the CPU of shape (*index.shape, *row), contiguous.
             negative: Whether indices below zero count from the end.
         """
-        self._read_uncounted(index, out, negative=negative)
-        self.count_batch(index, out.numel() * out.element_size())
-
-    @abc.abstractmethod
-    def _read_uncounted(
-        self, index: torch.Tensor, out: torch.Tensor, *, negative: bool = False
-    ) -> None: ...
-
-    def _host_reader(self) -> ReadRows:
-        """Return the function that reads rows on the CPU for a GPU."""
-        return self._read_uncounted
 
     @abc.abstractmethod
     def write_rows(

@@ -159,47 +159,18 @@ def _unregister(
 # ----------------------------------------------------------------------- aliases
 
 
-class _CudaArray:
-    """Registered memory in the protocol by which libraries exchange CUDA arrays.
-
-    PyTorch's tensor over it holds a reference to this object, and this one to the memory.
-    """
-
-    def __init__(self, memory: TableMemory, num_bytes: int) -> None:
-        self.memory = memory
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (memory.address, False),
-            "version": 3,
-        }
-
-
-def make_alias(
-    memory: TableMemory, registration: Registration, device: torch.device
-) -> torch.Tensor:
+def make_alias(memory: TableMemory, device: torch.device) -> torch.Tensor:
     """Return all bytes of registered memory as a tensor on a GPU, without a copy.
 
-    As long as it lives, or a view of it, the memory stays.
+    As long as it lives, or a view of it, the memory stays. CUDA's protocol for arrays would copy
+    everything where the memory was registered by another GPU.
     """
-    registration.exported.add(device)
+    empty = torch.empty(0, dtype=torch.uint8, device=device)
     if not memory.num_bytes:
-        return torch.empty(0, dtype=torch.uint8, device=device)
-    with torch.cuda.device(device):
-        # The address belongs to the GPU that was current at registration. For another one PyTorch
-        # would copy everything, so one byte tells.
-        probe = torch.as_tensor(_CudaArray(memory, 1), device=device)
-        if probe.data_ptr() == memory.address:
-            return torch.as_tensor(_CudaArray(memory, memory.num_bytes), device=device)
-    return _make_alias_at(memory, device)
-
-
-def _make_alias_at(memory: TableMemory, device: torch.device) -> torch.Tensor:
-    """Make an alias on any device, by a function of PyTorch's that checks and owns nothing."""
+        return empty
     storage: Any = storage_from_pointer(memory.address, device, memory.num_bytes)
     # PyTorch keeps a storage's Python object, with its attributes, as long as a tensor over it.
     storage._penstock_memory = memory
-    empty = torch.empty(0, dtype=torch.uint8, device=device)
     return empty.set_(storage, 0, (memory.num_bytes,), (1,))
 
 

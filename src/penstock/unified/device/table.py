@@ -295,8 +295,8 @@ class DeviceTable:
             return None
         if self._alias is None:
             assert self._use is not None
-            memory = self._use.memory
-            content = _registration.make_alias(memory, self._registration, self._device)
+            self._registration.exported.add(self._device)
+            content = _registration.make_alias(self._use.memory, self._device)
             self._alias = content.view(self._dtype).view(self._shape)
         return self._alias
 

@@ -84,7 +84,7 @@ def write_journal(path: str, changes: Sequence[Change], mode: int) -> None:
         journal, unfinished = _open_unnamed(path)
         try:
             os.fchmod(journal, mode & 0o666)
-            _write_body(journal, _make_body(changes))
+            _write_body(journal, changes)
             os.fdatasync(journal)
             name = unfinished or f"/proc/self/fd/{journal}"
             # With a directory given, Python follows the link that /proc has in its place.
@@ -110,7 +110,7 @@ def _open_unnamed(path: str) -> tuple[int, str]:
     return os.open(unfinished, flags | os.O_CREAT | os.O_TRUNC, 0o600), unfinished
 
 
-def _make_body(changes: Sequence[Change]) -> list[memoryview]:
+def _write_body(journal: int, changes: Sequence[Change]) -> None:
     entries = [
         {
             "source": join_source(os.path.basename(each.layout.path), each.layout.key),
@@ -124,21 +124,17 @@ def _make_body(changes: Sequence[Change]) -> list[memoryview]:
     body = [memoryview(_LENGTH.pack(len(text)) + text)]
     for change in changes:
         body += [each.data.cast("B") for each in (change.rows, change.new, change.old)]
-    return body
-
-
-def _describe_layout(layout: RowLayout) -> dict[str, Any]:
-    """Return the fields that must be the same when the rows are written again."""
-    return {name: getattr(layout, name) for name in _LAYOUT_FIELDS} | {"shape": [*layout.shape]}
-
-
-def _write_body(journal: int, body: list[memoryview]) -> None:
     checksum, at = 0, _HEADER.size
     for part in body:
         checksum = zlib.crc32(part, checksum)
         write_all(journal, part, at)
         at += part.nbytes
     write_all(journal, memoryview(_HEADER.pack(_MAGIC, at - _HEADER.size, checksum)), 0)
+
+
+def _describe_layout(layout: RowLayout) -> dict[str, Any]:
+    """Return the fields that must be the same when the rows are written again."""
+    return {name: getattr(layout, name) for name in _LAYOUT_FIELDS} | {"shape": [*layout.shape]}
 
 
 # ------------------------------------------------------------------------ finding one

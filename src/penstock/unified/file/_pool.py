@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 import threading
+from contextlib import suppress
 from operator import attrgetter
 
 from penstock.errors import StoreError, StoreUnavailableError
@@ -96,12 +97,6 @@ class PooledFile:
             if fd >= 0:
                 os.close(fd)
 
-    def _is_reachable(self) -> bool:
-        try:
-            return file_id(self._path) == self._file_id
-        except OSError:
-            return False
-
     def _open(self, path: str) -> tuple[int, int]:
         """Return a descriptor, and the alignment that it demands."""
         flags = os.O_RDONLY | os.O_CLOEXEC
@@ -132,8 +127,9 @@ def _close_idle_files() -> None:
             return
         if not file._num_users:
             _open_files.discard(file)
-            if file._is_reachable():
-                file.close()
+            with suppress(OSError):  # it stays open if nothing has its name any more
+                if file_id(file._path) == file._file_id:
+                    file.close()
 
 
 def open_file(path: str, flags: int) -> int:

@@ -120,7 +120,9 @@ class RowSource:
             if requested < min(for_copy, for_page_cache) or not self._may_check_memory():
                 return
             free = _count_free_bytes()
-            if num_bytes <= free // _PART_OF_MEMORY and not self._is_worker():
+            # Each of several workers would have a copy.
+            is_worker = self._is_forked() or multiprocessing.parent_process() is not None
+            if num_bytes <= free // _PART_OF_MEMORY and not is_worker:
                 if requested >= for_copy:
                     self._make_copy()
             elif num_bytes <= free and requested >= for_page_cache:
@@ -141,10 +143,6 @@ class RowSource:
         # By NumPy: the threads of torch's operators are not there in a forked process.
         num_pages = len(np.unique(index.numpy() // rows_per_page)) * pages_per_row
         return requested + num_pages * PAGE_BYTES
-
-    def _is_worker(self) -> bool:
-        """Return whether this process is likely one of several that would each have a copy."""
-        return self._is_forked() or multiprocessing.parent_process() is not None
 
     def _is_forked(self) -> bool:
         return self._process != os.getpid()

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -272,22 +273,17 @@ constexpr int64_t kEngineBytes = 64 << 20;  // for its reads, if it has more tha
 // Threads that read where there is no io_uring. One batch at a time has all of them.
 class Threads {
  public:
-  Outcome run(const Batch& batch, char* memory, int64_t slot_bytes, int depth) {
+  // Calls `work` with the number of each thread, in that thread, and waits for all.
+  void run(const std::function<void(int)>& work) {
     std::lock_guard<std::mutex> turn(turn_);
     std::unique_lock<std::mutex> lock(mutex_);
     start();
-    outcome_ = {};
-    next_.store(0);
-    batch_ = &batch;
-    memory_ = memory;
-    slot_bytes_ = slot_bytes;
-    depth_ = depth;
+    work_ = &work;
     num_working_ = static_cast<int>(threads_.size());
     ++generation_;
     changed_.notify_all();
     ended_.wait(lock, [&] { return num_working_ == 0; });
-    batch_ = nullptr;
-    return outcome_;
+    work_ = nullptr;
   }
 
  private:
@@ -296,7 +292,7 @@ class Threads {
     while (static_cast<int>(threads_.size()) < kMaxThreads) {
       const int number = static_cast<int>(threads_.size());
       try {
-        threads_.emplace_back([this, number] { work(number); });
+        threads_.emplace_back([this, number] { serve(number); });
       } catch (...) {
         if (threads_.empty()) throw;
         return;
@@ -304,43 +300,17 @@ class Threads {
     }
   }
 
-  void work(int number) {
+  void serve(int number) {
     uint64_t seen = 0;
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      changed_.wait(lock, [&] { return batch_ != nullptr && generation_ != seen; });
+      changed_.wait(lock, [&] { return work_ != nullptr && generation_ != seen; });
       seen = generation_;
-      if (number < depth_) {
-        const Batch& batch = *batch_;
-        char* memory = memory_ + number * slot_bytes_;
-        lock.unlock();
-        const Outcome outcome = work_on(batch, memory);
-        lock.lock();
-        if (outcome.status != kDone && outcome_.status == kDone) outcome_ = outcome;
-      }
+      const std::function<void(int)>& work = *work_;
+      lock.unlock();
+      work(number);
+      lock.lock();
       if (--num_working_ == 0) ended_.notify_one();
-    }
-  }
-
-  Outcome work_on(const Batch& batch, char* memory) {
-    const int64_t num_reads = static_cast<int64_t>(batch.reads.size());
-    Outcome outcome{};
-    for (;;) {
-      Flight flight{next_.fetch_add(1)};
-      if (flight.read >= num_reads) return outcome;
-      const Read& read = batch.reads[static_cast<size_t>(flight.read)];
-      Next next = kAnotherCall;
-      while (next == kAnotherCall) {
-        const ssize_t result =
-            pread(batch.fd, memory + flight.got, static_cast<size_t>(read.length - flight.got),
-                  read.offset + flight.got);
-        next = advance(batch, flight, result < 0 ? -errno : result, outcome);
-      }
-      if (next == kFailed) {
-        next_.store(num_reads);
-        return outcome;
-      }
-      deliver(batch, read, memory);
     }
   }
 
@@ -349,14 +319,9 @@ class Threads {
   std::condition_variable changed_;
   std::condition_variable ended_;
   std::vector<std::thread> threads_;
-  const Batch* batch_ = nullptr;
-  char* memory_ = nullptr;
-  int64_t slot_bytes_ = 0;
-  int depth_ = 0;
-  std::atomic<int64_t> next_{0};
+  const std::function<void(int)>* work_ = nullptr;
   uint64_t generation_ = 0;
   int num_working_ = 0;
-  Outcome outcome_{};
 };
 
 // -------------------------------------------------------------------------------- engine
@@ -373,8 +338,7 @@ class Engine {
   Outcome run(const Batch& batch, int64_t max_read_bytes) {
     const int64_t slot_bytes = (max_read_bytes + kPage - 1) / kPage * kPage;
     if (slot_bytes > slot_bytes_) make_slots(slot_bytes);
-    return ring_ != nullptr ? run_ring(batch)
-                            : threads_.run(batch, slots_.get(), slot_bytes_, depth_);
+    return ring_ != nullptr ? run_ring(batch) : run_threads(batch);
   }
 
  private:
@@ -389,6 +353,36 @@ class Engine {
   }
 
   char* slot(int number) const { return slots_.get() + number * slot_bytes_; }
+
+  Outcome run_threads(const Batch& batch) {
+    const int64_t num_reads = static_cast<int64_t>(batch.reads.size());
+    std::atomic<int64_t> next{0};
+    std::mutex mutex;  // of the outcome
+    Outcome outcome{};
+    threads_.run([&](int number) {
+      if (number >= depth_) return;
+      char* memory = slot(number);
+      for (Flight flight{next++}; flight.read < num_reads; flight = Flight{next++}) {
+        const Read& read = batch.reads[static_cast<size_t>(flight.read)];
+        Outcome failure{};
+        Next then = kAnotherCall;
+        while (then == kAnotherCall) {
+          const ssize_t result =
+              pread(batch.fd, memory + flight.got, static_cast<size_t>(read.length - flight.got),
+                    read.offset + flight.got);
+          then = advance(batch, flight, result < 0 ? -errno : result, failure);
+        }
+        if (then == kWhole) {
+          deliver(batch, read, memory);
+        } else {
+          next.store(num_reads);
+          std::lock_guard<std::mutex> lock(mutex);
+          if (outcome.status == kDone) outcome = failure;
+        }
+      }
+    });
+    return outcome;
+  }
 
   Outcome run_ring(const Batch& batch) {
     std::vector<Flight> flights(static_cast<size_t>(depth_));

@@ -12,6 +12,7 @@ import torch
 from penstock.errors import StoreReadError, StoreWriteError
 from penstock.unified._row_index import as_index, resolve_index
 from penstock.unified._table import CPU, Table, UnifiedReport
+from penstock.unified.device._staging import ReadRows
 from penstock.unified.device.hot_rows import HotRows
 from penstock.unified.device.table import DeviceTable
 from penstock.unified.file._journal import forget_journal, recover
@@ -71,6 +72,14 @@ class FileTable(Table):
                 self._clear_device_caches()
         return found
 
+    def _host_reader(self) -> ReadRows:
+        return self._read
+
+    def read_rows(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool) -> None:
+        """Read rows; see `Table`."""
+        self._read(index, out, negative=negative)
+        self.count_batch(index, out.numel() * out.element_size())
+
     def write_rows(
         self,
         index: torch.Tensor,
@@ -88,7 +97,7 @@ class FileTable(Table):
             if alpha is None:
                 write_rows(content, place, source)
             else:
-                self._read_uncounted(rows, content)
+                self._read(rows, content)
                 add_rows(content, place, source, alpha=alpha)
             write_tables([(self, rows, content)])
 
@@ -101,9 +110,7 @@ class FileTable(Table):
         self.file.watchers.discard(self)
         self._reader.close()
 
-    def _read_uncounted(
-        self, index: torch.Tensor, out: torch.Tensor, *, negative: bool = False
-    ) -> None:
+    def _read(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool = False) -> None:
         while True:
             with self.file.lock:
                 if self.file.is_readable:

@@ -29,6 +29,7 @@ _SOURCES = [_HERE.parent / "threads.cpp", _HERE / "host_rows.cpp"]
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off")
 _SINGLE_THREAD_BYTES = 64 * 1024  # fewer bytes are copied before a second thread is awake
 _STREAM_BYTES = 8 * 2**20  # results larger than this go past the caches
+_Batch = ctypes.c_int64 * 9  # the struct of `host_rows.cpp`
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -62,12 +63,12 @@ class HostTable(Table):
         """Return a table over the same memory whose rows go to another device, or stay there."""
         return HostTable(self.use, device=device, hot_rows=hot_rows)
 
-    def _read_uncounted(
-        self, index: torch.Tensor, out: torch.Tensor, *, negative: bool = False
-    ) -> None:
+    def read_rows(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool) -> None:
+        """Read rows; see `Table`."""
         if self.use.registration is not None:
             self.use.synchronize()
         read_rows(self.rows, index, out, negative=negative)
+        self.count_batch(index, out.numel() * out.element_size())
 
     def _host_reader(self) -> ReadRows:
         return functools.partial(read_rows, self.rows)  # which keeps the memory, not the table
@@ -213,7 +214,7 @@ def _call(
     """Call a function of the library, which moves `num_bytes`; `last` are its last arguments."""
     num_rows = table.shape[0]
     element_bytes = table.element_size()
-    bad = function(
+    batch = _Batch(
         table.data_ptr(),
         num_rows,
         table.stride(0) * element_bytes,
@@ -223,8 +224,8 @@ def _call(
         index.numel(),
         negative,
         1 if single_thread or num_bytes < _SINGLE_THREAD_BYTES else torch.get_num_threads(),
-        *last,
     )
+    bad = function(batch, *last)
     if bad >= 0:
         raise index_error(index, bad, num_rows)
 
@@ -237,15 +238,14 @@ def _rows_of(source: torch.Tensor) -> tuple[int, int]:
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     pointer, count, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    common = [pointer, count, count, count, pointer, flag, count, flag, flag]
     return load_optional_library(
         "host_rows",
         _SOURCES,
         flags=_FLAGS,
         functions={
-            "penstock_read_rows": (count, [*common, pointer, flag]),
-            "penstock_write_rows": (count, [*common, pointer, count]),
-            "penstock_add_rows": (count, [*common, pointer, count, ctypes.c_double, flag]),
+            "penstock_read_rows": (count, [pointer, pointer, flag]),
+            "penstock_write_rows": (count, [pointer, pointer, count]),
+            "penstock_add_rows": (count, [pointer, pointer, count, ctypes.c_double, flag]),
         },
         work="rows are gathered",
         otherwise="by torch",

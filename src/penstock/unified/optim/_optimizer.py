@@ -160,7 +160,7 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
             before = content[0][:: _witness_stride(groups.rows)].clone()
             step = self._make_step(group, number)
             update_rows(step, groups, gradients, content[0], content[1:], gathered=True)
-            parts = [
+            parts: list[tuple[Any, torch.Tensor, torch.Tensor]] = [
                 (each._table, groups.rows, new) for each, new in zip(tables, content, strict=True)
             ]
             if count is not None and counted is not None:

@@ -136,7 +136,7 @@ def update_rows(
         assert each.shape == tables[0].shape and each.dtype == state_dtype(table.dtype)
     assert gradients.dtype == table.dtype and gradients.shape[1] == tables[0].shape[1]
     library = _library()
-    if library is None or not _has_kind(library, table.dtype):
+    if library is None or (table.dtype == torch.float16 and not library.penstock_has_half()):
         _update_in_torch(step, groups, gradients, tables, gathered)
         return
     update = _make_struct(step, groups, gradients, tables, gathered)
@@ -194,10 +194,6 @@ def _update_in_torch(
     if not gathered:
         for each, content in zip(tables, rows, strict=True):
             each.index_copy_(0, groups.rows, content)
-
-
-def _has_kind(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
-    return dtype != torch.float16 or bool(library.penstock_has_half())
 
 
 def _memory_error() -> CapacityError:

@@ -127,19 +127,18 @@ def _to(func: Operation, table: Any, *args: Any, **kwargs: Any) -> Any:
     copies = kwargs.pop("copy", False)
     device, dtype, _, _ = parse_to(*args, **kwargs)
     _refuse_dtype(table, dtype)
-    if device is not None and device.type != table.device.type and not _gathers_to(table, device):
+    there = table._table.device  # to which gathered rows go anyway
+    if (
+        device is not None
+        and device.type != table.device.type
+        and (device.type != there.type or device.index not in (None, there.index))
+    ):
         raise whole_table_error(
             table, f"to({str(device)!r})", f"gather rows there: unify(u, device={str(device)!r})"
         )
     if copies:
         return _clone(func, table)
     return table
-
-
-def _gathers_to(table: UnifiedTensor, device: torch.device) -> bool:
-    """Return whether gathered rows go to `device` anyway."""
-    there = table._table.device
-    return device.type == there.type and device.index in (None, there.index)
 
 
 @implements(_T.cuda)
