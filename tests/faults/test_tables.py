@@ -37,7 +37,7 @@ from penstock.unified.file import _rows
 from penstock.unified.file import writer as file_writer
 from penstock.unified.file._rows import RowReader
 from penstock.unified.file.layout import RowLayout
-from penstock.unified.file.writer import RowWriter
+from penstock.unified.file.writer import RowWriter, write_batch
 from penstock.unified.optim import Adam
 
 pytest.importorskip("pytest_timeout", reason="a hang would not end")
@@ -407,8 +407,8 @@ def disk(folder) -> BrokenDisk:
 
 def test_a_read_error_in_the_middle_of_a_batch(disk, method):
     reader = RowReader(disk.layout)
-    os.close(reader._file._fd)
-    reader._file._fd = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+    os.close(reader.file._fd)
+    reader.file._fd = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
     out = torch.empty(200, PAGE_BYTES, dtype=torch.uint8)
     index = torch.randint(0, 64, (200,))
     reader.read_rows(index, out)
@@ -449,7 +449,7 @@ def test_a_write_error_in_the_middle_of_a_batch(disk, compiled, monkeypatch):
     rows = np.array([3, 39, 40, 63])
     content = np.full((4, PAGE_BYTES), 7, dtype=np.uint8)
     with pytest.raises(StoreWriteError, match="Input/output error"):
-        writer.write(rows, content)
+        write_batch([(writer, rows, content)])
     with pytest.raises(StoreWriteError, match="Input/output error"):
         writer.file.finish()
     disk.is_mended()

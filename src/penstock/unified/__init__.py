@@ -1,11 +1,10 @@
 """Tables that are read where they lie: rows are gathered from memory larger than the device's."""
 
 from penstock.unified import optim
-from penstock.unified._report import UnifiedReport
-from penstock.unified._tensor import UnifiedTensor
+from penstock.unified._table import UnifiedReport
+from penstock.unified._tensor import UnifiedTensor, share_through_multiprocessing
 from penstock.unified._unify import empty, unify
 from penstock.unified.device.hot_rows import HotRows
-from penstock.unified.host.sharing import share_through_multiprocessing
 from penstock.unified.overrides import rules  # noqa: F401 (which registers the overrides)
 
 __all__ = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -66,3 +68,12 @@ def gpu_of(*values: Any) -> torch.device | None:
         if found is not None:
             return found
     return None
+
+
+@functools.cache
+def gather_threads(process: int) -> ThreadPoolExecutor:
+    """Return the threads of a process that gather beside it: one batch is read while another is
+    copied. A forked child has none of its parent's.
+    """
+    del process
+    return ThreadPoolExecutor(2, thread_name_prefix="gather-rows")

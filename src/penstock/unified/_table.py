@@ -3,29 +3,100 @@
 from __future__ import annotations
 
 import abc
+import collections
+import dataclasses
 import threading
+from typing import Any
 
 import torch
 
+from penstock.tables import report_table
 from penstock.unified._devices import check_process, in_forked_child
-from penstock.unified._report import Counters, UnifiedReport
+from penstock.unified.device._staging import ReadRows
 from penstock.unified.device.hot_rows import HotRows
-from penstock.unified.device.table import DeviceTable
+from penstock.unified.device.table import DeviceTable, MemoryUse
 
 CPU = torch.device("cpu")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnifiedReport:
+    """The account of a table since it was made, over all tensors that share it in this process."""
+
+    num_gathers: int
+    """Batches of rows."""
+    num_rows_gathered: int
+    """Rows in them, each as often as it was asked for."""
+    gathered_bytes: int
+    """Bytes of those rows."""
+    num_reads: int
+    """Reads from the file."""
+    bytes_read: int
+    """Bytes of those reads, including the gaps between rows."""
+    num_cache_hits: int
+    """Different rows of a batch that the cache had."""
+    num_cache_misses: int
+    """Different rows of a batch that it had not; zero where there is no cache."""
+    cache_bytes: int
+    """Budget of the cache; zero where there is none."""
+    copy_bytes: int
+    """Bytes of a copy of the whole table in memory; zero where there is none."""
+    reads: str
+    """Source of the rows of a table in a file by now: "direct", the disk past the page cache; "page
+    cache", the file through it; or "host copy", a copy of all rows in memory. The first batches
+    decide it. "none" for a table in memory."""
+    tier: str
+    """Tier of the table: "host" or "file"."""
+    device: str
+    """Device to which gathered rows go, unless an operand is on another one."""
+    method: str
+    """Method of copying rows. To the CPU: "cpp" or "torch" from memory, "io_uring", "threads" or
+    "python" from a file. To a GPU: "triton", which reads host memory itself, or "staged", through
+    buffers of pinned memory; "none yet" before the first gather, which decides it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data, for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        return report_table(self, title="penstock.unified")
+
+
+class Counters(collections.Counter[str]):
+    """Sums that several threads add to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def add(self, **amounts: int) -> None:
+        """Add to each of the named sums."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self[name] += amount
 
 
 class Table(abc.ABC):
     """Rows of one shape and dtype, on some tier.
 
     Attributes:
+        shape: Lengths (num_rows, *row).
+        dtype: Dtype of the elements.
         device: Device to which gathered rows go.
         hot_rows: Cache of rows on GPUs; None for no cache.
+        use: Record of what GPUs do with the memory; None for a table without memory.
     """
 
-    def __init__(self, device: torch.device, hot_rows: HotRows | None) -> None:
-        self.device = device
-        self.hot_rows = hot_rows
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        hot_rows: HotRows | None,
+        use: MemoryUse | None,
+    ) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.device, self.hot_rows, self.use = device, hot_rows, use
         self._counters = Counters()
         self._device_tables: dict[torch.device, DeviceTable] = {}
         self._lock = threading.Lock()
@@ -37,12 +108,20 @@ class Table(abc.ABC):
         if found is None:
             with self._lock:
                 if device not in self._device_tables:
-                    self._device_tables[device] = self._make_device_table(device)
+                    self._device_tables[device] = DeviceTable(
+                        device,
+                        self.shape,
+                        self.dtype,
+                        self._host_reader(),
+                        use=self.use,
+                        hot_rows=self.hot_rows,
+                    )
                 found = self._device_tables[device]
         return found
 
     @abc.abstractmethod
-    def _make_device_table(self, device: torch.device) -> DeviceTable: ...
+    def _host_reader(self) -> ReadRows:
+        """Return the function that reads rows on the CPU for a GPU."""
 
     @abc.abstractmethod
     def read_rows(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any, NoReturn
 
 import torch
@@ -24,13 +25,19 @@ from penstock.compat.dispatch import (
 from penstock.compat.dynamo import disable_dynamo
 from penstock.errors import WholeTableError
 from penstock.unified._devices import resolve_device
-from penstock.unified._report import UnifiedReport
-from penstock.unified._table_tensor import TableTensor, format_size, whole_table_error
+from penstock.unified._table import UnifiedReport
 from penstock.unified.device.hot_rows import HotRows
+from penstock.unified.device.table import MemoryUse
 from penstock.unified.file.table import FileTable, copy_to_file
+from penstock.unified.host.memory import TableMemory
 from penstock.unified.host.table import HostTable
 from penstock.unified.overrides.gather import PendingRows, gather
-from penstock.unified.overrides.registry import dispatch
+from penstock.unified.overrides.registry import (
+    TableTensor,
+    dispatch,
+    format_size,
+    whole_table_error,
+)
 
 _CPU = torch.device("cpu")
 
@@ -215,11 +222,10 @@ def tensor_over(table: HostTable | FileTable, *, requires_grad: bool = False) ->
     if isinstance(table, HostTable):  # all tensors over its rows share their version counter
         tensor = make_subclass(UnifiedTensor, table.rows, requires_grad)
     else:
-        layout = table.layout
         tensor = make_wrapper_subclass(
             FileTensor,
-            layout.shape,
-            dtype=layout.dtype,
+            table.shape,
+            dtype=table.dtype,
             # On this device `x.data = table` is refused for any tensor that has memory: it would
             # get the null pointer of this one.
             device=torch.device("meta"),
@@ -251,3 +257,39 @@ def rebuild_from_file(
     place = resolve_device(device)
     table = FileTable(source, device=place, hot_rows=hot_rows, may_copy=cache is None)
     return tensor_over(table, requires_grad=requires_grad)
+
+
+# ------------------------------------------------------------------ other processes
+
+
+def _reduce(tensor: UnifiedTensor) -> Any:
+    table = tensor._table
+    assert isinstance(table, HostTable)
+    table.use.synchronize(to_write=True)  # memory that is moved is written
+    memory = table.memory
+    content = (DupFd(memory.share()), memory.num_bytes, table.shape, table.dtype)
+    # The other process registers the memory itself, at its first gather on a GPU.
+    return _rebuild, (*content, table.device, table.hot_rows, tensor.requires_grad)
+
+
+@torch.inference_mode(mode=False)
+def _rebuild(
+    descriptor: Any,
+    num_bytes: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    hot_rows: HotRows | None,
+    requires_grad: bool,
+) -> UnifiedTensor:
+    memory = TableMemory.attach(descriptor.detach(), num_bytes)
+    use = MemoryUse(memory.tensor(shape, dtype), memory)
+    table = HostTable(use, device=device, hot_rows=hot_rows)
+    return tensor_over(table, requires_grad=requires_grad)
+
+
+def share_through_multiprocessing() -> None:
+    """Register tables with the pickler of `multiprocessing`, and with `torch.load`."""
+    ForkingPickler.register(UnifiedTensor, _reduce)
+    ForkingPickler.register(FileTensor, FileTensor._reduce_to_name)
+    torch.serialization.add_safe_globals([rebuild_from_content, rebuild_from_file])

@@ -13,7 +13,7 @@ import torch
 from penstock.unified._devices import resolve_device
 from penstock.unified._tensor import UnifiedTensor, tensor_over
 from penstock.unified.device.hot_rows import HotRows, parse_cache
-from penstock.unified.file.layout import is_path, split_source, torch_dtype
+from penstock.unified.file.layout import join_source, split_source, torch_dtype
 from penstock.unified.file.table import FileTable, create_table
 from penstock.unified.host.table import HostTable
 
@@ -60,10 +60,10 @@ def unify(
         StoreError: The file cannot be used; the message says why.
     """
     place, hot_rows = resolve_device(device), parse_cache(cache)
-    if is_path(source):
-        table = FileTable(
-            _absolute(source), device=place, hot_rows=hot_rows, may_copy=cache is None
-        )
+    if isinstance(source, str | os.PathLike):
+        path, key = split_source(os.fspath(source))
+        name = join_source(os.path.realpath(path), key)
+        table = FileTable(name, device=place, hot_rows=hot_rows, may_copy=cache is None)
     elif isinstance(source, UnifiedTensor):
         table = source._table
         if isinstance(table, FileTable):
@@ -86,8 +86,13 @@ def _copy_source(source: Any) -> HostTable:
         )
     if source.ndim == 0:
         raise ValueError("source: expected a table of shape (num_rows, *row), got a scalar")
-    if isinstance(source, np.ndarray):
-        return _copy_array(source)
+    if isinstance(source, np.ndarray):  # of any strides and byte order
+        try:
+            table = HostTable.empty(source.shape, torch_dtype(source.dtype))
+        except TypeError as error:
+            raise TypeError(f"source: {error}") from error
+        np.copyto(table.rows.numpy(), source)
+        return table
     if source.device.type != "cpu" or source.layout != torch.strided or source.is_quantized:
         raise TypeError(
             f"source: expected a dense tensor on the CPU, got {source.layout} on {source.device}; "
@@ -103,7 +108,7 @@ def _check_cache(table: HostTable | FileTable) -> None:
     hot_rows = table.hot_rows
     if hot_rows is None:
         return
-    hot_rows.check(table.layout.num_rows if isinstance(table, FileTable) else len(table.rows))
+    hot_rows.check(table.shape[0])
     if table.device.type != "cpu":
         return
     if isinstance(table, HostTable):
@@ -162,20 +167,3 @@ def _parse_shape(shape: Sequence[int]) -> tuple[int, ...]:
     if not lengths or min(lengths) < 0:
         raise ValueError(f"shape={tuple(shape)}: expected (num_rows, *row), none of them negative")
     return lengths
-
-
-def _absolute(source: str | os.PathLike[str]) -> str:
-    """Return the source with an absolute path, without links."""
-    path, key = split_source(os.fspath(source))
-    return os.path.realpath(path) + (f"#{key}" if key else "")
-
-
-def _copy_array(array: np.ndarray) -> HostTable:
-    """Return a table with the content of an array of any strides and byte order."""
-    try:
-        dtype = torch_dtype(array.dtype)
-    except TypeError as error:
-        raise TypeError(f"source: {error}") from error
-    table = HostTable.empty(array.shape, dtype)
-    np.copyto(table.rows.numpy(), array)
-    return table

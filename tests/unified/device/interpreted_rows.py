@@ -280,11 +280,11 @@ def test_rows_on_their_way_and_wrong_indices(registered):
     u = unify(torch.randn(50, 6))
     on, stream = u._table.device_table(CPU), torch.cpu.current_stream()
     index = torch.tensor([[3, 1], [3, 49]])
-    assert torch.equal(on.start_read(index, stream).wait(), u.cpu()[index])
+    assert torch.equal(on.start_read(index, stream).result(), u.cpu()[index])
     pending = on.start_read(torch.tensor([[7, 50]]), stream)
     assert pending.done()
     with pytest.raises(IndexError, match=r"index\[0\]\[1\] is 50"):
-        pending.wait()
+        pending.result()
     with pytest.raises(IndexError, match=r"index\[1\] is -51"):
         on.read_rows(torch.tensor([-50, -51]), torch.empty(2, 6), negative=True)
 

@@ -246,9 +246,9 @@ def test_a_gather_in_flight_raises_when_it_is_waited_for():
     stream = torch.cpu.current_stream()
     index = torch.tensor([[3, 1], [3, 49]])
     pending = on.start_read(index, stream)
-    assert torch.equal(pending.wait(), u.cpu()[index]) and pending.done()
+    assert torch.equal(pending.result(), u.cpu()[index]) and pending.done()
     with pytest.raises(IndexError, match=r"index\[0\] is 50"):
-        on.start_read(torch.tensor([50]), stream).wait()
+        on.start_read(torch.tensor([50]), stream).result()
 
 
 def test_a_script_for_a_gpu_runs_without_one(caplog, tmp_path):

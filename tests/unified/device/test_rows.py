@@ -88,7 +88,7 @@ def launches(monkeypatch):
     from penstock.unified.device import _kernels
 
     found = {}
-    for name in ("copy_words", "copy_narrow", "add_runs"):
+    for name in ("copy_rows", "add_runs"):
         found[name] = Launches(getattr(_kernels, name))
         monkeypatch.setattr(_kernels, name, found[name])
     return lambda: [each for launch in found.values() for each in launch.compiled]

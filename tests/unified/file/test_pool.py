@@ -56,7 +56,7 @@ def be_closed(table, others):
     for other in others:
         other[ROW] = other[ROW]
     (file_table,) = table._table.file.watchers
-    assert file_table._reader._file._fd < 0 and not file_table.file.is_writer
+    assert file_table._reader.file._fd < 0 and not file_table.file.is_writer
 
 
 def test_of_many_tables_few_files_are_open(tmp_path):
@@ -191,7 +191,7 @@ def test_files_without_names_take_no_room_of_others(few, tmp_path):
     made = tables(tmp_path, 6, first=2)
     for index, table in enumerate(made, 2):
         assert (table[ROW] == index).all()
-    is_open = [table._table._reader._file._fd >= 0 for table in (*gone, *made)]
+    is_open = [table._table._reader.file._fd >= 0 for table in (*gone, *made)]
     assert is_open == [True] * 2 + [False] * 4 + [True] * 2
 
 

@@ -139,12 +139,12 @@ def test_a_file_that_becomes_shorter(folder, reader_of):
 def test_a_disk_error_in_the_middle_of_a_batch(folder, reader_of):
     saved(folder / "x.npy", (10_000, 128))
     reader = reader_of(folder / "x.npy")
-    whole, broken = reader._file._fd, os.open(folder, os.O_RDONLY)  # reading a directory fails
-    reader._file._fd = broken
+    whole, broken = reader.file._fd, os.open(folder, os.O_RDONLY)  # reading a directory fails
+    reader.file._fd = broken
     with pytest.raises(StoreReadError, match="Is a directory") as caught:
         reader.read_rows(torch.randint(0, 10_000, (500,)), torch.empty(500, 128))
     assert caught.value.errno == errno.EISDIR and caught.value.path.endswith("x.npy")
-    reader._file._fd = whole
+    reader.file._fd = whole
     os.close(broken)
     out = torch.empty(2, 128)
     reader.read_rows(torch.tensor([1, 2]), out)

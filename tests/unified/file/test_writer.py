@@ -150,7 +150,7 @@ def test_a_file_that_followed_is_written_alone(folder):
     writers = [RowWriter(layout) for layout in layouts]
     parts = [(writer, ROWS, content_of(writer.layout, 100, 1)) for writer in writers]
     write_batch(parts)
-    writers[1].write(ROWS, content_of(layouts[1], 100, 2))
+    write_batch([(writers[1], ROWS, content_of(layouts[1], 100, 2))])
     write_batch(parts[:1])
     write_batch(parts[::-1])
     assert [values_in(folder, name) for name in NAMES[:2]] == [{1}, {1}]
@@ -178,7 +178,7 @@ def test_rows_that_a_killed_process_tore_are_mended(folder, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(file_writer, "write_places", tear_one)
         with pytest.raises(StoreWriteError, match="could not be written: Input/output error"):
-            writer.write(np.array([3]), content_of(layout, 1, 9))
+            write_batch([(writer, np.array([3]), content_of(layout, 1, 9))])
     del writer
     assert (folder / "table.journal").exists()
     assert (unify(folder / "table")[3].view(torch.uint8) == 9).all()
@@ -192,8 +192,8 @@ def test_the_next_write_finishes_one_that_failed(folder, monkeypatch):
         patch.setattr(file_writer, "write_places", fails(errno.EIO))
         for _ in range(2):
             with pytest.raises(StoreError, match="Input/output error"):
-                writer.write(np.array([3]), content_of(layout, 1, 9))
-    writer.write(np.array([5]), content_of(layout, 1, 8))
+                write_batch([(writer, np.array([3]), content_of(layout, 1, 9))])
+    write_batch([(writer, np.array([5]), content_of(layout, 1, 8))])
     rows = unify(folder / "table")[torch.arange(10)].view(torch.uint8)
     assert (rows[3] == 9).all() and (rows[5] == 8).all() and not rows[[0, 4, 6]].any()
 
@@ -208,7 +208,7 @@ def test_a_write_of_several_files_that_failed_is_finished_by_any_of_them(folder,
             write_batch(parts)
         with pytest.raises(StoreWriteError):
             writers[1].file.finish()
-    writers[1].write(np.array([0]), content_of(layouts[1], 1, 5))
+    write_batch([(writers[1], np.array([0]), content_of(layouts[1], 1, 5))])
     assert [values_in(folder, name) for name in NAMES[:2]] == [{5}, {5}]
 
 
@@ -255,7 +255,7 @@ def killed_in_the_rows(layout: RowLayout) -> None:
 
     def work() -> None:
         file_writer.write_places = tear
-        RowWriter(layout).write(ROWS, content_of(layout, 100, 7))
+        write_batch([(RowWriter(layout), ROWS, content_of(layout, 100, 7))])
 
     assert killed_at(10**6, work)
     assert os.path.exists(layout.path + ".journal")
@@ -310,7 +310,7 @@ def test_a_batch_that_no_row_was_placed_of_is_written_unless_the_file_changed_si
 
         def work(layout: RowLayout = layout) -> None:
             file_writer.write_places = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-            RowWriter(layout).write(ROWS, content_of(layout, 100, 7))
+            write_batch([(RowWriter(layout), ROWS, content_of(layout, 100, 7))])
 
         assert killed_at(10**6, work)
         time.sleep(0.02)  # two times that every file system tells apart
@@ -412,12 +412,14 @@ def test_the_journal_of_one_tensor_is_finished_when_another_is_opened(folder):
 def test_only_one_process_writes(folder):
     layout = make_files(folder)[0]
     writer = RowWriter(layout)
-    RowWriter(layout).write(ROWS, content_of(layout, 100, 1))  # the same file, by another object
+    write_batch(
+        [(RowWriter(layout), ROWS, content_of(layout, 100, 1))]
+    )  # the same file, by another object
     script = f"from penstock.unified import unify; unify({layout.path!r})[[0]] = 1.0"
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert "is being written by another process; only one may write" in told.stderr
     del writer
-    RowWriter(layout).write(ROWS, content_of(layout, 100, 2))
+    write_batch([(RowWriter(layout), ROWS, content_of(layout, 100, 2))])
     assert values_in(folder, "table") == {2}
     assert sorted(path.name for path in folder.iterdir()) == sorted(NAMES)
 
@@ -428,7 +430,7 @@ def test_a_file_in_the_place_of_the_one_that_was_opened_is_not_written(folder):
     create(folder / "other", (200, 512), torch.float32)
     os.replace(folder / "other", folder / "table")
     with pytest.raises(StoreUnavailableError, match="has been replaced by another file"):
-        writer.write(ROWS, content_of(layout, 100, 2))
+        write_batch([(writer, ROWS, content_of(layout, 100, 2))])
     del writer
     with pytest.raises(StoreUnavailableError, match="has been replaced by another file"):
         RowWriter(layout)
@@ -454,7 +456,7 @@ def test_rows_that_a_writer_mends_are_not_kept_as_they_were(folder):
 
     def work() -> None:
         file_writer.write_places = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-        RowWriter(layout).write(ROWS, content_of(layout, 100, 7))
+        write_batch([(RowWriter(layout), ROWS, content_of(layout, 100, 7))])
 
     assert killed_at(10**6, work)
     u[[1]] = torch.zeros(1, 512)
@@ -527,7 +529,7 @@ def test_a_file_system_without_unnamed_files(folder, monkeypatch):
         return real(path, flags, *mode)
 
     monkeypatch.setattr(os, "open", refuse)
-    RowWriter(layout).write(ROWS, content_of(layout, 100, 7))
+    write_batch([(RowWriter(layout), ROWS, content_of(layout, 100, 7))])
     assert values_in(folder, "table") == {7}
     assert sorted(path.name for path in folder.iterdir()) == sorted(NAMES)
 

@@ -10,8 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.unified.optim import _updates
-from penstock.unified.optim._steps import AdagradStep, AdamStep, RowStep, SgdStep
-from penstock.unified.optim._updates import RowGroups, group_rows, state_dtype, update_rows
+from penstock.unified.optim._updates import (
+    AdagradStep,
+    AdamStep,
+    RowGroups,
+    RowStep,
+    SgdStep,
+    group_rows,
+    state_dtype,
+    update_rows,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # but where a test sets the number
 

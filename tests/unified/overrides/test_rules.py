@@ -54,13 +54,14 @@ def meta_is_the_gpu(monkeypatch):
     def register(memory, device):
         registration = Registration.__new__(Registration)
         registration.reads, registration.writes = StreamUses(), StreamUses()
+        registration.exported = set()
         return registration
 
     monkeypatch.setattr(_registration, "register", register)
     monkeypatch.setattr(
         _registration,
         "make_alias",
-        lambda memory, _, device: torch.empty(memory.num_bytes, dtype=torch.uint8, device=device),
+        lambda memory, device: torch.empty(memory.num_bytes, dtype=torch.uint8, device=device),
     )
 
 

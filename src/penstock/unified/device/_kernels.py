@@ -11,9 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# How many rows there are must not compile a kernel anew.
-_jit = triton.jit(do_not_specialize=["num_places", "num_source_rows"])
-
 
 @triton.jit
 def _rows_at(index, places, inside, num_rows, HAS_INDEX: tl.constexpr, NEGATIVE: tl.constexpr):
@@ -35,8 +32,9 @@ def _report_wrong(first_wrong, places, wrong):
         tl.atomic_min(first_wrong, first)
 
 
-@_jit
-def copy_words(
+# How many rows there are must not compile a kernel anew.
+@triton.jit(do_not_specialize=["num_places", "num_source_rows"])
+def copy_rows(
     source,
     source_index,
     target,
@@ -49,6 +47,7 @@ def copy_words(
     NEGATIVE: tl.constexpr,
     CHECK: tl.constexpr,
     HOST_IS_SOURCE: tl.constexpr,
+    UNIT: tl.constexpr,
     ROW: tl.constexpr,
     VECTOR: tl.constexpr,
     LINE: tl.constexpr,
@@ -62,6 +61,11 @@ def copy_words(
     Rows have ROW words, a multiple of VECTOR; a line has LINE, and the host's memory begins BASE
     words into one. A tile has ROWS rows of COLUMNS words; SPAN words hold a row wherever it begins
     in a line.
+
+    With UNIT, rows of the host are read whose bytes are no multiple of four. A warp that read
+    single bytes would ask for 32 of them at a time. So words of four bytes are read, which also
+    hold a little of the rows beside it, and stored in units of UNIT bytes (1 or 2). LINE, BASE, ROW
+    are bytes then.
 
     Places whose target is below zero are passed over. With CHECK a source row that is not there
     becomes zeroes, and its place in the target is reported; without, rows below zero are passed
@@ -81,76 +85,35 @@ def copy_words(
             stored = (written >= 0) & inside
             there = there & (read < num_source_rows)
             _report_wrong(first_wrong, written, stored & ~there)
-        from_word = tl.where(there, read, 0)[:, None] * ROW
-        to_word = tl.where(stored, written, 0)[:, None] * ROW
+        read = tl.where(there, read, 0)[:, None]
+        written = tl.where(stored, written, 0)[:, None]
         # How far into a line the host's row begins; LINE is VECTOR where that does not matter.
-        # It is a multiple of VECTOR, which the compiler has to see to load VECTOR words at once.
-        host_rows = tl.where(there, read, 0) if HOST_IS_SOURCE else tl.where(stored, written, 0)
-        host_vectors = host_rows[:, None] * (ROW // VECTOR) + BASE // VECTOR
-        lead = (host_vectors % (LINE // VECTOR)) * VECTOR
+        if UNIT:
+            lead = (read * ROW + BASE) % LINE
+            # BASE is a multiple of four, so this division leaves nothing.
+            first_word = (read * ROW - lead) // 4
+        else:
+            # A multiple of VECTOR, which the compiler has to see to load VECTOR words at once.
+            host_vectors = (read if HOST_IS_SOURCE else written) * (ROW // VECTOR) + BASE // VECTOR
+            lead = (host_vectors % (LINE // VECTOR)) * VECTOR
         for first in tl.static_range(0, SPAN, COLUMNS):
-            column = first + columns - lead
-            within = (column >= 0) & (column < ROW)
-            words = tl.load(source + (from_word + column), mask=within & there[:, None], other=0)
-            tl.store(target + (to_word + column), words, mask=within & stored[:, None])
-        block += tl.num_programs(0)
-
-
-@_jit
-def copy_narrow(
-    source,
-    source_index,
-    target,
-    target_index,
-    first_wrong,
-    num_places,
-    num_source_rows,
-    HAS_SOURCE_INDEX: tl.constexpr,
-    HAS_TARGET_INDEX: tl.constexpr,
-    NEGATIVE: tl.constexpr,
-    CHECK: tl.constexpr,
-    ROW: tl.constexpr,
-    UNIT: tl.constexpr,
-    LINE: tl.constexpr,
-    BASE: tl.constexpr,
-    SPAN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Copy rows of ROW bytes that are no multiple of four; otherwise as `copy_words`.
-
-    A warp that read single bytes would ask for 32 of them at a time. So words of four bytes are
-    read, which also hold a little of the rows beside it, and stored in units of UNIT bytes (1 or
-    2). LINE, BASE, ROW are bytes; SPAN and COLUMNS words.
-    """
-    columns = tl.arange(0, COLUMNS)[None, :]
-    block = tl.program_id(0)
-    while block < tl.cdiv(num_places, ROWS):
-        places = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        inside = places < num_places
-        read = _rows_at(source_index, places, inside, num_source_rows, HAS_SOURCE_INDEX, NEGATIVE)
-        written = _rows_at(target_index, places, inside, 0, HAS_TARGET_INDEX, False)
-        there = (read >= 0) & (written >= 0) & inside
-        stored = there
-        if CHECK:
-            stored = (written >= 0) & inside
-            there = there & (read < num_source_rows)
-            _report_wrong(first_wrong, written, stored & ~there)
-        from_byte = tl.where(there, read, 0)[:, None] * ROW
-        to_unit = tl.where(stored, written, 0)[:, None] * (ROW // UNIT)
-        lead = (from_byte + BASE) % LINE
-        # BASE is a multiple of four, so this division leaves nothing.
-        first_word = (from_byte - lead) // 4
-        for first in tl.static_range(0, SPAN, COLUMNS):
-            byte = (first + columns) * 4 - lead
-            within = (byte > -4) & (byte < ROW)
-            word_at = source + (first_word + first + columns)
-            words = tl.load(word_at, mask=within & there[:, None], other=0)
-            for shift in tl.static_range(0, 4, UNIT):
-                part = (words >> (8 * shift)).to(target.dtype.element_ty)
-                mask = stored[:, None] & (byte + shift >= 0) & (byte + shift < ROW)
-                # Where `byte + shift` is below zero the quotient is not used.
-                tl.store(target + (to_unit + (byte + shift) // UNIT), part, mask=mask)
+            if UNIT:
+                byte = (first + columns) * 4 - lead
+                within = (byte > -4) & (byte < ROW)
+                word_at = source + (first_word + first + columns)
+                words = tl.load(word_at, mask=within & there[:, None], other=0)
+                for shift in tl.static_range(0, 4, UNIT):
+                    part = (words >> (8 * shift)).to(target.dtype.element_ty)
+                    mask = stored[:, None] & (byte + shift >= 0) & (byte + shift < ROW)
+                    # Where `byte + shift` is below zero the quotient is not used.
+                    unit_at = target + (written * (ROW // UNIT) + (byte + shift) // UNIT)
+                    tl.store(unit_at, part, mask=mask)
+            else:
+                column = first + columns - lead
+                within = (column >= 0) & (column < ROW)
+                word_at = source + (read * ROW + column)
+                words = tl.load(word_at, mask=within & there[:, None], other=0)
+                tl.store(target + (written * ROW + column), words, mask=within & stored[:, None])
         block += tl.num_programs(0)
 
 

@@ -70,28 +70,21 @@ class Registration:
     """A table's memory that the GPUs of this process can use.
 
     Attributes:
-        device: The GPU that was current when the memory was registered.
         reads: Kernels that read the memory.
         writes: Kernels that write to it.
+        exported: Devices with uses that are not recorded, through an alias.
     """
 
-    def __init__(self, memory: TableMemory, device: torch.device) -> None:
-        self.address = memory.address
-        self.num_bytes = memory.num_bytes
-        self.device = device
+    def __init__(self, memory: TableMemory) -> None:
         self.reads = StreamUses()
         self.writes = StreamUses()
-        self._exported: set[torch.device] = set()
+        self.exported: set[torch.device] = set()
         # At the interpreter's end nothing is undone: kernels may still run then, other clean-ups
         # may still use the table, and the process's end gives everything back anyway.
         content = memory.tensor((memory.num_bytes,), torch.uint8)
         weakref.finalize(
-            memory, _unregister, os.getpid(), content, self.reads, self.writes, self._exported
+            memory, _unregister, os.getpid(), content, self.reads, self.writes, self.exported
         ).atexit = False
-
-    def mark_exported(self, device: torch.device) -> None:
-        """Expect uses on `device` that are not recorded, through an alias."""
-        self._exported.add(device)
 
 
 def register(memory: TableMemory, device: torch.device) -> Registration | None:
@@ -105,9 +98,12 @@ def register(memory: TableMemory, device: torch.device) -> Registration | None:
     """
     with _lock:
         if memory not in _of_memory:
-            error = _move_to_shared(memory, device) or _register_range(
-                memory.address, memory.num_bytes, device
-            )
+            try:
+                with _prefer_node_of(device):
+                    memory.share()
+                error = _register_range(memory.address, memory.num_bytes, device)
+            except CapacityError as refusal:
+                error = f"it could not be moved into shared memory ({refusal})"
             if error:
                 logger.info(
                     "CUDA refused to register %s of host memory: %s. Rows are copied through "
@@ -116,7 +112,7 @@ def register(memory: TableMemory, device: torch.device) -> Registration | None:
                     format_bytes(memory.num_bytes),
                     error,
                 )
-            _of_memory[memory] = None if error else Registration(memory, device)
+            _of_memory[memory] = None if error else Registration(memory)
         return _of_memory[memory]
 
 
@@ -124,16 +120,6 @@ def keep_for_graph(memory: TableMemory) -> None:
     """Keep memory until the process ends, for a CUDA graph that may be replayed until then."""
     if memory not in _captured:
         _captured.append(memory)
-
-
-def _move_to_shared(memory: TableMemory, device: torch.device) -> str:
-    """Move the memory to where it can be registered; returns the error, or an empty string."""
-    try:
-        with _prefer_node_of(device):
-            memory.share()
-    except CapacityError as error:
-        return f"it could not be moved into shared memory ({error})"
-    return ""
 
 
 def _register_range(address: int, num_bytes: int, device: torch.device) -> str:
@@ -173,47 +159,18 @@ def _unregister(
 # ----------------------------------------------------------------------- aliases
 
 
-class _CudaArray:
-    """Registered memory in the protocol by which libraries exchange CUDA arrays.
-
-    PyTorch's tensor over it holds a reference to this object, and this one to the memory.
-    """
-
-    def __init__(self, memory: TableMemory, num_bytes: int) -> None:
-        self.memory = memory
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (memory.address, False),
-            "version": 3,
-        }
-
-
-def make_alias(
-    memory: TableMemory, registration: Registration, device: torch.device
-) -> torch.Tensor:
+def make_alias(memory: TableMemory, device: torch.device) -> torch.Tensor:
     """Return all bytes of registered memory as a tensor on a GPU, without a copy.
 
-    As long as it lives, or a view of it, the memory stays.
+    As long as it lives, or a view of it, the memory stays. CUDA's protocol for arrays would copy
+    everything where the memory was registered by another GPU.
     """
-    registration.mark_exported(device)
+    empty = torch.empty(0, dtype=torch.uint8, device=device)
     if not memory.num_bytes:
-        return torch.empty(0, dtype=torch.uint8, device=device)
-    with torch.cuda.device(device):
-        # The address belongs to the GPU that was current at registration. For another one PyTorch
-        # would copy everything, so one byte tells.
-        probe = torch.as_tensor(_CudaArray(memory, 1), device=device)
-        if probe.data_ptr() == memory.address:
-            return torch.as_tensor(_CudaArray(memory, memory.num_bytes), device=device)
-    return _make_alias_at(memory, device)
-
-
-def _make_alias_at(memory: TableMemory, device: torch.device) -> torch.Tensor:
-    """Make an alias on any device, by a function of PyTorch's that checks and owns nothing."""
+        return empty
     storage: Any = storage_from_pointer(memory.address, device, memory.num_bytes)
     # PyTorch keeps a storage's Python object, with its attributes, as long as a tensor over it.
     storage._penstock_memory = memory
-    empty = torch.empty(0, dtype=torch.uint8, device=device)
     return empty.set_(storage, 0, (memory.num_bytes,), (1,))
 
 

@@ -30,18 +30,10 @@ _PROGRAMS_PER_PROCESSOR = 8
 _SORT_ROW_BYTES = 256  # rows up to here gain from being read in the order of their addresses
 _SORT_INDICES = 4096  # fewer than this are read before they would be sorted
 _WORDS = {16: tl.int32, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
-_TILE_CONSTANTS = ("row", "line", "base", "span", "rows", "columns")
 _SUMS = {
-    torch.float16: tl.float32,
-    torch.bfloat16: tl.float32,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-    torch.int8: tl.int8,
-    torch.uint8: tl.uint8,
-    torch.int16: tl.int16,
-    torch.int32: tl.int32,
-    torch.int64: tl.int64,
-}
+    getattr(torch, name): getattr(tl, name)
+    for name in ("float32", "float64", "int8", "uint8", "int16", "int32", "int64")
+} | {torch.float16: tl.float32, torch.bfloat16: tl.float32}
 
 
 def read_rows(
@@ -67,14 +59,13 @@ def read_rows(
             zero are passed over and larger ones must not occur.
         max_programs: Programs that may run at a time; 0 is as many as the GPU can.
     """
-    if places is None and _is_worth_sorting(table, index):
+    if (
+        places is None
+        and 0 < _row_bytes(table) <= _SORT_ROW_BYTES
+        and index.numel() >= _SORT_INDICES
+    ):
         index, places = torch.sort(index)
     copy_rows(table, index, out, places, first_wrong, negative, True, max_programs)
-
-
-def _is_worth_sorting(table: torch.Tensor, index: torch.Tensor) -> bool:
-    row_bytes = _row_bytes(table)
-    return 0 < row_bytes <= _SORT_ROW_BYTES and index.numel() >= _SORT_INDICES
 
 
 def write_rows(
@@ -169,29 +160,27 @@ def copy_rows(
     is_narrow = tile.word_bytes < 4 and host_is_source and source.data_ptr() % 4 == 0
     if is_narrow:
         tile = _make_narrow_tile(row_bytes, source.data_ptr(), tile.word_bytes)
-    arguments: dict[str, Any] = {
-        "source": _view_as_words(source, tl.int32 if is_narrow else _WORDS[tile.word_bytes]),
-        "source_index": source_index,
-        "target": _view_as_words(target, _WORDS[tile.word_bytes]),
-        "target_index": target_index,
-        "first_wrong": first_wrong,
-        "num_places": num_places,
-        "num_source_rows": len(source),
-        "HAS_SOURCE_INDEX": source_index is not None,
-        "HAS_TARGET_INDEX": target_index is not None,
-        "NEGATIVE": negative,
-        "CHECK": first_wrong is not None,
-        **{each.upper(): getattr(tile, each) for each in _TILE_CONSTANTS},
-        "num_warps": _NUM_WARPS,
-    }
-    grid = _choose_grid(source, target, -(-num_places // tile.rows), max_programs)
-    with _use_gpu_of(source, target):
-        if is_narrow:
-            arguments.update(UNIT=tile.word_bytes)
-            _kernels.copy_narrow[grid](**arguments)
-        else:
-            arguments.update(VECTOR=tile.vector, HOST_IS_SOURCE=host_is_source)
-            _kernels.copy_words[grid](**arguments)
+    device = _device_of(source, target)
+    grid = _choose_grid(device, -(-num_places // tile.rows), max_programs)
+    kernel: Any = _kernels.copy_rows[grid]
+    with _use_device(device):
+        kernel(
+            _view_as_words(source, tl.int32 if is_narrow else _WORDS[tile.word_bytes]),
+            source_index,
+            _view_as_words(target, _WORDS[tile.word_bytes]),
+            target_index,
+            first_wrong,
+            num_places,
+            len(source),
+            HAS_SOURCE_INDEX=source_index is not None,
+            HAS_TARGET_INDEX=target_index is not None,
+            NEGATIVE=negative,
+            CHECK=first_wrong is not None,
+            HOST_IS_SOURCE=host_is_source,
+            UNIT=tile.word_bytes if is_narrow else 0,
+            **{name.upper(): getattr(tile, name) for name in _TILE_CONSTANTS},
+            num_warps=_NUM_WARPS,
+        )
 
 
 @copy_rows.register_fake
@@ -207,9 +196,9 @@ def add_sorted_rows(
     row_length = table.numel() // max(1, len(table))
     if not len(rows) or not row_length:
         return
-    grid = _choose_grid(table, source, len(rows), 0)
-    kernel: Any = _kernels.add_runs[grid]
-    with _use_gpu_of(source, table):
+    device = _device_of(source, table)
+    kernel: Any = _kernels.add_runs[_choose_grid(device, len(rows), 0)]
+    with _use_device(device):
         kernel(
             table,
             rows,
@@ -233,7 +222,7 @@ def _(*arguments: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tile:
-    """The rows and columns that a program copies at a time; see `_kernels.copy_words`."""
+    """The rows and columns that a program copies at a time; see `_kernels.copy_rows`."""
 
     word_bytes: int
     """Bytes that a thread reads at once: the widest that all addresses are a multiple of."""
@@ -251,6 +240,9 @@ class Tile:
     columns: int
 
 
+_TILE_CONSTANTS = [field.name for field in dataclasses.fields(Tile) if field.name != "word_bytes"]
+
+
 def _make_tile(row_bytes: int, host_address: int, *addresses: int) -> Tile:
     word_bytes = math.gcd(16, row_bytes, *addresses)
     vector = 4 if word_bytes == 16 else 1
@@ -265,7 +257,7 @@ def _make_tile(row_bytes: int, host_address: int, *addresses: int) -> Tile:
 
 
 def _make_narrow_tile(row_bytes: int, host_address: int, unit: int) -> Tile:
-    """Return the tile of `_kernels.copy_narrow`, where lengths are bytes but for `span`."""
+    """Return the tile of rows of no multiple of four bytes; lengths are bytes but for `span`."""
     line = _LINE_BYTES if row_bytes > _LINE_BYTES else 4
     base = host_address % line
     span = -(-(row_bytes + line - 1) // 4)
@@ -296,21 +288,22 @@ def _view_as_words(tensor: torch.Tensor, word: Any) -> Any:
     return triton.reinterpret(tensor.view(-1).view(torch.uint8), word)
 
 
-def _choose_grid(first: torch.Tensor, second: torch.Tensor, most: int, cap: int) -> tuple[int]:
+def _device_of(first: torch.Tensor, second: torch.Tensor) -> torch.device:
+    """Return the GPU of one of the tensors; Triton's interpreter has both on the CPU."""
+    return first.device if first.is_cuda else second.device
+
+
+def _choose_grid(device: torch.device, most: int, cap: int) -> tuple[int]:
     if not cap:
-        device = first.device if first.is_cuda else second.device
         if device.type == "cuda":
             cap = torch.cuda.get_device_properties(device).multi_processor_count
         cap = max(1, cap) * _PROGRAMS_PER_PROCESSOR
     return (max(1, min(most, cap)),)
 
 
-def _use_gpu_of(first: torch.Tensor, second: torch.Tensor) -> Any:
-    """Make a tensor's GPU current: Triton launches there, whatever its arguments are on."""
-    for each in (first, second):
-        if each.is_cuda:
-            return torch.cuda.device(each.device)
-    return contextlib.nullcontext()
+def _use_device(device: torch.device) -> Any:
+    """Make a GPU current: Triton launches there, whatever its arguments are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _find_wrong_index(

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-from penstock.unified._devices import GPU, in_forked_child
+from penstock.unified._devices import GPU, gather_threads, in_forked_child
 from penstock.unified._row_index import as_index, index_error, resolve_index
 from penstock.unified.device import _registration
 from penstock.unified.device._registration import Registration, StreamUses
@@ -126,15 +127,14 @@ class DeviceTable:
         if self.method == "staged":
             # The index is made on this thread's stream, so it is copied here.
             index = index.cpu()
-            return PendingDeviceRows(
-                self, _thread_pool().submit(self._launch_on, stream, index), self._device
-            )
+            launched = gather_threads(os.getpid()).submit(self._launch_on, stream, index)
+            return PendingDeviceRows(self, launched)
         launched: Future[Any] = Future()
         try:
             launched.set_result(self._launch_on(stream, index))
         except IndexError as error:  # for `wait` to raise, as everywhere
             launched.set_exception(error)
-        return PendingDeviceRows(self, launched, self._device)
+        return PendingDeviceRows(self, launched)
 
     def _launch_on(self, stream: Any, index: torch.Tensor) -> tuple[torch.Tensor, IndexCheck]:
         shape = (*index.shape, *self._shape[1:])
@@ -295,8 +295,8 @@ class DeviceTable:
             return None
         if self._alias is None:
             assert self._use is not None
-            memory = self._use.memory
-            content = _registration.make_alias(memory, self._registration, self._device)
+            self._registration.exported.add(self._device)
+            content = _registration.make_alias(self._use.memory, self._device)
             self._alias = content.view(self._dtype).view(self._shape)
         return self._alias
 
@@ -378,8 +378,8 @@ class IndexCheck:
 class PendingDeviceRows:
     """Rows on their way to a GPU; see `UnifiedTensor.gather_rows_async`."""
 
-    def __init__(self, table: DeviceTable, launched: Future[Any], device: torch.device) -> None:
-        self._table, self._launched, self._device = table, launched, device
+    def __init__(self, table: DeviceTable, launched: Future[Any]) -> None:
+        self._table, self._launched = table, launched
         self._is_remembered = False
 
     def done(self) -> bool:
@@ -388,10 +388,10 @@ class PendingDeviceRows:
             self._launched.exception() is not None or self._launched.result()[1].done()
         )
 
-    def wait(self) -> torch.Tensor:
+    def result(self) -> torch.Tensor:
         """Make the current stream wait for the rows, and return them."""
         rows, check = self._launched.result()
-        stream = _stream_module(self._device).current_stream(self._device)
+        stream = self._table._current_stream()
         check.make_wait(stream)
         if rows.device.type == GPU:
             rows.record_stream(stream)
@@ -420,9 +420,3 @@ def _side_stream(device: torch.device) -> Any:
     """Return the stream on which all tables gather beside a model."""
     with torch.cuda.device(device) if device.type == GPU else contextlib.nullcontext():
         return _stream_module(device).Stream()
-
-
-@functools.cache
-def _thread_pool() -> ThreadPoolExecutor:
-    """Return two threads: one batch is gathered while another is copied."""
-    return ThreadPoolExecutor(2, thread_name_prefix="gather-to-device")

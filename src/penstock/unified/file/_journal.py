@@ -40,7 +40,7 @@ import numpy as np
 from penstock.errors import StoreError, StoreUnavailableError
 from penstock.unified.file._pool import open_file
 from penstock.unified.file._rows import read_places, write_all, write_places
-from penstock.unified.file.layout import RowLayout, open_layout, split_source
+from penstock.unified.file.layout import RowLayout, join_source, open_layout, split_source
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ SUFFIX = ".journal"
 _HEADER = struct.Struct("<8sQI")
 _LENGTH = struct.Struct("<Q")
 _MAGIC = b"PENSTJR3"
-_LAYOUT_FIELDS = ("offset", "shape", "rows_per_block", "block_bytes")
+_LAYOUT_FIELDS = ("offset", "shape", "rows_per_block", "block_bytes", "row_bytes")
 _SECTOR_BYTES = 512  # written whole by a disk
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT})
 _NOT_ALLOWED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
@@ -84,7 +84,7 @@ def write_journal(path: str, changes: Sequence[Change], mode: int) -> None:
         journal, unfinished = _open_unnamed(path)
         try:
             os.fchmod(journal, mode & 0o666)
-            _write_body(journal, _make_body(changes))
+            _write_body(journal, changes)
             os.fdatasync(journal)
             name = unfinished or f"/proc/self/fd/{journal}"
             # With a directory given, Python follows the link that /proc has in its place.
@@ -110,39 +110,31 @@ def _open_unnamed(path: str) -> tuple[int, str]:
     return os.open(unfinished, flags | os.O_CREAT | os.O_TRUNC, 0o600), unfinished
 
 
-def _make_body(changes: Sequence[Change]) -> list[memoryview]:
-    entries = []
-    for change in changes:
-        layout = change.layout
-        inode = 0 if layout.file_id is None else layout.file_id[1]
-        entries.append(
-            {
-                "source": os.path.basename(layout.path) + (f"#{layout.key}" if layout.key else ""),
-                "inode": inode,
-                "count": len(change.rows),
-                **_describe_layout(layout),
-            }
-        )
+def _write_body(journal: int, changes: Sequence[Change]) -> None:
+    entries = [
+        {
+            "source": join_source(os.path.basename(each.layout.path), each.layout.key),
+            "inode": each.layout.inode or 0,
+            "count": len(each.rows),
+            **_describe_layout(each.layout),
+        }
+        for each in changes
+    ]
     text = json.dumps(entries).encode()
     body = [memoryview(_LENGTH.pack(len(text)) + text)]
     for change in changes:
         body += [each.data.cast("B") for each in (change.rows, change.new, change.old)]
-    return body
-
-
-def _describe_layout(layout: RowLayout) -> dict[str, Any]:
-    """Return the fields that must be the same when the rows are written again."""
-    fields = {name: getattr(layout, name) for name in _LAYOUT_FIELDS}
-    return {**fields, "shape": list(layout.shape), "row_bytes": layout.row_bytes}
-
-
-def _write_body(journal: int, body: list[memoryview]) -> None:
     checksum, at = 0, _HEADER.size
     for part in body:
         checksum = zlib.crc32(part, checksum)
         write_all(journal, part, at)
         at += part.nbytes
     write_all(journal, memoryview(_HEADER.pack(_MAGIC, at - _HEADER.size, checksum)), 0)
+
+
+def _describe_layout(layout: RowLayout) -> dict[str, Any]:
+    """Return the fields that must be the same when the rows are written again."""
+    return {name: getattr(layout, name) for name in _LAYOUT_FIELDS} | {"shape": [*layout.shape]}
 
 
 # ------------------------------------------------------------------------ finding one
@@ -176,8 +168,7 @@ def recover(layout: RowLayout, *, held: frozenset[int] = frozenset()) -> int:
             if path == own:
                 raise
             continue  # not of this file
-        inode = None if layout.file_id is None else layout.file_id[1]
-        if path == own or any(entry["inode"] == inode for entry in entries):
+        if path == own or any(entry["inode"] == layout.inode for entry in entries):
             num_rows += _InterruptedWrite(path, entries, layout).finish(held)
     return num_rows
 
@@ -240,6 +231,10 @@ class _File:
     is_writable: bool
     is_other_file: bool
     """True if it has the name in the journal, but is another file."""
+    has_new: bool = False
+    """True if it has bytes of the new rows that the old ones did not have."""
+    has_others: bool = False
+    """True if it has bytes that are neither new nor old."""
 
 
 class _InterruptedWrite:
@@ -285,7 +280,7 @@ class _InterruptedWrite:
             fd, is_writable = open_file(path, os.O_RDONLY), False
         opened.callback(os.close, fd)
         return _File(
-            source=path + (f"#{key}" if key else ""),
+            source=join_source(path, key),
             fd=fd,
             is_writable=is_writable,
             is_other_file=os.fstat(fd).st_ino != entry["inode"],
@@ -297,9 +292,8 @@ class _InterruptedWrite:
         with suppress(FileNotFoundError):
             if os.stat(named).st_ino == inode:
                 return named
-        layout = self._layout
-        if layout is not None and layout.file_id is not None and layout.file_id[1] == inode:
-            return layout.path
+        if self._layout is not None and self._layout.inode == inode:
+            return self._layout.path
         with suppress(PermissionError), os.scandir(self._directory or ".") as entries:
             for each in entries:
                 if each.inode() == inode and each.path != self._path:
@@ -318,14 +312,11 @@ class _InterruptedWrite:
         return os.path.lexists(self._path)  # or another process has finished it meanwhile
 
     def _write_and_remove(self, files: list[_File | None]) -> int:
-        found = [
-            (file, change, _compare(file.fd, change))
-            for file, change in zip(files, self._read_changes(files), strict=True)
-            if file is not None and change is not None
-        ]
-        for file, change, comparison in found:
-            if comparison.has_new and (comparison.has_others or file.is_other_file):
-                why = "has rows of it beside others" if comparison.has_others else "is another file"
+        found = self._read_changes(files)
+        for file, change in found:
+            _compare(file, change)
+            if file.has_new and (file.has_others or file.is_other_file):
+                why = "has rows of it beside others" if file.has_others else "is another file"
                 raise StoreError(
                     f"{self._path} holds rows of an interrupted write, but {change.layout.path} "
                     f"{why}: it was changed since. Restore the table, or, if it is as it should "
@@ -333,17 +324,17 @@ class _InterruptedWrite:
                     path=self._path,
                 )
         written = os.stat(self._path).st_mtime_ns
-        begun = any(comparison.has_new for _, _, comparison in found) or all(
-            not comparison.has_others
+        begun = any(file.has_new for file, _ in found) or all(
+            not file.has_others
             and not file.is_other_file
             and os.fstat(file.fd).st_mtime_ns <= written
-            for file, _, comparison in found
+            for file, _ in found
         )
-        ours = [each for each in found if begun and not each[2].has_others]
-        if not all(file.is_writable for file, _, _ in ours):
+        ours = [each for each in found if begun and not each[0].has_others]
+        if not all(file.is_writable for file, _ in ours):
             raise self._permission_error()
         num_rows = 0
-        for file, change, _ in ours:
+        for file, change in ours:
             write_places(file.fd, change.layout, change.rows, change.new)
             os.fdatasync(file.fd)
             num_rows += len(change.rows)
@@ -371,15 +362,15 @@ class _InterruptedWrite:
             errno=errno.EACCES,
         )
 
-    def _read_changes(self, files: list[_File | None]) -> list[Change | None]:
-        """Return the changes in the journal, for the files that still have such rows."""
+    def _read_changes(self, files: list[_File | None]) -> list[tuple[_File, Change]]:
+        """Return the files that still have such rows as are in the journal, with their changes."""
         content = Path(self._path).read_bytes()
         _, num_bytes, checksum = _HEADER.unpack_from(content)
         body = memoryview(content)[_HEADER.size :]
         if len(body) != num_bytes or zlib.crc32(body) != checksum:
             raise _damaged_error(self._path, "its checksum is wrong")
         at = _LENGTH.size + _LENGTH.unpack_from(body)[0]
-        changes: list[Change | None] = []
+        found = []
         for entry, file in zip(self._entries, files, strict=True):
             count, row_bytes = entry["count"], entry["row_bytes"]
             rows = np.frombuffer(body, dtype=np.int64, count=count, offset=at)
@@ -388,8 +379,9 @@ class _InterruptedWrite:
             at += both.nbytes
             new, old = both.reshape(2, count, row_bytes)
             layout = None if file is None else _open_same_layout(file.source, entry)
-            changes.append(None if layout is None else Change(layout, rows, new, old))
-        return changes
+            if file is not None and layout is not None:
+                found.append((file, Change(layout, rows, new, old)))
+        return found
 
 
 def _open_same_layout(source: str, entry: dict[str, Any]) -> RowLayout | None:
@@ -404,32 +396,20 @@ def _open_same_layout(source: str, entry: dict[str, Any]) -> RowLayout | None:
     return layout if fits else None
 
 
-@dataclasses.dataclass
-class _RowComparison:
-    """The rows of a file, compared with those of a journal."""
-
-    has_new: bool = False
-    """True if it has bytes of the new rows that the old ones did not have."""
-    has_others: bool = False
-    """True if it has bytes of neither."""
-
-
-def _compare(fd: int, change: Change) -> _RowComparison:
-    comparison = _RowComparison()
+def _compare(file: _File, change: Change) -> None:
+    """Compare the rows of a file with those of a journal."""
     step = max(1, (16 << 20) // max(1, change.layout.row_bytes))
     for start in range(0, len(change.rows), step):
         part = slice(start, start + step)
         rows, new, old = change.rows[part], change.new[part], change.old[part]
-        now = read_places(fd, change.layout, rows)
+        now = read_places(file.fd, change.layout, rows)
         is_new, is_old = (now == new).all(axis=1), (now == old).all(axis=1)
-        comparison.has_new |= bool((is_new & ~is_old).any())
+        file.has_new |= bool((is_new & ~is_old).any())
         for at in np.flatnonzero(~is_new & ~is_old).tolist():
             begin = change.layout.row_offset(int(rows[at]))
-            if _is_mixture(now[at], new[at], old[at], begin):
-                comparison.has_new = True
-            else:
-                comparison.has_others = True
-    return comparison
+            is_mixture = _is_mixture(now[at], new[at], old[at], begin)
+            file.has_new |= is_mixture
+            file.has_others |= not is_mixture
 
 
 def _is_mixture(now: np.ndarray, new: np.ndarray, old: np.ndarray, begin: int) -> bool:
@@ -439,15 +419,14 @@ def _is_mixture(now: np.ndarray, new: np.ndarray, old: np.ndarray, begin: int) -
     of the disk's sectors old or new, in any order.
     """
     different = np.flatnonzero(now != new)
-    if (now[different[0] :] == old[different[0] :]).all():
+    if np.array_equal(now[different[0] :], old[different[0] :]):
         return True
     edges = [0, *range(_SECTOR_BYTES - begin % _SECTOR_BYTES, len(now), _SECTOR_BYTES), len(now)]
     parts = [slice(*each) for each in itertools.pairwise(edges)]
-
-    def all_same(left: np.ndarray, right: np.ndarray) -> bool:
-        return bool((left == right).all())
-
-    return all(all_same(now[part], new[part]) or all_same(now[part], old[part]) for part in parts)
+    return all(
+        np.array_equal(now[part], new[part]) or np.array_equal(now[part], old[part])
+        for part in parts
+    )
 
 
 def try_lock(fd: int) -> bool:

@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 import threading
+from contextlib import suppress
 from operator import attrgetter
 
 from penstock.errors import StoreError, StoreUnavailableError
@@ -53,7 +54,13 @@ class PooledFile:
     def __enter__(self) -> int:
         with _lock:
             if self._fd < 0:
-                self._reopen()
+                fd, alignment = self._open(self._path)
+                if self._file_id not in (None, file_id(fd)):
+                    os.close(fd)
+                    raise replaced_error(self._path)
+                _close_idle_files()
+                self._fd, self.alignment = fd, alignment
+                _open_files.add(self)
             self._num_users += 1
             return self._fd
 
@@ -61,6 +68,11 @@ class PooledFile:
         with _lock:
             self._num_users -= 1
             self._last_use = next(_uses)
+
+    @property
+    def is_direct(self) -> bool:
+        """True if reads go past the page cache."""
+        return self.alignment > 1
 
     def set_direct(self, direct: bool) -> None:
         """Read past the page cache from now on, or through it without reading ahead.
@@ -84,21 +96,6 @@ class PooledFile:
             _open_files.discard(self)
             if fd >= 0:
                 os.close(fd)
-
-    def _reopen(self) -> None:
-        fd, alignment = self._open(self._path)
-        if self._file_id not in (None, file_id(fd)):
-            os.close(fd)
-            raise replaced_error(self._path)
-        _close_idle_files()
-        self._fd, self.alignment = fd, alignment
-        _open_files.add(self)
-
-    def _is_reachable(self) -> bool:
-        try:
-            return file_id(self._path) == self._file_id
-        except OSError:
-            return False
 
     def _open(self, path: str) -> tuple[int, int]:
         """Return a descriptor, and the alignment that it demands."""
@@ -130,8 +127,9 @@ def _close_idle_files() -> None:
             return
         if not file._num_users:
             _open_files.discard(file)
-            if file._is_reachable():
-                file.close()
+            with suppress(OSError):  # it stays open if nothing has its name any more
+                if file_id(file._path) == file._file_id:
+                    file.close()
 
 
 def open_file(path: str, flags: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import errno
 import functools
 import os
 from collections.abc import Callable
@@ -19,17 +20,15 @@ import torch
 
 from penstock.codegen import load_optional_library, struct_type
 from penstock.errors import CapacityError, StoreError, StoreReadError
-from penstock.memory.pages import round_down, round_up
-from penstock.unified._report import Counters
+from penstock.memory.pages import round_up
 from penstock.unified._row_index import as_index, index_error, resolve_index
+from penstock.unified._table import Counters
 from penstock.unified.file._pool import PooledFile
 from penstock.unified.file.layout import PAGE_BYTES, RowLayout
 from penstock.unified.host.memory import TableMemory
 from penstock.units import format_bytes
 
-_SOURCES = [
-    Path(__file__).with_name(name) for name in ("row_cache.cpp", "io_ring.cpp", "file_rows.cpp")
-]
+_SOURCES = [Path(__file__).with_name(name) for name in ("io_ring.cpp", "file_rows.cpp")]
 _READ_BYTES = 64 * 1024  # the longest read of several rows
 _LONG_READ_BYTES = 256 * 1024  # the same of rows in order, without gaps
 _BLOCK_BYTES = 32 * 2**20  # of a table with gaps between its rows, read at a time
@@ -47,6 +46,7 @@ class RowReader:
     each has a cache of its own.
 
     Attributes:
+        file: The file; no batch may be under way when it becomes direct, or no longer is.
         method: Method of reading: "io_uring", "threads" or "python".
         cache_bytes: Budget of the rows that are kept in memory.
         counters: Sums `num_reads`, `bytes_read`, `num_hits` and `num_misses` so far.
@@ -62,7 +62,7 @@ class RowReader:
                 f"{format_bytes(layout.row_bytes)}; give the cache room for many"
             )
         self._library = get_library()
-        self._file = PooledFile(layout, direct=self._library is not None)
+        self.file = PooledFile(layout, direct=self._library is not None)
         self._max_read_bytes = max(_READ_BYTES, layout.row_bytes + 2 * PAGE_BYTES)
         self._allow_ring = ring
         self._caches: dict[int, int | None] = {}  # by process: a forked child has one of its own
@@ -97,11 +97,11 @@ class RowReader:
             return
         layout, outcome = self.layout, struct_type(_ReadOutcome)()
         long_bytes = min(_LONG_READ_BYTES, out.nbytes) if in_order else 0
-        with self._file as fd:
+        with self.file as fd:
             self._library.penstock_read_rows(
                 *(_get_engines(os.getpid(), self._allow_ring), self._get_cache(), fd),
                 *(ctypes.byref(layout.struct), index.data_ptr(), index.element_size()),
-                *(index.numel(), negative, out.data_ptr(), self._file.alignment),
+                *(index.numel(), negative, out.data_ptr(), self.file.alignment),
                 *(max(self._max_read_bytes, long_bytes), _GAP_BYTES, ctypes.byref(outcome)),
             )
         if outcome.status == _OUT_OF_RANGE:
@@ -157,22 +157,10 @@ class RowReader:
             return wanted
 
         # The threads are waited for in any case.
-        with self._file as fd, ThreadPoolExecutor(_NUM_PART_THREADS) as threads:
+        with self.file as fd, ThreadPoolExecutor(_NUM_PART_THREADS) as threads:
             parts = range(0, len(pages), _PART_BYTES)
             for num_bytes in threads.map(functools.partial(read, fd), parts):
                 self.counters.add(num_reads=1, bytes_read=num_bytes)
-
-    @property
-    def is_direct(self) -> bool:
-        """True if reads go past the page cache."""
-        return self._file.alignment > 1
-
-    def set_direct(self, direct: bool) -> None:
-        """Read past the page cache from now on, or through it; no batch may be under way.
-
-        Nothing changes where the file cannot be opened so.
-        """
-        self._file.set_direct(direct)
 
     def update_cache(self, rows: torch.Tensor, content: torch.Tensor) -> None:
         """Update rows in the cache; int64 (n,) and (n, *row), contiguous."""
@@ -188,17 +176,12 @@ class RowReader:
         if cache is not None and self._library is not None:
             self._library.penstock_row_cache_clear(cache)
 
-    def status(self) -> os.stat_result:
-        """Return the status of the file as it is now."""
-        with self._file as fd:
-            return os.fstat(fd)
-
     def close(self) -> None:
         """Close the file."""
         cache = self._caches.pop(os.getpid(), None)
         if cache is not None and self._library is not None:
             self._library.penstock_row_cache_free(cache)
-        self._file.close()
+        self.file.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_caches"):
@@ -241,18 +224,14 @@ class RowReader:
 
         def read(fd: int, position: int) -> None:
             row = int(index[position])
-            start = layout.row_offset(row)
-            begin, end = round_down(start), round_up(start + layout.row_bytes)
+            begin = layout.row_offset(row)
             try:
-                content = os.pread(fd, end - begin, begin)
+                _move_all(os.preadv, fd, rows[position].data, begin)
             except OSError as error:
-                raise self._read_error(row, begin, error.errno) from error
-            content = content[start - begin : start - begin + layout.row_bytes]
-            if len(content) < layout.row_bytes:
-                raise self._read_error(row, begin, None)
-            rows[position] = memoryview(content)
+                number = None if error.errno == errno.ENODATA else error.errno
+                raise self._read_error(row, begin, number) from error
 
-        with self._file as fd, ThreadPoolExecutor(_NUM_PYTHON_THREADS) as threads:
+        with self.file as fd, ThreadPoolExecutor(_NUM_PYTHON_THREADS) as threads:
             for _ in threads.map(functools.partial(read, fd), range(index.numel())):
                 pass
         self.counters.add(num_reads=index.numel(), bytes_read=index.numel() * layout.row_bytes)
@@ -284,50 +263,44 @@ def write_places(fd: int, layout: RowLayout, rows: np.ndarray, content: np.ndarr
 
     `rows` are int64, rising, none of them twice; `content` is uint8 (len(rows), row_bytes).
     """
-    if (compiled := get_library()) is not None:
-        _call(compiled.penstock_write_places, fd, layout, rows, content)
-        return
-    whole = np.ascontiguousarray(content).data.cast("B")
-    for place, row in enumerate(rows.tolist()):
-        part = whole[place * layout.row_bytes : (place + 1) * layout.row_bytes]
-        write_all(fd, part, layout.row_offset(row))
-
-
-def write_all(fd: int, content: memoryview, offset: int) -> None:
-    """Write all bytes at an offset of a file, in as many writes as the system takes."""
-    while content:
-        written = os.pwrite(fd, content, offset)
-        content, offset = content[written:], offset + written
+    _move_places(fd, layout, rows, np.ascontiguousarray(content), "write")
 
 
 def read_places(fd: int, layout: RowLayout, rows: np.ndarray) -> np.ndarray:
     """Read rows, whose numbers rise, from their places; uint8 (len(rows), row_bytes)."""
     content = np.empty((len(rows), layout.row_bytes), dtype=np.uint8)
-    if (compiled := get_library()) is not None:
-        _call(compiled.penstock_read_places, fd, layout, rows, content)
-        return content
-    for place, row in enumerate(rows.tolist()):
-        part, offset = content[place].data, layout.row_offset(row)
-        while part:
-            num_bytes = os.preadv(fd, [part], offset)
-            if not num_bytes:
-                raise OSError(5, "the file has become shorter")
-            part, offset = part[num_bytes:], offset + num_bytes
+    _move_places(fd, layout, rows, content, "read")
     return content
 
 
-def _call(
-    function: Callable[..., None],
-    fd: int,
-    layout: RowLayout,
-    rows: np.ndarray,
-    content: np.ndarray,
+def _move_places(
+    fd: int, layout: RowLayout, rows: np.ndarray, content: np.ndarray, way: str
 ) -> None:
-    outcome = struct_type(_ReadOutcome)()
-    places = rows.ctypes.data, len(rows), content.ctypes.data
-    function(fd, ctypes.byref(layout.struct), *places, ctypes.byref(outcome))
-    if outcome.status:
-        raise OSError(outcome.number, os.strerror(outcome.number))
+    if (compiled := get_library()) is not None:
+        outcome = struct_type(_ReadOutcome)()
+        function = getattr(compiled, f"penstock_{way}_places")
+        places = rows.ctypes.data, len(rows), content.ctypes.data
+        function(fd, ctypes.byref(layout.struct), *places, ctypes.byref(outcome))
+        if outcome.status:
+            raise OSError(outcome.number, os.strerror(outcome.number))
+        return
+    move = os.preadv if way == "read" else os.pwritev
+    for place, row in enumerate(rows.tolist()):
+        _move_all(move, fd, content[place].data, layout.row_offset(row))
+
+
+def write_all(fd: int, content: memoryview, offset: int) -> None:
+    """Write all bytes at an offset of a file."""
+    _move_all(os.pwritev, fd, content, offset)
+
+
+def _move_all(move: Callable[..., int], fd: int, content: memoryview, offset: int) -> None:
+    """Read or write all bytes, in as many calls as the system takes."""
+    while content:
+        num_bytes = move(fd, [content], offset)
+        if not num_bytes:
+            raise OSError(errno.ENODATA, "the file has become shorter")
+        content, offset = content[num_bytes:], offset + num_bytes
 
 
 # -------------------------------------------------------------------------- the library

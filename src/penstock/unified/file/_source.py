@@ -61,7 +61,7 @@ class RowSource:
         self.copy_bytes = 0
         self._reader = reader
         # Without direct reads the page cache keeps what was read.
-        self._may_choose = may_copy and reader.is_direct
+        self._may_choose = may_copy and reader.file.is_direct
         self._copy: torch.Tensor | None = None
         self._process = os.getpid()
         self._read_before = 0  # bytes that the reader had read when reads began to count
@@ -73,7 +73,7 @@ class RowSource:
         """Name of it: "direct", "page cache" or "host copy"."""
         if self._copy is not None:
             return "host copy"
-        return "direct" if self._reader.is_direct else "page cache"
+        return "direct" if self._reader.file.is_direct else "page cache"
 
     def read_rows(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool = False) -> None:
         """Read rows: `out[i] = table[index[i]]`; see `RowReader.read_rows`."""
@@ -108,10 +108,10 @@ class RowSource:
             if self._may_check_memory() and _count_free_bytes() < num_bytes:
                 logger.info("%s: memory is short; its copy is dropped", layout.path)
                 self.drop()
-        elif not self._reader.is_direct:
+        elif not self._reader.file.is_direct:
             if self._may_check_memory() and _count_free_bytes() < num_bytes // 2:
                 logger.info("%s: memory is short; rows pass the page cache by", layout.path)
-                self._reader.set_direct(True)
+                self._reader.file.set_direct(True)
                 self.drop()
         elif num_bytes:
             for_copy = (num_bytes // _PART_FOR_COPY) << self._num_copies
@@ -120,11 +120,13 @@ class RowSource:
             if requested < min(for_copy, for_page_cache) or not self._may_check_memory():
                 return
             free = _count_free_bytes()
-            if num_bytes <= free // _PART_OF_MEMORY and not self._is_worker():
+            # Each of several workers would have a copy.
+            is_worker = self._is_forked() or multiprocessing.parent_process() is not None
+            if num_bytes <= free // _PART_OF_MEMORY and not is_worker:
                 if requested >= for_copy:
                     self._make_copy()
             elif num_bytes <= free and requested >= for_page_cache:
-                self._reader.set_direct(False)
+                self._reader.file.set_direct(False)
                 logger.info("%s: rows are read through the page cache now", layout.path)
 
     def _count_requested_bytes(self, index: torch.Tensor, *steps: int) -> int:
@@ -141,10 +143,6 @@ class RowSource:
         # By NumPy: the threads of torch's operators are not there in a forked process.
         num_pages = len(np.unique(index.numpy() // rows_per_page)) * pages_per_row
         return requested + num_pages * PAGE_BYTES
-
-    def _is_worker(self) -> bool:
-        """Return whether this process is likely one of several that would each have a copy."""
-        return self._is_forked() or multiprocessing.parent_process() is not None
 
     def _is_forked(self) -> bool:
         return self._process != os.getpid()

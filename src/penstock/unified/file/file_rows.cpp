@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -31,17 +32,13 @@ enum Status : int64_t { kDone = 0, kOutOfRange = 1, kReadFailed = 2, kTooShort =
 struct Outcome {
   int64_t status;
   int64_t position;  // in the index (kOutOfRange), else the row whose bytes are missing
-  int64_t offset;    // in the file
-  int64_t number;    // errno
-  int64_t num_reads;
-  int64_t bytes_read;
-  int64_t num_hits;  // different rows that were in the cache
-  int64_t num_misses;
+  int64_t offset = 0;  // in the file
+  int64_t number = 0;  // errno
+  int64_t num_reads = 0;
+  int64_t bytes_read = 0;
+  int64_t num_hits = 0;  // different rows that were in the cache
+  int64_t num_misses = 0;
 };
-
-Outcome make_outcome(Status status, int64_t position, int64_t offset, int64_t number) {
-  return {status, position, offset, number, 0, 0, 0, 0};
-}
 
 // Row r lies at offset + (r / per_block) * block_stride + (r % per_block) * row_bytes.
 struct Layout {
@@ -87,30 +84,34 @@ void deliver(const Batch& batch, const Read& read, const char* bytes) {
   }
 }
 
-// The bytes that a read must bring for its last row to be whole; the file may end behind it.
-int64_t needed(const Batch& batch, const Read& read) {
+// A read that is under way.
+struct Flight {
+  int64_t read = -1;
+  int64_t got = 0;  // bytes so far
+  int tries = 0;
+};
+
+enum Next { kAnotherCall, kWhole, kFailed };
+
+// Takes the result of a call for some bytes of a read: their number, or minus errno.
+Next advance(const Batch& batch, Flight& flight, int64_t result, Outcome& outcome) {
+  const Read& read = batch.reads[static_cast<size_t>(flight.read)];
+  if (result < 0) {
+    const bool is_worth_it = result == -EINTR || result == -EAGAIN || result == -EIO;
+    if (is_worth_it && ++flight.tries < kMaxTries) return kAnotherCall;
+    const Request& first = batch.requests[static_cast<size_t>(read.first)];
+    outcome = {kReadFailed, first.row, read.offset + flight.got, -result};
+    return kFailed;
+  }
+  flight.got += result;
+  // The last row has to be whole; the file may end behind it.
   const Request& last = batch.requests[static_cast<size_t>(read.last - 1)];
-  return batch.layout.at(last.row) + batch.layout.row_bytes - read.offset;
-}
-
-Outcome too_short(const Batch& batch, const Read& read, int64_t got) {
-  const Request& last = batch.requests[static_cast<size_t>(read.last - 1)];
-  return make_outcome(kTooShort, last.row, read.offset + got, 0);
-}
-
-Outcome failed(const Batch& batch, const Read& read, int64_t got, int number) {
-  const Request& first = batch.requests[static_cast<size_t>(read.first)];
-  return make_outcome(kReadFailed, first.row, read.offset + got, number);
-}
-
-// Whether a read that returned less than its length has reached the end of the file: only there
-// do direct reads stop between two multiples of the alignment.
-bool at_end(const Batch& batch, int64_t result, int64_t got) {
-  return result == 0 || got % batch.alignment != 0;
-}
-
-bool worth_another_try(int number) {
-  return number == EINTR || number == EAGAIN || number == EIO;
+  const int64_t end = batch.layout.at(last.row) + batch.layout.row_bytes;
+  if (read.offset + flight.got >= end) return kWhole;
+  // Only at the end of the file do direct reads stop between two multiples of the alignment.
+  if (result != 0 && flight.got % batch.alignment == 0) return kAnotherCall;
+  outcome = {kTooShort, last.row, read.offset + flight.got, 0};
+  return kFailed;
 }
 
 // Fills in the requests, in the order of the file. False, and a position, if an index is out of range.
@@ -154,6 +155,113 @@ void join(Batch& batch, int64_t max_read_bytes, int64_t max_gap) {
   }
 }
 
+// --------------------------------------------------------------------------------- memory
+
+constexpr int64_t kPage = 4096;
+
+struct FreeMemory {
+  void operator()(char* memory) const { std::free(memory); }
+};
+using Memory = std::unique_ptr<char, FreeMemory>;
+
+Memory aligned(int64_t num_bytes) {
+  char* memory = static_cast<char*>(std::aligned_alloc(kPage, static_cast<size_t>(num_bytes)));
+  if (memory == nullptr) throw std::bad_alloc();
+  return Memory(memory);
+}
+
+// Rows that were read before, as many as the budget allows. A row that is read again is spared
+// once by the hand of the clock (second chance), so that hot rows stay.
+class Cache {
+ public:
+  Cache(int64_t capacity, int64_t row_bytes)
+      : row_bytes_(row_bytes),
+        row_of_(static_cast<size_t>(capacity), -1),
+        spared_(static_cast<size_t>(capacity), 0) {
+    size_t num_buckets = 16;
+    while (num_buckets < 2 * row_of_.size()) num_buckets *= 2;
+    buckets_.assign(num_buckets, -1);
+    rows_ = aligned((capacity * row_bytes + kPage - 1) / kPage * kPage);
+  }
+
+  const char* find(int64_t row) {
+    const int64_t slot = buckets_[bucket_of(row)];
+    if (slot < 0) return nullptr;
+    spared_[static_cast<size_t>(slot)] = 1;
+    return rows_.get() + slot * row_bytes_;
+  }
+
+  // Keeps a row that is not here yet.
+  void keep(int64_t row, const char* bytes) {
+    while (spared_[hand_]) {
+      spared_[hand_] = 0;
+      hand_ = (hand_ + 1) % row_of_.size();
+    }
+    const size_t slot = hand_;
+    hand_ = (hand_ + 1) % row_of_.size();
+    if (row_of_[slot] >= 0) forget(row_of_[slot]);
+    row_of_[slot] = row;
+    buckets_[bucket_of(row)] = static_cast<int64_t>(slot);
+    std::memcpy(rows_.get() + static_cast<int64_t>(slot) * row_bytes_, bytes,
+                static_cast<size_t>(row_bytes_));
+  }
+
+  // Drops all rows.
+  void clear() {
+    std::fill(row_of_.begin(), row_of_.end(), -1);
+    std::fill(spared_.begin(), spared_.end(), 0);
+    std::fill(buckets_.begin(), buckets_.end(), -1);
+  }
+
+  // Replaces the bytes of a row that is here.
+  void update(int64_t row, const char* bytes) {
+    const int64_t slot = buckets_[bucket_of(row)];
+    if (slot >= 0) {
+      std::memcpy(rows_.get() + slot * row_bytes_, bytes, static_cast<size_t>(row_bytes_));
+    }
+  }
+
+  // Held while the cache is used.
+  std::mutex& turn() { return turn_; }
+
+ private:
+  size_t home_of(int64_t row) const {
+    return static_cast<size_t>((static_cast<uint64_t>(row) * 0x9e3779b97f4a7c15u) >> 20) &
+           (buckets_.size() - 1);
+  }
+
+  // Where the row is, or where it would be put.
+  size_t bucket_of(int64_t row) const {
+    size_t bucket = home_of(row);
+    while (buckets_[bucket] >= 0 && row_of_[static_cast<size_t>(buckets_[bucket])] != row) {
+      bucket = (bucket + 1) & (buckets_.size() - 1);
+    }
+    return bucket;
+  }
+
+  // Takes a row out and closes the gap in the chain of buckets behind it.
+  void forget(int64_t row) {
+    const size_t mask = buckets_.size() - 1;
+    size_t hole = bucket_of(row);
+    for (size_t next = (hole + 1) & mask; buckets_[next] >= 0; next = (next + 1) & mask) {
+      const size_t home = home_of(row_of_[static_cast<size_t>(buckets_[next])]);
+      if (((next - home) & mask) >= ((next - hole) & mask)) {
+        buckets_[hole] = buckets_[next];
+        hole = next;
+      }
+    }
+    buckets_[hole] = -1;
+  }
+
+  std::mutex turn_;
+  int64_t row_bytes_;
+  Memory rows_;
+  std::vector<int64_t> row_of_;   // by slot; -1: empty
+  std::vector<uint8_t> spared_;   // by slot
+  std::vector<int64_t> buckets_;  // slots by hash of the row, with linear probing
+  size_t hand_ = 0;
+};
+
 // ------------------------------------------------------------------------------- threads
 
 constexpr int kMaxThreads = 16;     // of a process, whatever the number of its tables
@@ -165,22 +273,17 @@ constexpr int64_t kEngineBytes = 64 << 20;  // for its reads, if it has more tha
 // Threads that read where there is no io_uring. One batch at a time has all of them.
 class Threads {
  public:
-  Outcome run(const Batch& batch, char* memory, int64_t slot_bytes, int depth) {
+  // Calls `work` with the number of each thread, in that thread, and waits for all.
+  void run(const std::function<void(int)>& work) {
     std::lock_guard<std::mutex> turn(turn_);
     std::unique_lock<std::mutex> lock(mutex_);
     start();
-    outcome_ = make_outcome(kDone, 0, 0, 0);
-    next_.store(0);
-    batch_ = &batch;
-    memory_ = memory;
-    slot_bytes_ = slot_bytes;
-    depth_ = depth;
+    work_ = &work;
     num_working_ = static_cast<int>(threads_.size());
     ++generation_;
     changed_.notify_all();
     ended_.wait(lock, [&] { return num_working_ == 0; });
-    batch_ = nullptr;
-    return outcome_;
+    work_ = nullptr;
   }
 
  private:
@@ -189,7 +292,7 @@ class Threads {
     while (static_cast<int>(threads_.size()) < kMaxThreads) {
       const int number = static_cast<int>(threads_.size());
       try {
-        threads_.emplace_back([this, number] { work(number); });
+        threads_.emplace_back([this, number] { serve(number); });
       } catch (...) {
         if (threads_.empty()) throw;
         return;
@@ -197,48 +300,17 @@ class Threads {
     }
   }
 
-  void work(int number) {
+  void serve(int number) {
     uint64_t seen = 0;
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      changed_.wait(lock, [&] { return batch_ != nullptr && generation_ != seen; });
+      changed_.wait(lock, [&] { return work_ != nullptr && generation_ != seen; });
       seen = generation_;
-      if (number < depth_) {
-        const Batch& batch = *batch_;
-        char* memory = memory_ + number * slot_bytes_;
-        lock.unlock();
-        const Outcome outcome = work_on(batch, memory);
-        lock.lock();
-        if (outcome.status != kDone && outcome_.status == kDone) outcome_ = outcome;
-      }
+      const std::function<void(int)>& work = *work_;
+      lock.unlock();
+      work(number);
+      lock.lock();
       if (--num_working_ == 0) ended_.notify_one();
-    }
-  }
-
-  Outcome work_on(const Batch& batch, char* memory) {
-    const int64_t num_reads = static_cast<int64_t>(batch.reads.size());
-    for (;;) {
-      const int64_t number = next_.fetch_add(1);
-      if (number >= num_reads) return make_outcome(kDone, 0, 0, 0);
-      const Read& read = batch.reads[static_cast<size_t>(number)];
-      int64_t got = 0;
-      int tries = 0;
-      while (got < needed(batch, read)) {
-        const ssize_t result = pread(batch.fd, memory + got, static_cast<size_t>(read.length - got),
-                                     read.offset + got);
-        if (result >= 0) {
-          got += result;
-          if (got < needed(batch, read) && at_end(batch, result, got)) {
-            next_.store(num_reads);
-            return too_short(batch, read, got);
-          }
-        } else if (!worth_another_try(errno) || ++tries == kMaxTries) {
-          const int error = errno;
-          next_.store(num_reads);
-          return failed(batch, read, got, error);
-        }
-      }
-      deliver(batch, read, memory);
     }
   }
 
@@ -247,14 +319,9 @@ class Threads {
   std::condition_variable changed_;
   std::condition_variable ended_;
   std::vector<std::thread> threads_;
-  const Batch* batch_ = nullptr;
-  char* memory_ = nullptr;
-  int64_t slot_bytes_ = 0;
-  int depth_ = 0;
-  std::atomic<int64_t> next_{0};
+  const std::function<void(int)>* work_ = nullptr;
   uint64_t generation_ = 0;
   int num_working_ = 0;
-  Outcome outcome_{};
 };
 
 // -------------------------------------------------------------------------------- engine
@@ -271,8 +338,7 @@ class Engine {
   Outcome run(const Batch& batch, int64_t max_read_bytes) {
     const int64_t slot_bytes = (max_read_bytes + kPage - 1) / kPage * kPage;
     if (slot_bytes > slot_bytes_) make_slots(slot_bytes);
-    return ring_ != nullptr ? run_ring(batch)
-                            : threads_.run(batch, slots_.get(), slot_bytes_, depth_);
+    return ring_ != nullptr ? run_ring(batch) : run_threads(batch);
   }
 
  private:
@@ -288,15 +354,40 @@ class Engine {
 
   char* slot(int number) const { return slots_.get() + number * slot_bytes_; }
 
+  Outcome run_threads(const Batch& batch) {
+    const int64_t num_reads = static_cast<int64_t>(batch.reads.size());
+    std::atomic<int64_t> next{0};
+    std::mutex mutex;  // of the outcome
+    Outcome outcome{};
+    threads_.run([&](int number) {
+      if (number >= depth_) return;
+      char* memory = slot(number);
+      for (Flight flight{next++}; flight.read < num_reads; flight = Flight{next++}) {
+        const Read& read = batch.reads[static_cast<size_t>(flight.read)];
+        Outcome failure{};
+        Next then = kAnotherCall;
+        while (then == kAnotherCall) {
+          const ssize_t result =
+              pread(batch.fd, memory + flight.got, static_cast<size_t>(read.length - flight.got),
+                    read.offset + flight.got);
+          then = advance(batch, flight, result < 0 ? -errno : result, failure);
+        }
+        if (then == kWhole) {
+          deliver(batch, read, memory);
+        } else {
+          next.store(num_reads);
+          std::lock_guard<std::mutex> lock(mutex);
+          if (outcome.status == kDone) outcome = failure;
+        }
+      }
+    });
+    return outcome;
+  }
+
   Outcome run_ring(const Batch& batch) {
-    struct Flight {
-      int64_t read = -1;
-      int64_t got = 0;
-      int tries = 0;
-    };
     std::vector<Flight> flights(static_cast<size_t>(depth_));
     const int64_t num_reads = static_cast<int64_t>(batch.reads.size());
-    Outcome outcome = make_outcome(kDone, 0, 0, 0);
+    Outcome outcome{};
     int64_t next = 0;
     int in_flight = 0;
     const auto send = [&](int number) {
@@ -318,31 +409,22 @@ class Engine {
         static_cast<void>(slots_.release());
         slots_ = aligned(slot_bytes_ * depth_);
         ring_.reset();
-        return make_outcome(kReadFailed, 0, 0, number);
+        return {kReadFailed, 0, 0, number};
       }
       uint64_t tag = 0;
       int result = 0;
       while (ring_->pop(tag, result)) {
         const int number = static_cast<int>(tag);
         Flight& flight = flights[static_cast<size_t>(number)];
-        const Read& read = batch.reads[static_cast<size_t>(flight.read)];
         --in_flight;
-        if (result < 0) {
-          if (worth_another_try(-result) && ++flight.tries < kMaxTries) {
-            send(number);
-          } else if (outcome.status == kDone) {
-            outcome = failed(batch, read, flight.got, -result);
-          }
-          continue;
-        }
-        flight.got += result;
-        if (flight.got >= needed(batch, read)) {
-          if (outcome.status == kDone) deliver(batch, read, slot(number));
-          start(number);
-        } else if (at_end(batch, result, flight.got)) {
-          if (outcome.status == kDone) outcome = too_short(batch, read, flight.got);
-        } else if (outcome.status == kDone) {
-          send(number);
+        if (outcome.status != kDone) continue;
+        switch (advance(batch, flight, result, outcome)) {
+          case kAnotherCall: send(number); break;
+          case kWhole:
+            deliver(batch, batch.reads[static_cast<size_t>(flight.read)], slot(number));
+            start(number);
+            break;
+          case kFailed: break;
         }
       }
     }
@@ -374,15 +456,9 @@ class Engines {
   bool has_ring() const { return has_ring_; }
 
   Outcome run(const Batch& batch, int64_t max_read_bytes) {
-    Engine* engine = take();
-    try {
-      const Outcome outcome = engine->run(batch, max_read_bytes);
-      give_back(engine);
-      return outcome;
-    } catch (...) {
-      give_back(engine);
-      throw;
-    }
+    const auto put_back = [this](Engine* used) { give_back(used); };
+    const std::unique_ptr<Engine, decltype(put_back)> engine(take(), put_back);
+    return engine->run(batch, max_read_bytes);
   }
 
  private:
@@ -456,7 +532,7 @@ Outcome read_batch(Engines& engines, Cache* cache, Batch& batch, int64_t max_rea
     num_hits = take_from_cache(*cache, batch);
   }
   join(batch, max_read_bytes, max_gap);
-  if (batch.reads.empty()) return make_outcome(kDone, 0, 0, 0);
+  if (batch.reads.empty()) return {};
   const Outcome outcome = engines.run(batch, max_read_bytes);
   if (cache != nullptr && outcome.status == kDone) keep(*cache, batch);
   return outcome;
@@ -480,7 +556,7 @@ void for_runs(const Layout& layout, const int64_t* rows, int64_t count, Work wor
 template <class Move>
 void move_places(const Layout& layout, const int64_t* rows, int64_t count, Outcome& outcome,
                  int none, Move move) {
-  outcome = make_outcome(kDone, 0, 0, 0);
+  outcome = {};
   for_runs(layout, rows, count, [&](int64_t first, int64_t at, int64_t length) {
     for (int64_t done = 0; done < length;) {
       const ssize_t result = move(first * layout.row_bytes + done,
@@ -489,8 +565,7 @@ void move_places(const Layout& layout, const int64_t* rows, int64_t count, Outco
         done += result;
       } else if (result == 0 || errno != EINTR) {
         const int number = result == 0 ? none : errno;
-        outcome = make_outcome(number == ENODATA ? kTooShort : kReadFailed, rows[first], at + done,
-                               number);
+        outcome = {number == ENODATA ? kTooShort : kReadFailed, rows[first], at + done, number};
         return false;
       }
     }
@@ -561,12 +636,12 @@ void penstock_read_rows(void* engines, void* cache, int32_t fd, const Layout* la
       *outcome = read_batch(*static_cast<Engines*>(engines), static_cast<Cache*>(cache), batch,
                             max_read_bytes, max_gap, num_hits);
     } else {
-      *outcome = make_outcome(kOutOfRange, bad, 0, 0);
+      *outcome = {kOutOfRange, bad};
     }
   } catch (const std::bad_alloc&) {
-    *outcome = make_outcome(kReadFailed, 0, 0, ENOMEM);
+    *outcome = {kReadFailed, 0, 0, ENOMEM};
   } catch (...) {
-    *outcome = make_outcome(kReadFailed, 0, 0, EAGAIN);  // a thread could not be started
+    *outcome = {kReadFailed, 0, 0, EAGAIN};  // a thread could not be started
   }
   outcome->num_reads = static_cast<int64_t>(batch.reads.size());
   for (const Read& read : batch.reads) outcome->bytes_read += read.length;

@@ -12,7 +12,6 @@ endian. What lies between rows is zero.
 
 from __future__ import annotations
 
-import ast
 import ctypes
 import dataclasses
 import errno
@@ -22,14 +21,13 @@ import json
 import math
 import os
 import struct
+import tokenize
 import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from penstock.codegen import to_struct
 from penstock.errors import StoreError, StoreFullError, StoreUnavailableError
 from penstock.memory.pages import round_up
 from penstock.memory.safetensors import SafetensorsHeader
@@ -41,23 +39,18 @@ _VERSION = 1
 _FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _MAX_HEADER_BYTES = 64 * 2**20  # of a foreign file: a longer one is no header
 _MAX_COUNT = 2**62  # of elements or bytes: offsets stay below 2^63
+# By version. The third differs from the second in the names of fields, which tables do not have.
+_NPY_HEADERS = {
+    1: np.lib.format.read_array_header_1_0,
+    2: np.lib.format.read_array_header_2_0,
+    3: np.lib.format.read_array_header_2_0,
+}
 _AT_FDCWD, _AT_EMPTY_PATH = -100, 0x1000
 _STATX_INO, _STATX_BTIME = 0x100, 0x800
 _STATX = struct.Struct("=32xQ40x12s44xII112x")  # inode, time of birth, device
 
 FileId = tuple[int, int, bytes]
 """Device, inode and time of birth: a new file may get the inode of one that is gone."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _LayoutStruct:
-    """The struct `Layout` of `file_rows.cpp`."""
-
-    offset: int
-    num_rows: int
-    row_bytes: int
-    rows_per_block: int
-    block_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,10 +77,10 @@ class RowLayout:
     """Length of the file at that time."""
 
     @functools.cached_property
-    def struct(self) -> ctypes.Structure:
-        """The same as the struct `Layout` of `file_rows.cpp`."""
+    def struct(self) -> ctypes.Array[ctypes.c_int64]:
+        """The struct `Layout` of `file_rows.cpp`, which has only numbers."""
         numbers = self.offset, self.num_rows, self.row_bytes, self.rows_per_block, self.block_bytes
-        return to_struct(_LayoutStruct(*numbers))
+        return (ctypes.c_int64 * len(numbers))(*numbers)
 
     @property
     def num_rows(self) -> int:
@@ -99,9 +92,10 @@ class RowLayout:
         """Bytes of one row."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
-    def is_same_table(self, other: RowLayout) -> bool:
-        """Return whether both are of the same rows of the same file."""
-        return (self.file_id, self.offset) == (other.file_id, other.offset)
+    @property
+    def inode(self) -> int | None:
+        """Inode of the file whose header was read."""
+        return None if self.file_id is None else self.file_id[1]
 
     def row_offset(self, row: int) -> int:
         """Return the byte at which a row begins."""
@@ -178,6 +172,11 @@ def split_source(source: str) -> tuple[str, str]:
     """Return the file and, of a .safetensors file, the tensor in it."""
     path, mark, key = source.rpartition(".safetensors#")
     return (path + mark[:-1], key) if mark else (source, "")
+
+
+def join_source(path: str, key: str) -> str:
+    """Return the source of a file, or of a tensor in it; undoes `split_source`."""
+    return f"{path}#{key}" if key else path
 
 
 def native_layout(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> RowLayout:
@@ -276,21 +275,17 @@ def _native_layout(file: Any, path: str) -> RowLayout:
         raise _format_error(path, "has a damaged header: its checksum is wrong")
     try:
         fields = json.loads(text)
-        missing = {"version", "shape", "dtype", "rows_per_block", "block_bytes"} - set(fields)
-    except (ValueError, TypeError) as error:
-        raise _format_error(path, f"has a damaged header: {error}") from error
-    if not isinstance(fields, dict) or missing:
-        raise _format_error(path, f"has a damaged header: it lacks {sorted(missing)}")
-    if fields["version"] != _VERSION:
-        raise _format_error(
-            path, f"has version {fields['version']}; this Penstock reads {_VERSION}"
-        )
-    shape, dtype = _check_shape(path, fields["shape"]), getattr(torch, str(fields["dtype"]), None)
+        version, shape, name = fields["version"], fields["shape"], str(fields["dtype"])
+        blocks = fields["rows_per_block"], fields["block_bytes"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise _format_error(path, f"has a damaged header: {error!r}") from error
+    if version != _VERSION:
+        raise _format_error(path, f"has version {version}; this Penstock reads {_VERSION}")
+    shape, dtype = _check_shape(path, shape), getattr(torch, name, None)
     if not shape or not isinstance(dtype, torch.dtype):
-        raise _format_error(path, f"has a damaged header: shape {shape}, dtype {fields['dtype']!r}")
+        raise _format_error(path, f"has a damaged header: shape {shape}, dtype {name!r}")
     layout = native_layout(path, shape, dtype)
     # All that this version writes; a checksum alone does not tell which version wrote it.
-    blocks = fields["rows_per_block"], fields["block_bytes"]
     if blocks != (layout.rows_per_block, layout.block_bytes):
         problem = "has a damaged header: {!r} rows of {} bytes in blocks of {!r}"
         raise _format_error(path, problem.format(blocks[0], layout.row_bytes, blocks[1]))
@@ -299,35 +294,30 @@ def _native_layout(file: Any, path: str) -> RowLayout:
 
 def _npy_layout(file: Any, path: str) -> RowLayout:
     """Read the header of NumPy's format, versions 1 to 3."""
-    start = file.read(12)
-    if start[:6] != b"\x93NUMPY" or start[6] not in (1, 2, 3):
-        raise _format_error(path, "is no .npy file: its first bytes are wrong")
-    long = start[6] > 1
-    num_bytes = struct.unpack("<I", start[8:12])[0] if long else struct.unpack("<H", start[8:10])[0]
-    begin = 12 if long else 10
-    if num_bytes > _MAX_HEADER_BYTES:
-        raise _format_error(path, f"is no .npy file: a header of {num_bytes} bytes")
-    file.seek(begin)
     try:
-        fields = ast.literal_eval(file.read(num_bytes).decode("utf-8" if long else "latin-1"))
-        kind, fortran, shape = fields["descr"], fields["fortran_order"], tuple(fields["shape"])
-    except (ValueError, SyntaxError, KeyError, TypeError) as error:
+        read_header = _NPY_HEADERS[np.lib.format.read_magic(file)[0]]
+    except (ValueError, KeyError) as error:
+        raise _format_error(path, "is no .npy file: its first bytes are wrong") from error
+    try:
+        shape, fortran, described = read_header(file, max_header_size=_MAX_HEADER_BYTES)
+    except (ValueError, SyntaxError, TypeError, MemoryError, tokenize.TokenError) as error:
         raise _format_error(path, f"has a damaged header: {error}") from error
     try:
-        described = np.dtype(kind if isinstance(kind, str) else "V")
         dtype = torch_dtype(described)
     except TypeError as error:
-        problem = f"has elements of dtype {kind!r}, which tables do not hold"
+        problem = f"has elements of dtype {described.str!r}, which tables do not hold"
         raise _format_error(path, problem) from error
     if described.byteorder == ">":
         little = described.newbyteorder("<").str
-        problem = f"has elements of dtype {kind!r}, big endian; save array.astype({little!r})"
+        problem = (
+            f"has elements of dtype {described.str!r}, big endian; save array.astype({little!r})"
+        )
         raise _format_error(path, problem)
     if fortran and len(shape) > 1:
         raise _format_error(
             path, "is in Fortran order, so its rows are in pieces; save it in C order"
         )
-    return _plain_layout(path, _check_shape(path, shape), dtype, begin + num_bytes)
+    return _plain_layout(path, _check_shape(path, shape), dtype, file.tell())
 
 
 def torch_dtype(dtype: np.dtype) -> torch.dtype:
@@ -353,13 +343,11 @@ def _safetensors_layout(file: Any, path: str, key: str) -> RowLayout:
     return _plain_layout(path, extent.shape, extent.dtype, extent.offset, key)
 
 
-def _is_count(number: Any) -> bool:
-    return type(number) is int and 0 <= number <= _MAX_COUNT
-
-
 def _check_shape(path: str, lengths: Any) -> tuple[int, ...]:
     """Return the shape that a header names, if a table can have it."""
-    if not isinstance(lengths, list | tuple) or not all(_is_count(each) for each in lengths):
+    if not isinstance(lengths, list | tuple) or not all(
+        type(each) is int and 0 <= each <= _MAX_COUNT for each in lengths
+    ):
         raise _format_error(path, f"has a damaged header: its shape is {lengths!r}")
     if math.prod(lengths) > _MAX_COUNT:
         raise _format_error(
@@ -378,8 +366,3 @@ def _plain_layout(
     return RowLayout(
         path=path, shape=shape, dtype=dtype, offset=offset, block_bytes=row_bytes, key=key
     )
-
-
-def is_path(source: object) -> bool:
-    """Return whether `source` names a file."""
-    return isinstance(source, str | Path | os.PathLike)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Sequence
@@ -11,9 +10,9 @@ import numpy as np
 import torch
 
 from penstock.errors import StoreReadError, StoreWriteError
-from penstock.unified._report import UnifiedReport
 from penstock.unified._row_index import as_index, resolve_index
-from penstock.unified._table import CPU, Table
+from penstock.unified._table import CPU, Table, UnifiedReport
+from penstock.unified.device._staging import ReadRows
 from penstock.unified.device.hot_rows import HotRows
 from penstock.unified.device.table import DeviceTable
 from penstock.unified.file._journal import forget_journal, recover
@@ -49,10 +48,9 @@ class FileTable(Table):
         hot_rows: HotRows | None = None,
         may_copy: bool = True,
     ) -> None:
-        super().__init__(device, hot_rows)
+        self.source, self.layout = source, open_layout(source)
+        super().__init__(self.layout.shape, self.layout.dtype, device, hot_rows, None)
         cache_bytes = hot_rows.budget_bytes if hot_rows is not None and device == CPU else 0
-        self.source = source
-        self.layout = open_layout(source)
         self.file = table_file(self.layout)
         if not self.file.is_writer:
             recover(self.layout)
@@ -74,9 +72,8 @@ class FileTable(Table):
                 self._clear_device_caches()
         return found
 
-    def _make_device_table(self, device: torch.device) -> DeviceTable:
-        shape, dtype = self.layout.shape, self.layout.dtype
-        return DeviceTable(device, shape, dtype, self._read, hot_rows=self.hot_rows)
+    def _host_reader(self) -> ReadRows:
+        return self._read
 
     def read_rows(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool) -> None:
         """Read rows; see `Table`."""
@@ -96,13 +93,12 @@ class FileTable(Table):
         index = resolve_index(as_index(index).long(), self.layout.num_rows, negative)
         rows, place = torch.unique(index, return_inverse=True)
         content = torch.empty((len(rows), *source.shape[1:]), dtype=source.dtype)
-        if alpha is None:
-            write_rows(content, place, source)
-            write_tables([(self, rows, content)])
-            return
         with change_lock():
-            self._read(rows, content)
-            add_rows(content, place, source, alpha=alpha)
+            if alpha is None:
+                write_rows(content, place, source)
+            else:
+                self._read(rows, content)
+                add_rows(content, place, source, alpha=alpha)
             write_tables([(self, rows, content)])
 
     def contains(self, tensor: torch.Tensor) -> bool:
@@ -144,7 +140,9 @@ class FileTable(Table):
 
     def _check_file(self) -> None:
         """Raise if the file has another size now; invalidate tables if others wrote to it."""
-        file, status = self.file, self._reader.status()
+        file = self.file
+        with self._reader.file as fd:
+            status = os.fstat(fd)
         if status.st_size != self.layout.file_bytes:
             raise StoreReadError(
                 f"{self.layout.path} has changed size since the table was opened: it had "
@@ -215,38 +213,31 @@ def copy_to_file(table: HostTable | FileTable, path: str | os.PathLike[str]) -> 
     Raises:
         StoreError: The file exists, or has no room; nothing is left of it.
     """
-    if isinstance(table, HostTable):
-        source, shape, dtype = table, tuple(table.rows.shape), table.rows.dtype
-    else:  # rows that are read once are not worth a copy in memory
+    source: Table = table
+    if isinstance(table, FileTable):  # rows that are read once are not worth a copy in memory
         source = FileTable(table.source, may_copy=False)
-        shape, dtype = table.layout.shape, table.layout.dtype
     with change_lock():
-        layout = create_table(path, shape, dtype)
+        layout = create_table(path, table.shape, table.dtype)
         file = open_file(layout.path, os.O_RDWR)
         try:
-            _copy_rows(source, shape, dtype, file, layout)
+            _copy_rows(source, file, layout)
             os.fsync(file)
-        except OSError as error:
+        except BaseException as error:
             os.unlink(layout.path)
-            raise store_error(
-                error, layout.path, "could not be written", StoreWriteError
-            ) from error
-        except BaseException:
-            os.unlink(layout.path)
+            if isinstance(error, OSError):
+                problem = "could not be written"
+                raise store_error(error, layout.path, problem, StoreWriteError) from error
             raise
         finally:
             os.close(file)
     return FileTable(os.path.realpath(layout.path), device=table.device)
 
 
-def _copy_rows(
-    source: Table, shape: tuple[int, ...], dtype: torch.dtype, file: int, layout: RowLayout
-) -> None:
-    row_bytes = max(1, math.prod(shape[1:]) * dtype.itemsize)
-    num_rows = max(1, _COPY_BYTES // row_bytes)
-    for start in range(0, shape[0], num_rows):
-        index = torch.arange(start, min(start + num_rows, shape[0]))
-        rows = torch.empty((len(index), *shape[1:]), dtype=dtype)
+def _copy_rows(source: Table, file: int, layout: RowLayout) -> None:
+    num_rows = max(1, _COPY_BYTES // max(1, layout.row_bytes))
+    for start in range(0, layout.num_rows, num_rows):
+        index = torch.arange(start, min(start + num_rows, layout.num_rows))
+        rows = torch.empty((len(index), *source.shape[1:]), dtype=source.dtype)
         source.read_rows(index, rows, negative=False)
         if rows.numel():
             content = rows.view(len(index), -1).view(torch.uint8).numpy()

@@ -193,7 +193,12 @@ class TableFile:
         with self._translate_errors():
             if self._is_in_journal:
                 for writer, rows, content in self._batch:
-                    writer.file._write_rows(writer.layout, rows, content)
+                    file, layout = writer.file, writer.layout
+                    with file.lock:
+                        write_places(file._fd, layout, rows, content)
+                        file.modified = os.fstat(file._fd).st_mtime_ns
+                        for watcher in list(file.watchers):
+                            watcher.update_rows(layout, rows, content)
                 for writer, _, _ in self._batch:
                     os.fdatasync(writer.file._fd)
             with suppress(FileNotFoundError):
@@ -204,13 +209,6 @@ class TableFile:
         for writer, _, _ in self._batch:
             writer.file._pending = None
         self._batch = []
-
-    def _write_rows(self, layout: RowLayout, rows: np.ndarray, content: np.ndarray) -> None:
-        with self.lock:
-            write_places(self._fd, layout, rows, content)
-            self.modified = os.fstat(self._fd).st_mtime_ns
-            for watcher in list(self.watchers):
-                watcher.update_rows(layout, rows, content)
 
     def _write_journal(self) -> None:
         changes = [
@@ -275,28 +273,14 @@ class RowWriter:
         self.file = table_file(layout)
         self.file.open(layout)
 
-    def write(self, rows: np.ndarray, content: np.ndarray) -> None:
-        """Write rows to the disk.
-
-        Args:
-            rows: Row numbers, int64, rising, none of them twice, all of them in the table.
-            content: Bytes of the rows, uint8 of shape (len(rows), row_bytes), contiguous.
-
-        Raises:
-            StoreFullError: The journal does not fit on the disk; the table is as it was.
-            StoreWriteError: The rows could not be written; opening the table again writes them.
-        """
-        write_batch([(self, rows, content)])
-
 
 Part = tuple[RowWriter, np.ndarray, np.ndarray]
+"""A writer, row numbers (int64, rising, none of them twice, all of them in the table), and their
+bytes (uint8 of shape (len(rows), row_bytes), contiguous)."""
 
 
 def write_batch(parts: Sequence[Part]) -> None:
     """Write rows of several files, all of them or none, even if this process is killed.
-
-    Args:
-        parts: Writers, each with rows and content as `RowWriter.write` takes them.
 
     Raises:
         StoreFullError: The journal does not fit on the disk; the tables are as they were.
@@ -310,7 +294,13 @@ def write_batch(parts: Sequence[Part]) -> None:
             for writer, _, _ in parts:
                 writer.file.open(writer.layout)
                 writer.file.finish()  # what has failed before
-                _check_directory(writer.layout.path, parts[0][0].layout.path)
+                path, leader = writer.layout.path, parts[0][0].layout.path
+                if os.path.dirname(path) != os.path.dirname(leader):
+                    raise StoreUnavailableError(
+                        f"{path} lies in another directory than {leader}, so a journal of both "
+                        "would not be found: an optimizer's state must lie beside its table",
+                        path=path,
+                    )
             if parts:
                 parts[0][0].file._write(parts)
         finally:
@@ -337,16 +327,6 @@ def table_file(layout: RowLayout) -> TableFile:
         if found is None:
             found = _files[layout.file_id] = TableFile(layout.file_id)
         return found
-
-
-def _check_directory(path: str, leader: str) -> None:
-    """Raise unless the leader's journal would be found by the file's name."""
-    if os.path.dirname(path) != os.path.dirname(leader):
-        raise StoreUnavailableError(
-            f"{path} lies in another directory than {leader}, so a journal of both would not be "
-            "found: an optimizer's state must lie beside its table",
-            path=path,
-        )
 
 
 def _reset_all_after_fork() -> None:

@@ -38,17 +38,23 @@ class FirstBad {
   std::atomic<int64_t> first_{INT64_MAX};
 };
 
-struct Table {
-  char* rows;
+// Rows of a table that are read or written together; `table.py` passes these numbers of 64 bits.
+struct Batch {
+  char* rows;  // all of the table
   int64_t num_rows;
   int64_t stride;  // bytes from one row to the next
   int64_t row_bytes;
+  const void* index;
+  int64_t index_bytes;  // of one index
+  int64_t num_indices;
+  int64_t negative;  // whether indices below zero count from the end
+  int64_t num_threads;
 };
 
-// Negative indices count from the end. False if the row does not exist.
-inline bool resolve(int64_t& row, int64_t num_rows, bool negative) {
-  if (negative && row < 0) row += num_rows;
-  return static_cast<uint64_t>(row) < static_cast<uint64_t>(num_rows);
+// False if the row does not exist.
+inline bool resolve(int64_t& row, const Batch& batch) {
+  if (batch.negative && row < 0) row += batch.num_rows;
+  return static_cast<uint64_t>(row) < static_cast<uint64_t>(batch.num_rows);
 }
 
 // Into the second level: it waits for more lines at once than the first one. An address that is out
@@ -57,15 +63,15 @@ inline void prefetch_line(uintptr_t address) {
   __builtin_prefetch(reinterpret_cast<const void*>(address), 0, 1);
 }
 
-inline uintptr_t address_of(const Table& table, int64_t row) {
-  return reinterpret_cast<uintptr_t>(table.rows) +
-         static_cast<uintptr_t>(row) * static_cast<uintptr_t>(table.stride);
+inline uintptr_t address_of(const Batch& batch, int64_t row) {
+  return reinterpret_cast<uintptr_t>(batch.rows) +
+         static_cast<uintptr_t>(row) * static_cast<uintptr_t>(batch.stride);
 }
 
-inline void prefetch_row(const Table& table, int64_t row) {
-  const uintptr_t start = address_of(table, row);
+inline void prefetch_row(const Batch& batch, int64_t row) {
+  const uintptr_t start = address_of(batch, row);
   const uintptr_t begin = start & static_cast<uintptr_t>(kLine - 1);  // in its line
-  const uintptr_t end = begin + static_cast<uintptr_t>(std::min(table.row_bytes, kMaxPrefetch));
+  const uintptr_t end = begin + static_cast<uintptr_t>(std::min(batch.row_bytes, kMaxPrefetch));
   // Counted, not compared: an index that is wrong, or counts from the end, may lead to addresses
   // that wrap around.
   for (uintptr_t at = 0; at < end; at += kLine) prefetch_line(start - begin + at);
@@ -75,14 +81,14 @@ inline void prefetch_row(const Table& table, int64_t row) {
 // for their first lines go on at once (measured: 1.05 to 1.2 times as fast as row after row).
 // Always inline: a call that only prefetches is taken for one that does nothing, and left out.
 template <class Index>
-[[gnu::always_inline]] inline void prefetch_rows(const Table& table, const Index* index,
+[[gnu::always_inline]] inline void prefetch_rows(const Batch& batch, const Index* index,
                                                  int64_t num_indices) {
-  const uintptr_t last = static_cast<uintptr_t>(table.row_bytes) - 1;
-  const bool on_lines = (address_of(table, 0) | static_cast<uintptr_t>(table.stride)) % kLine == 0;
+  const uintptr_t last = static_cast<uintptr_t>(batch.row_bytes) - 1;
+  const bool on_lines = (address_of(batch, 0) | static_cast<uintptr_t>(batch.stride)) % kLine == 0;
   for (int64_t first = 0; first < num_indices; first += kTogether) {
     const int64_t count = std::min(kTogether, num_indices - first);
     uintptr_t starts[kTogether];
-    for (int64_t i = 0; i < count; ++i) starts[i] = address_of(table, index[first + i]);
+    for (int64_t i = 0; i < count; ++i) starts[i] = address_of(batch, index[first + i]);
     for (uintptr_t at = 0; at <= last; at += kLine) {
       for (int64_t i = 0; i < count; ++i) prefetch_line(starts[i] + at);
     }
@@ -131,25 +137,24 @@ struct AnyCopy {
 };
 
 template <class Index, class Copy>
-int64_t read_rows(const Table& table, const Index* index, int64_t num_indices, char* out,
-               bool negative, int num_threads, Copy copy) {
+int64_t read_rows(const Batch& batch, const Index* index, char* out, Copy copy) {
   FirstBad bad;
   const int64_t ahead =
-      std::clamp(kAheadBytes / std::max<int64_t>(table.row_bytes, 1), int64_t{2}, kMaxAhead);
-  parallel(num_threads, [&](int thread, int count) {
-    const int64_t begin = num_indices * thread / count;
-    const int64_t end = num_indices * (thread + 1) / count;
+      std::clamp(kAheadBytes / std::max<int64_t>(batch.row_bytes, 1), int64_t{2}, kMaxAhead);
+  parallel(static_cast<int>(batch.num_threads), [&](int thread, int count) {
+    const int64_t begin = batch.num_indices * thread / count;
+    const int64_t end = batch.num_indices * (thread + 1) / count;
     for (int64_t at = begin; at < std::min(begin + ahead, end); ++at) {
-      prefetch_row(table, index[at]);
+      prefetch_row(batch, index[at]);
     }
     for (int64_t at = begin; at < end; ++at) {
-      if (at + ahead < end) prefetch_row(table, index[at + ahead]);
+      if (at + ahead < end) prefetch_row(batch, index[at + ahead]);
       int64_t row = index[at];
-      if (!resolve(row, table.num_rows, negative)) {
+      if (!resolve(row, batch)) {
         bad.note(at);
         continue;
       }
-      copy(out + at * table.row_bytes, table.rows + row * table.stride, table.row_bytes);
+      copy(out + at * batch.row_bytes, batch.rows + row * batch.stride, batch.row_bytes);
     }
   });
   return bad.position();
@@ -163,29 +168,28 @@ int64_t read_rows(const Table& table, const Index* index, int64_t num_indices, c
 // Rows that do not end where a line of the result ends are put side by side first, so that every
 // line is written once and whole.
 template <class Index>
-int64_t read_streaming(const Table& table, const Index* index, int64_t num_indices, char* out,
-                         bool negative, int num_threads) {
+int64_t read_streaming(const Batch& batch, const Index* index, char* out) {
   FirstBad bad;
-  const int64_t row_bytes = table.row_bytes;
+  const int64_t row_bytes = batch.row_bytes;
   const int64_t block = std::max(kBlockBytes / row_bytes, int64_t{1});
   const bool on_lines = (reinterpret_cast<uintptr_t>(out) | static_cast<uintptr_t>(row_bytes)) %
                             static_cast<uintptr_t>(kLine) == 0;
   const bool side_by_side = !on_lines && row_bytes <= kBlockBytes / 2;
-  parallel(num_threads, [&](int thread, int count) {
+  parallel(static_cast<int>(batch.num_threads), [&](int thread, int count) {
     alignas(kLine) char staged[kBlockBytes];
-    const int64_t begin = num_indices * thread / count;
-    const int64_t end = num_indices * (thread + 1) / count;
+    const int64_t begin = batch.num_indices * thread / count;
+    const int64_t end = batch.num_indices * (thread + 1) / count;
     for (int64_t first = begin; first < end; first += block) {
       const int64_t last = std::min(first + block, end);
-      prefetch_rows(table, index + first, last - first);
+      prefetch_rows(batch, index + first, last - first);
       for (int64_t at = first; at < last; ++at) {
         int64_t row = index[at];
-        if (!resolve(row, table.num_rows, negative)) {
+        if (!resolve(row, batch)) {
           bad.note(at);
           row = 0;  // any row: the caller raises
-          if (table.num_rows == 0) continue;
+          if (batch.num_rows == 0) continue;
         }
-        const char* from = table.rows + row * table.stride;
+        const char* from = batch.rows + row * batch.stride;
         if (side_by_side) {
           VectorCopy()(staged + (at - first) * row_bytes, from, row_bytes);
         } else {
@@ -201,12 +205,9 @@ int64_t read_streaming(const Table& table, const Index* index, int64_t num_indic
 #endif
 
 template <class Index>
-int64_t read_rows(const Table& table, const Index* index, int64_t num_indices, char* out,
-               bool negative, int num_threads, bool streaming) {
-  const auto with = [&](auto copy) {
-    return read_rows(table, index, num_indices, out, negative, num_threads, copy);
-  };
-  switch (table.row_bytes) {
+int64_t read_rows(const Batch& batch, const Index* index, char* out, bool streaming) {
+  const auto with = [&](auto copy) { return read_rows(batch, index, out, copy); };
+  switch (batch.row_bytes) {
     case 1: return with(FixedCopy<1>());
     case 2: return with(FixedCopy<2>());
     case 4: return with(FixedCopy<4>());
@@ -216,10 +217,10 @@ int64_t read_rows(const Table& table, const Index* index, int64_t num_indices, c
     default: break;
   }
 #if defined(__AVX512F__)
-  if (streaming && table.row_bytes >= 2 * kLine) {
-    return read_streaming(table, index, num_indices, out, negative, num_threads);
+  if (streaming && batch.row_bytes >= 2 * kLine) {
+    return read_streaming(batch, index, out);
   }
-  if (table.row_bytes >= kLine) return with(VectorCopy());
+  if (batch.row_bytes >= kLine) return with(VectorCopy());
 #else
   (void)streaming;
 #endif
@@ -233,28 +234,27 @@ inline int owner(int64_t row, int count) {
 }
 
 template <class Index, class Write>
-int64_t write(const Table& table, const Index* index, int64_t num_indices, bool negative,
-              int num_threads, Write write_row) {
-  for (int64_t at = 0; at < num_indices; ++at) {  // nothing is written if any index is wrong
+int64_t write(const Batch& batch, const Index* index, Write write_row) {
+  for (int64_t at = 0; at < batch.num_indices; ++at) {  // nothing is written if any index is wrong
     int64_t row = index[at];
-    if (!resolve(row, table.num_rows, negative)) return at;
+    if (!resolve(row, batch)) return at;
   }
-  parallel(num_threads, [&](int thread, int count) {
-    for (int64_t at = 0; at < num_indices; ++at) {
+  parallel(static_cast<int>(batch.num_threads), [&](int thread, int count) {
+    for (int64_t at = 0; at < batch.num_indices; ++at) {
       int64_t row = index[at];
-      resolve(row, table.num_rows, negative);
-      if (owner(row, count) == thread) write_row(table.rows + row * table.stride, at);
+      resolve(row, batch);
+      if (owner(row, count) == thread) write_row(batch.rows + row * batch.stride, at);
     }
   });
   return -1;
 }
 
 template <class Value, class Index>
-int64_t add(const Table& table, const Index* index, int64_t num_indices, const char* source,
-            int64_t source_stride, double alpha, bool negative, int num_threads) {
+int64_t add(const Batch& batch, const Index* index, const char* source, int64_t source_stride,
+            double alpha) {
   const Value factor = static_cast<Value>(alpha);
-  const int64_t width = table.row_bytes / static_cast<int64_t>(sizeof(Value));
-  return write(table, index, num_indices, negative, num_threads, [&](char* row, int64_t at) {
+  const int64_t width = batch.row_bytes / static_cast<int64_t>(sizeof(Value));
+  return write(batch, index, [&](char* row, int64_t at) {
     Value* to = reinterpret_cast<Value*>(row);
     const Value* from = reinterpret_cast<const Value*>(source + at * source_stride);
     for (int64_t i = 0; i < width; ++i) to[i] = std::fma(from[i], factor, to[i]);
@@ -263,9 +263,9 @@ int64_t add(const Table& table, const Index* index, int64_t num_indices, const c
 
 // Calls `work` with a pointer to the indices in their own type.
 template <class Work>
-int64_t with_index(const void* index, int32_t index_bytes, Work work) {
-  if (index_bytes == 4) return work(static_cast<const int32_t*>(index));
-  return work(static_cast<const int64_t*>(index));
+int64_t with_index(const Batch& batch, Work work) {
+  if (batch.index_bytes == 4) return work(static_cast<const int32_t*>(batch.index));
+  return work(static_cast<const int64_t*>(batch.index));
 }
 
 }  // namespace
@@ -274,41 +274,28 @@ extern "C" {
 
 // Copies rows of the table to `out`, side by side. Returns -1, or the first position whose index is
 // out of range; what `out` holds is then undefined.
-int64_t penstock_read_rows(char* rows, int64_t num_rows, int64_t stride, int64_t row_bytes,
-                             const void* index, int32_t index_bytes, int64_t num_indices,
-                             int32_t negative, int32_t num_threads, char* out, int32_t streaming) {
-  const Table table{rows, num_rows, stride, row_bytes};
-  return with_index(index, index_bytes, [&](auto typed) {
-    return read_rows(table, typed, num_indices, out, negative != 0, num_threads, streaming != 0);
+int64_t penstock_read_rows(const Batch* batch, char* out, int32_t streaming) {
+  return with_index(*batch, [&](auto index) {
+    return read_rows(*batch, index, out, streaming != 0);
   });
 }
 
 // Copies rows of `source` into the table; of several for one row, the last one stays.
-int64_t penstock_write_rows(char* rows, int64_t num_rows, int64_t stride, int64_t row_bytes,
-                          const void* index, int32_t index_bytes, int64_t num_indices,
-                          int32_t negative, int32_t num_threads, const char* source,
-                          int64_t source_stride) {
-  const Table table{rows, num_rows, stride, row_bytes};
-  return with_index(index, index_bytes, [&](auto typed) {
-    return write(table, typed, num_indices, negative != 0, num_threads, [&](char* row, int64_t at) {
-      std::memcpy(row, source + at * source_stride, static_cast<size_t>(row_bytes));
+int64_t penstock_write_rows(const Batch* batch, const char* source, int64_t source_stride) {
+  return with_index(*batch, [&](auto index) {
+    return write(*batch, index, [&](char* row, int64_t at) {
+      std::memcpy(row, source + at * source_stride, static_cast<size_t>(batch->row_bytes));
     });
   });
 }
 
 // Adds `alpha` times rows of `source` to rows of the table, which are float or, if `is_double`,
 // double. Each product and sum is rounded once, as torch's are.
-int64_t penstock_add_rows(char* rows, int64_t num_rows, int64_t stride, int64_t row_bytes,
-                          const void* index, int32_t index_bytes, int64_t num_indices,
-                          int32_t negative, int32_t num_threads, const char* source,
-                          int64_t source_stride, double alpha, int32_t is_double) {
-  const Table table{rows, num_rows, stride, row_bytes};
-  return with_index(index, index_bytes, [&](auto typed) {
-    const auto as = [&]<class Value>() {
-      return add<Value>(table, typed, num_indices, source, source_stride, alpha, negative != 0,
-                        num_threads);
-    };
-    return is_double ? as.template operator()<double>() : as.template operator()<float>();
+int64_t penstock_add_rows(const Batch* batch, const char* source, int64_t source_stride,
+                          double alpha, int32_t is_double) {
+  return with_index(*batch, [&](auto index) {
+    return is_double ? add<double>(*batch, index, source, source_stride, alpha)
+                     : add<float>(*batch, index, source, source_stride, alpha);
   });
 }
 

@@ -3,17 +3,18 @@
 Random rows of a large table miss the processor's translation cache on every row, so huge pages
 decide how fast they are gathered. Linux gives them to private memory on request, to shared
 memory mostly not. So a table begins as private memory, and moves into shared memory, without
-change_lock its address, when it is first sent to another process, as PyTorch moves tensors.
+changing its address, when it is first sent to another process, as PyTorch moves tensors.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -64,9 +65,8 @@ class TableMemory:
         everything = torch.frombuffer(mapping, dtype=torch.uint8)
         gap = -everything.data_ptr() % HUGE_PAGE_BYTES
         self._adopt(everything[gap : gap + num_bytes], num_bytes, None)
-        advise(
-            self.address, _round_to_pages(num_bytes), MADV_HUGEPAGE
-        )  # where the kernel allows it
+        # Where the kernel allows it.
+        advise(self.address, _round_to_pages(num_bytes), MADV_HUGEPAGE)
 
     @classmethod
     def attach(cls, descriptor: int, num_bytes: int) -> TableMemory:
@@ -103,28 +103,38 @@ class TableMemory:
                 descriptor = os.memfd_create("penstock-table", os.MFD_CLOEXEC)
                 try:
                     os.truncate(descriptor, _round_to_pages(self.num_bytes))
-                    self._move_all(descriptor)
+                    self._run_on_chunks(functools.partial(self._move, descriptor))
                 except OSError as error:
                     os.close(descriptor)  # moved chunks stay mapped, and are moved again
                     raise _capacity_error(self.num_bytes, str(error)) from error
                 self.descriptor = descriptor
             return self.descriptor
 
-    def _move_all(self, descriptor: int) -> None:
-        """Move all chunks, by several threads; they have the memory policy of this one."""
+    def _run_on_chunks(self, work: Callable[[int, int], None]) -> None:
+        """Call `work(start, num_bytes)` for all chunks, by several threads.
+
+        The threads have the memory policy of this one. Where it takes long the terminal has a
+        progress bar.
+        """
         starts = range(0, self.num_bytes, _CHUNK_BYTES)
+        lengths = [min(_CHUNK_BYTES, self.num_bytes - start) for start in starts]
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
-            moved = threads.map(lambda start: self._move(start, descriptor), starts)
-            for _ in _show_progress(moved, self.num_bytes):
+            done = threads.map(work, starts, lengths)
+            if self.num_bytes >= _LONG_BYTES:
+                from rich.console import Console
+                from rich.progress import track
+
+                text = f"preparing {format_bytes(self.num_bytes)}"
+                done = track(done, text, len(starts), console=Console(stderr=True), transient=True)
+            for _ in done:
                 pass
 
-    def _move(self, start: int, descriptor: int) -> int:
-        """Copy a chunk into the file, and map that in its place; returns its length.
+    def _move(self, descriptor: int, start: int, num_bytes: int) -> None:
+        """Copy a chunk into the file, and map that in its place.
 
         It is copied through a mapping, because the kernel gives shared memory huge pages where it
         is touched, not where it is written, and only where they are asked for.
         """
-        num_bytes = min(_CHUNK_BYTES, self.num_bytes - start)
         length = _round_to_pages(num_bytes)
         room = map_at(None, length + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
         try:
@@ -142,7 +152,6 @@ class TableMemory:
             unmap(room, length + HUGE_PAGE_BYTES)
         map_at(self.address + start, length, mmap.MAP_SHARED | MAP_FIXED, descriptor, start)
         advise(self.address + start, length, MADV_HUGEPAGE)
-        return num_bytes
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return the memory as a contiguous tensor on the CPU, which keeps it mapped."""
@@ -154,19 +163,14 @@ class TableMemory:
         Raises:
             CapacityError: There is not enough memory.
         """
-        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
-            done = threads.map(self._touch_chunk, range(0, self.num_bytes, _CHUNK_BYTES))
-            for _ in _show_progress(done, self.num_bytes):
-                pass
+        self._run_on_chunks(self._touch_chunk)
 
-    def _touch_chunk(self, start: int) -> int:
-        num_bytes = min(_CHUNK_BYTES, self.num_bytes - start)
+    def _touch_chunk(self, start: int, num_bytes: int) -> None:
         number = advise(self.address + start, num_bytes, MADV_POPULATE_WRITE)
         if number == errno.EINVAL:  # an older kernel
             self._content[start : start + num_bytes : PAGE_BYTES].zero_()
         elif number:
             raise _capacity_error(self.num_bytes, os.strerror(number))
-        return num_bytes
 
 
 def _capacity_error(num_bytes: int, why: str) -> CapacityError:
@@ -191,18 +195,3 @@ def advise_huge_pages(tensor: torch.Tensor) -> None:
     num_bytes = tensor.numel() * tensor.element_size()
     if num_bytes >= _LARGE_BYTES:
         pages.advise_huge_pages(tensor.data_ptr(), num_bytes)
-
-
-def _show_progress(done: Iterator[int], total_bytes: int) -> Iterator[int]:
-    """Pass the byte counts on, with a progress bar on the terminal where that takes a while."""
-    if total_bytes < _LONG_BYTES:
-        yield from done
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"preparing {format_bytes(total_bytes)}", total=total_bytes)
-        for num_bytes in done:
-            progress.update(task, advance=num_bytes)
-            yield num_bytes

@@ -10,18 +10,18 @@ import contextlib
 import ctypes
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from penstock.codegen import load_optional_library
 from penstock.unified._devices import gpu_of
-from penstock.unified._report import Counters, UnifiedReport
 from penstock.unified._row_index import as_index, index_error, resolve_index
-from penstock.unified._table import CPU, Table
+from penstock.unified._table import CPU, Counters, Table, UnifiedReport
+from penstock.unified.device._staging import ReadRows
 from penstock.unified.device.hot_rows import HotRows
-from penstock.unified.device.table import DeviceTable, MemoryUse
+from penstock.unified.device.table import MemoryUse
 from penstock.unified.host.memory import TableMemory
 
 _HERE = Path(__file__).parent
@@ -29,6 +29,7 @@ _SOURCES = [_HERE.parent / "threads.cpp", _HERE / "host_rows.cpp"]
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off")
 _SINGLE_THREAD_BYTES = 64 * 1024  # fewer bytes are copied before a second thread is awake
 _STREAM_BYTES = 8 * 2**20  # results larger than this go past the caches
+_Batch = ctypes.c_int64 * 9  # the struct of `host_rows.cpp`
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -41,18 +42,13 @@ class HostTable(Table):
         use: Record of what GPUs do with the memory, shared by all tables over it.
     """
 
+    use: MemoryUse
+
     def __init__(
-        self,
-        memory: TableMemory,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        *,
-        device: torch.device = CPU,
+        self, use: MemoryUse, *, device: torch.device = CPU, hot_rows: HotRows | None = None
     ) -> None:
-        super().__init__(device, None)
-        self.memory = memory
-        self.rows = memory.tensor(shape, dtype)
-        self.use = MemoryUse(self.rows, memory)
+        super().__init__(tuple(use.rows.shape), use.rows.dtype, device, hot_rows, use)
+        self.memory, self.rows = use.memory, use.rows
 
     @classmethod
     def empty(
@@ -61,19 +57,11 @@ class HostTable(Table):
         """Return a table of zeroes, whose pages are there."""
         memory = TableMemory(dtype.itemsize * math.prod(shape))
         memory.touch()
-        return cls(memory, shape, dtype, device=device)
+        return cls(MemoryUse(memory.tensor(shape, dtype), memory), device=device)
 
     def view_from(self, device: torch.device, hot_rows: HotRows | None) -> HostTable:
         """Return a table over the same memory whose rows go to another device, or stay there."""
-        table = HostTable.__new__(HostTable)
-        Table.__init__(table, device, hot_rows)
-        table.memory, table.rows, table.use = self.memory, self.rows, self.use
-        return table
-
-    def _make_device_table(self, device: torch.device) -> DeviceTable:
-        read = functools.partial(read_rows, self.rows)
-        shape, dtype = tuple(self.rows.shape), self.rows.dtype
-        return DeviceTable(device, shape, dtype, read, use=self.use, hot_rows=self.hot_rows)
+        return HostTable(self.use, device=device, hot_rows=hot_rows)
 
     def read_rows(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool) -> None:
         """Read rows; see `Table`."""
@@ -81,6 +69,9 @@ class HostTable(Table):
             self.use.synchronize()
         read_rows(self.rows, index, out, negative=negative)
         self.count_batch(index, out.numel() * out.element_size())
+
+    def _host_reader(self) -> ReadRows:
+        return functools.partial(read_rows, self.rows)  # which keeps the memory, not the table
 
     @contextlib.contextmanager
     def write_access(self, index: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -157,13 +148,8 @@ def read_rows(
         torch.index_select(table, 0, index, out=rows)
         return
     num_bytes = out.numel() * out.element_size()
-    bad = library.penstock_read_rows(
-        *_arguments(table, index, negative, num_bytes, single_thread),
-        out.data_ptr(),
-        num_bytes >= _STREAM_BYTES,
-    )
-    if bad >= 0:
-        raise index_error(index, bad, table.shape[0])
+    last = out.data_ptr(), num_bytes >= _STREAM_BYTES
+    _call(library.penstock_read_rows, table, index, negative, num_bytes, single_thread, last)
 
 
 def write_rows(
@@ -189,12 +175,8 @@ def write_rows(
         bits = _BITS.get(table.element_size(), table.dtype)  # torch does not copy every dtype
         table.view(bits).index_copy_(0, rows, source.view(bits).index_select(0, last[rows]))
         return
-    num_bytes = source.numel() * source.element_size()
-    bad = library.penstock_write_rows(
-        *_arguments(table, index, negative, num_bytes, single_thread), *_rows_of(source)
-    )
-    if bad >= 0:
-        raise index_error(index, bad, table.shape[0])
+    num_bytes, rows = source.numel() * source.element_size(), _rows_of(source)
+    _call(library.penstock_write_rows, table, index, negative, num_bytes, single_thread, rows)
 
 
 def add_rows(
@@ -216,34 +198,36 @@ def add_rows(
         table.index_add_(0, resolve_index(index, table.shape[0], negative), source, alpha=alpha)
         return
     num_bytes = source.numel() * source.element_size()
-    bad = library.penstock_add_rows(
-        *_arguments(table, index, negative, num_bytes, False),
-        *_rows_of(source),
-        float(alpha),
-        table.dtype == torch.float64,
-    )
-    if bad >= 0:
-        raise index_error(index, bad, table.shape[0])
+    last = *_rows_of(source), float(alpha), table.dtype == torch.float64
+    _call(library.penstock_add_rows, table, index, negative, num_bytes, False, last)
 
 
-def _arguments(
-    table: torch.Tensor, index: torch.Tensor, negative: bool, num_bytes: int, single_thread: bool
-) -> tuple[int, ...]:
-    """Return the first arguments of all functions of the library; `num_bytes` will be moved."""
+def _call(
+    function: Callable[..., int],
+    table: torch.Tensor,
+    index: torch.Tensor,
+    negative: bool,
+    num_bytes: int,
+    single_thread: bool,
+    last: tuple[float, ...],
+) -> None:
+    """Call a function of the library, which moves `num_bytes`; `last` are its last arguments."""
     num_rows = table.shape[0]
     element_bytes = table.element_size()
-    row_bytes = table.numel() // num_rows * element_bytes if num_rows else 0
-    return (
+    batch = _Batch(
         table.data_ptr(),
         num_rows,
         table.stride(0) * element_bytes,
-        row_bytes,
+        table.numel() // num_rows * element_bytes if num_rows else 0,
         index.data_ptr(),
         index.element_size(),
         index.numel(),
         negative,
         1 if single_thread or num_bytes < _SINGLE_THREAD_BYTES else torch.get_num_threads(),
     )
+    bad = function(batch, *last)
+    if bad >= 0:
+        raise index_error(index, bad, num_rows)
 
 
 def _rows_of(source: torch.Tensor) -> tuple[int, int]:
@@ -254,15 +238,14 @@ def _rows_of(source: torch.Tensor) -> tuple[int, int]:
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     pointer, count, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    common = [pointer, count, count, count, pointer, flag, count, flag, flag]
     return load_optional_library(
         "host_rows",
         _SOURCES,
         flags=_FLAGS,
         functions={
-            "penstock_read_rows": (count, [*common, pointer, flag]),
-            "penstock_write_rows": (count, [*common, pointer, count]),
-            "penstock_add_rows": (count, [*common, pointer, count, ctypes.c_double, flag]),
+            "penstock_read_rows": (count, [pointer, pointer, flag]),
+            "penstock_write_rows": (count, [pointer, pointer, count]),
+            "penstock_add_rows": (count, [pointer, pointer, count, ctypes.c_double, flag]),
         },
         work="rows are gathered",
         otherwise="by torch",

@@ -29,7 +29,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from penstock.unified.optim._optimizer import RowOptimizer
-from penstock.unified.optim._steps import AdagradStep, AdamStep, SgdStep
+from penstock.unified.optim._updates import AdagradStep, AdamStep, SgdStep
 
 __all__ = ["SGD", "Adagrad", "Adam"]
 

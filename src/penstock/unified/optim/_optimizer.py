@@ -19,8 +19,7 @@ from penstock.unified._unify import empty, unify
 from penstock.unified.file.layout import split_source
 from penstock.unified.file.table import FileTable, HostTable, write_tables
 from penstock.unified.file.writer import change_lock, without_gradients
-from penstock.unified.optim._steps import RowStep
-from penstock.unified.optim._updates import RowGroups, group_rows, state_dtype, update_rows
+from penstock.unified.optim._updates import RowGroups, RowStep, group_rows, state_dtype, update_rows
 
 logger = logging.getLogger(__name__)
 
@@ -119,8 +118,7 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
         for number, table in zip(numbers, tables, strict=True):
             if number in kept:
                 self.state[table] = {
-                    name: _copy_count(each) if name == _STEP else _check_state(table, name, each)
-                    for name, each in kept[number].items()
+                    name: _check_state(table, name, each) for name, each in kept[number].items()
                 }
 
     def _step_table(self, table: UnifiedTensor, group: dict[str, Any]) -> None:
@@ -130,48 +128,45 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
         state = self.state[table] if names else {}
         if names and not all(name in state for name in (*names, _STEP)):
             self._make_state(table, names, group)
-        states = [state[name] for name in names]
-        count = state[_STEP] if names else None
+        tables = [table, *(state[name] for name in names)]
+        count = state.get(_STEP)
         if isinstance(table._table, FileTable):
-            self._step_file(table, states, count, groups, gradients, group)
+            self._step_file(tables, count, groups, gradients, group)
             return
         number = 1
         if count is not None:
             count += 1
             number = int(count)
-        tables = [table, *states]
         with ExitStack() as held:
-            rows = [
-                held.enter_context(_host_table(each).write_access(groups.rows)) for each in tables
-            ]
+            rows: list[torch.Tensor] = []
+            for each in tables:
+                assert isinstance(each._table, HostTable)
+                rows.append(held.enter_context(each._table.write_access(groups.rows)))
             update_rows(self._make_step(group, number), groups, gradients, rows[0], rows[1:])
 
     def _step_file(
         self,
-        table: UnifiedTensor,
-        states: list[UnifiedTensor],
+        tables: list[UnifiedTensor],
         count: UnifiedTensor | None,
         groups: RowGroups,
         gradients: torch.Tensor,
         group: dict[str, Any],
     ) -> None:
         """Read the rows and their state, change them, and write all of it or nothing."""
-        tables = [table, *states]
         with change_lock():
             content = [_read_rows(each, groups.rows) for each in tables]
-            counted = None if count is None else _read_rows(count, torch.arange(len(count)))
+            counted = None if count is None else _read_all(count)
             number = 1 if counted is None else 1 + int(counted[0])
             before = content[0][:: _witness_stride(groups.rows)].clone()
             step = self._make_step(group, number)
             update_rows(step, groups, gradients, content[0], content[1:], gathered=True)
-            parts = [
-                (_file_table(each), groups.rows, new)
-                for each, new in zip(tables, content, strict=True)
+            parts: list[tuple[Any, torch.Tensor, torch.Tensor]] = [
+                (each._table, groups.rows, new) for each, new in zip(tables, content, strict=True)
             ]
             if count is not None and counted is not None:
                 counted[0] = number
                 _record_witnesses(counted, groups.rows, before, content[0])
-                parts.append((_file_table(count), torch.arange(len(count)), counted))
+                parts.append((count._table, torch.arange(len(count)), counted))
             write_tables(parts)
         for each in tables:
             torch.autograd.graph.increment_version(each)
@@ -183,8 +178,16 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
         state = self.state[table]
         first, dtype = self._initial_value(group), state_dtype(table.dtype)
         if isinstance(table._table, FileTable):
-            prefix = state_prefix(table._table.source)
-            _check_complete(prefix, names)
+            file, key = split_source(table._table.source)
+            prefix = f"{file}.{key}." if key else f"{file}."
+            missing = [name for name in names if not os.path.exists(prefix + name)]
+            if missing and os.path.exists(prefix + _STEP):
+                raise StoreError(
+                    f"{prefix}{_STEP} is there, but {prefix}{missing[0]} is not: a part of an "
+                    "optimizer's state is lost. Restore it, or delete the rest of it to begin "
+                    "anew.",
+                    path=prefix + missing[0],
+                )
             for name in names:
                 new = _open_state(prefix + name, tuple(table.shape), dtype, first)
                 state[name] = _check_state(table, name, new)
@@ -231,7 +234,7 @@ def _check_witnesses(
     if tuple(count.shape) != _STEP_SHAPE:
         problem = "is of another version"
     else:
-        counted = _read_rows(count, torch.arange(len(count)))
+        counted = _read_all(count)
         pairs = [(int(row), int(sum_)) for row, sum_ in counted[1:].view(-1, 2).tolist() if sum_]
         rows = [row for row, _ in pairs]
         if not pairs:
@@ -257,12 +260,6 @@ def _to_bytes(row: torch.Tensor) -> bytes:
     return row.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def state_prefix(source: str) -> str:
-    """Return the prefix of the names of files with the state of a table in a file."""
-    file, key = split_source(source)
-    return f"{file}.{key}." if key else f"{file}."
-
-
 def _read_gradient(table: UnifiedTensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return indices and rows of a table's gradient, on the CPU; a row may occur several times."""
     gradient = table.grad
@@ -280,29 +277,21 @@ def _read_gradient(table: UnifiedTensor) -> tuple[torch.Tensor, torch.Tensor]:
     return gradient._indices()[0].cpu(), gradient._values().detach().cpu()
 
 
-def _host_table(table: UnifiedTensor) -> HostTable:
-    assert isinstance(table._table, HostTable)
-    return table._table
-
-
-def _file_table(table: UnifiedTensor) -> FileTable:
-    assert isinstance(table._table, FileTable)
-    return table._table
-
-
 def _read_rows(table: UnifiedTensor, rows: torch.Tensor) -> torch.Tensor:
     out = torch.empty((len(rows), *table.shape[1:]), dtype=table.dtype)
     table._table.read_rows(rows, out, negative=False)
     return out
 
 
-def _copy_count(saved: torch.Tensor) -> torch.Tensor:
-    """Return the step count, copied if in memory: it is counted up in place."""
-    return saved if isinstance(saved, UnifiedTensor) else saved.detach().clone()
+def _read_all(count: UnifiedTensor) -> torch.Tensor:
+    """Return a step count in a file, with its witnesses."""
+    return _read_rows(count, torch.arange(len(count)))
 
 
-def _check_state(table: UnifiedTensor, name: str, state: torch.Tensor) -> UnifiedTensor:
+def _check_state(table: UnifiedTensor, name: str, state: torch.Tensor) -> torch.Tensor:
     """Return state that fits the table; plain tensors, such as torch.optim saves, are copied."""
+    if name == _STEP:  # in memory it is counted up in place
+        return state if isinstance(state, UnifiedTensor) else state.detach().clone()
     dtype = state_dtype(table.dtype)
     if state.shape != table.shape or state.dtype != dtype:
         raise ValueError(
@@ -318,16 +307,6 @@ def _check_state(table: UnifiedTensor, name: str, state: torch.Tensor) -> Unifie
             "the state of such a table"
         )
     return state
-
-
-def _check_complete(prefix: str, names: tuple[str, ...]) -> None:
-    missing = [name for name in names if not os.path.exists(prefix + name)]
-    if missing and os.path.exists(prefix + _STEP):
-        raise StoreError(
-            f"{prefix}{_STEP} is there, but {prefix}{missing[0]} is not: a part of an optimizer's "
-            "state is lost. Restore it, or delete the rest of it to begin anew.",
-            path=prefix + missing[0],
-        )
 
 
 def _open_state(
@@ -349,7 +328,8 @@ def _open_state(
     for start in range(0, shape[0], num_rows):
         index = torch.arange(start, min(start + num_rows, shape[0]))
         table[index] = torch.full((len(index), *shape[1:]), first, dtype=dtype)
-    _file_table(table).close()
+    assert isinstance(table._table, FileTable)
+    table._table.close()
     os.rename(unfinished, path)
     return unify(path, device=_CPU)
 

@@ -11,17 +11,22 @@ rounded once, when it is stored.
 
 from __future__ import annotations
 
+import abc
 import ctypes
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
+from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
 
 from penstock.codegen import load_optional_library
 from penstock.errors import CapacityError
 from penstock.unified._row_index import index_error, resolve_index
-from penstock.unified.optim._steps import RowStep
 
 _HERE = Path(__file__).parent
 _SOURCES = [_HERE.parent / "threads.cpp", _HERE / "row_updates.cpp"]
@@ -131,7 +136,7 @@ def update_rows(
         assert each.shape == tables[0].shape and each.dtype == state_dtype(table.dtype)
     assert gradients.dtype == table.dtype and gradients.shape[1] == tables[0].shape[1]
     library = _library()
-    if library is None or not _has_kind(library, table.dtype):
+    if library is None or (table.dtype == torch.float16 and not library.penstock_has_half()):
         _update_in_torch(step, groups, gradients, tables, gathered)
         return
     update = _make_struct(step, groups, gradients, tables, gathered)
@@ -191,10 +196,6 @@ def _update_in_torch(
             each.index_copy_(0, groups.rows, content)
 
 
-def _has_kind(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
-    return dtype != torch.float16 or bool(library.penstock_has_half())
-
-
 def _memory_error() -> CapacityError:
     return CapacityError("there is not enough memory to group the gradients of a step by row")
 
@@ -217,3 +218,103 @@ def _library() -> ctypes.CDLL | None:
         work="rows are updated",
         otherwise="by torch",
     )
+
+
+# --------------------------------------------------------------------------- steps
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowStep(abc.ABC):
+    """One step of an optimizer."""
+
+    function: ClassVar[str]
+    """Name of the step in the library."""
+
+    lr: float
+    weight_decay: float
+    maximize: bool
+    count: int
+    """Number of steps of the table, this one included."""
+
+    @abc.abstractmethod
+    def numbers(self) -> tuple[float, ...]:
+        """Return the numbers that the step's constructor in C++ reads, in its order."""
+
+    @abc.abstractmethod
+    def run_in_torch(self, rows: Tensor, gradients: Tensor, states: list[Tensor]) -> None:
+        """Change `rows` and `states` in place; all of the same shape and dtype."""
+
+    def _options(self) -> dict[str, Any]:
+        """Return the keywords of torch's function, which have the names of the fields."""
+        options = {**dataclasses.asdict(self), "foreach": False}
+        del options["count"]
+        return options
+
+    def _steps_before(self) -> list[Tensor]:
+        """Return the counts that torch's functions increase."""
+        return [torch.tensor(float(self.count - 1), dtype=torch.float64)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SgdStep(RowStep):
+    """A step of `penstock.unified.optim.SGD`; with momentum, `states` are its velocities."""
+
+    function = "penstock_sgd"
+    momentum: float
+    dampening: float
+    nesterov: bool
+
+    def numbers(self) -> tuple[float, ...]:
+        is_first = self.count == 1
+        numbers = self.lr, self.weight_decay, self.momentum, self.dampening
+        return *numbers, is_first, self.nesterov
+
+    def run_in_torch(self, rows: Tensor, gradients: Tensor, states: list[Tensor]) -> None:
+        # In the first step the velocity is the gradient itself, undampened.
+        is_first = self.count == 1
+        velocities: list[Tensor | None] = [None if is_first or not states else states[0]]
+        sgd([rows], [gradients], velocities, **self._options())
+        if states and velocities[0] is not states[0]:
+            assert velocities[0] is not None
+            states[0].copy_(velocities[0])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdagradStep(RowStep):
+    """A step of `penstock.unified.optim.Adagrad`; `states` are the sums of squares."""
+
+    function = "penstock_adagrad"
+    lr_decay: float
+    eps: float
+
+    def numbers(self) -> tuple[float, ...]:
+        lr = self.lr / (1 + (self.count - 1) * self.lr_decay)
+        return lr, self.weight_decay, self.eps
+
+    def run_in_torch(self, rows: Tensor, gradients: Tensor, states: list[Tensor]) -> None:
+        counts = self._steps_before()
+        adagrad([rows], [gradients], states, counts, has_sparse_grad=False, **self._options())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamStep(RowStep):
+    """A step of `penstock.unified.optim.Adam`; `states` are both means, and the largest v."""
+
+    function = "penstock_adam"
+    betas: tuple[float, float]
+    eps: float
+    amsgrad: bool
+
+    def numbers(self) -> tuple[float, ...]:
+        beta1, beta2 = self.betas
+        step_size = self.lr / (1 - beta1**self.count)
+        correction = (1 - beta2**self.count) ** 0.5
+        numbers = step_size, self.weight_decay, self.eps, 1 - beta1, beta2, 1 - beta2
+        return *numbers, correction, self.amsgrad
+
+    def run_in_torch(self, rows: Tensor, gradients: Tensor, states: list[Tensor]) -> None:
+        options = self._options()
+        beta1, beta2 = options.pop("betas")
+        means, squares, largest, counts = states[:1], states[1:2], states[2:], self._steps_before()
+        lists = [rows], [gradients], means, squares, largest, counts
+        adam(*lists, beta1=beta1, beta2=beta2, **options)

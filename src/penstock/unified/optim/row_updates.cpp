@@ -10,6 +10,7 @@
 // to one thread, so the number of threads changes nothing.
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -61,8 +62,6 @@ inline double widened(double number) { return number; }
 
 // -------------------------------------------------------------------------------- groups
 
-int bits_of(uint64_t largest) { return largest == 0 ? 0 : 64 - __builtin_clzll(largest); }
-
 // Sorts keys by their upper bits, from `shift` on, and keeps the order of equal ones: a radix sort,
 // so nothing is compared. The result is in `keys`; `other` has room for as many.
 void sort_by_upper_bits(uint64_t* keys, uint64_t* other, int64_t count, int shift, int num_bits) {
@@ -99,18 +98,13 @@ inline Value decayed(Value gradient, Value weight, Value decay, bool decays) {
 // torch.optim.SGD: g += decay p; m = momentum m + (1 - dampening) g; p -= lr (m, or g + momentum m).
 template <class Value>
 struct Sgd {
-  Value minus_lr, decay, momentum, undampened;
-  bool decays, has_momentum, first, nesterov;
-
-  explicit Sgd(const double* numbers)
-      : minus_lr(static_cast<Value>(-numbers[0])),
-        decay(static_cast<Value>(numbers[1])),
-        momentum(static_cast<Value>(numbers[2])),
-        undampened(static_cast<Value>(1 - numbers[3])),
-        decays(numbers[1] != 0),
-        has_momentum(numbers[2] != 0),
-        first(numbers[4] != 0),
-        nesterov(numbers[5] != 0) {}
+  const double* numbers;
+  Value minus_lr = static_cast<Value>(-numbers[0]);
+  Value decay = static_cast<Value>(numbers[1]);
+  Value momentum = static_cast<Value>(numbers[2]);
+  Value undampened = static_cast<Value>(1 - numbers[3]);
+  bool decays = numbers[1] != 0, has_momentum = numbers[2] != 0;
+  bool first = numbers[4] != 0, nesterov = numbers[5] != 0;
 
   template <bool kMaximize>
   void run(Value* __restrict row, Value* const* states, const Value* __restrict gradient,
@@ -138,14 +132,11 @@ struct Sgd {
 // torch.optim.Adagrad: g += decay p; s += g^2; p -= lr' g / (sqrt(s) + eps).
 template <class Value>
 struct Adagrad {
-  Value minus_lr, decay, eps;
-  bool decays;
-
-  explicit Adagrad(const double* numbers)
-      : minus_lr(static_cast<Value>(-numbers[0])),
-        decay(static_cast<Value>(numbers[1])),
-        eps(static_cast<Value>(numbers[2])),
-        decays(numbers[1] != 0) {}
+  const double* numbers;
+  Value minus_lr = static_cast<Value>(-numbers[0]);
+  Value decay = static_cast<Value>(numbers[1]);
+  Value eps = static_cast<Value>(numbers[2]);
+  bool decays = numbers[1] != 0;
 
   template <bool kMaximize>
   void run(Value* __restrict row, Value* const* states, const Value* __restrict gradient,
@@ -165,19 +156,15 @@ struct Adagrad {
 // p -= lr' m / (sqrt(v) / sqrt(1 - beta2^t) + eps), with the largest v so far for amsgrad.
 template <class Value>
 struct Adam {
-  Value minus_lr, decay, eps, mean_weight, beta2, square_weight, correction;
-  bool decays, amsgrad;
-
-  explicit Adam(const double* numbers)
-      : minus_lr(static_cast<Value>(-numbers[0])),
-        decay(static_cast<Value>(numbers[1])),
-        eps(static_cast<Value>(numbers[2])),
-        mean_weight(static_cast<Value>(numbers[3])),
-        beta2(static_cast<Value>(numbers[4])),
-        square_weight(static_cast<Value>(numbers[5])),
-        correction(static_cast<Value>(numbers[6])),
-        decays(numbers[1] != 0),
-        amsgrad(numbers[7] != 0) {}
+  const double* numbers;
+  Value minus_lr = static_cast<Value>(-numbers[0]);
+  Value decay = static_cast<Value>(numbers[1]);
+  Value eps = static_cast<Value>(numbers[2]);
+  Value mean_weight = static_cast<Value>(numbers[3]);
+  Value beta2 = static_cast<Value>(numbers[4]);
+  Value square_weight = static_cast<Value>(numbers[5]);
+  Value correction = static_cast<Value>(numbers[6]);
+  bool decays = numbers[1] != 0, amsgrad = numbers[7] != 0;
 
   template <bool kMaximize>
   void run(Value* row, Value* const* states, const Value* gradient, int64_t width) const {
@@ -226,10 +213,6 @@ struct Table {
   }
 };
 
-}  // namespace
-
-extern "C" {
-
 // The rows to update; `_updates.py` has the same struct.
 struct PenstockUpdate {
   int32_t kind;          // of the rows and gradients; the states of narrow rows are float
@@ -247,10 +230,6 @@ struct PenstockUpdate {
   char* table;
   char* states[kNumStates];
 };
-
-}  // extern "C"
-
-namespace {
 
 // Adds up the gradients of a group, in their order. May return the place of the only one.
 template <class Stored, class Value>
@@ -334,7 +313,7 @@ void run(const PenstockUpdate& update, const Step& step) {
 
 template <class Stored, class Value, template <class> class Step>
 void run(const PenstockUpdate& update, const double* numbers) {
-  const Step<Value> step(numbers);
+  const Step<Value> step{numbers};
   if (update.maximize) {
     run<Stored, Value, true>(update, step);
   } else {
@@ -379,8 +358,8 @@ int64_t penstock_group_rows(const int64_t* index, int64_t num_indices, int64_t n
     rising = rising && (at == 0 || index[at - 1] <= index[at]);
   }
   // A row and a position in one number, sorted in the memory of the result.
-  const int row_bits = bits_of(static_cast<uint64_t>(std::max<int64_t>(num_rows - 1, 0)));
-  const int position_bits = bits_of(static_cast<uint64_t>(num_indices));
+  const int row_bits = std::bit_width(static_cast<uint64_t>(std::max<int64_t>(num_rows - 1, 0)));
+  const int position_bits = std::bit_width(static_cast<uint64_t>(num_indices));
   const bool packed = row_bits + position_bits <= 64;
   if (rising) {
     for (int64_t at = 0; at < num_indices; ++at) order[at] = at;

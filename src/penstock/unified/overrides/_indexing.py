@@ -8,13 +8,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.unified._table_tensor import whole_table_error
 from penstock.unified._tensor import FileTensor, UnifiedTensor
 from penstock.unified.file.table import FileTable
 from penstock.unified.file.writer import change_lock
 from penstock.unified.overrides._rows import is_plain_write, is_readable_by_torch, write_rows
 from penstock.unified.overrides.gather import INTEGERS, gather
-from penstock.unified.overrides.registry import RULES, Operation, Rule, implements, run
+from penstock.unified.overrides.registry import (
+    RULES,
+    Operation,
+    Rule,
+    implements,
+    run,
+    whole_table_error,
+)
 
 Rows = int | slice | torch.Tensor
 _VIEWS = (int, slice, tuple)  # keys whose results PyTorch makes as fast, or without a copy
@@ -156,9 +162,12 @@ def _choose_rows(num_rows: int, first: Any) -> Rows | None:
     if isinstance(first, list | range):
         first = _list_to_tensor(first)
     elif isinstance(first, np.ndarray):
-        first = _array_to_tensor(first)
+        native = first.astype(first.dtype.newbyteorder("="), copy=False)
+        first = torch.from_numpy(native) if first.dtype.kind in "iub" else None
     if not isinstance(first, torch.Tensor):
         return None
+    if first.dtype in _WIDE_UNSIGNED:  # gathers take none of them
+        first = first.long()
     if first.dim() == 0:
         return int(first) if first.dtype in INTEGERS and first.is_cpu else None
     if first.dtype in (torch.bool, torch.uint8):  # bytes are PyTorch's masks of old
@@ -169,8 +178,6 @@ def _choose_rows(num_rows: int, first: Any) -> Rows | None:
                 f"the mask has {len(first)} entries, but the table has {num_rows} rows"
             )
         return first.nonzero().flatten()
-    if first.dtype in _WIDE_UNSIGNED:  # gathers take none of them
-        return first.long()
     return first if first.dtype in INTEGERS else None
 
 
@@ -185,14 +192,6 @@ def _list_to_tensor(values: list[Any] | range) -> torch.Tensor | None:
     if all(isinstance(each, bool | np.bool_) for each in values):
         return torch.tensor(values, dtype=torch.bool)
     return None
-
-
-def _array_to_tensor(values: np.ndarray) -> torch.Tensor | None:
-    if values.dtype.kind not in "iub":
-        return None
-    if values.dtype.kind == "u" and values.itemsize > 1:  # gathers take no wider ones
-        values = values.astype(np.int64)
-    return torch.from_numpy(values)
 
 
 def _row_numbers(num_rows: int, rows: Rows) -> torch.Tensor:

@@ -5,19 +5,16 @@ Rows go to the GPU of an operand if one is on a GPU, else to the table's `device
 
 from __future__ import annotations
 
-import functools
 import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from penstock.compat.dispatch import unchecked_sparse_tensor, without_torch_function
-from penstock.unified._devices import GPU, gpu_of
-from penstock.unified._table_tensor import TableTensor
+from penstock.unified._devices import GPU, gather_threads, gpu_of
 from penstock.unified.host.memory import advise_huge_pages
+from penstock.unified.overrides.registry import TableTensor
 
-_NUM_THREADS = 2  # of `gather_rows_async`: one batch is read while another is copied
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
 
@@ -58,11 +55,10 @@ class PendingRows:
         if device.type == "cpu":
             if stream is not None:
                 raise ValueError("stream: rows that go to the CPU are gathered by a thread")
-            self._rows = _threads(os.getpid()).submit(_read_rows, table, index, None, False)
-            self._take = self._rows.result
+            threads = gather_threads(os.getpid())
+            self._rows = threads.submit(_read_rows, table, index, None, False)
         else:
             self._rows = table._table.device_table(device).start_read(index, stream)
-            self._take = self._rows.wait
             num_bytes = index.numel() * (table.numel() // max(1, len(table)))
             table._table.count_batch(index, num_bytes * table.element_size())
 
@@ -77,17 +73,11 @@ class PendingRows:
         can then be found wrong too late: its row is zeroes, and the next use of the table, or its
         report, raises.
         """
-        rows = self._take()
+        rows = self._rows.result()
         if torch.is_grad_enabled() and self._table.requires_grad:
             with without_torch_function():
                 return _SparseGather.apply(self._table, self._index, False, None, rows)
         return rows
-
-
-@functools.cache
-def _threads(process: int) -> ThreadPoolExecutor:
-    """Return the threads of a process: a forked child has none of its parent's."""
-    return ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="gather-rows")
 
 
 def check_index(index: Any) -> torch.Tensor:

@@ -15,11 +15,31 @@ from typing import Any
 import torch
 
 from penstock.compat.dispatch import tree_leaves, tree_map, without_torch_function
+from penstock.errors import WholeTableError
 from penstock.unified._devices import gpu_of
-from penstock.unified._table_tensor import TableTensor, whole_table_error
+from penstock.unified.file.table import FileTable
 from penstock.unified.host.table import HostTable
+from penstock.units import format_bytes
 
 Operation = Callable[..., Any]
+
+
+class TableTensor(torch.Tensor):
+    """A tensor whose rows are those of a table."""
+
+    _table: HostTable | FileTable
+
+
+def whole_table_error(table: torch.Tensor, operation: str, remedy: str) -> WholeTableError:
+    """Return the error of an operation that would silently copy a whole table."""
+    return WholeTableError(
+        f"{operation} would copy the whole table of {format_size(table)}: {remedy}."
+    )
+
+
+def format_size(table: torch.Tensor) -> str:
+    """Return the bytes of a table, for messages."""
+    return format_bytes(table.numel() * table.element_size())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +96,7 @@ def dispatch(func: Operation, args: Any, kwargs: dict[str, Any] | None) -> Any:
 
 def run(func: Operation, *args: Any, **kwargs: Any) -> Any:
     """Call a function of PyTorch, on the GPU if an operand is on one."""
-    if not torch.cuda.is_initialized():
-        return func(*args, **kwargs)
-    return _run_where_operands_are(func, args, kwargs)
-
-
-def _run_where_operands_are(func: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
-    if getattr(func, "__name__", "") in _PROPERTIES:
+    if not torch.cuda.is_initialized() or getattr(func, "__name__", "") in _PROPERTIES:
         return func(*args, **kwargs)
     found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, TableTensor)]
     # Those in files have no memory; their own dispatch refuses whatever reaches it.

@@ -11,12 +11,18 @@ import torch
 
 from penstock.compat.dispatch import parse_to
 from penstock.unified._devices import GPU
-from penstock.unified._table_tensor import whole_table_error
 from penstock.unified._tensor import FileTensor, UnifiedTensor, tensor_over
 from penstock.unified.file.table import FileTable
 from penstock.unified.host.table import HostTable
-from penstock.unified.overrides import _embedding, _indexing, _rows  # noqa: F401 (registered)
-from penstock.unified.overrides.registry import OVERRIDES, RULES, Operation, Rule, implements, run
+from penstock.unified.overrides import _indexing, _rows  # noqa: F401 (registered)
+from penstock.unified.overrides.registry import (
+    RULES,
+    Operation,
+    Rule,
+    implements,
+    run,
+    whole_table_error,
+)
 
 _T = torch.Tensor
 
@@ -56,7 +62,7 @@ def _copy(func: Operation, input: Any, source: Any, *args: Any, **kwargs: Any) -
     if isinstance(input, FileTensor) and isinstance(source, FileTensor):
         target, origin = input._table, source._table
         assert isinstance(target, FileTable) and isinstance(origin, FileTable)
-        if target.layout.is_same_table(origin.layout):
+        if target.file is origin.file and target.layout.offset == origin.layout.offset:
             return input  # as where a module loads the state that it had
     return run(func, input, source, *args, **kwargs)
 
@@ -121,19 +127,18 @@ def _to(func: Operation, table: Any, *args: Any, **kwargs: Any) -> Any:
     copies = kwargs.pop("copy", False)
     device, dtype, _, _ = parse_to(*args, **kwargs)
     _refuse_dtype(table, dtype)
-    if device is not None and device.type != table.device.type and not _gathers_to(table, device):
+    there = table._table.device  # to which gathered rows go anyway
+    if (
+        device is not None
+        and device.type != table.device.type
+        and (device.type != there.type or device.index not in (None, there.index))
+    ):
         raise whole_table_error(
             table, f"to({str(device)!r})", f"gather rows there: unify(u, device={str(device)!r})"
         )
     if copies:
         return _clone(func, table)
     return table
-
-
-def _gathers_to(table: UnifiedTensor, device: torch.device) -> bool:
-    """Return whether gathered rows go to `device` anyway."""
-    there = table._table.device
-    return device.type == there.type and device.index in (None, there.index)
 
 
 @implements(_T.cuda)
@@ -179,28 +184,16 @@ def _type_as(func: Operation, table: Any, other: torch.Tensor) -> Any:
     return _to(func, table, other) if isinstance(table, UnifiedTensor) else run(func, table, other)
 
 
-def _convert_to(dtype: torch.dtype) -> Operation:
-    def convert(func: Operation, table: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse_dtype(table, dtype)
-        return table
-
-    return convert
+_DTYPE_OF = {
+    getattr(_T, name): getattr(torch, name)
+    for name in ("half", "float", "double", "bfloat16", "long", "int", "short", "bool")
+} | {_T.char: torch.int8, _T.byte: torch.uint8}
 
 
-OVERRIDES.update(
-    {
-        _T.half: _convert_to(torch.float16),
-        _T.float: _convert_to(torch.float32),
-        _T.double: _convert_to(torch.float64),
-        _T.bfloat16: _convert_to(torch.bfloat16),
-        _T.long: _convert_to(torch.int64),
-        _T.int: _convert_to(torch.int32),
-        _T.short: _convert_to(torch.int16),
-        _T.char: _convert_to(torch.int8),
-        _T.byte: _convert_to(torch.uint8),
-        _T.bool: _convert_to(torch.bool),
-    }
-)
+@implements(*_DTYPE_OF)
+def _convert(func: Operation, table: Any, *args: Any, **kwargs: Any) -> Any:
+    _refuse_dtype(table, _DTYPE_OF[func])
+    return table
 
 
 def _refuse_dtype(table: Any, dtype: torch.dtype | None) -> None:
