@@ -13,7 +13,13 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 
 from penstock.rgnn.ir import TYPES, Program, find_source
-from penstock.rgnn.lowering._schedule import Kernel, KernelKind, KernelSchedule, is_elementwise
+from penstock.rgnn.lowering._schedule import (
+    Kernel,
+    KernelKind,
+    KernelSchedule,
+    find_reads,
+    is_elementwise,
+)
 from penstock.rgnn.spaces import Counts
 
 _LONG_ROW = 16  # features; shorter rows are cheap to read again
@@ -68,10 +74,11 @@ def _order_direction(
 def find_live_ranges(program: Program, kernels: Sequence[Kernel]) -> LiveRanges:
     """Return from which kernel to which each computed value is needed."""
     live_ranges: LiveRanges = {}
+    reads = find_reads(program)
     for number, kernel in enumerate(kernels):
         for value in kernel.values:
             live_ranges[value] = (number, number)
-        for value in _find_read(program, kernel.values):
+        for value in set().union(*(reads[value] for value in kernel.values)):
             if value in live_ranges:
                 live_ranges[value] = (live_ranges[value][0], number)
     return live_ranges
@@ -109,16 +116,8 @@ def find_overwritten(
 
 
 def _find_read(program: Program, values: Iterable[int]) -> set[int]:
-    """Find the values that some read, through reads and products that are only summed."""
-    found: set[int] = set()
-    pending = list(values)
-    while pending:
-        for operand in program.nodes[pending.pop()].operands:
-            value = find_source(program, operand)
-            found.add(value)
-            if program.nodes[value].op == "outer":
-                pending.append(value)
-    return found
+    reads = find_reads(program)
+    return set().union(*(reads[value] for value in values))
 
 
 @dataclasses.dataclass(slots=True)

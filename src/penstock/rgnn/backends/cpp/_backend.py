@@ -17,20 +17,19 @@ from typing import NamedTuple
 import torch
 
 from penstock.codegen import load_library
-from penstock.rgnn import interpreter
 from penstock.rgnn.backends._invocation import (
     Backend,
     Invocation,
     Results,
     enter_arguments,
-    leave_outputs,
+    leave_results,
 )
 from penstock.rgnn.backends.cpp._arena import ArenaValue, assign_offsets, place_in_results
 from penstock.rgnn.backends.cpp._graph_arrays import GraphArrays, find_arrays
+from penstock.rgnn.backends.cpp._kernel import FIELDS_OF_CALL
+from penstock.rgnn.backends.cpp._products import count_packed_elements
 from penstock.rgnn.backends.cpp._source import EntryPoint, write_source
-from penstock.rgnn.backends.cpp._summed import count_packed_elements
-from penstock.rgnn.graph import Graph
-from penstock.rgnn.ir import LEAVES, READS, TYPES, Program, find_source
+from penstock.rgnn.ir import TYPES, find_source
 from penstock.rgnn.lowering import (
     Direction,
     KernelKind,
@@ -44,7 +43,6 @@ DTYPES = {torch.float32: "float", torch.float64: "double"}
 """The dtypes that are computed in C++, by their names there; narrower ones are widened before."""
 
 FLAGS = ("-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
-_KINDS_OF_CALL = frozenset({"threads", "value", "input", "stride", "parts", "packed"})
 _WORKSPACES = frozenset({"parts", "packed"})
 """Kinds of fields that are memory of one kernel's own."""
 _INDEX_TYPES = {torch.int32: "int32_t", torch.int64: "int64_t"}
@@ -65,13 +63,9 @@ class CppBackend(Backend):
 
     def __init__(self, lowered: LoweredProgram) -> None:
         super().__init__(lowered)
-        of_kernels = (
-            kernel.grouped_by
-            for kernel in lowered.schedule.kernels
-            if kernel.kind is KernelKind.TRAVERSAL
-        )
-        groupings = (m for m in of_kernels if m is not None and m.into not in TYPES)
-        self._groupings = tuple(dict.fromkeys(groupings))
+        traversals = (k for k in lowered.schedule.kernels if k.kind is KernelKind.TRAVERSAL)
+        maps = dict.fromkeys(kernel.grouped_by for kernel in traversals)
+        self._groupings = tuple(m for m in maps if m is not None and m.into not in TYPES)
         """The maps to groups of rows that one thread sums."""
         self._functions: dict[_LibraryKey, dict[Direction, _DirectionFunction]] = {}
 
@@ -119,12 +113,9 @@ class _Binding:
     """The fields; those of a call are 0."""
     shapes: dict[int, tuple[int, ...]]
     """Shapes of the values that the call returns."""
-    same_place: dict[int, int]
-    """Values that lie where another one does: which."""
-    in_results: dict[int, tuple[int, int]]
-    """Result and offset in its memory, of the other values that lie in a result's memory."""
-    offsets: dict[int, int]
-    """Offsets in the arena, of the rest."""
+    addresses: tuple[tuple[int, int | None, int], ...]
+    """Fields that are addresses of the call: the field, the rows or None for the arena, and the
+    offset there in bytes."""
     arena_bytes: int
 
 
@@ -139,9 +130,10 @@ class _DirectionFunction:
         self._program, self._dtype = lowered.optimized.program, dtype
         self._direction, self._fields = entry.direction, entry.fields
         self._of_call = [
-            (place, field.kind, field.position)
+            (place, field.kind, value)
             for place, field in enumerate(entry.fields)
-            if field.kind in _KINDS_OF_CALL
+            for value in field.subjects
+            if field.kind in FIELDS_OF_CALL and isinstance(value, int)
         ]
         self._frame = ctypes.c_int64 * len(entry.fields)
         kernels = entry.direction.kernels
@@ -168,31 +160,15 @@ class _DirectionFunction:
             rows[value] = empty(shape, dtype=self._dtype)
         arena = arrays.buffers.scratch(binding.arena_bytes)
         numbers = list(binding.numbers)
+        numbers[0] = torch.get_num_threads()
         for place, kind, value in self._of_call:
-            if kind == "threads":
-                numbers[place] = torch.get_num_threads()
-            elif kind == "stride":
+            if kind == "stride":
                 numbers[place] = rows[value].stride(0)
-            elif value in rows and kind not in _WORKSPACES:
-                numbers[place] = rows[value].data_ptr()
-            else:
-                name = _name_workspace(value) if kind in _WORKSPACES else value
-                name = binding.same_place.get(name, name)
-                if name in rows:
-                    numbers[place] = rows[name].data_ptr()
-                elif name in binding.in_results:
-                    result, begin = binding.in_results[name]
-                    numbers[place] = rows[result].data_ptr() + begin
-                else:
-                    numbers[place] = arena.data_ptr() + binding.offsets[name]
+        for place, base, offset in binding.addresses:
+            memory = arena if base is None else rows[base]
+            numbers[place] = memory.data_ptr() + offset
         self._function(self._frame(*numbers))
-        leaves = [each for at, each in rows.items() if program.nodes[at].op in LEAVES]
-        kept = {at: rows[at] for at in keep}
-
-        def read(output: int) -> torch.Tensor:
-            return _read_rows(program, arrays.graph, rows, output, self._dtype)
-
-        return leave_outputs(program, invocation, read, [*leaves, *kept.values()]), kept
+        return leave_results(program, invocation, rows)
 
     def _bind(self, arrays: GraphArrays) -> _Binding:
         """Assign offsets in the arena to values that do not leave; workspaces have names < 0."""
@@ -218,14 +194,22 @@ class _DirectionFunction:
                 same_place[value] = place
                 placed[place] = dataclasses.replace(placed[place], last=last)
         numbers = tuple(
-            0 if field.kind in _KINDS_OF_CALL else arrays.number(field, self._dtype)
+            0 if field.kind in FIELDS_OF_CALL else arrays.number(field, self._dtype)
             for field in self._fields
         )
         results = [each for value, each in placed.items() if value in owned]
         others = [each for value, each in placed.items() if value not in owned]
         in_results, rest = place_in_results([*others, *self._find_workspaces(arrays)], results)
+        offsets, arena_bytes = assign_offsets(rest)
+        places = in_results | {name: (None, offset) for name, offset in offsets.items()}
+        addresses = []
+        for place, kind, value in self._of_call:
+            name = _name_workspace(value) if kind in _WORKSPACES else value
+            name = same_place.get(name, name)
+            if kind != "stride":
+                addresses.append((place, *places.get(name, (name, 0))))
         shapes = {value: shape for value, shape in shapes.items() if value in owned}
-        return _Binding(numbers, shapes, same_place, in_results, *assign_offsets(rest))
+        return _Binding(numbers, shapes, tuple(addresses), arena_bytes)
 
     def _find_workspaces(self, arrays: GraphArrays) -> Iterator[ArenaValue]:
         """Yield the memory of one kernel's own."""
@@ -253,18 +237,3 @@ def _has_dense_rows(rows: torch.Tensor) -> bool:
 
 def _name_workspace(value: int) -> int:
     return -1 - value
-
-
-def _read_rows(
-    program: Program, graph: Graph, rows: dict[int, torch.Tensor], position: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return the rows of a value; one that is only a read is computed here."""
-    node = program.nodes[position]
-    if node.op == "inverse_count":
-        return interpreter.inverse_count(graph, node.map, dtype)
-    if node.op not in READS:
-        return rows[position]
-    operand = _read_rows(program, graph, rows, node.operands[0], dtype)
-    if node.op == "gather":
-        return operand.index_select(0, graph.index(node.map))
-    return operand.reshape(operand.shape[0], *node.shape)

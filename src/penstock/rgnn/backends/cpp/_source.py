@@ -6,10 +6,12 @@ import dataclasses
 import functools
 from pathlib import Path
 
-from penstock.rgnn.backends.cpp._fields import Field, Fields
-from penstock.rgnn.backends.cpp._kernel import KernelTask
-from penstock.rgnn.backends.cpp._products import write_gemm, write_weight_gradient
-from penstock.rgnn.backends.cpp._summed import write_summed_gemm
+from penstock.rgnn.backends.cpp._kernel import Field, KernelTask
+from penstock.rgnn.backends.cpp._products import (
+    write_gemm,
+    write_summed_gemm,
+    write_weight_gradient,
+)
 from penstock.rgnn.backends.cpp._traversals import write_traversal
 from penstock.rgnn.ir import Program, describe_read
 from penstock.rgnn.lowering import Direction, Kernel, KernelKind, LoweredProgram
@@ -59,15 +61,16 @@ def write_source(
     descriptions = [describe_kernel(program, k, n) for n, k in enumerate(schedule.kernels)]
     parts, entry_points = [], []
     for name, direction in (("forward", lowered.forward), ("backward", lowered.backward)):
-        fields, functions, calls = Fields(), [], ""
+        fields: dict[Field, None] = {Field("num_threads", ()): None}
+        functions, calls = [], ""
         frame = f"{name.capitalize()}Frame"
         for number, kernel in enumerate(direction.kernels, direction.first_kernel):
             head = f"void kernel_{number}(const {frame}& f) {{"
             task = KernelTask(program, schedule.materialised, kernel, head, fields, has_hubs)
             functions.append("\n".join([*descriptions[number], _WRITERS[kernel.kind](task)]))
             calls += f"  kernel_{number}(*frame);\n"
-        members = "".join(f"  {field.declaration};\n" for field in fields.all())
-        entry = EntryPoint(f"penstock_{name}", direction, fields.all())
+        members = "".join(f"  {field.declaration}\n" for field in fields)
+        entry = EntryPoint(f"penstock_{name}", direction, tuple(fields))
         parts += [
             "namespace {",
             f"struct {frame} {{\n{members}}};",

@@ -19,7 +19,7 @@ from penstock.rgnn.backends._invocation import (
     Invocation,
     Results,
     enter_arguments,
-    leave_outputs,
+    leave_results,
 )
 from penstock.rgnn.backends._torch import run_in_torch
 from penstock.rgnn.backends.triton._body import Inexpressible
@@ -28,13 +28,12 @@ from penstock.rgnn.backends.triton._products import run_typed_product, run_weigh
 from penstock.rgnn.backends.triton._source import TritonSource, write_source
 from penstock.rgnn.backends.triton._traversals import run_traversal
 from penstock.rgnn.interpreter import wide_dtype
-from penstock.rgnn.ir import Program, find_maps, find_source
+from penstock.rgnn.ir import find_source
 from penstock.rgnn.lowering import (
     Direction,
     Kernel,
     KernelKind,
     LoweredProgram,
-    find_fused_outers,
     find_reads,
     lower,
 )
@@ -119,26 +118,21 @@ class TritonBackend(Backend):
             for value in reads[number]:
                 if last[value] == number and value not in kept_until_end:
                     del memory[value]
-        kept = {position: memory[position] for position in direction.keep}
-        others = (*invocation.arguments.values(), *invocation.given.values(), *kept.values())
-
-        def read(output: int) -> torch.Tensor:
-            rows = context.rows(find_source(program, output))
-            for row_map in reversed(find_maps(program, output)):
-                rows = rows.index_select(0, invocation.graph.index(row_map))
-            return rows.view(len(rows), *program.nodes[output].shape)
-
-        return leave_outputs(program, invocation, read, others), kept
+        return leave_results(program, invocation, memory)
 
     @functools.cached_property
     def _module(self) -> _Module:
         written = write_source(self._lowered)
         for number, reason in written.reasons.items():
             _logger.info("kernel %d of the program runs in torch: %s", number, reason)
-        program, kernels = self._program, self._lowered.schedule.kernels
         functions = load_module("rgnn_traversals", written.text)
-        reads = tuple(_find_reads(program, kernel) for kernel in kernels)
-        return _Module(written, functions, reads)
+        nodes, reads = self._program.nodes, find_reads(self._program)
+        leaves = {at for at, node in enumerate(nodes) if node.op == "inverse_count"}
+        of_kernels = []
+        for kernel in self._lowered.schedule.kernels:
+            read = frozenset().union(*(reads[value] for value in kernel.values))
+            of_kernels.append(read - leaves.union(kernel.values))
+        return _Module(written, functions, tuple(of_kernels))
 
     def _run_kernel(self, context: LaunchContext, number: int) -> None:
         kernel = self._lowered.schedule.kernels[number]
@@ -165,11 +159,3 @@ class TritonBackend(Backend):
         direction = Direction(frozenset(kernel.values), (kernel,), 0, (), stored)
         _, found = run_in_torch(context.program, Invocation(direction, context.graph, {}, wide))
         context.memory.update({at: rows.to(context.dtype) for at, rows in found.items()})
-
-
-def _find_reads(program: Program, kernel: Kernel) -> frozenset[int]:
-    """Find the values that a kernel reads from memory."""
-    fused = find_fused_outers(program)
-    found = {read for value in kernel.values for read in find_reads(program, value, fused)}
-    found = {value for value in found if program.nodes[value].op != "inverse_count"}
-    return frozenset(found.difference(kernel.values))

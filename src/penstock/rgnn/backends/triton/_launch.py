@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.runtime._async_compile import FutureKernel
 
-from penstock.rgnn import interpreter
+from penstock.rgnn.backends._invocation import read_rows
 from penstock.rgnn.backends.triton import _kernels
 from penstock.rgnn.backends.triton._index import power_of_two
 from penstock.rgnn.graph import Graph
@@ -99,10 +99,7 @@ class LaunchContext:
 
     def rows(self, position: int) -> torch.Tensor:
         """Return the rows of an input, of the graph's inverse counts, or of a value in memory."""
-        node = self.program.nodes[position]
-        if node.op == "inverse_count":
-            return interpreter.inverse_count(self.graph, node.map, self.dtype)
-        return self.memory[position]
+        return read_rows(self.program, self.graph, self.memory, position, self.dtype)
 
 
 def add_pieces(
