@@ -20,12 +20,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class CompiledProgram:
-    """A program, lowered for a back end and run by it.
-
-    Args:
-        optimized: The program, laid out for graphs like those that it runs on.
-        backend: The name of a back end, not "auto".
-    """
+    """A program, lowered for a back end and run by it."""
 
     def __init__(self, optimized: OptimizedProgram, backend: str) -> None:
         self._backend: type[Backend] = load_backend(backend)

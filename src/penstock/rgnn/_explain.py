@@ -104,15 +104,7 @@ class Explanation:
 def explain(
     lowered: LoweredProgram, graph: Graph, *, name: str, element_bytes: int, backend: str
 ) -> Explanation:
-    """Put a program's kernels beside a graph's counts.
-
-    Args:
-        lowered: The program.
-        graph: The graph that it is run on.
-        name: The name of the function.
-        element_bytes: Bytes of one number.
-        backend: The name of the back end that runs it.
-    """
+    """Put a program's kernels beside a graph's counts."""
     counts = graph.counts
     return Explanation(
         name=name,

@@ -153,11 +153,7 @@ class ProgramBuilder:
         return self._append(Node("input", (), space, shape, (("name", name),), self.where))
 
     def add(self, op: str, *operands: int, **attributes: Any) -> int:
-        """Append an operator on earlier values; return the position of its result.
-
-        Raises:
-            ValueError: The operands' shapes do not fit; the message says how.
-        """
+        """Append an operator on earlier values; return the position of its result."""
         assert op in OPERATORS, op
         if op == "gather" and (short := self._shorten_gather(operands[0], attributes["map"])):
             return short[0]
@@ -257,11 +253,7 @@ class ProgramBuilder:
 
 
 def infer_shape(op: str, shapes: list[Shape], attributes: dict[str, Any]) -> Shape:
-    """Return the row shape of an operator's result.
-
-    Raises:
-        ValueError: The operands' row shapes do not fit.
-    """
+    """Return the row shape of an operator's result."""
     if op in BINARY:
         return broadcast(*shapes)
     if op == "inverse_count":
@@ -299,9 +291,6 @@ def broadcast(left: Shape, right: Shape) -> Shape:
     Example:
         >>> broadcast((4,), (4, 16))
         (4, 16)
-
-    Raises:
-        ValueError: They do not line up.
     """
     length = max(len(left), len(right))
     padded = [shape + (1,) * (length - len(shape)) for shape in (left, right)]

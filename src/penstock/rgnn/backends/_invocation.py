@@ -43,11 +43,7 @@ class Invocation:
 
 
 class Backend(abc.ABC):
-    """A way to run lowered programs: constructed for one of them, called for each run.
-
-    Args:
-        lowered: The program.
-    """
+    """A way to run lowered programs: constructed for one of them, called for each run."""
 
     lower: ClassVar[Callable[[OptimizedProgram], LoweredProgram]]
     """Lowers programs for it."""
@@ -82,15 +78,7 @@ def read_rows(
     position: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the rows of a value; a read, or the graph's inverse counts, are made here.
-
-    Args:
-        program: The program.
-        graph: The graph of the run.
-        rows: Rows of arguments and of computed values.
-        position: The value.
-        dtype: The dtype of all values.
-    """
+    """Return the rows of a value; a read, or the graph's inverse counts, are made here."""
     node = program.nodes[position]
     if node.op == "inverse_count":
         return interpreter.inverse_count(graph, node.map, dtype)
@@ -107,13 +95,7 @@ def read_rows(
 def leave_results(
     program: Program, invocation: Invocation, rows: Mapping[int, torch.Tensor]
 ) -> Results:
-    """Return what comes back of a run.
-
-    Args:
-        program: The program.
-        invocation: The run.
-        rows: Rows of arguments and of computed values.
-    """
+    """Return what comes back of a run."""
     graph = invocation.graph
     kept = {position: rows[position] for position in invocation.direction.keep}
     others = (*invocation.arguments.values(), *invocation.given.values(), *kept.values())

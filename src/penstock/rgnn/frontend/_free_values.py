@@ -45,11 +45,7 @@ class _Names:
 
 
 class FreeValues:
-    """The free values of a function.
-
-    Args:
-        function: The plain Python function.
-    """
+    """The free values of a function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

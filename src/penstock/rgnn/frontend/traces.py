@@ -65,11 +65,7 @@ State = tuple[Hashable, ...] | TracedFunction
 
 
 class Traces:
-    """The traces of one function.
-
-    Args:
-        function: The plain Python function.
-    """
+    """The traces of one function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

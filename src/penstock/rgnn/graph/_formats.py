@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -20,6 +21,7 @@ _LITERAL = r'"(?:[^"\\]|\\.)*"(?:@[\w-]+|\^\^<[^<>]*>)?'
 _N_TRIPLE = re.compile(rf"({_NODE})\s*(<[^<>]*>)\s*({_NODE}|{_LITERAL})\s*\.\s*(?:#.*)?")
 _COMMENT = re.compile(r"#(?:\s|$)")
 _ID = re.compile(r"-?[0-9]{1,18}")
+EdgeType = tuple[str, str, str]
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -50,35 +52,26 @@ def read_pyg(data: Any) -> dict[str, Any]:
             f"Data one with to_heterogeneous(), or use Graph(data.edge_index, edge_type)"
         )
     node_types, edge_types = data.metadata()
-    sizes: dict[str, int] = {}
-    offsets: dict[str, int] = {}
-    num_nodes = 0
+    sizes, edges = {}, {}
     for name in node_types:
-        size = data[name].num_nodes
-        if size is None:
+        sizes[name] = data[name].num_nodes
+        if sizes[name] is None:
             raise ValueError(
                 f"data[{name!r}] does not say how many nodes there are; set its x or num_nodes"
             )
-        offsets[name], sizes[name] = num_nodes, size
-        num_nodes += size
-    ends, relations = [], []
-    for relation, edge_type in enumerate(edge_types):
-        source, _, target = edge_type
-        edge_index = getattr(data[edge_type], "edge_index", None)
-        said = f"data[{edge_type!r}]"
-        if edge_index is None:
+    for edge_type in edge_types:
+        edges[edge_type] = getattr(data[edge_type], "edge_index", None)
+        if edges[edge_type] is None:
             raise ValueError(
-                f"{said} has no edge_index; set it (the transform ToSparseTensor drops it)"
+                f"data[{edge_type!r}] has no edge_index; set it (the transform ToSparseTensor "
+                f"drops it)"
             )
-        check_ends(f"{said}.edge_index", edge_index, (source, target), sizes)
-        shift = torch.tensor([[offsets[source]], [offsets[target]]], device=edge_index.device)
-        ends.append(edge_index + shift)
-        relations.append(torch.full((edge_index.shape[1],), relation, device=edge_index.device))
-    none = torch.empty(2, 0, dtype=torch.int64)
+    device = getattr(next(iter(edges.values()), None), "device", None)
+    edge_index, relations = join_types(edges, edge_types, sizes, "data[{!r}].edge_index", device)
     return {
-        "edge_index": torch.cat(ends, dim=1) if ends else none,
-        "edge_type": torch.cat(relations) if relations else none[0],
-        "num_nodes": num_nodes,
+        "edge_index": edge_index,
+        "edge_type": relations,
+        "num_nodes": sum(sizes.values()),
         "num_relations": len(edge_types),
         "node_type": torch.repeat_interleave(torch.tensor([*sizes.values()], dtype=torch.int64)),
         "num_node_types": len(node_types),
@@ -89,18 +82,43 @@ def read_pyg(data: Any) -> dict[str, Any]:
     }
 
 
+def join_types(
+    edges: Mapping[EdgeType, torch.Tensor],
+    edge_types: Sequence[EdgeType],
+    sizes: Mapping[str, int],
+    name: str,
+    device: torch.device | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return edges between nodes of one type after another, and their relations.
+
+    Args:
+        edges: Edges by edge type, with numbers within the node types of their ends.
+        edge_types: Those that there may be, in the order of the relations.
+        sizes: Number of nodes of each type.
+        name: The name of edges in messages, with a place for their type.
+        device: The device of the edges.
+    """
+    starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
+    ends = [torch.empty(2, 0, dtype=torch.int64, device=device)]
+    relations = [ends[0][0]]
+    for relation, edge_type in enumerate(edge_types):
+        if edge_type not in edges:
+            continue
+        edge_index, (source, _, target) = edges[edge_type], edge_type
+        if not torch.compiler.is_dynamo_compiling():  # tensors have no content yet
+            check_ends(name.format(edge_type), edge_index, (source, target), sizes)
+        first, last = edge_index.long()
+        ends.append(torch.stack([first + starts[source], last + starts[target]]))
+        relations.append(torch.full_like(first, relation))
+    return torch.cat(ends, dim=1), torch.cat(relations)
+
+
 def check_ends(
     name: str, edge_index: Any, types: tuple[str, str], sizes: Mapping[str, int]
 ) -> None:
     """Refuse edges with ends that are no nodes of the types that they should have.
 
     Once nodes of all types are in one range, such an end would be a node of the next type.
-
-    Args:
-        name: The name of the edges in messages.
-        edge_index: Integers of shape (2, num_edges).
-        types: Node types of sources and of destinations.
-        sizes: Number of nodes of each type.
     """
     check_integers(name, edge_index)
     if edge_index.dim() != 2 or edge_index.shape[0] != 2:

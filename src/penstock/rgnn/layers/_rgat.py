@@ -13,15 +13,21 @@ from torch.nn import functional
 from penstock.rgnn._compile import compile
 from penstock.rgnn.frontend.functions import combine, edge_softmax, leaky_relu
 from penstock.rgnn.graph import Graph
-from penstock.rgnn.layers._graph_argument import as_graph, glorot_, num_rows
-from penstock.rgnn.layers._options import check_channels, check_message_passing, shape_weight
+from penstock.rgnn.layers._arguments import (
+    as_graph,
+    check_channels,
+    check_message_passing,
+    glorot_,
+    num_rows,
+    shape_weight,
+)
 
 _WITHIN = {"across-relation": "destination", "within-relation": "relation"}
 _MODES = ("additive-self-attention", "multiplicative-self-attention")
 
 
 @compile
-def rgat_of_edges(
+def rgat(
     g: Any,
     x: Any,
     weight: Any,
@@ -34,11 +40,12 @@ def rgat_of_edges(
     concat: bool,
     slope: float | None,
     within: str,
-    edge_attr: Any,
-    edge_key: Any,
-    dropped: Any,
+    edge_attr: Any = None,
+    edge_key: Any = None,
+    dropped: Any = None,
+    has_weights: bool = False,
 ) -> Any:
-    """Compute the layer with all that it may have of edges, and its attention weights.
+    """Compute the layer with all that it may have of edges, and maybe its attention weights.
 
     `att` (the bases' coefficients) and `bias` may be None. Attention is additive with the slope of
     its leaky ReLU, multiplicative with None. `edge_key` makes scores of `edge_attr`; attention
@@ -64,28 +71,8 @@ def rgat_of_edges(
     kept = weights if dropped is None else weights * e(dropped)
     h = g.sum_to_dst(kept * source.heads(heads))
     h = h.merge_heads() if concat else h.mean_heads()
-    return h if bias is None else h + bias, weights
-
-
-@compile
-def rgat(
-    g: Any,
-    x: Any,
-    weight: Any,
-    att: Any,
-    q: Any,
-    k: Any,
-    bias: Any,
-    num_blocks: int | None,
-    heads: int,
-    concat: bool,
-    slope: float | None,
-    within: str,
-) -> Any:
-    """Compute the layer alone; `rgat_of_edges` has the arguments."""
-    options = (num_blocks, heads, concat, slope, within)
-    h, _ = rgat_of_edges.__wrapped__(g, x, weight, att, q, k, bias, *options, None, None, None)
-    return h
+    h = h if bias is None else h + bias
+    return (h, weights) if has_weights else h
 
 
 class RGATConv(nn.Module):
@@ -230,13 +217,12 @@ class RGATConv(nn.Module):
             self.negative_slope if is_additive else None,
             _WITHIN[self.attention_mechanism],
         )
-        if edge_attr is None and dropped is None and return_attention_weights is None:
-            return rgat(*arguments)
-        out, weights = rgat_of_edges(*arguments, edge_attr, edge_key, dropped)
-        if return_attention_weights is None:
+        has_weights = return_attention_weights is not None
+        out = rgat(*arguments, edge_attr, edge_key, dropped, has_weights)
+        if not has_weights:
             return out
         edges = edge_index.edge_index if isinstance(edge_index, Graph) else edge_index
-        return out, (edges, weights)
+        return out[0], (edges, out[1])
 
     def _read_edges(
         self, edge_attr: torch.Tensor | None, graph: Graph

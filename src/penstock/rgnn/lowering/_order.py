@@ -41,14 +41,7 @@ class ScratchNumbers:
 def order_kernels(
     program: Program, schedule: KernelSchedule, owned: Collection[int], counts: Counts
 ) -> tuple[KernelSchedule, tuple[ScratchNumbers, ...]]:
-    """Let kernels run in an order that needs less memory, where there is one.
-
-    Args:
-        program: Laid out.
-        schedule: Its kernels.
-        owned: Values that have memory of their own: results, and what the backward reads.
-        counts: Rows of the graphs that it is for.
-    """
+    """Let kernels run in an order that needs less memory, where there is one."""
     model = _ScratchModel(program, schedule.materialised, frozenset(owned), counts)
     split = schedule.num_forward
     forward, saved_forward = _order_direction(model, schedule.kernels[:split])

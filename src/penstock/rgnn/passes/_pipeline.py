@@ -95,9 +95,6 @@ def optimize(
         counts: Rows of the graph.
         wrt: Inputs that get gradients.
         without: Names of `REWRITES` to leave out.
-
-    Raises:
-        ValueError: A name in `without` is no rewrite.
     """
     check_rewrites(without)
     can_compact = "compaction" not in without

@@ -50,11 +50,7 @@ def _build_padded(build: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 class GraphArrays:
-    """Arrays of one graph by the fields that they fill in; each is built at its first use.
-
-    Args:
-        graph: On the CPU.
-    """
+    """Arrays of one graph by the fields that they fill in; each is built at its first use."""
 
     def __init__(self, graph: Graph) -> None:
         # Weak, for the graph owns its arrays.

@@ -50,12 +50,6 @@ def write_source(
 
     Counts of rows are no part of it, so programs for graphs of other sizes share it if they compute
     the same.
-
-    Args:
-        lowered: The program.
-        scalar: The C++ type of numbers.
-        index: The C++ type of indices.
-        has_hubs: Whether it should cut groups that are too long for one thread.
     """
     program, schedule = lowered.optimized.program, lowered.schedule
     descriptions = [describe_kernel(program, k, n) for n, k in enumerate(schedule.kernels)]

@@ -46,13 +46,7 @@ def write_traversal(task: KernelTask) -> str:
 
 
 class TraversalWriter:
-    """The writer of one kernel's loops.
-
-    Args:
-        task: The kernel.
-        lines: Take the source.
-        sums: Names of the sums of the group at hand.
-    """
+    """The writer of one kernel's loops."""
 
     def __init__(
         self, task: KernelTask, lines: Lines, sums: Mapping[int, str] | None = None

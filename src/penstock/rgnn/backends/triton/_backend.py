@@ -95,12 +95,7 @@ class TritonBackend(Backend):
             self._compiled.add(key)
 
     def run(self, invocation: Invocation, launch: Callable[[KernelLaunch], None]) -> Results:
-        """Go through the kernels of a direction; `launch` gets each launch, to run or look at it.
-
-        Args:
-            invocation: The run.
-            launch: Runs a launch, or records it only.
-        """
+        """Go through the kernels of a direction; `launch` runs each launch, or records it only."""
         program, direction = self._program, invocation.direction
         memory = dict(invocation.given)
         for position, rows in enter_arguments(program, invocation).items():

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 from penstock.rgnn import spaces
 from penstock.rgnn.backends.triton._index import (
@@ -56,22 +57,15 @@ class GroupSizes:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Total:
-    """A parameter: what a reduction came to, for each group that is cut."""
+class Reduced:
+    """A parameter: what a reduction came to, for each group that is cut or each of its pieces."""
 
     position: int
     part: str
+    of: Literal["total", "partial"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Partial:
-    """A parameter: what a reduction came to, for each piece of a group."""
-
-    position: int
-    part: str
-
-
-InMemory = ValueRows | Total | Partial
+InMemory = ValueRows | Reduced
 Parameter = InMemory | RowIndex | GroupSizes
 
 
@@ -91,13 +85,7 @@ Rule = Callable[["KernelBody", Node, Indices, str], Variable]
 
 
 class KernelBody:
-    """Statements of one kernel, before its loop and in it, and what they need.
-
-    Args:
-        program: The program.
-        kernel: The traversal.
-        rules: The expressions of rowwise operators, by operator.
-    """
+    """Statements of one kernel, before its loop and in it, and what they need."""
 
     def __init__(self, program: Program, kernel: Kernel, rules: Mapping[str, Rule]) -> None:
         self._rules = rules
@@ -182,11 +170,7 @@ class KernelBody:
     def read_total(
         self, position: int, shape: Shape, indices: Sequence[Index], part: str = ""
     ) -> Variable:
-        """Return a finished reduction of this kernel, with its axes those of the block at hand.
-
-        Raises:
-            Inexpressible: Other features are wanted than lie in the lanes at hand.
-        """
+        """Return a finished reduction of this kernel, with its axes those of the block at hand."""
         assert position in self._totals, f"%{position} is read in its own loop"
         name, layout = f"{self._totals[position]}{part}", self.find_layout(shape)
         axes: list[Axis] = []
@@ -334,13 +318,7 @@ class KernelBody:
         return Variable(unique, axes, is_shared)
 
     def lift(self, block: Variable, axes: tuple[Axis, ...], *, is_leading: bool = True) -> str:
-        """Return a variable with its axes in their places among those of a larger block.
-
-        Args:
-            block: The variable.
-            axes: Axes of features of the larger block.
-            is_leading: Whether the variable has axes of groups and rows.
-        """
+        """Return a variable with its axes in their places among those of a larger block."""
         places = [":" if is_leading else "None"] * self.num_leading
         places += [":" if axis in block.axes else "None" for axis in axes]
         if "None" not in places:
@@ -352,9 +330,8 @@ class KernelBody:
         if parameter not in self.parameters:
             if isinstance(parameter, ValueRows):
                 name = f"v{parameter.position}"
-            elif isinstance(parameter, Total | Partial):
-                kind = type(parameter).__name__.lower()
-                name = f"{kind}{parameter.position}{parameter.part}"
+            elif isinstance(parameter, Reduced):
+                name = f"{parameter.of}{parameter.position}{parameter.part}"
             elif isinstance(parameter, GroupSizes):
                 name = f"num_{_name(parameter.map)}"
             else:

@@ -55,9 +55,6 @@ def compile_together(walk: Callable[[Callable[[KernelLaunch], None]], object]) -
     Triton releases Python's lock in its passes and in LLVM, and the assembler is a process. What
     does not compile here is compiled again by its launch, which raises what is wrong with it: until
     3.12 Python itself now and then fails to parse in several threads at a time, this one included.
-
-    Args:
-        walk: Goes through the call, and gives what it is given each launch.
     """
     is_known = hasattr(os, "sched_getaffinity")
     num_threads = len(os.sched_getaffinity(0)) if is_known else os.cpu_count()

@@ -64,11 +64,10 @@ _HEAVY_LANES = Lanes(256, 1)
 class CutGroups:
     """Groups that are cut into pieces; their sums are then added."""
 
-    pieces: Bucket
-    places: torch.Tensor
-    """For each piece, the place of its group among the cut_groups."""
     groups: torch.Tensor
-    first_pieces: torch.Tensor
+    runs: Runs
+    """The pieces; the targets of each are places among the groups."""
+    pieces: Bucket
 
 
 @build_once
@@ -163,7 +162,9 @@ def sort_groups(graph: Graph, row_map: RowMap) -> tuple[tuple[Bucket, ...], CutG
     for above, most, lanes in bounds:
         of = groups[(sizes > above) & (sizes <= most)]
         if len(of):
-            found.append(_make_bucket(graph, lanes, of, starts[:-1][of], starts[1:][of]))
+            dtype = dtype_for(int(starts[1:][of].max()))
+            begins, ends = (each[of].to(graph.device, dtype) for each in (starts[:-1], starts[1:]))
+            found.append(Bucket(lanes, of.to(graph.device, torch.int32), begins, ends))
     cut_groups = groups[sizes > HEAVY]
     if not len(cut_groups):
         return tuple(found), None
@@ -171,12 +172,4 @@ def sort_groups(graph: Graph, row_map: RowMap) -> tuple[tuple[Bucket, ...], CutG
     on_device = cut_groups.to(graph.device, torch.int32)
     of_pieces = on_device.index_select(0, cut.targets)
     pieces = Bucket(_HEAVY_LANES, of_pieces, cut.begins, cut.ends)
-    return tuple(found), CutGroups(pieces, cut.targets, on_device, cut.first_runs)
-
-
-def _make_bucket(
-    graph: Graph, lanes: Lanes, groups: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor
-) -> Bucket:
-    dtype = dtype_for(int(ends.max()))
-    begins, ends = (each.to(graph.device, dtype) for each in (begins, ends))
-    return Bucket(lanes, groups.to(graph.device, torch.int32), begins, ends)
+    return tuple(found), CutGroups(on_device, cut, pieces)

@@ -13,9 +13,8 @@ from penstock.rgnn.backends.triton import _kernels, _tables
 from penstock.rgnn.backends.triton._body import (
     GroupSizes,
     Parameter,
-    Partial,
+    Reduced,
     RowIndex,
-    Total,
     ValueRows,
 )
 from penstock.rgnn.backends.triton._index import power_of_two
@@ -58,19 +57,19 @@ def run_traversal(
         arguments = (*_find_pointers(context, written.whole, {}), num_rows)
         context.run(KernelLaunch(getattr(module, written.whole.name), grid, arguments, constants))
         return
-    buckets, cut_groups = _tables.sort_groups(context.graph, kernel.grouped_by)
+    buckets, cut = _tables.sort_groups(context.graph, kernel.grouped_by)
     for bucket in buckets:
         pointers = _find_pointers(context, written.whole, {})
         context.run(_launch_groups(written.whole, module, pointers, bucket, constants))
-    if cut_groups is not None:
-        _run_stages(context, written, module, cut_groups, constants)
+    if cut is not None:
+        _run_stages(context, written, module, cut, constants)
 
 
 def _run_stages(
     context: LaunchContext,
     written: TraversalSource,
     module: ModuleType,
-    cut_groups: CutGroups,
+    cut: CutGroups,
     constants: Mapping[str, Any],
 ) -> None:
     """Run a traversal of groups that are cut: stage by stage over all pieces."""
@@ -80,47 +79,26 @@ def _run_stages(
         for value in stage.reduced:
             shape = context.program.nodes[value].shape
             for part in PARTS[context.program.nodes[value].op]:
-                for kind, count in (
-                    (Partial, len(cut_groups.places)),
-                    (Total, len(cut_groups.groups)),
-                ):
-                    known[kind(value, part)] = torch.empty(count, *shape, dtype=wide, device=device)
-        pointers = (*_find_pointers(context, stage.function, known), cut_groups.places)
-        context.run(_launch_groups(stage.function, module, pointers, cut_groups.pieces, constants))
+                for of, count in (("partial", cut.runs.count), ("total", len(cut.groups))):
+                    rows = torch.empty(count, *shape, dtype=wide, device=device)
+                    known[Reduced(value, part, of)] = rows
+        pointers = (*_find_pointers(context, stage, known), cut.runs.targets)
+        context.run(_launch_groups(stage, module, pointers, cut.pieces, constants))
         for value in stage.reduced:
             if context.program.nodes[value].op == "softmax":
-                _merge_softmax_pieces(context, value, known, cut_groups)
+                _merge_softmax_pieces(context, value, known, cut)
                 continue
-            partial = known[Partial(value, "")]
+            partial = known[Reduced(value, "", "partial")]
             if value in written.stored:
-                add_pieces(
-                    context,
-                    partial,
-                    context.memory[value],
-                    cut_groups.groups,
-                    cut_groups.first_pieces,
-                )
+                add_pieces(context, partial, context.memory[value], cut.groups, cut.runs.first_runs)
             if number + 1 < len(written.stages) or written.epilogue is not None:
-                add_pieces(context, partial, known[Total(value, "")], None, cut_groups.first_pieces)
+                total = known[Reduced(value, "", "total")]
+                add_pieces(context, partial, total, None, cut.runs.first_runs)
     if written.epilogue is not None:
-        _run_epilogue(context, written.epilogue, module, known, cut_groups, constants)
-
-
-def _run_epilogue(
-    context: LaunchContext,
-    epilogue: KernelSource,
-    module: ModuleType,
-    known: _Reductions,
-    cut_groups: CutGroups,
-    constants: Mapping[str, Any],
-) -> None:
-    """Run the epilogue of groups with pieces that have been added."""
-    num_groups = max(1, _BLOCK_NUMBERS // epilogue.num_features)
-    count = len(cut_groups.groups)
-    arguments = (*_find_pointers(context, epilogue, known), cut_groups.groups, count)
-    kernel = getattr(module, epilogue.name)
-    grid = (ceil_div(count, num_groups),)
-    context.run(KernelLaunch(kernel, grid, arguments, {"GROUPS": num_groups, **constants}))
+        num_groups, count = max(1, _BLOCK_NUMBERS // written.epilogue.num_features), len(cut.groups)
+        arguments = (*_find_pointers(context, written.epilogue, known), cut.groups, count)
+        kernel, grid = getattr(module, written.epilogue.name), (ceil_div(count, num_groups),)
+        context.run(KernelLaunch(kernel, grid, arguments, {"GROUPS": num_groups, **constants}))
 
 
 def _launch_groups(
@@ -168,13 +146,15 @@ def _find_pointers(
 
 
 def _merge_softmax_pieces(
-    context: LaunchContext, value: int, known: _Reductions, cut_groups: CutGroups
+    context: LaunchContext, value: int, known: _Reductions, cut: CutGroups
 ) -> None:
-    pieces = [known[Partial(value, part)] for part in PARTS["softmax"]]
-    totals = [known[Total(value, part)] for part in PARTS["softmax"]]
+    pieces, totals = (
+        [known[Reduced(value, part, of)] for part in PARTS["softmax"]]
+        for of in ("partial", "total")
+    )
     length = math.prod(totals[0].shape[1:])
     block = min(128, power_of_two(length))
     constants = {"LENGTH": length, "BLOCK_PIECES": 16, "BLOCK_LENGTH": block}
-    grid = (len(cut_groups.groups), ceil_div(length, block))
-    arguments = (*pieces, *totals, cut_groups.first_pieces)
+    grid = (len(cut.groups), ceil_div(length, block))
+    arguments = (*pieces, *totals, cut.runs.first_runs)
     context.run(KernelLaunch(_kernels.merge_softmax_pieces, grid, arguments, constants))
