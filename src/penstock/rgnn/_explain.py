@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock.rgnn.graph import Graph
-from penstock.rgnn.ir import Node, Program, describe_read
+from penstock.rgnn.ir import Program, describe_read
 from penstock.rgnn.lowering import Kernel, KernelKind, LoweredProgram
 from penstock.rgnn.passes import Decision
 from penstock.rgnn.spaces import Counts
@@ -142,11 +142,13 @@ def _explain_kernel(
     for position in kernel.values:
         node = program.nodes[position]
         num_rows = counts.rows(node.space)
+        parts = [describe_read(program, operand) for operand in node.operands]
+        parts += [f"{name}={value}" for name, value in node.attributes]
         row_bytes = math.prod(node.shape) * element_bytes
         values.append(
             ExplainedValue(
                 name=f"%{position}",
-                expression=_write_expression(program, node),
+                expression=f"{node.op}({', '.join(parts)})",
                 rows_of=node.space.value,
                 num_rows=num_rows,
                 row_shape=node.shape,
@@ -178,13 +180,6 @@ def _count_multiplications(program: Program, kernel: Kernel) -> int:
         left, right = (nodes[operand].shape for operand in outer.operands)
         return max(math.prod(left) * right[-1], math.prod(right) * left[-1])
     return 0
-
-
-def _write_expression(program: Program, node: Node) -> str:
-    """Return an operator with its operands, gathers written as reads."""
-    parts = [describe_read(program, operand) for operand in node.operands]
-    parts += [f"{name}={value}" for name, value in node.attributes]
-    return f"{node.op}({', '.join(parts)})"
 
 
 def _write_kernel_lines(number: int, kernel: ExplainedKernel) -> list[str]:

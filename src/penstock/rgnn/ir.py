@@ -266,7 +266,9 @@ def infer_shape(op: str, shapes: list[Shape], attributes: dict[str, Any]) -> Sha
     if op == "matmul":
         return _matmul_shape(*shapes, transposed=attributes["transposed"])
     if op == "outer":
-        return _outer_shape(*shapes, heads=attributes["heads"])
+        left, right = shapes
+        heads = broadcast(left[:-1], right[:-1])[: attributes["heads"]]
+        return (*heads, left[-1], right[-1])
     if op in ("reshape", "expand"):
         shape = tuple(attributes["shape"])
         fits = (
@@ -355,11 +357,6 @@ def _matmul_shape(left: Shape, right: Shape, *, transposed: bool) -> Shape:
     ):
         raise ValueError(f"@ of rows of shapes {_show(left, right)}: the heads differ")
     return (*broadcast(batch, tuple(heads)), columns)
-
-
-def _outer_shape(left: Shape, right: Shape, *, heads: int) -> Shape:
-    batch = broadcast(left[:-1], right[:-1])
-    return (*batch[:heads], left[-1], right[-1])
 
 
 def _joined_shape(op: str, shapes: list[Shape], attributes: dict[str, Any]) -> Shape:

@@ -112,7 +112,11 @@ class _Evaluation:
         if order is not None:
             left, right = left.index_select(0, order), right.index_select(0, order)
         for kind, begin, end in segments:
-            out[kind] = _sum_outers(left[begin:end], right[begin:end], outer["heads"])
+            x, y = left[begin:end], right[begin:end]
+            if outer["heads"]:
+                out[kind] = x.permute(1, 2, 0) @ y.permute(1, 0, 2)
+            else:
+                out[kind] = x.flatten(0, -2).T @ y.flatten(0, -2)
         return out
 
     def _is_lazy(self, position: int) -> bool:
@@ -166,10 +170,3 @@ def _multiply(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> No
         torch.matmul(rows, weight, out=out)
     else:
         out.copy_(torch.matmul(rows.transpose(0, 1), weight).transpose(0, 1))
-
-
-def _sum_outers(left: torch.Tensor, right: torch.Tensor, heads: int) -> torch.Tensor:
-    """Sum over rows of outer products: (r, *batch, k) and (r, *batch, n) to (*heads, k, n)."""
-    if heads:
-        return left.permute(1, 2, 0) @ right.permute(1, 0, 2)
-    return left.flatten(0, -2).T @ right.flatten(0, -2)

@@ -103,7 +103,8 @@ class Traces:
                 (*(_describe_visible(name, kind) for name, kind in kinds.items()), *state)
             )
             for traced in alike:
-                if all(_length(kinds[name]) == length for name, length in traced.lengths):
+                lengths = ((kinds[name], length) for name, length in traced.lengths)
+                if all(isinstance(k, TensorKind) and k.shape[:1] == n for k, n in lengths):
                     return traced
             traced = self._trace(kinds)
             alike.append(traced)
@@ -193,11 +194,6 @@ class Traces:
 
 def _make_empty(seen: tuple[Any, ...]) -> list[TracedFunction]:
     return []
-
-
-def _length(kind: Kind) -> Shape:
-    assert isinstance(kind, TensorKind)
-    return tuple(kind.shape[:1])
 
 
 def _describe_visible(name: str, kind: Kind) -> tuple[Any, ...]:

@@ -143,7 +143,10 @@ def read_triples(triples: torch.Tensor | np.ndarray | str | os.PathLike[str]) ->
     """Return the arguments of `Graph` for (head, relation, tail) triples."""
     names = None
     if isinstance(triples, str | os.PathLike):
-        array, names = _read_file(Path(triples))
+        try:
+            array, names = _parse_file(Path(triples))
+        except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+            raise ValueError(f"{triples}: cannot be read as text in UTF-8: {error}") from error
     elif isinstance(triples, torch.Tensor):
         array = triples
     else:
@@ -176,13 +179,6 @@ def _read_array(array: np.ndarray) -> tuple[torch.Tensor, GraphNames | None]:
     return torch.from_numpy(array.astype(np.int64)), None
 
 
-def _read_file(path: Path) -> tuple[torch.Tensor, GraphNames | None]:
-    try:
-        return _parse_file(path)
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
-        raise ValueError(f"{path}: cannot be read as text in UTF-8: {error}") from error
-
-
 def _parse_file(path: Path) -> tuple[torch.Tensor, GraphNames | None]:
     stem = path.name.removesuffix(".gz")
     with ExitStack() as stack:
@@ -195,7 +191,10 @@ def _parse_file(path: Path) -> tuple[torch.Tensor, GraphNames | None]:
             return _number_names(_parse_n_triples(path, lines))
         first = lines.readline().strip()
         if _ID.fullmatch(first):
-            return _parse_open_ke(path, lines, int(first)), None
+            rows = _parse_ids(path, list(_split_columns(path, lines, first_line=2)))
+            if len(rows) != int(first):
+                raise ValueError(f"{path}:1: announces {first} triples, the file has {len(rows)}")
+            return rows[:, [0, 2, 1]], None
         lines.seek(0)
         table = list(_split_columns(path, lines, first_line=1))
     are_ids = [all(_ID.fullmatch(field) for field in fields) for _, fields in table]
@@ -229,13 +228,6 @@ def _split_columns(path: Path, lines: IO[str], first_line: int) -> Iterator[tupl
         if "" in fields:
             _refuse(path, number, f"a column is empty: {line!r}")
         yield number, fields
-
-
-def _parse_open_ke(path: Path, lines: IO[str], count: int) -> torch.Tensor:
-    rows = _parse_ids(path, list(_split_columns(path, lines, 2)))
-    if len(rows) != count:
-        raise ValueError(f"{path}:1: announces {count} triples, the file has {len(rows)}")
-    return rows[:, [0, 2, 1]]
 
 
 def _parse_ids(path: Path, table: list[tuple[int, list[str]]]) -> torch.Tensor:

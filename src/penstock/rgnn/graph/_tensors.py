@@ -79,7 +79,8 @@ def remember_graph(
     """
     if any(tensor.is_inference() for tensor in tensors):
         return make()  # such tensors do not count their changes
-    key = (numbers, *(_identify(tensor) for tensor in tensors))
+    views = [(t.storage_offset(), t.shape, t.stride(), t.dtype) for t in tensors]
+    key = (numbers, *views, *(tensor.untyped_storage()._cdata for tensor in tensors))
     versions = tuple(tensor._version for tensor in tensors)
     with _lock:
         known = _remembered.get(key)
@@ -97,8 +98,3 @@ def remember_graph(
         if len(_remembered) > _NUM_REMEMBERED:
             _remembered.popitem(last=False)
     return graph
-
-
-def _identify(tensor: torch.Tensor) -> tuple[Any, ...]:
-    storage = tensor.untyped_storage()
-    return (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)

@@ -168,7 +168,9 @@ class _ScratchModel:
                 and all(other == number or value not in read[other] for other in waiting)
             ]
             numbers = sum(map(self._count_numbers, computed)) - sum(map(self._count_numbers, freed))
-            is_end = all(v in self.owned and self.has_many_rows(v) for v in computed)
+            is_end = all(
+                v in self.owned and self.program.nodes[v].space not in TYPES for v in computed
+            )
             return last and is_end and numbers > 0, numbers, number
 
         while waiting:
@@ -178,10 +180,6 @@ class _ScratchModel:
             waiting.remove(number)
             done.add(number)
         return order
-
-    def has_many_rows(self, value: int) -> bool:
-        """Return whether a value has more rows than one for each type."""
-        return self.program.nodes[value].space not in TYPES
 
     def _count_numbers(self, value: int) -> int:
         node = self.program.nodes[value]
@@ -209,7 +207,11 @@ def _split(model: _ScratchModel, kernel: Kernel) -> list[Kernel]:
             continue
         rest = others
         parts.append(computed)
-    return [_restrict(kernel, values) for values in (rest, *parts)]
+    found = []
+    for part in (rest, *parts):
+        stages = (tuple(v for v in stage if v in part) for stage in kernel.stages)
+        found.append(dataclasses.replace(kernel, stages=tuple(stage for stage in stages if stage)))
+    return found
 
 
 def _find_computation(model: _ScratchModel, value: int, among: Collection[int]) -> set[int]:
@@ -231,8 +233,3 @@ def _find_long_rows(program: Program, values: Collection[int], among: Collection
         for read in _find_read(program, values)
         if read not in among and math.prod(program.nodes[read].shape) > _LONG_ROW
     }
-
-
-def _restrict(kernel: Kernel, values: Collection[int]) -> Kernel:
-    stages = (tuple(v for v in stage if v in values) for stage in kernel.stages)
-    return dataclasses.replace(kernel, stages=tuple(stage for stage in stages if stage))

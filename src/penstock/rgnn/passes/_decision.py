@@ -1,4 +1,7 @@
-"""Decisions of rewrites with their reasons, and the rewriter that all local rewrites share."""
+"""Decisions of rewrites with their reasons, the rewriter of all local ones, and the simplest one.
+
+Common subexpressions: what is computed twice from the same is computed once.
+"""
 
 from __future__ import annotations
 
@@ -75,3 +78,19 @@ class Rewriter:
         """Return the map along which a weight is read, if the value is one."""
         node = self.program.nodes[position]
         return node.map if node.op == "gather" and node.map.into in TYPES else None
+
+
+def common_subexpressions(program: Program) -> PassResult:
+    """Let equal nodes be one, and drop what nothing needs."""
+    builder = ProgramBuilder(share=True)
+    place: list[int] = []
+    decisions = []
+    for node in program.nodes:
+        num_before = len(builder.nodes)
+        place.append(builder.copy(node, [place[operand] for operand in node.operands]))
+        # Reads cost nothing by themselves and need no mention.
+        if len(builder.nodes) == num_before and node.op not in ("gather", "reshape"):
+            first = builder.nodes[place[-1]].where
+            reason = f"computed already by {first}"
+            decisions.append(Decision("common subexpressions", True, node.op, reason, node.where))
+    return PassResult(builder.program(place[out] for out in program.outputs), tuple(decisions))

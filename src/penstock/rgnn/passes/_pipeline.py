@@ -14,10 +14,9 @@ from functools import cached_property
 
 from penstock.rgnn.ir import Program, find_dependencies, find_source
 from penstock.rgnn.passes._aggregate import aggregate_first
-from penstock.rgnn.passes._common import common_subexpressions
 from penstock.rgnn.passes._compact import compact
 from penstock.rgnn.passes._concat import split_concat
-from penstock.rgnn.passes._decision import Decision, PassResult
+from penstock.rgnn.passes._decision import Decision, PassResult, common_subexpressions
 from penstock.rgnn.passes._differentiate import differentiate
 from penstock.rgnn.passes._recompute import recompute
 from penstock.rgnn.passes._reorder import reorder

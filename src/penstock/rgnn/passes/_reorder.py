@@ -171,20 +171,12 @@ def _multiply_weights_first(rewriter: Rewriter, chain: _Chain) -> int:
     if chain.end is not None:
         # From the nodes to the edges: the weight of the type that the relation has at that end.
         vector = builder.add("gather", vector, map=chain.end)
-        weight = builder.nodes[first].operands[0]
-        of_relation = _read_weight_by_relation(rewriter, weight, chain.first_map, chain.end)
+        is_untyped = chain.first_map.into is Space.ONE
+        row_map = spaces.to_one(Space.RELATION) if is_untyped else _TYPE_AT_END[chain.end]
+        of_relation = builder.add("gather", builder.nodes[first].operands[0], map=row_map)
         first = builder.add("gather", of_relation, map=spaces.EDGE_TYPE)
     product = builder.add("matmul", first, second, transposed=False)
     return builder.add("matmul", vector, product, transposed=False)
-
-
-def _read_weight_by_relation(
-    rewriter: Rewriter, weight: int, first_map: RowMap, end: RowMap
-) -> int:
-    """Return the node-typed or untyped weight at an end of each relation."""
-    if first_map.into is Space.ONE:
-        return rewriter.builder.add("gather", weight, map=spaces.to_one(Space.RELATION))
-    return rewriter.builder.add("gather", weight, map=_TYPE_AT_END[end])
 
 
 def _count_multiplications(matrix: Shape, vector: Shape) -> int:

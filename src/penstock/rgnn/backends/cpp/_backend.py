@@ -204,7 +204,7 @@ class _DirectionFunction:
         places = in_results | {name: (None, offset) for name, offset in offsets.items()}
         addresses = []
         for place, kind, value in self._of_call:
-            name = _name_workspace(value) if kind in _WORKSPACES else value
+            name = -1 - value if kind in _WORKSPACES else value
             name = same_place.get(name, name)
             if kind != "stride":
                 addresses.append((place, *places.get(name, (name, 0))))
@@ -212,7 +212,7 @@ class _DirectionFunction:
         return _Binding(numbers, shapes, tuple(addresses), arena_bytes)
 
     def _find_workspaces(self, arrays: GraphArrays) -> Iterator[ArenaValue]:
-        """Yield the memory of one kernel's own."""
+        """Yield the memory of one kernel's own, by names < 0."""
         for _, kind, value in self._of_call:
             node = self._program.nodes[value]
             if kind == "parts":
@@ -224,7 +224,7 @@ class _DirectionFunction:
                 continue
             kernel = self._live_ranges[value][0]
             num_bytes = num_elements * self._dtype.itemsize
-            yield ArenaValue(_name_workspace(value), kernel, kernel, num_bytes)
+            yield ArenaValue(-1 - value, kernel, kernel, num_bytes)
 
 
 def _has_dense_rows(rows: torch.Tensor) -> bool:
@@ -233,7 +233,3 @@ def _has_dense_rows(rows: torch.Tensor) -> bool:
         length == 1 or stride == math.prod(rows.shape[axis + 2 :])
         for axis, (length, stride) in enumerate(zip(rows.shape[1:], rows.stride()[1:], strict=True))
     )
-
-
-def _name_workspace(value: int) -> int:
-    return -1 - value

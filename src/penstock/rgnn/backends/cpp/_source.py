@@ -88,14 +88,13 @@ def describe_kernel(program: Program, kernel: Kernel, number: int) -> list[str]:
     head = f"// {number}. {kernel.kind.value} over {kernel.space.value} rows"
     if kernel.grouped_by is not None:
         head += f", grouped by {kernel.grouped_by.name}"
-    return [head, *(f"//      %{v} = {_describe(program, v)}" for v in kernel.values)]
-
-
-def _describe(program: Program, position: int) -> str:
-    node = program.nodes[position]
-    operands = (describe_read(program, operand, has_names=False) for operand in node.operands)
-    shape = " x ".join(map(str, node.shape)) or "scalar"
-    return f"{node.op}({', '.join(operands)}), {shape}"
+    lines = [head]
+    for value in kernel.values:
+        node = program.nodes[value]
+        operands = (describe_read(program, operand, has_names=False) for operand in node.operands)
+        shape = " x ".join(map(str, node.shape)) or "scalar"
+        lines.append(f"//      %{value} = {node.op}({', '.join(operands)}), {shape}")
+    return lines
 
 
 @functools.cache

@@ -104,9 +104,11 @@ class KernelBody:
         self.fewest_summed = min((math.prod(node.shape) for node in reductions), default=1)
         """The fewest features of what is summed or normalised."""
         self._computed = frozenset(kernel.values)
-        self._is_epilogue = False
+        self.is_epilogue = False
+        """True for the values of the groups themselves."""
         self._layouts = _find_layouts(program, kernel)
-        self._totals: dict[int, str] = {}
+        self.totals: dict[int, str] = {}
+        """Reductions that are complete: what the names of their variables begin with."""
         self._shared: dict[object, Variable] = {}
         self._local: dict[object, Variable] = {}
         self._names: set[str] = set()
@@ -115,14 +117,6 @@ class KernelBody:
         """Forget the variables of the rows at hand."""
         self.before, self.loop = [], []
         self._local = {}
-
-    def begin_epilogue(self) -> None:
-        """Begin the values of the groups themselves."""
-        self._is_epilogue = True
-
-    def finish(self, position: int, name: str) -> None:
-        """Record that a reduction is complete; `name` begins the names of its variables."""
-        self._totals[position] = name
 
     # ---------------------------------------------------------------- values
 
@@ -160,19 +154,26 @@ class KernelBody:
             return self._load(position, maps, indices, name)
         if node.op == "sum":
             # The schedule lets a row read a sum of its own kernel only at its own group.
-            assert maps == (() if self._is_epilogue else (self.grouped_by,)), (node, maps)
+            assert maps == (() if self.is_epilogue else (self.grouped_by,)), (node, maps)
             return self.read_total(position, node.shape, indices)
         assert not maps, (node, maps)
         if node.op == "softmax":
-            return self._read_weight(position, indices)
+            # One row of it when it is finished: exp(s - max) / sum.
+            score = self.read(node.operands[0], indices)
+            largest, total = (
+                self.read_total(position, node.shape, indices, part) for part in ("_max", "_sum")
+            )
+            return self.compute(
+                "tl.exp({0} - {1}) / {2}", score, largest, total, name=f"x{position}"
+            )
         return self._rules[node.op](self, node, indices, name)
 
     def read_total(
         self, position: int, shape: Shape, indices: Sequence[Index], part: str = ""
     ) -> Variable:
         """Return a finished reduction of this kernel, with its axes those of the block at hand."""
-        assert position in self._totals, f"%{position} is read in its own loop"
-        name, layout = f"{self._totals[position]}{part}", self.find_layout(shape)
+        assert position in self.totals, f"%{position} is read in its own loop"
+        name, layout = f"{self.totals[position]}{part}", self.find_layout(shape)
         axes: list[Axis] = []
         for index, length in zip(reshape_indices(indices, shape, layout), layout, strict=True):
             if length == 1:
@@ -186,14 +187,6 @@ class KernelBody:
         places = [self.num_leading + axes.index(axis) for axis in sorted(axes)]
         order = ", ".join(map(str, [*range(self.num_leading), *places]))
         return self.assign(f"tl.permute({name}, {order})", tuple(sorted(axes)), True, f"{name}_of")
-
-    def _read_weight(self, position: int, indices: tuple[Index, ...]) -> Variable:
-        """Return one row of a finished softmax: exp(s - max) / sum."""
-        node = self.nodes[position]
-        score = self.read(node.operands[0], indices)
-        largest = self.read_total(position, node.shape, indices, "_max")
-        total = self.read_total(position, node.shape, indices, "_sum")
-        return self.compute("tl.exp({0} - {1}) / {2}", score, largest, total, name=f"x{position}")
 
     def _read_inverse_count(self, row_map: RowMap, maps: tuple[RowMap, ...], name: str) -> Variable:
         sizes = self.name_parameter(GroupSizes(row_map))
@@ -246,7 +239,7 @@ class KernelBody:
 
     def find_own_row(self) -> tuple[Variable, str]:
         """Return the row of the values computed, and the mask of the lanes that have one."""
-        if self._is_epilogue:
+        if self.is_epilogue:
             return Variable("group", is_shared=True), "is_group"
         return Variable("row"), "is_row"
 
@@ -258,9 +251,9 @@ class KernelBody:
         if any(each.into is Space.ONE for each in maps):
             return Variable("first_row", is_shared=True), None
         rest = None
-        if self.grouped_by is not None and not self._is_epilogue:
+        if self.grouped_by is not None and not self.is_epilogue:
             rest = spaces.factor(maps[0], self.grouped_by)
-        if self._is_epilogue:
+        if self.is_epilogue:
             at, mask, order, is_shared = "group", "is_group", None, True
         elif rest is None:
             at = "row" if self.grouped_by is None else "slot"

@@ -133,7 +133,7 @@ class GroupedWriter:
         for number in range(len(self.stages)):
             loops += self._write_loop(number)
             for value in self.find_reduced(number):
-                self.body.finish(value, self._name(value))
+                self.body.totals[value] = self._name(value)
                 if self._op(value) == "sum" and value in self._stored:
                     loops.append(self._store(ValueRows(value), "group", value, ""))
         return self._add_group_lines([*_ROWS_OF_GROUPS, *loops, *self._write_epilogue()])
@@ -169,12 +169,12 @@ class GroupedWriter:
         for stage in range(number):
             for value in self.find_reduced(stage):
                 totals += [self._load_total(value, part) for part in PARTS[self._op(value)]]
-                self.body.finish(value, self._name(value))
+                self.body.totals[value] = self._name(value)
         return totals
 
     def _write_epilogue(self) -> list[str]:
         """Write the epilogue."""
-        self.body.begin_epilogue()
+        self.body.is_epilogue = True
         for value in self._epilogue:
             _store_rows(self.body, value, self._index_features(value))
         return [*self.body.before, *self.body.loop]
