@@ -27,7 +27,7 @@ _MODES = ("additive-self-attention", "multiplicative-self-attention")
 
 
 @compile
-def rgat(
+def rgat_of_edges(
     g: Any,
     x: Any,
     weight: Any,
@@ -40,12 +40,11 @@ def rgat(
     concat: bool,
     slope: float | None,
     within: str,
-    edge_attr: Any = None,
-    edge_key: Any = None,
-    dropped: Any = None,
-    has_weights: bool = False,
+    edge_attr: Any,
+    edge_key: Any,
+    dropped: Any,
 ) -> Any:
-    """Compute the layer with all that it may have of edges, and maybe its attention weights.
+    """Compute the layer with all that it may have of edges, and its attention weights.
 
     `att` (the bases' coefficients) and `bias` may be None. Attention is additive with the slope of
     its leaky ReLU, multiplicative with None. `edge_key` makes scores of `edge_attr`; attention
@@ -71,8 +70,28 @@ def rgat(
     kept = weights if dropped is None else weights * e(dropped)
     h = g.sum_to_dst(kept * source.heads(heads))
     h = h.merge_heads() if concat else h.mean_heads()
-    h = h if bias is None else h + bias
-    return (h, weights) if has_weights else h
+    return h if bias is None else h + bias, weights
+
+
+@compile
+def rgat(
+    g: Any,
+    x: Any,
+    weight: Any,
+    att: Any,
+    q: Any,
+    k: Any,
+    bias: Any,
+    num_blocks: int | None,
+    heads: int,
+    concat: bool,
+    slope: float | None,
+    within: str,
+) -> Any:
+    """Compute the layer alone; `rgat_of_edges` has the arguments."""
+    options = (num_blocks, heads, concat, slope, within)
+    h, _ = rgat_of_edges.__wrapped__(g, x, weight, att, q, k, bias, *options, None, None, None)
+    return h
 
 
 class RGATConv(nn.Module):
@@ -217,12 +236,13 @@ class RGATConv(nn.Module):
             self.negative_slope if is_additive else None,
             _WITHIN[self.attention_mechanism],
         )
-        has_weights = return_attention_weights is not None
-        out = rgat(*arguments, edge_attr, edge_key, dropped, has_weights)
-        if not has_weights:
+        if edge_attr is None and dropped is None and return_attention_weights is None:
+            return rgat(*arguments)
+        out, weights = rgat_of_edges(*arguments, edge_attr, edge_key, dropped)
+        if return_attention_weights is None:
             return out
         edges = edge_index.edge_index if isinstance(edge_index, Graph) else edge_index
-        return out[0], (edges, out[1])
+        return out, (edges, weights)
 
     def _read_edges(
         self, edge_attr: torch.Tensor | None, graph: Graph
