@@ -115,7 +115,7 @@ def explain(
         backend=backend,
         kernels=tuple(
             _explain_kernel(lowered, kernel, counts, element_bytes, is_backward)
-            for is_backward, direction in enumerate((lowered.forward, lowered.backward))
+            for is_backward, direction in enumerate(lowered.directions().values())
             for kernel in direction.kernels
         ),
         decisions=(*lowered.optimized.decisions, *_explain_order(lowered, element_bytes)),
@@ -125,7 +125,7 @@ def explain(
 
 def _explain_order(lowered: LoweredProgram, element_bytes: int) -> Iterator[Decision]:
     """Yield a decision for each direction with kernels in another order than written."""
-    for name, scratch in zip(("forward", "backward"), lowered.scratch, strict=False):
+    for name, scratch in zip(lowered.directions(), lowered.scratch, strict=False):
         if scratch.after < scratch.before:
             after, before = (
                 format_bytes(number * element_bytes) for number in (scratch.after, scratch.before)

@@ -195,25 +195,17 @@ class _Lowering:
         """Return the schedule of the values placed so far."""
         kept = [opened for opened in self._open if any(opened.stages)]
         num_forward = sum(any(opened.stages) for opened in self._open[: self._num_closed])
-        kernels = tuple(
-            Kernel(
-                k.kind,
-                k.space,
-                k.grouped_by,
-                tuple(tuple(stage) for stage in k.stages if stage),
-                tuple(k.epilogue),
-            )
-            for k in kept
-        )
-        written = set(self._outputs)
-        for kernel, opened in enumerate(self._open):
-            for value in opened.values():
-                written |= {read for read in self._reads[value] if self._kernel_of[read] != kernel}
-        return KernelSchedule(kernels, num_forward, frozenset(written & set(self._kernel_of)))
+        kernels = []
+        for k in kept:
+            stages = tuple(tuple(stage) for stage in k.stages if stage)
+            kernels.append(Kernel(k.kind, k.space, k.grouped_by, stages, tuple(k.epilogue)))
+        of = self._kernel_of
+        written = {read for value in of for read in self._reads[value] if of[read] != of[value]}
+        written |= self._outputs & of.keys()
+        return KernelSchedule(tuple(kernels), num_forward, frozenset(written))
 
     def _append(self, opened: _OpenKernel, position: int) -> None:
         self._open.append(opened)
-        opened.stages.append([])
         self._join(len(self._open) - 1, 0, position, opened.grouped_by)
 
     def _join(self, kernel: int, stage: int, position: int, grouped_by: RowMap | None) -> None:

@@ -6,7 +6,7 @@ Common subexpressions: what is computed twice from the same is computed once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from penstock.rgnn.ir import TYPES, Program, ProgramBuilder
 from penstock.rgnn.spaces import RowMap
@@ -29,12 +29,8 @@ class Decision:
         return f"{self.rewrite} {verb}: {self.what}: {self.reason}  [{self.where}]"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PassResult:
-    """A program after a rewrite, and the decisions on the way."""
-
-    program: Program
-    decisions: tuple[Decision, ...] = ()
+PassResult = tuple[Program, Sequence[Decision]]
+"""A program after a rewrite, and the decisions on the way."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -62,7 +58,7 @@ class Rewriter:
                 new = self.builder.copy(node, operands)
             self.place.append(new)
         outputs = [self.place[output] for output in self.program.outputs]
-        return PassResult(self.builder.program(outputs), tuple(self.decisions))
+        return self.builder.program(outputs), self.decisions
 
     def is_only_used_by(self, position: int, user: int) -> bool:
         """Return whether a value has no reader but one node and is no output."""
@@ -93,4 +89,4 @@ def common_subexpressions(program: Program) -> PassResult:
             first = builder.nodes[place[-1]].where
             reason = f"computed already by {first}"
             decisions.append(Decision("common subexpressions", True, node.op, reason, node.where))
-    return PassResult(builder.program(place[out] for out in program.outputs), tuple(decisions))
+    return builder.program(place[out] for out in program.outputs), decisions

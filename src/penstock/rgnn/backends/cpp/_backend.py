@@ -12,7 +12,7 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,9 +26,9 @@ from penstock.rgnn.backends._invocation import (
 )
 from penstock.rgnn.backends.cpp._arena import ArenaValue, assign_offsets, place_in_results
 from penstock.rgnn.backends.cpp._graph_arrays import GraphArrays, find_arrays
-from penstock.rgnn.backends.cpp._kernel import FIELDS_OF_CALL
+from penstock.rgnn.backends.cpp._kernel import FIELDS_OF_CALL, Field
 from penstock.rgnn.backends.cpp._products import count_packed_elements
-from penstock.rgnn.backends.cpp._source import EntryPoint, write_source
+from penstock.rgnn.backends.cpp._source import write_source
 from penstock.rgnn.ir import TYPES, find_source
 from penstock.rgnn.lowering import (
     Direction,
@@ -48,14 +48,6 @@ _WORKSPACES = frozenset({"parts", "packed"})
 _INDEX_TYPES = {torch.int32: "int32_t", torch.int64: "int64_t"}
 
 
-class _LibraryKey(NamedTuple):
-    """Everything besides the program that the source of a library depends on."""
-
-    dtype: torch.dtype
-    index_dtype: torch.dtype
-    has_hubs: bool
-
-
 class CppBackend(Backend):
     """Programs in generated C++, on the CPU."""
 
@@ -67,7 +59,7 @@ class CppBackend(Backend):
         maps = dict.fromkeys(kernel.grouped_by for kernel in traversals)
         self._groupings = tuple(m for m in maps if m is not None and m.into not in TYPES)
         """The maps to groups of rows that one thread sums."""
-        self._functions: dict[_LibraryKey, dict[Direction, _DirectionFunction]] = {}
+        self._functions: dict[tuple[Any, ...], dict[Direction, _DirectionFunction]] = {}
 
     def __call__(self, invocation: Invocation) -> Results:
         """Compute the values of a direction.
@@ -84,25 +76,24 @@ class CppBackend(Backend):
             )
         arrays = find_arrays(graph)
         has_hubs = any(len(arrays.hubs(grouping)) for grouping in self._groupings)
-        key = _LibraryKey(invocation.dtype, arrays.index_dtype, has_hubs)
-        functions = self._functions.get(key)
-        if functions is None:
-            functions = self._functions[key] = self._build(key)
-        return functions[invocation.direction](invocation, arrays)
+        key = (invocation.dtype, arrays.index_dtype, has_hubs)
+        if key not in self._functions:
+            self._functions[key] = self._build(*key)
+        return self._functions[key][invocation.direction](invocation, arrays)
 
-    def _build(self, key: _LibraryKey) -> dict[Direction, _DirectionFunction]:
+    def _build(
+        self, dtype: torch.dtype, index_dtype: torch.dtype, has_hubs: bool
+    ) -> dict[Direction, _DirectionFunction]:
         """Load the forward and the backward, built where they are not in the cache."""
-        written = write_source(
-            self._lowered,
-            scalar=DTYPES[key.dtype],
-            index=_INDEX_TYPES[key.index_dtype],
-            has_hubs=key.has_hubs,
-        )
-        library = load_library("rgnn", written.text, flags=FLAGS)
-        return {
-            entry.direction: _DirectionFunction(self._lowered, library, entry, key.dtype)
-            for entry in written.entry_points
-        }
+        types = {"scalar": DTYPES[dtype], "index": _INDEX_TYPES[index_dtype]}
+        text, fields_of = write_source(self._lowered, **types, has_hubs=has_hubs)
+        library = load_library("rgnn", text, flags=FLAGS)
+        functions = {}
+        for name, direction in self._lowered.directions().items():
+            function = getattr(library, f"penstock_{name}")
+            arguments = (self._lowered, direction, function, fields_of[name], dtype)
+            functions[direction] = _DirectionFunction(*arguments)
+        return functions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,20 +114,24 @@ class _DirectionFunction:
     """A direction as a function of the library, and its bindings to graphs."""
 
     def __init__(
-        self, lowered: LoweredProgram, library: ctypes.CDLL, entry: EntryPoint, dtype: torch.dtype
+        self,
+        lowered: LoweredProgram,
+        direction: Direction,
+        function: Any,
+        fields: tuple[Field, ...],
+        dtype: torch.dtype,
     ) -> None:
-        self._function = getattr(library, entry.name)
+        self._function, self._direction = function, direction
         self._function.argtypes, self._function.restype = [ctypes.c_void_p], None
-        self._program, self._dtype = lowered.optimized.program, dtype
-        self._direction, self._fields = entry.direction, entry.fields
+        self._program, self._dtype, self._fields = lowered.optimized.program, dtype, fields
         self._of_call = [
             (place, field.kind, value)
-            for place, field in enumerate(entry.fields)
+            for place, field in enumerate(fields)
             for value in field.subjects
             if field.kind in FIELDS_OF_CALL and isinstance(value, int)
         ]
-        self._frame = ctypes.c_int64 * len(entry.fields)
-        kernels = entry.direction.kernels
+        self._frame = ctypes.c_int64 * len(fields)
+        kernels = direction.kernels
         values = [value for kernel in kernels for value in kernel.values]
         self._written = [value for value in values if value in lowered.schedule.materialised]
         self._live_ranges = find_live_ranges(self._program, kernels)

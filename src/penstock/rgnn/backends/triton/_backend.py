@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -39,16 +38,6 @@ from penstock.rgnn.lowering import (
 )
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Module:
-    """The traversals of a program as Triton kernels."""
-
-    source: TritonSource
-    functions: ModuleType
-    reads: tuple[frozenset[int], ...]
-    """For each kernel of the schedule, the values that it reads from memory."""
 
 
 class TritonBackend(Backend):
@@ -105,7 +94,7 @@ class TritonBackend(Backend):
             *direction.keep,
             *(find_source(program, out) for out in direction.outputs),
         }
-        reads, first = self._module.reads, direction.first_kernel
+        reads, first = self._module[2], direction.first_kernel
         numbers = range(first, first + len(direction.kernels))
         last = {value: number for number in numbers for value in reads[number]}
         for number in numbers:
@@ -116,7 +105,8 @@ class TritonBackend(Backend):
         return leave_results(program, invocation, memory)
 
     @functools.cached_property
-    def _module(self) -> _Module:
+    def _module(self) -> tuple[TritonSource, ModuleType, tuple[frozenset[int], ...]]:
+        """The traversals as Triton kernels, and for each kernel what it reads from memory."""
         written = write_source(self._lowered)
         for number, reason in written.reasons.items():
             _logger.info("kernel %d of the program runs in torch: %s", number, reason)
@@ -127,19 +117,19 @@ class TritonBackend(Backend):
         for kernel in self._lowered.schedule.kernels:
             read = frozenset().union(*(reads[value] for value in kernel.values))
             of_kernels.append(read - leaves.union(kernel.values))
-        return _Module(written, functions, tuple(of_kernels))
+        return written, functions, tuple(of_kernels)
 
     def _run_kernel(self, context: LaunchContext, number: int) -> None:
         kernel = self._lowered.schedule.kernels[number]
-        value, traversals = kernel.values[0], self._module.source.traversals
+        value, (source, functions, _) = kernel.values[0], self._module
         node = context.program.nodes[value]
         try:
             if kernel.kind is KernelKind.GEMM:
                 context.memory[value] = run_typed_product(context, node)
             elif kernel.kind is KernelKind.WEIGHT_GRADIENT:
                 context.memory[value] = run_weight_gradient(context, node)
-            elif number in traversals:
-                run_traversal(context, traversals[number], self._module.functions, kernel)
+            elif number in source.traversals:
+                run_traversal(context, source.traversals[number], functions, kernel)
             else:
                 self._run_in_torch(context, kernel)
         except Inexpressible as reason:

@@ -250,19 +250,17 @@ class KernelBody:
             return self.find_own_row()
         if any(each.into is Space.ONE for each in maps):
             return Variable("first_row", is_shared=True), None
-        rest = None
-        if self.grouped_by is not None and not self.is_epilogue:
-            rest = spaces.factor(maps[0], self.grouped_by)
-        if self.is_epilogue:
-            at, mask, order, is_shared = "group", "is_group", None, True
-        elif rest is None:
-            at = "row" if self.grouped_by is None else "slot"
-            mask, order, is_shared = "is_row", self.grouped_by, False
-        else:
-            maps = (*(() if rest == spaces.identity(rest.rows) else (rest,)), *maps[1:])
-            if not maps:
-                return Variable("group", is_shared=True), "is_group"
-            at, mask, order, is_shared = "group", "is_group", None, True
+        at, mask, order, is_shared = "group", "is_group", None, True
+        if not self.is_epilogue:
+            grouping = self.grouped_by
+            rest = None if grouping is None else spaces.factor(maps[0], grouping)
+            if rest is None:
+                at = "row" if grouping is None else "slot"
+                mask, order, is_shared = "is_row", grouping, False
+            else:
+                maps = (*(() if rest == spaces.identity(rest.rows) else (rest,)), *maps[1:])
+                if not maps:
+                    return Variable("group", is_shared=True), "is_group"
         key = (maps, is_shared)
         memo = self._shared if is_shared else self._local
         if key not in memo:

@@ -107,17 +107,23 @@ def add_pieces(
     first_pieces: torch.Tensor,
 ) -> None:
     """Add pieces up, in their order, into rows of `out`: all of them, or those of `targets`."""
-    length = math.prod(out.shape[1:])
-    constants = {
-        "HAS_TARGETS": targets is not None,
-        "LENGTH": length,
-        "SUM": sum_type(out.dtype),
-        "BLOCK_PIECES": 16,
-        "BLOCK_LENGTH": min(128, power_of_two(length)),
-    }
-    grid = (len(first_pieces) - 1, ceil_div(length, constants["BLOCK_LENGTH"]))
     arguments = (partial, out, out if targets is None else targets, first_pieces)
-    context.run(KernelLaunch(_kernels.add_pieces, grid, arguments, constants))
+    constants = {"HAS_TARGETS": targets is not None, "SUM": sum_type(out.dtype)}
+    join_pieces(context, _kernels.add_pieces, arguments, math.prod(out.shape[1:]), constants)
+
+
+def join_pieces(
+    context: LaunchContext,
+    kernel: Any,
+    arguments: tuple[torch.Tensor, ...],
+    length: int,
+    constants: Mapping[str, Any],
+) -> None:
+    """Launch a kernel that joins pieces of rows of a length; the last argument is their begins."""
+    block = min(128, power_of_two(length))
+    blocks = {"LENGTH": length, "BLOCK_PIECES": 16, "BLOCK_LENGTH": block}
+    grid = (len(arguments[-1]) - 1, ceil_div(length, block))
+    context.run(KernelLaunch(kernel, grid, arguments, {**blocks, **constants}))
 
 
 def ceil_div(length: int, block: int) -> int:

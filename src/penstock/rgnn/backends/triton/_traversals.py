@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,6 +23,7 @@ from penstock.rgnn.backends.triton._launch import (
     LaunchContext,
     add_pieces,
     ceil_div,
+    join_pieces,
     sum_type,
 )
 from penstock.rgnn.backends.triton._source import KernelSource, TraversalSource
@@ -33,6 +34,7 @@ from penstock.rgnn.lowering import Kernel
 
 _BLOCK_NUMBERS = 2048
 """Numbers in a block: with four warps, sixteen in each thread."""
+_ENDS: tuple[Literal["partial", "total"], ...] = ("partial", "total")
 _Reductions = Mapping[Parameter, torch.Tensor]
 
 
@@ -79,14 +81,17 @@ def _run_stages(
         for value in stage.reduced:
             shape = context.program.nodes[value].shape
             for part in PARTS[context.program.nodes[value].op]:
-                for of, count in (("partial", cut.runs.count), ("total", len(cut.groups))):
+                for of, count in zip(_ENDS, (cut.runs.count, len(cut.groups)), strict=True):
                     rows = torch.empty(count, *shape, dtype=wide, device=device)
                     known[Reduced(value, part, of)] = rows
         pointers = (*_find_pointers(context, stage, known), cut.runs.targets)
         context.run(_launch_groups(stage, module, pointers, cut.pieces, constants))
         for value in stage.reduced:
             if context.program.nodes[value].op == "softmax":
-                _merge_softmax_pieces(context, value, known, cut)
+                both = (Reduced(value, part, of) for of in _ENDS for part in PARTS["softmax"])
+                tensors = (*(known[each] for each in both), cut.runs.first_runs)
+                length = math.prod(context.program.nodes[value].shape)
+                join_pieces(context, _kernels.merge_softmax_pieces, tensors, length, {})
                 continue
             partial = known[Reduced(value, "", "partial")]
             if value in written.stored:
@@ -111,14 +116,14 @@ def _launch_groups(
     """Return the launch of a traversal of groups, or of pieces, that are about as long."""
     # Groups of a bucket without partners are long, and there are few of them.
     # Sums of few features leave most lanes of many warps idle, and spill: on gfx942 at 8 warps.
-    is_large = bucket.lanes.num_groups == 1 and function.fewest_summed >= 64
+    is_large = bucket.num_groups == 1 and function.fewest_summed >= 64
     is_large = is_large or function.num_features > _BLOCK_NUMBERS
     num_warps = 8 if is_large else 4
     left = max(1, _BLOCK_NUMBERS * num_warps // 4 // function.num_features)
-    num_rows = min(bucket.lanes.num_rows, left)
+    num_rows = min(bucket.num_rows, left)
     if num_rows < 256:  # on gfx942, sums of scalars spill where rows leave many lanes idle
         num_rows = min(num_rows, 64 if num_warps == 8 else 16)
-    num_groups = min(bucket.lanes.num_groups, left // num_rows)
+    num_groups = min(bucket.num_groups, left // num_rows)
     count = len(bucket.groups)
     arguments = (*pointers, bucket.groups, bucket.begins, bucket.ends, count)
     blocks = {"GROUPS": num_groups, "ROWS": num_rows}
@@ -143,18 +148,3 @@ def _find_pointers(
         else:
             found.append(known[parameter])
     return tuple(found)
-
-
-def _merge_softmax_pieces(
-    context: LaunchContext, value: int, known: _Reductions, cut: CutGroups
-) -> None:
-    pieces, totals = (
-        [known[Reduced(value, part, of)] for part in PARTS["softmax"]]
-        for of in ("partial", "total")
-    )
-    length = math.prod(totals[0].shape[1:])
-    block = min(128, power_of_two(length))
-    constants = {"LENGTH": length, "BLOCK_PIECES": 16, "BLOCK_LENGTH": block}
-    grid = (len(cut.groups), ceil_div(length, block))
-    arguments = (*pieces, *totals, cut.runs.first_runs)
-    context.run(KernelLaunch(_kernels.merge_softmax_pieces, grid, arguments, constants))
