@@ -38,15 +38,7 @@ class CompiledProgram:
         self._seeds = tuple(JointProgram.seed(k) for k in range(optimized.num_outputs))
 
     def __call__(self, graph: Graph, tensors: Sequence[torch.Tensor]) -> Tensors:
-        """Run the program, with gradients for its inputs `wrt`.
-
-        Args:
-            graph: On the device of the tensors.
-            tensors: One for each of `names`, of one floating dtype.
-
-        Returns:
-            The outputs, in the program's order.
-        """
+        """Run the program on a tensor for each of `names`, with gradients for its inputs `wrt`."""
         if not self.wrt:
             return self.forward(graph, tensors)[0]
         return _ProgramFunction.apply(self, graph, *tensors)

@@ -111,10 +111,7 @@ def describe(node: Node) -> str:
 def describe_read(program: Program, position: int, *, has_names: bool = True) -> str:
     """Return how an expression reads a value: `x[src]` for a gather of an input, `%3` for a value.
 
-    Args:
-        program: The program.
-        position: The value.
-        has_names: Whether to name inputs as the user does; else they are numbered.
+    Without `has_names` inputs are numbered as well.
     """
 
     def say(at: int) -> str:

@@ -224,8 +224,8 @@ class Graph(Indices):
         target = torch.device(device)
         if target.type == self.device.type and target.index in (None, self.device.index):
             return self
-        same = self._tensors._asdict()
-        moved = {k: v.to(target) if isinstance(v, torch.Tensor) else v for k, v in same.items()}
+        moved: dict[str, Any] = self._tensors._asdict()
+        moved |= {k: v.to(target) for k, v in moved.items() if isinstance(v, torch.Tensor)}
         return Graph(**moved, names=self.names)
 
     def stats(self) -> GraphStats:

@@ -31,9 +31,6 @@ def find_graph(made_from: GraphTensors) -> Graph:
     """Return the graph that owns these tensors, else the one made from them, else a new one.
 
     While Dynamo traces, when tensors have no content yet, it is the tensors themselves.
-
-    Raises:
-        ValueError: An id is out of range, or a shape does not fit.
     """
     if torch.compiler.is_dynamo_compiling():
         return made_from  # pyright: ignore[reportReturnType]

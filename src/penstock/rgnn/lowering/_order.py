@@ -149,9 +149,7 @@ class _ScratchModel:
     def order_greedily(self, kernels: Sequence[Kernel], *, last: bool) -> list[Kernel]:
         """Take always the kernel next after which the fewest numbers are alive.
 
-        Args:
-            kernels: In an order in which they can run.
-            last: Whether those that make nothing but results wait until no other can run.
+        With `last`, those that make nothing but results wait until no other can run.
         """
         maker = {value: n for n, kernel in enumerate(kernels) for value in kernel.values}
         read = [_find_read(self.program, kernel.values) & maker.keys() for kernel in kernels]
