@@ -76,16 +76,9 @@ def compile(
     return CompiledFunction(function, without=without, backend=backend)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Specialization:
-    """Everything that calls of one kind share."""
-
-    traced: TracedFunction
-    program: CompiledProgram
-    places: tuple[int, ...]
-    """Places of the program's tensors among the arguments."""
-    dtype: torch.dtype | None
-    """The dtype that tensors are converted to, if to any."""
+_Specialization = tuple[TracedFunction, CompiledProgram, tuple[int, ...], torch.dtype | None]
+"""What calls of one kind share: the trace, its program, the places of the program's tensors among
+the arguments, and the dtype that they are converted to, if to any."""
 
 
 class CompiledFunction:
@@ -152,9 +145,11 @@ class CompiledFunction:
         kinds = describe(arguments)
         state = self._traces.state(self._names, kinds)
         is_grad_enabled = torch.is_grad_enabled()
-        call = self._specialized(graph.counts, device, is_grad_enabled, is_autocast, kinds, state)
-        tensors = _convert([arguments[place] for place in call.places], call.dtype)
-        return call.traced.result(call.program(graph, tensors))
+        traced, program, places, dtype = self._specialized(
+            graph.counts, device, is_grad_enabled, is_autocast, kinds, state
+        )
+        tensors = _convert([arguments[place] for place in places], dtype)
+        return traced.result(program(graph, tensors))
 
     def to_torch(self) -> Callable[..., Any]:
         """Return the function as a readable reference: one torch expression per operator.
@@ -283,7 +278,7 @@ class CompiledFunction:
             )
         backend = resolve(self._backend, device.type)
         program = self._compiled(traced, _round_counts(counts), wrt, backend)
-        return _Specialization(traced, program, places, dtype)
+        return traced, program, places, dtype
 
     def _compile_for(
         self, traced: TracedFunction, graph: Graph, wrt: tuple[str, ...]

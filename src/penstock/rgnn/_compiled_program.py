@@ -20,12 +20,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class CompiledProgram:
-    """A program, lowered for a back end and run by it.
-
-    Args:
-        optimized: The program, laid out for graphs like those that it runs on.
-        backend: The name of a back end, not "auto".
-    """
+    """A program, lowered for a back end and run by it."""
 
     def __init__(self, optimized: OptimizedProgram, backend: str) -> None:
         self._backend: type[Backend] = load_backend(backend)
@@ -43,15 +38,7 @@ class CompiledProgram:
         self._seeds = tuple(JointProgram.seed(k) for k in range(optimized.num_outputs))
 
     def __call__(self, graph: Graph, tensors: Sequence[torch.Tensor]) -> Tensors:
-        """Run the program, with gradients for its inputs `wrt`.
-
-        Args:
-            graph: On the device of the tensors.
-            tensors: One for each of `names`, of one floating dtype.
-
-        Returns:
-            The outputs, in the program's order.
-        """
+        """Run the program on a tensor for each of `names`, with gradients for its inputs `wrt`."""
         if not self.wrt:
             return self.forward(graph, tensors)[0]
         return _ProgramFunction.apply(self, graph, *tensors)

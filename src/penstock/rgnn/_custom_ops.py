@@ -67,13 +67,7 @@ def register(name: str, **fields: Any) -> RegisteredFunction:
 
 
 def call(name: str, graph: Graph | GraphTensors, arguments: tuple[Any, ...]) -> Any:
-    """Call a registered function while Dynamo traces.
-
-    Args:
-        name: The unique name that `register` gave it.
-        graph: A graph, or the tensors of one.
-        arguments: A value for each parameter after the graph.
-    """
+    """Call a registered function while Dynamo traces, with a value for each parameter."""
     if isinstance(graph, Graph):
         graph = split_graph(graph)
     if not isinstance(graph, GraphTensors):

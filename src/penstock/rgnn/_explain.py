@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock.rgnn.graph import Graph
-from penstock.rgnn.ir import Node, Program, describe_read
+from penstock.rgnn.ir import Program, describe_read
 from penstock.rgnn.lowering import Kernel, KernelKind, LoweredProgram
 from penstock.rgnn.passes import Decision
 from penstock.rgnn.spaces import Counts
@@ -104,15 +104,7 @@ class Explanation:
 def explain(
     lowered: LoweredProgram, graph: Graph, *, name: str, element_bytes: int, backend: str
 ) -> Explanation:
-    """Put a program's kernels beside a graph's counts.
-
-    Args:
-        lowered: The program.
-        graph: The graph that it is run on.
-        name: The name of the function.
-        element_bytes: Bytes of one number.
-        backend: The name of the back end that runs it.
-    """
+    """Put a program's kernels beside a graph's counts."""
     counts = graph.counts
     return Explanation(
         name=name,
@@ -123,7 +115,7 @@ def explain(
         backend=backend,
         kernels=tuple(
             _explain_kernel(lowered, kernel, counts, element_bytes, is_backward)
-            for is_backward, direction in enumerate((lowered.forward, lowered.backward))
+            for is_backward, direction in enumerate(lowered.directions().values())
             for kernel in direction.kernels
         ),
         decisions=(*lowered.optimized.decisions, *_explain_order(lowered, element_bytes)),
@@ -133,7 +125,7 @@ def explain(
 
 def _explain_order(lowered: LoweredProgram, element_bytes: int) -> Iterator[Decision]:
     """Yield a decision for each direction with kernels in another order than written."""
-    for name, scratch in zip(("forward", "backward"), lowered.scratch, strict=False):
+    for name, scratch in zip(lowered.directions(), lowered.scratch, strict=False):
         if scratch.after < scratch.before:
             after, before = (
                 format_bytes(number * element_bytes) for number in (scratch.after, scratch.before)
@@ -150,11 +142,13 @@ def _explain_kernel(
     for position in kernel.values:
         node = program.nodes[position]
         num_rows = counts.rows(node.space)
+        parts = [describe_read(program, operand) for operand in node.operands]
+        parts += [f"{name}={value}" for name, value in node.attributes]
         row_bytes = math.prod(node.shape) * element_bytes
         values.append(
             ExplainedValue(
                 name=f"%{position}",
-                expression=_write_expression(program, node),
+                expression=f"{node.op}({', '.join(parts)})",
                 rows_of=node.space.value,
                 num_rows=num_rows,
                 row_shape=node.shape,
@@ -186,13 +180,6 @@ def _count_multiplications(program: Program, kernel: Kernel) -> int:
         left, right = (nodes[operand].shape for operand in outer.operands)
         return max(math.prod(left) * right[-1], math.prod(right) * left[-1])
     return 0
-
-
-def _write_expression(program: Program, node: Node) -> str:
-    """Return an operator with its operands, gathers written as reads."""
-    parts = [describe_read(program, operand) for operand in node.operands]
-    parts += [f"{name}={value}" for name, value in node.attributes]
-    return f"{node.op}({', '.join(parts)})"
 
 
 def _write_kernel_lines(number: int, kernel: ExplainedKernel) -> list[str]:

@@ -22,15 +22,9 @@ SumRows = Callable[[torch.Tensor, Graph, RowMap], torch.Tensor]
 def interpret(
     program: Program, graph: Graph, arguments: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """Run a program operator by operator, on tensors as the user has them.
+    """Run a program operator by operator, on tensors as the user has them, by input.
 
-    Args:
-        program: Any program; differentiable by autograd.
-        graph: The graph that the arguments have rows for.
-        arguments: A tensor for each input; edges in the order in which the graph was given.
-
-    Returns:
-        The outputs, in the program's order.
+    It is differentiable by autograd.
     """
     dtype = next((each.dtype for each in arguments.values()), torch.get_default_dtype())
     wide = wide_dtype(dtype)

@@ -111,10 +111,7 @@ def describe(node: Node) -> str:
 def describe_read(program: Program, position: int, *, has_names: bool = True) -> str:
     """Return how an expression reads a value: `x[src]` for a gather of an input, `%3` for a value.
 
-    Args:
-        program: The program.
-        position: The value.
-        has_names: Whether to name inputs as the user does; else they are numbered.
+    Without `has_names` inputs are numbered as well.
     """
 
     def say(at: int) -> str:
@@ -153,11 +150,7 @@ class ProgramBuilder:
         return self._append(Node("input", (), space, shape, (("name", name),), self.where))
 
     def add(self, op: str, *operands: int, **attributes: Any) -> int:
-        """Append an operator on earlier values; return the position of its result.
-
-        Raises:
-            ValueError: The operands' shapes do not fit; the message says how.
-        """
+        """Append an operator on earlier values; return the position of its result."""
         assert op in OPERATORS, op
         if op == "gather" and (short := self._shorten_gather(operands[0], attributes["map"])):
             return short[0]
@@ -257,11 +250,7 @@ class ProgramBuilder:
 
 
 def infer_shape(op: str, shapes: list[Shape], attributes: dict[str, Any]) -> Shape:
-    """Return the row shape of an operator's result.
-
-    Raises:
-        ValueError: The operands' row shapes do not fit.
-    """
+    """Return the row shape of an operator's result."""
     if op in BINARY:
         return broadcast(*shapes)
     if op == "inverse_count":
@@ -274,7 +263,9 @@ def infer_shape(op: str, shapes: list[Shape], attributes: dict[str, Any]) -> Sha
     if op == "matmul":
         return _matmul_shape(*shapes, transposed=attributes["transposed"])
     if op == "outer":
-        return _outer_shape(*shapes, heads=attributes["heads"])
+        left, right = shapes
+        heads = broadcast(left[:-1], right[:-1])[: attributes["heads"]]
+        return (*heads, left[-1], right[-1])
     if op in ("reshape", "expand"):
         shape = tuple(attributes["shape"])
         fits = (
@@ -299,9 +290,6 @@ def broadcast(left: Shape, right: Shape) -> Shape:
     Example:
         >>> broadcast((4,), (4, 16))
         (4, 16)
-
-    Raises:
-        ValueError: They do not line up.
     """
     length = max(len(left), len(right))
     padded = [shape + (1,) * (length - len(shape)) for shape in (left, right)]
@@ -366,11 +354,6 @@ def _matmul_shape(left: Shape, right: Shape, *, transposed: bool) -> Shape:
     ):
         raise ValueError(f"@ of rows of shapes {_show(left, right)}: the heads differ")
     return (*broadcast(batch, tuple(heads)), columns)
-
-
-def _outer_shape(left: Shape, right: Shape, *, heads: int) -> Shape:
-    batch = broadcast(left[:-1], right[:-1])
-    return (*batch[:heads], left[-1], right[-1])
 
 
 def _joined_shape(op: str, shapes: list[Shape], attributes: dict[str, Any]) -> Shape:

@@ -228,6 +228,18 @@ def test_a_bucket_stands_for_graphs_that_are_alike(drawn):
             assert abs(found - expected) <= 0.1 * expected + 1
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+def test_results_that_are_views_can_be_changed_in_place(backend):
+    @rgnn.compile(backend=backend)
+    def sum_heads_apart(g, x):
+        return g.sum_to_dst(g.edges.src(g.nodes(x).heads(2))).merge_heads()
+
+    graph = random_graph()
+    x = random_tensor(graph.num_nodes, 6)
+    expected = torch.relu(sum_heads_apart(graph, x))
+    assert torch.equal(torch.relu_(sum_heads_apart(graph, x)), expected)
+
+
 def test_an_argument_changed_in_place_before_the_backward_is_noticed():
     graph = random_graph()
     arguments = layer_arguments("rgat", graph)

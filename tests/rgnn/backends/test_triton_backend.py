@@ -207,10 +207,10 @@ def test_a_group_that_is_too_long_is_cut(num_edges):
         assert giants is None and groups == [0, 1, 2]
         return
     assert giants is not None and giants.groups.tolist() == [1] and groups == [0, 2]
-    assert not giants.places.any()
+    assert not giants.runs.targets.any()
     lengths = (giants.pieces.ends - giants.pieces.begins).tolist()
     assert sum(lengths) == num_edges and max(lengths) == _tables.PIECE_ROWS
-    assert giants.first_pieces.tolist() == [0, math.ceil(num_edges / _tables.PIECE_ROWS)]
+    assert giants.runs.first_runs.tolist() == [0, math.ceil(num_edges / _tables.PIECE_ROWS)]
     assert set(giants.pieces.groups.tolist()) == {1}
 
 

@@ -31,12 +31,7 @@ BACKENDS = ("auto", "torch", "cpp", "triton")
 
 
 def resolve(name: str, device_type: str) -> str:
-    """Return the name of the back end that runs a call, where `name` may be "auto".
-
-    Args:
-        name: One of `BACKENDS`.
-        device_type: The type of the graph's device, such as "cpu".
-    """
+    """Return the name of the back end that runs a call on a device, where `name` may be "auto"."""
     assert name in BACKENDS, name
     return _find_fastest(device_type) if name == "auto" else name
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
 
 from penstock.rgnn import interpreter
 from penstock.rgnn.graph import Graph
-from penstock.rgnn.ir import Program
+from penstock.rgnn.ir import READS, Program
 from penstock.rgnn.lowering import Direction, LoweredProgram
 from penstock.rgnn.passes import OptimizedProgram
+from penstock.rgnn.spaces import Space
 
 Results = tuple[tuple[torch.Tensor, ...], dict[int, torch.Tensor]]
 """Outputs as the user has them, and the rows of `Direction.keep` by position. No output shares
@@ -42,11 +43,7 @@ class Invocation:
 
 
 class Backend(abc.ABC):
-    """A way to run lowered programs: constructed for one of them, called for each run.
-
-    Args:
-        lowered: The program.
-    """
+    """A way to run lowered programs: constructed for one of them, called for each run."""
 
     lower: ClassVar[Callable[[OptimizedProgram], LoweredProgram]]
     """Lowers programs for it."""
@@ -74,27 +71,41 @@ def enter_arguments(program: Program, invocation: Invocation) -> dict[int, torch
     }
 
 
-def leave_outputs(
+def read_rows(
     program: Program,
-    invocation: Invocation,
-    read: Callable[[int], torch.Tensor],
-    others: Iterable[torch.Tensor],
-) -> tuple[torch.Tensor, ...]:
-    """Return outputs as the user has them, each with memory of its own.
+    graph: Graph,
+    rows: Mapping[int, torch.Tensor],
+    position: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the rows of a value; a read, or the graph's inverse counts, are made here."""
+    node = program.nodes[position]
+    if node.op == "inverse_count":
+        return interpreter.inverse_count(graph, node.map, dtype)
+    if node.op not in READS:
+        return rows[position]
+    source = read_rows(program, graph, rows, node.operands[0], dtype)
+    if node.op == "reshape":
+        return source.reshape(source.shape[0], *node.shape)
+    if node.map.into is Space.ONE:  # the same for all rows: broadcasting does it
+        return source.expand(graph.counts.rows(node.map.rows), *source.shape[1:])
+    return source.index_select(0, graph.index(node.map))
 
-    Args:
-        program: The program that the outputs belong to.
-        invocation: The run.
-        read: Returns the rows of a value.
-        others: Tensors with memory that no output may share.
-    """
-    taken = {tensor.data_ptr() for tensor in others}
+
+def leave_results(
+    program: Program, invocation: Invocation, rows: Mapping[int, torch.Tensor]
+) -> Results:
+    """Return what comes back of a run."""
+    graph = invocation.graph
+    kept = {position: rows[position] for position in invocation.direction.keep}
+    others = (*invocation.arguments.values(), *invocation.given.values(), *kept.values())
+    taken = {tensor.untyped_storage().data_ptr() for tensor in others}
     found = []
     for output in invocation.direction.outputs:
-        space = program.nodes[output].space
-        result = interpreter.leave(invocation.graph, space, read(output))
-        if result.data_ptr() in taken:
-            result = result.clone()
-        taken.add(result.data_ptr())
-        found.append(result)
-    return tuple(found)
+        value = read_rows(program, graph, rows, output, invocation.dtype)
+        result = interpreter.leave(graph, program.nodes[output].space, value)
+        if result.untyped_storage().data_ptr() in taken or not result.is_contiguous():
+            result = result.clone(memory_format=torch.contiguous_format)
+        taken.add(result.untyped_storage().data_ptr())
+        found.append(result.data)  # a view could not be changed in place under autograd
+    return tuple(found), kept

@@ -16,11 +16,12 @@ from penstock.rgnn.backends._invocation import (
     Invocation,
     Results,
     enter_arguments,
-    leave_outputs,
+    leave_results,
+    read_rows,
 )
 from penstock.rgnn.graph import Graph
-from penstock.rgnn.ir import READS, Node, Program, find_source
-from penstock.rgnn.lowering import find_fused_outers, is_typed_product, lower
+from penstock.rgnn.ir import LEAVES, READS, Node, Program, find_source
+from penstock.rgnn.lowering import find_fused_outers, find_reads, is_typed_product, lower
 from penstock.rgnn.spaces import NODE_TYPE_OF, RowMap, Space
 
 
@@ -59,7 +60,7 @@ class _Evaluation:
 
     def run(self) -> Results:
         """Compute the values; return the outputs as the user has them, and what is kept."""
-        nodes, direction = self._program.nodes, self._invocation.direction
+        nodes = self._program.nodes
         self._values |= enter_arguments(self._program, self._invocation)
         last = self._find_last_readers()
         for position in self._positions:
@@ -69,13 +70,7 @@ class _Evaluation:
             for done in last.get(position, ()):
                 del self._values[done]
 
-        def read(output: int) -> torch.Tensor:
-            # Autograd must not see a view of a value as an output.
-            is_view = nodes[output].op in ("input", "reshape", "slice")
-            return self._read_rows(output).clone() if is_view else self._read_rows(output)
-
-        kept = {at: self._values[at] for at in direction.keep}
-        return leave_outputs(self._program, self._invocation, read, kept.values()), kept
+        return leave_results(self._program, self._invocation, self._values)
 
     def _compute(self, node: Node) -> torch.Tensor:
         if node.op == "sum" and node.operands[0] in self._fused:
@@ -91,18 +86,7 @@ class _Evaluation:
 
     def _read_rows(self, position: int) -> torch.Tensor:
         """Return the rows of a value; a lazy one is computed here."""
-        node = self._program.nodes[position]
-        if node.op == "inverse_count":
-            return interpreter.inverse_count(self._graph, node.map, self._dtype)
-        if node.op == "reshape":
-            rows = self._read_rows(node.operands[0])
-            return rows.reshape(rows.shape[0], *node.shape)
-        if node.op != "gather":
-            return self._values[position]
-        source = self._read_rows(node.operands[0])
-        if node.map.into is Space.ONE:  # the same for all rows: broadcasting does it
-            return source.expand(self._graph.counts.rows(node.map.rows), *source.shape[1:])
-        return source.index_select(0, self._graph.index(node.map))
+        return read_rows(self._program, self._graph, self._values, position, self._dtype)
 
     def _multiply_by_type(self, node: Node) -> torch.Tensor:
         """Compute y_i = x_i W_{type of i}: one product per type that has rows."""
@@ -128,7 +112,11 @@ class _Evaluation:
         if order is not None:
             left, right = left.index_select(0, order), right.index_select(0, order)
         for kind, begin, end in segments:
-            out[kind] = _sum_outers(left[begin:end], right[begin:end], outer["heads"])
+            x, y = left[begin:end], right[begin:end]
+            if outer["heads"]:
+                out[kind] = x.permute(1, 2, 0) @ y.permute(1, 0, 2)
+            else:
+                out[kind] = x.flatten(0, -2).T @ y.flatten(0, -2)
         return out
 
     def _is_lazy(self, position: int) -> bool:
@@ -139,24 +127,14 @@ class _Evaluation:
     def _find_last_readers(self) -> dict[int, list[int]]:
         """Return, for each computed value, the values that are not read after it."""
         direction = self._invocation.direction
-        nodes = self._program.nodes
-        last: dict[int, int] = {}
-
-        def read(position: int, reader: int) -> None:
-            for operand in nodes[position].operands:
-                if self._is_lazy(operand):
-                    read(operand, reader)
-                else:
-                    last[operand] = reader
-
-        for position in self._positions:
-            if not self._is_lazy(position):
-                read(position, position)
+        nodes, reads = self._program.nodes, find_reads(self._program)
+        computed = [at for at in self._positions if not self._is_lazy(at)]
+        last = {read: reader for reader in computed for read in reads[reader]}
         wanted = set(direction.keep)
         wanted.update(find_source(self._program, output) for output in direction.outputs)
         by_reader: dict[int, list[int]] = {}
         for position, reader in last.items():
-            if position not in wanted and nodes[position].op != "input":
+            if position not in wanted and nodes[position].op not in LEAVES:
                 by_reader.setdefault(reader, []).append(position)
         return by_reader
 
@@ -192,10 +170,3 @@ def _multiply(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> No
         torch.matmul(rows, weight, out=out)
     else:
         out.copy_(torch.matmul(rows.transpose(0, 1), weight).transpose(0, 1))
-
-
-def _sum_outers(left: torch.Tensor, right: torch.Tensor, heads: int) -> torch.Tensor:
-    """Sum over rows of outer products: (r, *batch, k) and (r, *batch, n) to (*heads, k, n)."""
-    if heads:
-        return left.permute(1, 2, 0) @ right.permute(1, 0, 2)
-    return left.flatten(0, -2).T @ right.flatten(0, -2)

@@ -45,11 +45,7 @@ class _Names:
 
 
 class FreeValues:
-    """The free values of a function.
-
-    Args:
-        function: The plain Python function.
-    """
+    """The free values of a function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -58,25 +54,25 @@ class FreeValues:
 
     def key(self) -> tuple[Hashable, ...] | None:
         """Return their present values, to be compared; None if only another trace can tell."""
+        return self._read()[0]
+
+    def names(self) -> tuple[str, ...]:
+        """Return the variables that hold them, of this function and of those that it calls.
+
+        After the first one that cannot be compared none is looked for.
+        """
+        key, names = self._read()
+        return names or (("something that has no name",) if key is None else ())
+
+    def _read(self) -> tuple[tuple[Hashable, ...] | None, tuple[str, ...]]:
         if self._is_ours:
-            return ()
+            return (), ()
         snapshot = _ValueSnapshot()
         try:
             snapshot.add(self._function, _NO_NAMES)
         except (_Opaque, RuntimeError):  # too deep, or changed by another thread
-            return None
-        return tuple(snapshot.parts)
-
-    def names(self) -> tuple[str, ...]:
-        """Return the variables that hold them, of this function and of those that it calls."""
-        if self._is_ours:
-            return ()
-        found: dict[str, None] = {}
-        if isinstance(self._function, types.FunctionType):
-            _name_values(self._function, found, set())
-        if not found and self.key() is None:
-            return ("something that has no name",)
-        return tuple(found)
+            return None, tuple(snapshot.names)
+        return tuple(snapshot.parts), tuple(snapshot.names)
 
 
 class _ValueSnapshot:
@@ -84,6 +80,8 @@ class _ValueSnapshot:
 
     def __init__(self) -> None:
         self.parts: list[Hashable] = []
+        self.names: dict[str, None] = {}
+        """Variables that hold neither functions, classes nor modules."""
         self._seen: set[tuple[int, int]] = set()
 
     def add(self, value: Any, names: _Names) -> None:
@@ -128,8 +126,8 @@ class _ValueSnapshot:
         if names.has_imports:
             raise _Opaque
         self.parts.append(function.__code__)
-        for _, value in _read_variables(function):
-            self.add(value, names)
+        for name, value in _read_variables(function):
+            self._add_variable(name, value, names)
         if function.__defaults__ is not None:
             self.add(function.__defaults__, names)
         if function.__kwdefaults__ is not None:
@@ -144,7 +142,12 @@ class _ValueSnapshot:
         if "__getattr__" in held and not module.__name__.startswith("torch"):
             raise _Opaque
         for name in names.attributes.intersection(held):
-            self.add(held[name], names)
+            self._add_variable(f"{module.__name__}.{name}", held[name], names)
+
+    def _add_variable(self, name: str, value: Any, names: _Names) -> None:
+        if not isinstance(value, types.FunctionType | types.ModuleType) and not _is_pure(value):
+            self.names[name] = None
+        self.add(value, names)
 
     def _is_first(self, value: object, of: object) -> bool:
         key = (id(value), id(of))
@@ -166,25 +169,6 @@ def _read_variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     known = function.__globals__
     for name in _find_names(function.__code__).global_names:
         yield name, known[name] if name in known else getattr(builtins, name, _MISSING)
-
-
-def _name_values(
-    function: types.FunctionType, found: dict[str, None], seen: set[types.CodeType]
-) -> None:
-    """Put the names of variables that hold neither functions nor classes into `found`."""
-    seen.add(function.__code__)
-    attributes = _find_names(function.__code__).attributes
-    for name, value in _read_variables(function):
-        held = {name: value}
-        if isinstance(value, types.ModuleType):
-            read = attributes.intersection(vars(value)) if not _is_ours(value.__name__) else ()
-            held = {f"{name}.{each}": vars(value)[each] for each in sorted(read)}
-        for each, inner in held.items():
-            if isinstance(inner, types.FunctionType):
-                if not _is_ours(inner.__module__) and inner.__code__ not in seen:
-                    _name_values(inner, found, seen)
-            elif not isinstance(inner, types.ModuleType) and not _is_pure(inner):
-                found[each] = None
 
 
 @functools.lru_cache(4096)

@@ -124,13 +124,7 @@ def check_tensors(
 
 
 def check_rows(program: Program, kinds: Mapping[str, Kind], rows: Callable[[Space], int]) -> None:
-    """Raise unless each tensor of a traced program has as many rows as the graph.
-
-    Args:
-        program: A traced program.
-        kinds: Kinds of the arguments, by name.
-        rows: The number of rows of a space.
-    """
+    """Raise unless each tensor of a traced program has as many rows as the graph."""
     for name, position in program.inputs().items():
         space, kind = program.nodes[position].space, kinds[name]
         assert isinstance(kind, TensorKind)

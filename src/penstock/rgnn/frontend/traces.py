@@ -65,11 +65,7 @@ State = tuple[Hashable, ...] | TracedFunction
 
 
 class Traces:
-    """The traces of one function.
-
-    Args:
-        function: The plain Python function.
-    """
+    """The traces of one function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -107,7 +103,8 @@ class Traces:
                 (*(_describe_visible(name, kind) for name, kind in kinds.items()), *state)
             )
             for traced in alike:
-                if all(_length(kinds[name]) == length for name, length in traced.lengths):
+                lengths = ((kinds[name], length) for name, length in traced.lengths)
+                if all(isinstance(k, TensorKind) and k.shape[:1] == n for k, n in lengths):
                     return traced
             traced = self._trace(kinds)
             alike.append(traced)
@@ -197,11 +194,6 @@ class Traces:
 
 def _make_empty(seen: tuple[Any, ...]) -> list[TracedFunction]:
     return []
-
-
-def _length(kind: Kind) -> Shape:
-    assert isinstance(kind, TensorKind)
-    return tuple(kind.shape[:1])
 
 
 def _describe_visible(name: str, kind: Kind) -> tuple[Any, ...]:

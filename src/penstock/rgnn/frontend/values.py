@@ -17,17 +17,13 @@ from penstock.rgnn.spaces import RowMap, Space
 
 
 class Trace:
-    """A run of a user's function: the program so far, and the spaces of its arguments.
-
-    Args:
-        shapes: The shape of each tensor argument, by name, all axes.
-    """
+    """A run of a user's function: the program so far, and the spaces of its arguments."""
 
     def __init__(self, shapes: dict[str, Shape]) -> None:
         self.builder = ProgramBuilder()
         self.whole_weights: list[tuple[str, int, str]] = []
         """Matrices for heads that the vector did not have: name, number of heads, line."""
-        self._shapes = shapes
+        self._shapes = shapes  # of tensor arguments, all axes
         self._bound: dict[str, tuple[Space, int]] = {}
 
     def bind(self, name: str, space: Space) -> int:

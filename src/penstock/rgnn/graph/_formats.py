@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -20,6 +21,7 @@ _LITERAL = r'"(?:[^"\\]|\\.)*"(?:@[\w-]+|\^\^<[^<>]*>)?'
 _N_TRIPLE = re.compile(rf"({_NODE})\s*(<[^<>]*>)\s*({_NODE}|{_LITERAL})\s*\.\s*(?:#.*)?")
 _COMMENT = re.compile(r"#(?:\s|$)")
 _ID = re.compile(r"-?[0-9]{1,18}")
+EdgeType = tuple[str, str, str]
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -50,35 +52,26 @@ def read_pyg(data: Any) -> dict[str, Any]:
             f"Data one with to_heterogeneous(), or use Graph(data.edge_index, edge_type)"
         )
     node_types, edge_types = data.metadata()
-    sizes: dict[str, int] = {}
-    offsets: dict[str, int] = {}
-    num_nodes = 0
+    sizes, edges = {}, {}
     for name in node_types:
-        size = data[name].num_nodes
-        if size is None:
+        sizes[name] = data[name].num_nodes
+        if sizes[name] is None:
             raise ValueError(
                 f"data[{name!r}] does not say how many nodes there are; set its x or num_nodes"
             )
-        offsets[name], sizes[name] = num_nodes, size
-        num_nodes += size
-    ends, relations = [], []
-    for relation, edge_type in enumerate(edge_types):
-        source, _, target = edge_type
-        edge_index = getattr(data[edge_type], "edge_index", None)
-        said = f"data[{edge_type!r}]"
-        if edge_index is None:
+    for edge_type in edge_types:
+        edges[edge_type] = getattr(data[edge_type], "edge_index", None)
+        if edges[edge_type] is None:
             raise ValueError(
-                f"{said} has no edge_index; set it (the transform ToSparseTensor drops it)"
+                f"data[{edge_type!r}] has no edge_index; set it (the transform ToSparseTensor "
+                f"drops it)"
             )
-        check_ends(f"{said}.edge_index", edge_index, (source, target), sizes)
-        shift = torch.tensor([[offsets[source]], [offsets[target]]], device=edge_index.device)
-        ends.append(edge_index + shift)
-        relations.append(torch.full((edge_index.shape[1],), relation, device=edge_index.device))
-    none = torch.empty(2, 0, dtype=torch.int64)
+    device = getattr(next(iter(edges.values()), None), "device", None)
+    edge_index, relations = join_types(edges, edge_types, sizes, "data[{!r}].edge_index", device)
     return {
-        "edge_index": torch.cat(ends, dim=1) if ends else none,
-        "edge_type": torch.cat(relations) if relations else none[0],
-        "num_nodes": num_nodes,
+        "edge_index": edge_index,
+        "edge_type": relations,
+        "num_nodes": sum(sizes.values()),
         "num_relations": len(edge_types),
         "node_type": torch.repeat_interleave(torch.tensor([*sizes.values()], dtype=torch.int64)),
         "num_node_types": len(node_types),
@@ -89,18 +82,43 @@ def read_pyg(data: Any) -> dict[str, Any]:
     }
 
 
+def join_types(
+    edges: Mapping[EdgeType, torch.Tensor],
+    edge_types: Sequence[EdgeType],
+    sizes: Mapping[str, int],
+    name: str,
+    device: torch.device | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return edges between nodes of one type after another, and their relations.
+
+    Args:
+        edges: Edges by edge type, with numbers within the node types of their ends.
+        edge_types: Those that there may be, in the order of the relations.
+        sizes: Number of nodes of each type.
+        name: The name of edges in messages, with a place for their type.
+        device: The device of the edges.
+    """
+    starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
+    ends = [torch.empty(2, 0, dtype=torch.int64, device=device)]
+    relations = [ends[0][0]]
+    for relation, edge_type in enumerate(edge_types):
+        if edge_type not in edges:
+            continue
+        edge_index, (source, _, target) = edges[edge_type], edge_type
+        if not torch.compiler.is_dynamo_compiling():  # tensors have no content yet
+            check_ends(name.format(edge_type), edge_index, (source, target), sizes)
+        first, last = edge_index.long()
+        ends.append(torch.stack([first + starts[source], last + starts[target]]))
+        relations.append(torch.full_like(first, relation))
+    return torch.cat(ends, dim=1), torch.cat(relations)
+
+
 def check_ends(
     name: str, edge_index: Any, types: tuple[str, str], sizes: Mapping[str, int]
 ) -> None:
     """Refuse edges with ends that are no nodes of the types that they should have.
 
     Once nodes of all types are in one range, such an end would be a node of the next type.
-
-    Args:
-        name: The name of the edges in messages.
-        edge_index: Integers of shape (2, num_edges).
-        types: Node types of sources and of destinations.
-        sizes: Number of nodes of each type.
     """
     check_integers(name, edge_index)
     if edge_index.dim() != 2 or edge_index.shape[0] != 2:
@@ -125,7 +143,10 @@ def read_triples(triples: torch.Tensor | np.ndarray | str | os.PathLike[str]) ->
     """Return the arguments of `Graph` for (head, relation, tail) triples."""
     names = None
     if isinstance(triples, str | os.PathLike):
-        array, names = _read_file(Path(triples))
+        try:
+            array, names = _parse_file(Path(triples))
+        except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+            raise ValueError(f"{triples}: cannot be read as text in UTF-8: {error}") from error
     elif isinstance(triples, torch.Tensor):
         array = triples
     else:
@@ -158,13 +179,6 @@ def _read_array(array: np.ndarray) -> tuple[torch.Tensor, GraphNames | None]:
     return torch.from_numpy(array.astype(np.int64)), None
 
 
-def _read_file(path: Path) -> tuple[torch.Tensor, GraphNames | None]:
-    try:
-        return _parse_file(path)
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
-        raise ValueError(f"{path}: cannot be read as text in UTF-8: {error}") from error
-
-
 def _parse_file(path: Path) -> tuple[torch.Tensor, GraphNames | None]:
     stem = path.name.removesuffix(".gz")
     with ExitStack() as stack:
@@ -177,7 +191,10 @@ def _parse_file(path: Path) -> tuple[torch.Tensor, GraphNames | None]:
             return _number_names(_parse_n_triples(path, lines))
         first = lines.readline().strip()
         if _ID.fullmatch(first):
-            return _parse_open_ke(path, lines, int(first)), None
+            rows = _parse_ids(path, list(_split_columns(path, lines, first_line=2)))
+            if len(rows) != int(first):
+                raise ValueError(f"{path}:1: announces {first} triples, the file has {len(rows)}")
+            return rows[:, [0, 2, 1]], None
         lines.seek(0)
         table = list(_split_columns(path, lines, first_line=1))
     are_ids = [all(_ID.fullmatch(field) for field in fields) for _, fields in table]
@@ -211,13 +228,6 @@ def _split_columns(path: Path, lines: IO[str], first_line: int) -> Iterator[tupl
         if "" in fields:
             _refuse(path, number, f"a column is empty: {line!r}")
         yield number, fields
-
-
-def _parse_open_ke(path: Path, lines: IO[str], count: int) -> torch.Tensor:
-    rows = _parse_ids(path, list(_split_columns(path, lines, 2)))
-    if len(rows) != count:
-        raise ValueError(f"{path}:1: announces {count} triples, the file has {len(rows)}")
-    return rows[:, [0, 2, 1]]
 
 
 def _parse_ids(path: Path, table: list[tuple[int, list[str]]]) -> torch.Tensor:

@@ -14,8 +14,8 @@ import torch
 
 from penstock.rgnn import spaces
 from penstock.rgnn.graph._formats import GraphNames, check_integers, read_pyg, read_triples
-from penstock.rgnn.graph._indices import Indices, dtype_for
-from penstock.rgnn.graph._stats import GraphStats
+from penstock.rgnn.graph._indices import GraphTensors, Indices, dtype_for
+from penstock.tables import report_table
 
 if TYPE_CHECKING:
     import os
@@ -25,6 +25,48 @@ if TYPE_CHECKING:
 
 _living: weakref.WeakValueDictionary[int, Graph] = weakref.WeakValueDictionary()
 """Graphs by the storage of their edges, which nothing else shares."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GraphStats(spaces.Counts):
+    """The counts that decide how a program is laid out on a graph."""
+
+    num_edges_of_relation: tuple[int, ...]
+    num_src_pairs_of_relation: tuple[int, ...]
+    num_dst_pairs_of_relation: tuple[int, ...]
+
+    @property
+    def src_ratio(self) -> float:
+        """Unique (source, relation) per edge; 1 for a graph without edges."""
+        return self.num_src_pairs / self.num_edges if self.num_edges else 1.0
+
+    @property
+    def dst_ratio(self) -> float:
+        """Unique (destination, relation) per edge; 1 for a graph without edges."""
+        return self.num_dst_pairs / self.num_edges if self.num_edges else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields and the ratios as plain data, for JSON."""
+        ratios = {"src_ratio": self.src_ratio, "dst_ratio": self.dst_ratio}
+        return dataclasses.asdict(self) | ratios
+
+    def __str__(self) -> str:
+        sizes = sorted(self.num_edges_of_relation) or [0]
+        rows: list[tuple[str, object]] = [
+            ("num_nodes", self.num_nodes),
+            ("num_node_types", self.num_node_types),
+            ("num_edges", self.num_edges),
+            ("unique (source, relation)", self.num_src_pairs),
+            ("unique (destination, relation)", self.num_dst_pairs),
+            ("(source, relation) / edges", self.src_ratio),
+            ("(destination, relation) / edges", self.dst_ratio),
+            ("num_relations", self.num_relations),
+            ("relations without edges", self.num_edges_of_relation.count(0)),
+            ("edges in the smallest relation", sizes[0]),
+            ("edges in the median relation", sizes[len(sizes) // 2]),
+            ("edges in the largest relation", sizes[-1]),
+        ]
+        return report_table(rows, title="penstock.rgnn.Graph")
 
 
 class Graph(Indices):
@@ -88,18 +130,17 @@ class Graph(Indices):
             _check_shape("node_type", node_type, num_nodes, "one type for each node")
             num_node_types = _check_ids("node_type", node_type, num_node_types, "num_node_types")
             node_type = _copy_ids(node_type.to(edge_index.device), num_node_types)
+        edges = (_copy_ids(edge_index, num_nodes), _copy_ids(edge_type, num_relations))
         set_once = self.__dict__.update  # assignment is refused below
         set_once(
-            _edge_index=_copy_ids(edge_index, num_nodes),
-            _edge_type=_copy_ids(edge_type, num_relations),
-            _node_type=node_type,
+            _tensors=GraphTensors(*edges, node_type, num_nodes, num_relations, num_node_types),
             num_nodes=num_nodes,
             num_edges=num_edges,
             num_relations=num_relations,
             num_node_types=num_node_types,
             names=names or GraphNames(),
         )
-        _living[self._edge_index.untyped_storage()._cdata] = self
+        _living[edges[0].untyped_storage()._cdata] = self
 
     if TYPE_CHECKING:  # set through __dict__, read-only elsewhere
         names: GraphNames
@@ -159,55 +200,38 @@ class Graph(Indices):
         if names.relations:
             back = tuple(f"{name} (reverse)" for name in names.relations)
             names = dataclasses.replace(names, relations=names.relations + back)
-        edge_type = self._edge_type.long()
-        return self._with_edges(
-            torch.cat([self._edge_index, self._edge_index.flip(0)], dim=1),
-            torch.cat([edge_type, edge_type + self.num_relations]),
+        edge_index, edge_type, *_ = self._tensors
+        back_type = edge_type.long() + self.num_relations
+        changed = self._tensors._replace(
+            edge_index=torch.cat([edge_index, edge_index.flip(0)], dim=1),
+            edge_type=torch.cat([edge_type, back_type]),
             num_relations=2 * self.num_relations,
-            names=names,
         )
+        return Graph(**changed._asdict(), names=names)
 
     @property
     def edge_index(self) -> torch.Tensor:
         """A copy of the edges in the order in which they were given, int64, (2, num_edges)."""
-        return self._edge_index.to(torch.int64, copy=True)
+        return self._tensors.edge_index.to(torch.int64, copy=True)
 
     @property
     def edge_type(self) -> torch.Tensor:
         """A copy of the relations in the order in which they were given, int64, (num_edges,)."""
-        return self._edge_type.to(torch.int64, copy=True)
+        return self._tensors.edge_type.to(torch.int64, copy=True)
 
     def to(self, device: torch.device | str) -> Graph:
         """Return the graph with its indices on another device; itself where they are there."""
         target = torch.device(device)
         if target.type == self.device.type and target.index in (None, self.device.index):
             return self
-        node_type = None if self._node_type is None else self._node_type.to(target)
-        edges = (self._edge_index.to(target), self._edge_type.to(target))
-        return self._with_edges(*edges, node_type=node_type)
-
-    def _with_edges(
-        self, edge_index: torch.Tensor, edge_type: torch.Tensor, **changed: Any
-    ) -> Graph:
-        """Return a graph with other edges, and all else of this one but for what is changed."""
-        same = {
-            "num_nodes": self.num_nodes,
-            "num_relations": self.num_relations,
-            "node_type": self._node_type,
-            "num_node_types": self.num_node_types,
-            "names": self.names,
-        }
-        return Graph(edge_index, edge_type, **(same | changed))
+        moved: dict[str, Any] = self._tensors._asdict()
+        moved |= {k: v.to(target) for k, v in moved.items() if isinstance(v, torch.Tensor)}
+        return Graph(**moved, names=self.names)
 
     def stats(self) -> GraphStats:
         """Return edges, unique (node, relation) pairs and relation sizes; `print` shows a table."""
         return GraphStats(
-            num_nodes=self.num_nodes,
-            num_edges=self.num_edges,
-            num_relations=self.num_relations,
-            num_node_types=self.num_node_types,
-            num_src_pairs=self.counts.num_src_pairs,
-            num_dst_pairs=self.counts.num_dst_pairs,
+            **dataclasses.asdict(self.counts),
             num_edges_of_relation=_count_rows(self.segment_starts(spaces.EDGE_TYPE)),
             num_src_pairs_of_relation=_count_rows(self.segment_starts(spaces.SRC_PAIR_TYPE)),
             num_dst_pairs_of_relation=_count_rows(self.segment_starts(spaces.DST_PAIR_TYPE)),
@@ -217,17 +241,12 @@ class Graph(Indices):
         raise AttributeError(f"a Graph is immutable; make a new one to change its {name}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = (
-            self._edge_index,
-            self._edge_type,
-            self._node_type,
-            (self.num_nodes, self.num_relations, self.num_node_types),
-            dataclasses.astuple(self.names),  # plain, so that torch.load takes it as weights
-        )
-        return (_unpickle, state)
+        names = dataclasses.astuple(self.names)  # plain, so that torch.load takes it as weights
+        return (_unpickle, (*self._tensors[:3], self._tensors[3:], names))
 
     def __repr__(self) -> str:
-        types = f", num_node_types={self.num_node_types}" if self._node_type is not None else ""
+        has_types = self._tensors.node_type is not None
+        types = f", num_node_types={self.num_node_types}" if has_types else ""
         return (
             f"Graph(num_nodes={self.num_nodes}, num_edges={self.num_edges}, "
             f"num_relations={self.num_relations}{types}, device={str(self.device)!r})"
@@ -246,15 +265,9 @@ def _unpickle(
     numbers: tuple[int, int, int],
     names: tuple[tuple[str, ...], ...],
 ) -> Graph:
-    return Graph(
-        edge_index,
-        edge_type,
-        num_nodes=numbers[0],
-        num_relations=numbers[1],
-        node_type=node_type,
-        num_node_types=numbers[2],
-        names=GraphNames(nodes=names[0], relations=names[1], node_types=names[2]),
-    )
+    tensors = GraphTensors(edge_index, edge_type, node_type, *numbers)
+    of_names = GraphNames(nodes=names[0], relations=names[1], node_types=names[2])
+    return Graph(**tensors._asdict(), names=of_names)
 
 
 torch.serialization.add_safe_globals([_unpickle])  # tensors, numbers and texts make a graph

@@ -8,16 +8,41 @@ are plain tensors even if the first need of one comes in inference mode, which m
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from functools import cached_property
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
 from penstock.rgnn import spaces
-from penstock.rgnn.graph._build_once import build_once
 from penstock.rgnn.spaces import Counts, RowMap, Space
 
 _INT32_MAX = 2**31 - 1
 _outside_inference_mode = torch.inference_mode(False)
+_P = ParamSpec("_P")
+_Owner = TypeVar("_Owner")
+_Result = TypeVar("_Result")
+
+
+def build_once(
+    build: Callable[Concatenate[_Owner, _P], _Result],
+) -> Callable[Concatenate[_Owner, _P], _Result]:
+    """Make a function or method keep its results in its first argument, such as a graph.
+
+    They are plain tensors even if the first use of one is in inference mode.
+    """
+    build_outside: Any = _outside_inference_mode(build)
+
+    @functools.wraps(build)
+    def read(owner: _Owner, *args: _P.args, **kwargs: _P.kwargs) -> _Result:
+        results = owner.__dict__.setdefault("_built", {})
+        key = (build, args, *kwargs.items())
+        if key not in results:
+            results[key] = build_outside(owner, *args, **kwargs)
+        return results[key]
+
+    return read
 
 
 def dtype_for(count: int) -> torch.dtype:
@@ -32,15 +57,38 @@ def compute_offsets(sizes: torch.Tensor) -> torch.Tensor:
     return starts
 
 
+class GraphTensors(NamedTuple):
+    """Tensors and numbers that a graph is made from."""
+
+    edge_index: torch.Tensor
+    edge_type: torch.Tensor
+    node_type: torch.Tensor | None
+    num_nodes: int
+    num_relations: int
+    num_node_types: int
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the graph."""
+        return self.edge_index.device
+
+    def rows(self, space: Space) -> int:
+        """Return the number of rows in a space that arguments and results can have."""
+        return {
+            Space.EDGE: self.edge_index.shape[1],
+            Space.NODE: self.num_nodes,
+            Space.RELATION: self.num_relations,
+            Space.NODE_TYPE: self.num_node_types,
+        }[space]
+
+
 class Indices:
     """Indices derived from a graph's edges; `Graph` supplies those.
 
     Edges are in the internal order in everything below.
     """
 
-    _edge_index: torch.Tensor
-    _edge_type: torch.Tensor
-    _node_type: torch.Tensor | None
+    _tensors: GraphTensors
     num_nodes: int
     num_edges: int
     num_relations: int
@@ -49,7 +97,7 @@ class Indices:
     @property
     def device(self) -> torch.device:
         """The device of the indices."""
-        return self._edge_index.device
+        return self._tensors.edge_index.device
 
     @cached_property
     def counts(self) -> Counts:
@@ -69,7 +117,7 @@ class Indices:
     def edge_order(self) -> torch.Tensor:
         """The given number of each edge in the internal order; integers, (num_edges,)."""
         # The product is below 2**63 for any graph that fits into memory.
-        key = self._edge_type.long() * self.num_nodes + self._edge_index[1]
+        key = self._tensors.edge_type.long() * self.num_nodes + self._tensors.edge_index[1]
         return torch.sort(key, stable=True)[1].to(dtype_for(self.num_edges))
 
     @build_once
@@ -80,18 +128,17 @@ class Indices:
             ValueError: The node types at a relation's ends are asked for and not unique.
         """
         if row_map in (spaces.EDGE_SRC, spaces.EDGE_DST):
-            return self._edge_index[int(row_map == spaces.EDGE_DST)].index_select(
-                0, self.edge_order
-            )
+            ends = self._tensors.edge_index[int(row_map == spaces.EDGE_DST)]
+            return ends.index_select(0, self.edge_order)
         if row_map == spaces.EDGE_TYPE:
-            return self._edge_type.index_select(0, self.edge_order)
+            return self._tensors.edge_type.index_select(0, self.edge_order)
         if row_map in (spaces.EDGE_SRC_PAIR, spaces.SRC_PAIR_SRC, spaces.SRC_PAIR_TYPE):
             return self._build_pair_index(self._src_pairs, row_map.name)
         if row_map in (spaces.EDGE_DST_PAIR, spaces.DST_PAIR_DST, spaces.DST_PAIR_TYPE):
             return self._build_pair_index(self._dst_pairs, row_map.name)
         if row_map == spaces.NODE_TYPE_OF:
-            if self._node_type is not None:
-                return self._node_type
+            if self._tensors.node_type is not None:
+                return self._tensors.node_type
             return torch.zeros(self.num_nodes, dtype=torch.int32, device=self.device)
         if row_map in (spaces.RELATION_SRC_TYPE, spaces.RELATION_DST_TYPE):
             if self._relation_types is None:
@@ -115,9 +162,10 @@ class Indices:
     @_outside_inference_mode
     def nodes_by_type(self) -> torch.Tensor | None:
         """Nodes sorted by type; None where they already are, so that nothing need be permuted."""
-        if self._node_type is None or bool((self._node_type[1:] >= self._node_type[:-1]).all()):
+        node_type = self._tensors.node_type
+        if node_type is None or bool((node_type[1:] >= node_type[:-1]).all()):
             return None
-        return torch.sort(self._node_type, stable=True)[1].to(dtype_for(self.num_nodes))
+        return torch.sort(node_type, stable=True)[1].to(dtype_for(self.num_nodes))
 
     @build_once
     def grouped(self, row_map: RowMap) -> tuple[torch.Tensor, torch.Tensor]:

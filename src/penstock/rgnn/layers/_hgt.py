@@ -14,18 +14,16 @@ from torch.nn import functional
 from penstock.rgnn._compile import compile
 from penstock.rgnn.frontend.functions import dot, edge_softmax
 from penstock.rgnn.graph import (
+    EdgeType,
     Graph,
     GraphTensors,
     build_once,
-    check_ends,
     find_graph,
+    join_types,
     remember_graph,
 )
-from penstock.rgnn.layers._graph_argument import glorot_
-from penstock.rgnn.layers._options import check_message_passing
+from penstock.rgnn.layers._arguments import check_message_passing, glorot_
 from penstock.rgnn.spaces import SRC_PAIR_SRC, SRC_PAIR_TYPE
-
-EdgeType = tuple[str, str, str]
 
 
 @compile
@@ -228,26 +226,9 @@ class HGTConv(nn.Module):
             raise ValueError(f"edge_index_dict has {unknown}, which metadata has not")
 
         def join_edges() -> Graph:
-            starts, total = {}, 0
-            for name, length in sizes.items():
-                starts[name], total = total, total + length
-            if not torch.compiler.is_dynamo_compiling():  # tensors have no content yet
-                for t in present:
-                    check_ends(f"edge_index_dict[{t!r}]", edges[t], (t[0], t[2]), sizes)
-            ends = [
-                torch.stack([edges[t][0] + starts[t[0]], edges[t][1] + starts[t[2]]])
-                for t in present
-            ]
-            relations = [torch.full_like(edges[t][0], self.edge_types.index(t)) for t in present]
-            device = next(iter(self.parameters())).device
-            none = torch.empty(2, 0, dtype=torch.int64, device=device)
-            edge_index, edge_type = (
-                torch.cat([none, *ends], dim=1),
-                torch.cat([none[0], *relations]),
-            )
-            return find_graph(
-                GraphTensors(edge_index, edge_type, None, num_nodes, num_relations, 1)
-            )
+            device = next(self.parameters()).device
+            joined = join_types(edges, self.edge_types, sizes, "edge_index_dict[{!r}]", device)
+            return find_graph(GraphTensors(*joined, None, num_nodes, num_relations, 1))
 
         if torch.compiler.is_dynamo_compiling():
             return join_edges()

@@ -13,8 +13,14 @@ from torch.nn import functional
 from penstock.rgnn._compile import compile
 from penstock.rgnn.frontend.functions import combine, edge_softmax, leaky_relu
 from penstock.rgnn.graph import Graph
-from penstock.rgnn.layers._graph_argument import as_graph, glorot_, num_rows
-from penstock.rgnn.layers._options import check_channels, check_message_passing, shape_weight
+from penstock.rgnn.layers._arguments import (
+    as_graph,
+    check_channels,
+    check_message_passing,
+    glorot_,
+    num_rows,
+    shape_weight,
+)
 
 _WITHIN = {"across-relation": "destination", "within-relation": "relation"}
 _MODES = ("additive-self-attention", "multiplicative-self-attention")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import torch
@@ -11,11 +13,14 @@ from torch.nn.functional import embedding
 from penstock.rgnn._compile import compile
 from penstock.rgnn.frontend.functions import combine, edge_mean
 from penstock.rgnn.graph import Graph
-from penstock.rgnn.layers._graph_argument import as_graph, check_entities, glorot_, num_rows
-from penstock.rgnn.layers._options import (
+from penstock.rgnn.layers._arguments import (
     OTHERWISE,
+    as_graph,
     check_channels,
+    check_entities,
     check_message_passing,
+    glorot_,
+    num_rows,
     shape_weight,
 )
 
@@ -30,11 +35,9 @@ def rgcn(
     e, n = g.edges, g.nodes
     weight = weight if comp is None else combine(comp, weight)
     source = e.src(x) if num_blocks is None else e.src(n(x).heads(num_blocks))
-    z = source @ weight[e.type]
-    h = g.sum_to_dst(edge_mean(z) if mean else z)
+    h = _sum_messages(g, source @ weight[e.type], mean)
     h = h if num_blocks is None else h.merge_heads()
-    h = h if root is None else h + n(x) @ root
-    return h if bias is None else h + bias
+    return _add_terms(h, None if root is None else n(x) @ root, bias)
 
 
 @compile
@@ -44,19 +47,24 @@ def rgcn_of_embeddings(g: Any, bases: Any, comp: Any, root: Any, bias: Any, mean
     `bases` has rows (num_bases, out_channels), one embedding of the node in each basis.
     """
     e, n = g.edges, g.nodes
-    z = (comp[e.type] * e.src(bases)).sum_heads()
-    h = g.sum_to_dst(edge_mean(z) if mean else z)
-    h = h if root is None else h + n(root)
-    return h if bias is None else h + bias
+    h = _sum_messages(g, (comp[e.type] * e.src(bases)).sum_heads(), mean)
+    return _add_terms(h, None if root is None else n(root), bias)
 
 
 @compile
 def rgcn_of_messages(g: Any, messages: Any, root: Any, bias: Any, mean: bool) -> Any:
     """Compute the layer where each edge has its message: an embedding of (relation, source)."""
     e, n = g.edges, g.nodes
-    h = g.sum_to_dst(edge_mean(e(messages)) if mean else e(messages))
-    h = h if root is None else h + n(root)
-    return h if bias is None else h + bias
+    h = _sum_messages(g, e(messages), mean)
+    return _add_terms(h, None if root is None else n(root), bias)
+
+
+def _sum_messages(g: Any, z: Any, mean: bool) -> Any:
+    return g.sum_to_dst(edge_mean(z) if mean else z)
+
+
+def _add_terms(h: Any, *terms: Any) -> Any:
+    return functools.reduce(operator.add, (term for term in terms if term is not None), h)
 
 
 class RGCNConv(nn.Module):

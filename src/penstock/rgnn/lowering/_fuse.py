@@ -13,7 +13,13 @@ import dataclasses
 from collections.abc import Callable
 
 from penstock.rgnn.ir import READS, Program, find_maps, find_source
-from penstock.rgnn.lowering._schedule import Kernel, KernelKind, KernelSchedule, is_typed_product
+from penstock.rgnn.lowering._schedule import (
+    Kernel,
+    KernelKind,
+    KernelSchedule,
+    find_reads,
+    is_typed_product,
+)
 from penstock.rgnn.spaces import DST_PAIR_DST, SRC_PAIR_SRC, Counts, Space
 
 MIN_ROWS_OF_RELATION = 64
@@ -125,9 +131,6 @@ def _find_summed_product(program: Program, kernel: Kernel) -> int | None:
 
 def _is_read_elsewhere(program: Program, value: int, reader: Kernel) -> bool:
     (total,) = reader.stages[0]
-    for position, node in enumerate(program.nodes):
-        if position == total or node.op in READS:
-            continue
-        if any(find_source(program, operand) == value for operand in node.operands):
-            return True
-    return any(find_source(program, output) == value for output in program.outputs)
+    readers = {at for at, read in enumerate(find_reads(program)) if value in read} - {total}
+    is_output = any(find_source(program, output) == value for output in program.outputs)
+    return is_output or any(program.nodes[at].op not in READS for at in readers)

@@ -63,7 +63,12 @@ class _Lowering:
         self._nodes = program.nodes
         self._program = program
         self._fused = find_fused_outers(program)
-        self._outputs = {self._find_source(output) for output in program.outputs}
+        self._outputs = {find_source(program, output) for output in program.outputs}
+        self._reads = tuple(
+            {value for value in read if program.nodes[value].op not in LEAVES}
+            for read in find_reads(program)
+        )
+        """For each value, the computed values that it reads."""
         self._num_closed = 0
         self._open: list[_OpenKernel] = []
         self._kernel_of: dict[int, int] = {}
@@ -88,7 +93,7 @@ class _Lowering:
             space, grouped_by = node.map.rows, node.map
         if self._place_in_epilogue(position):
             return
-        read = {self._kernel_of[value] for value in self._find_read(position)}
+        read = {self._kernel_of[value] for value in self._reads[position]}
         last = max([self._num_closed, *read])
         for kernel in range(self._num_closed, len(self._open)):
             if kernel < last and kernel not in read:
@@ -107,7 +112,7 @@ class _Lowering:
         if node.op not in ROWWISE or node.space in TYPES:
             return False
         for operand in node.operands:
-            value = self._find_source(operand)
+            value = find_source(self._program, operand)
             kernel = self._kernel_of.get(value, -1)
             if kernel < self._num_closed:
                 continue
@@ -116,7 +121,7 @@ class _Lowering:
                 continue
             if self._nodes[value].space is not node.space or not self._reads_own_rows(node, kernel):
                 continue
-            last = max(self._kernel_of[read] for read in self._find_read(position))
+            last = max(self._kernel_of[read] for read in self._reads[position])
             if last == kernel or self._move_behind(kernel, last):
                 opened.epilogue.append(position)
                 self._kernel_of[position] = last
@@ -127,9 +132,9 @@ class _Lowering:
     def _reads_own_rows(self, node: Node, kernel: int) -> bool:
         """Return whether a value reads nothing of a kernel but values of its own row."""
         for operand in node.operands:
-            if self._kernel_of.get(self._find_source(operand)) != kernel:
+            if self._kernel_of.get(find_source(self._program, operand)) != kernel:
                 continue
-            computed = self._nodes[self._find_source(operand)]
+            computed = self._nodes[find_source(self._program, operand)]
             if find_maps(self._program, operand) or computed.space is not node.space:
                 return False
         return True
@@ -138,7 +143,7 @@ class _Lowering:
         """Let a kernel run right after a later one, unless something on the way reads it."""
         between = range(kernel + 1, other + 1)
         for value in itertools.chain.from_iterable(self._open[k].values() for k in between):
-            if any(self._kernel_of[read] == kernel for read in self._find_read(value)):
+            if any(self._kernel_of[read] == kernel for read in self._reads[value]):
                 return False
         self._open.insert(other, self._open.pop(kernel))
         for value, at in self._kernel_of.items():
@@ -171,7 +176,7 @@ class _Lowering:
                 continue  # what the forward computes is kept, or is not: that is not decided here
             newly_written = {
                 read
-                for read in self._find_read(value)
+                for read in self._reads[value]
                 if self._kernel_of[read] == kernel
                 and not self._is_written(read, readers)
                 and self._nodes[read].space is self._nodes[value].space
@@ -190,27 +195,17 @@ class _Lowering:
         """Return the schedule of the values placed so far."""
         kept = [opened for opened in self._open if any(opened.stages)]
         num_forward = sum(any(opened.stages) for opened in self._open[: self._num_closed])
-        kernels = tuple(
-            Kernel(
-                k.kind,
-                k.space,
-                k.grouped_by,
-                tuple(tuple(stage) for stage in k.stages if stage),
-                tuple(k.epilogue),
-            )
-            for k in kept
-        )
-        written = set(self._outputs)
-        for kernel, opened in enumerate(self._open):
-            for value in opened.values():
-                written |= {
-                    read for read in self._find_read(value) if self._kernel_of[read] != kernel
-                }
-        return KernelSchedule(kernels, num_forward, frozenset(written & set(self._kernel_of)))
+        kernels = []
+        for k in kept:
+            stages = tuple(tuple(stage) for stage in k.stages if stage)
+            kernels.append(Kernel(k.kind, k.space, k.grouped_by, stages, tuple(k.epilogue)))
+        of = self._kernel_of
+        written = {read for value in of for read in self._reads[value] if of[read] != of[value]}
+        written |= self._outputs & of.keys()
+        return KernelSchedule(tuple(kernels), num_forward, frozenset(written))
 
     def _append(self, opened: _OpenKernel, position: int) -> None:
         self._open.append(opened)
-        opened.stages.append([])
         self._join(len(self._open) - 1, 0, position, opened.grouped_by)
 
     def _join(self, kernel: int, stage: int, position: int, grouped_by: RowMap | None) -> None:
@@ -234,7 +229,7 @@ class _Lowering:
         grouping = opened.grouped_by or grouped_by
         stage = 0
         for operand in self._nodes[position].operands:
-            value, maps = self._find_source(operand), find_maps(self._program, operand)
+            value, maps = find_source(self._program, operand), find_maps(self._program, operand)
             if self._kernel_of.get(value) != kernel:
                 continue
             computed = self._nodes[value]
@@ -255,7 +250,7 @@ class _Lowering:
         """Return, for each value, the values that read it, through reads and fused outers."""
         readers: dict[int, set[int]] = {}
         for value in self._kernel_of:
-            for read in self._find_read(value):
+            for read in self._reads[value]:
                 readers.setdefault(read, set()).add(value)
         return readers
 
@@ -272,11 +267,3 @@ class _Lowering:
 
     def _count_features(self, value: int) -> int:
         return math.prod(self._nodes[value].shape)
-
-    def _find_read(self, position: int) -> set[int]:
-        """Return the computed values that a value reads, through reads and fused outers."""
-        found = find_reads(self._program, position, self._fused)
-        return {value for value in found if self._nodes[value].op not in LEAVES}
-
-    def _find_source(self, position: int) -> int:
-        return find_source(self._program, position)

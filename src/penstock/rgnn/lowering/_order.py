@@ -13,7 +13,13 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 
 from penstock.rgnn.ir import TYPES, Program, find_source
-from penstock.rgnn.lowering._schedule import Kernel, KernelKind, KernelSchedule, is_elementwise
+from penstock.rgnn.lowering._schedule import (
+    Kernel,
+    KernelKind,
+    KernelSchedule,
+    find_reads,
+    is_elementwise,
+)
 from penstock.rgnn.spaces import Counts
 
 _LONG_ROW = 16  # features; shorter rows are cheap to read again
@@ -35,14 +41,7 @@ class ScratchNumbers:
 def order_kernels(
     program: Program, schedule: KernelSchedule, owned: Collection[int], counts: Counts
 ) -> tuple[KernelSchedule, tuple[ScratchNumbers, ...]]:
-    """Let kernels run in an order that needs less memory, where there is one.
-
-    Args:
-        program: Laid out.
-        schedule: Its kernels.
-        owned: Values that have memory of their own: results, and what the backward reads.
-        counts: Rows of the graphs that it is for.
-    """
+    """Let kernels run in an order that needs less memory, where there is one."""
     model = _ScratchModel(program, schedule.materialised, frozenset(owned), counts)
     split = schedule.num_forward
     forward, saved_forward = _order_direction(model, schedule.kernels[:split])
@@ -68,10 +67,11 @@ def _order_direction(
 def find_live_ranges(program: Program, kernels: Sequence[Kernel]) -> LiveRanges:
     """Return from which kernel to which each computed value is needed."""
     live_ranges: LiveRanges = {}
+    reads = find_reads(program)
     for number, kernel in enumerate(kernels):
         for value in kernel.values:
             live_ranges[value] = (number, number)
-        for value in _find_read(program, kernel.values):
+        for value in set().union(*(reads[value] for value in kernel.values)):
             if value in live_ranges:
                 live_ranges[value] = (live_ranges[value][0], number)
     return live_ranges
@@ -109,16 +109,8 @@ def find_overwritten(
 
 
 def _find_read(program: Program, values: Iterable[int]) -> set[int]:
-    """Find the values that some read, through reads and products that are only summed."""
-    found: set[int] = set()
-    pending = list(values)
-    while pending:
-        for operand in program.nodes[pending.pop()].operands:
-            value = find_source(program, operand)
-            found.add(value)
-            if program.nodes[value].op == "outer":
-                pending.append(value)
-    return found
+    reads = find_reads(program)
+    return set().union(*(reads[value] for value in values))
 
 
 @dataclasses.dataclass(slots=True)
@@ -157,9 +149,7 @@ class _ScratchModel:
     def order_greedily(self, kernels: Sequence[Kernel], *, last: bool) -> list[Kernel]:
         """Take always the kernel next after which the fewest numbers are alive.
 
-        Args:
-            kernels: In an order in which they can run.
-            last: Whether those that make nothing but results wait until no other can run.
+        With `last`, those that make nothing but results wait until no other can run.
         """
         maker = {value: n for n, kernel in enumerate(kernels) for value in kernel.values}
         read = [_find_read(self.program, kernel.values) & maker.keys() for kernel in kernels]
@@ -176,7 +166,9 @@ class _ScratchModel:
                 and all(other == number or value not in read[other] for other in waiting)
             ]
             numbers = sum(map(self._count_numbers, computed)) - sum(map(self._count_numbers, freed))
-            is_end = all(v in self.owned and self.has_many_rows(v) for v in computed)
+            is_end = all(
+                v in self.owned and self.program.nodes[v].space not in TYPES for v in computed
+            )
             return last and is_end and numbers > 0, numbers, number
 
         while waiting:
@@ -186,10 +178,6 @@ class _ScratchModel:
             waiting.remove(number)
             done.add(number)
         return order
-
-    def has_many_rows(self, value: int) -> bool:
-        """Return whether a value has more rows than one for each type."""
-        return self.program.nodes[value].space not in TYPES
 
     def _count_numbers(self, value: int) -> int:
         node = self.program.nodes[value]
@@ -217,7 +205,11 @@ def _split(model: _ScratchModel, kernel: Kernel) -> list[Kernel]:
             continue
         rest = others
         parts.append(computed)
-    return [_restrict(kernel, values) for values in (rest, *parts)]
+    found = []
+    for part in (rest, *parts):
+        stages = (tuple(v for v in stage if v in part) for stage in kernel.stages)
+        found.append(dataclasses.replace(kernel, stages=tuple(stage for stage in stages if stage)))
+    return found
 
 
 def _find_computation(model: _ScratchModel, value: int, among: Collection[int]) -> set[int]:
@@ -239,8 +231,3 @@ def _find_long_rows(program: Program, values: Collection[int], among: Collection
         for read in _find_read(program, values)
         if read not in among and math.prod(program.nodes[read].shape) > _LONG_ROW
     }
-
-
-def _restrict(kernel: Kernel, values: Collection[int]) -> Kernel:
-    stages = (tuple(v for v in stage if v in values) for stage in kernel.stages)
-    return dataclasses.replace(kernel, stages=tuple(stage for stage in stages if stage))

@@ -39,6 +39,10 @@ class LoweredProgram:
     scratch: tuple[ScratchNumbers, ...] = ()
     """Scratch memory of each direction, if the order of kernels was chosen for it."""
 
+    def directions(self) -> dict[str, Direction]:
+        """Return the directions by name."""
+        return {"forward": self.forward, "backward": self.backward}
+
 
 def lower(optimized: OptimizedProgram) -> LoweredProgram:
     """Assign values to kernels, which run in the order of the program."""

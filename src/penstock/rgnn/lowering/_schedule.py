@@ -107,10 +107,12 @@ def find_fused_outers(program: Program) -> frozenset[int]:
     return frozenset(fused)
 
 
-def find_reads(program: Program, value: int, fused: frozenset[int]) -> set[int]:
-    """Return the values that one reads, through gathers, reshapes and fused outers."""
-    found: set[int] = set()
-    for operand in program.nodes[value].operands:
-        read = find_source(program, operand)
-        found |= find_reads(program, read, fused) if read in fused else {read}
-    return found
+def find_reads(program: Program) -> tuple[frozenset[int], ...]:
+    """Return, for each value, those that it reads, through gathers, reshapes and fused outers."""
+    fused = find_fused_outers(program)
+    found: list[frozenset[int]] = []
+    for node in program.nodes:
+        sources = [find_source(program, operand) for operand in node.operands]
+        of_node = (found[read] if read in fused else {read} for read in sources)
+        found.append(frozenset().union(*of_node))
+    return tuple(found)

@@ -63,7 +63,7 @@ def lay_out(program: Program, layout: Layout) -> Program:
         compacted = rewriter.builder.add(node.op, *operands, **dict(node.attributes))
         return rewriter.builder.add("gather", compacted, map=row_map)
 
-    return Rewriter(program, "compaction").run(rewrite).program
+    return Rewriter(program, "compaction").run(rewrite)[0]
 
 
 def compact(program: Program, counts: Counts) -> PassResult:
@@ -83,7 +83,7 @@ def compact(program: Program, counts: Counts) -> PassResult:
         else:
             reason = f"it depends on {names}"
         decisions.append(Decision("compaction", position in layout, node.op, reason, node.where))
-    return PassResult(lay_out(program, layout), tuple(decisions))
+    return lay_out(program, layout), decisions
 
 
 def _find_fitting(space: Space, depends: frozenset[Coordinate]) -> list[RowMap]:

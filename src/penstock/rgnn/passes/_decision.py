@@ -1,9 +1,12 @@
-"""Decisions of rewrites with their reasons, and the rewriter that all local rewrites share."""
+"""Decisions of rewrites with their reasons, the rewriter of all local ones, and the simplest one.
+
+Common subexpressions: what is computed twice from the same is computed once.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from penstock.rgnn.ir import TYPES, Program, ProgramBuilder
 from penstock.rgnn.spaces import RowMap
@@ -26,12 +29,8 @@ class Decision:
         return f"{self.rewrite} {verb}: {self.what}: {self.reason}  [{self.where}]"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PassResult:
-    """A program after a rewrite, and the decisions on the way."""
-
-    program: Program
-    decisions: tuple[Decision, ...] = ()
+PassResult = tuple[Program, Sequence[Decision]]
+"""A program after a rewrite, and the decisions on the way."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -59,7 +58,7 @@ class Rewriter:
                 new = self.builder.copy(node, operands)
             self.place.append(new)
         outputs = [self.place[output] for output in self.program.outputs]
-        return PassResult(self.builder.program(outputs), tuple(self.decisions))
+        return self.builder.program(outputs), self.decisions
 
     def is_only_used_by(self, position: int, user: int) -> bool:
         """Return whether a value has no reader but one node and is no output."""
@@ -75,3 +74,19 @@ class Rewriter:
         """Return the map along which a weight is read, if the value is one."""
         node = self.program.nodes[position]
         return node.map if node.op == "gather" and node.map.into in TYPES else None
+
+
+def common_subexpressions(program: Program) -> PassResult:
+    """Let equal nodes be one, and drop what nothing needs."""
+    builder = ProgramBuilder(share=True)
+    place: list[int] = []
+    decisions = []
+    for node in program.nodes:
+        num_before = len(builder.nodes)
+        place.append(builder.copy(node, [place[operand] for operand in node.operands]))
+        # Reads cost nothing by themselves and need no mention.
+        if len(builder.nodes) == num_before and node.op not in ("gather", "reshape"):
+            first = builder.nodes[place[-1]].where
+            reason = f"computed already by {first}"
+            decisions.append(Decision("common subexpressions", True, node.op, reason, node.where))
+    return builder.program(place[out] for out in program.outputs), decisions

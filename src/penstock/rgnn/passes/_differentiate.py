@@ -132,11 +132,6 @@ def _softmax(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
     yield b.add("sub", weighted, b.add("mul", at, mean))
 
 
-def _add(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
-    for operand in node.operands:
-        yield _sum_stretched(b, g, b.nodes[operand].shape)
-
-
 def _sub(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
     left, right = node.operands
     yield _sum_stretched(b, g, b.nodes[left].shape)
@@ -158,23 +153,6 @@ def _div(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
     yield _sum_stretched(b, minus, b.nodes[right].shape)
 
 
-def _tanh(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
-    # dx = g * (1 - y**2)
-    slope = b.add("shift", b.add("scale", b.add("mul", at, at), value=-1.0), value=1.0)
-    yield b.add("mul", g, slope)
-
-
-def _sigmoid(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
-    # dx = g * y * (1 - y)
-    rest = b.add("shift", b.add("scale", at, value=-1.0), value=1.0)
-    yield b.add("mul", g, b.add("mul", at, rest))
-
-
-def _leaky_relu(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
-    slope = b.add("leaky_relu_slope", node.operands[0], value=node["value"])
-    yield b.add("mul", g, slope)
-
-
 def _dot(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
     left, right = node.operands
     yield _sum_stretched(b, b.add("mul", g, right), b.nodes[left].shape)
@@ -194,25 +172,25 @@ def _matmul(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
 def _concat(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
     axis, begin = node["axis"], 0
     for operand in node.operands:
-        end = begin + b.nodes[operand].shape[axis]
-        yield b.add("slice", g, axis=axis, begin=begin, end=end)
-        begin = end
+        length = b.nodes[operand].shape[axis]
+        yield _slice(b, g, axis, begin, length)
+        begin += length
 
 
-def _slice(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
-    axis = node["axis"]
-    size = b.nodes[node.operands[0]].shape[axis]
-    yield b.add("pad", g, axis=axis, begin=node["begin"], size=size)
+def _slice(b: ProgramBuilder, x: int, axis: int, begin: int, length: int) -> int:
+    return b.add("slice", x, axis=axis, begin=begin, end=begin + length)
 
 
-def _pad(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
-    axis, begin = node["axis"], node["begin"]
-    end = begin + b.nodes[node.operands[0]].shape[axis]
-    yield b.add("slice", g, axis=axis, begin=begin, end=end)
+def _subtract_from_one(b: ProgramBuilder, x: int) -> int:
+    return b.add("shift", b.add("scale", x, value=-1.0), value=1.0)
 
 
-def _operand_shape(b: ProgramBuilder, node: Node) -> Shape:
-    return b.nodes[node.operands[0]].shape
+def _find_shapes(b: ProgramBuilder, node: Node) -> list[Shape]:
+    return [b.nodes[operand].shape for operand in node.operands]
+
+
+def _measure_axis(b: ProgramBuilder, node: Node) -> int:
+    return b.nodes[node.operands[0]].shape[node["axis"]]
 
 
 _RULES: dict[str, Rule] = {
@@ -220,7 +198,7 @@ _RULES: dict[str, Rule] = {
     "gather": lambda b, node, at, g: (b.add("sum", g, map=node.map),),
     "sum": lambda b, node, at, g: (b.add("gather", g, map=node.map),),
     "softmax": _softmax,
-    "add": _add,
+    "add": lambda b, node, at, g: (_sum_stretched(b, g, s) for s in _find_shapes(b, node)),
     "sub": _sub,
     "mul": _mul,
     "div": _div,
@@ -232,17 +210,31 @@ _RULES: dict[str, Rule] = {
     ),
     "exp": lambda b, node, at, g: (b.add("mul", g, at),),
     "log": lambda b, node, at, g: (b.add("div", g, node.operands[0]),),
-    "tanh": _tanh,
-    "sigmoid": _sigmoid,
+    # dx = g * (1 - y**2)
+    "tanh": lambda b, node, at, g: (b.add("mul", g, _subtract_from_one(b, b.add("mul", at, at))),),
+    # dx = g * y * (1 - y)
+    "sigmoid": lambda b, node, at, g: (
+        b.add("mul", g, b.add("mul", at, _subtract_from_one(b, at))),
+    ),
     "relu": lambda b, node, at, g: (b.add("relu_gradient", g, at),),
-    "leaky_relu": _leaky_relu,
+    "leaky_relu": lambda b, node, at, g: (
+        b.add("mul", g, b.add("leaky_relu_slope", node.operands[0], value=node["value"])),
+    ),
     "leaky_relu_slope": lambda b, node, at, g: (),
     "dot": _dot,
     "matmul": _matmul,
-    "reshape": lambda b, node, at, g: (b.add("reshape", g, shape=_operand_shape(b, node)),),
-    "expand": lambda b, node, at, g: (_sum_stretched(b, g, _operand_shape(b, node)),),
-    "total": lambda b, node, at, g: (b.add("expand", g, shape=_operand_shape(b, node)),),
+    "reshape": lambda b, node, at, g: (
+        b.add("reshape", g, shape=shape) for shape in _find_shapes(b, node)
+    ),
+    "expand": lambda b, node, at, g: (_sum_stretched(b, g, s) for s in _find_shapes(b, node)),
+    "total": lambda b, node, at, g: (
+        b.add("expand", g, shape=shape) for shape in _find_shapes(b, node)
+    ),
     "concat": _concat,
-    "slice": _slice,
-    "pad": _pad,
+    "slice": lambda b, node, at, g: (
+        b.add("pad", g, axis=node["axis"], begin=node["begin"], size=_measure_axis(b, node)),
+    ),
+    "pad": lambda b, node, at, g: (
+        _slice(b, g, node["axis"], node["begin"], _measure_axis(b, node)),
+    ),
 }

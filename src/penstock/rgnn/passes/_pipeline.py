@@ -14,13 +14,11 @@ from functools import cached_property
 
 from penstock.rgnn.ir import Program, find_dependencies, find_source
 from penstock.rgnn.passes._aggregate import aggregate_first
-from penstock.rgnn.passes._common import common_subexpressions
 from penstock.rgnn.passes._compact import compact
-from penstock.rgnn.passes._concat import split_concat
-from penstock.rgnn.passes._decision import Decision, PassResult
+from penstock.rgnn.passes._decision import Decision, PassResult, common_subexpressions
 from penstock.rgnn.passes._differentiate import differentiate
 from penstock.rgnn.passes._recompute import recompute
-from penstock.rgnn.passes._reorder import reorder
+from penstock.rgnn.passes._reorder import reorder, split_concat
 from penstock.rgnn.spaces import Counts
 
 REWRITES = (
@@ -95,9 +93,6 @@ def optimize(
         counts: Rows of the graph.
         wrt: Inputs that get gradients.
         without: Names of `REWRITES` to leave out.
-
-    Raises:
-        ValueError: A name in `without` is no rewrite.
     """
     check_rewrites(without)
     can_compact = "compaction" not in without
@@ -111,19 +106,17 @@ def optimize(
     program, decisions = traced, []
     for name, rewrite in before_gradients.items():
         if name not in without:
-            result = rewrite(program)
-            program = result.program
-            decisions += result.decisions
+            program, found = rewrite(program)
+            decisions += found
     joint = differentiate(program, wrt)
     program = joint.program
     if "common subexpressions" not in without:
         # Of the backward only: the forward's have been decided, and are not mentioned again.
-        program = common_subexpressions(program).program
+        program, _ = common_subexpressions(program)
     optimized = OptimizedProgram(
         traced, program, joint.num_outputs, joint.wrt, (), frozenset(without), counts
     )
     if "recompute" not in without:
-        result = recompute(program, optimized.forward, optimized.kept, counts)
-        program = result.program
-        decisions += result.decisions
+        program, found = recompute(program, optimized.forward, optimized.kept, counts)
+        decisions += found
     return dataclasses.replace(optimized, program=program, decisions=tuple(decisions))

@@ -45,7 +45,7 @@ def recompute(
             keeping |= new
         reason = f"{num_new:,} numbers kept in its place, {num_saved:,} saved"
         decisions.append(Decision(_NAME, applies, node.op, reason, node.where))
-    return PassResult(_recompute_values(program, forward, again), tuple(decisions))
+    return _recompute_values(program, forward, again), decisions
 
 
 def _count_numbers(program: Program, position: int, counts: Counts) -> int:

@@ -1,10 +1,13 @@
-"""Linear operators in a better order: weights are multiplied with weights first.
+"""Linear operators in a better order (Hector, ASPLOS'24, linear operator reordering).
 
 - `dot(x @ W[r], a[r])` is `dot(x, W[r] a[r])`.
 - `(x @ V[t]) @ W[r]` is `x @ (V[t] W[r])`, where the relation decides the node type.
+- `concat(a, b) @ W` is `a @ W_a + b @ W_b`, and the same for `dot`.
 
-Both are exact because all operators between are linear. They pay where the intermediate serves
-nothing else and there are fewer types than rows. (Hector, ASPLOS'24, linear operator reordering.)
+All are exact because all operators between are linear. Weights are multiplied with weights first
+where the intermediate serves nothing else and there are fewer types than rows. A concatenation,
+which depends on all that its parts depend on, is not made where its parts differ in that; each
+product is computed on the rows that its own part needs.
 """
 
 from __future__ import annotations
@@ -171,20 +174,12 @@ def _multiply_weights_first(rewriter: Rewriter, chain: _Chain) -> int:
     if chain.end is not None:
         # From the nodes to the edges: the weight of the type that the relation has at that end.
         vector = builder.add("gather", vector, map=chain.end)
-        weight = builder.nodes[first].operands[0]
-        of_relation = _read_weight_by_relation(rewriter, weight, chain.first_map, chain.end)
+        is_untyped = chain.first_map.into is Space.ONE
+        row_map = spaces.to_one(Space.RELATION) if is_untyped else _TYPE_AT_END[chain.end]
+        of_relation = builder.add("gather", builder.nodes[first].operands[0], map=row_map)
         first = builder.add("gather", of_relation, map=spaces.EDGE_TYPE)
     product = builder.add("matmul", first, second, transposed=False)
     return builder.add("matmul", vector, product, transposed=False)
-
-
-def _read_weight_by_relation(
-    rewriter: Rewriter, weight: int, first_map: RowMap, end: RowMap
-) -> int:
-    """Return the node-typed or untyped weight at an end of each relation."""
-    if first_map.into is Space.ONE:
-        return rewriter.builder.add("gather", weight, map=spaces.to_one(Space.RELATION))
-    return rewriter.builder.add("gather", weight, map=_TYPE_AT_END[end])
 
 
 def _count_multiplications(matrix: Shape, vector: Shape) -> int:
@@ -192,3 +187,50 @@ def _count_multiplications(matrix: Shape, vector: Shape) -> int:
     *heads, rows, columns = matrix
     num_heads = max([*heads, *vector[:-1], 1])
     return num_heads * rows * columns
+
+
+def split_concat(program: Program) -> PassResult:
+    """Split products with concatenated vectors, where the parts depend on different things."""
+    depends = find_coordinates(program)
+
+    def rewrite(rewriter: Rewriter, position: int) -> int | None:
+        node = program.nodes[position]
+        if node.op == "matmul":
+            sides = (0,)
+        elif node.op == "dot":
+            sides = (0, 1)
+        else:
+            return None
+        for side in sides:
+            parts = program.nodes[node.operands[side]]
+            if parts.op != "concat" or parts["axis"] != len(parts.shape) - 1:
+                continue
+            what = f"{node.op} with a concat of {len(parts.operands)}"
+            if len({depends[part] for part in parts.operands}) == 1:
+                rewriter.decide(position, False, what, "the parts need the same rows")
+                continue
+            rewriter.decide(position, True, what, "the parts need different rows")
+            return _split_product(rewriter, position, side)
+        return None
+
+    return Rewriter(program, "split concat").run(rewrite)
+
+
+def _split_product(rewriter: Rewriter, position: int, side: int) -> int:
+    node = rewriter.program.nodes[position]
+    parts = rewriter.program.nodes[node.operands[side]]
+    other = rewriter.place[node.operands[1 - side]]
+    shape = rewriter.builder.nodes[other].shape
+    # The axis of the other operand that the concatenated features are contracted with.
+    axis = len(shape) - 1
+    if node.op == "matmul" and not node["transposed"]:
+        axis = len(shape) - 2
+    total, begin = None, 0
+    for part in parts.operands:
+        end = begin + rewriter.program.nodes[part].shape[-1]
+        piece = rewriter.builder.add("slice", other, axis=axis, begin=begin, end=end)
+        term = rewriter.builder.add(node.op, rewriter.place[part], piece, **dict(node.attributes))
+        total = term if total is None else rewriter.builder.add("add", total, term)
+        begin = end
+    assert total is not None
+    return total

@@ -12,25 +12,24 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
 from penstock.codegen import load_library
-from penstock.rgnn import interpreter
 from penstock.rgnn.backends._invocation import (
     Backend,
     Invocation,
     Results,
     enter_arguments,
-    leave_outputs,
+    leave_results,
 )
 from penstock.rgnn.backends.cpp._arena import ArenaValue, assign_offsets, place_in_results
 from penstock.rgnn.backends.cpp._graph_arrays import GraphArrays, find_arrays
-from penstock.rgnn.backends.cpp._source import EntryPoint, write_source
-from penstock.rgnn.backends.cpp._summed import count_packed_elements
-from penstock.rgnn.graph import Graph
-from penstock.rgnn.ir import LEAVES, READS, TYPES, Program, find_source
+from penstock.rgnn.backends.cpp._kernel import FIELDS_OF_CALL, Field
+from penstock.rgnn.backends.cpp._products import count_packed_elements
+from penstock.rgnn.backends.cpp._source import write_source
+from penstock.rgnn.ir import TYPES, find_source
 from penstock.rgnn.lowering import (
     Direction,
     KernelKind,
@@ -44,18 +43,9 @@ DTYPES = {torch.float32: "float", torch.float64: "double"}
 """The dtypes that are computed in C++, by their names there; narrower ones are widened before."""
 
 FLAGS = ("-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
-_KINDS_OF_CALL = frozenset({"threads", "value", "input", "stride", "parts", "packed"})
 _WORKSPACES = frozenset({"parts", "packed"})
 """Kinds of fields that are memory of one kernel's own."""
 _INDEX_TYPES = {torch.int32: "int32_t", torch.int64: "int64_t"}
-
-
-class _LibraryKey(NamedTuple):
-    """Everything besides the program that the source of a library depends on."""
-
-    dtype: torch.dtype
-    index_dtype: torch.dtype
-    has_hubs: bool
 
 
 class CppBackend(Backend):
@@ -65,15 +55,11 @@ class CppBackend(Backend):
 
     def __init__(self, lowered: LoweredProgram) -> None:
         super().__init__(lowered)
-        of_kernels = (
-            kernel.grouped_by
-            for kernel in lowered.schedule.kernels
-            if kernel.kind is KernelKind.TRAVERSAL
-        )
-        groupings = (m for m in of_kernels if m is not None and m.into not in TYPES)
-        self._groupings = tuple(dict.fromkeys(groupings))
+        traversals = (k for k in lowered.schedule.kernels if k.kind is KernelKind.TRAVERSAL)
+        maps = dict.fromkeys(kernel.grouped_by for kernel in traversals)
+        self._groupings = tuple(m for m in maps if m is not None and m.into not in TYPES)
         """The maps to groups of rows that one thread sums."""
-        self._functions: dict[_LibraryKey, dict[Direction, _DirectionFunction]] = {}
+        self._functions: dict[tuple[Any, ...], dict[Direction, _DirectionFunction]] = {}
 
     def __call__(self, invocation: Invocation) -> Results:
         """Compute the values of a direction.
@@ -90,25 +76,24 @@ class CppBackend(Backend):
             )
         arrays = find_arrays(graph)
         has_hubs = any(len(arrays.hubs(grouping)) for grouping in self._groupings)
-        key = _LibraryKey(invocation.dtype, arrays.index_dtype, has_hubs)
-        functions = self._functions.get(key)
-        if functions is None:
-            functions = self._functions[key] = self._build(key)
-        return functions[invocation.direction](invocation, arrays)
+        key = (invocation.dtype, arrays.index_dtype, has_hubs)
+        if key not in self._functions:
+            self._functions[key] = self._build(*key)
+        return self._functions[key][invocation.direction](invocation, arrays)
 
-    def _build(self, key: _LibraryKey) -> dict[Direction, _DirectionFunction]:
+    def _build(
+        self, dtype: torch.dtype, index_dtype: torch.dtype, has_hubs: bool
+    ) -> dict[Direction, _DirectionFunction]:
         """Load the forward and the backward, built where they are not in the cache."""
-        written = write_source(
-            self._lowered,
-            scalar=DTYPES[key.dtype],
-            index=_INDEX_TYPES[key.index_dtype],
-            has_hubs=key.has_hubs,
-        )
-        library = load_library("rgnn", written.text, flags=FLAGS)
-        return {
-            entry.direction: _DirectionFunction(self._lowered, library, entry, key.dtype)
-            for entry in written.entry_points
-        }
+        types = {"scalar": DTYPES[dtype], "index": _INDEX_TYPES[index_dtype]}
+        text, fields_of = write_source(self._lowered, **types, has_hubs=has_hubs)
+        library = load_library("rgnn", text, flags=FLAGS)
+        functions = {}
+        for name, direction in self._lowered.directions().items():
+            function = getattr(library, f"penstock_{name}")
+            arguments = (self._lowered, direction, function, fields_of[name], dtype)
+            functions[direction] = _DirectionFunction(*arguments)
+        return functions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,12 +104,9 @@ class _Binding:
     """The fields; those of a call are 0."""
     shapes: dict[int, tuple[int, ...]]
     """Shapes of the values that the call returns."""
-    same_place: dict[int, int]
-    """Values that lie where another one does: which."""
-    in_results: dict[int, tuple[int, int]]
-    """Result and offset in its memory, of the other values that lie in a result's memory."""
-    offsets: dict[int, int]
-    """Offsets in the arena, of the rest."""
+    addresses: tuple[tuple[int, int | None, int], ...]
+    """Fields that are addresses of the call: the field, the rows or None for the arena, and the
+    offset there in bytes."""
     arena_bytes: int
 
 
@@ -132,19 +114,24 @@ class _DirectionFunction:
     """A direction as a function of the library, and its bindings to graphs."""
 
     def __init__(
-        self, lowered: LoweredProgram, library: ctypes.CDLL, entry: EntryPoint, dtype: torch.dtype
+        self,
+        lowered: LoweredProgram,
+        direction: Direction,
+        function: Any,
+        fields: tuple[Field, ...],
+        dtype: torch.dtype,
     ) -> None:
-        self._function = getattr(library, entry.name)
+        self._function, self._direction = function, direction
         self._function.argtypes, self._function.restype = [ctypes.c_void_p], None
-        self._program, self._dtype = lowered.optimized.program, dtype
-        self._direction, self._fields = entry.direction, entry.fields
+        self._program, self._dtype, self._fields = lowered.optimized.program, dtype, fields
         self._of_call = [
-            (place, field.kind, field.position)
-            for place, field in enumerate(entry.fields)
-            if field.kind in _KINDS_OF_CALL
+            (place, field.kind, value)
+            for place, field in enumerate(fields)
+            for value in field.subjects
+            if field.kind in FIELDS_OF_CALL and isinstance(value, int)
         ]
-        self._frame = ctypes.c_int64 * len(entry.fields)
-        kernels = entry.direction.kernels
+        self._frame = ctypes.c_int64 * len(fields)
+        kernels = direction.kernels
         values = [value for kernel in kernels for value in kernel.values]
         self._written = [value for value in values if value in lowered.schedule.materialised]
         self._live_ranges = find_live_ranges(self._program, kernels)
@@ -168,31 +155,15 @@ class _DirectionFunction:
             rows[value] = empty(shape, dtype=self._dtype)
         arena = arrays.buffers.scratch(binding.arena_bytes)
         numbers = list(binding.numbers)
+        numbers[0] = torch.get_num_threads()
         for place, kind, value in self._of_call:
-            if kind == "threads":
-                numbers[place] = torch.get_num_threads()
-            elif kind == "stride":
+            if kind == "stride":
                 numbers[place] = rows[value].stride(0)
-            elif value in rows and kind not in _WORKSPACES:
-                numbers[place] = rows[value].data_ptr()
-            else:
-                name = _name_workspace(value) if kind in _WORKSPACES else value
-                name = binding.same_place.get(name, name)
-                if name in rows:
-                    numbers[place] = rows[name].data_ptr()
-                elif name in binding.in_results:
-                    result, begin = binding.in_results[name]
-                    numbers[place] = rows[result].data_ptr() + begin
-                else:
-                    numbers[place] = arena.data_ptr() + binding.offsets[name]
+        for place, base, offset in binding.addresses:
+            memory = arena if base is None else rows[base]
+            numbers[place] = memory.data_ptr() + offset
         self._function(self._frame(*numbers))
-        leaves = [each for at, each in rows.items() if program.nodes[at].op in LEAVES]
-        kept = {at: rows[at] for at in keep}
-
-        def read(output: int) -> torch.Tensor:
-            return _read_rows(program, arrays.graph, rows, output, self._dtype)
-
-        return leave_outputs(program, invocation, read, [*leaves, *kept.values()]), kept
+        return leave_results(program, invocation, rows)
 
     def _bind(self, arrays: GraphArrays) -> _Binding:
         """Assign offsets in the arena to values that do not leave; workspaces have names < 0."""
@@ -218,17 +189,25 @@ class _DirectionFunction:
                 same_place[value] = place
                 placed[place] = dataclasses.replace(placed[place], last=last)
         numbers = tuple(
-            0 if field.kind in _KINDS_OF_CALL else arrays.number(field, self._dtype)
+            0 if field.kind in FIELDS_OF_CALL else arrays.number(field, self._dtype)
             for field in self._fields
         )
         results = [each for value, each in placed.items() if value in owned]
         others = [each for value, each in placed.items() if value not in owned]
         in_results, rest = place_in_results([*others, *self._find_workspaces(arrays)], results)
+        offsets, arena_bytes = assign_offsets(rest)
+        places = in_results | {name: (None, offset) for name, offset in offsets.items()}
+        addresses = []
+        for place, kind, value in self._of_call:
+            name = -1 - value if kind in _WORKSPACES else value
+            name = same_place.get(name, name)
+            if kind != "stride":
+                addresses.append((place, *places.get(name, (name, 0))))
         shapes = {value: shape for value, shape in shapes.items() if value in owned}
-        return _Binding(numbers, shapes, same_place, in_results, *assign_offsets(rest))
+        return _Binding(numbers, shapes, tuple(addresses), arena_bytes)
 
     def _find_workspaces(self, arrays: GraphArrays) -> Iterator[ArenaValue]:
-        """Yield the memory of one kernel's own."""
+        """Yield the memory of one kernel's own, by names < 0."""
         for _, kind, value in self._of_call:
             node = self._program.nodes[value]
             if kind == "parts":
@@ -240,7 +219,7 @@ class _DirectionFunction:
                 continue
             kernel = self._live_ranges[value][0]
             num_bytes = num_elements * self._dtype.itemsize
-            yield ArenaValue(_name_workspace(value), kernel, kernel, num_bytes)
+            yield ArenaValue(-1 - value, kernel, kernel, num_bytes)
 
 
 def _has_dense_rows(rows: torch.Tensor) -> bool:
@@ -249,22 +228,3 @@ def _has_dense_rows(rows: torch.Tensor) -> bool:
         length == 1 or stride == math.prod(rows.shape[axis + 2 :])
         for axis, (length, stride) in enumerate(zip(rows.shape[1:], rows.stride()[1:], strict=True))
     )
-
-
-def _name_workspace(value: int) -> int:
-    return -1 - value
-
-
-def _read_rows(
-    program: Program, graph: Graph, rows: dict[int, torch.Tensor], position: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return the rows of a value; one that is only a read is computed here."""
-    node = program.nodes[position]
-    if node.op == "inverse_count":
-        return interpreter.inverse_count(graph, node.map, dtype)
-    if node.op not in READS:
-        return rows[position]
-    operand = _read_rows(program, graph, rows, node.operands[0], dtype)
-    if node.op == "gather":
-        return operand.index_select(0, graph.index(node.map))
-    return operand.reshape(operand.shape[0], *node.shape)

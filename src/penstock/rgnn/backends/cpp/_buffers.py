@@ -68,17 +68,15 @@ class BufferPool:
     def _allocate(self, num_bytes: int, most_bytes: float) -> torch.Tensor:
         with self._lock:
             self._num_requests += 1
-            buffer = self._find_free(num_bytes, most_bytes) or self._add_buffer(num_bytes)
+            fitting = [
+                buffer
+                for buffer in self._buffers
+                if num_bytes <= len(buffer.memory) <= most_bytes and buffer.is_free()
+            ]
+            smallest = min(fitting, key=lambda buffer: len(buffer.memory), default=None)
+            buffer = smallest or self._add_buffer(num_bytes)
             buffer.last_used = self._num_requests
             return buffer.memory[:num_bytes]
-
-    def _find_free(self, num_bytes: int, most_bytes: float) -> _PooledBuffer | None:
-        fitting = [
-            buffer
-            for buffer in self._buffers
-            if num_bytes <= len(buffer.memory) <= most_bytes and buffer.is_free()
-        ]
-        return min(fitting, key=lambda buffer: len(buffer.memory), default=None)
 
     def _add_buffer(self, num_bytes: int) -> _PooledBuffer:
         oldest = self._num_requests - _MAX_IDLE

@@ -14,7 +14,7 @@ import torch
 
 from penstock.rgnn import interpreter, spaces
 from penstock.rgnn.backends.cpp._buffers import BufferPool
-from penstock.rgnn.backends.cpp._fields import Field
+from penstock.rgnn.backends.cpp._kernel import Field
 from penstock.rgnn.graph import Graph, build_once, compute_offsets
 from penstock.rgnn.spaces import RowMap, Space
 
@@ -50,11 +50,7 @@ def _build_padded(build: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 class GraphArrays:
-    """Arrays of one graph by the fields that they fill in; each is built at its first use.
-
-    Args:
-        graph: On the CPU.
-    """
+    """Arrays of one graph by the fields that they fill in; each is built at its first use."""
 
     def __init__(self, graph: Graph) -> None:
         # Weak, for the graph owns its arrays.
@@ -157,16 +153,17 @@ class GraphArrays:
 
     def number(self, field: Field, dtype: torch.dtype) -> int:
         """Return a field that is the same in every call: an address or a count."""
-        if field.space is not None:
-            return self.graph.counts.rows(field.space)
-        if field.kind == "inverse_count":
-            return self.inverse_count(field.maps[0], dtype).data_ptr()
-        if field.kind in ("longest_group", "longest_range"):
-            return getattr(self, field.kind)(*field.maps)
-        if field.kind.startswith("num_"):
-            array = getattr(self, field.kind.removeprefix("num_"))(*field.maps)
-            return len(array) - (field.kind in ("num_chunks", "num_ranges"))
-        return getattr(self, field.kind)(*field.maps).data_ptr()
+        kind, subjects = field.kind, field.subjects
+        if kind == "num_rows":
+            (space,) = subjects
+            assert isinstance(space, Space)
+            return self.graph.counts.rows(space)
+        if kind.startswith("num_"):
+            array = getattr(self, kind.removeprefix("num_"))(*subjects)
+            return len(array) - (kind in ("num_chunks", "num_ranges"))
+        arguments = (*subjects, dtype) if kind == "inverse_count" else subjects
+        found = getattr(self, kind)(*arguments)
+        return found if isinstance(found, int) else found.data_ptr()
 
     def _cut_types(self, row_map: RowMap, length: int) -> torch.Tensor:
         starts = self.graph.segment_starts(row_map)

@@ -9,25 +9,39 @@ of them becomes one loop over features and its intermediates live in registers.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from penstock.rgnn.backends.cpp._kernel import KernelTask
-from penstock.rgnn.ir import UNARY, Node, Shape, find_maps, find_source
+from penstock.rgnn.ir import Node, Shape, broadcast, find_maps, find_source
 from penstock.rgnn.lowering import is_elementwise
-from penstock.rgnn.spaces import RowMap, Space
+from penstock.rgnn.spaces import RowMap
 
 Subscript = tuple[str, ...]
 """One expression for each axis of a row."""
 
 _STACK_NUMBERS = 4096  # as `kStackNumbers`; a thread's stack may be 2 MiB
-_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
-
-
 _MIN_PREFETCHED = 8  # elements of a row: what takes a cache line of its own
-_FUNCTIONS = {"exp": "exponential", "log": "logarithm", "tanh": "hyperbolic_tangent"}
+_EXPRESSIONS = {
+    "add": "({0} + {1})",
+    "sub": "({0} - {1})",
+    "mul": "({0} * {1})",
+    "div": "({0} / {1})",
+    "relu_gradient": "relu_gradient<T>({0}, {1})",
+    "scale": "({0} * {value})",
+    "shift": "({0} + {value})",
+    "reciprocal": "(T(1) / {0})",
+    "exp": "exponential({0})",
+    "log": "logarithm({0})",
+    "tanh": "hyperbolic_tangent({0})",
+    "sigmoid": "sigmoid<T>({0})",
+    "relu": "relu<T>({0})",
+    "leaky_relu": "leaky_relu<T>({0}, {value})",
+    "leaky_relu_slope": "leaky_relu_slope<T>({0}, {value})",
+    "expand": "{0}",
+}
+"""Expressions of elements of operands that are lined up, by operator."""
 
 
 class Lines:
@@ -82,8 +96,8 @@ class Scope:
     """Those of them that are stored when they are first read."""
     arrays: dict[int, str]
     """Rows that are there, by position: the names of arrays."""
-    memory: Callable[[int], str | None] = lambda position: None
-    """Returns the address to store a value at; None for a local array."""
+    kept: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    """Addresses to store values at that a later stage reads."""
     grouping: RowMap | None = None
     sums: Mapping[int, str] = dataclasses.field(default_factory=dict)
     """Finished sums of the row's group, which are read along `grouping`."""
@@ -92,11 +106,16 @@ class Scope:
     _pointers: dict[tuple[int, str], str] = dataclasses.field(default_factory=dict)
 
     def write_element(self, position: int, subscript: Subscript) -> str:
-        """Return the expression of one element of a value at this row; `require` it first."""
-        found = self._find_array(position)
+        """Return the expression of one element of a value at this row; `require` it first.
+
+        Args:
+            position: The value.
+            subscript: The element's, of a row that the value's lines up with from the left.
+        """
+        shape, found = self.task.node(position).shape, self._find_array(position)
         if found is not None:
-            return f"{found}[{write_offset(self.task.node(position).shape, subscript)}]"
-        return self.write_expression(position, subscript)
+            return f"{found}[{write_offset(shape, stretch(shape, subscript))}]"
+        return self.write_expression(position, stretch(shape, subscript))
 
     def require(self, position: int) -> None:
         """Write all that the expression of an element needs, ahead of a loop over elements."""
@@ -121,48 +140,24 @@ class Scope:
 
     def _declare_pointer(self, value: int, maps: Sequence[RowMap]) -> str:
         """Return a pointer to the row of a leaf, or of a value that another kernel wrote."""
-        row = self._write_row_index(maps)
+        first = maps[0] if maps else None
+        row = self.task.follow(maps[1:], self.index(first))
         if (value, row) not in self._pointers:
             name = f"row{len(self._pointers)}_of_{value}"
-            self.lines.add(f"const T* const {name} = {self.write_address(value, row)};")
+            self.lines.add(f"const T* const {name} = {self.task.address(value, row)};")
             self._pointers[value, row] = name
-            self._prefetch(value, maps)
+            # Rows that are jumped to are in no cache yet: long ones are asked for ahead of time.
+            later, count = self.ahead(first) if len(maps) < 2 else None, self.task.size(value)
+            if later is not None and count >= _MIN_PREFETCHED:
+                self.lines.add(f"prefetch<T, {count}>({self.task.address(value, later)});")
         return self._pointers[value, row]
-
-    def _prefetch(self, value: int, maps: Sequence[RowMap]) -> None:
-        """Ask for a long row ahead of its turn: rows that are jumped to are in no cache yet."""
-        count = self.task.size(value)
-        later = self.ahead(maps[0] if maps else None) if len(maps) < 2 else None
-        if later is not None and count >= _MIN_PREFETCHED:
-            self.lines.add(f"prefetch<T, {count}>({self.write_address(value, later)});")
-
-    def write_location(self, position: int) -> str:
-        """Return the address of the row that a chain of reads ends in; it writes no statement."""
-        row = self._write_row_index(find_maps(self.task.program, position))
-        return self.write_address(find_source(self.task.program, position), row)
-
-    def _write_row_index(self, maps: Sequence[RowMap]) -> str:
-        row = self.index(maps[0] if maps else None)
-        for row_map in maps[1:]:
-            is_one = row_map.into is Space.ONE
-            row = "0" if is_one else f"{self.task.fields.array('index', row_map)}[{row}]"
-        return row
-
-    def write_address(self, value: int, row: str) -> str:
-        """Return the address of the row of a leaf or of a value in memory."""
-        node = self.task.node(value)
-        if node.op == "inverse_count":
-            base, step = self.task.fields.inverse_count(node.map), "1"
-        elif node.op == "input":
-            base, step = self.task.fields.input(value), self.task.fields.stride(value)
-        else:
-            base, step = self.task.fields.value(value), str(math.prod(node.shape))
-        return base if row == "0" else f"{base} + int64_t({row}) * {step}"
 
     def _store(self, position: int) -> str:
         for operand in self.task.node(position).operands:
             self.require(operand)
-        name, place = f"v{position}", self.memory(position)
+        name, place = f"v{position}", self.kept.get(position)
+        if position in self.task.materialised:
+            place = self.task.address(position, self.index(None))
         if place is None:
             self.lines.add(declare_array(name, self.task.size(position)))
         else:
@@ -173,40 +168,34 @@ class Scope:
     def write_expression(self, position: int, subscript: Subscript) -> str:
         """Return the expression of an elementwise operator."""
         node = self.task.node(position)
-        shapes = [self.task.node(operand).shape for operand in node.operands]
-
-        def operand(place: int, at: Subscript = subscript) -> str:
-            return self.write_element(node.operands[place], stretch(shapes[place], at))
-
-        if node.op in _INFIX:
-            return f"({operand(0)} {_INFIX[node.op]} {operand(1)})"
-        if node.op == "relu_gradient":
-            return f"relu_gradient<T>({operand(0)}, {operand(1)})"
-        if node.op in UNARY:
-            return _write_unary(node, operand(0))
-        if node.op == "expand":
-            return operand(0)
+        if node.op in _EXPRESSIONS:
+            elements = [self.write_element(operand, subscript) for operand in node.operands]
+            attributes = dict(node.attributes)
+            value = write_constant(attributes["value"]) if "value" in attributes else ""
+            return _EXPRESSIONS[node.op].format(*elements, value=value)
         if node.op == "slice":
             axis, begin = node["axis"], node["begin"]
             moved = f"({subscript[axis]} + {begin})" if begin else subscript[axis]
-            return operand(0, (*subscript[:axis], moved, *subscript[axis + 1 :]))
+            at = (*subscript[:axis], moved, *subscript[axis + 1 :])
+            return self.write_element(node.operands[0], at)
+        left, right = (self.task.node(operand).shape[:-1] for operand in node.operands)
         if node.op == "matmul":  # with a matrix of one row, read as it is or transposed
             *batch, column = subscript
-            heads = batch[: len(shapes[1]) - 2]
-            matrix = (*heads, column, "0") if node["transposed"] else (*heads, "0", column)
-            vector = self.write_element(node.operands[0], (*stretch(shapes[0][:-1], batch), "0"))
-            return f"({vector} * {self.write_element(node.operands[1], matrix)})"
-        assert node.op == "outer", node.op
-        *heads, row, column = subscript
-        left = self.write_element(node.operands[0], (*stretch(shapes[0][:-1], heads), row))
-        right = self.write_element(node.operands[1], (*stretch(shapes[1][:-1], heads), column))
-        return f"({left} * {right})"
+            ends = (column, "0") if node["transposed"] else ("0", column)
+            first, second = (*stretch(left, batch), "0"), (*batch[: len(right) - 1], *ends)
+        else:
+            assert node.op == "outer", node.op
+            *heads, row, column = subscript
+            first, second = (*stretch(left, heads), row), (*stretch(right, heads), column)
+        vector = self.write_element(node.operands[0], first)
+        return f"({vector} * {self.write_element(node.operands[1], second)})"
 
 
 def write_row(scope: Scope, position: int, name: str) -> None:
     """Write statements that fill the array `name` with the row of a value."""
     lines, node = scope.lines, scope.task.node(position)
-    shape = node.shape
+    shape, operands = node.shape, node.operands
+    of_operands = [scope.task.node(operand).shape for operand in operands]
     if is_elementwise(scope.task.program, position):
         with lines.loops(shape) as at:
             lines.add(
@@ -214,36 +203,51 @@ def write_row(scope: Scope, position: int, name: str) -> None:
             )
     elif node.op == "dot":
         with lines.loops(shape, simd=False) as at:
-            left, right = ((operand, (*at, "k")) for operand in node.operands)
-            length = scope.task.node(node.operands[0]).shape[-1]
-            _write_dot(scope, left, right, length, f"{name}[{write_offset(shape, at)}]")
+            left, right = (scope.write_element(operand, (*at, "k")) for operand in operands)
+            place = f"{name}[{write_offset(shape, at)}]"
+            _write_dot(lines, left, right, of_operands[0][-1], place)
     elif node.op == "matmul":
         _write_product(scope, node, name)
-    elif node.op == "outer":
-        _write_outer(scope, node, name)
+    elif node.op == "outer":  # summed over the batch axes behind the heads
+        lines.add(write_zeros(name, math.prod(shape)))
+        left, right = of_operands
+        batch_axes = broadcast(left[:-1], right[:-1])
+        with lines.loops((*batch_axes, left[-1], right[-1])) as (*batch, row, column):
+            first = scope.write_element(operands[0], (*stretch(left[:-1], batch), row))
+            second = scope.write_element(operands[1], (*stretch(right[:-1], batch), column))
+            into = write_offset(shape, (*batch[: node["heads"]], row, column))
+            lines.add(f"{name}[{into}] += {first} * {second};")
     elif node.op == "total":
-        lines.add(f"memset({name}, 0, {math.prod(shape)} * sizeof(T));")
-        operand = node.operands[0]
-        with lines.loops(scope.task.node(operand).shape, simd=False) as at:
-            into = tuple("0" if axis in node["axes"] else i for axis, i in enumerate(at))
-            lines.add(f"{name}[{write_offset(shape, into)}] += {scope.write_element(operand, at)};")
+        lines.add(write_zeros(name, math.prod(shape)))
+        with lines.loops(of_operands[0], simd=False) as at:
+            into = write_offset(shape, stretch(shape, at))
+            lines.add(f"{name}[{into}] += {scope.write_element(operands[0], at)};")
     else:
         _write_joined(scope, node, name)
 
 
-def _write_dot(
-    scope: Scope, left: tuple[int, Subscript], right: tuple[int, Subscript], length: int, place: str
-) -> None:
-    """Sum over `k` of two elements, each a value and its subscript before it is broadcast."""
-    factors = [
-        scope.write_element(operand, stretch(scope.task.node(operand).shape, at))
-        for operand, at in (left, right)
-    ]
-    lines = scope.lines
+def _write_joined(scope: Scope, node: Node, name: str) -> None:
+    lines, shape, axis, begin = scope.lines, node.shape, node["axis"], 0
+    if node.op == "pad":
+        lines.add(write_zeros(name, math.prod(shape)))
+        begin = node["begin"]
+    for operand in node.operands:
+        part = scope.task.node(operand).shape
+        with lines.loops(part) as at:
+            moved = (*at[:axis], f"({at[axis]} + {begin})", *at[axis + 1 :])
+            lines.add(f"{name}[{write_offset(shape, moved)}] = {scope.write_element(operand, at)};")
+        begin += part[axis]
+
+
+def _write_dot(lines: Lines, left: str, right: str, length: int, place: str) -> None:
+    """Sum the product of two elements over `k`."""
     with lines.block("{"):
-        lines.add("T total = 0;", "#pragma omp simd reduction(+ : total)")
-        lines.add(f"for (int64_t k = 0; k < {length}; ++k) total += {' * '.join(factors)};")
-        lines.add(f"{place} = total;")
+        lines.add(
+            "T total = 0;",
+            "#pragma omp simd reduction(+ : total)",
+            f"for (int64_t k = 0; k < {length}; ++k) total += {left} * {right};",
+            f"{place} = total;",
+        )
 
 
 def _write_product(scope: Scope, node: Node, name: str) -> None:
@@ -255,55 +259,29 @@ def _write_product(scope: Scope, node: Node, name: str) -> None:
     if node["transposed"] or columns == 1:  # a dot for each element of the result
         with lines.loops(shape, simd=False) as at:
             ends = (at[-1], "k") if node["transposed"] else ("k", at[-1])
-            of_matrix = (matrix, (*at[:num_heads], *ends))
+            left = scope.write_element(vector, (*at[:-1], "k"))
+            right = scope.write_element(matrix, (*at[:num_heads], *ends))
             length = columns if node["transposed"] else rows
-            place = f"{name}[{write_offset(shape, at)}]"
-            _write_dot(scope, (vector, (*at[:-1], "k")), of_matrix, length, place)
+            _write_dot(lines, left, right, length, f"{name}[{write_offset(shape, at)}]")
         return
-    vector_shape = scope.task.node(vector).shape
-    lines.add(f"memset({name}, 0, {math.prod(shape)} * sizeof(T));")
+    lines.add(write_zeros(name, math.prod(shape)))
     with lines.loops((*shape[:-1], rows), simd=False) as at, lines.block("{"):
-        lines.add(f"const T left = {scope.write_element(vector, stretch(vector_shape, at))};")
+        lines.add(f"const T left = {scope.write_element(vector, at)};")
         with lines.loops((columns,), prefix="n") as (n,):
             right = scope.write_element(matrix, (*at[:num_heads], at[-1], n))
             lines.add(f"{name}[{write_offset(shape, (*at[:-1], n))}] += left * {right};")
 
 
-def _write_outer(scope: Scope, node: Node, name: str) -> None:
-    """Write an outer product, summed over the batch axes behind the heads."""
-    lines, shape = scope.lines, node.shape
-    lines.add(f"memset({name}, 0, {math.prod(shape)} * sizeof(T));")
-    left, right = (scope.task.node(operand).shape for operand in node.operands)
-    longest = max(len(left), len(right)) - 1
-    axes = [
-        max(axis or 1 for axis in pair) for pair in itertools.zip_longest(left[:-1], right[:-1])
-    ][:longest]
-    with lines.loops((*axes, left[-1], right[-1])) as (*batch, row, column):
-        first = scope.write_element(node.operands[0], (*stretch(left[:-1], batch), row))
-        second = scope.write_element(node.operands[1], (*stretch(right[:-1], batch), column))
-        into = write_offset(shape, (*batch[: node["heads"]], row, column))
-        lines.add(f"{name}[{into}] += {first} * {second};")
-
-
-def _write_joined(scope: Scope, node: Node, name: str) -> None:
-    lines, shape, axis = scope.lines, node.shape, node["axis"]
-    begin = 0
-    if node.op == "pad":
-        lines.add(f"memset({name}, 0, {math.prod(shape)} * sizeof(T));")
-        begin = node["begin"]
-    for operand in node.operands:
-        part = scope.task.node(operand).shape
-        with lines.loops(part) as at:
-            moved = (*at[:axis], f"({at[axis]} + {begin})", *at[axis + 1 :])
-            lines.add(f"{name}[{write_offset(shape, moved)}] = {scope.write_element(operand, at)};")
-        begin += part[axis]
+def write_zeros(name: str, length: int | str) -> str:
+    """Return the statement that fills an array with zeros."""
+    return f"memset({name}, 0, {length} * sizeof(T));"
 
 
 def declare_array(name: str, length: int, *, is_zero: bool = False) -> str:
     """Return the declaration of an array: on the stack, unless it might not fit there."""
     if length <= _STACK_NUMBERS:
         return f"T {name}[{length}]{' = {}' if is_zero else ''};"
-    fill = f" memset({name}, 0, {length} * sizeof(T));" if is_zero else ""
+    fill = f" {write_zeros(name, length)}" if is_zero else ""
     return f"Scratch<T> {name}({length});{fill}"
 
 
@@ -329,15 +307,3 @@ def write_constant(value: float) -> str:
     if math.isinf(value):
         return "T(__builtin_inf())" if value > 0 else "T(-__builtin_inf())"
     return f"T({float(value)!r})"
-
-
-def _write_unary(node: Node, x: str) -> str:
-    if node.op in ("scale", "shift"):
-        return f"({x} {'*' if node.op == 'scale' else '+'} {write_constant(node['value'])})"
-    if node.op == "reciprocal":
-        return f"(T(1) / {x})"
-    if node.op in ("leaky_relu", "leaky_relu_slope"):
-        return f"{node.op}<T>({x}, {write_constant(node['value'])})"
-    if node.op in ("sigmoid", "relu"):
-        return f"{node.op}<T>({x})"
-    return f"{_FUNCTIONS[node.op]}({x})"

@@ -8,13 +8,18 @@ cut into tasks of their own: each makes a part, and the parts are added up in or
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from penstock.rgnn.backends.cpp import _graph_arrays
 from penstock.rgnn.backends.cpp._kernel import KernelTask
-from penstock.rgnn.backends.cpp._rowwise import Lines, Scope, declare_array, write_offset
+from penstock.rgnn.backends.cpp._rowwise import (
+    Lines,
+    Scope,
+    declare_array,
+    write_offset,
+    write_zeros,
+)
 from penstock.rgnn.ir import READS, TYPES, find_source
 from penstock.rgnn.lowering import is_elementwise
 from penstock.rgnn.spaces import RowMap, Space, is_sorted
@@ -40,130 +45,130 @@ def write_traversal(task: KernelTask) -> str:
     return str(lines)
 
 
-@dataclasses.dataclass(slots=True)
 class TraversalWriter:
     """The writer of one kernel's loops."""
 
-    task: KernelTask
-    lines: Lines
-    sums: dict[int, str] = dataclasses.field(default_factory=dict)
-    """Names of the sums of the group at hand."""
+    def __init__(
+        self, task: KernelTask, lines: Lines, sums: Mapping[int, str] | None = None
+    ) -> None:
+        self._task, self._lines = task, lines
+        self._stages = task.kernel.stages
+        self._sums = dict(sums or {})
+        self._kept = _find_kept(task)
+        softmaxes = {value for value in task.kernel.values if self._op(value) == "softmax"}
+        self._buffered = sorted(self._kept | softmaxes)
+        """Values with memory for all rows of the group at hand."""
 
     def write_rows(self) -> None:
         """Write a loop over rows in any order."""
-        lines, num_rows = self.lines, self.task.fields.num_rows(self.task.kernel.space)
+        lines, num_rows = self._lines, self._task.field("num_rows", self._task.kernel.space)
         lines.add(f"Tasks blocks(({num_rows} + kBlockRows - 1) / kBlockRows);")
-        with lines.block("parallel(f.num_threads, [&] {", "});"):
-            with lines.block("for (int64_t block; blocks.next(&block);) {"):
-                lines.add(
-                    "const int64_t begin = block * kBlockRows;",
-                    f"const int64_t end = begin + kBlockRows < {num_rows} ? "
-                    f"begin + kBlockRows : {num_rows};",
-                )
-                for stage in range(len(self.task.kernel.stages)):
-                    self._write_stage(stage)
+        with self._write_tasks("block"):
+            lines.add(
+                "const int64_t begin = block * kBlockRows;",
+                f"const int64_t end = begin + kBlockRows < {num_rows} ? "
+                f"begin + kBlockRows : {num_rows};",
+            )
+            for stage in range(len(self._stages)):
+                self._write_stage(stage)
 
     def write_typed(self, grouping: RowMap) -> None:
         """Write the loop of rows that are summed to types: a part for each task."""
-        assert len(self.task.kernel.stages) == 1
-        assert not self.task.kernel.epilogue
-        lines = self.lines
-        tasks, num_tasks = self.task.fields.counted_array("tasks", grouping)
-        starts = self.task.fields.array("task_starts", grouping)
-        sums = [v for v in self.task.kernel.values if self.task.node(v).op == "sum"]
+        assert len(self._stages) == 1
+        assert not self._task.kernel.epilogue
+        task, lines = self._task, self._lines
+        tasks, num_tasks = task.counted_array("tasks", grouping)
+        starts = task.field("task_starts", grouping)
+        sums = [value for value in task.kernel.values if self._op(value) == "sum"]
         lines.add(f"Tasks tasks({num_tasks});")
-        with lines.block("parallel(f.num_threads, [&] {", "});"):
+        scratch = [f"Scratch<T> sum_{value}({task.size(value)});" for value in sums]
+        with self._write_tasks("task", *scratch):
+            lines.add(
+                f"const int64_t group = {tasks}[3 * task];",
+                f"const int64_t begin = {tasks}[3 * task + 1], end = {tasks}[3 * task + 2];",
+                *(write_zeros(f"sum_{value}", task.size(value)) for value in sums),
+            )
+            self._write_stage(0)
             for value in sums:
-                lines.add(f"Scratch<T> sum_{value}({self.task.size(value)});")
-            with lines.block("for (int64_t task; tasks.next(&task);) {"):
-                lines.add(
-                    f"const int64_t group = {tasks}[3 * task];",
-                    f"const int64_t begin = {tasks}[3 * task + 1], end = {tasks}[3 * task + 2];",
-                )
-                for value in sums:
-                    lines.add(f"memset(sum_{value}, 0, {self.task.size(value)} * sizeof(T));")
-                self._write_stage(0)
-                for value in sums:
-                    size = self.task.size(value)
-                    part = (
-                        f"part_of<T>(task, {tasks}, {starts}, {size}, "
-                        f"{self.task.fields.parts(value)}, {self.task.fields.value(value)})"
-                    )
-                    lines.add(f"memcpy({part}, sum_{value}, {size} * sizeof(T));")
-        num_types = self.task.fields.num_rows(grouping.into)
+                size = task.size(value)
+                parts = f"{task.field('parts', value)}, {task.field('value', value)}"
+                part = f"part_of<T>(task, {tasks}, {starts}, {size}, {parts})"
+                lines.add(f"memcpy({part}, sum_{value}, {size} * sizeof(T));")
+        num_types = task.field("num_rows", grouping.into)
         for value in sums:
             lines.add(
-                f"add_parts<T>(f.num_threads, {starts}, {num_types}, {self.task.size(value)}, "
-                f"{self.task.fields.parts(value)}, {self.task.fields.value(value)});"
+                f"add_parts<T>(f.num_threads, {starts}, {num_types}, {task.size(value)}, "
+                f"{task.field('parts', value)}, {task.field('value', value)});"
             )
 
     def write_groups(self, grouping: RowMap) -> None:
         """Write loops over groups: stage by stage, then the groups' own values."""
-        lines = self.lines
-        chunks, num_chunks = self.task.fields.counted_array("chunks", grouping)
-        starts = self.task.fields.array("starts", grouping)
+        task, lines = self._task, self._lines
+        chunks, num_chunks = task.counted_array("chunks", grouping)
+        starts = task.field("starts", grouping)
         lines.add(f"Tasks chunks({num_chunks});")
-        with lines.block("parallel(f.num_threads, [&] {", "});"):
-            for value in sorted(self._find_kept() | self._find_softmaxes()):
-                longest = self.task.fields.number("longest_group", grouping)
-                if self.task.has_hubs:
-                    most = _graph_arrays.HUB_ROWS
-                    longest = f"({longest} < {most} ? {longest} : {most})"
-                lines.add(f"Scratch<T> kept_{value}({longest} * {self.task.size(value)});")
-            with (
-                lines.block("for (int64_t chunk; chunks.next(&chunk);) {"),
-                lines.block(
-                    f"for (int64_t group = {chunks}[chunk]; group < {chunks}[chunk + 1]; "
-                    f"++group) {{"
-                ),
-            ):
-                lines.add(f"const int64_t begin = {starts}[group], end = {starts}[group + 1];")
-                if self.task.has_hubs:
-                    lines.add(f"if (end - begin > {_graph_arrays.HUB_ROWS}) continue;")
-                for stage, values in enumerate(self.task.kernel.stages):
-                    self._declare_reductions(values)
-                    self._write_stage(stage)
-                    self._finish_softmaxes(values)
-                self.write_epilogue()
+        scratch = []
+        for value in self._buffered:
+            longest = task.field("longest_group", grouping)
+            if task.has_hubs:
+                most = _graph_arrays.HUB_ROWS
+                longest = f"({longest} < {most} ? {longest} : {most})"
+            scratch.append(f"Scratch<T> kept_{value}({longest} * {task.size(value)});")
+        with (
+            self._write_tasks("chunk", *scratch),
+            lines.block(
+                f"for (int64_t group = {chunks}[chunk]; group < {chunks}[chunk + 1]; ++group) {{"
+            ),
+        ):
+            lines.add(f"const int64_t begin = {starts}[group], end = {starts}[group + 1];")
+            if task.has_hubs:
+                lines.add(f"if (end - begin > {_graph_arrays.HUB_ROWS}) continue;")
+            for stage, values in enumerate(self._stages):
+                self._declare_reductions(values)
+                self._write_stage(stage)
+                # y_i = exp(s_i - max s) / sum of exp(s_j - max s) over the group
+                for value in values:
+                    if self._op(value) == "softmax":
+                        self._write_powers(value, "0", "end - begin")
+                        self._write_weights(value, "begin", "end")
+            self.write_epilogue()
 
     def write_hubs(self, grouping: RowMap) -> None:
         """Write loops over the groups that were left out: each by all threads, stage by stage."""
-        lines = self.lines
-        hubs, num_hubs = self.task.fields.counted_array("hubs", grouping)
-        starts, piece_rows = self.task.fields.array("starts", grouping), _graph_arrays.PIECE_ROWS
-        self.sums = {}
+        task, lines = self._task, self._lines
+        hubs, num_hubs = task.counted_array("hubs", grouping)
+        starts, piece_rows = task.field("starts", grouping), _graph_arrays.PIECE_ROWS
+        self._sums = {}
         with lines.block(f"for (int64_t hub = 0; hub < {num_hubs}; ++hub) {{"):
             lines.add(
                 f"const int64_t group = {hubs}[hub];",
                 f"const int64_t begin = {starts}[group], end = {starts}[group + 1];",
                 f"const int64_t num_pieces = (end - begin + {piece_rows - 1}) / {piece_rows};",
             )
-            for value in sorted(self._find_kept() | self._find_softmaxes()):
-                lines.add(f"Scratch<T> kept_{value}((end - begin) * {self.task.size(value)});")
-            for stage in range(len(self.task.kernel.stages)):
+            for value in self._buffered:
+                lines.add(f"Scratch<T> kept_{value}((end - begin) * {task.size(value)});")
+            for stage in range(len(self._stages)):
                 self._write_stage_of_hub(stage)
             self.write_epilogue()
 
     def _write_stage_of_hub(self, stage: int) -> None:
-        values, op_of = self.task.kernel.stages[stage], self.task.program.nodes
-        reduced = [value for value in values if op_of[value].op in _REDUCTIONS]
+        values = self._stages[stage]
+        reduced = [value for value in values if self._op(value) in _REDUCTIONS]
         self._declare_reductions(values)
         for value in reduced:
-            self.lines.add(f"Scratch<T> pieces_{value}(num_pieces * {self.task.size(value)});")
+            self._lines.add(f"Scratch<T> pieces_{value}(num_pieces * {self._task.size(value)});")
         with self._write_pieces():
             self._declare_reductions(values)  # of the piece: they hide those of the group
             self._write_stage(stage, "first", "last")
             for value in reduced:
-                self._keep_piece(value, "sum" if op_of[value].op == "sum" else "largest")
+                self._keep_piece(value, "sum" if self._op(value) == "sum" else "largest")
         for value in reduced:
-            if op_of[value].op == "sum":
+            if self._op(value) == "sum":
                 self._join_pieces(value, "sum_{0}[{1}] += {2}")
                 continue
             self._join_pieces(value, "largest_{0}[{1}] = larger<T>({2}, largest_{0}[{1}])")
-            total = declare_array(f"total_{value}", self.task.size(value), is_zero=True)
-            self.lines.add(total)
+            self._lines.add(declare_array(f"total_{value}", self._task.size(value), is_zero=True))
             with self._write_pieces():
-                self.lines.add(total)
                 self._write_powers(value, "first - begin", "last - begin")
                 self._keep_piece(value, "total")
             self._join_pieces(value, "total_{0}[{1}] += {2}")
@@ -171,41 +176,44 @@ class TraversalWriter:
                 self._write_weights(value, "first", "last")
 
     @contextmanager
+    def _write_tasks(self, name: str, *scratch: str) -> Iterator[None]:
+        """Write the loop of each thread over the tasks of a queue around statements for one."""
+        with self._lines.block("parallel(f.num_threads, [&] {", "});"):
+            self._lines.add(*scratch)
+            with self._lines.block(f"for (int64_t {name}; {name}s.next(&{name});) {{"):
+                yield
+
+    @contextmanager
     def _write_pieces(self) -> Iterator[None]:
         """Write a loop over pieces around statements for the rows from `first` to `last`."""
-        lines, length = self.lines, _graph_arrays.PIECE_ROWS
-        with lines.block("{"):
-            lines.add("Tasks pieces(num_pieces);")
-            with (
-                lines.block("parallel(f.num_threads, [&] {", "});"),
-                lines.block("for (int64_t piece; pieces.next(&piece);) {"),
-            ):
-                lines.add(
+        length = _graph_arrays.PIECE_ROWS
+        with self._lines.block("{"):
+            self._lines.add("Tasks pieces(num_pieces);")
+            with self._write_tasks("piece"):
+                self._lines.add(
                     f"const int64_t first = begin + piece * {length};",
                     f"const int64_t last = first + {length} < end ? first + {length} : end;",
                 )
                 yield
 
     def _keep_piece(self, value: int, name: str) -> None:
-        size = self.task.size(value)
+        size = self._task.size(value)
         place = f"pieces_{value} + piece * {size}"
-        self.lines.add(f"memcpy({place}, {name}_{value}, {size} * sizeof(T));")
+        self._lines.add(f"memcpy({place}, {name}_{value}, {size} * sizeof(T));")
 
     def _join_pieces(self, value: int, statement: str) -> None:
-        size = self.task.size(value)
+        size = self._task.size(value)
         text = statement.format(value, f"i % {size}", f"pieces_{value}[i]")
-        self.lines.add(f"for (int64_t i = 0; i < num_pieces * {size}; ++i) {text};")
+        self._lines.add(f"for (int64_t i = 0; i < num_pieces * {size}; ++i) {text};")
 
     def _declare_reductions(self, values: tuple[int, ...]) -> None:
         for value in values:
-            node = self.task.node(value)
-            if node.op == "sum":
-                name = f"sum_{value}"
-                self.lines.add(declare_array(name, self.task.size(value), is_zero=True))
-                self.sums[value] = name
-            elif node.op == "softmax":
-                size = self.task.size(value)
-                self.lines.add(
+            size = self._task.size(value)
+            if self._op(value) == "sum":
+                self._sums[value] = f"sum_{value}"
+                self._lines.add(declare_array(f"sum_{value}", size, is_zero=True))
+            elif self._op(value) == "softmax":
+                self._lines.add(
                     declare_array(f"largest_{value}", size),
                     f"for (int64_t i = 0; i < {size}; ++i) "
                     f"largest_{value}[i] = -T(__builtin_inf());",
@@ -213,129 +221,94 @@ class TraversalWriter:
 
     def _write_stage(self, stage: int, begin: str = "begin", end: str = "end") -> None:
         """Write the loop over some rows of the group that goes from `begin` to `end`."""
-        lines = self.lines
+        task, lines = self._task, self._lines
         with lines.block(f"for (int64_t at = {begin}; at < {end}; ++at) {{"):
             scope = self._make_scope(stage)
-            for value in self.task.kernel.stages[stage]:
-                node = self.task.node(value)
-                if node.op in _REDUCTIONS:
-                    (operand,) = node.operands
-                    scope.require(operand)
-                    shape = self.task.node(operand).shape
-                    with lines.loops(shape) as subscript:
-                        element, i = (
-                            scope.write_element(operand, subscript),
-                            write_offset(shape, subscript),
-                        )
-                        if node.op == "sum":
-                            lines.add(f"sum_{value}[{i}] += {element};")
-                        else:
-                            place = f"kept_{value}[(at - begin) * {self.task.size(value)} + {i}]"
-                            lines.add(
-                                f"largest_{value}[{i}] = larger<T>({place} = {element}, "
-                                f"largest_{value}[{i}]);"
-                            )
-                elif value in self.task.materialised or value in self._find_kept():
-                    scope.require(value)
-
-    def _finish_softmaxes(self, values: tuple[int, ...]) -> None:
-        """Write softmaxes: y_i = exp(s_i - max s) / sum of exp(s_j - max s) over the group."""
-        for value in values:
-            if self.task.node(value).op == "softmax":
-                self.lines.add(declare_array(f"total_{value}", self.task.size(value), is_zero=True))
-                self._write_powers(value, "0", "end - begin")
-                self._write_weights(value, "begin", "end")
+            for value in self._stages[stage]:
+                node = task.node(value)
+                if node.op not in _REDUCTIONS:
+                    if value in task.materialised or value in self._kept:
+                        scope.require(value)
+                    continue
+                (operand,) = node.operands
+                scope.require(operand)
+                with lines.loops(node.shape) as subscript:
+                    element = scope.write_element(operand, subscript)
+                    i = write_offset(node.shape, subscript)
+                    if node.op == "sum":
+                        lines.add(f"sum_{value}[{i}] += {element};")
+                        continue
+                    place = f"kept_{value}[(at - begin) * {task.size(value)} + {i}]"
+                    lines.add(
+                        f"largest_{value}[{i}] = larger<T>({place} = {element}, "
+                        f"largest_{value}[{i}]);"
+                    )
 
     def _write_powers(self, value: int, begin: str, end: str) -> None:
         """Write the powers of kept scores between two places in the group, and their sum."""
-        lines, size = self.lines, self.task.size(value)
-        with lines.block(f"for (int64_t at = {begin}; at < {end}; ++at) {{"):
-            with lines.block(f"for (int64_t i = 0; i < {size}; ++i) {{"):
-                lines.add(
-                    f"T& x = kept_{value}[at * {size} + i];",
-                    f"total_{value}[i] += x = exponential(x - largest_{value}[i]);",
-                )
+        size = self._task.size(value)
+        self._lines.add(declare_array(f"total_{value}", size, is_zero=True))
+        with self._write_elements(begin, end, size):
+            self._lines.add(
+                f"T& x = kept_{value}[at * {size} + i];",
+                f"total_{value}[i] += x = exponential(x - largest_{value}[i]);",
+            )
 
     def _write_weights(self, value: int, begin: str, end: str) -> None:
         """Write the division of powers by their sum, from one row to another."""
-        lines, size = self.lines, self.task.size(value)
-        with lines.block(f"for (int64_t at = {begin}; at < {end}; ++at) {{"):
-            with lines.block(f"for (int64_t i = 0; i < {size}; ++i) {{"):
-                lines.add(f"T& x = kept_{value}[(at - begin) * {size} + i];")
-                lines.add(f"x /= total_{value}[i];")
-                if value in self.task.materialised:
-                    row = self._write_index(None)
-                    lines.add(f"{self.task.fields.value(value)}[int64_t({row}) * {size} + i] = x;")
+        lines, size = self._lines, self._task.size(value)
+        with self._write_elements(begin, end, size):
+            lines.add(f"T& x = kept_{value}[(at - begin) * {size} + i];")
+            lines.add(f"x /= total_{value}[i];")
+            if value in self._task.materialised:
+                row = self._write_index(None)
+                lines.add(f"{self._task.field('value', value)}[int64_t({row}) * {size} + i] = x;")
+
+    @contextmanager
+    def _write_elements(self, begin: str, end: str, size: int) -> Iterator[None]:
+        """Write loops over the elements of rows around statements for one."""
+        with (
+            self._lines.block(f"for (int64_t at = {begin}; at < {end}; ++at) {{"),
+            self._lines.block(f"for (int64_t i = 0; i < {size}; ++i) {{"),
+        ):
+            yield
 
     def write_epilogue(self) -> None:
         """Write the stores of the finished sums of `group`, and the values computed from them."""
-        lines = self.lines
-        for value, name in self.sums.items():
-            if value in self.task.materialised:
-                size = self.task.size(value)
-                place = f"{self.task.fields.value(value)} + group * {size}"
-                lines.add(f"memcpy({place}, {name}, {size} * sizeof(T));")
-        if not self.task.kernel.epilogue:
-            return
-
-        def memory(value: int) -> str | None:
-            if value not in self.task.materialised:
-                return None
-            return f"{self.task.fields.value(value)} + group * {self.task.size(value)}"
+        task = self._task
+        for value, name in self._sums.items():
+            if value in task.materialised:
+                place = task.address(value, "group")
+                self._lines.add(f"memcpy({place}, {name}, {task.size(value)} * sizeof(T));")
 
         def index(row_map: RowMap | None) -> str:
-            if row_map is None:
-                return "group"
-            return (
-                "0"
-                if row_map.into is Space.ONE
-                else f"{self.task.fields.array('index', row_map)}[group]"
-            )
+            return "group" if row_map is None else task.follow((row_map,), "group")
 
-        computed = frozenset(self.task.kernel.epilogue)
+        computed = frozenset(task.kernel.epilogue)
         rooted = self._find_rooted(computed)
-        scope = Scope(self.task, lines, index, computed, rooted, dict(self.sums), memory)
-        for value in self.task.kernel.epilogue:
-            if value in self.task.materialised:
+        scope = Scope(task, self._lines, index, computed, rooted, dict(self._sums))
+        for value in task.kernel.epilogue:
+            if value in task.materialised:
                 scope.require(value)
 
     def _make_scope(self, stage: int) -> Scope:
         """Return the scope of a row; values of earlier stages are kept or computed again."""
-        kernel, nodes = self.task.kernel, self.task.program.nodes
-        here = frozenset(v for v in kernel.stages[stage] if nodes[v].op not in _REDUCTIONS)
+        task = self._task
+        kept = {v: f"kept_{v} + (at - begin) * {task.size(v)}" for v in self._buffered}
+        here = frozenset(v for v in self._stages[stage] if self._op(v) not in _REDUCTIONS)
         arrays = {}
-        for value in (v for values in kernel.stages[:stage] for v in values):
-            size = self.task.size(value)
-            if nodes[value].op == "softmax" or value in self._find_kept():
-                arrays[value] = f"(kept_{value} + (at - begin) * {size})"
-            elif nodes[value].op != "sum":
-                if value in self.task.materialised:
-                    place = f"int64_t({self._write_index(None)}) * {size}"
-                    arrays[value] = f"({self.task.fields.value(value)} + {place})"
+        for value in (v for values in self._stages[:stage] for v in values):
+            if value in kept:
+                arrays[value] = f"({kept[value]})"
+            elif self._op(value) != "sum":
+                if value in task.materialised:
+                    arrays[value] = f"({task.address(value, self._write_index(None))})"
                 else:
                     here |= {value}
-
-        def memory(value: int) -> str | None:
-            size = self.task.size(value)
-            if value in self.task.materialised:
-                return (
-                    f"{self.task.fields.value(value)} + int64_t({self._write_index(None)}) * {size}"
-                )
-            if value in self._find_kept() and value in kernel.stages[stage]:
-                return f"kept_{value} + (at - begin) * {size}"
-            return None
-
         return Scope(
-            *(
-                self.task,
-                self.lines,
-                self._write_index,
-                here,
-                self._find_rooted(here),
-                arrays,
-                memory,
-            ),
-            *(kernel.grouped_by, self.sums, self._write_index_ahead),
+            *(task, self._lines, self._write_index, here, self._find_rooted(here), arrays),
+            *({v: kept[v] for v in self._stages[stage] if v in self._kept},),
+            *(task.kernel.grouped_by, self._sums, self._write_index_ahead),
         )
 
     def _write_index_ahead(self, row_map: RowMap | None) -> str | None:
@@ -344,51 +317,46 @@ class TraversalWriter:
 
     def _write_index(self, row_map: RowMap | None, at: str = "at") -> str:
         """Return the target of a map for the row of the loop."""
-        grouping = self.task.kernel.grouped_by
-        is_in_order = grouping is None or is_sorted(grouping)
-        if row_map is None:
-            return at if is_in_order else f"{self.task.fields.array('rows', grouping)}[{at}]"  # pyright: ignore[reportArgumentType]
-        if row_map.into is Space.ONE:
+        grouping = self._task.kernel.grouped_by
+        if row_map is not None and row_map.into is Space.ONE:
             return "0"
-        if row_map == grouping:
+        if row_map is not None and row_map == grouping:
             return "group"
-        if is_in_order:
-            return f"{self.task.fields.array('index', row_map)}[{at}]"
-        return f"{self.task.fields.array('grouped_index', grouping, row_map)}[{at}]"  # pyright: ignore[reportArgumentType]
+        if grouping is None or is_sorted(grouping):
+            return at if row_map is None else f"{self._task.field('index', row_map)}[{at}]"
+        if row_map is None:
+            return f"{self._task.field('rows', grouping)}[{at}]"
+        return f"{self._task.field('grouped_index', grouping, row_map)}[{at}]"
 
     def _find_rooted(self, computed: frozenset[int]) -> frozenset[int]:
         """Find values that are stored as rows; the others are expressions of their readers."""
-        num_readers = dict.fromkeys(computed, 0)
-        reshaped = set()
-        for reader in self.task.kernel.values:
-            for operand in self.task.node(reader).operands:
-                read = find_source(self.task.program, operand)
-                if read in num_readers:
-                    num_readers[read] += 1
-                    if self.task.node(operand).op in READS:
-                        reshaped.add(read)
+        task = self._task
+        operands = [at for reader in task.kernel.values for at in task.node(reader).operands]
+        read = [find_source(task.program, operand) for operand in operands]
+        reshaped = {find_source(task.program, at) for at in operands if task.node(at).op in READS}
         return frozenset(
             value
             for value in computed
-            if num_readers[value] > 1
+            if read.count(value) > 1
             or value in reshaped
-            or value in self.task.materialised
-            or value in self._find_kept()
-            or self.task.size(value) == 1
-            or not is_elementwise(self.task.program, value)
+            or value in task.materialised
+            or value in self._kept
+            or task.size(value) == 1
+            or not is_elementwise(task.program, value)
         )
 
-    def _find_kept(self) -> frozenset[int]:
-        """Find short rowwise values that a later stage reads."""
-        stage_of = {v: s for s, values in enumerate(self.task.kernel.stages) for v in values}
-        found = set()
-        for reader, stage in stage_of.items():
-            for operand in self.task.node(reader).operands:
-                value = find_source(self.task.program, operand)
-                is_rowwise = value in stage_of and self.task.node(value).op not in _REDUCTIONS
-                if is_rowwise and stage_of[value] < stage and self.task.size(value) <= _MAX_KEPT:
-                    found.add(value)
-        return frozenset(found - self.task.materialised)
+    def _op(self, value: int) -> str:
+        return self._task.node(value).op
 
-    def _find_softmaxes(self) -> frozenset[int]:
-        return frozenset(v for v in self.task.kernel.values if self.task.node(v).op == "softmax")
+
+def _find_kept(task: KernelTask) -> frozenset[int]:
+    """Find short rowwise values that a later stage reads."""
+    stage_of = {v: s for s, values in enumerate(task.kernel.stages) for v in values}
+    found = set()
+    for reader, stage in stage_of.items():
+        for operand in task.node(reader).operands:
+            value = find_source(task.program, operand)
+            is_rowwise = value in stage_of and task.node(value).op not in _REDUCTIONS
+            if is_rowwise and stage_of[value] < stage and task.size(value) <= _MAX_KEPT:
+                found.add(value)
+    return frozenset(found - task.materialised)

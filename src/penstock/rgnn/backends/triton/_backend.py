@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from penstock.rgnn.backends._invocation import (
     Invocation,
     Results,
     enter_arguments,
-    leave_outputs,
+    leave_results,
 )
 from penstock.rgnn.backends._torch import run_in_torch
 from penstock.rgnn.backends.triton._body import Inexpressible
@@ -28,28 +27,17 @@ from penstock.rgnn.backends.triton._products import run_typed_product, run_weigh
 from penstock.rgnn.backends.triton._source import TritonSource, write_source
 from penstock.rgnn.backends.triton._traversals import run_traversal
 from penstock.rgnn.interpreter import wide_dtype
-from penstock.rgnn.ir import Program, find_maps, find_source
+from penstock.rgnn.ir import find_source
 from penstock.rgnn.lowering import (
     Direction,
     Kernel,
     KernelKind,
     LoweredProgram,
-    find_fused_outers,
     find_reads,
     lower,
 )
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Module:
-    """The traversals of a program as Triton kernels."""
-
-    source: TritonSource
-    functions: ModuleType
-    reads: tuple[frozenset[int], ...]
-    """For each kernel of the schedule, the values that it reads from memory."""
 
 
 class TritonBackend(Backend):
@@ -96,12 +84,7 @@ class TritonBackend(Backend):
             self._compiled.add(key)
 
     def run(self, invocation: Invocation, launch: Callable[[KernelLaunch], None]) -> Results:
-        """Go through the kernels of a direction; `launch` gets each launch, to run or look at it.
-
-        Args:
-            invocation: The run.
-            launch: Runs a launch, or records it only.
-        """
+        """Go through the kernels of a direction; `launch` runs each launch, or records it only."""
         program, direction = self._program, invocation.direction
         memory = dict(invocation.given)
         for position, rows in enter_arguments(program, invocation).items():
@@ -111,7 +94,7 @@ class TritonBackend(Backend):
             *direction.keep,
             *(find_source(program, out) for out in direction.outputs),
         }
-        reads, first = self._module.reads, direction.first_kernel
+        reads, first = self._module[2], direction.first_kernel
         numbers = range(first, first + len(direction.kernels))
         last = {value: number for number in numbers for value in reads[number]}
         for number in numbers:
@@ -119,38 +102,34 @@ class TritonBackend(Backend):
             for value in reads[number]:
                 if last[value] == number and value not in kept_until_end:
                     del memory[value]
-        kept = {position: memory[position] for position in direction.keep}
-        others = (*invocation.arguments.values(), *invocation.given.values(), *kept.values())
-
-        def read(output: int) -> torch.Tensor:
-            rows = context.rows(find_source(program, output))
-            for row_map in reversed(find_maps(program, output)):
-                rows = rows.index_select(0, invocation.graph.index(row_map))
-            return rows.view(len(rows), *program.nodes[output].shape)
-
-        return leave_outputs(program, invocation, read, others), kept
+        return leave_results(program, invocation, memory)
 
     @functools.cached_property
-    def _module(self) -> _Module:
+    def _module(self) -> tuple[TritonSource, ModuleType, tuple[frozenset[int], ...]]:
+        """The traversals as Triton kernels, and for each kernel what it reads from memory."""
         written = write_source(self._lowered)
         for number, reason in written.reasons.items():
             _logger.info("kernel %d of the program runs in torch: %s", number, reason)
-        program, kernels = self._program, self._lowered.schedule.kernels
         functions = load_module("rgnn_traversals", written.text)
-        reads = tuple(_find_reads(program, kernel) for kernel in kernels)
-        return _Module(written, functions, reads)
+        nodes, reads = self._program.nodes, find_reads(self._program)
+        leaves = {at for at, node in enumerate(nodes) if node.op == "inverse_count"}
+        of_kernels = []
+        for kernel in self._lowered.schedule.kernels:
+            read = frozenset().union(*(reads[value] for value in kernel.values))
+            of_kernels.append(read - leaves.union(kernel.values))
+        return written, functions, tuple(of_kernels)
 
     def _run_kernel(self, context: LaunchContext, number: int) -> None:
         kernel = self._lowered.schedule.kernels[number]
-        value, traversals = kernel.values[0], self._module.source.traversals
+        value, (source, functions, _) = kernel.values[0], self._module
         node = context.program.nodes[value]
         try:
             if kernel.kind is KernelKind.GEMM:
                 context.memory[value] = run_typed_product(context, node)
             elif kernel.kind is KernelKind.WEIGHT_GRADIENT:
                 context.memory[value] = run_weight_gradient(context, node)
-            elif number in traversals:
-                run_traversal(context, traversals[number], self._module.functions, kernel)
+            elif number in source.traversals:
+                run_traversal(context, source.traversals[number], functions, kernel)
             else:
                 self._run_in_torch(context, kernel)
         except Inexpressible as reason:
@@ -165,11 +144,3 @@ class TritonBackend(Backend):
         direction = Direction(frozenset(kernel.values), (kernel,), 0, (), stored)
         _, found = run_in_torch(context.program, Invocation(direction, context.graph, {}, wide))
         context.memory.update({at: rows.to(context.dtype) for at, rows in found.items()})
-
-
-def _find_reads(program: Program, kernel: Kernel) -> frozenset[int]:
-    """Find the values that a kernel reads from memory."""
-    fused = find_fused_outers(program)
-    found = {read for value in kernel.values for read in find_reads(program, value, fused)}
-    found = {value for value in found if program.nodes[value].op != "inverse_count"}
-    return frozenset(found.difference(kernel.values))

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 from penstock.rgnn import spaces
 from penstock.rgnn.backends.triton._index import (
@@ -56,22 +57,15 @@ class GroupSizes:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Total:
-    """A parameter: what a reduction came to, for each group that is cut."""
+class Reduced:
+    """A parameter: what a reduction came to, for each group that is cut or each of its pieces."""
 
     position: int
     part: str
+    of: Literal["total", "partial"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Partial:
-    """A parameter: what a reduction came to, for each piece of a group."""
-
-    position: int
-    part: str
-
-
-InMemory = ValueRows | Total | Partial
+InMemory = ValueRows | Reduced
 Parameter = InMemory | RowIndex | GroupSizes
 
 
@@ -91,13 +85,7 @@ Rule = Callable[["KernelBody", Node, Indices, str], Variable]
 
 
 class KernelBody:
-    """Statements of one kernel, before its loop and in it, and what they need.
-
-    Args:
-        program: The program.
-        kernel: The traversal.
-        rules: The expressions of rowwise operators, by operator.
-    """
+    """Statements of one kernel, before its loop and in it, and what they need."""
 
     def __init__(self, program: Program, kernel: Kernel, rules: Mapping[str, Rule]) -> None:
         self._rules = rules
@@ -116,9 +104,11 @@ class KernelBody:
         self.fewest_summed = min((math.prod(node.shape) for node in reductions), default=1)
         """The fewest features of what is summed or normalised."""
         self._computed = frozenset(kernel.values)
-        self._is_epilogue = False
+        self.is_epilogue = False
+        """True for the values of the groups themselves."""
         self._layouts = _find_layouts(program, kernel)
-        self._totals: dict[int, str] = {}
+        self.totals: dict[int, str] = {}
+        """Reductions that are complete: what the names of their variables begin with."""
         self._shared: dict[object, Variable] = {}
         self._local: dict[object, Variable] = {}
         self._names: set[str] = set()
@@ -127,14 +117,6 @@ class KernelBody:
         """Forget the variables of the rows at hand."""
         self.before, self.loop = [], []
         self._local = {}
-
-    def begin_epilogue(self) -> None:
-        """Begin the values of the groups themselves."""
-        self._is_epilogue = True
-
-    def finish(self, position: int, name: str) -> None:
-        """Record that a reduction is complete; `name` begins the names of its variables."""
-        self._totals[position] = name
 
     # ---------------------------------------------------------------- values
 
@@ -172,23 +154,26 @@ class KernelBody:
             return self._load(position, maps, indices, name)
         if node.op == "sum":
             # The schedule lets a row read a sum of its own kernel only at its own group.
-            assert maps == (() if self._is_epilogue else (self.grouped_by,)), (node, maps)
+            assert maps == (() if self.is_epilogue else (self.grouped_by,)), (node, maps)
             return self.read_total(position, node.shape, indices)
         assert not maps, (node, maps)
         if node.op == "softmax":
-            return self._read_weight(position, indices)
+            # One row of it when it is finished: exp(s - max) / sum.
+            score = self.read(node.operands[0], indices)
+            largest, total = (
+                self.read_total(position, node.shape, indices, part) for part in ("_max", "_sum")
+            )
+            return self.compute(
+                "tl.exp({0} - {1}) / {2}", score, largest, total, name=f"x{position}"
+            )
         return self._rules[node.op](self, node, indices, name)
 
     def read_total(
         self, position: int, shape: Shape, indices: Sequence[Index], part: str = ""
     ) -> Variable:
-        """Return a finished reduction of this kernel, with its axes those of the block at hand.
-
-        Raises:
-            Inexpressible: Other features are wanted than lie in the lanes at hand.
-        """
-        assert position in self._totals, f"%{position} is read in its own loop"
-        name, layout = f"{self._totals[position]}{part}", self.find_layout(shape)
+        """Return a finished reduction of this kernel, with its axes those of the block at hand."""
+        assert position in self.totals, f"%{position} is read in its own loop"
+        name, layout = f"{self.totals[position]}{part}", self.find_layout(shape)
         axes: list[Axis] = []
         for index, length in zip(reshape_indices(indices, shape, layout), layout, strict=True):
             if length == 1:
@@ -202,14 +187,6 @@ class KernelBody:
         places = [self.num_leading + axes.index(axis) for axis in sorted(axes)]
         order = ", ".join(map(str, [*range(self.num_leading), *places]))
         return self.assign(f"tl.permute({name}, {order})", tuple(sorted(axes)), True, f"{name}_of")
-
-    def _read_weight(self, position: int, indices: tuple[Index, ...]) -> Variable:
-        """Return one row of a finished softmax: exp(s - max) / sum."""
-        node = self.nodes[position]
-        score = self.read(node.operands[0], indices)
-        largest = self.read_total(position, node.shape, indices, "_max")
-        total = self.read_total(position, node.shape, indices, "_sum")
-        return self.compute("tl.exp({0} - {1}) / {2}", score, largest, total, name=f"x{position}")
 
     def _read_inverse_count(self, row_map: RowMap, maps: tuple[RowMap, ...], name: str) -> Variable:
         sizes = self.name_parameter(GroupSizes(row_map))
@@ -262,7 +239,7 @@ class KernelBody:
 
     def find_own_row(self) -> tuple[Variable, str]:
         """Return the row of the values computed, and the mask of the lanes that have one."""
-        if self._is_epilogue:
+        if self.is_epilogue:
             return Variable("group", is_shared=True), "is_group"
         return Variable("row"), "is_row"
 
@@ -273,19 +250,17 @@ class KernelBody:
             return self.find_own_row()
         if any(each.into is Space.ONE for each in maps):
             return Variable("first_row", is_shared=True), None
-        rest = None
-        if self.grouped_by is not None and not self._is_epilogue:
-            rest = spaces.factor(maps[0], self.grouped_by)
-        if self._is_epilogue:
-            at, mask, order, is_shared = "group", "is_group", None, True
-        elif rest is None:
-            at = "row" if self.grouped_by is None else "slot"
-            mask, order, is_shared = "is_row", self.grouped_by, False
-        else:
-            maps = (*(() if rest == spaces.identity(rest.rows) else (rest,)), *maps[1:])
-            if not maps:
-                return Variable("group", is_shared=True), "is_group"
-            at, mask, order, is_shared = "group", "is_group", None, True
+        at, mask, order, is_shared = "group", "is_group", None, True
+        if not self.is_epilogue:
+            grouping = self.grouped_by
+            rest = None if grouping is None else spaces.factor(maps[0], grouping)
+            if rest is None:
+                at = "row" if grouping is None else "slot"
+                mask, order, is_shared = "is_row", grouping, False
+            else:
+                maps = (*(() if rest == spaces.identity(rest.rows) else (rest,)), *maps[1:])
+                if not maps:
+                    return Variable("group", is_shared=True), "is_group"
         key = (maps, is_shared)
         memo = self._shared if is_shared else self._local
         if key not in memo:
@@ -334,13 +309,7 @@ class KernelBody:
         return Variable(unique, axes, is_shared)
 
     def lift(self, block: Variable, axes: tuple[Axis, ...], *, is_leading: bool = True) -> str:
-        """Return a variable with its axes in their places among those of a larger block.
-
-        Args:
-            block: The variable.
-            axes: Axes of features of the larger block.
-            is_leading: Whether the variable has axes of groups and rows.
-        """
+        """Return a variable with its axes in their places among those of a larger block."""
         places = [":" if is_leading else "None"] * self.num_leading
         places += [":" if axis in block.axes else "None" for axis in axes]
         if "None" not in places:
@@ -352,9 +321,8 @@ class KernelBody:
         if parameter not in self.parameters:
             if isinstance(parameter, ValueRows):
                 name = f"v{parameter.position}"
-            elif isinstance(parameter, Total | Partial):
-                kind = type(parameter).__name__.lower()
-                name = f"{kind}{parameter.position}{parameter.part}"
+            elif isinstance(parameter, Reduced):
+                name = f"{parameter.of}{parameter.position}{parameter.part}"
             elif isinstance(parameter, GroupSizes):
                 name = f"num_{_name(parameter.map)}"
             else:

@@ -75,11 +75,7 @@ class Index:
         return self, bound
 
     def bounds(self, *, is_padded: bool = True) -> tuple[float, float]:
-        """Return the least and the largest number that it can be.
-
-        Args:
-            is_padded: Anywhere in a block; else only where all axes mean something.
-        """
+        """Return the least and the largest number that it can be in a block, or without padding."""
         low = high = float(self.offset)
         for base, times in self.terms:
             least, most = 0.0, math.inf

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.runtime._async_compile import FutureKernel
 
-from penstock.rgnn import interpreter
+from penstock.rgnn.backends._invocation import read_rows
 from penstock.rgnn.backends.triton import _kernels
 from penstock.rgnn.backends.triton._index import power_of_two
 from penstock.rgnn.graph import Graph
@@ -55,9 +55,6 @@ def compile_together(walk: Callable[[Callable[[KernelLaunch], None]], object]) -
     Triton releases Python's lock in its passes and in LLVM, and the assembler is a process. What
     does not compile here is compiled again by its launch, which raises what is wrong with it: until
     3.12 Python itself now and then fails to parse in several threads at a time, this one included.
-
-    Args:
-        walk: Goes through the call, and gives what it is given each launch.
     """
     is_known = hasattr(os, "sched_getaffinity")
     num_threads = len(os.sched_getaffinity(0)) if is_known else os.cpu_count()
@@ -99,10 +96,7 @@ class LaunchContext:
 
     def rows(self, position: int) -> torch.Tensor:
         """Return the rows of an input, of the graph's inverse counts, or of a value in memory."""
-        node = self.program.nodes[position]
-        if node.op == "inverse_count":
-            return interpreter.inverse_count(self.graph, node.map, self.dtype)
-        return self.memory[position]
+        return read_rows(self.program, self.graph, self.memory, position, self.dtype)
 
 
 def add_pieces(
@@ -113,17 +107,23 @@ def add_pieces(
     first_pieces: torch.Tensor,
 ) -> None:
     """Add pieces up, in their order, into rows of `out`: all of them, or those of `targets`."""
-    length = math.prod(out.shape[1:])
-    constants = {
-        "HAS_TARGETS": targets is not None,
-        "LENGTH": length,
-        "SUM": sum_type(out.dtype),
-        "BLOCK_PIECES": 16,
-        "BLOCK_LENGTH": min(128, power_of_two(length)),
-    }
-    grid = (len(first_pieces) - 1, ceil_div(length, constants["BLOCK_LENGTH"]))
     arguments = (partial, out, out if targets is None else targets, first_pieces)
-    context.run(KernelLaunch(_kernels.add_pieces, grid, arguments, constants))
+    constants = {"HAS_TARGETS": targets is not None, "SUM": sum_type(out.dtype)}
+    join_pieces(context, _kernels.add_pieces, arguments, math.prod(out.shape[1:]), constants)
+
+
+def join_pieces(
+    context: LaunchContext,
+    kernel: Any,
+    arguments: tuple[torch.Tensor, ...],
+    length: int,
+    constants: Mapping[str, Any],
+) -> None:
+    """Launch a kernel that joins pieces of rows of a length; the last argument is their begins."""
+    block = min(128, power_of_two(length))
+    blocks = {"LENGTH": length, "BLOCK_PIECES": 16, "BLOCK_LENGTH": block}
+    grid = (len(arguments[-1]) - 1, ceil_div(length, block))
+    context.run(KernelLaunch(kernel, grid, arguments, {**blocks, **constants}))
 
 
 def ceil_div(length: int, block: int) -> int:

@@ -52,6 +52,13 @@ def _sum_axes(body: KernelBody, block: Variable, axes: list[Axis | None], name: 
     return block
 
 
+def _contract(
+    body: KernelBody, operands: list[Variable], axes: list[Axis | None], name: str
+) -> Variable:
+    product = body.compute("{0} * {1}", *operands, name=f"{name}_terms")
+    return _sum_axes(body, product, axes, name)
+
+
 def _dot(body: KernelBody, node: Node, indices: Indices, name: str) -> Variable:
     shapes = [body.nodes[operand].shape for operand in node.operands]
     axis = _make_inner_axis(indices, shapes[0][-1])
@@ -59,8 +66,7 @@ def _dot(body: KernelBody, node: Node, indices: Indices, name: str) -> Variable:
         body.read(operand, (*_stretch(indices, shape[:-1]), _index_along(axis)))
         for operand, shape in zip(node.operands, shapes, strict=True)
     ]
-    product = body.compute("{0} * {1}", *operands, name=f"{name}_terms")
-    return _sum_axes(body, product, [axis], name)
+    return _contract(body, operands, [axis], name)
 
 
 def _matmul(body: KernelBody, node: Node, indices: Indices, name: str) -> Variable:
@@ -73,8 +79,7 @@ def _matmul(body: KernelBody, node: Node, indices: Indices, name: str) -> Variab
     if node["transposed"]:
         ends = ends[::-1]
     right = body.read(matrix, (*_stretch(indices, tuple(heads)), *ends))
-    product = body.compute("{0} * {1}", left, right, name=f"{name}_terms")
-    return _sum_axes(body, product, [axis], name)
+    return _contract(body, [left, right], [axis], name)
 
 
 def _outer(body: KernelBody, node: Node, indices: Indices, name: str) -> Variable:
@@ -83,12 +88,11 @@ def _outer(body: KernelBody, node: Node, indices: Indices, name: str) -> Variabl
     lengths = broadcast(shapes[0][:-1], shapes[1][:-1])[heads:]
     axes = [_make_inner_axis(indices, length, further) for further, length in enumerate(lengths)]
     batch = (*indices[:heads], *map(_index_along, axes))
-    left, right = (
+    operands = [
         body.read(operand, (*_stretch(batch, shape[:-1]), index))
         for operand, shape, index in zip(node.operands, shapes, indices[-2:], strict=True)
-    )
-    product = body.compute("{0} * {1}", left, right, name=f"{name}_terms")
-    return _sum_axes(body, product, axes, name)
+    ]
+    return _contract(body, operands, axes, name)
 
 
 def _expand(body: KernelBody, node: Node, indices: Indices, name: str) -> Variable:

@@ -41,15 +41,8 @@ class KernelSource:
     """The most features in a block."""
     fewest_summed: int
     """The fewest features of what is summed or normalised."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StageSource:
-    """A kernel for pieces of groups."""
-
-    function: KernelSource
-    reduced: tuple[int, ...]
-    """The values of which it leaves something for each piece."""
+    reduced: tuple[int, ...] = ()
+    """Of a stage for pieces of groups: the values of which it leaves something for each."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +50,7 @@ class TraversalSource:
     """The kernels of a traversal."""
 
     whole: KernelSource
-    stages: tuple[StageSource, ...]
+    stages: tuple[KernelSource, ...]
     """The same, one stage after another, for groups that are cut; none without groups."""
     epilogue: KernelSource | None
     """The kernel that follows the stages."""
@@ -68,8 +61,8 @@ class TraversalSource:
 
     def functions(self) -> list[KernelSource]:
         """Return all of them."""
-        of_pieces = [*(stage.function for stage in self.stages), self.epilogue]
-        return [self.whole, *(function for function in of_pieces if function is not None)]
+        epilogue = [] if self.epilogue is None else [self.epilogue]
+        return [self.whole, *self.stages, *epilogue]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,7 +124,7 @@ def _write_traversal(lowered: LoweredProgram, kernel: Kernel, name: str) -> Trav
         comment = [f"Stage {number} of {name}, for pieces of groups."]
         arguments = (f"{name}_stage_{number}", comment, lines, writer.body)
         function = _write_kernel(*arguments, writer.arguments_of_stage)
-        stages.append(StageSource(function, writer.find_reduced(number)))
+        stages.append(dataclasses.replace(function, reduced=writer.find_reduced(number)))
     epilogue = None
     if kernel.epilogue:
         writer = GroupedWriter(program, kernel, stored)

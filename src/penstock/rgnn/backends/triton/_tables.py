@@ -39,36 +39,29 @@ class Runs:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Lanes:
-    """The most rows and groups of a Triton program, before its features are counted."""
-
-    num_rows: int
-    """Rows of a group that are read at once."""
-    num_groups: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Bucket:
     """Groups of rows of about one size, or pieces of groups that are cut."""
 
-    lanes: Lanes
+    num_rows: int
+    """The most rows of a group that a Triton program reads at once, before features are counted."""
+    num_groups: int
+    """The most groups that it has."""
     groups: torch.Tensor
     begins: torch.Tensor
     ends: torch.Tensor
 
 
-_HEAVY_LANES = Lanes(256, 1)
+_HEAVY_LANES = (256, 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CutGroups:
     """Groups that are cut into pieces; their sums are then added."""
 
-    pieces: Bucket
-    places: torch.Tensor
-    """For each piece, the place of its group among the cut_groups."""
     groups: torch.Tensor
-    first_pieces: torch.Tensor
+    runs: Runs
+    """The pieces; the targets of each are places among the groups."""
+    pieces: Bucket
 
 
 @build_once
@@ -155,28 +148,22 @@ def sort_groups(graph: Graph, row_map: RowMap) -> tuple[tuple[Bucket, ...], CutG
     starts = graph.grouped(row_map)[0].cpu().long()
     sizes, groups = torch.sort(starts[1:] - starts[:-1], stable=True)
     bounds = [
-        (-1, LIGHT, Lanes(4, 64)),
-        (LIGHT, MIDDLING, Lanes(16, 8)),
+        (-1, LIGHT, (4, 64)),
+        (LIGHT, MIDDLING, (16, 8)),
         (MIDDLING, HEAVY, _HEAVY_LANES),
     ]
     found = []
     for above, most, lanes in bounds:
         of = groups[(sizes > above) & (sizes <= most)]
         if len(of):
-            found.append(_make_bucket(graph, lanes, of, starts[:-1][of], starts[1:][of]))
+            dtype = dtype_for(int(starts[1:][of].max()))
+            begins, ends = (each[of].to(graph.device, dtype) for each in (starts[:-1], starts[1:]))
+            found.append(Bucket(*lanes, of.to(graph.device, torch.int32), begins, ends))
     cut_groups = groups[sizes > HEAVY]
     if not len(cut_groups):
         return tuple(found), None
     cut = _cut_intervals(starts[:-1][cut_groups], starts[1:][cut_groups], PIECE_ROWS, graph.device)
     on_device = cut_groups.to(graph.device, torch.int32)
     of_pieces = on_device.index_select(0, cut.targets)
-    pieces = Bucket(_HEAVY_LANES, of_pieces, cut.begins, cut.ends)
-    return tuple(found), CutGroups(pieces, cut.targets, on_device, cut.first_runs)
-
-
-def _make_bucket(
-    graph: Graph, lanes: Lanes, groups: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor
-) -> Bucket:
-    dtype = dtype_for(int(ends.max()))
-    begins, ends = (each.to(graph.device, dtype) for each in (begins, ends))
-    return Bucket(lanes, groups.to(graph.device, torch.int32), begins, ends)
+    pieces = Bucket(*_HEAVY_LANES, of_pieces, cut.begins, cut.ends)
+    return tuple(found), CutGroups(on_device, cut, pieces)

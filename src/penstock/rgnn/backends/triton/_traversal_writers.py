@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from penstock.rgnn.backends.triton._body import (
     InMemory,
     KernelBody,
-    Partial,
+    Reduced,
     RowIndex,
-    Total,
     ValueRows,
     Variable,
 )
@@ -131,10 +130,10 @@ class GroupedWriter:
     def write(self) -> list[str]:
         """Return the statements of a kernel that has all stages."""
         loops: list[str] = []
-        for number, stage in enumerate(self.stages):
+        for number in range(len(self.stages)):
             loops += self._write_loop(number)
-            for value in self._find_reduced(stage):
-                self.body.finish(value, self._name(value))
+            for value in self.find_reduced(number):
+                self.body.totals[value] = self._name(value)
                 if self._op(value) == "sum" and value in self._stored:
                     loops.append(self._store(ValueRows(value), "group", value, ""))
         return self._add_group_lines([*_ROWS_OF_GROUPS, *loops, *self._write_epilogue()])
@@ -148,8 +147,8 @@ class GroupedWriter:
         totals = self._load_totals(number)
         loop = self._write_loop(number)
         partial = [
-            self._store(Partial(value, part), "item", value, part)
-            for value in self._find_reduced(self.stages[number])
+            self._store(Reduced(value, part, "partial"), "item", value, part)
+            for value in self.find_reduced(number)
             for part in PARTS[self._op(value)]
         ]
         giant = "giant = tl.load(cut_groups + item, mask=is_group, other=0).to(tl.int64)"
@@ -162,20 +161,20 @@ class GroupedWriter:
 
     def find_reduced(self, number: int) -> tuple[int, ...]:
         """Return the values that are summed or normalised in a stage."""
-        return tuple(self._find_reduced(self.stages[number]))
+        return tuple(value for value in self.stages[number] if self._op(value) in PARTS)
 
     def _load_totals(self, number: int) -> list[str]:
         """Write loads of the totals of the stages before one."""
         totals: list[str] = []
-        for stage in self.stages[:number]:
-            for value in self._find_reduced(stage):
+        for stage in range(number):
+            for value in self.find_reduced(stage):
                 totals += [self._load_total(value, part) for part in PARTS[self._op(value)]]
-                self.body.finish(value, self._name(value))
+                self.body.totals[value] = self._name(value)
         return totals
 
     def _write_epilogue(self) -> list[str]:
         """Write the epilogue."""
-        self.body.begin_epilogue()
+        self.body.is_epilogue = True
         for value in self._epilogue:
             _store_rows(self.body, value, self._index_features(value))
         return [*self.body.before, *self.body.loop]
@@ -262,7 +261,7 @@ class GroupedWriter:
         indices = self._index_features(value)
         axes = sort_axes(indices)
         self.body.note_axes(axes)
-        total = Total(value, part)
+        total = Reduced(value, part, "total")
         address, mask = self.body.address(total, Variable("giant"), "is_group", indices, axes)
         return f"{self._name(value)}{part} = tl.load({address}, mask={mask}, other=0)"
 
@@ -271,9 +270,6 @@ class GroupedWriter:
         axes = sort_axes(self._index_features(value))
         self.body.note_axes(axes)
         return ", ".join(["GROUPS", "1", *(str(power_of_two(a.length)) for a in axes)]), axes
-
-    def _find_reduced(self, stage: Sequence[int]) -> list[int]:
-        return [value for value in stage if self._op(value) in PARTS]
 
     def _name(self, value: int) -> str:
         return f"{self._op(value)}{value}"

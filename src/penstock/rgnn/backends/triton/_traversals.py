@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -13,9 +13,8 @@ from penstock.rgnn.backends.triton import _kernels, _tables
 from penstock.rgnn.backends.triton._body import (
     GroupSizes,
     Parameter,
-    Partial,
+    Reduced,
     RowIndex,
-    Total,
     ValueRows,
 )
 from penstock.rgnn.backends.triton._index import power_of_two
@@ -24,6 +23,7 @@ from penstock.rgnn.backends.triton._launch import (
     LaunchContext,
     add_pieces,
     ceil_div,
+    join_pieces,
     sum_type,
 )
 from penstock.rgnn.backends.triton._source import KernelSource, TraversalSource
@@ -34,6 +34,7 @@ from penstock.rgnn.lowering import Kernel
 
 _BLOCK_NUMBERS = 2048
 """Numbers in a block: with four warps, sixteen in each thread."""
+_ENDS: tuple[Literal["partial", "total"], ...] = ("partial", "total")
 _Reductions = Mapping[Parameter, torch.Tensor]
 
 
@@ -58,19 +59,19 @@ def run_traversal(
         arguments = (*_find_pointers(context, written.whole, {}), num_rows)
         context.run(KernelLaunch(getattr(module, written.whole.name), grid, arguments, constants))
         return
-    buckets, cut_groups = _tables.sort_groups(context.graph, kernel.grouped_by)
+    buckets, cut = _tables.sort_groups(context.graph, kernel.grouped_by)
     for bucket in buckets:
         pointers = _find_pointers(context, written.whole, {})
         context.run(_launch_groups(written.whole, module, pointers, bucket, constants))
-    if cut_groups is not None:
-        _run_stages(context, written, module, cut_groups, constants)
+    if cut is not None:
+        _run_stages(context, written, module, cut, constants)
 
 
 def _run_stages(
     context: LaunchContext,
     written: TraversalSource,
     module: ModuleType,
-    cut_groups: CutGroups,
+    cut: CutGroups,
     constants: Mapping[str, Any],
 ) -> None:
     """Run a traversal of groups that are cut: stage by stage over all pieces."""
@@ -80,47 +81,29 @@ def _run_stages(
         for value in stage.reduced:
             shape = context.program.nodes[value].shape
             for part in PARTS[context.program.nodes[value].op]:
-                for kind, count in (
-                    (Partial, len(cut_groups.places)),
-                    (Total, len(cut_groups.groups)),
-                ):
-                    known[kind(value, part)] = torch.empty(count, *shape, dtype=wide, device=device)
-        pointers = (*_find_pointers(context, stage.function, known), cut_groups.places)
-        context.run(_launch_groups(stage.function, module, pointers, cut_groups.pieces, constants))
+                for of, count in zip(_ENDS, (cut.runs.count, len(cut.groups)), strict=True):
+                    rows = torch.empty(count, *shape, dtype=wide, device=device)
+                    known[Reduced(value, part, of)] = rows
+        pointers = (*_find_pointers(context, stage, known), cut.runs.targets)
+        context.run(_launch_groups(stage, module, pointers, cut.pieces, constants))
         for value in stage.reduced:
             if context.program.nodes[value].op == "softmax":
-                _merge_softmax_pieces(context, value, known, cut_groups)
+                both = (Reduced(value, part, of) for of in _ENDS for part in PARTS["softmax"])
+                tensors = (*(known[each] for each in both), cut.runs.first_runs)
+                length = math.prod(context.program.nodes[value].shape)
+                join_pieces(context, _kernels.merge_softmax_pieces, tensors, length, {})
                 continue
-            partial = known[Partial(value, "")]
+            partial = known[Reduced(value, "", "partial")]
             if value in written.stored:
-                add_pieces(
-                    context,
-                    partial,
-                    context.memory[value],
-                    cut_groups.groups,
-                    cut_groups.first_pieces,
-                )
+                add_pieces(context, partial, context.memory[value], cut.groups, cut.runs.first_runs)
             if number + 1 < len(written.stages) or written.epilogue is not None:
-                add_pieces(context, partial, known[Total(value, "")], None, cut_groups.first_pieces)
+                total = known[Reduced(value, "", "total")]
+                add_pieces(context, partial, total, None, cut.runs.first_runs)
     if written.epilogue is not None:
-        _run_epilogue(context, written.epilogue, module, known, cut_groups, constants)
-
-
-def _run_epilogue(
-    context: LaunchContext,
-    epilogue: KernelSource,
-    module: ModuleType,
-    known: _Reductions,
-    cut_groups: CutGroups,
-    constants: Mapping[str, Any],
-) -> None:
-    """Run the epilogue of groups with pieces that have been added."""
-    num_groups = max(1, _BLOCK_NUMBERS // epilogue.num_features)
-    count = len(cut_groups.groups)
-    arguments = (*_find_pointers(context, epilogue, known), cut_groups.groups, count)
-    kernel = getattr(module, epilogue.name)
-    grid = (ceil_div(count, num_groups),)
-    context.run(KernelLaunch(kernel, grid, arguments, {"GROUPS": num_groups, **constants}))
+        num_groups, count = max(1, _BLOCK_NUMBERS // written.epilogue.num_features), len(cut.groups)
+        arguments = (*_find_pointers(context, written.epilogue, known), cut.groups, count)
+        kernel, grid = getattr(module, written.epilogue.name), (ceil_div(count, num_groups),)
+        context.run(KernelLaunch(kernel, grid, arguments, {"GROUPS": num_groups, **constants}))
 
 
 def _launch_groups(
@@ -133,14 +116,14 @@ def _launch_groups(
     """Return the launch of a traversal of groups, or of pieces, that are about as long."""
     # Groups of a bucket without partners are long, and there are few of them.
     # Sums of few features leave most lanes of many warps idle, and spill: on gfx942 at 8 warps.
-    is_large = bucket.lanes.num_groups == 1 and function.fewest_summed >= 64
+    is_large = bucket.num_groups == 1 and function.fewest_summed >= 64
     is_large = is_large or function.num_features > _BLOCK_NUMBERS
     num_warps = 8 if is_large else 4
     left = max(1, _BLOCK_NUMBERS * num_warps // 4 // function.num_features)
-    num_rows = min(bucket.lanes.num_rows, left)
+    num_rows = min(bucket.num_rows, left)
     if num_rows < 256:  # on gfx942, sums of scalars spill where rows leave many lanes idle
         num_rows = min(num_rows, 64 if num_warps == 8 else 16)
-    num_groups = min(bucket.lanes.num_groups, left // num_rows)
+    num_groups = min(bucket.num_groups, left // num_rows)
     count = len(bucket.groups)
     arguments = (*pointers, bucket.groups, bucket.begins, bucket.ends, count)
     blocks = {"GROUPS": num_groups, "ROWS": num_rows}
@@ -165,16 +148,3 @@ def _find_pointers(
         else:
             found.append(known[parameter])
     return tuple(found)
-
-
-def _merge_softmax_pieces(
-    context: LaunchContext, value: int, known: _Reductions, cut_groups: CutGroups
-) -> None:
-    pieces = [known[Partial(value, part)] for part in PARTS["softmax"]]
-    totals = [known[Total(value, part)] for part in PARTS["softmax"]]
-    length = math.prod(totals[0].shape[1:])
-    block = min(128, power_of_two(length))
-    constants = {"LENGTH": length, "BLOCK_PIECES": 16, "BLOCK_LENGTH": block}
-    grid = (len(cut_groups.groups), ceil_div(length, block))
-    arguments = (*pieces, *totals, cut_groups.first_pieces)
-    context.run(KernelLaunch(_kernels.merge_softmax_pieces, grid, arguments, constants))

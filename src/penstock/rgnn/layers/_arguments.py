@@ -1,11 +1,60 @@
-"""A layer's graph argument: a `Graph`, or the tensors that one is made from."""
+"""Arguments that layers share: graphs, rows of nodes, shapes of weights, and options of PyG's."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.rgnn.graph import Graph, GraphTensors, check_integers, find_graph
+
+OTHERWISE = "Write the layer with penstock.rgnn.compile, or use PyG's"
+_MESSAGE_PASSING = {
+    "aggr": (("add", "sum"), ""),
+    "aggr_kwargs": ((None, {}), ""),
+    "flow": (("source_to_target",), "; pass edge_index.flip(0)"),
+    "node_dim": ((0, -2), ""),
+    "decomposed_layers": ((1,), ""),
+}
+"""Keyword arguments of PyG's `MessagePassing`: what each may be here, and what to do instead."""
+
+
+def check_message_passing(layer: str, given: Mapping[str, Any]) -> None:
+    """Refuse options of PyG's `MessagePassing` that are not what a layer does anyway."""
+    for name, value in given.items():
+        if name not in _MESSAGE_PASSING:
+            raise TypeError(f"{layer} got an unexpected keyword argument {name!r}")
+        supported, remedy = _MESSAGE_PASSING[name]
+        if value not in supported:
+            instead = remedy or f". {OTHERWISE}"
+            raise ValueError(
+                f"{name}={value!r} is not supported by {layer}, only {supported[0]!r}{instead}"
+            )
+
+
+def check_channels(layer: str, in_channels: Any) -> None:
+    """Refuse the pair of channels that PyG takes for two sets of nodes."""
+    if not isinstance(in_channels, int):
+        raise TypeError(
+            f"in_channels of {layer} must be one number, for one set of nodes; got "
+            f"{in_channels!r}. Put two sets of nodes one after another, with features of one length"
+        )
+
+
+def shape_weight(
+    sizes: Mapping[str, int], num_relations: int, num_bases: int | None, num_blocks: int | None
+) -> tuple[int, ...]:
+    """Return the shape of a layer's weight: one matrix per relation, per basis, or in blocks."""
+    if num_bases is not None and num_blocks is not None:
+        raise ValueError("num_bases and num_blocks exclude each other; give one of them")
+    if num_blocks is None:
+        return (num_relations if num_bases is None else num_bases, *sizes.values())
+    if any(size % num_blocks for size in sizes.values()):
+        named = " and ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ValueError(f"{named} must be multiples of num_blocks {num_blocks}")
+    return (num_relations, num_blocks, *(size // num_blocks for size in sizes.values()))
 
 
 def as_graph(
@@ -15,12 +64,7 @@ def as_graph(
     num_nodes: int,
     num_relations: int,
 ) -> Graph:
-    """Return the graph of a call `(x, edge_index, edge_type)` or `(x, graph)`.
-
-    Raises:
-        ValueError: The graph's relations are not the layer's.
-        TypeError: `edge_type` is missing, or given beside a graph.
-    """
+    """Return the graph of a call `(x, edge_index, edge_type)` or `(x, graph)`."""
     if isinstance(edge_index, Graph):
         if edge_type is not None:
             raise TypeError("edge_type is part of the graph; leave it out")
@@ -36,11 +80,7 @@ def as_graph(
 
 
 def num_rows(x: torch.Tensor) -> int:
-    """Return the number of nodes that have features.
-
-    Raises:
-        TypeError: `x` is no tensor, such as PyG's pair of sources and targets.
-    """
+    """Return the number of nodes that have features."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(
             f"x must be one tensor with a row for each node; got {type(x).__name__}. Put two sets "
