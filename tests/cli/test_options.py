@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from penstock.cli import _captured, _run
+from penstock.cli import _plan, _run
 from penstock.cli._options import add_command, list_parameters, size_option
 from penstock.cli.demo import DemoOptions
 from penstock.errors import PenstockError
@@ -62,7 +62,7 @@ def test_our_own_errors_keep_their_traceback():
     assert isinstance(invoke(fail, "x").exception, AssertionError)
 
 
-@pytest.mark.parametrize("options", [_run.RunOptions, _captured.PlanOptions, DemoOptions])
+@pytest.mark.parametrize("options", [_run.RunOptions, _plan.PlanOptions, DemoOptions])
 def test_every_field_of_a_command_is_an_option(options):
     names = {parameter.name for parameter in list_parameters(options)}
     assert {field.name for field in dataclasses.fields(options)} - names <= {"seed"}

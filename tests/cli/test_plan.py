@@ -14,9 +14,8 @@ import graphs
 import penstock.graph
 import penstock.memory
 from penstock.cli import _plan, app
-from penstock.cli._captured import CapturedModel
 from penstock.cli._models import SHAPES, ModelError, ModelOptions, load_graph
-from penstock.cli._plan import parse_device_memory
+from penstock.cli._plan import CapturedModel, parse_device_memory
 from penstock.errors import GraphFileError
 from penstock.graph import StepGraph
 from penstock.planner import Plan, check

@@ -116,7 +116,7 @@ def test_help_teaches_by_example():
 
 
 def test_help_does_not_import_torch(tmp_path: Path):
-    code = "import sys, penstock.cli, penstock.cli._sweep; print('torch' in sys.modules)"
+    code = "import sys, penstock.cli, penstock.cli._plan; print('torch' in sys.modules)"
     assert run_python("-c", code, cwd=tmp_path).stdout == "False\n"
 
 

@@ -15,9 +15,8 @@ from typing import Annotated
 import typer
 
 import penstock
-from penstock.cli._captured import PlanOptions
 from penstock.cli._options import add_command
-from penstock.cli._plan import plan
+from penstock.cli._plan import PlanOptions, plan
 from penstock.cli._run import STORE_OPTION, STORE_VARIABLE, RunCommand, RunOptions, run
 from penstock.cli.demo import DemoOptions, run_demo
 

@@ -19,68 +19,40 @@ if TYPE_CHECKING:
 
     from penstock.graph import StepGraph
 
-# Published shapes, so that nothing is downloaded: (class of the configuration, its values).
+# Published shapes, so that nothing is downloaded: the type of a configuration and its first sizes;
+# those that are left out are its defaults.
+_SIZES = {
+    "gpt2": ("n_embd", "n_layer", "n_head"),
+    "bert": ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    "t5": ("d_model", "d_kv", "d_ff", "num_layers", "num_heads"),
+    "vit": (),
+    "llama": (
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "vocab_size", "max_position_embeddings"),
+    ),
+    "mistral": (),
+}
+_PUBLISHED = {
+    "gpt2": ("gpt2",),
+    "gpt2-medium": ("gpt2", 1024, 24, 16),
+    "gpt2-large": ("gpt2", 1280, 36, 20),
+    "gpt2-xl": ("gpt2", 1600, 48, 25),
+    "bert-base": ("bert",),
+    "bert-large": ("bert", 1024, 24, 16, 4096),
+    "t5-small": ("t5",),
+    "t5-base": ("t5", 768, 64, 3072, 12, 12),
+    "t5-large": ("t5", 1024, 64, 4096, 24, 16),
+    "t5-3b": ("t5", 1024, 128, 16384, 24, 32),
+    "vit-base": ("vit",),
+    "llama-7b": ("llama",),
+    "llama-13b": ("llama", 5120, 13824, 40, 40),
+    "llama-3-8b": ("llama", 4096, 14336, 32, 32, 8, 128256, 8192),
+    "llama-70b": ("llama", 8192, 28672, 80, 64, 8),
+    "mistral-7b": ("mistral",),
+}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "gpt2": {"model_type": "gpt2"},
-    "gpt2-medium": {"model_type": "gpt2", "n_embd": 1024, "n_layer": 24, "n_head": 16},
-    "gpt2-large": {"model_type": "gpt2", "n_embd": 1280, "n_layer": 36, "n_head": 20},
-    "gpt2-xl": {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25},
-    "bert-base": {"model_type": "bert"},
-    "bert-large": {
-        "model_type": "bert",
-        "hidden_size": 1024,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "intermediate_size": 4096,
-    },
-    "t5-small": {"model_type": "t5"},
-    "t5-base": {
-        "model_type": "t5",
-        "d_model": 768,
-        "d_ff": 3072,
-        "num_layers": 12,
-        "num_heads": 12,
-    },
-    "t5-large": {
-        "model_type": "t5",
-        "d_model": 1024,
-        "d_ff": 4096,
-        "num_layers": 24,
-        "num_heads": 16,
-    },
-    "t5-3b": {
-        "model_type": "t5",
-        "d_model": 1024,
-        "d_kv": 128,
-        "d_ff": 16384,
-        "num_layers": 24,
-        "num_heads": 32,
-    },
-    "vit-base": {"model_type": "vit"},
-    "llama-7b": {"model_type": "llama"},
-    "llama-13b": {
-        "model_type": "llama",
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-    },
-    "llama-3-8b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-    },
-    "llama-70b": {
-        "model_type": "llama",
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-    },
-    "mistral-7b": {"model_type": "mistral"},
+    name: {"model_type": kind, **dict(zip(_SIZES[kind], sizes, strict=False))}
+    for name, (kind, *sizes) in _PUBLISHED.items()
 }
 # The model that is trained for a type of configuration that names none ("architectures").
 _TASKS = {

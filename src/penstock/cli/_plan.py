@@ -2,21 +2,134 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.cli._captured import CapturedModel, PlanOptions, add_machine
-from penstock.cli._models import load_graph
-from penstock.cli._options import INTERRUPTED
-from penstock.cli._sweep import run_sweep
+from penstock.cli._models import ModelOptions, load_graph
+from penstock.cli._options import (
+    INTERRUPTED,
+    NEEDS_VIZ,
+    OPEN_TRACE,
+    directory_option,
+    file_option,
+    name_option,
+    number_option,
+    size_option,
+)
+from penstock.errors import InfeasibleError
 from penstock.units import format_bytes, format_seconds, parse_bytes, parse_share
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from penstock.graph import StepGraph
+    from penstock.memory import MachineProfile
+    from penstock.planner import Plan
+    from penstock.report import Sweep
+
+_SWEEP_SHARES = (
+    *(1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4),
+    *(1 / 3, 1 / 4, 1 / 6, 1 / 8, 1 / 10, 1 / 12, 1 / 16),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(ModelOptions):
+    """The model, the machine, and the plan that is asked for."""
+
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A name such as gpt2 or llama-7b; a JSON file with a Transformers configuration "
+            "or a saved step graph; or module:function.",
+            show_default=False,
+        ),
+    ]
+    device_memory: Annotated[
+        str | None,
+        size_option(
+            "Memory of the device, such as 16GiB, or a share of what the program would need: 1/8, "
+            "25%. Default: as much as needed."
+        ),
+    ] = None
+    host_memory: Annotated[
+        str | None, size_option("Host memory to swap to. Default: the machine's.")
+    ] = None
+    store: Annotated[str | None, directory_option("Directory on a fast local disk to swap to.")] = (
+        None
+    )
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="v100-16gb-pcie3, a100-80gb, h100-80gb or h200. Default: this machine.",
+            show_default=False,
+        ),
+    ] = None
+    reorder: Annotated[bool, typer.Option(help="Operators may change their order.")] = True
+    recompute: Annotated[bool, typer.Option(help="Operators may run again.")] = True
+    method: Annotated[
+        Literal["auto", "exact", "genetic"],
+        name_option(
+            "auto; exact, for up to 200 operators; genetic, SwapAdvisor's algorithm, to compare "
+            "with."
+        ),
+    ] = "auto"
+    time_limit: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="For a plan.")] = (
+        60.0
+    )
+    seed: Annotated[int, number_option("Of random choices.")] = 0
+    sweep: Annotated[
+        bool,
+        typer.Option("--sweep", help="Plan for less and less memory, until nothing fits."),
+    ] = False
+    save: Annotated[Path | None, file_option("Write the plan (of a sweep: its points).")] = None
+    save_graph: Annotated[
+        Path | None,
+        file_option("Write the captured step, as .json or .json.gz; it can be MODEL next time."),
+    ] = None
+    trace: Annotated[Path | None, file_option(f"Write the step as a trace; {OPEN_TRACE}")] = None
+    picture: Annotated[Path | None, file_option(f"Draw it {NEEDS_VIZ}")] = None
+
+
+@dataclass(frozen=True)
+class CapturedModel:
+    """A captured step, and the machine and options that it is planned with."""
+
+    graph: StepGraph
+    machine: MachineProfile
+    peak_bytes: int
+    options: PlanOptions
+
+    def make_plan(
+        self, device_bytes: int | None, progress: Callable[[Any], None] | None = None
+    ) -> Plan:
+        """Plan the step for a budget, with the method of the options."""
+        from penstock.planner import plan
+
+        options = self.options
+        return plan(
+            self.graph,
+            device_memory=device_bytes,
+            host_memory=options.host_memory,
+            store=options.store,
+            machine=self.machine,
+            reorder=options.reorder,
+            recompute=options.recompute,
+            method=options.method,
+            time_limit=options.time_limit,
+            seed=options.seed,
+            progress=progress,
+        )
 
 
 def plan(options: PlanOptions) -> None:
@@ -54,7 +167,8 @@ def run_plan(options: PlanOptions) -> None:
     from rich.console import Console
 
     from penstock.graph import with_workspace
-    from penstock.memory import machine
+    from penstock.memory import machine, probe
+    from penstock.planner.paging import peak_of_program_order
 
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
     with err.status(f"Capturing a training step of {options.model}"):
@@ -64,7 +178,8 @@ def run_plan(options: PlanOptions) -> None:
     if options.save_graph is not None:
         graph.save(options.save_graph)
     with err.status("Costs of its operators"):
-        captured = add_machine(graph, options)
+        profile = probe(options.store) if options.machine is None else machine(options.machine)
+        captured = CapturedModel(graph, profile, peak_of_program_order(graph), options)
     num_bytes = sum(s.num_bytes for s in graph.storages if s.persistent)
     out.print(
         f"{options.model}: {len(graph.operators):,} operators; as the program runs, "
@@ -73,7 +188,7 @@ def run_plan(options: PlanOptions) -> None:
         soft_wrap=True,
     )
     if options.sweep:
-        run_sweep(captured, out, err)
+        _run_sweep(captured, out, err)
     else:
         _run_one(captured, out, err)
 
@@ -137,3 +252,101 @@ def _show_progress(err: Console) -> Iterator[Callable[[Any], None]]:
             )
 
         yield progress
+
+
+def _run_sweep(captured: CapturedModel, out: Console, err: Console) -> None:
+    """Show a sweep as a table, and write it where the options say."""
+    from rich.table import Table
+
+    from penstock.report import draw_sweep
+
+    options = captured.options
+    sweep = _sweep_memory(captured, err)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("", "memory", "share", "step", "speed", "gap"):
+        table.add_column(heading, no_wrap=True)
+    for name in sweep.names:
+        for point in reversed(sweep.curve(name)):
+            speed = sweep.ideal_seconds / point.step_seconds
+            bound = point.lower_bound_seconds
+            gap = max(0.0, point.step_seconds / bound - 1) if bound else None
+            table.add_row(
+                "plan" if name == "plans" else name,
+                format_bytes(point.device_bytes),
+                f"{point.device_bytes / captured.peak_bytes:.2f}",
+                format_seconds(point.step_seconds),
+                f"{speed:>4.0%} " + "\N{BLACK SQUARE}" * round(10 * speed),
+                "" if gap is None else f"{gap:.1%}",
+            )
+    if sweep.minimum_bytes is not None:
+        share = f"{sweep.minimum_bytes / captured.peak_bytes:.2f}"
+        table.add_row("none", f"below {format_bytes(sweep.minimum_bytes)}", share, "", "", "")
+    out.print(table)
+    if options.picture is not None:
+        draw_sweep(sweep, options.picture)
+        out.print(f"picture: {options.picture}", soft_wrap=True)
+    if options.save is not None:
+        options.save.parent.mkdir(parents=True, exist_ok=True)
+        options.save.write_text(json.dumps(sweep.to_dict(), indent=1) + "\n")
+        out.print(f"points: {options.save}", soft_wrap=True)
+
+
+def _sweep_memory(captured: CapturedModel, err: Console) -> Sweep:
+    """Plan for less and less memory until nothing fits; Ctrl-C ends the sweep."""
+    from penstock.planner import Budget, PlanRequest
+    from penstock.planner.paging import plan_checkpointing
+    from penstock.report import Sweep, SweepPoint
+
+    request = PlanRequest(graph=captured.graph, budget=Budget(), machine=captured.machine)
+    other, ideal = plan_checkpointing(request), request.compute_seconds
+    peak, seconds = other.peak_device_bytes, other.step_seconds
+    points = [
+        SweepPoint(name="stock", device_bytes=captured.peak_bytes, step_seconds=ideal),
+        SweepPoint(name="checkpointing", device_bytes=peak, step_seconds=seconds),
+    ]
+    minimum = None
+    with _note_interrupts() as interrupts:
+        for share in _SWEEP_SHARES:
+            budget = int(captured.peak_bytes * share)
+            try:
+                with err.status(f"Planning for {format_bytes(budget)}; Ctrl-C ends the sweep"):
+                    plan = captured.make_plan(budget)
+            except InfeasibleError as error:
+                minimum = max(error.minimum_device_bytes or budget, budget)
+                break
+            except KeyboardInterrupt:
+                break
+            seconds, bound = plan.step_seconds, plan.lower_bound_seconds
+            points.append(
+                SweepPoint(
+                    name="plans",
+                    device_bytes=budget,
+                    step_seconds=seconds,
+                    lower_bound_seconds=bound,
+                )
+            )
+            if interrupts:
+                break
+    return Sweep(
+        title=Path(captured.options.model).name.removesuffix(".gz").removesuffix(".json"),
+        machine=captured.machine.name,
+        ideal_seconds=ideal,
+        points=tuple(points),
+        minimum_bytes=minimum,
+    )
+
+
+@contextmanager
+def _note_interrupts() -> Iterator[list[int]]:
+    """Note each Ctrl-C, which a planner takes for itself to return its best plan."""
+    seen: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -163,16 +163,6 @@ def run(options: RunOptions) -> None:
     sys.exit(launch(options))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Setup:
-    """State of the process before the script started; part of the report."""
-
-    allocator: Literal["caching", "stock"]
-    """The allocator of tensors on the CPU."""
-    reason: str
-    """Why that one."""
-
-
 def launch(options: RunOptions) -> int:
     """Run a script, offloaded or planned, and write the results that the options name.
 
@@ -180,14 +170,12 @@ def launch(options: RunOptions) -> int:
         The exit status: the script's own, 1 after an uncaught exception, 130 after Ctrl-C.
 
     Raises:
-        LaunchError: The script was not started; the message says why and what to do.
+        PenstockError, ValueError, OSError, ImportError: The script was not started; the message
+            says why and what to do.
     """
     options = _resolve(options)
-    try:
-        setup = set_up_process(is_planned=options.is_planned)
-        mode = _open_planning(options) if options.is_planned else _open_offloading(options)
-    except (PenstockError, ValueError, OSError, ModuleNotFoundError) as error:
-        raise LaunchError(str(error)) from error
+    setup = set_up_process(is_planned=options.is_planned)
+    mode = _open_planning(options) if options.is_planned else _open_offloading(options)
     process_id = os.getpid()
     start = time.perf_counter()
     ending = run_script(options.target, mode)
@@ -201,8 +189,10 @@ def launch(options: RunOptions) -> int:
     return ending.finish()
 
 
-def set_up_process(*, is_planned: bool) -> Setup:
-    """Prepare the process before the script makes its first tensor; return the allocator.
+def set_up_process(*, is_planned: bool) -> dict[str, str]:
+    """Prepare the process before the script makes its first tensor.
+
+    Returns the allocator of tensors on the CPU ("caching" or "stock") and the reason for it.
 
     The kernels of the CPU's vector mathematics are chosen while there is one thread, so that the
     run can be repeated. On a machine without a GPU the caching allocator replaces torch's: bytes
@@ -212,17 +202,21 @@ def set_up_process(*, is_planned: bool) -> Setup:
     import torch
 
     settle_vector_math()
+    kind = "stock"
     if is_planned:
-        return Setup(allocator="stock", reason="planned steps have an arena of their own")
-    if torch.cuda.is_available():
-        return Setup(allocator="stock", reason="activations live on the GPU")
-    from penstock.memory import CachingAllocator  # builds C++; a GPU machine needs none of it
+        reason = "planned steps have an arena of their own"
+    elif torch.cuda.is_available():
+        reason = "activations live on the GPU"
+    else:
+        from penstock.memory import CachingAllocator  # builds C++; a GPU machine needs none of it
 
-    allocator = CachingAllocator.instance()
-    # For good, without a release: the script's tensors may outlive every block.
-    if not allocator.acquire():
-        return Setup(allocator="stock", reason=allocator.reason)
-    return Setup(allocator="caching", reason="activations live in RAM")
+        allocator = CachingAllocator.instance()
+        # For good, without a release: the script's tensors may outlive every block.
+        if allocator.acquire():
+            kind, reason = "caching", "activations live in RAM"
+        else:
+            reason = allocator.reason
+    return {"allocator": kind, "reason": reason}
 
 
 def _resolve(options: RunOptions) -> RunOptions:
@@ -230,10 +224,7 @@ def _resolve(options: RunOptions) -> RunOptions:
     for name in ("device_memory", "host_memory", "min_bytes"):
         value = getattr(options, name)
         if value is not None:
-            try:
-                parse_bytes(value, name=f"--{name.replace('_', '-')}")
-            except ValueError as error:
-                raise LaunchError(str(error)) from error
+            parse_bytes(value, name=f"--{name.replace('_', '-')}")
     if not options.target.exists():
         raise LaunchError(
             f"cannot open {options.script!r}: no such file. Options of penstock run stand before "
@@ -302,21 +293,15 @@ def _open_offloading(options: RunOptions) -> Offloading:
 
 
 def _open_planning(options: RunOptions) -> Planning:
-    return Planning(
-        {
-            "device_memory": options.device_memory,
-            "host_memory": options.host_memory,
-            "store": options.store,
-            "time_limit": options.time_limit,
-        },
-        is_optional=options.plan_auto,
-    )
+    names = ("device_memory", "host_memory", "store", "time_limit")
+    chosen = {name: getattr(options, name) for name in names}
+    return Planning(chosen, is_optional=options.plan_auto)
 
 
 def _write_results(
     options: RunOptions,
     mode: Offloading | Planning,
-    setup: Setup,
+    setup: dict[str, str],
     ending: Ending,
     duration_seconds: float,
 ) -> None:
@@ -338,7 +323,7 @@ def _write_results(
                 "exit_code": ending.exit_code,
                 "exception": ending.exception,
                 "duration_seconds": duration_seconds,
-                "arrangement": dataclasses.asdict(setup),
+                "arrangement": setup,
                 **entries,
             },
         )

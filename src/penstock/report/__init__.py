@@ -3,16 +3,20 @@
 from typing import TYPE_CHECKING
 
 from penstock._lazy import load_lazily
-from penstock.report._comparison import ComparisonPoint, draw_comparison
+from penstock.report._comparison import (
+    ComparisonPoint,
+    Sweep,
+    SweepPoint,
+    draw_comparison,
+    draw_sweep,
+)
 from penstock.report._picture import draw_timeline
 from penstock.report._trace import chrome_trace, write_chrome_trace
 
 if TYPE_CHECKING:
     from penstock.report._plan_picture import draw_plan
-    from penstock.report._plan_sweep import Sweep, SweepPoint, draw_sweep
     from penstock.report._plan_text import plan_blocks, plan_table
-    from penstock.report._plan_timeline import plan_timeline
-    from penstock.report._plan_trace import plan_trace, write_plan_trace
+    from penstock.report._plan_timeline import plan_timeline, plan_trace, write_plan_trace
 
 __all__ = [
     "ComparisonPoint",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from penstock.report._lanes import Lane, LaneKind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -12,6 +15,7 @@ if TYPE_CHECKING:
 
 _DOTS_PER_INCH = 120
 _MIB, _GIB = 1 << 20, 1 << 30
+_LANE_HEIGHT = 0.8  # of the distance of two lanes
 
 LEGEND_OUTSIDE = {
     "loc": "upper left",
@@ -62,3 +66,45 @@ def write_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=_DOTS_PER_INCH)
     return path
+
+
+def draw_lanes(
+    axes: Axes,
+    lanes: Sequence[Lane],
+    names: Sequence[str],
+    styles: Mapping[str, tuple[str, str]],
+    *,
+    origin_ns: int = 0,
+    unit_ns: float,
+    edge_width: float = 0.0,
+    **legend: Any,
+) -> None:
+    """Draw lanes from top to bottom, each divided into its rows, with a legend of the colours.
+
+    `styles` has label and colour of each kind of lane, and of computations by their names. A line
+    of width `edge_width` around spans keeps those shorter than a pixel visible.
+    """
+    from matplotlib.patches import Patch
+
+    colours: dict[str, str] = {}
+    for position, lane in enumerate(lanes):
+        height = _LANE_HEIGHT / len(lane.rows)
+        for row_index, row in enumerate(lane.rows):
+            bottom = position - _LANE_HEIGHT / 2 + row_index * height
+            by_colour: dict[str, list[tuple[float, float]]] = {}
+            for span in row:
+                is_named = lane.kind is LaneKind.COMPUTE and span.name in styles
+                label, colour = styles[span.name if is_named else lane.kind]
+                colours.setdefault(label, colour)
+                by_colour.setdefault(colour, []).append(
+                    ((span.start_ns - origin_ns) / unit_ns, (span.end_ns - span.start_ns) / unit_ns)
+                )
+            for colour, ranges in by_colour.items():
+                axes.broken_barh(ranges, (bottom, height), color=colour, linewidth=edge_width)
+    arrow = "\N{RIGHTWARDS ARROW}"
+    axes.set_yticks(range(len(lanes)), [name.replace("->", arrow) for name in names])
+    axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)  # the first lane is on top
+    style_axes(axes, grid="x")
+    if lanes:
+        patches = [Patch(color=colour, label=label) for label, colour in colours.items()]
+        axes.legend(handles=patches, **LEGEND_OUTSIDE, **legend)

@@ -6,7 +6,6 @@ as keep its spans apart.
 """
 
 import enum
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.memory import Link, Span, Timeline
@@ -33,16 +32,14 @@ class Lane:
     rows: tuple[tuple[Span, ...], ...]
     """The lane's spans; no two spans of a row overlap, and each row is sorted by start."""
 
-    @property
-    def spans(self) -> Iterable[Span]:
-        """Every span of the lane, row by row."""
-        for row in self.rows:
-            yield from row
-
 
 # Away from the device is a write, towards it a read: the same two words on every machine.
-_WRITE_LINKS = (Link.DEVICE_TO_HOST, Link.DEVICE_TO_FILE, Link.HOST_TO_FILE)
-_READ_LINKS = (Link.FILE_TO_HOST, Link.FILE_TO_DEVICE, Link.HOST_TO_DEVICE)
+_KINDS: dict[str, LaneKind] = {
+    "compute": LaneKind.COMPUTE,
+    **dict.fromkeys((Link.DEVICE_TO_HOST, Link.DEVICE_TO_FILE, Link.HOST_TO_FILE), LaneKind.WRITE),
+    **dict.fromkeys((Link.FILE_TO_HOST, Link.FILE_TO_DEVICE, Link.HOST_TO_DEVICE), LaneKind.READ),
+    "stall": LaneKind.STALL,
+}
 
 
 def sort_into_lanes(timeline: Timeline) -> list[Lane]:
@@ -50,31 +47,18 @@ def sort_into_lanes(timeline: Timeline) -> list[Lane]:
     spans_by_lane: dict[str, list[Span]] = {}
     for span in timeline.spans:
         spans_by_lane.setdefault(span.lane, []).append(span)
-    lanes = [
-        Lane(title=_make_title(name), kind=_find_kind(name), rows=_split_rows(spans))
-        for name, spans in spans_by_lane.items()
-    ]
     kinds = list(LaneKind)
+    lanes = [_make_lane(name, spans) for name, spans in spans_by_lane.items()]
     return sorted(lanes, key=lambda lane: (kinds.index(lane.kind), lane.title))
 
 
-def _find_kind(name: str) -> LaneKind:
-    if name == "compute":
-        return LaneKind.COMPUTE
-    if name in _WRITE_LINKS:
-        return LaneKind.WRITE
-    if name in _READ_LINKS:
-        return LaneKind.READ
-    if name == "stall":
-        return LaneKind.STALL
-    return LaneKind.OTHER
-
-
-def _make_title(name: str) -> str:
-    kind = _find_kind(name)
-    if kind is LaneKind.OTHER:
-        return name
-    return f"{kind} {name}" if kind in (LaneKind.WRITE, LaneKind.READ) else str(kind)
+def _make_lane(name: str, spans: list[Span]) -> Lane:
+    kind = _KINDS.get(name, LaneKind.OTHER)
+    if kind in (LaneKind.WRITE, LaneKind.READ):
+        name = f"{kind} {name}"
+    elif kind is not LaneKind.OTHER:
+        name = kind.value
+    return Lane(title=name, kind=kind, rows=_split_rows(spans))
 
 
 def _split_rows(spans: list[Span]) -> tuple[tuple[Span, ...], ...]:

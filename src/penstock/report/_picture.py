@@ -9,23 +9,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.memory import Tier, Timeline
-from penstock.report._figures import LEGEND_OUTSIDE, new_figure, style_axes, write_figure
-from penstock.report._lane_picture import draw_lanes
-from penstock.report._lanes import Lane, LaneKind, find_bounds, sort_into_lanes
+from penstock.report._figures import (
+    LEGEND_OUTSIDE,
+    draw_lanes,
+    new_figure,
+    style_axes,
+    write_figure,
+)
+from penstock.report._lanes import LaneKind, find_bounds, sort_into_lanes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MIB = 1 << 20
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
-_BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-_SKY, _PURPLE, _GREY = "#56B4E9", "#CC79A7", "#7F7F7F"
-# No tier shares its colour with an activity below it.
-_TIER_COLOURS = {Tier.DEVICE: _BLUE, Tier.HOST: "#6A3D9A", Tier.FILE: "#555555"}
-_COMPUTE_COLOURS = {"forward": _SKY, "backward": _PURPLE}
-_LANE_COLOURS = {LaneKind.WRITE: _ORANGE, LaneKind.READ: _GREEN, LaneKind.STALL: _RED}
+# Okabe and Ito's palette, which colour-blind readers can tell apart. No tier shares its colour with
+# an activity below it.
+_TIER_COLOURS = {Tier.DEVICE: "#0072B2", Tier.HOST: "#6A3D9A", Tier.FILE: "#555555"}
+_GREY = "#7F7F7F"
+_STYLES = {
+    "forward": ("forward", "#56B4E9"),
+    "backward": ("backward", "#CC79A7"),
+    LaneKind.COMPUTE: ("other compute", _GREY),
+    LaneKind.WRITE: ("writes", "#E69F00"),
+    LaneKind.READ: ("reads", "#009E73"),
+    LaneKind.STALL: ("stalls", "#D55E00"),
+    LaneKind.OTHER: ("other", _GREY),
+}
 
+_MOST_MILLISECONDS = 2000  # on the axis of time; a longer one is in seconds
+_LEGEND_SIZES = {"fontsize": 11, "title_fontsize": 11}
 _FIGURE_WIDTH_INCHES = 13.0
 _MEMORY_HEIGHT_INCHES = 3.4
 _LANE_HEIGHT_INCHES = 0.55
@@ -64,7 +77,21 @@ def draw_timeline(
     )
     origin_ns, end_ns = find_bounds(timeline)
     _draw_memory(memory_axes, timeline, origin_ns, end_ns)
-    _draw_lanes(lane_axes, lanes, origin_ns)
+    draw_lanes(
+        lane_axes,
+        lanes,
+        [lane.title.replace(" ", "\n", 1) for lane in lanes],
+        _STYLES,
+        origin_ns=origin_ns,
+        unit_ns=1e6,
+        edge_width=0.3,
+        title="activity",
+        **_LEGEND_SIZES,
+    )
+    lane_axes.tick_params(labelsize=11)
+    lane_axes.set_xlabel("time, ms", fontsize=12)
+    if not lanes:
+        _write_note(lane_axes, "no compute, transfer or stall was recorded")
     # An empty timeline still gets an axis of positive length.
     lane_axes.set_xlim(0, max((end_ns - origin_ns) / 1e6, 1e-3))
     if end_ns - origin_ns > _MOST_MILLISECONDS * 1_000_000:  # as in the headline
@@ -72,9 +99,6 @@ def draw_timeline(
         lane_axes.set_xlabel("time, s", fontsize=12)
     figure.suptitle(title or _make_headline(timeline), fontsize=15)
     return write_figure(figure, path)
-
-
-_MOST_MILLISECONDS = 2000  # on the axis of time; a longer one is in seconds
 
 
 def _make_headline(timeline: Timeline) -> str:
@@ -111,35 +135,6 @@ def _draw_memory(axes: "Axes", timeline: Timeline, origin_ns: int, end_ns: int) 
         axes.legend(title="resident bytes by tier", **LEGEND_OUTSIDE, **_LEGEND_SIZES)
     else:
         _write_note(axes, "no resident bytes were recorded")
-
-
-def _draw_lanes(axes: "Axes", lanes: list[Lane], origin_ns: int) -> None:
-    draw_lanes(
-        axes,
-        lanes,
-        [lane.title.replace(" ", "\n", 1) for lane in lanes],
-        _choose_style,
-        origin_ns=origin_ns,
-        unit_ns=1e6,
-        edge_width=0.3,
-        title="activity",
-        **_LEGEND_SIZES,
-    )
-    axes.set_xlabel("time, ms", fontsize=12)
-    axes.tick_params(labelsize=11)
-    if not lanes:
-        _write_note(axes, "no compute, transfer or stall was recorded")
-
-
-_LEGEND_SIZES = {"fontsize": 11, "title_fontsize": 11}
-
-
-def _choose_style(kind: LaneKind, name: str) -> tuple[str, str]:
-    if kind is LaneKind.COMPUTE:
-        if name in _COMPUTE_COLOURS:
-            return name, _COMPUTE_COLOURS[name]
-        return "other compute", _GREY
-    return str(kind), _LANE_COLOURS.get(kind, _GREY)
 
 
 def _write_note(axes: "Axes", text: str) -> None:

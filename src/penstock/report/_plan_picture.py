@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.graph import Kind, StepGraph
 from penstock.planner import Plan, Simulation, simulate
-from penstock.report._figures import LEGEND_OUTSIDE, new_figure, style_axes, write_figure
-from penstock.report._lane_picture import draw_lanes
+from penstock.report._figures import (
+    LEGEND_OUTSIDE,
+    draw_lanes,
+    new_figure,
+    style_axes,
+    write_figure,
+)
 from penstock.report._lanes import LaneKind, sort_into_lanes
 from penstock.report._plan_timeline import plan_timeline
 from penstock.units import format_bytes, format_seconds
@@ -19,33 +26,39 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _GIB = 1 << 30
+
+
+class KindStyle(NamedTuple):
+    """Drawing of a kind of tensor: its name, its colour, and its character in blocks.
+
+    Shades tell kinds apart on terminals without colours, letters on those without Unicode.
+    """
+
+    name: str
+    colour: str
+    shade: str
+    letter: str
+
+
 # Okabe and Ito's palette; lasting values are dark, temporary ones light.
-KIND_COLOURS: Mapping[Kind, str] = {
-    Kind.PARAMETER: "#0072B2",
-    Kind.OPTIMIZER_STATE: "#56B4E9",
-    Kind.BUFFER: "#7F7F7F",
-    Kind.INPUT: "#F0E442",
-    Kind.ACTIVATION: "#E69F00",
-    Kind.GRADIENT: "#CC79A7",
-    Kind.SCALAR: "#000000",
+KIND_STYLES: Mapping[Kind, KindStyle] = {
+    Kind.PARAMETER: KindStyle("parameters", "#0072B2", "\N{FULL BLOCK}", "P"),
+    Kind.OPTIMIZER_STATE: KindStyle("optimizer state", "#56B4E9", "\N{DARK SHADE}", "O"),
+    Kind.BUFFER: KindStyle("buffers", "#7F7F7F", "#", "b"),
+    Kind.INPUT: KindStyle("batch", "#F0E442", "=", "i"),
+    Kind.ACTIVATION: KindStyle("activations", "#E69F00", "\N{LIGHT SHADE}", "a"),
+    Kind.GRADIENT: KindStyle("gradients", "#CC79A7", "\N{MEDIUM SHADE}", "g"),
+    Kind.SCALAR: KindStyle("scalars", "#000000", ".", "s"),
 }
-KIND_NAMES: Mapping[Kind, str] = {
-    Kind.PARAMETER: "parameters",
-    Kind.OPTIMIZER_STATE: "optimizer state",
-    Kind.BUFFER: "buffers",
-    Kind.INPUT: "batch",
-    Kind.ACTIVATION: "activations",
-    Kind.GRADIENT: "gradients",
-    Kind.SCALAR: "scalars",
+_LANE_STYLES = {
+    "forward": ("forward", "#009E73"),
+    "backward": ("backward", "#5E3C99"),
+    "optimizer": ("optimizer", "#444444"),
+    "recomputation": ("recomputation", "#B2ABD2"),
+    LaneKind.WRITE: ("transfers out", "#999933"),
+    LaneKind.READ: ("transfers in", "#44AA99"),
+    LaneKind.STALL: ("waiting for a transfer", "#D55E00"),
 }
-_COMPUTE_COLOURS = {
-    "forward": "#009E73",
-    "backward": "#5E3C99",
-    "optimizer": "#444444",
-    "recomputation": "#B2ABD2",
-}
-_LANE_COLOURS = {LaneKind.WRITE: "#999933", LaneKind.READ: "#44AA99", LaneKind.STALL: "#D55E00"}
-_LANE_NAMES = {LaneKind.WRITE: "transfers out", LaneKind.READ: "transfers in"}
 
 
 def draw_plan(
@@ -79,7 +92,10 @@ def draw_plan(
     simulation = simulate(graph, plan)
     memory_axes, lane_axes = figure.subplots(2, 1, sharex=True, height_ratios=[3.4, 1.5])
     _draw_memory(memory_axes, plan, simulation)
-    _draw_lanes(lane_axes, graph, plan, simulation)
+    lanes = sort_into_lanes(plan_timeline(graph, plan, simulation, name_operators=False))
+    names = [lane.title.removeprefix("writes ").removeprefix("reads ") for lane in lanes]
+    draw_lanes(lane_axes, lanes, names, _LANE_STYLES, unit_ns=1e9, fontsize=10)
+    lane_axes.set_xlabel("time within a step, seconds", fontsize=11)
     lane_axes.set_xlim(0, max(simulation.step_seconds, 1e-9))
     figure.suptitle(title or _make_headline(plan), fontsize=13)
     return write_figure(figure, path)
@@ -99,33 +115,29 @@ def bin_memory(simulation: Simulation, times: Sequence[float]) -> dict[Kind, lis
 
     The kinds of a moment are those of its fullest position, so that they add up.
     """
-    kinds = [kind for kind in KIND_NAMES if any(simulation.memory_bytes.get(kind, ()))]
+    kinds = _list_kinds(simulation)
+    if not kinds:
+        return {}
     totals = [sum(column) for column in zip(*simulation.memory_bytes.values(), strict=True)]
-    bins: list[int | None] = [None] * (len(times) - 1)
-    place = 0
-    for position, (start, end) in enumerate(simulation.positions):
-        while place + 1 < len(bins) and times[place + 1] <= start:
-            place += 1
-        covered = place
-        while covered < len(bins) and (covered == place or times[covered] < end):
-            before = bins[covered]
-            if before is None or totals[position] > totals[before]:
-                bins[covered] = position
-            covered += 1
-    last = 0
-    filled = []
-    for position in bins:
-        last = last if position is None else position
-        filled.append(last)
-    return {kind: [simulation.memory_bytes[kind][p] for p in filled] for kind in kinds}
+    starts = [start for start, _ in simulation.positions]
+    fullest = []
+    for begin, end in itertools.pairwise(times):
+        first = max(bisect.bisect_right(starts, begin) - 1, 0)  # it has begun before
+        last = max(bisect.bisect_right(starts, end), first + 1)
+        fullest.append(max(range(first, last), key=totals.__getitem__))
+    return {kind: [simulation.memory_bytes[kind][p] for p in fullest] for kind in kinds}
+
+
+def _list_kinds(simulation: Simulation) -> list[Kind]:
+    """Return the kinds that take memory, in the order in which they are stacked."""
+    return [kind for kind in KIND_STYLES if any(simulation.memory_bytes.get(kind, ()))]
 
 
 def _draw_memory(axes: Axes, plan: Plan, simulation: Simulation) -> None:
     starts = [start for start, _ in simulation.positions]
     edges = [0.0, *starts[1:], simulation.step_seconds]
-    kinds = [kind for kind in KIND_NAMES if any(simulation.memory_bytes.get(kind, ()))]
     base = [0.0] * len(edges)
-    for kind in kinds:
+    for kind in _list_kinds(simulation):
         taken = simulation.memory_bytes[kind]
         values = [num_bytes / _GIB for num_bytes in (*taken, taken[-1])]
         top = [low + more for low, more in zip(base, values, strict=True)]
@@ -134,9 +146,9 @@ def _draw_memory(axes: Axes, plan: Plan, simulation: Simulation) -> None:
             base,
             top,
             step="post",
-            color=KIND_COLOURS[kind],
+            color=KIND_STYLES[kind].colour,
             linewidth=0,
-            label=f"{KIND_NAMES[kind]}, at most {format_bytes(max(taken))}",
+            label=f"{KIND_STYLES[kind].name}, at most {format_bytes(max(taken))}",
         )
         base = top
     limit = plan.budget.device_bytes
@@ -156,17 +168,3 @@ def _draw_memory(axes: Axes, plan: Plan, simulation: Simulation) -> None:
     axes.set_ylabel("device memory, GiB", fontsize=11)
     style_axes(axes)
     axes.legend(**LEGEND_OUTSIDE, fontsize=10)
-
-
-def _draw_lanes(axes: Axes, graph: StepGraph, plan: Plan, simulation: Simulation) -> None:
-    lanes = sort_into_lanes(plan_timeline(graph, plan, simulation, name_operators=False))
-    names = [lane.title.removeprefix("writes ").removeprefix("reads ") for lane in lanes]
-    draw_lanes(axes, lanes, names, _choose_style, unit_ns=1e9, fontsize=10)
-    axes.set_xlabel("time within a step, seconds", fontsize=11)
-
-
-def _choose_style(kind: LaneKind, name: str) -> tuple[str, str]:
-    if kind is LaneKind.COMPUTE:
-        return name, _COMPUTE_COLOURS[name]
-    label = _LANE_NAMES.get(kind, "waiting for a transfer")
-    return label, _LANE_COLOURS.get(kind, "#7F7F7F")

@@ -7,32 +7,13 @@ from typing import TYPE_CHECKING
 
 from penstock.graph import Kind, StepGraph
 from penstock.planner import Plan, simulate
-from penstock.report._plan_picture import KIND_COLOURS, KIND_NAMES, bin_memory
+from penstock.report._plan_picture import KIND_STYLES, bin_memory
 from penstock.tables import report_table
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-# Shades tell kinds apart on terminals without colours.
-_SHADES = {
-    Kind.PARAMETER: "\N{FULL BLOCK}",
-    Kind.OPTIMIZER_STATE: "\N{DARK SHADE}",
-    Kind.BUFFER: "#",
-    Kind.INPUT: "=",
-    Kind.ACTIVATION: "\N{LIGHT SHADE}",
-    Kind.GRADIENT: "\N{MEDIUM SHADE}",
-    Kind.SCALAR: ".",
-}
-_LETTERS = {
-    Kind.PARAMETER: "P",
-    Kind.OPTIMIZER_STATE: "O",
-    Kind.BUFFER: "b",
-    Kind.INPUT: "i",
-    Kind.ACTIVATION: "a",
-    Kind.GRADIENT: "g",
-    Kind.SCALAR: "s",
-}
 _BOX = (
     "\N{BOX DRAWINGS LIGHT VERTICAL}",
     "\N{BOX DRAWINGS LIGHT HORIZONTAL}",
@@ -137,7 +118,9 @@ def plan_blocks(
     step = simulation.step_seconds
     times = [step * column / num_columns for column in range(num_columns + 1)]
     memory = bin_memory(simulation, times)
-    shades = _SHADES if unicode else _LETTERS
+    cells = {
+        kind: (KIND_STYLES[kind].shade if unicode else KIND_STYLES[kind].letter) for kind in memory
+    }
     top = max(plan.arena_bytes, 1)
     columns = [_fill_column(memory, place, top, num_rows) for place in range(num_columns)]
     text = Text()
@@ -148,7 +131,7 @@ def plan_blocks(
         text.append(f"{label:>{width}} {axis}")
         for column in columns:
             if row < len(column):
-                text.append(shades[column[row]], style=KIND_COLOURS[column[row]])
+                text.append(cells[column[row]], style=KIND_STYLES[column[row]].colour)
             else:
                 text.append(" ")
         text.append("\n")
@@ -156,8 +139,8 @@ def plan_blocks(
     text.append(f"{'':>{width}}  0{format_seconds(step):>{num_columns - 1}}\n{'':>{width}}  ")
     shown = {kind for column in columns for kind in column}
     for kind in (kind for kind in memory if kind in shown):
-        text.append(shades[kind] * 2, style=KIND_COLOURS[kind])
-        text.append(f" {KIND_NAMES[kind]}  ")
+        text.append(cells[kind] * 2, style=KIND_STYLES[kind].colour)
+        text.append(f" {KIND_STYLES[kind].name}  ")
     return text
 
 

@@ -1,4 +1,4 @@
-"""A plan as a timeline: its simulation in the form of a recorded step.
+"""A plan as a timeline, its simulation in the form of a recorded step, and as a Chrome trace.
 
 So a plan is drawn and traced by the same code as a step that ran. The step is one of many equal
 ones: a transfer that goes over its end is shown at its beginning, too.
@@ -7,11 +7,15 @@ ones: a transfer that goes over its end is shown at its beginning, too.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from penstock.graph import StepGraph
 from penstock.memory import Span, Tier, Timeline
 from penstock.planner import Copy, Plan, Simulation, simulate
+from penstock.report._trace import chrome_trace, make_counter, write_json
 
 
 def plan_timeline(
@@ -96,24 +100,18 @@ def _list_transfers(plan: Plan, simulation: Simulation) -> Iterator[Span]:
 
 
 def _sample_tiers(plan: Plan, simulation: Simulation) -> dict[Tier, list[tuple[int, int]]]:
-    starts = [_to_ns(start) for start, _ in simulation.positions]
-    totals = [sum(column) for column in zip(*simulation.memory_bytes.values(), strict=True)]
-    samples = {Tier.DEVICE: [(0, totals[0] if totals else 0)]}
-    samples[Tier.DEVICE] += _list_changes(starts, totals)
+    """Return the bytes of each tier after every change, from the beginning of the step on."""
+    totals = {Tier.DEVICE: [sum(c) for c in zip(*simulation.memory_bytes.values(), strict=True)]}
     for tier in (Tier.HOST, Tier.FILE):
         copies = [copy for copy in plan.copies if copy.tier == tier]
         if copies:
-            totals = _sum_copies(copies, len(plan.order))
-            samples[tier] = [(0, totals[0]), *_list_changes(starts, totals)]
+            totals[tier] = _sum_copies(copies, len(plan.order))
+    starts = [0, *(_to_ns(start) for start, _ in simulation.positions[1:])]
+    samples = {}
+    for tier, column in totals.items():
+        changes = zip(starts, column, [None, *column], strict=False)
+        samples[tier] = [(start, total) for start, total, before in changes if total != before]
     return samples
-
-
-def _list_changes(starts: list[int], totals: list[int]) -> list[tuple[int, int]]:
-    return [
-        (starts[position], total)
-        for position, total in enumerate(totals)
-        if position > 0 and total != totals[position - 1]
-    ]
 
 
 def _sum_copies(copies: list[Copy], num_positions: int) -> list[int]:
@@ -128,3 +126,61 @@ def _sum_copies(copies: list[Copy], num_positions: int) -> list[int]:
             change[0] += copy.num_bytes
             change[end - num_positions] -= copy.num_bytes
     return list(itertools.accumulate(change[:-1]))
+
+
+def plan_trace(graph: StepGraph, plan: Plan, *, title: str = "Penstock plan") -> dict[str, Any]:
+    """Turn a plan into the JSON object that trace viewers open.
+
+    Example:
+        >>> plan_trace(graph, plan)["displayTimeUnit"]  # doctest: +SKIP
+        'ms'
+
+    Args:
+        graph: The graph that the plan is for.
+        plan: The plan.
+        title: The name above the rows.
+
+    Returns:
+        A JSON-serialisable object with the key `"traceEvents"`; the counter "device memory" has a
+        series for each kind of tensor.
+    """
+    simulation = simulate(graph, plan)
+    trace = chrome_trace(plan_timeline(graph, plan, simulation), title=title)
+    kinds = [kind for kind, taken in simulation.memory_bytes.items() if any(taken)]
+    before: dict[str, int] | None = None
+    for position, (start, _) in enumerate(simulation.positions):
+        taken = {kind.value: simulation.memory_bytes[kind][position] for kind in kinds}
+        if taken != before:
+            event = make_counter("device memory by kind", start * 1e6, taken)
+            trace["traceEvents"].append(event)
+            before = taken
+    trace["otherData"] |= {"method": plan.method, "graph": plan.graph_digest}
+    return trace
+
+
+def write_plan_trace(
+    graph: StepGraph,
+    plan: Plan,
+    path: str | os.PathLike[str],
+    *,
+    title: str = "Penstock plan",
+) -> Path:
+    """Write a plan as a Chrome trace; open the file with https://ui.perfetto.dev.
+
+    Example:
+        >>> write_plan_trace(graph, plan, "plan.trace.json")  # doctest: +SKIP
+        PosixPath('plan.trace.json')
+
+    Args:
+        graph: The graph that the plan is for.
+        plan: The plan.
+        path: The file to write, replaced if it exists; missing directories are made.
+        title: The name above the rows.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    return write_json(plan_trace(graph, plan, title=title), path)

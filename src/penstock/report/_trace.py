@@ -61,13 +61,13 @@ def _make_counters(timeline: Timeline, origin_ns: int, end_ns: int) -> Iterator[
         # The viewer holds a counter's last value to the end; one closing event marks it.
         closing = [(end_ns, samples[-1][1])] if samples and samples[-1][0] < end_ns else []
         for at_ns, num_bytes in [*samples, *closing]:
-            yield {
-                "ph": "C",
-                "name": f"{tier} resident bytes",
-                "pid": _PROCESS_ID,
-                "ts": _to_microseconds(at_ns - origin_ns),
-                "args": {"bytes": num_bytes},
-            }
+            at = _to_microseconds(at_ns - origin_ns)
+            yield make_counter(f"{tier} resident bytes", at, {"bytes": num_bytes})
+
+
+def make_counter(name: str, microseconds: float, values: dict[str, int]) -> dict[str, Any]:
+    """Make the event of a counter's new values."""
+    return {"ph": "C", "name": name, "pid": _PROCESS_ID, "ts": microseconds, "args": values}
 
 
 def write_chrome_trace(

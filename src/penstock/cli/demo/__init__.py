@@ -1,11 +1,11 @@
 """`penstock demo`: one small GPT-2, trained in several ways, to see what Penstock does.
 
-Read it in two halves. `_training.py` is an ordinary training script, run in a process of its own as
-`python -m penstock.cli.demo`; for the arm "penstock" the very same script is started by `penstock
-run`, and for the planned arms its step is a planned one, for a share of the memory. `run_demo`
-starts those processes and compares what they report. The processes take turns, a step each: a
-machine that is busy with something else for a while then slows all of them alike, and the ratio of
-two steps of one round still means something.
+Read it in two halves. `_training.py` is an ordinary training script, run in a process of its own;
+for the arm "penstock" the very same script is started by `penstock run`, and for the planned arms
+its step is a planned one, for a share of the memory. `run_demo` starts those processes and compares
+what they report. The processes take turns, a step each: a machine that is busy with something else
+for a while then slows all of them alike, and the ratio of two steps of one round still means
+something.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cli._options import INTERRUPTED
 from penstock.cli.demo._comparison import draw, is_same, list_remarks, make_table, state_verdict
-from penstock.cli.demo._config import ARMS, ArmResult, DemoError, DemoOptions
-from penstock.cli.demo._plans import DIVISORS
+from penstock.cli.demo._config import ARMS, PLANNED, ArmResult, DemoError, DemoOptions
 from penstock.cli.demo._processes import Arm, list_commands, plan_arms, take_turns
 from penstock.memory import RAM_FILESYSTEMS, filesystem_type
 
@@ -105,7 +104,7 @@ def _run_arms(options: DemoOptions, console: Console) -> list[ArmResult]:
             )
         options = dataclasses.replace(options, store=store)
         plans = stack.enter_context(tempfile.TemporaryDirectory(prefix="plans-", dir=out))
-        console.print(f"Its step is planned for {len(DIVISORS)} shares of the memory first.")
+        console.print(f"Its step is planned for {len(PLANNED)} shares of the memory first.")
         plan_arms(options, plans)
         commands = list_commands(options, plans)
         num_turns = len(commands) * (1 + options.steps)

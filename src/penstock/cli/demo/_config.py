@@ -10,10 +10,10 @@ import typer
 
 from penstock.cli._options import directory_option, hidden_option
 from penstock.cli._run import MIN_BYTES_HELP
-from penstock.cli.demo._plans import DIVISORS
 from penstock.errors import PenstockError
 
-PLANNED = {f"planned-{divisor}": divisor for divisor in DIVISORS}
+PLANNED = {f"planned-{divisor}": divisor for divisor in (2, 4, 8)}
+"""Planned arms, with the divisors of the memory that the program itself needs."""
 ARMS = {
     "stock": "stock PyTorch",
     "checkpoint": "checkpointing",

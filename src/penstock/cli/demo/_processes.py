@@ -60,15 +60,15 @@ def list_commands(options: DemoOptions, plans: str) -> dict[str, list[str]]:
         "checkpoint": _list_script(options, checkpoint=True),
         "penstock": [*run, *_list_script(options)],
     }
-    for name, divisor in PLANNED.items():
-        arms[name] = _list_script(options, plans=plans, store=options.store, divisor=divisor)
+    for name in PLANNED:
+        arms[name] = _list_script(options, plans=plans, store=options.store, planned=name)
     return {name: [sys.executable, *arguments] for name, arguments in arms.items()}
 
 
 def _list_script(options: DemoOptions, **arm: Any) -> list[str]:
     """Return the training script as arguments of an interpreter."""
     request = {"config": dataclasses.asdict(options.model), **arm}
-    return ["-m", "penstock.cli.demo", json.dumps(request)]
+    return ["-m", "penstock.cli.demo._training", json.dumps(request)]
 
 
 def _make_environment() -> dict[str, str]:

@@ -1,45 +1,64 @@
-"""An ordinary training script, which each arm runs in a process of its own (`__main__.py`)."""
+"""The script of the arms: an ordinary training loop, in a process of its own for each arm.
+
+It trains a step per line of standard input, and reports each. Its one argument is JSON, as
+`_processes.py` writes it; with "plan_seconds" the step is not trained but planned.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
+import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.demo._config import DemoConfig, DemoError
-from penstock.cli.demo._plans import PlannedArm
+from penstock.cli._vector_math import settle_vector_math
+from penstock.cli.demo._config import PLANNED, DemoConfig, DemoError
 
 if TYPE_CHECKING:
     import torch
 
+    from penstock.graph import StepGraph
+    from penstock.planner import Plan
+
 _CORPUS_BYTES = 4 << 20
 _LEARNING_RATE = 1.5e-4
+_NUM_RUNS = 3  # of each operator, to measure its time
+_SLACK = 1.02  # the factor on the smallest known budget, if a share is infeasible
 
 
-def train(
-    config: DemoConfig,
-    turns: Iterable[object],
-    *,
-    checkpoint: bool,
-    planned: PlannedArm | None = None,
-    say: Callable[..., None],
-) -> None:
+def _main(request: dict[str, Any]) -> None:
+    config = DemoConfig(**request["config"])
+    settle_vector_math()
+    if "plan_seconds" in request:
+        _make_plans(config, request)
+    else:
+        _train(config, request)
+
+
+def _say(**event: Any) -> None:
+    sys.stdout.write(json.dumps(event) + "\n")
+    sys.stdout.flush()
+
+
+def _train(config: DemoConfig, request: dict[str, Any]) -> None:
     """Train the model in an ordinary loop, without Penstock but for planned steps.
 
-    The loop takes one step per item of `turns`. It calls `say` with keyword arguments after
-    loading, after every step, and at the end.
+    Events are said after loading, after every step, and at the end.
     """
-    corpus = load_text()
-    model, optimizer = make_trainee(config)
-    if checkpoint:
+    # A plan is loaded before memory is watched, and bound afterwards.
+    planned = _load_plan(request) if "planned" in request else None
+    corpus = _load_text()
+    model, optimizer = _make_trainee(config)
+    if "checkpoint" in request:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
     loaded_bytes = _watch_peak()
-    say(num_parameters=model.num_parameters())
+    _say(num_parameters=model.num_parameters())
 
     def eager_step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         loss = model(**batch).loss
@@ -51,34 +70,65 @@ def train(
     with contextlib.ExitStack() as stack:
         step: Callable[[Any], torch.Tensor] = eager_step
         if planned is not None:
-            step = stack.enter_context(planned.bind(model, optimizer))
-        for _ in turns:
+            from penstock.executor import bind
+
+            graph, plan = planned
+            bound = bind(plan, model, optimizer, graph=graph, store=request["store"])
+            step = stack.enter_context(bound)
+        for _ in iter(sys.stdin.readline, ""):  # a line of the parent process starts a step
             start = time.perf_counter()
-            loss = step(draw_batch(corpus, config)).item()
-            say(seconds=time.perf_counter() - start, loss=loss)
+            loss = step(_draw_batch(corpus, config)).item()
+            _say(seconds=time.perf_counter() - start, loss=loss)
         peak_bytes = model_bytes + _read_status("VmHWM") - loaded_bytes
-        say(peak_bytes=peak_bytes, weights_sha256=_hash_weights(model))
+        _say(peak_bytes=peak_bytes, weights_sha256=_hash_weights(model))
 
 
-def load_text() -> torch.Tensor:
+def _make_plans(config: DemoConfig, request: dict[str, Any]) -> None:
+    """Capture and measure the step, and plan it for less and less memory, into a directory."""
+    from penstock.errors import InfeasibleError
+    from penstock.graph import capture, measure
+    from penstock.memory import probe
+    from penstock.planner import plan
+
+    batch = _draw_batch(_load_text(), config)
+    graph = measure(capture(*_make_trainee(config), batch), num_runs=_NUM_RUNS)
+    directory = Path(request["plans"])
+    graph.save(directory / "graph.json.gz")
+    limits = {"machine": probe(request["store"]), "time_limit": request["plan_seconds"]}
+    full = plan(graph, **limits)
+    for name, divisor in PLANNED.items():
+        budget = full.peak_device_bytes // divisor
+        found = None
+        while found is None:
+            try:
+                found = plan(graph, device_memory=budget, store=request["store"], **limits)
+            except InfeasibleError as error:
+                budget = int(max(error.sufficient_device_bytes or 0, budget) * _SLACK)
+        found.save(directory / f"{name}.json")
+
+
+def _load_plan(request: dict[str, Any]) -> tuple[StepGraph, Plan]:
+    from penstock.graph import StepGraph
+    from penstock.planner import Plan
+
+    directory = Path(request["plans"])
+    graph = StepGraph.load(directory / "graph.json.gz")
+    return graph, Plan.load(directory / f"{request['planned']}.json")
+
+
+def _load_text() -> torch.Tensor:
     """Return the text to learn, a byte a token."""
     import torch
 
     return torch.frombuffer(bytearray(_read_corpus()), dtype=torch.uint8)
 
 
-def make_trainee(config: DemoConfig) -> tuple[Any, torch.optim.Optimizer]:
+def _make_trainee(config: DemoConfig) -> tuple[Any, torch.optim.Optimizer]:
     """Make the model and its optimizer, the same in every process."""
     import torch
-
-    torch.manual_seed(config.seed)
-    model = _make_model(config)
-    return model, torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
-
-
-def _make_model(config: DemoConfig) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
+    torch.manual_seed(config.seed)
     gpt2 = GPT2Config(
         vocab_size=256,  # one token per byte
         n_positions=config.sequence_length,
@@ -92,7 +142,8 @@ def _make_model(config: DemoConfig) -> Any:
         eos_token_id=0,
         use_cache=False,
     )
-    return GPT2LMHeadModel(gpt2).train()
+    model = GPT2LMHeadModel(gpt2).train()
+    return model, torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
 
 
 def _read_corpus() -> bytes:
@@ -108,7 +159,7 @@ def _read_corpus() -> bytes:
     return bytes(text[:_CORPUS_BYTES])
 
 
-def draw_batch(text: torch.Tensor, config: DemoConfig) -> dict[str, torch.Tensor]:
+def _draw_batch(text: torch.Tensor, config: DemoConfig) -> dict[str, torch.Tensor]:
     """Draw a batch of random passages, int64 of shape (batch_size, sequence_length)."""
     import torch
 
@@ -141,3 +192,7 @@ def _read_status(field: str) -> int:
         if name == field:
             return int(value.split()[0]) * 1024
     raise DemoError(f"the kernel does not report {field} in /proc/self/status")
+
+
+if __name__ == "__main__":
+    _main(json.loads(sys.argv[1]))
