@@ -30,7 +30,7 @@ from penstock.planner._request import PlanRequest
 from penstock.planner.bounds import lower_bound
 from penstock.planner.exact import exact
 from penstock.planner.genetic import plan_genetic
-from penstock.planner.paging import peak_of_program_order
+from penstock.planner.paging import peak_of_program_order, require_tiers
 from penstock.planner.search import load_engine, plan_auto
 from penstock.units import parse_bytes, parse_share
 
@@ -146,8 +146,7 @@ def plan_request(request: PlanRequest, *, method: str = "auto") -> Plan:
             "process may take: raise its limit, or plan in another process (graph.save, plan.save) "
             "and load the plan here"
         ) from error
-    if method != "genetic":
-        _require_lower_tiers(found)
+    require_tiers(found)
     return found
 
 
@@ -308,16 +307,3 @@ def _join_links(links: dict[Link, LinkProfile]) -> None:
                 links[link] = LinkProfile(assumed, (assumed, assumed), 0)
         if first in links and second in links:
             links[direct] = min(links[first], links[second], key=lambda link: link.bytes_per_second)
-
-
-def _require_lower_tiers(found: Plan) -> None:
-    for name, needed, given in (
-        ("host_memory", found.peak_host_bytes, found.budget.host_bytes),
-        ("store", found.peak_file_bytes, found.budget.file_bytes),
-    ):
-        if needed and needed > (given or 0):
-            raise InfeasibleError(
-                f"{name}={given or 0} bytes: the best plan keeps {needed} bytes there; raise it, "
-                "or device_memory=",
-                proved=False,
-            )

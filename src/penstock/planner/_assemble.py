@@ -64,7 +64,7 @@ def assemble(
         step_seconds=0.0,
         ideal_seconds=ideal_seconds,
         bound=bound or compute_bound(request),
-        workspace_bytes=request.workspace_bytes,
+        workspace_bytes=graph.workspace_bytes,
         method=method,
         seed=request.seed,
         notes=dict(notes or {}),

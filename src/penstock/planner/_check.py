@@ -188,7 +188,7 @@ def _check_transfer(graph: StepGraph, plan: Plan, what: str, transfer: Transfer)
 
 def _check_arena(graph: StepGraph, plan: Plan) -> None:
     """Check that workspace and placements fit into the budget."""
-    workspace_bytes = max((operator.workspace_bytes for operator in graph.operators), default=0)
+    workspace_bytes = graph.workspace_bytes
     if plan.workspace_bytes != workspace_bytes:
         raise PlanError(
             f"the plan has {plan.workspace_bytes} bytes of workspace; its operators need "

@@ -10,6 +10,9 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from penstock.graph import StepGraph, Storage
 
 
@@ -67,6 +70,25 @@ class ResidentInterval(NamedTuple):
     value: int
     start: int
     end: int
+
+
+def occupied_bytes(
+    start: npt.ArrayLike, end: npt.ArrayLike, num_bytes: npt.ArrayLike, num_positions: int
+) -> np.ndarray:
+    """Return the bytes that intervals take at each position of a step; all are arrays or lists.
+
+    Those that go on in the next step take them at its first positions too, up to a whole step.
+    """
+    start, end, num_bytes = (np.asarray(each, np.int64) for each in (start, end, num_bytes))
+    change = np.zeros(2 * num_positions + 1, np.int64)
+    np.add.at(change, start, num_bytes)
+    np.subtract.at(change, np.minimum(end, start + num_positions), num_bytes)
+    return np.cumsum(change)[:-1].reshape(2, num_positions).sum(0)
+
+
+def columns_of(intervals: Sequence[tuple[int, int, int]]) -> np.ndarray:
+    """Return starts, ends and bytes of intervals, for `occupied_bytes`."""
+    return np.array(intervals, np.int64).reshape(-1, 3).T
 
 
 def live_ranges(

@@ -15,6 +15,7 @@ from typing import Any
 from penstock.errors import GraphFileError
 from penstock.graph import StepGraph, split
 from penstock.memory import Link, MachineProfile, Tier
+from penstock.planner._live_ranges import columns_of, occupied_bytes
 from penstock.planner._plan_json import damage_error, decode_plan, encode_plan, read_plan_file
 from penstock.planner._plan_records import Bound, Budget, Copy, Placement, Transfer
 from penstock.tables import report_table
@@ -145,18 +146,8 @@ class Plan:
         return self._peak_copy_bytes(Tier.FILE)
 
     def _peak_copy_bytes(self, tier: Tier) -> int:
-        num_positions = len(self.order)
-        change = [0] * (2 * num_positions + 1)
-        for copy in self.copies:
-            if copy.tier == tier:
-                change[copy.start] += copy.num_bytes
-                change[copy.end] -= copy.num_bytes
-        live, running = [], 0
-        for delta in change:
-            running += delta
-            live.append(running)
-        folded = (live[p] + live[p + num_positions] for p in range(num_positions))
-        return max(folded, default=0)
+        copies = [(c.start, c.end, c.num_bytes) for c in self.copies if c.tier == tier]
+        return int(occupied_bytes(*columns_of(copies), len(self.order)).max(initial=0))
 
     @property
     def bytes_moved(self) -> dict[Link, int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.graph import StepGraph
-from penstock.planner._link_rates import LinkRates
+from penstock.planner._request import LinkRates
 from penstock.planner.bounds._forced import Forced, made_anew, recompute_levels
 from penstock.planner.bounds._slots import NEVER, Absence, CutWindow, Slots, slots_bound
 

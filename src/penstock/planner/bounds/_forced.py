@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.graph import StepGraph
-from penstock.planner._link_rates import LinkRates
+from penstock.planner._request import LinkRates
 from penstock.planner.bounds._fixed_order import saved_bytes
 from penstock.planner.bounds._slots import cost_level, level_cost
 

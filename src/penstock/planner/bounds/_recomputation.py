@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.graph import StepGraph
 from penstock.planner._linear_program import LinearProgram
-from penstock.planner._link_rates import LinkRates
+from penstock.planner._request import LinkRates
 from penstock.planner.bounds._forced import Forced, made_anew
 
 _NUM_OPERATORS = 2  # at which the program is solved

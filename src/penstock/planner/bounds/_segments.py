@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.planner._linear_program import LinearProgram
+from penstock.planner._live_ranges import occupied_bytes
 from penstock.planner.bounds._fixed_order import FixedOrder
 
 _LARGE = 1 / 16  # of the arena
@@ -257,25 +258,23 @@ class _LargeValues:
             again = [operator.recomputable for operator in order.graph.operators]
             is_large &= ~np.array([made >= 0 and again[made] for made in table.made_by.tolist()])
         self._holes: list[_LargeHole] = []
-        small = np.zeros(2 * num_positions + 1, np.int64)
         for live_range, begin, end in zip(
             *(column.tolist() for column in (table.hole_range, table.hole_begin, table.hole_end)),
             strict=True,
         ):
-            num_bytes = int(table.num_bytes[live_range])
             if not is_large[live_range]:
-                shift = num_positions if begin >= num_positions else 0
-                small[begin + 1 - shift] += num_bytes
-                small[end - shift] -= num_bytes
                 continue
-            is_constant = table.is_constant[live_range]
+            num_bytes, is_constant = int(table.num_bytes[live_range]), table.is_constant[live_range]
             for shift in (0, num_positions):
                 if begin < shift + num_positions and end > shift:
                     made_at = None if is_constant else int(table.defined[live_range]) - shift
                     key = live_range, shift
                     hole = _LargeHole(key, begin - shift, end - shift, num_bytes, made_at)
                     self._holes.append(hole)
-        self._missing = order.excess - np.cumsum(small[:-1]).reshape(2, num_positions).sum(0)
+        small = np.flatnonzero(~is_large[table.hole_range])
+        begin, num_bytes = table.hole_begin[small] + 1, table.num_bytes[table.hole_range[small]]
+        absent = occupied_bytes(begin, table.hole_end[small], num_bytes, num_positions)
+        self._missing = order.excess - absent
         # Operators that use large values are among those that use many bytes.
         self.cuts: list[int] = np.flatnonzero(table.used_bytes >= order.capacity * _LARGE).tolist()
 

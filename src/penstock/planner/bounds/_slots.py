@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.planner._linear_program import LinearProgram
-from penstock.planner._link_rates import LinkRates
+from penstock.planner._request import LinkRates
 
 NEVER = 1 << 20  # power of two of a cost that cannot be paid
 PARTS = 4  # of a power of two, to which costs are rounded down

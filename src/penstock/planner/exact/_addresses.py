@@ -101,7 +101,7 @@ def find_offsets(
     offsets = first_fit(graph, order, intervals)
     if device_bytes is None:
         return offsets
-    capacity = device_bytes - max((o.workspace_bytes for o in graph.operators), default=0)
+    capacity = device_bytes - graph.workspace_bytes
     placements = place(graph, intervals, offsets)
     if max((p.offset + p.num_bytes for p in placements), default=0) <= capacity:
         return offsets

@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.graph import StepGraph
 from penstock.memory import Link
-from penstock.planner._live_ranges import LiveRange, ResidentInterval
+from penstock.planner._live_ranges import LiveRange, ResidentInterval, columns_of, occupied_bytes
 from penstock.planner._plan_records import Transfer
 
 
@@ -42,11 +42,8 @@ def live_bytes(
     graph: StepGraph, num_positions: int, live_ranges: Sequence[LiveRange]
 ) -> np.ndarray:
     """Return the bytes on the device at each position, if nothing is evicted."""
-    live = np.zeros(num_positions, dtype=np.int64)
-    for live_range in live_ranges:
-        for position in range(live_range.uses[0], live_range.end):
-            live[position % num_positions] += graph.num_bytes(live_range.value)
-    return live
+    ranges = [(each.uses[0], each.end, graph.num_bytes(each.value)) for each in live_ranges]
+    return occupied_bytes(*columns_of(ranges), num_positions)
 
 
 def derive_movement(

@@ -23,7 +23,6 @@ from penstock.planner._request import PlanRequest
 from penstock.planner._simulate import step_seconds_of
 from penstock.planner.exact._addresses import find_offsets, place
 from penstock.planner.exact._evictions import Eviction, derive_movement, last_read, live_bytes
-from penstock.planner.exact._peak import workspace_bytes
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ def _choices(
     if budget.device_bytes is None:
         yield []
         return
-    capacity = budget.device_bytes - workspace_bytes(graph)
+    capacity = budget.device_bytes - graph.workspace_bytes
     num_positions = len(case.order)
     is_crowded = (case.live_bytes > capacity) | any_eviction
     options_of_holes = _options(graph, case, is_crowded)

@@ -43,7 +43,7 @@ def min_working_set(graph: StepGraph) -> int:
     Returns:
         Bytes of the largest operator's operands and results, aligned, and the largest workspace.
     """
-    return int(operator_bytes(aligned_graph(graph)).max(initial=0)) + workspace_bytes(graph)
+    return int(operator_bytes(aligned_graph(graph)).max(initial=0)) + graph.workspace_bytes
 
 
 def min_peak(graph: StepGraph, *, max_states: int = _MAX_STATES) -> Peak:
@@ -127,7 +127,7 @@ class _PeakSearch:
             peak, _, live, done = heapq.heappop(heap)
             if done == everything:
                 order = _read_order(parent, done)
-                return Peak(peak + workspace_bytes(graph), order, proved)
+                return Peak(peak + graph.workspace_bytes, order, proved)
             if peak > best.get(done, peak):
                 continue
             if len(best) > max_states:
@@ -161,10 +161,6 @@ def _read_order(parent: dict[int, tuple[int, tuple[int, ...]]], done: int) -> tu
 
 def _bits(operators: Sequence[int]) -> int:
     return sum(1 << operator for operator in set(operators))
-
-
-def workspace_bytes(graph: StepGraph) -> int:
-    return max((operator.workspace_bytes for operator in graph.operators), default=0)
 
 
 def require_inference(graph: StepGraph) -> None:

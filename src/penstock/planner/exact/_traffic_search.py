@@ -18,7 +18,6 @@ from penstock.planner.exact._evictions import derive_movement
 from penstock.planner.exact._exact_program import ExactProgram, Solution
 from penstock.planner.exact._groups import OperatorGroups, group_operators, separate_operators
 from penstock.planner.exact._order_relaxation import OrderRelaxation
-from penstock.planner.exact._peak import workspace_bytes
 
 _MAX_CUTS = 10
 _NEAR_STEPS = 2
@@ -74,7 +73,7 @@ class TrafficSearch:
         self.deadline = time.monotonic() + time_limit
         self.moved_bytes = [storage.num_bytes for storage in graph.storages]
         self.aligned = aligned_graph(graph)
-        self.capacity = device_bytes - workspace_bytes(graph)
+        self.capacity = device_bytes - graph.workspace_bytes
         self.groups = group_operators(self.aligned) if reorder else separate_operators(graph)
         self.loose_groups = group_operators(self.aligned, at_ends=False) if reorder else self.groups
         num_positions = len(graph.operators)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from penstock.graph import StepGraph
-from penstock.planner._link_rates import LinkRates
+from penstock.planner._request import LinkRates
 from penstock.planner.genetic._genes import SizeClasses
 from penstock.planner.search import EvictionChoice, OperatorSequence, Problem
 

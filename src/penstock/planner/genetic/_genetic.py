@@ -34,7 +34,6 @@ from penstock.planner.paging import (
     find_swap_links,
     find_swap_rates,
     plan_by_paging,
-    require_tiers,
 )
 from penstock.planner.search import load_engine, plan_residency
 
@@ -150,9 +149,7 @@ def plan_genetic(request: PlanRequest) -> Plan:
         "num_evaluations": search.num_evaluations,
     }
     _, choice, offsets = found
-    plan = plan_residency(request, choice, offsets, method="genetic", notes=notes)
-    require_tiers(plan)
-    return plan
+    return plan_residency(request, choice, offsets, method="genetic", notes=notes)
 
 
 def _make_evaluator(request: PlanRequest) -> Evaluator:

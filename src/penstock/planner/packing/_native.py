@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.codegen import load_optional_library, struct_type, to_struct
-from penstock.planner._stoppable import run_stoppable
+from penstock.planner._native_calls import run_stoppable
 from penstock.planner.packing._types import Buffer
 
 _SOURCES = [

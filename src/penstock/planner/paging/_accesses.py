@@ -71,11 +71,6 @@ class OrderedStep:
         """Operators in the order, repeated ones included."""
         return len(self.order)
 
-    @property
-    def workspace_bytes(self) -> int:
-        """The largest workspace of an operator."""
-        return max((operator.workspace_bytes for operator in self.graph.operators), default=0)
-
 
 def order_step(
     graph: StepGraph, order: Sequence[int] | None = None, *, in_place: bool = True
@@ -247,4 +242,4 @@ def peak_of_program_order(graph: StepGraph, *, in_place: bool = False) -> int:
             if after == NEVER and value not in reused and value not in step.results
             if not graph.storages[graph.storage_of_value[value]].persistent
         )
-    return peak + step.workspace_bytes
+    return peak + graph.workspace_bytes

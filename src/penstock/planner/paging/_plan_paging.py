@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from penstock.errors import InfeasibleError
-from penstock.memory import Link, Tier
+from penstock.memory import Link
 from penstock.planner._assemble import assemble
-from penstock.planner._link_rates import LinkRates
 from penstock.planner._plan import Plan
 from penstock.planner._plan_records import Found
-from penstock.planner._request import PlanRequest
+from penstock.planner._request import LinkRates, PlanRequest
 from penstock.planner.paging._accesses import OrderedStep, order_step
 from penstock.planner.paging._eviction import PagedStep, page_step
 from penstock.planner.paging._placements import assign_offsets, make_placements, make_transfers
@@ -110,25 +109,25 @@ def count_arena_bytes(request: PlanRequest) -> int:
         >>> count_arena_bytes(request)  # doctest: +SKIP
         1073741824
     """
-    if request.budget.device_bytes is None:
+    if request.arena_bytes is None:
         return sum(storage.num_bytes for storage in request.graph.storages) + (1 << 20)
-    return request.budget.device_bytes - request.workspace_bytes
+    return request.arena_bytes
 
 
 def require_tiers(plan: Plan) -> None:
     """Raise where a plan needs more of the tiers below the device than there is.
 
     Raises:
-        InfeasibleError: The values that are swapped do not fit the tier below.
+        InfeasibleError: The values that leave do not fit the tier below.
     """
-    for tier, limit, peak in (
-        (Tier.HOST, plan.budget.host_bytes, plan.peak_host_bytes),
-        (Tier.FILE, plan.budget.file_bytes, plan.peak_file_bytes),
+    for name, limit, peak in (
+        ("host_memory", plan.budget.host_bytes or 0, plan.peak_host_bytes),
+        ("store", plan.budget.file_bytes or 0, plan.peak_file_bytes),
     ):
-        if limit is not None and peak > limit:
+        if peak > limit:
             raise InfeasibleError(
-                f"method={plan.method!r} swaps {peak} bytes to the {tier} and may use {limit}: "
-                f"give {tier} memory of {peak} bytes, or use method='auto'",
+                f"{name}={limit} bytes: the plan of method={plan.method!r} keeps {peak} bytes "
+                "there; raise it, or device_memory=",
                 proved=False,
             )
 

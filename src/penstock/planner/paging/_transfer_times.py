@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from penstock.planner._link_rates import LinkRates
+from penstock.planner._request import LinkRates
 from penstock.planner.paging._accesses import OrderedStep
 from penstock.planner.paging._eviction import Allocation, PagedStep
 

@@ -109,9 +109,7 @@ def _search(grid: GridRequest, report: Callable[[float], None]) -> Plan:
         deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_CTRL_C)
     if best is None:
         raise explain_infeasible(grid)
-    find_offsets = functools.partial(
-        offsets_of_fastest, workspace_bytes=request.workspace_bytes, seed=request.seed
-    )
+    find_offsets = functools.partial(offsets_of_fastest, seed=request.seed)
     try:
         choice, offsets = find_offsets(
             search.finalists(), arena, tighter=search.tighter, deadline=deadline

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from penstock.graph import Phase, StepGraph
+from penstock.planner._live_ranges import occupied_bytes
 from penstock.planner.search._recompute import RecomputeChains
 from penstock.planner.search._storage_roles import find_roles
 
@@ -126,11 +127,9 @@ class DropFamilies:
     def _crossing_bytes(self) -> np.ndarray:
         operators = self.graph.operators
         forward = [i for i, operator in enumerate(operators) if operator.phase is Phase.FORWARD]
-        change = np.zeros((forward[-1] if forward else 0) + 2, np.int64)
-        for item, start, end in self._forward_intervals.tolist():
-            change[start] += self.graph.storages[item].num_bytes
-            change[end] -= self.graph.storages[item].num_bytes
-        return np.cumsum(change)[:-1]
+        items, start, end = self._forward_intervals.T
+        num_bytes = np.array([storage.num_bytes for storage in self.graph.storages], np.int64)
+        return occupied_bytes(start, end, num_bytes[items], (forward[-1] if forward else 0) + 1)
 
     @staticmethod
     def _find_narrow_places(crossing: np.ndarray, count: int) -> list[int]:

@@ -37,7 +37,6 @@ def offsets_of_fastest(
     finalists: Sequence[SearchCandidate],
     arena: Arena,
     *,
-    workspace_bytes: int,
     deadline: float,
     seed: int,
     tighter: Sequence[SearchCandidate] = (),
@@ -47,7 +46,6 @@ def offsets_of_fastest(
     Args:
         finalists: Candidates, the fastest first; each has its share of the time.
         arena: The arena.
-        workspace_bytes: The largest workspace, for messages.
         deadline: Time by `time.monotonic`.
         seed: Of random numbers.
         tighter: Candidates that were found for smaller arenas.
@@ -72,7 +70,6 @@ def offsets_of_fastest(
                 candidate.choice,
                 arena,
                 best=best,
-                workspace_bytes=workspace_bytes,
                 deadline=now + max(0.0, deadline - now) * share,
                 seed=seed,
             )
@@ -92,7 +89,6 @@ def find_offsets(
     arena: Arena,
     *,
     best: Addressed | None = None,
-    workspace_bytes: int,
     deadline: float,
     seed: int,
 ) -> Addressed:
@@ -113,7 +109,7 @@ def find_offsets(
     pack_seconds = min(max(0.5, (deadline - time.monotonic()) / 16), 2.0)
     limits = {"pack_seconds": pack_seconds, "deadline": deadline}
     if best is None:
-        return _pack_smaller(choice, arena, workspace_bytes, seed=seed, **limits)
+        return _pack_smaller(choice, arena, seed=seed, **limits)
     if len(choice.sequence.order) <= _FEW_POSITIONS:
         with contextlib.suppress(InfeasibleError):
             other = pack_offsets(choice, arena, seed=seed, **limits)
@@ -124,7 +120,6 @@ def find_offsets(
 def _pack_smaller(
     choice: EvictionChoice,
     arena: Arena,
-    workspace_bytes: int,
     *,
     pack_seconds: float,
     deadline: float,
@@ -147,9 +142,12 @@ def _pack_smaller(
         except InfeasibleError as error:
             failure = better_failure(failure, error)
     assert failure is not None
-    enough = sufficient_bytes(failure) + workspace_bytes
+    given, enough = (
+        num_bytes + arena.workspace_bytes
+        for num_bytes in (arena.capacity, sufficient_bytes(failure))
+    )
     raise InfeasibleError(
-        f"device_memory={arena.capacity + workspace_bytes} bytes: what the operators need fits, "
+        f"device_memory={given} bytes: what the operators need fits, "
         f"but no addresses were found that do; {enough} bytes suffice for a plan that was found: "
         "raise device_memory= or time_limit=",
         sufficient_device_bytes=enough,

@@ -11,9 +11,8 @@ import numpy as np
 
 from penstock.graph import least_alignment_bytes
 from penstock.memory import Link, MachineProfile, Tier
-from penstock.planner._link_rates import LinkRates
 from penstock.planner._plan_records import Bound
-from penstock.planner._request import PlanRequest
+from penstock.planner._request import LinkRates, PlanRequest
 from penstock.planner.search._problem import Problem
 from penstock.planner.search._residency import Arena, LowerTiers
 from penstock.planner.search._sequence import OperatorSequence
@@ -43,13 +42,12 @@ class GridRequest:
     @functools.cached_property
     def arena(self) -> Arena:
         """The arena, as large as the budget says or as the program's order needs."""
-        budget = self.request.budget
-        if budget.device_bytes is not None:
-            capacity = max(0, budget.device_bytes - self.request.workspace_bytes)
-            return Arena(capacity, self._lower_tiers())
+        workspace_bytes, capacity = self.request.graph.workspace_bytes, self.request.arena_bytes
+        if capacity is not None:
+            return Arena(max(0, capacity), self._lower_tiers(), workspace_bytes)
         # The packer rarely needs more than this beyond the live bytes.
         capacity = int(self.program().base.max(initial=0) * 1.02) + 1
-        return Arena(capacity, None)
+        return Arena(capacity, None, workspace_bytes)
 
     def _lower_tiers(self) -> LowerTiers | None:
         links, machine, budget = self.request.links, self.request.machine, self.request.budget

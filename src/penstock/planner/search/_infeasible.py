@@ -31,7 +31,7 @@ def explain_missing_engine(request: PlanRequest) -> InfeasibleError:
 
 def explain_infeasible(grid: GridRequest, least: WorkingSet | None = None) -> InfeasibleError:
     """Return the error of a search that found nothing, or of a budget below the working set."""
-    request, arena, workspace_bytes = grid.request, grid.arena, grid.request.workspace_bytes
+    request, arena = grid.request, grid.arena
     if least is not None and load_engine() is None:
         return _explain_working_set(request, least)
     sequence = grid.program()
@@ -45,7 +45,7 @@ def explain_infeasible(grid: GridRequest, least: WorkingSet | None = None) -> In
     position = int(np.argmax(needed))
     name = request.graph.operators[int(sequence.order[position])].name
     enough = _sufficient_capacity(sequence, Arena(int(needed[position]), arena.lower))
-    enough += workspace_bytes
+    enough += arena.workspace_bytes
     reason = (
         "there is no tier to which anything could leave: pass store= (or host_memory=), or raise it"
         if arena.lower is None
@@ -107,7 +107,7 @@ def _sufficient_capacity(sequence: OperatorSequence, arena: Arena) -> int:
     if choice is None:
         return arena.capacity
     try:
-        find_offsets(choice, arena, workspace_bytes=0, deadline=time.monotonic(), seed=0)
+        find_offsets(choice, arena, deadline=time.monotonic(), seed=0)
     except InfeasibleError as error:
         return sufficient_bytes(error)
     return arena.capacity

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from penstock.planner.search._intervals import ALWAYS
+from penstock.planner.search._library import ALWAYS
 from penstock.planner.search._offsets import Addressed, engine_intervals
 from penstock.planner.search._residency import Arena, EvictionChoice, ResidencySearch
 from penstock.planner.search._sequence import PRIORITY_STRATEGIES

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from penstock.codegen import to_struct
-from penstock.graph import Kind, StepGraph, alignment_bytes
+from penstock.graph import Kind, StepGraph, Storage, alignment_bytes
+from penstock.planner._native_calls import flatten
 from penstock.planner.search._library import engine
 
 READ, WRITE, CREATE = 0, 1, 2
-PERSISTENT, INPUT, KEPT, PINNED = 1, 2, 4, 8
+PERSISTENT, INPUT, KEPT = 1, 2, 4
 
 
 class GreedyWeights(NamedTuple):
@@ -42,42 +40,6 @@ class GreedyWeights(NamedTuple):
     window: int = 128
 
 
-@dataclass(frozen=True)
-class _ProblemArguments:
-    """`struct ProblemArguments` of engine.cpp."""
-
-    num_operators: int
-    num_objects: int
-    seconds: np.ndarray
-    bytes: np.ndarray
-    flags: np.ndarray
-    first_access: np.ndarray
-    access_object: np.ndarray
-    access_kind: np.ndarray
-    first_reuse: np.ndarray
-    reuse_from: np.ndarray
-    reuse_by: np.ndarray
-
-
-@dataclass(frozen=True)
-class _GreedyArguments:
-    """`struct GreedyArguments` of engine.cpp."""
-
-    first_predecessor: np.ndarray
-    predecessors: np.ndarray
-    base: np.ndarray
-    begin: int
-    end: int
-    fetch: float
-    create: float
-    release: float
-    late: float
-    capacity: int
-    window: int
-    noise: np.ndarray | None
-    order: np.ndarray
-
-
 class Problem:
     """A step graph as the engine sees it.
 
@@ -99,41 +61,25 @@ class Problem:
         self.actual_bytes = np.array([s.num_bytes for s in graph.storages], dtype=np.int64)
         self.alignment = alignment_bytes(graph) if alignment is None else alignment
         self.object_bytes = -(-self.actual_bytes // self.alignment) * self.alignment
-        flags = [_flags(graph, storage) for storage in range(len(graph.storages))]
-        self.object_flags = np.array(flags, np.uint8)
-        accesses = [_accesses(graph, operator) for operator in range(len(graph.operators))]
-        reuses = [_reuses(graph, operator) for operator in range(len(graph.operators))]
-        self.first_access = _offsets(accesses)
-        self.access_object = np.array([o for part in accesses for o, _ in part], dtype=np.int32)
-        self.access_kind = np.array([kind for part in accesses for _, kind in part], dtype=np.uint8)
-        arguments = _ProblemArguments(
-            num_operators=len(graph.operators),
-            num_objects=len(graph.storages),
-            seconds=self.operator_seconds,
-            bytes=self.object_bytes,
-            flags=self.object_flags,
-            first_access=self.first_access,
-            access_object=self.access_object,
-            access_kind=self.access_kind,
-            first_reuse=_offsets(reuses),
-            reuse_from=np.array([a for part in reuses for a, _ in part], dtype=np.int32),
-            reuse_by=np.array([b for part in reuses for _, b in part], dtype=np.int32),
+        operators = range(len(graph.operators))
+        accesses = [_accesses(graph, operator) for operator in operators]
+        reuses = [_reuses(graph, operator) for operator in operators]
+        self.handle = engine().problem_new(
+            len(graph.operators),
+            len(graph.storages),
+            self.operator_seconds,
+            self.object_bytes,
+            np.array([_flags(storage) for storage in graph.storages], np.uint8),
+            *flatten([list(kinds) for kinds in accesses], np.int32),
+            flatten([list(kinds.values()) for kinds in accesses], np.int32)[1].astype(np.uint8),
+            *flatten([[old for old, _ in pairs] for pairs in reuses], np.int32),
+            flatten([[new for _, new in pairs] for pairs in reuses], np.int32)[1],
+            *flatten(graph.predecessors, np.int32),
         )
-        self.handle = engine().problem_new(ctypes.byref(to_struct(arguments)))
         weakref.finalize(self, engine().problem_free, self.handle)
-        self._first_predecessor = np.cumsum([0, *map(len, graph.predecessors)], dtype=np.int32)
-        self._predecessors = np.array(
-            [before for part in graph.predecessors for before in part], dtype=np.int32
-        )
 
     def greedy_order(
-        self,
-        base: np.ndarray,
-        weights: GreedyWeights,
-        *,
-        begin: int = 0,
-        end: int | None = None,
-        noise: np.ndarray | None = None,
+        self, base: np.ndarray, weights: GreedyWeights, *, begin: int = 0, end: int | None = None
     ) -> np.ndarray:
         """Order the operators at positions [begin, end) of a valid order anew, greedily.
 
@@ -142,35 +88,26 @@ class Problem:
             weights: Weights of the score.
             begin: First position that may change.
             end: Last one, exclusive; None: the end.
-            noise: For each operator the fraction by which its score is changed.
 
         Returns:
             A valid order.
         """
-        arguments = _GreedyArguments(
-            first_predecessor=self._first_predecessor,
-            predecessors=self._predecessors,
-            base=np.ascontiguousarray(base, np.int32),
-            begin=begin,
-            end=len(base) if end is None else end,
-            **weights._asdict(),
-            noise=None if noise is None else np.ascontiguousarray(noise, np.float32),
-            order=np.empty(len(base), np.int32),
-        )
-        engine().problem_greedy_order(self.handle, ctypes.byref(to_struct(arguments)))
-        return arguments.order
+        base, order = np.ascontiguousarray(base, np.int32), np.empty(len(base), np.int32)
+        end = len(base) if end is None else end
+        parameters = np.array(weights, np.float64)
+        engine().problem_greedy_order(self.handle, base, begin, end, parameters, order)
+        return order
 
 
-def _flags(graph: StepGraph, index: int) -> int:
-    storage = graph.storages[index]
+def _flags(storage: Storage) -> int:
     if storage.persistent:
         return PERSISTENT
     flags = INPUT if storage.initial is not None else 0
     return flags | (KEPT if storage.final is not None else 0)
 
 
-def _accesses(graph: StepGraph, index: int) -> list[tuple[int, int]]:
-    """Return the objects that an operator accesses and the kinds of access, each object once."""
+def _accesses(graph: StepGraph, index: int) -> dict[int, int]:
+    """Return the kind of access by object that an operator accesses."""
     operator = graph.operators[index]
     kinds: dict[int, int] = {}
     for value in operator.reads:
@@ -180,7 +117,7 @@ def _accesses(graph: StepGraph, index: int) -> list[tuple[int, int]]:
     for value in operator.creates:
         storage = graph.storage_of_value[value]
         kinds[storage] = WRITE if graph.storages[storage].persistent else CREATE
-    return [(o, kind) for o, kind in kinds.items() if graph.storages[o].num_bytes]
+    return {item: kind for item, kind in kinds.items() if graph.storages[item].num_bytes}
 
 
 def _reuses(graph: StepGraph, index: int) -> list[tuple[int, int]]:
@@ -191,7 +128,3 @@ def _reuses(graph: StepGraph, index: int) -> list[tuple[int, int]]:
         if not graph.storages[graph.storage_of_value[created]].persistent
         and graph.storages[graph.storage_of_value[read]].kind != Kind.INPUT
     ]
-
-
-def _offsets(parts: list[list[tuple[int, int]]]) -> np.ndarray:
-    return np.cumsum([0, *map(len, parts)], dtype=np.int32)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.planner._link_rates import LinkRates
+from penstock.planner._request import LinkRates
 from penstock.planner.search._sequence import MAX_PREFETCH_DISTANCE, OperatorSequence, ReplayTimes
 
 SHARES = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.25)
@@ -45,10 +45,12 @@ class Arena:
     Attributes:
         capacity: Bytes of the arena.
         lower: The lower tiers; None: there are none, so nothing leaves.
+        workspace_bytes: Of the device, beside the arena.
     """
 
     capacity: int
     lower: LowerTiers | None
+    workspace_bytes: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +77,26 @@ class EvictionChoice:
     def seconds(self) -> float:
         """Time of a step, interference included."""
         return self.replay.step_seconds + self.interference_seconds
+
+    def windows(self, slack: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+        """Return for each hole when its storage has left, and when it begins to come back.
+
+        Both are boundaries; those of the next step count on.
+
+        Args:
+            slack: Part of the boundaries of each transfer that it has; 0: transfers take no time.
+        """
+        sequence, replay, num_positions = self.sequence, self.replay, len(self.shares)
+        after, use = sequence.hole_start + np.int64(1), sequence.hole_end.astype(np.int64)
+        left = np.where(sequence.dirty(self.evicted), replay.out_end, after)
+        left = after + ((np.clip(left, after, use) - after) * slack).astype(np.int64)
+        # The engine counts from the step of the next use.
+        ahead = np.minimum(use % num_positions - replay.in_start, num_positions)
+        return left, np.clip(use - (ahead * slack).astype(np.int64), left, use)
+
+    def parts(self, slack: float = 1.0) -> np.ndarray:
+        """Return the `PART`s between evicted holes; `slack` as of `windows`."""
+        return self.sequence.cut(self.evicted, *self.windows(slack))
 
 
 class ResidencySearch:
