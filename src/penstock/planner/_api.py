@@ -25,13 +25,19 @@ from penstock.memory import machine as known_machine
 from penstock.planner._assemble import compute_bound
 from penstock.planner._plan import Plan
 from penstock.planner._plan_records import Bound, Budget, Found
-from penstock.planner._references import fastest_with_references
 from penstock.planner._request import PlanRequest
 from penstock.planner.bounds import lower_bound
 from penstock.planner.exact import exact
 from penstock.planner.genetic import plan_genetic
-from penstock.planner.paging import peak_of_program_order, require_tiers
-from penstock.planner.search import load_engine, plan_auto
+from penstock.planner.paging import (
+    PAGING_POLICIES,
+    PagingPolicy,
+    estimate_paging_seconds,
+    peak_of_program_order,
+    plan_by_paging,
+    require_tiers,
+)
+from penstock.planner.search import interference_per_byte, load_engine, plan_auto
 from penstock.units import parse_bytes, parse_share
 
 _logger = logging.getLogger(__name__)
@@ -307,3 +313,58 @@ def _join_links(links: dict[Link, LinkProfile]) -> None:
                 links[link] = LinkProfile(assumed, (assumed, assumed), 0)
         if first in links and second in links:
             links[direct] = min(links[first], links[second], key=lambda link: link.bytes_per_second)
+
+
+_logger = logging.getLogger(__name__)
+
+# A plan on demand that takes this many times as long in bytes alone gets no addresses; of short
+# steps all do.
+_HOPELESS, _FEW_OPERATORS = 1.25, 500
+
+
+def fastest_with_references(request: PlanRequest, found: Plan | None, bound: Bound) -> Plan | None:
+    """Return a plan, or one on demand for the same budget and machine that is faster.
+
+    Args:
+        request: The step and what it is planned for. After its deadline nothing more is tried, if
+            there is a plan.
+        found: The plan that a search found; None if it found none.
+        bound: For the plan that is returned, if it is another one.
+
+    Returns:
+        `found`, or what is faster; `notes["finalist"]` then says which. None if there is none.
+    """
+    best = found
+    for policy in PAGING_POLICIES:
+        if best is not None and not request.seconds_left():
+            break
+        unlimited = dataclasses.replace(request, deadline=math.inf)
+        try:
+            other = _plan_if_worth_it(unlimited if best is None else request, policy, best)
+        except InfeasibleError:
+            continue
+        if other is None or (best is not None and _total_seconds(other) >= _total_seconds(best)):
+            continue
+        _logger.info("paging on demand (%s) is faster than what the search found", policy)
+        best = other
+    if best is None or best is found:
+        return found
+    notes = {**(found.notes if found is not None else {}), "finalist": best.method}
+    return dataclasses.replace(best, bound=bound, method="auto", notes=notes)
+
+
+def _plan_if_worth_it(request: PlanRequest, policy: PagingPolicy, best: Plan | None) -> Plan | None:
+    """An policy's plan; None if it cannot be the fastest."""
+    if best is not None and len(request.graph.operators) > _FEW_OPERATORS:
+        seconds = estimate_paging_seconds(request, policy=policy)
+        if seconds > best.step_seconds * _HOPELESS:
+            return None
+    return plan_by_paging(dataclasses.replace(request, progress=None), policy=policy)
+
+
+def _total_seconds(plan: Plan) -> float:
+    """Time of a step with what its copies cost computing, which is what the search minimises."""
+    moved = plan.bytes_moved.items()
+    return plan.step_seconds + sum(
+        num_bytes * interference_per_byte(link, plan.machine) for link, num_bytes in moved
+    )

@@ -10,7 +10,6 @@ from penstock.errors import InfeasibleError
 from penstock.planner import Budget, check
 from penstock.planner._request import LinkRates
 from penstock.planner.genetic import _genetic
-from penstock.planner.genetic._evaluator import Evaluator
 from penstock.planner.genetic._genes import (
     Schedules,
     cross_allocations,
@@ -18,7 +17,7 @@ from penstock.planner.genetic._genes import (
     mutate_allocation,
     random_classes,
 )
-from penstock.planner.genetic._genetic import plan_genetic
+from penstock.planner.genetic._genetic import Evaluator, plan_genetic
 from penstock.planner.paging._accesses import (
     order_step,
     peak_of_program_order,

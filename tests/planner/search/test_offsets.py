@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from graphs import chain_step, random_graph
 from penstock.graph import Kind, StepGraph, Storage, alignment_bytes
 from penstock.planner._request import LinkRates
-from penstock.planner.search._library import INTERVAL
+from penstock.planner.search._finalists import PrioritySearch, improve_offsets
 from penstock.planner.search._offsets import engine_intervals
-from penstock.planner.search._priority_search import PrioritySearch, improve_offsets
-from penstock.planner.search._problem import Problem
+from penstock.planner.search._problem import INTERVAL, Problem
 from penstock.planner.search._residency import Arena, LowerTiers, ResidencySearch
 from penstock.planner.search._sequence import NUM_STRATEGIES, OperatorSequence
 

@@ -23,7 +23,7 @@ from penstock.graph import StepGraph
 from penstock.memory import Tier
 from penstock.planner._plan_records import Bound
 from penstock.planner._request import LinkRates, PlanRequest
-from penstock.planner.bounds._chain import chain_bound
+from penstock.planner.bounds._cuts import NUM_CUTS, chain_bound, window_bound
 from penstock.planner.bounds._fixed_order import (
     FixedOrder,
     LiveRangeTable,
@@ -34,7 +34,6 @@ from penstock.planner.bounds._forced import MAX_OPERATORS, Forced, find_forced, 
 from penstock.planner.bounds._recomputation import recomputation_bound
 from penstock.planner.bounds._residency import residency_bound
 from penstock.planner.bounds._segments import segment_bound
-from penstock.planner.bounds._windows import NUM_CUTS, window_bound
 
 _log = logging.getLogger(__name__)
 

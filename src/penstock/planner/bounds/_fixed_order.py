@@ -84,10 +84,7 @@ def tabulate_live_ranges(
 ) -> LiveRangeTable:
     """Find the live ranges of all values.
 
-    Args:
-        graph: The step.
-        order: Each operator once.
-        may_grow: Whether operators may run again, so that something may run after the last one.
+    `may_grow`: operators may run again, so that something may run after the last one.
     """
     ranges = live_ranges(graph, order, may_grow=may_grow)
     holes: list[tuple[int, int, int]] = []

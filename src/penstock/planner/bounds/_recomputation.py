@@ -30,14 +30,6 @@ def recomputation_bound(
 ) -> float | None:
     """Bound the time of a step in any order, with second runs, by absent bytes at an operator.
 
-    Args:
-        graph: The step.
-        forced: Bytes that are live when operators run, and their ancestors and descendants.
-        operator_seconds: Time of each operator.
-        capacity: Bytes of the arena.
-        rates: Of the links.
-        time_limit: Seconds.
-
     Returns:
         The bound in seconds, the largest of those at a few operators; None if it takes too long.
     """

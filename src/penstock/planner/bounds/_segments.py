@@ -31,10 +31,6 @@ _SLACK = 1 - 1e-9  # of the times of halves, so that rounding makes no segment i
 def segment_bound(order: FixedOrder, *, time_limit: float) -> float | None:
     """Solve an integer program for each segment of an order.
 
-    Args:
-        order: The step.
-        time_limit: Seconds.
-
     Returns:
         The bound in seconds; it grows with the time.
     """

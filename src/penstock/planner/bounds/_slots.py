@@ -82,12 +82,7 @@ def slots_bound(
 ) -> float | None:
     """Solve for the least time of a step.
 
-    Args:
-        slots: The slots.
-        absences: Bytes of each.
-        rates: Of the links.
-        unit: Bytes that the program counts as one.
-        time_limit: Seconds.
+    `unit` are the bytes that the program counts as one; `time_limit` is in seconds.
 
     Returns:
         The bound in seconds; None if it takes too long.

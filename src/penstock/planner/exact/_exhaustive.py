@@ -21,8 +21,14 @@ from penstock.planner._plan import Plan
 from penstock.planner._plan_records import Budget, Transfer
 from penstock.planner._request import PlanRequest
 from penstock.planner._simulate import step_seconds_of
-from penstock.planner.exact._addresses import find_offsets, place
-from penstock.planner.exact._evictions import Eviction, derive_movement, last_read, live_bytes
+from penstock.planner.exact._addresses import (
+    Eviction,
+    derive_movement,
+    find_offsets,
+    last_read,
+    live_bytes,
+    place,
+)
 
 
 @dataclass(frozen=True)

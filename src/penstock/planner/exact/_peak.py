@@ -119,7 +119,7 @@ class _PeakSearch:
         # No order is below the bytes that an operator forces to be live.
         least = max(self.given, int(forced_bytes(graph).max(initial=0)))
         heap: list[tuple[int, int, int, int]] = [(least, 0, self.given, 0)]
-        parent: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+        parent: dict[int, tuple[int, int]] = {}
         ready_of = {0: ready}
         best = {0: least}
         proved = True
@@ -143,7 +143,7 @@ class _PeakSearch:
                 reached = done | 1 << operator
                 if higher < best.get(reached, higher + 1):
                     best[reached] = higher
-                    parent[reached] = (done, (operator,))
+                    parent[reached] = done, operator
                     ready_of[reached] = ready_of[done] - {operator} | {
                         later for later in self.after[operator] if not self.before[later] & ~reached
                     }
@@ -151,11 +151,11 @@ class _PeakSearch:
         raise AssertionError("a graph has an order")
 
 
-def _read_order(parent: dict[int, tuple[int, tuple[int, ...]]], done: int) -> tuple[int, ...]:
+def _read_order(parent: dict[int, tuple[int, int]], done: int) -> tuple[int, ...]:
     order: list[int] = []
     while done:
         done, last = parent[done]
-        order += last
+        order.append(last)
     return tuple(reversed(order))
 
 

@@ -13,8 +13,7 @@ from typing import NamedTuple
 from penstock.graph import StepGraph
 from penstock.planner._live_ranges import ResidentInterval
 from penstock.planner._plan_records import Transfer
-from penstock.planner.exact._addresses import aligned_graph, find_offsets
-from penstock.planner.exact._evictions import derive_movement
+from penstock.planner.exact._addresses import aligned_graph, derive_movement, find_offsets
 from penstock.planner.exact._exact_program import ExactProgram, Solution
 from penstock.planner.exact._groups import OperatorGroups, group_operators, separate_operators
 from penstock.planner.exact._order_relaxation import OrderRelaxation
@@ -57,14 +56,7 @@ class Incumbent(NamedTuple):
 
 
 class TrafficSearch:
-    """A search for the order and residency with the least traffic.
-
-    Args:
-        graph: The step.
-        device_bytes: The budget, workspace included.
-        reorder: Whether operators may run in another order than the program's.
-        time_limit: Seconds.
-    """
+    """A search for the order and residency with the least traffic."""
 
     def __init__(
         self, graph: StepGraph, device_bytes: int, *, reorder: bool, time_limit: float
@@ -205,18 +197,12 @@ class TrafficSearch:
                 return Incumbent(found, best.least, False)
         return best
 
-    def find_offsets(
-        self, order: Sequence[int], intervals: Sequence[ResidentInterval]
-    ) -> Sequence[int] | None:
-        """Return an address for each interval, if some were found."""
-        return find_offsets(
-            self.graph, order, intervals, self.device_bytes, time_limit=_PACK_SECONDS
-        )
-
     def _pack_solution(self, solution: Solution) -> Packed | None:
         order = solution.order
         intervals, transfers = derive_movement(
             self.graph, len(order), solution.live_ranges, solution.evictions
         )
-        offsets = self.find_offsets(order, intervals)
+        offsets = find_offsets(
+            self.graph, order, intervals, self.device_bytes, time_limit=_PACK_SECONDS
+        )
         return None if offsets is None else Packed(order, intervals, transfers, offsets)

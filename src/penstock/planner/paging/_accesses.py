@@ -77,11 +77,8 @@ def order_step(
 ) -> OrderedStep:
     """Return a graph in an order, with the accesses to memory along it.
 
-    Args:
-        graph: The graph.
-        order: Operators by position; the program's own if None.
-        in_place: Whether results reuse the place of operands whose live range ends there
-            (`Operator.may_overwrite`).
+    With `in_place` results reuse the place of operands whose live range ends there
+    (`Operator.may_overwrite`). Without `order` it is the program's own.
     """
     order = tuple(range(len(graph.operators)) if order is None else order)
     unit = alignment_bytes(graph)
@@ -218,10 +215,6 @@ def peak_of_program_order(graph: StepGraph, *, in_place: bool = False) -> int:
 
     Persistent storages are there throughout, activations and gradients from the operator that
     makes them to the last one that needs them; the largest workspace is added.
-
-    Example:
-        >>> peak_of_program_order(graph)  # doctest: +SKIP
-        16106127360
 
     Args:
         graph: A captured step.

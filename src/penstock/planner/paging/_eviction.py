@@ -95,12 +95,8 @@ def page_step(
 ) -> PagedStep:
     """Find the allocations of a step that repeats, with demand paging.
 
-    Args:
-        step: The graph in its order.
-        capacity: Bytes of the device.
-        eviction: `"lru"` evicts the value that was used the longest ago, `"belady"` the one that
-            is used again the latest (Belady 1966).
-        candidates: Values that may leave at all; any if None.
+    `"lru"` evicts the value that was used the longest ago, `"belady"` the one that is used
+    again the latest (Belady 1966), if it is one of the candidates.
 
     Raises:
         InfeasibleError: An operator's operands and results do not fit.

@@ -181,10 +181,7 @@ def simulate_streams(
 ) -> tuple[float, list[int]]:
     """Run steps on three streams until they repeat.
 
-    Args:
-        seconds: Time of the operator at each position.
-        writes: In the order of their link, with starts from 0 on.
-        loads: In the order of theirs.
+    Transfers are in the order of their link; starts of writes count from 0.
 
     Returns:
         Seconds of a step, and for each write the boundary at which it is really finished.

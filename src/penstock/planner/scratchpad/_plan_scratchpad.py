@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from penstock.errors import InfeasibleError
 from penstock.planner.packing import Buffer, pack
 from penstock.planner.scratchpad._bound import bound_all_orders
-from penstock.planner.scratchpad._greedy import spill_greedily
 from penstock.planner.scratchpad._residency import (
     BufferHole,
     ResidencyProgram,
     find_holes,
+    spill_greedily,
     used_bytes,
 )
 from penstock.planner.scratchpad._search import load_search, search_orders

@@ -20,7 +20,7 @@ from penstock.errors import InfeasibleError
 from penstock.planner._live_ranges import occupied_bytes
 from penstock.planner._request import LinkRates
 from penstock.planner.packing import Buffer, pack
-from penstock.planner.search._library import ALWAYS, INTERVAL
+from penstock.planner.search._problem import ALWAYS, INTERVAL
 from penstock.planner.search._residency import Arena, EvictionChoice, ResidencySearch
 from penstock.planner.search._sequence import NUM_STRATEGIES
 
@@ -43,11 +43,8 @@ def assign_offsets(
 ) -> Addressed | None:
     """Find offsets by the engine, for the choice, or for one for a little less where none fit.
 
-    Args:
-        choice: The choice, with times for which bytes alone were counted.
-        arena: The arena.
-        worth: Seconds of a step that has to be beaten.
-        deadline: Time by `time.monotonic` at which to stop, unless any plan would do.
+    The choice has times for which bytes alone were counted; `worth` are the seconds of a step
+    that have to be beaten, after the deadline any plan does.
 
     Returns:
         The fastest that was found; None if there are no offsets, or none that beat `worth`.
@@ -123,12 +120,7 @@ def pack_offsets(
 ) -> Addressed:
     """Find offsets by the packer.
 
-    Args:
-        choice: The choice.
-        arena: The arena.
-        pack_seconds: Time for each packing.
-        deadline: Time by `time.monotonic` after which bytes are reserved for uses only.
-        seed: For the packer.
+    After the deadline bytes are reserved for uses only.
 
     Raises:
         InfeasibleError: No packing fits the capacity; `sufficient_device_bytes` is the lowest.

@@ -18,7 +18,7 @@ from penstock.planner._assemble import assemble
 from penstock.planner._plan import Plan
 from penstock.planner._plan_records import Bound, Placement, Transfer
 from penstock.planner._request import PlanRequest
-from penstock.planner.search._library import NO_HOLE
+from penstock.planner.search._problem import NO_HOLE
 from penstock.planner.search._residency import EvictionChoice
 from penstock.planner.search._sequence import OperatorSequence
 
@@ -34,13 +34,8 @@ def plan_residency(
 ) -> Plan:
     """Turn a choice of evictions with addresses into a plan.
 
-    Args:
-        request: The step, and what the plan is for; tiers of the choice are those of its `links`.
-        choice: The choice, with the times that its addresses allow.
-        offsets: Of each chain of parts, of which each reuses the place of the one before.
-        method: As of `assemble`; so are the others.
-        bound: Lower bound of the time of a step.
-        notes: For `Plan.notes`.
+    Tiers of the choice are those of the request's `links`, its times those that its addresses
+    allow; there is an offset for each chain of parts that reuse each other's place.
     """
     values, links = _Values(choice.sequence), request.links
     placements = [

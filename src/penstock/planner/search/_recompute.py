@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.graph import Phase, StepGraph
 from penstock.planner._native_calls import flatten
-from penstock.planner.search._library import engine
+from penstock.planner.search._problem import engine
 
 _MAX_CHAIN = 512  # operators run again for one operand
 
@@ -31,9 +31,6 @@ def mark_brief(items: Iterable[int]) -> frozenset[int]:
 
 class RecomputeChains:
     """Chains of operators by which the values of a graph can be made again.
-
-    Args:
-        graph: The graph.
 
     Attributes:
         chain_of: For each storage that can be dropped the operators that make it, in order.

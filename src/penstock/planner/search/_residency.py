@@ -100,13 +100,7 @@ class EvictionChoice:
 
 
 class ResidencySearch:
-    """A search for evictions of one order.
-
-    Args:
-        sequence: The order.
-        arena: The arena.
-        prefetch_distance: Positions ahead of their use at which values may be fetched, at most.
-    """
+    """A search for evictions of one order."""
 
     def __init__(
         self,
@@ -189,11 +183,6 @@ class ResidencySearch:
         on_better: Callable[[EvictionChoice], object],
     ) -> EvictionChoice:
         """Change the profile piece by piece while that helps and time is left.
-
-        Args:
-            best: The choice to begin with.
-            deadline: Time by `time.monotonic` at which to stop.
-            on_better: Called with each improvement.
 
         Returns:
             The best found.

@@ -16,8 +16,7 @@ import numpy as np
 
 from penstock.planner._live_ranges import occupied_bytes
 from penstock.planner._request import LinkRates
-from penstock.planner.search._library import INTERVAL, PART, engine
-from penstock.planner.search._problem import Problem
+from penstock.planner.search._problem import INTERVAL, PART, Problem, engine
 
 # Smaller objects leave only where larger ones are not enough: a transfer has a fixed cost.
 MIN_EVICTED_BYTES = 64 * 1024
@@ -131,12 +130,7 @@ class OperatorSequence:
     def class_needs(
         self, class_of_object: np.ndarray, num_classes: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the slots that each size class needs: at the least, and for nothing to leave.
-
-        Args:
-            class_of_object: For each object its class; -1 for those without bytes.
-            num_classes: Number of classes.
-        """
+        """Return the slots that each size class needs: at the least, and for nothing to leave."""
         least, most = np.zeros((2, num_classes), np.int64)
         engine().sequence_class_needs(self._handle, class_of_object, num_classes, least, most)
         return least, most
@@ -145,11 +139,6 @@ class OperatorSequence:
         self, class_of_object: np.ndarray, counts: np.ndarray, class_bytes: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray] | None:
         """Choose evictions where memory consists of equal slots for each size class.
-
-        Args:
-            class_of_object: For each object its class; -1 for those without bytes.
-            counts: Slots of each class.
-            class_bytes: Bytes of a slot of each class.
 
         Returns:
             For each hole whether its object leaves, and an `INTERVAL` with its address for each
