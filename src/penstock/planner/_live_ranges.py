@@ -17,15 +17,10 @@ from penstock.graph import StepGraph, Storage
 
 
 class Hole(NamedTuple):
-    """The part of a live range between two uses, in which the value may be absent.
+    """The part of a live range between two uses, in which the value may be absent."""
 
-    Attributes:
-        begin: Position of the use before it.
-        end: Position of the use after it.
-    """
-
-    begin: int
-    end: int
+    begin: int  # position of the use before it
+    end: int  # position of the use after it
 
     @property
     def positions(self) -> range:
@@ -34,23 +29,17 @@ class Hole(NamedTuple):
 
 
 class LiveRange(NamedTuple):
-    """A value from its definition to its last use.
+    """A value from its definition to its last use."""
 
-    Attributes:
-        value: Index of the value, by its name in the step that defines it.
-        uses: Positions in order; the first is that of the definition, or of any use if no step
-            changes the value.
-        end: Boundary at which its place is free, or is reused in place.
-        is_constant: Whether no step changes it: a copy below the device never becomes stale, and
-            the last use is the first one of the next step.
-        made_by: Operator that defines it; -1 if it is given, or constant.
-    """
-
-    value: int
+    value: int  # index of the value, by its name in the step that defines it
+    # Positions in order; the first is that of the definition, or of any use if no step changes the
+    # value.
     uses: tuple[int, ...]
-    end: int
+    end: int  # boundary at which its place is free, or is reused in place
+    # Whether no step changes it: a copy below the device never becomes stale, and the last use is
+    # the first one of the next step.
     is_constant: bool = False
-    made_by: int = -1
+    made_by: int = -1  # operator that defines it; -1 if it is given, or constant
 
     @property
     def holes(self) -> list[Hole]:
@@ -59,17 +48,11 @@ class LiveRange(NamedTuple):
 
 
 class ResidentInterval(NamedTuple):
-    """A value on the device, at an address that is not said.
+    """A value on the device, at an address that is not said."""
 
-    Attributes:
-        value: Index of the value, by its name in the step in which the interval starts.
-        start: First boundary, as of `Placement`.
-        end: Last boundary, exclusive.
-    """
-
-    value: int
-    start: int
-    end: int
+    value: int  # index of the value, by its name in the step in which the interval starts
+    start: int  # first boundary, as of `Placement`
+    end: int  # last boundary, exclusive
 
 
 def occupied_bytes(

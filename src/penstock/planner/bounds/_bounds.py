@@ -197,15 +197,10 @@ def _require_capacity(
 
 
 class WorkingSet(NamedTuple):
-    """Bytes that some operator alone needs in any order: no plan takes less.
+    """Bytes that some operator alone needs in any order: no plan takes less."""
 
-    Attributes:
-        num_bytes: Of the device, workspace included; bytes as they are, without alignment.
-        operator: Name of the operator that needs the most.
-    """
-
-    num_bytes: int
-    operator: str
+    num_bytes: int  # of the device, workspace included; bytes as they are, without alignment
+    operator: str  # name of the operator that needs the most
 
 
 def working_set(graph: StepGraph) -> WorkingSet:

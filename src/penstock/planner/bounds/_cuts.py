@@ -105,16 +105,11 @@ def _chain(forced: Forced, seconds: np.ndarray, excess: np.ndarray, num_cuts: in
 
 @dataclass(frozen=True)
 class _ChainOrder:
-    """Certain orders between operators and those of a chain.
+    """Certain orders between operators and those of a chain."""
 
-    Attributes:
-        num_slots: One more than the operators of the chain, which count from 1.
-        after: Per operator: the last of the chain that it is or follows; 0 is the start.
-        before: Per operator: the first of the chain that it is or precedes; `num_slots` is the end.
-    """
-
-    num_slots: int
-    after: np.ndarray
+    num_slots: int  # one more than the operators of the chain, which count from 1
+    after: np.ndarray  # per operator: the last of the chain that it is or follows; 0 is the start
+    # Per operator: the first of the chain that it is or precedes; `num_slots` is the end.
     before: np.ndarray
 
     @classmethod

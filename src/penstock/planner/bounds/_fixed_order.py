@@ -14,32 +14,21 @@ from penstock.planner._request import LinkRates
 
 @dataclass(frozen=True, kw_only=True)
 class LiveRangeTable:
-    """All live ranges and holes of an order; arrays have one entry per live range or per hole.
+    """All live ranges and holes of an order; arrays have one entry per live range or per hole."""
 
-    Attributes:
-        value: Value of each live range, by its name in the step that defines it.
-        num_bytes: Its bytes.
-        defined: Position of its first use.
-        made_by: Operator that defines it; -1 for what is given.
-        is_constant: Whether no step changes it, so that a copy below the device never becomes
-            stale.
-        hole_range: Live range of each hole; only holes with a position inside.
-        hole_begin: Position of the use before the hole.
-        hole_end: Position of the use after it.
-        live_bytes: Per position: bytes on the device while its operator runs, if nothing is
-            evicted; of a place that is reused at once, old and new value count once.
-        used_bytes: Per position: bytes that its operator needs and makes, counted in that way.
-    """
-
-    value: np.ndarray
-    num_bytes: np.ndarray
-    defined: np.ndarray
-    made_by: np.ndarray
+    value: np.ndarray  # value of each live range, by its name in the step that defines it
+    num_bytes: np.ndarray  # its bytes
+    defined: np.ndarray  # position of its first use
+    made_by: np.ndarray  # operator that defines it; -1 for what is given
+    # Whether no step changes it, so that a copy below the device never becomes stale.
     is_constant: np.ndarray
-    hole_range: np.ndarray
-    hole_begin: np.ndarray
-    hole_end: np.ndarray
+    hole_range: np.ndarray  # live range of each hole; only holes with a position inside
+    hole_begin: np.ndarray  # position of the use before the hole
+    hole_end: np.ndarray  # position of the use after it
+    # Per position: bytes on the device while its operator runs, if nothing is evicted; of a place
+    # that is reused at once, old and new value count once.
     live_bytes: np.ndarray
+    # Per position: bytes that its operator needs and makes, counted in that way.
     used_bytes: np.ndarray
 
     def evictable_bytes(self) -> np.ndarray:
@@ -50,22 +39,14 @@ class LiveRangeTable:
 
 @dataclass(frozen=True)
 class FixedOrder:
-    """A step whose operators first run in a given order, in an arena with links.
-
-    Attributes:
-        graph: The step.
-        table: Live ranges and holes of the order.
-        seconds: Time of the operator at each position.
-        capacity: Bytes of the arena.
-        rates: Of the links.
-        again: Time of each operator (by index) if it may run again; None if none may.
-    """
+    """A step whose operators first run in a given order, in an arena with links."""
 
     graph: StepGraph
-    table: LiveRangeTable
-    seconds: np.ndarray
-    capacity: int
-    rates: LinkRates
+    table: LiveRangeTable  # live ranges and holes of the order
+    seconds: np.ndarray  # time of the operator at each position
+    capacity: int  # bytes of the arena
+    rates: LinkRates  # of the links
+    # Time of each operator (by index) if it may run again; None if none may.
     again: np.ndarray | None
 
     @property

@@ -64,40 +64,26 @@ def _least_seconds(
 
 
 class _SegmentHole(NamedTuple):
-    """A hole of a large value in a segment, in which it may be absent.
+    """A hole of a large value in a segment, in which it may be absent."""
 
-    Attributes:
-        num_bytes: Of the value.
-        first: The first cut in the hole.
-        last: Behind the last one.
-        returns: Whether the hole ends in the segment, so that an absent value returns.
-        copy: Number of the copy that the segment writes before the value can be absent; None: the
-            copy exists.
-    """
-
-    num_bytes: int
-    first: int
-    last: int
-    returns: bool
+    num_bytes: int  # of the value
+    first: int  # the first cut in the hole
+    last: int  # behind the last one
+    returns: bool  # whether the hole ends in the segment, so that an absent value returns
+    # Number of the copy that the segment writes before the value can be absent; None: the copy
+    # exists.
     copy: int | None
 
 
 class _OrderSegment(NamedTuple):
-    """Operators between two positions, cut at those that use large values.
+    """Operators between two positions, cut at those that use large values."""
 
-    Attributes:
-        work: Per slot, from a cut to the next: seconds of its operators.
-        first: Of these the seconds of the first, the operator at the cut.
-        missing: Per cut: parts of the arena that have to be absent of the values in holes.
-        holes: Holes of large values.
-        made_in: Per copy: the slot in which its value is made.
-    """
-
-    work: tuple[float, ...]
-    first: tuple[float, ...]
+    work: tuple[float, ...]  # per slot, from a cut to the next: seconds of its operators
+    first: tuple[float, ...]  # of these the seconds of the first, the operator at the cut
+    # Per cut: parts of the arena that have to be absent of the values in holes.
     missing: tuple[int, ...]
-    holes: tuple[_SegmentHole, ...]
-    made_in: tuple[int, ...]
+    holes: tuple[_SegmentHole, ...]  # holes of large values
+    made_in: tuple[int, ...]  # per copy: the slot in which its value is made
 
     def least_seconds(
         self, order: FixedOrder, time_limit: float, halves: Sequence[float], num_cuts: int
@@ -219,21 +205,13 @@ class _SegmentProgram:
 
 
 class _LargeHole(NamedTuple):
-    """A hole of a large value, between the uses at two positions, perhaps of other steps.
+    """A hole of a large value, between the uses at two positions, perhaps of other steps."""
 
-    Attributes:
-        live_range: Live range of the value, and the step that makes it.
-        begin: Position of the use before it.
-        end: Position of the use after it.
-        num_bytes: Of the value.
-        made_at: Position at which it is made; None if it need not be written.
-    """
-
-    live_range: tuple[int, int]
-    begin: int
-    end: int
-    num_bytes: int
-    made_at: int | None
+    live_range: tuple[int, int]  # live range of the value, and the step that makes it
+    begin: int  # position of the use before it
+    end: int  # position of the use after it
+    num_bytes: int  # of the value
+    made_at: int | None  # position at which it is made; None if it need not be written
 
 
 class _LargeValues:

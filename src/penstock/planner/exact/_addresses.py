@@ -18,20 +18,13 @@ from penstock.planner.packing import Buffer, pack
 
 
 class Eviction(NamedTuple):
-    """A value that leaves after one of its uses and returns for the next.
+    """A value that leaves after one of its uses and returns for the next."""
 
-    Attributes:
-        live_range: Index of the live range.
-        hole: Index of the hole in it.
-        leaves: Boundary at which it leaves.
-        returns: Boundary at which it comes back.
-        reused_by: Value that the operator of the use before the hole writes in its place.
-    """
-
-    live_range: int
-    hole: int
-    leaves: int
-    returns: int
+    live_range: int  # index of the live range
+    hole: int  # index of the hole in it
+    leaves: int  # boundary at which it leaves
+    returns: int  # boundary at which it comes back
+    # Value that the operator of the use before the hole writes in its place.
     reused_by: int | None = None
 
 

@@ -33,16 +33,12 @@ from penstock.planner.exact._addresses import (
 
 @dataclass(frozen=True)
 class Limit:
-    """The end of a search.
+    """The end of a search."""
 
-    Attributes:
-        deadline: Time by `time.monotonic`.
-        processor_seconds: Time by `time.thread_time`, which other processes do not shorten.
-        least_processor_seconds: Time by the same clock from which on only the deadline counts.
-    """
-
-    deadline: float = math.inf
+    deadline: float = math.inf  # time by `time.monotonic`
+    # Time by `time.thread_time`, which other processes do not shorten.
     processor_seconds: float = math.inf
+    # Time by the same clock from which on only the deadline counts.
     least_processor_seconds: float = 0.0
 
     def is_over(self) -> bool:
@@ -162,20 +158,14 @@ def residencies(
 
 @dataclass(frozen=True)
 class _ReuseCase:
-    """An order and the places that results reuse in it, with everything resident.
+    """An order and the places that results reuse in it, with everything resident."""
 
-    Attributes:
-        order: Operators by position.
-        live_ranges: Those that end in reuse end a position earlier.
-        live_bytes: At each position.
-        reusable: By position and operand: results that may reuse its place.
-        reused: Positions, and the results that reuse the place of a live range that ends there.
-    """
-
-    order: tuple[int, ...]
-    live_ranges: tuple[LiveRange, ...]
-    live_bytes: np.ndarray
+    order: tuple[int, ...]  # operators by position
+    live_ranges: tuple[LiveRange, ...]  # those that end in reuse end a position earlier
+    live_bytes: np.ndarray  # at each position
+    # By position and operand: results that may reuse its place.
     reusable: dict[int, dict[int, set[int]]]
+    # Positions, and the results that reuse the place of a live range that ends there.
     reused: frozenset[tuple[int, int]]
 
 

@@ -42,17 +42,11 @@ class Packed(NamedTuple):
 
 
 class Incumbent(NamedTuple):
-    """The best solution so far, and how good it is.
+    """The best solution so far, and how good it is."""
 
-    Attributes:
-        packed: The solution; None if there is none yet.
-        least: Bytes that any solution moves.
-        proved: Whether no other moves less, or none exists.
-    """
-
-    packed: Packed | None
-    least: int
-    proved: bool
+    packed: Packed | None  # the solution; None if there is none yet
+    least: int  # bytes that any solution moves
+    proved: bool  # whether no other moves less, or none exists
 
 
 class TrafficSearch:

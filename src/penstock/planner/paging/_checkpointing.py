@@ -42,21 +42,14 @@ def name_layers(graph: StepGraph) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Saved:
-    """A value that forward makes and backward needs.
-
-    Attributes:
-        value: The value.
-        num_bytes: Its bytes.
-        layer: Of the operator that makes it.
-        is_border: Whether another layer's forward needs it, too.
-        chain: Operators that make it again, in order, if everything else that is saved is there;
-            None if it cannot be made again.
-    """
+    """A value that forward makes and backward needs."""
 
     value: int
-    num_bytes: int
-    layer: str
-    is_border: bool
+    num_bytes: int  # its bytes
+    layer: str  # of the operator that makes it
+    is_border: bool  # whether another layer's forward needs it, too
+    # Operators that make it again, in order, if everything else that is saved is there; None if it
+    # cannot be made again.
     chain: tuple[int, ...] | None
 
     @property

@@ -41,17 +41,11 @@ _FEW_OPERATORS, _HOPELESS = 500, 1.3
 
 @dataclass(frozen=True, eq=False)
 class SearchCandidate:
-    """An order with second runs and evictions that could be the plan's.
+    """An order with second runs and evictions that could be the plan's."""
 
-    Attributes:
-        order: Operators, each once.
-        dropped: Storages that are recomputed.
-        choice: Evictions, and the time of the step.
-    """
-
-    order: np.ndarray
-    dropped: frozenset[int]
-    choice: EvictionChoice
+    order: np.ndarray  # operators, each once
+    dropped: frozenset[int]  # storages that are recomputed
+    choice: EvictionChoice  # evictions, and the time of the step
 
     @property
     def seconds(self) -> float:

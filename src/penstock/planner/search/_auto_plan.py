@@ -170,19 +170,12 @@ _COPIES_TO_HOST, _COPIES_TO_FILE = 2.0, 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class GridRequest:
-    """A request on one grid of addresses.
+    """A request on one grid of addresses."""
 
-    Attributes:
-        request: The step and what it is planned for.
-        bound: Lower bound of its time.
-        alignment: Bytes of which offsets are multiples.
-        overhang: Bytes that the search has beyond the arena, as its objects take multiples.
-    """
-
-    request: PlanRequest
-    bound: Bound
-    alignment: int
-    overhang: int = 0
+    request: PlanRequest  # the step and what it is planned for
+    bound: Bound  # lower bound of its time
+    alignment: int  # bytes of which offsets are multiples
+    overhang: int = 0  # bytes that the search has beyond the arena, as its objects take multiples
 
     @functools.cached_property
     def arena(self) -> Arena:

@@ -126,22 +126,14 @@ class GreedyWeights(NamedTuple):
     The ready operator with the least score runs next:
 
         fetch * bytes fetched + create * bytes made - release * bytes freed + late * overtaken
-
-    Attributes:
-        fetch: Of operands that were last used long ago.
-        create: Of new results.
-        release: Of operands that are used for the last time.
-        late: Of each earlier operator of the program that has to wait, in bytes.
-        capacity: Bytes touched since its last use after which an operand counts as far away.
-        window: Number of candidates, the earliest in the program first.
     """
 
-    fetch: float
-    create: float
-    release: float
-    late: float
-    capacity: int
-    window: int = 128
+    fetch: float  # of operands that were last used long ago
+    create: float  # of new results
+    release: float  # of operands that are used for the last time
+    late: float  # of each earlier operator of the program that has to wait, in bytes
+    capacity: int  # bytes touched since its last use after which an operand counts as far away
+    window: int = 128  # number of candidates, the earliest in the program first
 
 
 class Problem:

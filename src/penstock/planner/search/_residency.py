@@ -25,53 +25,35 @@ _NUM_TIER_TRIES = 5
 
 @dataclass(frozen=True)
 class LowerTiers:
-    """Tiers below the device, as the search sees them.
+    """Tiers below the device, as the search sees them."""
 
-    Attributes:
-        rates: Of the links to the first tier, and of those to the second one, if there is one.
-        first_bytes: Bytes of the first tier; None: as many as needed.
-        interference: For each tier the seconds by which moving a byte slows the operators down.
-    """
-
+    # Of the links to the first tier, and of those to the second one, if there is one.
     rates: tuple[LinkRates, ...]
-    first_bytes: int | None = None
+    first_bytes: int | None = None  # bytes of the first tier; None: as many as needed
+    # For each tier the seconds by which moving a byte slows the operators down.
     interference: tuple[float, ...] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class Arena:
-    """Memory of a search.
+    """Memory of a search."""
 
-    Attributes:
-        capacity: Bytes of the arena.
-        lower: The lower tiers; None: there are none, so nothing leaves.
-        workspace_bytes: Of the device, beside the arena.
-    """
-
-    capacity: int
-    lower: LowerTiers | None
-    workspace_bytes: int = 0
+    capacity: int  # bytes of the arena
+    lower: LowerTiers | None  # the lower tiers; None: there are none, so nothing leaves
+    workspace_bytes: int = 0  # of the device, beside the arena
 
 
 @dataclass(frozen=True, eq=False)
 class EvictionChoice:
-    """Evictions for one order, with the times that follow.
-
-    Attributes:
-        sequence: The order.
-        evicted: For each hole whether its storage leaves.
-        replay: Times of the step and of the transfers.
-        shares: By position the share of the capacity for which the choice was made.
-        tier: For each hole the tier that its storage leaves to; None: all to the first.
-        interference_seconds: Time by which its transfers slow the operators down.
-    """
+    """Evictions for one order, with the times that follow."""
 
     sequence: OperatorSequence
-    evicted: np.ndarray
-    replay: ReplayTimes
-    shares: np.ndarray
+    evicted: np.ndarray  # for each hole whether its storage leaves
+    replay: ReplayTimes  # times of the step and of the transfers
+    shares: np.ndarray  # by position the share of the capacity for which the choice was made
+    # For each hole the tier that its storage leaves to; None: all to the first.
     tier: np.ndarray | None = None
-    interference_seconds: float = 0.0
+    interference_seconds: float = 0.0  # time by which its transfers slow the operators down
 
     @property
     def seconds(self) -> float:

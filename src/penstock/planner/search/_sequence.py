@@ -31,22 +31,15 @@ _LARGE = 8
 
 
 class ReplayTimes(NamedTuple):
-    """Times of a step with evictions.
+    """Times of a step with evictions."""
 
-    Attributes:
-        step_seconds: Time of a step once steps repeat.
-        overflow: Bytes above the capacity at the worst moment; at most 0 if all fits.
-        out_end: For each hole the boundary by which its object has left.
-        in_start: For each hole the boundary at which its object begins to come back; negative in
-            the step before.
-        starts: When each position's operator starts, in seconds since the step began.
-    """
-
-    step_seconds: float
-    overflow: int
-    out_end: np.ndarray
+    step_seconds: float  # time of a step once steps repeat
+    overflow: int  # bytes above the capacity at the worst moment; at most 0 if all fits
+    out_end: np.ndarray  # for each hole the boundary by which its object has left
+    # For each hole the boundary at which its object begins to come back; negative in the step
+    # before.
     in_start: np.ndarray
-    starts: np.ndarray
+    starts: np.ndarray  # when each position's operator starts, in seconds since the step began
 
 
 class OperatorSequence:
