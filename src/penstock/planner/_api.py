@@ -53,6 +53,9 @@ _FROZEN_BOUND_SHARE = 0.4  # for an order that may not change: its integer progr
 # most this share of the time limit is kept for it.
 _PLAN_TIMES, _MAX_PLAN_SHARE = 2.0, 0.25
 _LEAST_SHARE = 0.3  # of the time limit, for a graph after another one was too large
+# A plan on demand that takes this many times as long in bytes alone gets no addresses; of short
+# steps all do.
+_HOPELESS, _FEW_OPERATORS = 1.25, 500
 
 
 def plan(
@@ -276,26 +279,21 @@ def _tiers(
         tiers[Tier.HOST] = TierProfile(host_bytes)
     file_bytes = None
     if store is not None:
-        _join_links(links)
         file_store = FileStore.of(store)
-        known = tiers.get(Tier.FILE)
-        file_bytes = file_store.max_bytes or (known.capacity_bytes if known else 1 << 60)
-    budget = Budget(
-        device_bytes=None
-        if device_memory is None
-        else parse_bytes(device_memory, name="device_memory"),
-        host_bytes=host_bytes,
-        file_bytes=file_bytes,
-    )
-    if store is not None:
+        _join_links(links)
         to_file = (Link.DEVICE_TO_FILE, Link.FILE_TO_DEVICE)
         missing = [link.value for link in to_file if link not in links]
         if missing:
             raise ValueError(
-                f"store={os.fspath(FileStore.of(store).path)!r}: the profile of machine "
-                f"{profile.name!r} does not say how fast {missing[0]} is; pass "
-                "machine=penstock.probe(store)"
+                f"store={os.fspath(file_store.path)!r}: the profile of machine {profile.name!r} "
+                f"does not say how fast {missing[0]} is; pass machine=penstock.probe(store)"
             )
+        known = tiers.get(Tier.FILE)
+        file_bytes = file_store.max_bytes or (known.capacity_bytes if known else 1 << 60)
+    device_bytes = (
+        None if device_memory is None else parse_bytes(device_memory, name="device_memory")
+    )
+    budget = Budget(device_bytes=device_bytes, host_bytes=host_bytes, file_bytes=file_bytes)
     return budget, dataclasses.replace(profile, links=links, tiers=tiers)
 
 
@@ -313,13 +311,6 @@ def _join_links(links: dict[Link, LinkProfile]) -> None:
                 links[link] = LinkProfile(assumed, (assumed, assumed), 0)
         if first in links and second in links:
             links[direct] = min(links[first], links[second], key=lambda link: link.bytes_per_second)
-
-
-_logger = logging.getLogger(__name__)
-
-# A plan on demand that takes this many times as long in bytes alone gets no addresses; of short
-# steps all do.
-_HOPELESS, _FEW_OPERATORS = 1.25, 500
 
 
 def fastest_with_references(request: PlanRequest, found: Plan | None, bound: Bound) -> Plan | None:
@@ -354,7 +345,7 @@ def fastest_with_references(request: PlanRequest, found: Plan | None, bound: Bou
 
 
 def _plan_if_worth_it(request: PlanRequest, policy: PagingPolicy, best: Plan | None) -> Plan | None:
-    """An policy's plan; None if it cannot be the fastest."""
+    """Return the policy's plan; None if it cannot be the fastest."""
     if best is not None and len(request.graph.operators) > _FEW_OPERATORS:
         seconds = estimate_paging_seconds(request, policy=policy)
         if seconds > best.step_seconds * _HOPELESS:

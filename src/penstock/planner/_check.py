@@ -21,6 +21,13 @@ from penstock.planner._request import PlanRequest
 from penstock.planner._simulate import simulate
 from penstock.planner.bounds import lower_bound, quick_parts
 
+_RELATIVE_TOLERANCE = 1e-6  # of times, which a planner may have added up in another order
+# `cut` and `persistent` go over pairs of operators: a tenth of a second for so many.
+_FEW_OPERATORS = 2500
+_QUICK = ("compute", "cut", "persistent")
+_SLOW = ("chain", "remaking", "residency_lp", "segments", "windows")
+_SECONDS_FOR_BOUNDS = 600.0
+
 
 def check(graph: StepGraph, plan: Plan, *, bounds: bool = False) -> tuple[str, ...]:
     """Replay a plan and find the first rule that it breaks.
@@ -231,14 +238,6 @@ def _check_link_order(plan: Plan) -> None:
                 f"begins at boundary {begin}",
                 rule="link_order",
             )
-
-
-_RELATIVE_TOLERANCE = 1e-6  # of times, which a planner may have added up in another order
-# `cut` and `persistent` go over pairs of operators: a tenth of a second for so many.
-_FEW_OPERATORS = 2500
-_QUICK = ("compute", "cut", "persistent")
-_SLOW = ("chain", "remaking", "residency_lp", "segments", "windows")
-_SECONDS_FOR_BOUNDS = 600.0
 
 
 def check_statements(

@@ -23,6 +23,7 @@ from penstock.planner.bounds._forced import Forced, made_anew, recompute_levels
 from penstock.planner.bounds._slots import NEVER, Absence, CutWindow, Slots, slots_bound
 
 _NUM_CUTS = 32
+NUM_CUTS = 48
 
 
 def chain_bound(
@@ -200,9 +201,6 @@ def _persistent_windows(
             )
         windows.append(CutWindow(cut, min([*later, next_step]), since))
     return windows
-
-
-NUM_CUTS = 48
 
 
 def window_bound(order: FixedOrder, *, time_limit: float, num_cuts: int = NUM_CUTS) -> float | None:

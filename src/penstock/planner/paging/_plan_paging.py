@@ -30,6 +30,7 @@ PAGING_POLICIES: tuple[PagingPolicy, ...] = ("belady", "lru-prefetch", "lru")
 _ATTEMPTS = 7  # to find a paged step that has addresses within the budget
 _MORE = 0.002  # of the capacity that is given up beyond what the last packing lacked
 _CLOSE = 0.02  # of the capacity: what lacks addresses and what has them need not be closer
+PACK_SECONDS = 2.0  # for the addresses of one paged step
 
 
 def plan_by_paging(
@@ -241,9 +242,6 @@ def _find_addresses(paging: _Paging, began: float) -> _Attempt:
             proved=False,
         )
     return best
-
-
-PACK_SECONDS = 2.0  # for the addresses of one paged step
 
 
 def assign_offsets(

@@ -38,6 +38,10 @@ _SEARCH_SHARE = 0.65  # of the time; the rest is for offsets
 # Time that offsets take, some ten times over all intervals, on a machine that others use as well.
 _OFFSET_SECONDS_PER_OPERATOR = 1.5e-3
 _SECONDS_AFTER_CTRL_C = 5.0  # for offsets, where the search was stopped by hand
+# Time of operators on two cores that moving a byte costs, in copies of it by one thread: that copy,
+# and the core that waits for the one which copies. Measured on Llama, 512 wide, at 1/4 of its
+# memory.
+_COPIES_TO_HOST, _COPIES_TO_FILE = 2.0, 1.0
 
 
 def plan_auto(request: PlanRequest, *, bound: Bound) -> Plan:
@@ -160,12 +164,6 @@ def _descend_from(grid: GridRequest, found: Plan | None) -> Plan | None:
     if budget.host_bytes is not None and best.peak_host_bytes > budget.host_bytes:
         return None
     return dataclasses.replace(best, bound=grid.bound, method="auto", seed=request.seed)
-
-
-# Time of operators on two cores that moving a byte costs, in copies of it by one thread: that copy,
-# and the core that waits for the one which copies. Measured on Llama, 512 wide, at 1/4 of its
-# memory.
-_COPIES_TO_HOST, _COPIES_TO_FILE = 2.0, 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from penstock.planner.search._recompute import RecomputeChains, mark_brief
 
 _PRICES = (0.03, 0.1, 0.3, 1.0)
 _NUM_SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
+_NUM_ROUNDS = 3  # operators around a storage that its role looks at, in either direction
 
 
 class DropFamilies:
@@ -141,9 +142,6 @@ class DropFamilies:
         # A storage crosses if the first cut after its definition lies before its last use.
         at = np.append(np.sort(cuts), np.iinfo(np.int64).max)
         return frozenset(items[at[np.searchsorted(at, start)] < end].tolist())
-
-
-_NUM_ROUNDS = 3  # operators around a storage that its role looks at, in either direction
 
 
 def find_roles(graph: StepGraph) -> list[int]:

@@ -33,6 +33,13 @@ _AS_GOOD = 1.001  # offsets that make no finalist slower are not improved
 _ENGINE_SHARE = 0.6  # of a finalist's time, as long as it has no offsets
 _NUM_LATE_TRIES = 3  # choices for which the engine is asked even if there is no time
 _WORTH_IT = 0.998  # of the best time: smaller gains are not searched for
+# A wait, as a share of the step, from which on an interval gets a higher priority.
+_LONG_WAIT = 1e-4
+_WORTH_A_TRY = 0.999  # of the best time: choices that take longer in bytes alone are skipped
+# Shares of the arena for which choices are made; so many are tried once before the best of them are
+# tried again, then some now and then.
+_SURVEYED_SHARES = (1.0, 0.96, 0.92, 0.88, 0.84, 0.98, 0.94, 0.9, 0.8)
+_NUM_SURVEYED, _SHARE_OF_UNTRIED, _MAX_FAILURES = 6, 0.15, 1000
 
 
 def offsets_of_fastest(
@@ -172,15 +179,6 @@ def _for_smaller_arenas(choice: EvictionChoice, arena: Arena) -> Iterator[Evicti
     found = ResidencySearch(sequence, smallest, prefetch_distance=0).at(choice.shares * 0)
     if found is not None:
         yield found
-
-
-# A wait, as a share of the step, from which on an interval gets a higher priority.
-_LONG_WAIT = 1e-4
-_WORTH_A_TRY = 0.999  # of the best time: choices that take longer in bytes alone are skipped
-# Shares of the arena for which choices are made; so many are tried once before the best of them are
-# tried again, then some now and then.
-_SURVEYED_SHARES = (1.0, 0.96, 0.92, 0.88, 0.84, 0.98, 0.94, 0.9, 0.8)
-_NUM_SURVEYED, _SHARE_OF_UNTRIED, _MAX_FAILURES = 6, 0.15, 1000
 
 
 class PrioritySearch:

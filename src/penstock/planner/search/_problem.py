@@ -48,6 +48,8 @@ PART = np.dtype(
     ]
 )
 NO_HOLE, ALWAYS = -1, -2  # in place of the hole at an end of an interval
+READ, WRITE, CREATE = 0, 1, 2
+PERSISTENT, INPUT, KEPT = 1, 2, 4
 
 
 def _array(dtype: npt.DTypeLike) -> Any:
@@ -114,10 +116,6 @@ def load_engine() -> ctypes.CDLL | None:
         work="plans are made",
         otherwise="by paging, without a search",
     )
-
-
-READ, WRITE, CREATE = 0, 1, 2
-PERSISTENT, INPUT, KEPT = 1, 2, 4
 
 
 class GreedyWeights(NamedTuple):
