@@ -69,9 +69,12 @@ def occupied_bytes(
     return np.cumsum(change)[:-1].reshape(2, num_positions).sum(0)
 
 
-def columns_of(intervals: Sequence[tuple[int, int, int]]) -> np.ndarray:
+def columns_of(
+    intervals: Sequence[tuple[int, int, int]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return starts, ends and bytes of intervals, for `occupied_bytes`."""
-    return np.array(intervals, np.int64).reshape(-1, 3).T
+    start, end, num_bytes = np.array(intervals, np.int64).reshape(-1, 3).T
+    return start, end, num_bytes
 
 
 def live_ranges(
