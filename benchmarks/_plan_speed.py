@@ -19,7 +19,7 @@ from _rows import BenchmarkRow, Limit, write_rows
 from penstock.graph import StepGraph, operator_seconds
 from penstock.memory import Link, MachineProfile
 from penstock.planner import Found, check, plan
-from penstock.planner._link_rates import LinkRates
+from penstock.planner._request import LinkRates
 from penstock.planner.paging import peak_of_program_order
 from penstock.planner.search._problem import Problem
 from penstock.planner.search._sequence import OperatorSequence

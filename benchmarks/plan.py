@@ -90,7 +90,7 @@ def _capture_digest() -> str:
 def minimum_bytes(graph: StepGraph) -> int:
     """The largest operands and results of an operator, each value once, and the workspace."""
     step = order_step(graph)
-    return step.workspace_bytes + max(
+    return step.graph.workspace_bytes + max(
         sum(step.num_bytes[value] for value in {*accesses.needs, *accesses.creates})
         for accesses in step.accesses
     )

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind, Phase
 from penstock.planner._linear_program import LinearProgram
-from penstock.planner._link_rates import LinkRates
 from penstock.planner._plan import Plan
 from penstock.planner._plan_records import Found
-from penstock.planner._request import PlanRequest
+from penstock.planner._request import LinkRates, PlanRequest
 from penstock.planner.paging._checkpointing import Recomputation, Saved
 from penstock.planner.paging._plan_paging import (
     count_arena_bytes,

@@ -4,7 +4,7 @@ import graphs
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind, Phase
 from penstock.planner import Budget, check
-from penstock.planner._link_rates import LinkRates
+from penstock.planner._request import LinkRates
 from penstock.planner.paging import Recomputation, peak_of_program_order
 from planners.layers_lp import (
     Fractions,

@@ -13,7 +13,7 @@ import penstock
 from penstock.errors import InfeasibleError
 from penstock.graph import operator_seconds
 from penstock.planner import Budget, check, plan
-from penstock.planner import _references as references
+from penstock.planner import _api as references
 from penstock.planner.paging import PAGING_POLICIES, peak_of_program_order, plan_by_paging
 from penstock.planner.search._auto import frozen_decisions
 
@@ -152,7 +152,7 @@ def test_addresses_of_plans_by_paging_are_searched_for_no_longer_than_there_is_t
         time.sleep(time_limit)
         raise InfeasibleError("nothing")
 
-    monkeypatch.setattr("penstock.planner.paging._placements.pack", find_nothing)
+    monkeypatch.setattr("penstock.planner.paging._plan_paging.pack", find_nothing)
     short = graphs.request(graph, limits, machine, seconds=seconds, time_limit=0.2)
     assert references.fastest_with_references(short, made, made.bound) is made
     assert asked and sum(asked) <= 0.2

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from penstock.planner._stoppable import run_stoppable
+from penstock.planner._native_calls import run_stoppable
 
 
 def until_stopped(stop: np.ndarray, returned: list[int], number: int) -> None:

@@ -8,7 +8,7 @@ from penstock.memory import machine
 from penstock.planner import check, plan
 from penstock.planner.packing import _native
 from penstock.planner.paging import peak_of_program_order
-from penstock.planner.search import _library
+from penstock.planner.search import _problem as _library
 
 UNIT = 2**20
 

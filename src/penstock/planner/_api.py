@@ -25,13 +25,19 @@ from penstock.memory import machine as known_machine
 from penstock.planner._assemble import compute_bound
 from penstock.planner._plan import Plan
 from penstock.planner._plan_records import Bound, Budget, Found
-from penstock.planner._references import fastest_with_references
 from penstock.planner._request import PlanRequest
 from penstock.planner.bounds import lower_bound
 from penstock.planner.exact import exact
 from penstock.planner.genetic import plan_genetic
-from penstock.planner.paging import peak_of_program_order
-from penstock.planner.search import load_engine, plan_auto
+from penstock.planner.paging import (
+    PAGING_POLICIES,
+    PagingPolicy,
+    estimate_paging_seconds,
+    peak_of_program_order,
+    plan_by_paging,
+    require_tiers,
+)
+from penstock.planner.search import interference_per_byte, load_engine, plan_auto
 from penstock.units import parse_bytes, parse_share
 
 _logger = logging.getLogger(__name__)
@@ -47,6 +53,9 @@ _FROZEN_BOUND_SHARE = 0.4  # for an order that may not change: its integer progr
 # most this share of the time limit is kept for it.
 _PLAN_TIMES, _MAX_PLAN_SHARE = 2.0, 0.25
 _LEAST_SHARE = 0.3  # of the time limit, for a graph after another one was too large
+# A plan on demand that takes this many times as long in bytes alone gets no addresses; of short
+# steps all do.
+_HOPELESS, _FEW_OPERATORS = 1.25, 500
 
 
 def plan(
@@ -146,8 +155,7 @@ def plan_request(request: PlanRequest, *, method: str = "auto") -> Plan:
             "process may take: raise its limit, or plan in another process (graph.save, plan.save) "
             "and load the plan here"
         ) from error
-    if method != "genetic":
-        _require_lower_tiers(found)
+    require_tiers(found)
     return found
 
 
@@ -271,26 +279,21 @@ def _tiers(
         tiers[Tier.HOST] = TierProfile(host_bytes)
     file_bytes = None
     if store is not None:
-        _join_links(links)
         file_store = FileStore.of(store)
-        known = tiers.get(Tier.FILE)
-        file_bytes = file_store.max_bytes or (known.capacity_bytes if known else 1 << 60)
-    budget = Budget(
-        device_bytes=None
-        if device_memory is None
-        else parse_bytes(device_memory, name="device_memory"),
-        host_bytes=host_bytes,
-        file_bytes=file_bytes,
-    )
-    if store is not None:
+        _join_links(links)
         to_file = (Link.DEVICE_TO_FILE, Link.FILE_TO_DEVICE)
         missing = [link.value for link in to_file if link not in links]
         if missing:
             raise ValueError(
-                f"store={os.fspath(FileStore.of(store).path)!r}: the profile of machine "
-                f"{profile.name!r} does not say how fast {missing[0]} is; pass "
-                "machine=penstock.probe(store)"
+                f"store={os.fspath(file_store.path)!r}: the profile of machine {profile.name!r} "
+                f"does not say how fast {missing[0]} is; pass machine=penstock.probe(store)"
             )
+        known = tiers.get(Tier.FILE)
+        file_bytes = file_store.max_bytes or (known.capacity_bytes if known else 1 << 60)
+    device_bytes = (
+        None if device_memory is None else parse_bytes(device_memory, name="device_memory")
+    )
+    budget = Budget(device_bytes=device_bytes, host_bytes=host_bytes, file_bytes=file_bytes)
     return budget, dataclasses.replace(profile, links=links, tiers=tiers)
 
 
@@ -310,14 +313,49 @@ def _join_links(links: dict[Link, LinkProfile]) -> None:
             links[direct] = min(links[first], links[second], key=lambda link: link.bytes_per_second)
 
 
-def _require_lower_tiers(found: Plan) -> None:
-    for name, needed, given in (
-        ("host_memory", found.peak_host_bytes, found.budget.host_bytes),
-        ("store", found.peak_file_bytes, found.budget.file_bytes),
-    ):
-        if needed and needed > (given or 0):
-            raise InfeasibleError(
-                f"{name}={given or 0} bytes: the best plan keeps {needed} bytes there; raise it, "
-                "or device_memory=",
-                proved=False,
-            )
+def fastest_with_references(request: PlanRequest, found: Plan | None, bound: Bound) -> Plan | None:
+    """Return a plan, or one on demand for the same budget and machine that is faster.
+
+    Args:
+        request: The step and what it is planned for. After its deadline nothing more is tried, if
+            there is a plan.
+        found: The plan that a search found; None if it found none.
+        bound: For the plan that is returned, if it is another one.
+
+    Returns:
+        `found`, or what is faster; `notes["finalist"]` then says which. None if there is none.
+    """
+    best = found
+    for policy in PAGING_POLICIES:
+        if best is not None and not request.seconds_left():
+            break
+        unlimited = dataclasses.replace(request, deadline=math.inf)
+        try:
+            other = _plan_if_worth_it(unlimited if best is None else request, policy, best)
+        except InfeasibleError:
+            continue
+        if other is None or (best is not None and _total_seconds(other) >= _total_seconds(best)):
+            continue
+        _logger.info("paging on demand (%s) is faster than what the search found", policy)
+        best = other
+    if best is None or best is found:
+        return found
+    notes = {**(found.notes if found is not None else {}), "finalist": best.method}
+    return dataclasses.replace(best, bound=bound, method="auto", notes=notes)
+
+
+def _plan_if_worth_it(request: PlanRequest, policy: PagingPolicy, best: Plan | None) -> Plan | None:
+    """Return the policy's plan; None if it cannot be the fastest."""
+    if best is not None and len(request.graph.operators) > _FEW_OPERATORS:
+        seconds = estimate_paging_seconds(request, policy=policy)
+        if seconds > best.step_seconds * _HOPELESS:
+            return None
+    return plan_by_paging(dataclasses.replace(request, progress=None), policy=policy)
+
+
+def _total_seconds(plan: Plan) -> float:
+    """Time of a step with what its copies cost computing, which is what the search minimises."""
+    moved = plan.bytes_moved.items()
+    return plan.step_seconds + sum(
+        num_bytes * interference_per_byte(link, plan.machine) for link, num_bytes in moved
+    )

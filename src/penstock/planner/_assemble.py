@@ -28,21 +28,10 @@ def assemble(
 ) -> Plan:
     """Complete a plan.
 
-    Example:
-        >>> assemble(request, order, placements, (), method="auto").step_seconds  # doctest: +SKIP
-        0.71
-
-    Args:
-        request: The step, and what the plan is for.
-        order: Operators by position.
-        placements: Values on the device, with addresses; in any sequence.
-        transfers: Values that move, those of one link in the order in which they run.
-        method: Name of the planner.
-        bound: Lower bound of the time of a step; None: the time to compute.
-        notes: For `Plan.notes`.
-        unused: Tier of each value, by index, that no operator uses and that lives from step to
-            step below the device; of those that are missing here and have no placement either it
-            is the tier next to the device.
+    Placements come in any sequence, transfers of one link in the order in which they run.
+    `unused` has the tier of each value that no operator uses and that lives from step to step
+    below the device; of those that are missing here and have no placement either it is the tier
+    next to the device. Without a bound it is the time to compute.
 
     Returns:
         The plan, with simulated times. `check` says whether it is right.
@@ -64,7 +53,7 @@ def assemble(
         step_seconds=0.0,
         ideal_seconds=ideal_seconds,
         bound=bound or compute_bound(request),
-        workspace_bytes=request.workspace_bytes,
+        workspace_bytes=graph.workspace_bytes,
         method=method,
         seed=request.seed,
         notes=dict(notes or {}),

@@ -10,19 +10,17 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from penstock.graph import StepGraph, Storage
 
 
 class Hole(NamedTuple):
-    """The part of a live range between two uses, in which the value may be absent.
+    """The part of a live range between two uses, in which the value may be absent."""
 
-    Attributes:
-        begin: Position of the use before it.
-        end: Position of the use after it.
-    """
-
-    begin: int
-    end: int
+    begin: int  # position of the use before it
+    end: int  # position of the use after it
 
     @property
     def positions(self) -> range:
@@ -31,23 +29,17 @@ class Hole(NamedTuple):
 
 
 class LiveRange(NamedTuple):
-    """A value from its definition to its last use.
+    """A value from its definition to its last use."""
 
-    Attributes:
-        value: Index of the value, by its name in the step that defines it.
-        uses: Positions in order; the first is that of the definition, or of any use if no step
-            changes the value.
-        end: Boundary at which its place is free, or is reused in place.
-        is_constant: Whether no step changes it: a copy below the device never becomes stale, and
-            the last use is the first one of the next step.
-        made_by: Operator that defines it; -1 if it is given, or constant.
-    """
-
-    value: int
+    value: int  # index of the value, by its name in the step that defines it
+    # Positions in order; the first is that of the definition, or of any use if no step changes the
+    # value.
     uses: tuple[int, ...]
-    end: int
+    end: int  # boundary at which its place is free, or is reused in place
+    # Whether no step changes it: a copy below the device never becomes stale, and the last use is
+    # the first one of the next step.
     is_constant: bool = False
-    made_by: int = -1
+    made_by: int = -1  # operator that defines it; -1 if it is given, or constant
 
     @property
     def holes(self) -> list[Hole]:
@@ -56,17 +48,33 @@ class LiveRange(NamedTuple):
 
 
 class ResidentInterval(NamedTuple):
-    """A value on the device, at an address that is not said.
+    """A value on the device, at an address that is not said."""
 
-    Attributes:
-        value: Index of the value, by its name in the step in which the interval starts.
-        start: First boundary, as of `Placement`.
-        end: Last boundary, exclusive.
+    value: int  # index of the value, by its name in the step in which the interval starts
+    start: int  # first boundary, as of `Placement`
+    end: int  # last boundary, exclusive
+
+
+def occupied_bytes(
+    start: npt.ArrayLike, end: npt.ArrayLike, num_bytes: npt.ArrayLike, num_positions: int
+) -> np.ndarray:
+    """Return the bytes that intervals take at each position of a step; all are arrays or lists.
+
+    Those that go on in the next step take them at its first positions too, up to a whole step.
     """
+    start, end, num_bytes = (np.asarray(each, np.int64) for each in (start, end, num_bytes))
+    change = np.zeros(2 * num_positions + 1, np.int64)
+    np.add.at(change, start, num_bytes)
+    np.subtract.at(change, np.minimum(end, start + num_positions), num_bytes)
+    return np.cumsum(change)[:-1].reshape(2, num_positions).sum(0)
 
-    value: int
-    start: int
-    end: int
+
+def columns_of(
+    intervals: Sequence[tuple[int, int, int]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return starts, ends and bytes of intervals, for `occupied_bytes`."""
+    start, end, num_bytes = np.array(intervals, np.int64).reshape(-1, 3).T
+    return start, end, num_bytes
 
 
 def live_ranges(

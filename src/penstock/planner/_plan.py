@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import json
 import os
 from collections.abc import Mapping
@@ -14,10 +16,15 @@ from typing import Any
 
 from penstock.errors import GraphFileError
 from penstock.graph import StepGraph, split
+from penstock.graph.step_graph import DAMAGES, checksum
 from penstock.memory import Link, MachineProfile, Tier
-from penstock.planner._plan_json import damage_error, decode_plan, encode_plan, read_plan_file
+from penstock.planner._live_ranges import columns_of, occupied_bytes
 from penstock.planner._plan_records import Bound, Budget, Copy, Placement, Transfer
 from penstock.tables import report_table
+
+FORMAT = "penstock-plan"
+VERSION = 3
+_HEADER = ("format", "version", "checksum")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,18 +152,8 @@ class Plan:
         return self._peak_copy_bytes(Tier.FILE)
 
     def _peak_copy_bytes(self, tier: Tier) -> int:
-        num_positions = len(self.order)
-        change = [0] * (2 * num_positions + 1)
-        for copy in self.copies:
-            if copy.tier == tier:
-                change[copy.start] += copy.num_bytes
-                change[copy.end] -= copy.num_bytes
-        live, running = [], 0
-        for delta in change:
-            running += delta
-            live.append(running)
-        folded = (live[p] + live[p + num_positions] for p in range(num_positions))
-        return max(folded, default=0)
+        copies = [(c.start, c.end, c.num_bytes) for c in self.copies if c.tier == tier]
+        return int(occupied_bytes(*columns_of(copies), len(self.order)).max(initial=0))
 
     @property
     def bytes_moved(self) -> dict[Link, int]:
@@ -187,7 +184,38 @@ class Plan:
             are boundaries (see `penstock.planner.Plan`). The other fields by their names, times in
             seconds.
         """
-        return encode_plan(self)
+        content = self._content()
+        return {"format": FORMAT, "version": VERSION, "checksum": checksum(content), **content}
+
+    def _content(self) -> dict[str, Any]:
+        bound = dataclasses.asdict(self.bound)
+        del bound["seconds"]
+        return {
+            "graph_digest": self.graph_digest,
+            "order": list(self.order),
+            "offsets": list(map(_encode, self.placements)),
+            "transfers": list(map(_encode, self.transfers)),
+            "copies": list(map(_encode, self.copies)),
+            "recomputed": list(self.recomputed),
+            "budget": dataclasses.asdict(self.budget),
+            "machine": self.machine.to_dict(),
+            "operator_seconds": list(self.operator_seconds),
+            "step_seconds": self.step_seconds,
+            "ideal_seconds": self.ideal_seconds,
+            "lower_bound_seconds": self.lower_bound_seconds,
+            "gap": self.gap,
+            "bound": bound,
+            "peak_device_bytes": self.peak_device_bytes,
+            "workspace_bytes": self.workspace_bytes,
+            "peak_host_bytes": self.peak_host_bytes,
+            "peak_file_bytes": self.peak_file_bytes,
+            "bytes_moved": {link.value: count for link, count in self.bytes_moved.items()},
+            "method": self.method,
+            "seed": self.seed,
+            "notes": dict(self.notes),
+            "split_bytes": self.split_bytes,
+            "times": self.times,
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, graph: StepGraph | None = None) -> Plan:
@@ -201,9 +229,29 @@ class Plan:
         Raises:
             GraphFileError: It is something else, of another version, damaged, or for another graph.
         """
-        plan = cls(**decode_plan(data))
-        if plan.peak_device_bytes != data.get("peak_device_bytes"):
-            raise damage_error("its placements do not give the peak that it states")
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+            raise GraphFileError(
+                f"this is no plan: its 'format' is not {FORMAT!r}; pass what Plan.to_dict() "
+                "returned or Plan.save() wrote"
+            )
+        if type(data.get("version")) is not int or data["version"] != VERSION:
+            raise GraphFileError(
+                f"this plan has version {data.get('version')!r} of the format and this Penstock "
+                f"reads version {VERSION}: plan again"
+            )
+        try:
+            plan = cls(**_decode_fields(data))
+            found = checksum({name: data[name] for name in data if name not in _HEADER})
+            is_damaged = plan.peak_device_bytes != data.get("peak_device_bytes")
+        except DAMAGES as error:
+            fault = f"{type(error).__name__}: {error}"
+            raise GraphFileError(f"this plan is damaged ({fault}): plan again") from error
+        if is_damaged or found != data.get("checksum"):
+            raise GraphFileError(
+                "this plan is damaged: its content does not match its checksum"
+                + ("" if "checksum" in data else ", which is missing")
+                + "; plan again"
+            )
         if graph is not None and graph.digest != plan.graph_digest:
             raise GraphFileError(_for_another(plan.graph_digest, graph.digest))
         return plan
@@ -215,7 +263,13 @@ class Plan:
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, graph: StepGraph | None = None) -> Plan:
         """Read what `save` wrote; `graph` and errors as of `from_dict`."""
-        return cls.from_dict(read_plan_file(path), graph=graph)
+        try:
+            data = json.loads(Path(path).read_bytes())
+        except DAMAGES as error:
+            raise GraphFileError(
+                f"{os.fspath(path)!r} is no plan or is damaged ({error}): plan again"
+            ) from error
+        return cls.from_dict(data, graph=graph)
 
 
 def _for_another(planned: str, given: str) -> str:
@@ -223,3 +277,65 @@ def _for_another(planned: str, given: str) -> str:
         f"this plan is for the graph {planned[:12]} and not for {given[:12]}, the one given: plan "
         "again for this model, optimizer and batch"
     )
+
+
+def _encode(record: Placement | Transfer | Copy) -> dict[str, Any]:
+    return {
+        name.removeprefix("num_"): value.value if isinstance(value, enum.StrEnum) else value
+        for name, value in record._asdict().items()
+    }
+
+
+_PARSERS = {"link": Link, "tier": Tier}
+
+
+def _decode(kind: type[Any], plain: Mapping[str, Any]) -> Any:
+    """Return a record of what `_encode` returned."""
+    return kind(
+        *(_PARSERS.get(name, _integer)(plain[name.removeprefix("num_")]) for name in kind._fields)
+    )
+
+
+def _decode_fields(data: Mapping[str, Any]) -> dict[str, Any]:
+    budget, bound = data["budget"], data["bound"]
+    return {
+        "graph_digest": str(data["graph_digest"]),
+        "order": tuple(map(_integer, data["order"])),
+        "placements": tuple(_decode(Placement, plain) for plain in data["offsets"]),
+        "transfers": tuple(_decode(Transfer, plain) for plain in data["transfers"]),
+        "copies": tuple(_decode(Copy, plain) for plain in data["copies"]),
+        "budget": Budget(**{tier: _optional(num_bytes) for tier, num_bytes in budget.items()}),
+        "machine": MachineProfile.from_dict(data["machine"]),
+        "operator_seconds": tuple(map(float, data["operator_seconds"])),
+        "step_seconds": float(data["step_seconds"]),
+        "ideal_seconds": float(data["ideal_seconds"]),
+        "bound": Bound(
+            seconds=float(data["lower_bound_seconds"]),
+            binding=str(bound["binding"]),
+            seconds_of={str(name): float(value) for name, value in bound["seconds_of"].items()},
+            reorder=_truth(bound["reorder"]),
+            recompute=_truth(bound["recompute"]),
+        ),
+        "workspace_bytes": int(data["workspace_bytes"]),
+        "method": str(data["method"]),
+        "seed": int(data["seed"]),
+        "notes": dict(data["notes"]),
+        "split_bytes": _optional(data["split_bytes"]),
+        "times": str(data["times"]),
+    }
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
+def _truth(value: Any) -> bool:
+    if type(value) is not bool:
+        raise TypeError(f"{value!r} is neither true nor false")
+    return value
+
+
+def _optional(value: Any) -> int | None:
+    return None if value is None else _integer(value)

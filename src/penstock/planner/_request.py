@@ -7,10 +7,18 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.graph import StepGraph, operator_seconds
 from penstock.memory import Link, MachineProfile
 from penstock.planner._plan_records import Budget, Found
+
+
+class LinkRates(NamedTuple):
+    """Bytes per second of links that a plan may use: out of the device, and into it."""
+
+    outward: float
+    inward: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +79,10 @@ class PlanRequest:
         return float(sum(self.operator_seconds))
 
     @property
-    def workspace_bytes(self) -> int:
-        """The largest workspace of an operator."""
-        return max((operator.workspace_bytes for operator in self.graph.operators), default=0)
+    def arena_bytes(self) -> int | None:
+        """Bytes of the device beside the largest workspace; None: as many as needed."""
+        device_bytes = self.budget.device_bytes
+        return None if device_bytes is None else device_bytes - self.graph.workspace_bytes
 
     def seconds_left(self) -> float:
         """Return the time until the deadline; 0 after it."""

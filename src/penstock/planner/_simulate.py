@@ -9,7 +9,6 @@ begins while transfers of the other still run, so the step is repeated until the
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 from penstock.errors import PlanError
 from penstock.graph import Kind, StepGraph
 from penstock.memory import Link, MachineProfile, Tier
+from penstock.planner._live_ranges import columns_of, occupied_bytes
 from penstock.planner._plan import Plan
 from penstock.planner._plan_records import Transfer
 
@@ -311,19 +311,11 @@ def _boundaries(plan: Plan | _Timed) -> tuple[list[_Boundary], float]:
 
 def _memory(graph: StepGraph, plan: Plan) -> dict[Kind, tuple[int, ...]]:
     """Return the bytes of placements per kind and position."""
-    num_positions = len(plan.order)
     kinds = [storage.kind for storage in graph.storages]
-    change = {kind: [0] * (num_positions + 1) for kind in sorted(set(kinds))}
-    deltas_of = [change[kind] for kind in kinds]
+    rows: dict[Kind, list[tuple[int, int, int]]] = {kind: [] for kind in sorted(set(kinds))}
     for value, _, num_bytes, start, end in plan.placements:
-        deltas = deltas_of[graph.storage_of_value[value]]
-        deltas[start] += num_bytes
-        if end <= num_positions:
-            deltas[end] -= num_bytes
-        else:  # it goes on at the beginning
-            deltas[0] += num_bytes
-            deltas[end - num_positions] -= num_bytes
+        rows[kinds[graph.storage_of_value[value]]].append((start, end, num_bytes))
     return {
-        kind: tuple(itertools.islice(itertools.accumulate(deltas), num_positions))
-        for kind, deltas in change.items()
+        kind: tuple(occupied_bytes(*columns_of(own), len(plan.order)).tolist())
+        for kind, own in rows.items()
     }

@@ -21,7 +21,7 @@ from penstock.planner.exact._exact import exact, start_orders
 from penstock.planner.exact._exhaustive import Limit, _reuse_cases, _topological_orders, residencies
 from penstock.planner.exact._groups import group_operators
 from penstock.planner.exact._order_relaxation import OrderRelaxation
-from penstock.planner.exact._peak import min_peak, min_working_set, workspace_bytes
+from penstock.planner.exact._peak import min_peak, min_working_set
 from penstock.planner.exact._traffic_search import TrafficSearch
 from walk import walked_traffic
 
@@ -56,9 +56,10 @@ def training_graph(rng, num_operators) -> StepGraph:
 
 def peak_bytes(graph: StepGraph) -> int:
     """Of the program's order, if nothing leaves."""
-    return int(
-        tabulate_live_ranges(graph, range(len(graph.operators))).live_bytes.max()
-    ) + workspace_bytes(graph)
+    return (
+        int(tabulate_live_ranges(graph, range(len(graph.operators))).live_bytes.max())
+        + graph.workspace_bytes
+    )
 
 
 def least_traffic(graph: StepGraph, device_bytes: int) -> int | None:
@@ -156,7 +157,7 @@ def test_the_floor_is_below_all_orders(rng, share, training):
     sizes = [storage.num_bytes for storage in graph.storages]
     together = group_operators(graph)
     least = min(walked_traffic(graph, order, device_bytes) for order in _topological_orders(graph))
-    capacity = device_bytes - workspace_bytes(graph)
+    capacity = device_bytes - graph.workspace_bytes
     freely = group_operators(graph, at_ends=False)
     for groups, is_ordered, at_ends in (
         (freely, False, False),

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 import graphs
 from penstock.errors import InfeasibleError
 from penstock.planner import Budget, check
-from penstock.planner._link_rates import LinkRates
+from penstock.planner._request import LinkRates
 from penstock.planner.genetic import _genetic
-from penstock.planner.genetic._evaluator import Evaluator
 from penstock.planner.genetic._genes import (
     Schedules,
     cross_allocations,
@@ -18,12 +17,12 @@ from penstock.planner.genetic._genes import (
     mutate_allocation,
     random_classes,
 )
-from penstock.planner.genetic._genetic import plan_genetic
+from penstock.planner.genetic._genetic import Evaluator, plan_genetic
 from penstock.planner.paging._accesses import (
     order_step,
     peak_of_program_order,
 )
-from penstock.planner.search import _offsets
+from penstock.planner.search._offsets import _chain_ends
 
 UNIT = 256
 
@@ -136,12 +135,11 @@ def test_stays_have_slots_of_their_class_for_themselves(graph, seed, share):
     for name, count in sorted(allocation.num_objects.items()):
         slots |= {base + slot * engine.sizes[name]: name for slot in range(count)}
         base += count * engine.sizes[name]
-    chains = _offsets._chains(residency, _offsets._shrink_windows(residency, 0.0))
     taken = set()
-    for chain, offset in zip(chains, offsets, strict=True):
-        name = allocation.class_of_size[engine.sizes.index(num_bytes[chain[0].storage])]
+    for first, last, offset in zip(*_chain_ends(residency.parts(slack=0.0)), offsets, strict=True):
+        name = allocation.class_of_size[engine.sizes.index(num_bytes[first["object"]])]
         assert slots[offset] == name
-        for position in range(chain[0].start, chain[-1].end):
+        for position in range(first["start"], last["end"]):
             assert (offset, position % num_positions) not in taken
             taken.add((offset, position % num_positions))
 
@@ -168,8 +166,10 @@ def test_intervals_of_the_engine_are_those_of_plans(graph, seed, share):
     assert found is not None
     evicted, intervals = found
     assert evicted.tolist() == residency.evicted.tolist()
-    chains = _offsets._chains(residency, _offsets._shrink_windows(residency, 0.0))
-    expected = [(c[0].start, c[-1].end, c[0].arrives, c[-1].leaves) for c in chains]
+    expected = [
+        (first["start"], last["end"], first["arrives"], last["leaves"])
+        for first, last in zip(*_chain_ends(residency.parts(slack=0.0)), strict=True)
+    ]
     assert intervals[["start", "end", "arrives", "leaves"]].tolist() == expected
 
 
@@ -195,7 +195,7 @@ def test_values_are_counted_where_most_live_at_once(graph):
     )
     used = {value for accesses in step.accesses for value in accesses.needs}
     unused = sum(step.num_bytes[value] for value in step.inputs if value not in used)
-    assert most + unused + step.workspace_bytes >= peak_of_program_order(graph, in_place=True)
+    assert most + unused + graph.workspace_bytes >= peak_of_program_order(graph, in_place=True)
 
 
 @given(seed=st.integers(0, 1000))

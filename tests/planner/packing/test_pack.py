@@ -16,7 +16,7 @@ from penstock.codegen import find_compiler
 from penstock.errors import InfeasibleError
 from penstock.planner import Buffer, check_packing, pack
 from penstock.planner.packing import _pack as pack_module
-from penstock.planner.packing._fallback import live_bytes
+from penstock.planner.packing._native import live_bytes
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 DATA = Path(os.environ.get("PENSTOCK_DATA", "")) / "minimalloc"

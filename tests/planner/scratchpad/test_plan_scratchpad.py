@@ -27,10 +27,10 @@ from penstock.planner import (
 from penstock.planner.scratchpad import _plan_scratchpad as plan_module
 from penstock.planner.scratchpad import _search as search_module
 from penstock.planner.scratchpad._bound import bound_all_orders
-from penstock.planner.scratchpad._greedy import spill_greedily
 from penstock.planner.scratchpad._residency import (
     ResidencyProgram,
     find_holes,
+    spill_greedily,
 )
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")

@@ -8,11 +8,9 @@ from hypothesis import strategies as st
 
 from graphs import GraphBuilder, chain_step, step_graphs
 from penstock.graph import Kind, Phase
-from penstock.planner.search._drop_proposals import DropProposals
-from penstock.planner.search._drops import DropFamilies
+from penstock.planner.search._drops import DropFamilies, DropProposals, find_roles
 from penstock.planner.search._orders import move_gradients_late, move_updates_early
 from penstock.planner.search._recompute import RecomputeChains, mark_brief
-from penstock.planner.search._storage_roles import find_roles
 
 
 def drops_of(graph):

@@ -10,17 +10,12 @@ from hypothesis import strategies as st
 
 from graphs import chain_step, random_graph
 from penstock.graph import Kind, StepGraph, Storage, alignment_bytes
-from penstock.planner._link_rates import LinkRates
-from penstock.planner.search._intervals import (
-    chain_intervals,
-    cut_into_intervals,
-    list_evicted_holes,
-)
+from penstock.planner._request import LinkRates
+from penstock.planner.search._finalists import PrioritySearch, improve_offsets
 from penstock.planner.search._offsets import engine_intervals
-from penstock.planner.search._priority_search import PrioritySearch, improve_offsets
-from penstock.planner.search._problem import Problem
+from penstock.planner.search._problem import INTERVAL, Problem
 from penstock.planner.search._residency import Arena, LowerTiers, ResidencySearch
-from penstock.planner.search._sequence import INTERVAL, NUM_STRATEGIES, OperatorSequence
+from penstock.planner.search._sequence import NUM_STRATEGIES, OperatorSequence
 
 BY_SIZE, FULLEST = 3, (4, 5)
 TINY = 4096  # parts of the arena of which one at most is tiny
@@ -54,9 +49,7 @@ def intervals_from(rows):
 
 def intervals_of_choice(choice, rates):
     """Intervals as they are before they get addresses."""
-    holes = list_evicted_holes(choice, choice.replay)
-    chains = chain_intervals(cut_into_intervals(choice.sequence, holes))
-    return engine_intervals(choice, rates, chains)
+    return engine_intervals(choice, rates, choice.parts())
 
 
 def meetings(intervals):

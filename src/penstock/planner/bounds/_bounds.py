@@ -21,10 +21,9 @@ import numpy as np
 from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
 from penstock.memory import Tier
-from penstock.planner._link_rates import LinkRates
 from penstock.planner._plan_records import Bound
-from penstock.planner._request import PlanRequest
-from penstock.planner.bounds._chain import chain_bound
+from penstock.planner._request import LinkRates, PlanRequest
+from penstock.planner.bounds._cuts import NUM_CUTS, chain_bound, window_bound
 from penstock.planner.bounds._fixed_order import (
     FixedOrder,
     LiveRangeTable,
@@ -35,7 +34,6 @@ from penstock.planner.bounds._forced import MAX_OPERATORS, Forced, find_forced, 
 from penstock.planner.bounds._recomputation import recomputation_bound
 from penstock.planner.bounds._residency import residency_bound
 from penstock.planner.bounds._segments import segment_bound
-from penstock.planner.bounds._windows import NUM_CUTS, window_bound
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +92,7 @@ def lower_bound(request: PlanRequest, *, order: Sequence[int] | None = None) -> 
     frozen = None
     if not request.reorder:
         frozen = list(range(len(graph.operators)) if order is None else order)
-    capacity = _arena_bytes(request)
+    capacity = request.arena_bytes
     if capacity is None or not graph.operators:
         return _bound(parts, request)
     program_order = range(len(graph.operators))
@@ -128,7 +126,7 @@ def lower_bound(request: PlanRequest, *, order: Sequence[int] | None = None) -> 
 def quick_parts(request: PlanRequest) -> dict[str, float]:
     """Return the parts of `lower_bound` that take no solver: `compute`, `cut`, `persistent`."""
     parts = {"compute": request.compute_seconds}
-    capacity, rates = _arena_bytes(request), _rates(request)
+    capacity, rates = request.arena_bytes, _rates(request)
     has_links = rates.inward > 0 and rates.outward > 0
     is_small = 0 < len(request.graph.operators) <= MAX_OPERATORS
     if capacity is None or not has_links or not is_small:
@@ -168,12 +166,6 @@ def _bound(parts: dict[str, float], request: PlanRequest) -> Bound:
     )
 
 
-def _arena_bytes(request: PlanRequest) -> int | None:
-    """Return the bytes beside the workspace; None: as many as needed."""
-    device_bytes = request.budget.device_bytes
-    return None if device_bytes is None else device_bytes - request.workspace_bytes
-
-
 def _rates(request: PlanRequest) -> LinkRates:
     tiers = {Tier.HOST: request.budget.host_bytes, Tier.FILE: request.budget.file_bytes}
     inward = outward = 0.0
@@ -194,7 +186,7 @@ def _require_capacity(
     if needed[position] <= capacity:
         return
     operator = graph.operators[position if frozen is None else frozen[position]]
-    workspace_bytes = max(o.workspace_bytes for o in graph.operators)
+    workspace_bytes = graph.workspace_bytes
     raise InfeasibleError(
         f"{operator.name!r} alone needs {needed[position]} bytes for what it reads and makes; the "
         f"budget leaves {capacity} beside {workspace_bytes} of workspace",
@@ -205,15 +197,10 @@ def _require_capacity(
 
 
 class WorkingSet(NamedTuple):
-    """Bytes that some operator alone needs in any order: no plan takes less.
+    """Bytes that some operator alone needs in any order: no plan takes less."""
 
-    Attributes:
-        num_bytes: Of the device, workspace included; bytes as they are, without alignment.
-        operator: Name of the operator that needs the most.
-    """
-
-    num_bytes: int
-    operator: str
+    num_bytes: int  # of the device, workspace included; bytes as they are, without alignment
+    operator: str  # name of the operator that needs the most
 
 
 def working_set(graph: StepGraph) -> WorkingSet:
@@ -222,5 +209,4 @@ def working_set(graph: StepGraph) -> WorkingSet:
         return WorkingSet(0, "")
     needed = operator_bytes(graph)
     worst = int(needed.argmax())
-    workspace_bytes = max(operator.workspace_bytes for operator in graph.operators)
-    return WorkingSet(int(needed[worst]) + workspace_bytes, graph.operators[worst].name)
+    return WorkingSet(int(needed[worst]) + graph.workspace_bytes, graph.operators[worst].name)

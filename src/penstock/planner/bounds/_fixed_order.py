@@ -8,67 +8,45 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.graph import StepGraph
-from penstock.planner._link_rates import LinkRates
-from penstock.planner._live_ranges import live_ranges
+from penstock.planner._live_ranges import live_ranges, occupied_bytes
+from penstock.planner._request import LinkRates
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiveRangeTable:
-    """All live ranges and holes of an order; arrays have one entry per live range or per hole.
+    """All live ranges and holes of an order; arrays have one entry per live range or per hole."""
 
-    Attributes:
-        value: Value of each live range, by its name in the step that defines it.
-        num_bytes: Its bytes.
-        defined: Position of its first use.
-        made_by: Operator that defines it; -1 for what is given.
-        is_constant: Whether no step changes it, so that a copy below the device never becomes
-            stale.
-        hole_range: Live range of each hole; only holes with a position inside.
-        hole_begin: Position of the use before the hole.
-        hole_end: Position of the use after it.
-        live_bytes: Per position: bytes on the device while its operator runs, if nothing is
-            evicted; of a place that is reused at once, old and new value count once.
-        used_bytes: Per position: bytes that its operator needs and makes, counted in that way.
-    """
-
-    value: np.ndarray
-    num_bytes: np.ndarray
-    defined: np.ndarray
-    made_by: np.ndarray
+    value: np.ndarray  # value of each live range, by its name in the step that defines it
+    num_bytes: np.ndarray  # its bytes
+    defined: np.ndarray  # position of its first use
+    made_by: np.ndarray  # operator that defines it; -1 for what is given
+    # Whether no step changes it, so that a copy below the device never becomes stale.
     is_constant: np.ndarray
-    hole_range: np.ndarray
-    hole_begin: np.ndarray
-    hole_end: np.ndarray
+    hole_range: np.ndarray  # live range of each hole; only holes with a position inside
+    hole_begin: np.ndarray  # position of the use before the hole
+    hole_end: np.ndarray  # position of the use after it
+    # Per position: bytes on the device while its operator runs, if nothing is evicted; of a place
+    # that is reused at once, old and new value count once.
     live_bytes: np.ndarray
+    # Per position: bytes that its operator needs and makes, counted in that way.
     used_bytes: np.ndarray
 
     def evictable_bytes(self) -> np.ndarray:
         """Return per position the bytes of the values that are in a hole there."""
-        change = np.zeros(len(self.live_bytes) + 1, dtype=np.int64)
-        holes = zip(self.hole_range, self.hole_begin, self.hole_end, strict=True)
-        for live_range, begin, end in holes:
-            _add(change, int(begin) + 1, int(end), int(self.num_bytes[live_range]))
-        return np.cumsum(change[:-1])
+        holes = self.hole_begin + 1, self.hole_end, self.num_bytes[self.hole_range]
+        return occupied_bytes(*holes, len(self.live_bytes))
 
 
 @dataclass(frozen=True)
 class FixedOrder:
-    """A step whose operators first run in a given order, in an arena with links.
-
-    Attributes:
-        graph: The step.
-        table: Live ranges and holes of the order.
-        seconds: Time of the operator at each position.
-        capacity: Bytes of the arena.
-        rates: Of the links.
-        again: Time of each operator (by index) if it may run again; None if none may.
-    """
+    """A step whose operators first run in a given order, in an arena with links."""
 
     graph: StepGraph
-    table: LiveRangeTable
-    seconds: np.ndarray
-    capacity: int
-    rates: LinkRates
+    table: LiveRangeTable  # live ranges and holes of the order
+    seconds: np.ndarray  # time of the operator at each position
+    capacity: int  # bytes of the arena
+    rates: LinkRates  # of the links
+    # Time of each operator (by index) if it may run again; None if none may.
     again: np.ndarray | None
 
     @property
@@ -87,48 +65,29 @@ def tabulate_live_ranges(
 ) -> LiveRangeTable:
     """Find the live ranges of all values.
 
-    Args:
-        graph: The step.
-        order: Each operator once.
-        may_grow: Whether operators may run again, so that something may run after the last one.
+    `may_grow`: operators may run again, so that something may run after the last one.
     """
-    num_positions = len(order)
     ranges = live_ranges(graph, order, may_grow=may_grow)
     holes: list[tuple[int, int, int]] = []
-    live = np.zeros(num_positions + 1, dtype=np.int64)
     for index, live_range in enumerate(ranges):
         holes += [(index, hole.begin, hole.end) for hole in live_range.holes if hole.positions]
-        num_bytes = graph.num_bytes(live_range.value)
-        _add(live, live_range.uses[0], live_range.end, num_bytes)
     columns = np.array(holes, dtype=np.int64).reshape(-1, 3)
     saved = np.array([saved_bytes(graph, operator) for operator in order], dtype=np.int64)
+    num_bytes = np.array([graph.num_bytes(each.value) for each in ranges], np.int64)
+    defined = np.array([each.uses[0] for each in ranges], np.int64)
+    live_bytes = occupied_bytes(defined, [each.end for each in ranges], num_bytes, len(order))
     return LiveRangeTable(
         value=np.array([each.value for each in ranges], np.int64),
-        num_bytes=np.array([graph.num_bytes(each.value) for each in ranges], np.int64),
-        defined=np.array([each.uses[0] for each in ranges], np.int64),
+        num_bytes=num_bytes,
+        defined=defined,
         made_by=np.array([each.made_by for each in ranges], np.int64),
         is_constant=np.array([each.is_constant for each in ranges], bool),
         hole_range=columns[:, 0],
         hole_begin=columns[:, 1],
         hole_end=columns[:, 2],
-        live_bytes=np.cumsum(live[:-1]) - saved,
+        live_bytes=live_bytes - saved,
         used_bytes=operator_bytes(graph)[list(order)],
     )
-
-
-def _add(live: np.ndarray, start: int, end: int, num_bytes: int) -> None:
-    """Add bytes from a boundary up to another, at most a cycle later, on the cycle."""
-    num_positions = len(live) - 1
-    if end - start >= num_positions:
-        live[0] += num_bytes
-        return
-    start, end = start % num_positions, end - start + start % num_positions
-    live[start] += num_bytes
-    if end <= num_positions:
-        live[end] -= num_bytes
-    else:
-        live[0] += num_bytes
-        live[end - num_positions] -= num_bytes
 
 
 def operator_bytes(graph: StepGraph) -> np.ndarray:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.graph import StepGraph
-from penstock.planner._link_rates import LinkRates
+from penstock.planner._request import LinkRates
 from penstock.planner.bounds._fixed_order import saved_bytes
 from penstock.planner.bounds._slots import cost_level, level_cost
 
@@ -44,12 +44,6 @@ def forced_bounds(
     operator that runs again makes all its results: bytes cost at least its time over their sum.
     Only values of operators with `recomputable` can be recomputed. A persistent storage that such
     an operator changes does not count in G.
-
-    Args:
-        forced: Live bytes of all operators, from `find_forced`.
-        operator_seconds: Time of each operator.
-        capacity: Bytes of the arena.
-        rates: Of the links.
 
     Returns:
         The two bounds by name.
@@ -121,13 +115,7 @@ def _recompute_seconds(forced: Forced, remade: np.ndarray) -> np.ndarray:
 
 
 def find_forced(graph: StepGraph, operator_seconds: Sequence[float], *, recompute: bool) -> Forced:
-    """Find the bytes that are live when operators run.
-
-    Args:
-        graph: The step, of at most `MAX_OPERATORS` operators.
-        operator_seconds: Time of each operator.
-        recompute: Whether operators may run again.
-    """
+    """Find the bytes that are live when operators run."""
     num_operators = len(graph.operators)
     ancestors, descendants = relatives(graph)
     seconds = np.asarray(operator_seconds, dtype=np.float64)

@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.graph import StepGraph
 from penstock.planner._linear_program import LinearProgram
-from penstock.planner._link_rates import LinkRates
+from penstock.planner._request import LinkRates
 from penstock.planner.bounds._forced import Forced, made_anew
 
 _NUM_OPERATORS = 2  # at which the program is solved
@@ -29,14 +29,6 @@ def recomputation_bound(
     time_limit: float,
 ) -> float | None:
     """Bound the time of a step in any order, with second runs, by absent bytes at an operator.
-
-    Args:
-        graph: The step.
-        forced: Bytes that are live when operators run, and their ancestors and descendants.
-        operator_seconds: Time of each operator.
-        capacity: Bytes of the arena.
-        rates: Of the links.
-        time_limit: Seconds.
 
     Returns:
         The bound in seconds, the largest of those at a few operators; None if it takes too long.

@@ -13,10 +13,6 @@ _Terms = tuple[list[int], list[float]]  # columns and their factors
 def residency_bound(order: FixedOrder, *, time_limit: float) -> float | None:
     """Solve the linear program of the residency in a fixed order.
 
-    Args:
-        order: The step.
-        time_limit: Seconds.
-
     Returns:
         The bound in seconds; None if it takes too long.
     """

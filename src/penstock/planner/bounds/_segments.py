@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.planner._linear_program import LinearProgram
+from penstock.planner._live_ranges import occupied_bytes
 from penstock.planner.bounds._fixed_order import FixedOrder
 
 _LARGE = 1 / 16  # of the arena
@@ -29,10 +30,6 @@ _SLACK = 1 - 1e-9  # of the times of halves, so that rounding makes no segment i
 
 def segment_bound(order: FixedOrder, *, time_limit: float) -> float | None:
     """Solve an integer program for each segment of an order.
-
-    Args:
-        order: The step.
-        time_limit: Seconds.
 
     Returns:
         The bound in seconds; it grows with the time.
@@ -67,40 +64,26 @@ def _least_seconds(
 
 
 class _SegmentHole(NamedTuple):
-    """A hole of a large value in a segment, in which it may be absent.
+    """A hole of a large value in a segment, in which it may be absent."""
 
-    Attributes:
-        num_bytes: Of the value.
-        first: The first cut in the hole.
-        last: Behind the last one.
-        returns: Whether the hole ends in the segment, so that an absent value returns.
-        copy: Number of the copy that the segment writes before the value can be absent; None: the
-            copy exists.
-    """
-
-    num_bytes: int
-    first: int
-    last: int
-    returns: bool
+    num_bytes: int  # of the value
+    first: int  # the first cut in the hole
+    last: int  # behind the last one
+    returns: bool  # whether the hole ends in the segment, so that an absent value returns
+    # Number of the copy that the segment writes before the value can be absent; None: the copy
+    # exists.
     copy: int | None
 
 
 class _OrderSegment(NamedTuple):
-    """Operators between two positions, cut at those that use large values.
+    """Operators between two positions, cut at those that use large values."""
 
-    Attributes:
-        work: Per slot, from a cut to the next: seconds of its operators.
-        first: Of these the seconds of the first, the operator at the cut.
-        missing: Per cut: parts of the arena that have to be absent of the values in holes.
-        holes: Holes of large values.
-        made_in: Per copy: the slot in which its value is made.
-    """
-
-    work: tuple[float, ...]
-    first: tuple[float, ...]
+    work: tuple[float, ...]  # per slot, from a cut to the next: seconds of its operators
+    first: tuple[float, ...]  # of these the seconds of the first, the operator at the cut
+    # Per cut: parts of the arena that have to be absent of the values in holes.
     missing: tuple[int, ...]
-    holes: tuple[_SegmentHole, ...]
-    made_in: tuple[int, ...]
+    holes: tuple[_SegmentHole, ...]  # holes of large values
+    made_in: tuple[int, ...]  # per copy: the slot in which its value is made
 
     def least_seconds(
         self, order: FixedOrder, time_limit: float, halves: Sequence[float], num_cuts: int
@@ -222,21 +205,13 @@ class _SegmentProgram:
 
 
 class _LargeHole(NamedTuple):
-    """A hole of a large value, between the uses at two positions, perhaps of other steps.
+    """A hole of a large value, between the uses at two positions, perhaps of other steps."""
 
-    Attributes:
-        live_range: Live range of the value, and the step that makes it.
-        begin: Position of the use before it.
-        end: Position of the use after it.
-        num_bytes: Of the value.
-        made_at: Position at which it is made; None if it need not be written.
-    """
-
-    live_range: tuple[int, int]
-    begin: int
-    end: int
-    num_bytes: int
-    made_at: int | None
+    live_range: tuple[int, int]  # live range of the value, and the step that makes it
+    begin: int  # position of the use before it
+    end: int  # position of the use after it
+    num_bytes: int  # of the value
+    made_at: int | None  # position at which it is made; None if it need not be written
 
 
 class _LargeValues:
@@ -257,25 +232,23 @@ class _LargeValues:
             again = [operator.recomputable for operator in order.graph.operators]
             is_large &= ~np.array([made >= 0 and again[made] for made in table.made_by.tolist()])
         self._holes: list[_LargeHole] = []
-        small = np.zeros(2 * num_positions + 1, np.int64)
         for live_range, begin, end in zip(
             *(column.tolist() for column in (table.hole_range, table.hole_begin, table.hole_end)),
             strict=True,
         ):
-            num_bytes = int(table.num_bytes[live_range])
             if not is_large[live_range]:
-                shift = num_positions if begin >= num_positions else 0
-                small[begin + 1 - shift] += num_bytes
-                small[end - shift] -= num_bytes
                 continue
-            is_constant = table.is_constant[live_range]
+            num_bytes, is_constant = int(table.num_bytes[live_range]), table.is_constant[live_range]
             for shift in (0, num_positions):
                 if begin < shift + num_positions and end > shift:
                     made_at = None if is_constant else int(table.defined[live_range]) - shift
                     key = live_range, shift
                     hole = _LargeHole(key, begin - shift, end - shift, num_bytes, made_at)
                     self._holes.append(hole)
-        self._missing = order.excess - np.cumsum(small[:-1]).reshape(2, num_positions).sum(0)
+        small = np.flatnonzero(~is_large[table.hole_range])
+        begin, num_bytes = table.hole_begin[small] + 1, table.num_bytes[table.hole_range[small]]
+        absent = occupied_bytes(begin, table.hole_end[small], num_bytes, num_positions)
+        self._missing = order.excess - absent
         # Operators that use large values are among those that use many bytes.
         self.cuts: list[int] = np.flatnonzero(table.used_bytes >= order.capacity * _LARGE).tolist()
 

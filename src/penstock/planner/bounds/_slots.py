@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.planner._linear_program import LinearProgram
-from penstock.planner._link_rates import LinkRates
+from penstock.planner._request import LinkRates
 
 NEVER = 1 << 20  # power of two of a cost that cannot be paid
 PARTS = 4  # of a power of two, to which costs are rounded down
@@ -20,30 +20,20 @@ FREE = -200 * PARTS
 
 
 class CutWindow(NamedTuple):
-    """A cut at which values may be absent; slots and cuts count on over the end of the step.
-
-    Attributes:
-        cut: The cut.
-        until: Last slot in which they may return.
-        since: First slot in which they may have left; None: they need not have.
-    """
+    """A cut at which values may be absent; slots and cuts count on over the end of the step."""
 
     cut: int
-    until: int
-    since: int | None
+    until: int  # last slot in which they may return
+    since: int | None  # first slot in which they may have left; None: they need not have
 
 
 class Absence(NamedTuple):
-    """Values that may be absent at the same cuts.
+    """Values that may be absent at the same cuts."""
 
-    Attributes:
-        windows: The cuts. Bytes that return in a slot serve all cuts before it, and bytes that
-            leave serve all cuts after it.
-        recompute_level: Class of the cost of recomputing a byte, as of `cost_level`.
-    """
-
+    # The cuts. Bytes that return in a slot serve all cuts before it, and bytes that leave serve all
+    # cuts after it.
     windows: tuple[CutWindow, ...]
-    recompute_level: int
+    recompute_level: int  # class of the cost of recomputing a byte, as of `cost_level`
 
 
 def cost_level(seconds_per_byte: float) -> int:
@@ -59,17 +49,11 @@ def level_cost(level: int) -> float:
 
 
 class Slots(NamedTuple):
-    """The slots of a step.
+    """The slots of a step."""
 
-    Attributes:
-        excess: Per cut: bytes that have to be absent when its operator starts.
-        work: Per slot: seconds of the operators that have to run in it.
-        compute: Seconds of all operators.
-    """
-
-    excess: Sequence[float]
-    work: Sequence[float]
-    compute: float
+    excess: Sequence[float]  # per cut: bytes that have to be absent when its operator starts
+    work: Sequence[float]  # per slot: seconds of the operators that have to run in it
+    compute: float  # seconds of all operators
 
 
 def slots_bound(
@@ -82,12 +66,7 @@ def slots_bound(
 ) -> float | None:
     """Solve for the least time of a step.
 
-    Args:
-        slots: The slots.
-        absences: Bytes of each.
-        rates: Of the links.
-        unit: Bytes that the program counts as one.
-        time_limit: Seconds.
+    `unit` are the bytes that the program counts as one; `time_limit` is in seconds.
 
     Returns:
         The bound in seconds; None if it takes too long.

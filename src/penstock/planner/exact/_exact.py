@@ -19,8 +19,13 @@ from penstock.planner._live_ranges import ResidentInterval, live_ranges
 from penstock.planner._plan import Plan
 from penstock.planner._request import PlanRequest
 from penstock.planner.bounds import made_anew, operator_bytes
-from penstock.planner.exact._addresses import aligned_graph, find_offsets, place
-from penstock.planner.exact._evictions import derive_movement, last_read
+from penstock.planner.exact._addresses import (
+    aligned_graph,
+    derive_movement,
+    find_offsets,
+    last_read,
+    place,
+)
 from penstock.planner.exact._groups import OperatorGroups, group_operators
 from penstock.planner.exact._peak import find_reuses, min_peak, min_working_set
 from penstock.planner.exact._traffic_search import Packed, TrafficSearch

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from penstock.graph import StepGraph
 from penstock.planner._linear_program import LinearProgram
 from penstock.planner._live_ranges import LiveRange, live_ranges
-from penstock.planner.exact._evictions import Eviction, last_read
+from penstock.planner.exact._addresses import Eviction, last_read
 from penstock.planner.exact._groups import OperatorGroups
 
 _TOLERANCE = 1e-6
@@ -54,14 +54,8 @@ class Solution(NamedTuple):
 class ExactProgram:
     """Order and residency of a step in which steps repeat, in an integer program.
 
-    Args:
-        graph: The step, with the bytes that placements take.
-        moved_bytes: Bytes that each storage moves.
-        capacity: Bytes of the arena.
-        windows: Positions at which each operator may run.
-        groups: Operators that stay together.
-        least: Bytes that any solution moves.
-        most: Bytes that a solution is to move less than; None: any.
+    The graph has the bytes that placements take, `moved_bytes` are those that each storage
+    moves, and operators run within their windows of positions.
     """
 
     def __init__(

@@ -21,23 +21,24 @@ from penstock.planner._plan import Plan
 from penstock.planner._plan_records import Budget, Transfer
 from penstock.planner._request import PlanRequest
 from penstock.planner._simulate import step_seconds_of
-from penstock.planner.exact._addresses import find_offsets, place
-from penstock.planner.exact._evictions import Eviction, derive_movement, last_read, live_bytes
-from penstock.planner.exact._peak import workspace_bytes
+from penstock.planner.exact._addresses import (
+    Eviction,
+    derive_movement,
+    find_offsets,
+    last_read,
+    live_bytes,
+    place,
+)
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The end of a search.
+    """The end of a search."""
 
-    Attributes:
-        deadline: Time by `time.monotonic`.
-        processor_seconds: Time by `time.thread_time`, which other processes do not shorten.
-        least_processor_seconds: Time by the same clock from which on only the deadline counts.
-    """
-
-    deadline: float = math.inf
+    deadline: float = math.inf  # time by `time.monotonic`
+    # Time by `time.thread_time`, which other processes do not shorten.
     processor_seconds: float = math.inf
+    # Time by the same clock from which on only the deadline counts.
     least_processor_seconds: float = 0.0
 
     def is_over(self) -> bool:
@@ -157,20 +158,14 @@ def residencies(
 
 @dataclass(frozen=True)
 class _ReuseCase:
-    """An order and the places that results reuse in it, with everything resident.
+    """An order and the places that results reuse in it, with everything resident."""
 
-    Attributes:
-        order: Operators by position.
-        live_ranges: Those that end in reuse end a position earlier.
-        live_bytes: At each position.
-        reusable: By position and operand: results that may reuse its place.
-        reused: Positions, and the results that reuse the place of a live range that ends there.
-    """
-
-    order: tuple[int, ...]
-    live_ranges: tuple[LiveRange, ...]
-    live_bytes: np.ndarray
+    order: tuple[int, ...]  # operators by position
+    live_ranges: tuple[LiveRange, ...]  # those that end in reuse end a position earlier
+    live_bytes: np.ndarray  # at each position
+    # By position and operand: results that may reuse its place.
     reusable: dict[int, dict[int, set[int]]]
+    # Positions, and the results that reuse the place of a live range that ends there.
     reused: frozenset[tuple[int, int]]
 
 
@@ -209,7 +204,7 @@ def _choices(
     if budget.device_bytes is None:
         yield []
         return
-    capacity = budget.device_bytes - workspace_bytes(graph)
+    capacity = budget.device_bytes - graph.workspace_bytes
     num_positions = len(case.order)
     is_crowded = (case.live_bytes > capacity) | any_eviction
     options_of_holes = _options(graph, case, is_crowded)

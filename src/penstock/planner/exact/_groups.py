@@ -28,18 +28,13 @@ from penstock.planner.exact._peak import find_reuses
 
 @dataclass(frozen=True)
 class OperatorGroups:
-    """Operators that stay together, and certain orders between them.
+    """Operators that stay together, and certain orders between them."""
 
-    Attributes:
-        groups: Operators that run one right after the other, in the order given. Operators
-            without bytes that wait for none with bytes are a group that runs first of all.
-        ancestors: Per operator those that certainly run before it.
-        descendants: Per operator those that certainly run after it.
-    """
-
+    # Operators that run one right after the other, in the order given. Operators without bytes that
+    # wait for none with bytes are a group that runs first of all.
     groups: list[list[int]]
-    ancestors: list[set[int]]
-    descendants: list[set[int]]
+    ancestors: list[set[int]]  # per operator those that certainly run before it
+    descendants: list[set[int]]  # per operator those that certainly run after it
 
     def free_pairs(self) -> list[tuple[int, int]]:
         """Return pairs of groups (indices) of which either may run first."""

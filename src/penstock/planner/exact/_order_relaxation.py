@@ -47,14 +47,10 @@ _END = -1  # the use of a result, when the step ends
 class OrderRelaxation:
     """The least traffic of any order, from below, in a linear or integer program.
 
-    Args:
-        graph: The step, with the bytes that placements take.
-        moved_bytes: Bytes that each storage moves.
-        capacity: Bytes of the arena.
-        groups: Operators that stay together, and certain orders between them.
-        is_ordered: Whether p(v, w) are columns; else the program is quick and counts only what is
-            certain.
-        at_ends: Whether inputs have to be there when the step begins, and results when it ends.
+    The graph has the bytes that placements take, `moved_bytes` are those that each storage
+    moves. With `is_ordered` p(v, w) are columns; else the program is quick and counts only what
+    is certain. With `at_ends` inputs have to be there when the step begins, and results when it
+    ends.
     """
 
     def __init__(

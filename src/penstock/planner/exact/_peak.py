@@ -43,7 +43,7 @@ def min_working_set(graph: StepGraph) -> int:
     Returns:
         Bytes of the largest operator's operands and results, aligned, and the largest workspace.
     """
-    return int(operator_bytes(aligned_graph(graph)).max(initial=0)) + workspace_bytes(graph)
+    return int(operator_bytes(aligned_graph(graph)).max(initial=0)) + graph.workspace_bytes
 
 
 def min_peak(graph: StepGraph, *, max_states: int = _MAX_STATES) -> Peak:
@@ -119,7 +119,7 @@ class _PeakSearch:
         # No order is below the bytes that an operator forces to be live.
         least = max(self.given, int(forced_bytes(graph).max(initial=0)))
         heap: list[tuple[int, int, int, int]] = [(least, 0, self.given, 0)]
-        parent: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+        parent: dict[int, tuple[int, int]] = {}
         ready_of = {0: ready}
         best = {0: least}
         proved = True
@@ -127,7 +127,7 @@ class _PeakSearch:
             peak, _, live, done = heapq.heappop(heap)
             if done == everything:
                 order = _read_order(parent, done)
-                return Peak(peak + workspace_bytes(graph), order, proved)
+                return Peak(peak + graph.workspace_bytes, order, proved)
             if peak > best.get(done, peak):
                 continue
             if len(best) > max_states:
@@ -143,7 +143,7 @@ class _PeakSearch:
                 reached = done | 1 << operator
                 if higher < best.get(reached, higher + 1):
                     best[reached] = higher
-                    parent[reached] = (done, (operator,))
+                    parent[reached] = done, operator
                     ready_of[reached] = ready_of[done] - {operator} | {
                         later for later in self.after[operator] if not self.before[later] & ~reached
                     }
@@ -151,20 +151,16 @@ class _PeakSearch:
         raise AssertionError("a graph has an order")
 
 
-def _read_order(parent: dict[int, tuple[int, tuple[int, ...]]], done: int) -> tuple[int, ...]:
+def _read_order(parent: dict[int, tuple[int, int]], done: int) -> tuple[int, ...]:
     order: list[int] = []
     while done:
         done, last = parent[done]
-        order += last
+        order.append(last)
     return tuple(reversed(order))
 
 
 def _bits(operators: Sequence[int]) -> int:
     return sum(1 << operator for operator in set(operators))
-
-
-def workspace_bytes(graph: StepGraph) -> int:
-    return max((operator.workspace_bytes for operator in graph.operators), default=0)
 
 
 def require_inference(graph: StepGraph) -> None:

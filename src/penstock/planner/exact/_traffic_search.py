@@ -13,12 +13,10 @@ from typing import NamedTuple
 from penstock.graph import StepGraph
 from penstock.planner._live_ranges import ResidentInterval
 from penstock.planner._plan_records import Transfer
-from penstock.planner.exact._addresses import aligned_graph, find_offsets
-from penstock.planner.exact._evictions import derive_movement
+from penstock.planner.exact._addresses import aligned_graph, derive_movement, find_offsets
 from penstock.planner.exact._exact_program import ExactProgram, Solution
 from penstock.planner.exact._groups import OperatorGroups, group_operators, separate_operators
 from penstock.planner.exact._order_relaxation import OrderRelaxation
-from penstock.planner.exact._peak import workspace_bytes
 
 _MAX_CUTS = 10
 _NEAR_STEPS = 2
@@ -44,28 +42,15 @@ class Packed(NamedTuple):
 
 
 class Incumbent(NamedTuple):
-    """The best solution so far, and how good it is.
+    """The best solution so far, and how good it is."""
 
-    Attributes:
-        packed: The solution; None if there is none yet.
-        least: Bytes that any solution moves.
-        proved: Whether no other moves less, or none exists.
-    """
-
-    packed: Packed | None
-    least: int
-    proved: bool
+    packed: Packed | None  # the solution; None if there is none yet
+    least: int  # bytes that any solution moves
+    proved: bool  # whether no other moves less, or none exists
 
 
 class TrafficSearch:
-    """A search for the order and residency with the least traffic.
-
-    Args:
-        graph: The step.
-        device_bytes: The budget, workspace included.
-        reorder: Whether operators may run in another order than the program's.
-        time_limit: Seconds.
-    """
+    """A search for the order and residency with the least traffic."""
 
     def __init__(
         self, graph: StepGraph, device_bytes: int, *, reorder: bool, time_limit: float
@@ -74,7 +59,7 @@ class TrafficSearch:
         self.deadline = time.monotonic() + time_limit
         self.moved_bytes = [storage.num_bytes for storage in graph.storages]
         self.aligned = aligned_graph(graph)
-        self.capacity = device_bytes - workspace_bytes(graph)
+        self.capacity = device_bytes - graph.workspace_bytes
         self.groups = group_operators(self.aligned) if reorder else separate_operators(graph)
         self.loose_groups = group_operators(self.aligned, at_ends=False) if reorder else self.groups
         num_positions = len(graph.operators)
@@ -206,18 +191,12 @@ class TrafficSearch:
                 return Incumbent(found, best.least, False)
         return best
 
-    def find_offsets(
-        self, order: Sequence[int], intervals: Sequence[ResidentInterval]
-    ) -> Sequence[int] | None:
-        """Return an address for each interval, if some were found."""
-        return find_offsets(
-            self.graph, order, intervals, self.device_bytes, time_limit=_PACK_SECONDS
-        )
-
     def _pack_solution(self, solution: Solution) -> Packed | None:
         order = solution.order
         intervals, transfers = derive_movement(
             self.graph, len(order), solution.live_ranges, solution.evictions
         )
-        offsets = self.find_offsets(order, intervals)
+        offsets = find_offsets(
+            self.graph, order, intervals, self.device_bytes, time_limit=_PACK_SECONDS
+        )
         return None if offsets is None else Packed(order, intervals, transfers, offsets)

@@ -17,16 +17,12 @@ from penstock.graph import StepGraph
 
 @dataclass(frozen=True)
 class SizeClasses:
-    """An allocation: classes of equal objects, and their numbers.
+    """An allocation: classes of equal objects, and their numbers."""
 
-    Attributes:
-        class_of_size: For each distinct size, in rising order, the class that it is in; a class is
-            named by the index of the largest size in it, which is that of its objects.
-        num_objects: For each class that is in use the number of its objects.
-    """
-
+    # For each distinct size, in rising order, the class that it is in; a class is named by the
+    # index of the largest size in it, which is that of its objects.
     class_of_size: tuple[int, ...]
-    num_objects: dict[int, int]
+    num_objects: dict[int, int]  # for each class that is in use the number of its objects
 
 
 def geometric_classes(sizes: Sequence[int], ratio: float) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Offset assignment for buffers with known lifetimes."""
 
-from penstock.planner.packing._check import check_packing
+from penstock.planner.packing._check import check_overlap, check_packing
 from penstock.planner.packing._pack import pack
 from penstock.planner.packing._types import Buffer, Packing
 
-__all__ = ["Buffer", "Packing", "check_packing", "pack"]
+__all__ = ["Buffer", "Packing", "check_overlap", "check_packing", "pack"]

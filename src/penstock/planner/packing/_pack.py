@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from penstock.errors import InfeasibleError, PlanError
 from penstock.planner.packing._check import check_overlap
-from penstock.planner.packing._fallback import pack_fallback
-from penstock.planner.packing._native import EngineResult, library, pack_native
+from penstock.planner.packing._native import EngineAnswer, library, pack_fallback, pack_native
 from penstock.planner.packing._types import Buffer, BufferLike, Packing, as_buffers
 
 
@@ -60,15 +59,17 @@ def pack(
     inner = [given[index] for index in solid]
     compiled = library()
     if not inner:
-        found = EngineResult((), 0, 0, False, False, 0, 0)
+        packed, found = [], EngineAnswer(0, 0, False, False, 0, 0)
     elif compiled is None:
-        found = pack_fallback(inner, capacity=capacity, time_limit=time_limit)
+        packed, found = pack_fallback(inner, capacity=capacity, time_limit=time_limit)
     else:
-        found = pack_native(compiled, inner, capacity=capacity, time_limit=time_limit, seed=seed)
+        packed, found = pack_native(
+            compiled, inner, capacity=capacity, time_limit=time_limit, seed=seed
+        )
     if capacity is not None and found.height > capacity:
         raise _infeasible(found, capacity, time_limit, has_search=compiled is not None)
     offsets = [buffer.offset or 0 for buffer in given]
-    for index, offset in zip(solid, found.offsets, strict=True):
+    for index, offset in zip(solid, packed, strict=True):
         offsets[index] = offset
     return Packing(
         offsets=tuple(offsets),
@@ -98,7 +99,7 @@ def _check_fixed(buffers: list[Buffer]) -> None:
 
 
 def _infeasible(
-    found: EngineResult, capacity: int, time_limit: float, *, has_search: bool
+    found: EngineAnswer, capacity: int, time_limit: float, *, has_search: bool
 ) -> InfeasibleError:
     known = f"a capacity of {found.height} suffices, and {found.lower_bound} is a lower bound"
     if found.impossible:
@@ -117,5 +118,5 @@ def _infeasible(
         message,
         minimum_device_bytes=found.height,
         sufficient_device_bytes=found.height,
-        proved=found.impossible,
+        proved=bool(found.impossible),
     )

@@ -6,7 +6,7 @@
 
 namespace {
 
-// `_Answer` of _native.py, field by field.
+// `EngineAnswer` of _native.py, field by field.
 struct Answer {
   int64_t height, lower_bound;
   int64_t impossible;    // with a capacity: it is proven that nothing fits

@@ -131,9 +131,9 @@ void fill_overlaps(Part& part) {
   }
 }
 
-// `_Request` of _native.py, field by field.
+// `_PackingArguments` of _native.py, field by field.
 struct Request {
-  int64_t num_buffers, num_spans;
+  int64_t num_buffers;
   const int64_t *size, *alignment, *fixed;  // one a buffer; fixed is -1 where there is none
   const int64_t* first_span;                // num_buffers + 1: where the spans of a buffer begin
   const int64_t *lower, *upper;             // one a span, half-open, ascending within a buffer

@@ -93,9 +93,6 @@ class Search {
   }
 
  private:
-  struct Failure {
-    Fingerprint state;
-  };
   struct Undo {
     int buffer;
     Size lowest;
@@ -180,8 +177,8 @@ class Search {
   bool solve(const std::vector<int>& buffers, Size floor, int last) {
     if (buffers.empty()) return true;
     const Fingerprint state = fingerprint(buffers, floor, last);
-    Failure& slot = failed_[state.low % kTableSize];
-    if (slot.state == state) return false;
+    Fingerprint& slot = failed_[state.low % kTableSize];
+    if (slot == state) return false;
 
     Size ceiling = kNever;  // a buffer fits entirely below this address
     for (int b : buffers) ceiling = std::min(ceiling, lowest_[b] + size_[b]);
@@ -194,7 +191,7 @@ class Search {
       if (solve_with(buffers, b, offset)) return true;
       if (aborted_) return false;
     }
-    slot.state = state;
+    slot = state;
     return false;
   }
 
@@ -225,7 +222,6 @@ class Search {
     }
     const size_t mark = trail_.size();
     place(b, offset);
-    offset_[b] = offset;
     for (int other : overlaps_[b]) {
       if (is_placed_[other] || lowest_[other] >= offset + size_[b]) continue;
       trail_.push_back({other, lowest_[other]});
@@ -302,7 +298,7 @@ class Search {
   std::vector<Size> offset_, lowest_, end_, total_;
   std::vector<int> crossing_, all_;
   std::vector<Undo> trail_;
-  std::vector<Failure> failed_;
+  std::vector<Fingerprint> failed_;  // states, by their low bits
   std::vector<std::pair<Size, int>> by_lowest_;
   int64_t nodes_left_ = 0;
   bool aborted_ = false;

@@ -16,21 +16,15 @@ NEVER = 1 << 60  # the next use of a value that is not used again
 
 @dataclass(frozen=True, slots=True)
 class Accesses:
-    """Accesses of the operator at one position; values without bytes are left out.
+    """Accesses of the operator at one position; values without bytes are left out."""
 
-    Attributes:
-        needs: Values that must be on the device, those that it writes over included.
-        creates: Values that take memory of their own.
-        reuses: Pairs (old, new): the new value takes the place of the old one.
-        next_needs: For each of `needs` the position of its next use; `NEVER` if there is none.
-        next_makes: For each of `makes` the position of its first use.
-    """
-
-    needs: tuple[int, ...]
-    creates: tuple[int, ...]
+    needs: tuple[int, ...]  # values that must be on the device, those that it writes over included
+    creates: tuple[int, ...]  # values that take memory of their own
+    # Pairs (old, new): the new value takes the place of the old one.
     reuses: tuple[tuple[int, int], ...]
+    # For each of `needs` the position of its next use; `NEVER` if there is none.
     next_needs: tuple[int, ...]
-    next_makes: tuple[int, ...]
+    next_makes: tuple[int, ...]  # for each of `makes` the position of its first use
 
     @property
     def makes(self) -> tuple[int, ...]:
@@ -40,41 +34,24 @@ class Accesses:
 
 @dataclass(frozen=True)
 class OrderedStep:
-    """A graph in an order, and the accesses to memory along it.
-
-    Attributes:
-        graph: The graph.
-        order: Operators by position.
-        accesses: One for each position.
-        next_initial: By value that the step begins with the position of its first use.
-        renamed: By `final` value of a persistent storage its `initial` one, where they differ.
-        results: Values that stay to the end of the step.
-        inputs: Values that the caller puts in place when the step begins.
-        unused: Values of persistent storages that no operator uses.
-        num_bytes: Bytes of every value, in multiples of the alignment.
-        alignment: Bytes of which addresses are multiples.
-    """
+    """A graph in an order, and the accesses to memory along it."""
 
     graph: StepGraph
-    order: tuple[int, ...]
-    accesses: tuple[Accesses, ...]
-    next_initial: dict[int, int]
+    order: tuple[int, ...]  # operators by position
+    accesses: tuple[Accesses, ...]  # one for each position
+    next_initial: dict[int, int]  # by value that the step begins with the position of its first use
+    # By `final` value of a persistent storage its `initial` one, where they differ.
     renamed: dict[int, int]
-    results: frozenset[int]
-    inputs: tuple[int, ...]
-    unused: tuple[int, ...]
-    num_bytes: tuple[int, ...]
-    alignment: int
+    results: frozenset[int]  # values that stay to the end of the step
+    inputs: tuple[int, ...]  # values that the caller puts in place when the step begins
+    unused: tuple[int, ...]  # values of persistent storages that no operator uses
+    num_bytes: tuple[int, ...]  # bytes of every value, in multiples of the alignment
+    alignment: int  # bytes of which addresses are multiples
 
     @property
     def num_positions(self) -> int:
         """Operators in the order, repeated ones included."""
         return len(self.order)
-
-    @property
-    def workspace_bytes(self) -> int:
-        """The largest workspace of an operator."""
-        return max((operator.workspace_bytes for operator in self.graph.operators), default=0)
 
 
 def order_step(
@@ -82,11 +59,8 @@ def order_step(
 ) -> OrderedStep:
     """Return a graph in an order, with the accesses to memory along it.
 
-    Args:
-        graph: The graph.
-        order: Operators by position; the program's own if None.
-        in_place: Whether results reuse the place of operands whose live range ends there
-            (`Operator.may_overwrite`).
+    With `in_place` results reuse the place of operands whose live range ends there
+    (`Operator.may_overwrite`). Without `order` it is the program's own.
     """
     order = tuple(range(len(graph.operators)) if order is None else order)
     unit = alignment_bytes(graph)
@@ -224,10 +198,6 @@ def peak_of_program_order(graph: StepGraph, *, in_place: bool = False) -> int:
     Persistent storages are there throughout, activations and gradients from the operator that
     makes them to the last one that needs them; the largest workspace is added.
 
-    Example:
-        >>> peak_of_program_order(graph)  # doctest: +SKIP
-        16106127360
-
     Args:
         graph: A captured step.
         in_place: Whether results reuse the place of operands whose live range ends there.
@@ -247,4 +217,4 @@ def peak_of_program_order(graph: StepGraph, *, in_place: bool = False) -> int:
             if after == NEVER and value not in reused and value not in step.results
             if not graph.storages[graph.storage_of_value[value]].persistent
         )
-    return peak + step.workspace_bytes
+    return peak + graph.workspace_bytes

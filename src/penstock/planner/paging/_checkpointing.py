@@ -19,10 +19,6 @@ from penstock.planner.paging._plan_paging import plan_by_paging
 def plan_checkpointing(request: PlanRequest) -> Plan:
     """Plan a step in which nothing moves and every layer runs again for its backward pass.
 
-    Example:
-        >>> plan_checkpointing(request).peak_device_bytes  # doctest: +SKIP
-        4096
-
     Args:
         request: The step; it may have all the memory that it needs.
     """
@@ -34,12 +30,7 @@ def plan_checkpointing(request: PlanRequest) -> Plan:
 
 
 def name_layers(graph: StepGraph) -> tuple[str, ...]:
-    """Return each operator's layer: the module's name up to the first number in it.
-
-    Example:
-        >>> name_layers(graph)[100]  # of an operator of "transformer.h.3.attn"  # doctest: +SKIP
-        'transformer.h.3'
-    """
+    """Return each operator's layer: the module's name up to the first number in it."""
     names: dict[str, str] = {}
     for operator in graph.operators:
         if operator.module not in names:
@@ -51,21 +42,14 @@ def name_layers(graph: StepGraph) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Saved:
-    """A value that forward makes and backward needs.
-
-    Attributes:
-        value: The value.
-        num_bytes: Its bytes.
-        layer: Of the operator that makes it.
-        is_border: Whether another layer's forward needs it, too.
-        chain: Operators that make it again, in order, if everything else that is saved is there;
-            None if it cannot be made again.
-    """
+    """A value that forward makes and backward needs."""
 
     value: int
-    num_bytes: int
-    layer: str
-    is_border: bool
+    num_bytes: int  # its bytes
+    layer: str  # of the operator that makes it
+    is_border: bool  # whether another layer's forward needs it, too
+    # Operators that make it again, in order, if everything else that is saved is there; None if it
+    # cannot be made again.
     chain: tuple[int, ...] | None
 
     @property
@@ -118,9 +102,6 @@ class Recomputation:
     def order_without(self, dropped: Collection[int]) -> tuple[tuple[int, ...], frozenset[int]]:
         """Return the program's order, with operators that recompute dropped values.
 
-        Args:
-            dropped: Saved values that are not to be kept.
-
         Returns:
             The order, and the values that are dropped in it: a value is kept after all if it
             cannot be made again from what is there then.
@@ -151,8 +132,9 @@ class Recomputation:
                     return order, value
                 order += chain
                 for again in chain:
-                    present.update(self._makes_again(again))
-                    present.difference_update(self._overwrites_again(again))
+                    _, made, overwritten = self._second_run(again)
+                    present.update(made)
+                    present -= overwritten
             order.append(index)
             present.update(
                 value
@@ -181,17 +163,12 @@ class Recomputation:
             and storage.num_bytes > 0
         )
 
-    def _makes_again(self, index: int) -> tuple[int, ...]:
+    def _second_run(self, index: int) -> tuple[tuple[int, ...], tuple[int, ...], set[int]]:
+        """Return the values that a second run of an operator needs, makes and overwrites."""
         operator = self.graph.operators[index]
-        return operator.creates if operator.recompute_args is not None else operator.makes
-
-    def _needs_again(self, index: int) -> tuple[int, ...]:
-        operator = self.graph.operators[index]
-        return operator.reads if operator.recompute_args is not None else operator.needs
-
-    def _overwrites_again(self, index: int) -> list[int]:
-        operator = self.graph.operators[index]
-        return [] if operator.recompute_args is not None else [old for old, _ in operator.mutates]
+        if operator.recompute_args is not None:
+            return operator.reads, operator.creates, set()
+        return operator.needs, operator.makes, {old for old, _ in operator.mutates}
 
     def _find_chain(self, value: int, present: Collection[int]) -> tuple[int, ...] | None:
         """Return operators that make a value from what is present, or None if there are none."""
@@ -209,13 +186,14 @@ class Recomputation:
             operator = self.graph.operators[producer]
             if not operator.recomputable or operator.phase is not Phase.FORWARD:
                 return None
-            if wanted not in self._makes_again(producer):
+            needs, makes, overwritten = self._second_run(producer)
+            if wanted not in makes:
                 return None
             if expanded:
                 chain[producer] = None
-                made.update(self._makes_again(producer))
-                made.difference_update(self._overwrites_again(producer))
+                made.update(makes)
+                made -= overwritten
                 continue
             stack.append((wanted, True))
-            stack += [(needed, False) for needed in self._needs_again(producer)]
+            stack += [(needed, False) for needed in needs]
         return tuple(chain)

@@ -29,34 +29,20 @@ class Allocation:
 
     Positions count on from step to step while paging goes on, and are relative to the step in which
     the allocation begins in what `page_step` returns.
-
-    Attributes:
-        num_bytes: Its size.
-        parts: (value, position from which it is the one) in order.
-        end: Boundary at which it is free again.
-        loaded: Whether its first value is loaded.
-        made: Position of the operator that made its present value; less if it was loaded.
-        first_use: For a loaded one the position of the operator that it is loaded for.
-        last_use: Position of the last operator that uses it.
-        next_use: Position of the next one.
-        dirty: Whether its present value is nowhere else.
-        written: Whether its last value has to be written at the end.
-        number: Of the allocation, in the order in which they begin.
-        value: Its present value, by the name that it has in the present step.
     """
 
-    num_bytes: int
-    parts: list[tuple[int, int]]
-    loaded: bool
-    made: int
-    first_use: int
-    last_use: int
-    next_use: int
-    dirty: bool
-    value: int
-    end: int = _UNBOUND
-    written: bool = False
-    number: int = 0
+    num_bytes: int  # its size
+    parts: list[tuple[int, int]]  # (value, position from which it is the one) in order
+    loaded: bool  # whether its first value is loaded
+    made: int  # position of the operator that made its present value; less if it was loaded
+    first_use: int  # for a loaded one the position of the operator that it is loaded for
+    last_use: int  # position of the last operator that uses it
+    next_use: int  # position of the next one
+    dirty: bool  # whether its present value is nowhere else
+    value: int  # its present value, by the name that it has in the present step
+    end: int = _UNBOUND  # boundary at which it is free again
+    written: bool = False  # whether its last value has to be written at the end
+    number: int = 0  # of the allocation, in the order in which they begin
 
     @property
     def last_value(self) -> int:
@@ -71,19 +57,12 @@ class Allocation:
 
 @dataclass(frozen=True)
 class PagedStep:
-    """The allocations of one step of many equal ones.
+    """The allocations of one step of many equal ones."""
 
-    Attributes:
-        allocations: Those that begin in the step, in order; positions from 0.
-        permanent: Allocations that never end, their parts within the step.
-        resident: Values of storages that no step changes and that never leave.
-        is_steady: False where steps did not become equal by themselves.
-    """
-
-    allocations: tuple[Allocation, ...]
-    permanent: tuple[Allocation, ...]
-    resident: tuple[int, ...]
-    is_steady: bool
+    allocations: tuple[Allocation, ...]  # those that begin in the step, in order; positions from 0
+    permanent: tuple[Allocation, ...]  # allocations that never end, their parts within the step
+    resident: tuple[int, ...]  # values of storages that no step changes and that never leave
+    is_steady: bool  # False where steps did not become equal by themselves
 
 
 def page_step(
@@ -95,12 +74,8 @@ def page_step(
 ) -> PagedStep:
     """Find the allocations of a step that repeats, with demand paging.
 
-    Args:
-        step: The graph in its order.
-        capacity: Bytes of the device.
-        eviction: `"lru"` evicts the value that was used the longest ago, `"belady"` the one that
-            is used again the latest (Belady 1966).
-        candidates: Values that may leave at all; any if None.
+    `"lru"` evicts the value that was used the longest ago, `"belady"` the one that is used
+    again the latest (Belady 1966), if it is one of the candidates.
 
     Raises:
         InfeasibleError: An operator's operands and results do not fit.

@@ -9,20 +9,19 @@ the latest (Belady 1966), and loads as early as bytes are free.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from penstock.errors import InfeasibleError
-from penstock.memory import Link, Tier
+from penstock.memory import Link
 from penstock.planner._assemble import assemble
-from penstock.planner._link_rates import LinkRates
 from penstock.planner._plan import Plan
-from penstock.planner._plan_records import Found
-from penstock.planner._request import PlanRequest
+from penstock.planner._plan_records import Found, Placement, Transfer
+from penstock.planner._request import LinkRates, PlanRequest
+from penstock.planner.packing import Buffer, pack
 from penstock.planner.paging._accesses import OrderedStep, order_step
 from penstock.planner.paging._eviction import PagedStep, page_step
-from penstock.planner.paging._placements import assign_offsets, make_placements, make_transfers
 from penstock.planner.paging._transfer_times import TransferTimes, time_transfers
 
 PagingPolicy = Literal["lru", "lru-prefetch", "belady"]
@@ -31,6 +30,7 @@ PAGING_POLICIES: tuple[PagingPolicy, ...] = ("belady", "lru-prefetch", "lru")
 _ATTEMPTS = 7  # to find a paged step that has addresses within the budget
 _MORE = 0.002  # of the capacity that is given up beyond what the last packing lacked
 _CLOSE = 0.02  # of the capacity: what lacks addresses and what has them need not be closer
+PACK_SECONDS = 2.0  # for the addresses of one paged step
 
 
 def plan_by_paging(
@@ -43,9 +43,6 @@ def plan_by_paging(
     method: str | None = None,
 ) -> Plan:
     """Plan by paging.
-
-    Example:
-        >>> plan = plan_by_paging(request)  # doctest: +SKIP
 
     Args:
         request: The step and what it is planned for. After its deadline no other capacity is
@@ -104,31 +101,26 @@ def find_swap_rates(request: PlanRequest) -> LinkRates:
 
 
 def count_arena_bytes(request: PlanRequest) -> int:
-    """Return the bytes for values: the budget without the largest workspace, or more than enough.
-
-    Example:
-        >>> count_arena_bytes(request)  # doctest: +SKIP
-        1073741824
-    """
-    if request.budget.device_bytes is None:
+    """Return the bytes for values; more than enough where there is no limit."""
+    if request.arena_bytes is None:
         return sum(storage.num_bytes for storage in request.graph.storages) + (1 << 20)
-    return request.budget.device_bytes - request.workspace_bytes
+    return request.arena_bytes
 
 
 def require_tiers(plan: Plan) -> None:
     """Raise where a plan needs more of the tiers below the device than there is.
 
     Raises:
-        InfeasibleError: The values that are swapped do not fit the tier below.
+        InfeasibleError: The values that leave do not fit the tier below.
     """
-    for tier, limit, peak in (
-        (Tier.HOST, plan.budget.host_bytes, plan.peak_host_bytes),
-        (Tier.FILE, plan.budget.file_bytes, plan.peak_file_bytes),
+    for name, limit, peak in (
+        ("host_memory", plan.budget.host_bytes or 0, plan.peak_host_bytes),
+        ("store", plan.budget.file_bytes or 0, plan.peak_file_bytes),
     ):
-        if limit is not None and peak > limit:
+        if peak > limit:
             raise InfeasibleError(
-                f"method={plan.method!r} swaps {peak} bytes to the {tier} and may use {limit}: "
-                f"give {tier} memory of {peak} bytes, or use method='auto'",
+                f"{name}={limit} bytes: the plan of method={plan.method!r} keeps {peak} bytes "
+                "there; raise it, or device_memory=",
                 proved=False,
             )
 
@@ -250,3 +242,101 @@ def _find_addresses(paging: _Paging, began: float) -> _Attempt:
             proved=False,
         )
     return best
+
+
+def assign_offsets(
+    step: OrderedStep,
+    paged: PagedStep,
+    times: TransferTimes,
+    *,
+    capacity: int | None,
+    deadline: float,
+    seed: int,
+) -> tuple[list[int], int]:
+    """Pack the allocations of a step, then those that never end; each keeps one address.
+
+    The search for addresses ends at a deadline, by `time.monotonic`, if it takes that long.
+
+    Returns:
+        Offsets of `paged.allocations`, `paged.permanent` and `paged.resident`, one after the other,
+        and by how many bytes they exceed the capacity: at most 0 if they fit.
+    """
+    num_positions, unit = step.num_positions, step.alignment
+    buffers = [
+        _buffer(start, end, allocation.num_bytes, num_positions, unit)
+        for allocation, start, end in zip(paged.allocations, times.starts, times.ends, strict=True)
+    ]
+    lasting = [allocation.num_bytes for allocation in paged.permanent]
+    lasting += [step.num_bytes[value] for value in paged.resident]
+    buffers += [Buffer(0, num_positions, size, alignment=unit) for size in lasting]
+    left = min(PACK_SECONDS, max(deadline - time.monotonic(), 0.0))
+    try:
+        packing = pack(buffers, capacity=capacity, time_limit=left, seed=seed)
+    except InfeasibleError as error:
+        return [], max(1, (error.minimum_device_bytes or 0) - (capacity or 0))
+    return list(packing.offsets), 0 if capacity is None else packing.height - capacity
+
+
+def _buffer(start: int, end: int, num_bytes: int, num_positions: int, unit: int) -> Buffer:
+    """Return the buffer of an allocation; one across the end of the step has a gap within."""
+    shift = start // num_positions * num_positions
+    start, end = start - shift, end - shift
+    if end - start >= num_positions:
+        return Buffer(0, num_positions, num_bytes, alignment=unit)
+    if end <= num_positions:
+        return Buffer(start, end, num_bytes, alignment=unit)
+    gap = (end - num_positions, start)
+    return Buffer(0, num_positions, num_bytes, alignment=unit, gaps=(gap,))
+
+
+def _name(step: OrderedStep, value: int, shift: int) -> int:
+    """Return a value by the name that it has a step later (1), or had in the step before (-1)."""
+    if shift == 0:
+        return value
+    table = step.renamed if shift > 0 else {i: f for f, i in step.renamed.items()}
+    return table.get(value, value)
+
+
+def make_placements(
+    step: OrderedStep, paged: PagedStep, times: TransferTimes, offsets: Sequence[int]
+) -> Iterator[Placement]:
+    """Return where the values of a paged step are on the device, and when."""
+    num_positions, graph = step.num_positions, step.graph
+    num_own, num_permanent = len(paged.allocations), len(paged.permanent)
+    spans = [
+        *zip(paged.allocations, times.starts, times.ends, strict=True),
+        *((a, a.parts[0][1], a.parts[0][1] + num_positions) for a in paged.permanent),
+    ]
+    for offset, (allocation, first, last) in zip(offsets, spans, strict=False):
+        boundaries = [first, *(at for _, at in allocation.parts[1:]), last]
+        for index, (value, since) in enumerate(allocation.parts):
+            start, end = boundaries[index : index + 2]
+            shift = start // num_positions
+            yield Placement(
+                _name(step, value, shift - since // num_positions),
+                offset,
+                graph.num_bytes(value),
+                start - shift * num_positions,
+                end - shift * num_positions,
+            )
+    for value, offset in zip(paged.resident, offsets[num_own + num_permanent :], strict=True):
+        yield Placement(value, offset, graph.num_bytes(value), 0, num_positions)
+
+
+def make_transfers(
+    step: OrderedStep, paged: PagedStep, times: TransferTimes, links: tuple[Link, Link]
+) -> list[Transfer]:
+    """Return the transfers of a paged step over the links out of the device and back."""
+    num_positions = step.num_positions
+    transfers = []
+    for link, part, timed in ((links[0], -1, times.writes), (links[1], 0, times.loads)):
+        of_link = []
+        for transfer in timed:
+            value, since = paged.allocations[transfer.allocation].parts[part]
+            shift = transfer.start // num_positions
+            start = transfer.start - shift * num_positions
+            end = transfer.end - shift * num_positions
+            name = _name(step, value, shift - since // num_positions)
+            of_link.append(Transfer(name, link, step.graph.num_bytes(value), start, end))
+        transfers += sorted(of_link, key=lambda transfer: transfer.start)
+    return transfers

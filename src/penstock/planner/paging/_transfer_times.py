@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from penstock.planner._link_rates import LinkRates
+from penstock.planner._request import LinkRates
 from penstock.planner.paging._accesses import OrderedStep
 from penstock.planner.paging._eviction import Allocation, PagedStep
 
@@ -23,38 +23,24 @@ _PASSES = 4  # of choosing ends of writes by the times of the pass before
 
 @dataclass(slots=True)
 class TimedTransfer:
-    """A load or a write; positions as in a plan, but a start may lie before the step.
+    """A load or a write; positions as in a plan, but a start may lie before the step."""
 
-    Attributes:
-        allocation: Index of the allocation that is loaded or written.
-        start: Boundary at which it may begin.
-        end: Boundary by which it has finished.
-        seconds: Time that it takes.
-    """
-
-    allocation: int
-    start: int
-    end: int
-    seconds: float
+    allocation: int  # index of the allocation that is loaded or written
+    start: int  # boundary at which it may begin
+    end: int  # boundary by which it has finished
+    seconds: float  # time that it takes
 
 
 @dataclass(frozen=True)
 class TransferTimes:
-    """Transfers with their boundaries, and the time of a step with them.
+    """Transfers with their boundaries, and the time of a step with them."""
 
-    Attributes:
-        starts: Of each allocation the boundary from which it is taken, perhaps before the step.
-        ends: The boundary at which it is free.
-        writes: In the order of their link.
-        loads: In the order of theirs.
-        step_seconds: Time of a step once steps repeat.
-    """
-
+    # Of each allocation the boundary from which it is taken, perhaps before the step.
     starts: tuple[int, ...]
-    ends: tuple[int, ...]
-    writes: tuple[TimedTransfer, ...]
-    loads: tuple[TimedTransfer, ...]
-    step_seconds: float
+    ends: tuple[int, ...]  # the boundary at which it is free
+    writes: tuple[TimedTransfer, ...]  # in the order of their link
+    loads: tuple[TimedTransfer, ...]  # in the order of theirs
+    step_seconds: float  # time of a step once steps repeat
 
 
 def time_transfers(
@@ -181,10 +167,7 @@ def simulate_streams(
 ) -> tuple[float, list[int]]:
     """Run steps on three streams until they repeat.
 
-    Args:
-        seconds: Time of the operator at each position.
-        writes: In the order of their link, with starts from 0 on.
-        loads: In the order of theirs.
+    Transfers are in the order of their link; starts of writes count from 0.
 
     Returns:
         Seconds of a step, and for each write the boundary at which it is really finished.

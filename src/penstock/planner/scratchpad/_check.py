@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping
 
 from penstock.errors import PlanError
+from penstock.planner.packing import check_overlap
 from penstock.planner.scratchpad._types import Residency, ScratchpadGraph, ScratchpadPlan
 
 
@@ -127,19 +128,11 @@ def _check_addresses(
                 f"{pools[buffer.pool]}",
                 rule="capacity",
             )
-    arriving: list[list[Residency]] = [[] for _ in plan.order]
-    for residency in plan.residencies:
-        arriving[residency.start].append(residency)
-    resident: dict[str, list[Residency]] = {pool: [] for pool in pools}
-    for step, arrivals in enumerate(arriving):
-        for pool in resident:
-            resident[pool] = [residency for residency in resident[pool] if residency.end > step]
-        for residency in arrivals:
-            buffer = graph.buffers[residency.buffer]
-            for other in resident[buffer.pool]:
-                other_end = other.offset + graph.buffers[other.buffer].size
-                if residency.offset < other_end and other.offset < residency.offset + buffer.size:
-                    raise PlanError(
-                        f"at step {step} {residency} and {other} overlap", rule="overlap"
-                    )
-            resident[buffer.pool].append(residency)
+    for pool in pools:
+        inside = [r for r in plan.residencies if graph.buffers[r.buffer].pool == pool]
+        check_overlap(
+            [
+                ((r.start, r.end), r.offset, r.offset + graph.buffers[r.buffer].size, r.buffer)
+                for r in inside
+            ]
+        )

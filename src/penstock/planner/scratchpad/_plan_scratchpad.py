@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from penstock.errors import InfeasibleError
 from penstock.planner.packing import Buffer, pack
 from penstock.planner.scratchpad._bound import bound_all_orders
-from penstock.planner.scratchpad._greedy import spill_greedily
 from penstock.planner.scratchpad._residency import (
     BufferHole,
     ResidencyProgram,
     find_holes,
+    spill_greedily,
     used_bytes,
 )
 from penstock.planner.scratchpad._search import load_search, search_orders
@@ -100,17 +100,11 @@ def scratchpad(
 
 @dataclass(frozen=True)
 class _Spilled:
-    """A residency of one order with addresses.
+    """A residency of one order with addresses."""
 
-    Attributes:
-        residencies: With their offsets.
-        holes: Those that are spilled.
-        bound: What any residency of the order costs at least.
-    """
-
-    residencies: list[Residency]
-    holes: list[BufferHole]
-    bound: int
+    residencies: list[Residency]  # with their offsets
+    holes: list[BufferHole]  # those that are spilled
+    bound: int  # what any residency of the order costs at least
 
     def to_plan(
         self, graph: ScratchpadGraph, order: tuple[int, ...], lower_bound: int

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from penstock.codegen import load_optional_library, to_struct
-from penstock.planner._stoppable import run_stoppable
+from penstock.planner._native_calls import flatten, run_stoppable
 from penstock.planner.scratchpad._types import ScratchpadGraph
 
 _SOURCE = Path(__file__).with_name("search.cpp")
@@ -116,8 +116,8 @@ def _request(
     graph: ScratchpadGraph, pools: Mapping[str, int], time_limit: float, stop: np.ndarray
 ) -> _SearchArguments:
     names = list(pools)
-    first_predecessor, predecessors = _flatten(find_neighbours(graph)[0])
-    first_use, uses = _flatten([operator.buffers for operator in graph.operators])
+    first_predecessor, predecessors = flatten(find_neighbours(graph)[0], np.int64)
+    first_use, uses = flatten([operator.buffers for operator in graph.operators], np.int64)
     return _SearchArguments(
         num_operators=len(graph.operators),
         num_buffers=len(graph.buffers),
@@ -137,9 +137,3 @@ def _request(
         temperature=0.0,
         stop=stop,
     )
-
-
-def _flatten(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return lists of numbers as one array, with the beginnings of each."""
-    first = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-    return first, np.array([value for row in rows for value in row] or [0], dtype=np.int64)

@@ -1,10 +1,8 @@
 """The planner of method "auto": order, residency, recomputation and addresses by search."""
 
-from penstock.planner.search._auto_plan import plan_auto
-from penstock.planner.search._grid import interference_per_byte
-from penstock.planner.search._library import load_engine
+from penstock.planner.search._auto_plan import interference_per_byte, plan_auto
 from penstock.planner.search._plan_residency import plan_residency
-from penstock.planner.search._problem import Problem
+from penstock.planner.search._problem import Problem, load_engine
 from penstock.planner.search._residency import EvictionChoice
 from penstock.planner.search._sequence import OperatorSequence
 

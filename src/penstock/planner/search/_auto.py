@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.planner._request import PlanRequest
-from penstock.planner.search._drop_proposals import DropProposals
-from penstock.planner.search._drops import DropFamilies
+from penstock.planner.search._drops import DropFamilies, DropProposals
 from penstock.planner.search._orders import move_gradients_late, move_updates_early
 from penstock.planner.search._problem import GreedyWeights, Problem
 from penstock.planner.search._recompute import RecomputeChains, mark_brief
@@ -42,17 +41,11 @@ _FEW_OPERATORS, _HOPELESS = 500, 1.3
 
 @dataclass(frozen=True, eq=False)
 class SearchCandidate:
-    """An order with second runs and evictions that could be the plan's.
+    """An order with second runs and evictions that could be the plan's."""
 
-    Attributes:
-        order: Operators, each once.
-        dropped: Storages that are recomputed.
-        choice: Evictions, and the time of the step.
-    """
-
-    order: np.ndarray
-    dropped: frozenset[int]
-    choice: EvictionChoice
+    order: np.ndarray  # operators, each once
+    dropped: frozenset[int]  # storages that are recomputed
+    choice: EvictionChoice  # evictions, and the time of the step
 
     @property
     def seconds(self) -> float:
@@ -62,12 +55,6 @@ class SearchCandidate:
 
 class AutoSearch:
     """A search of one request in one arena.
-
-    Args:
-        request: The step, the decisions that are free, the seed of random changes, the deadline.
-        arena: The arena.
-        on_better: Called with each improvement.
-        alignment: Bytes of which offsets are multiples; None: `alignment_bytes` of the graph.
 
     Attributes:
         best: The best candidate so far.
@@ -104,6 +91,7 @@ class AutoSearch:
             one_way = rate.outward * rate.inward / (rate.outward + rate.inward)
         self._drops = DropFamilies(graph, self._chains, self.problem.operator_seconds, one_way)
         self._program = np.arange(len(graph.operators), dtype=np.int32)
+        self._ideal_seconds = float(seconds.sum())
 
     def run(self) -> SearchCandidate | None:
         """Search until the deadline or until nothing helps.
@@ -127,7 +115,7 @@ class AutoSearch:
         if self.recompute:  # else nothing can be dropped, and a smaller arena only moves more
             self._search_tighter()
         for done, (self.reorder, self.recompute) in enumerate(frozen):
-            if self._is_ideal(float(self.problem.operator_seconds.sum())):
+            if self._is_ideal():
                 break
             now = time.monotonic()
             self.deadline = now + max(0.0, end - now) / (len(frozen) - done)
@@ -144,7 +132,7 @@ class AutoSearch:
         best, whole = self.best, self.arena
         if whole.lower is None or best is None or not best.choice.evicted.any():
             return
-        if self._is_ideal(float(self.problem.operator_seconds.sum())):
+        if self._is_ideal():
             return
         saved = self._candidates, self._quick, self._on_better
         near = self._finalists()[:_NUM_FINALISTS]
@@ -189,20 +177,21 @@ class AutoSearch:
 
     def _search(self, *, worth: float) -> None:
         """Search with the free decisions; refine only what takes less than `worth` seconds."""
-        ideal = float(self.problem.operator_seconds.sum())
         orders = [self._program]
         self._try(self._program, frozenset())
-        if self._is_ideal(ideal):
+        if self._is_ideal():
             return
         if self.reorder:
             graph = self.problem.graph
-            suggested = [
-                functools.partial(find, graph) for find in (move_updates_early, move_gradients_late)
-            ]
-            for find in (*suggested, *map(self._greedy, self._weights())):
+            greedy = functools.partial(self.problem.greedy_order, self._program)
+            for find, argument in [
+                (move_updates_early, graph),
+                (move_gradients_late, graph),
+                *((greedy, weights) for weights in self._weights()),
+            ]:
                 if self._is_late():
                     break
-                order = find()
+                order = find(argument)
                 if not any(np.array_equal(order, other) for other in orders):
                     orders.append(order)
                     self._try(order, frozenset())
@@ -215,13 +204,12 @@ class AutoSearch:
 
     def _improve(self) -> None:
         """Change the best piece by piece until nothing helps."""
-        ideal = float(self.problem.operator_seconds.sum())
-        while self.best is not None and not self._is_late() and not self._is_ideal(ideal):
+        while self.best is not None and not self._is_late() and not self._is_ideal():
             before = self.best.seconds
             if self.recompute:
                 self._refine_groups()
                 self._refine_drops()
-            self._refine_residency()
+            self._refine(self.best, self.deadline)
             if self.reorder:
                 self._refine_order_windows()
             if self.best.seconds >= before * (1 - 1e-4):
@@ -280,8 +268,8 @@ class AutoSearch:
     def _is_late(self) -> bool:
         return time.monotonic() > self.deadline
 
-    def _is_ideal(self, ideal: float) -> bool:
-        return self.best is not None and self.best.seconds <= ideal * (1 + 1e-6)
+    def _is_ideal(self) -> bool:
+        return self.best is not None and self.best.seconds <= self._ideal_seconds * (1 + 1e-6)
 
     def _weights(self) -> list[GreedyWeights]:
         """Return weights of greedy orders; program order decides between equals."""
@@ -299,9 +287,6 @@ class AutoSearch:
             GreedyWeights(1, 1, 1, 0, capacity // 2, 1024),
             GreedyWeights(0, 0, 1, late * 1000, capacity),
         ]
-
-    def _greedy(self, weights: GreedyWeights) -> Callable[[], np.ndarray]:
-        return lambda: self.problem.greedy_order(self._program, weights)
 
     def _sequence(self, order: np.ndarray, dropped: frozenset[int]) -> OperatorSequence | None:
         if not dropped:
@@ -351,17 +336,16 @@ class AutoSearch:
             candidates = candidates[:1] if self.best else orders
         families = [*self._drops.by_price(), *self._drops.by_segment()]
         for base in candidates:
-            for _, dropped in families:
+            for dropped in families:
                 if self._is_late():
                     return
                 self._try(base, dropped)
         if self.best is None:
             return
         self._try_families_with(orders)
-        base_families = [dropped for _, dropped in families]
         made_at = self._drops.made_at
         last = max(made_at.values(), default=0)
-        for dropped in base_families:
+        for dropped in families:
             for fraction in _FRACTIONS:
                 if self._is_late():
                     return
@@ -377,10 +361,6 @@ class AutoSearch:
                 if self._is_late():
                     return
                 self._try(order, dropped)
-
-    def _refine_residency(self) -> None:
-        assert self.best is not None
-        self._refine(self.best, self.deadline)
 
     def _refine(self, candidate: SearchCandidate, deadline: float) -> None:
         """Improve the evictions of a candidate, which may become the best."""

@@ -10,30 +10,38 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
 
 from penstock.errors import InfeasibleError
-from penstock.graph import alignment_bytes
-from penstock.memory import Link
+from penstock.graph import alignment_bytes, least_alignment_bytes
+from penstock.memory import Link, MachineProfile, Tier
 from penstock.planner._plan import Plan
 from penstock.planner._plan_records import Bound, Found
-from penstock.planner._request import PlanRequest
-from penstock.planner.bounds import working_set
+from penstock.planner._request import LinkRates, PlanRequest
+from penstock.planner.bounds import WorkingSet, working_set
 from penstock.planner.exact import Limit
 from penstock.planner.search._auto import AutoSearch, frozen_decisions
 from penstock.planner.search._descent import MAX_OPERATORS, MAX_SECONDS, descend, find_any_plan
-from penstock.planner.search._finalists import offsets_of_fastest
-from penstock.planner.search._grid import GridRequest
-from penstock.planner.search._infeasible import explain_infeasible, explain_missing_engine
-from penstock.planner.search._library import load_engine
+from penstock.planner.search._finalists import find_offsets, offsets_of_fastest
 from penstock.planner.search._offsets import sufficient_bytes
 from penstock.planner.search._plan_residency import plan_residency
+from penstock.planner.search._problem import Problem, load_engine
+from penstock.planner.search._residency import Arena, EvictionChoice, LowerTiers, ResidencySearch
+from penstock.planner.search._sequence import OperatorSequence
+from penstock.units import format_bytes
 
 _DEFAULT_SECONDS = 60.0  # where the request has no deadline
 _SEARCH_SHARE = 0.65  # of the time; the rest is for offsets
 # Time that offsets take, some ten times over all intervals, on a machine that others use as well.
 _OFFSET_SECONDS_PER_OPERATOR = 1.5e-3
 _SECONDS_AFTER_CTRL_C = 5.0  # for offsets, where the search was stopped by hand
+# Time of operators on two cores that moving a byte costs, in copies of it by one thread: that copy,
+# and the core that waits for the one which copies. Measured on Llama, 512 wide, at 1/4 of its
+# memory.
+_COPIES_TO_HOST, _COPIES_TO_FILE = 2.0, 1.0
 
 
 def plan_auto(request: PlanRequest, *, bound: Bound) -> Plan:
@@ -109,9 +117,7 @@ def _search(grid: GridRequest, report: Callable[[float], None]) -> Plan:
         deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_CTRL_C)
     if best is None:
         raise explain_infeasible(grid)
-    find_offsets = functools.partial(
-        offsets_of_fastest, workspace_bytes=request.workspace_bytes, seed=request.seed
-    )
+    find_offsets = functools.partial(offsets_of_fastest, seed=request.seed)
     try:
         choice, offsets = find_offsets(
             search.finalists(), arena, tighter=search.tighter, deadline=deadline
@@ -158,3 +164,161 @@ def _descend_from(grid: GridRequest, found: Plan | None) -> Plan | None:
     if budget.host_bytes is not None and best.peak_host_bytes > budget.host_bytes:
         return None
     return dataclasses.replace(best, bound=grid.bound, method="auto", seed=request.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridRequest:
+    """A request on one grid of addresses."""
+
+    request: PlanRequest  # the step and what it is planned for
+    bound: Bound  # lower bound of its time
+    alignment: int  # bytes of which offsets are multiples
+    overhang: int = 0  # bytes that the search has beyond the arena, as its objects take multiples
+
+    @functools.cached_property
+    def arena(self) -> Arena:
+        """The arena, as large as the budget says or as the program's order needs."""
+        workspace_bytes, capacity = self.request.graph.workspace_bytes, self.request.arena_bytes
+        if capacity is not None:
+            return Arena(max(0, capacity), self._lower_tiers(), workspace_bytes)
+        # The packer rarely needs more than this beyond the live bytes.
+        capacity = int(self.program().base.max(initial=0) * 1.02) + 1
+        return Arena(capacity, None, workspace_bytes)
+
+    def _lower_tiers(self) -> LowerTiers | None:
+        links, machine, budget = self.request.links, self.request.machine, self.request.budget
+        if not links:
+            return None
+        rates = tuple(
+            LinkRates(machine.links[out].bytes_per_second, machine.links[back].bytes_per_second)
+            for out, back in links
+        )
+        is_host = links[0][0].destination == Tier.HOST
+        first_bytes = budget.host_bytes if is_host else budget.file_bytes
+        if first_bytes is not None and first_bytes >= sum(
+            storage.num_bytes for storage in self.request.graph.storages
+        ):
+            first_bytes = None  # it holds everything
+        interference = tuple(interference_per_byte(out, machine) for out, _ in links)
+        return LowerTiers(rates, first_bytes, interference)
+
+    def program(self) -> OperatorSequence:
+        """Return the operators in the program's own order."""
+        graph, seconds = self.request.graph, self.request.operator_seconds
+        problem = Problem(graph, seconds, alignment=self.alignment)
+        return OperatorSequence(problem, np.arange(len(graph.operators)))
+
+    def finer_grids(self) -> Iterator[GridRequest]:
+        """Yield grids of smaller alignment, and with an end of the arena between two multiples."""
+        least = least_alignment_bytes(self.request.graph)
+        for alignment in dict.fromkeys((self.alignment, least)):
+            if alignment < self.alignment:
+                yield dataclasses.replace(self, alignment=alignment)
+            overhang = -self.arena.capacity % alignment
+            if overhang and self.request.budget.device_bytes is not None:
+                yield dataclasses.replace(self, alignment=alignment, overhang=overhang)
+
+
+def interference_per_byte(link: Link, machine: MachineProfile) -> float:
+    """Return the seconds by which moving a byte slows the operators down, in either direction.
+
+    Where the device is RAM, copies take its cores.
+    """
+    if machine.device != "cpu":
+        return 0.0
+    of_copy = 1 / machine.memcpy.bytes_per_second * min(1.0, 2 / machine.num_cores)
+    to_file = Tier.FILE in (link.source, link.destination)
+    return of_copy * (_COPIES_TO_FILE if to_file else _COPIES_TO_HOST)
+
+
+def explain_missing_engine(request: PlanRequest) -> InfeasibleError:
+    """Return the error of a search without a compiler."""
+    return InfeasibleError(
+        f"device_memory={request.budget.device_bytes} bytes: plans are searched for by C++, and "
+        "without it nothing was found that fits; install a compiler, or give more",
+        proved=False,
+    )
+
+
+def explain_infeasible(grid: GridRequest, least: WorkingSet | None = None) -> InfeasibleError:
+    """Return the error of a search that found nothing, or of a budget below the working set."""
+    request, arena = grid.request, grid.arena
+    if least is not None and load_engine() is None:
+        return _explain_working_set(request, least)
+    sequence = grid.program()
+    if arena.lower is not None and arena.lower.first_bytes is not None:
+        unlimited = dataclasses.replace(arena.lower, first_bytes=None)
+        choice = ResidencySearch(sequence, Arena(arena.capacity, unlimited)).quick()
+        if choice is not None:
+            tier = request.links[0][0].destination
+            return _explain_small_tier(choice, arena.lower.first_bytes, tier)
+    needed = sequence.base if arena.lower is None else sequence.working_set
+    position = int(np.argmax(needed))
+    name = request.graph.operators[int(sequence.order[position])].name
+    enough = _sufficient_capacity(sequence, Arena(int(needed[position]), arena.lower))
+    enough += arena.workspace_bytes
+    reason = (
+        "there is no tier to which anything could leave: pass store= (or host_memory=), or raise it"
+        if arena.lower is None
+        else "nothing but its own operands and results is there then: raise it, or split it"
+    )
+    given = (
+        f"device_memory={format_bytes(request.budget.device_bytes or 0)} is too little: operator "
+    )
+    if least is not None:
+        return InfeasibleError(
+            f"{given}{least.operator!r} alone needs {format_bytes(least.num_bytes)} with its "
+            f"workspace, and a plan was found for {format_bytes(enough)}; {reason}",
+            minimum_device_bytes=least.num_bytes,
+            operator=least.operator,
+            proved=True,
+            sufficient_device_bytes=enough,
+        )
+    return InfeasibleError(
+        f"{given}{name!r} needs {format_bytes(enough)} with its workspace where the program runs "
+        f"it, and no other order was found that needs less; {reason}",
+        operator=name,
+        sufficient_device_bytes=enough,
+    )
+
+
+def _explain_working_set(request: PlanRequest, least: WorkingSet) -> InfeasibleError:
+    """Return the error of a budget below the working set, where nothing can be searched."""
+    return InfeasibleError(
+        f"device_memory={request.budget.device_bytes} bytes is too little: operator "
+        f"{least.operator!r} alone needs {least.num_bytes} bytes with its workspace: raise it, or "
+        "split it",
+        minimum_device_bytes=least.num_bytes,
+        operator=least.operator,
+        proved=True,
+    )
+
+
+def _explain_small_tier(choice: EvictionChoice, given: int, tier: Tier) -> InfeasibleError:
+    """Return the error of a lower tier that is too small for the evictions."""
+    sequence, is_evicted = choice.sequence, choice.evicted != 0
+    low, high = given, given + int(sequence.hole_bytes[is_evicted].sum())
+    while low < high:
+        middle = (low + high) // 2
+        does_not_fit = sequence.tiers(choice.evicted, middle)[is_evicted].any()
+        low, high = (middle + 1, high) if does_not_fit else (low, middle)
+    position = int(np.argmax(sequence.base))
+    name = "host_memory" if tier == Tier.HOST else "store"
+    return InfeasibleError(
+        f"{name}={given} bytes: what has to leave the device needs {low} bytes there; raise it, or "
+        "device_memory=",
+        operator=sequence.problem.graph.operators[int(sequence.order[position])].name,
+        proved=False,
+    )
+
+
+def _sufficient_capacity(sequence: OperatorSequence, arena: Arena) -> int:
+    """Return the least capacity for which a plan was found, from that of the arena on."""
+    choice = ResidencySearch(sequence, arena).quick()
+    if choice is None:
+        return arena.capacity
+    try:
+        find_offsets(choice, arena, deadline=time.monotonic(), seed=0)
+    except InfeasibleError as error:
+        return sufficient_bytes(error)
+    return arena.capacity

@@ -42,9 +42,6 @@ def find_any_plan(request: PlanRequest) -> Plan | None:
 def descend(request: PlanRequest, plan: Plan | None, *, limit: Limit) -> Plan | None:
     """Improve a plan of a small graph.
 
-    Example:
-        >>> descend(request, plan, limit=Limit(deadline))  # doctest: +SKIP
-
     Args:
         request: A step of at most `MAX_OPERATORS` operators.
         plan: The plan to begin near; None: the program's order.

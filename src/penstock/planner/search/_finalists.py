@@ -15,11 +15,13 @@ from penstock.planner.search._offsets import (
     Addressed,
     assign_offsets,
     better_failure,
+    engine_intervals,
     pack_offsets,
     sufficient_bytes,
 )
-from penstock.planner.search._priority_search import improve_offsets
+from penstock.planner.search._problem import ALWAYS
 from penstock.planner.search._residency import Arena, EvictionChoice, ResidencySearch
+from penstock.planner.search._sequence import PRIORITY_STRATEGIES
 
 # Steps so short are packed as well: where the packer fits tightly, fewer transfers may wait.
 _FEW_POSITIONS = 500
@@ -31,26 +33,27 @@ _AS_GOOD = 1.001  # offsets that make no finalist slower are not improved
 _ENGINE_SHARE = 0.6  # of a finalist's time, as long as it has no offsets
 _NUM_LATE_TRIES = 3  # choices for which the engine is asked even if there is no time
 _WORTH_IT = 0.998  # of the best time: smaller gains are not searched for
+# A wait, as a share of the step, from which on an interval gets a higher priority.
+_LONG_WAIT = 1e-4
+_WORTH_A_TRY = 0.999  # of the best time: choices that take longer in bytes alone are skipped
+# Shares of the arena for which choices are made; so many are tried once before the best of them are
+# tried again, then some now and then.
+_SURVEYED_SHARES = (1.0, 0.96, 0.92, 0.88, 0.84, 0.98, 0.94, 0.9, 0.8)
+_NUM_SURVEYED, _SHARE_OF_UNTRIED, _MAX_FAILURES = 6, 0.15, 1000
 
 
 def offsets_of_fastest(
     finalists: Sequence[SearchCandidate],
     arena: Arena,
     *,
-    workspace_bytes: int,
     deadline: float,
     seed: int,
     tighter: Sequence[SearchCandidate] = (),
 ) -> Addressed:
     """Return the finalist that is the fastest once it has offsets.
 
-    Args:
-        finalists: Candidates, the fastest first; each has its share of the time.
-        arena: The arena.
-        workspace_bytes: The largest workspace, for messages.
-        deadline: Time by `time.monotonic`.
-        seed: Of random numbers.
-        tighter: Candidates that were found for smaller arenas.
+    Finalists come the fastest first, and each has its share of the time; `tighter` were found
+    for smaller arenas.
 
     Raises:
         InfeasibleError: None of them has offsets.
@@ -72,7 +75,6 @@ def offsets_of_fastest(
                 candidate.choice,
                 arena,
                 best=best,
-                workspace_bytes=workspace_bytes,
                 deadline=now + max(0.0, deadline - now) * share,
                 seed=seed,
             )
@@ -92,7 +94,6 @@ def find_offsets(
     arena: Arena,
     *,
     best: Addressed | None = None,
-    workspace_bytes: int,
     deadline: float,
     seed: int,
 ) -> Addressed:
@@ -113,7 +114,7 @@ def find_offsets(
     pack_seconds = min(max(0.5, (deadline - time.monotonic()) / 16), 2.0)
     limits = {"pack_seconds": pack_seconds, "deadline": deadline}
     if best is None:
-        return _pack_smaller(choice, arena, workspace_bytes, seed=seed, **limits)
+        return _pack_smaller(choice, arena, seed=seed, **limits)
     if len(choice.sequence.order) <= _FEW_POSITIONS:
         with contextlib.suppress(InfeasibleError):
             other = pack_offsets(choice, arena, seed=seed, **limits)
@@ -124,7 +125,6 @@ def find_offsets(
 def _pack_smaller(
     choice: EvictionChoice,
     arena: Arena,
-    workspace_bytes: int,
     *,
     pack_seconds: float,
     deadline: float,
@@ -147,9 +147,12 @@ def _pack_smaller(
         except InfeasibleError as error:
             failure = better_failure(failure, error)
     assert failure is not None
-    enough = sufficient_bytes(failure) + workspace_bytes
+    given, enough = (
+        num_bytes + arena.workspace_bytes
+        for num_bytes in (arena.capacity, sufficient_bytes(failure))
+    )
     raise InfeasibleError(
-        f"device_memory={arena.capacity + workspace_bytes} bytes: what the operators need fits, "
+        f"device_memory={given} bytes: what the operators need fits, "
         f"but no addresses were found that do; {enough} bytes suffice for a plan that was found: "
         "raise device_memory= or time_limit=",
         sufficient_device_bytes=enough,
@@ -176,3 +179,123 @@ def _for_smaller_arenas(choice: EvictionChoice, arena: Arena) -> Iterator[Evicti
     found = ResidencySearch(sequence, smallest, prefetch_distance=0).at(choice.shares * 0)
     if found is not None:
         yield found
+
+
+class PrioritySearch:
+    """A search for the priorities by which the engine assigns the offsets of a choice.
+
+    Intervals without a place at the last try, or that wait for theirs, have a higher priority at
+    the next: the squeaky wheel gets the oil (Joslin and Clements 1999). Priorities that led to more
+    waiting than the best ones are forgotten.
+
+    Attributes:
+        seconds: Of a step with the best priorities so far; infinite if none gave all a place.
+    """
+
+    def __init__(
+        self, choice: EvictionChoice, arena: Arena, strategy: int, random: np.random.Generator
+    ) -> None:
+        assert arena.lower is not None
+        self.seconds = np.inf
+        self._choice, self._strategy, self._random = choice, strategy, random
+        self._rates = arena.lower.rates
+        self._capacity = arena.capacity - arena.capacity % choice.sequence.problem.alignment
+        self._intervals = engine_intervals(choice, self._rates)
+        self._starts = self._intervals["start"] % len(choice.sequence.order)
+        self._priority = np.zeros(len(self._intervals))
+        self._best_priority = self._priority.copy()
+
+    @property
+    def floor(self) -> float:
+        """Seconds of a step for which bytes alone are counted."""
+        return self._choice.seconds
+
+    def try_priorities(self) -> Addressed | None:
+        """Try the next priorities; return what they give if that is faster than all before."""
+        choice, intervals, random = self._choice, self._intervals, self._random
+        missing = choice.sequence.assign_offsets(
+            intervals,
+            self._capacity,
+            step_seconds=choice.replay.step_seconds,
+            strategy=self._strategy,
+            priority=self._priority,
+        )
+        if missing.any():
+            lacking = intervals["offset"] < 0
+            self._priority[lacking] += random.uniform(0.02, 0.3, int(lacking.sum()))
+            return None
+        replay = choice.sequence.replay(choice.evicted, intervals, self._rates, tier=choice.tier)
+        found: Addressed | None = None
+        seconds = replay.step_seconds + choice.interference_seconds
+        if replay.overflow <= 0 and seconds < self.seconds:
+            found = dataclasses.replace(choice, replay=replay), intervals["offset"].tolist()
+            self.seconds, self._best_priority = found[0].seconds, self._priority.copy()
+        else:
+            self._priority = self._best_priority.copy()
+        waits = np.diff(replay.starts - choice.replay.starts, prepend=0.0)[self._starts]
+        is_waiting = (waits > _LONG_WAIT * choice.seconds) & (intervals["arrives"] != ALWAYS)
+        waiting = np.flatnonzero(is_waiting)
+        waiting = waiting[random.random(len(waiting)) < random.choice((0.1, 0.3, 1.0))]
+        self._priority[waiting] += random.uniform(0.0, 0.2)
+        if random.random() < 0.3:
+            self._priority += random.uniform(0.0, 0.05) * random.random(len(self._priority))
+        return found
+
+
+def improve_offsets(
+    best: Addressed,
+    choices: Sequence[EvictionChoice],
+    arena: Arena,
+    *,
+    deadline: float,
+    seed: int,
+) -> Addressed:
+    """Improve offsets, and the choice that they are for, by `PrioritySearch` while it helps.
+
+    Choices are the given ones, and the same for smaller and smaller arenas. The fastest searches
+    have most of the time.
+
+    Choices have times for which bytes alone were counted; the arena has a lower tier.
+    """
+    random = np.random.default_rng(seed)
+    tried: list[PrioritySearch] = []
+    untried = _searches(choices, arena, random)
+    longest, failures = 0.0, 0  # the longest time of a try; tries since the last improvement
+    while failures < _MAX_FAILURES and (now := time.monotonic()) + longest < deadline:
+        search = None
+        if len(tried) < _NUM_SURVEYED or random.random() < _SHARE_OF_UNTRIED:
+            search = next(
+                (new for new in untried if new.floor < best[0].seconds * _WORTH_A_TRY), None
+            )
+        if search is not None:
+            tried.append(search)
+        else:
+            tried = [one for one in tried if one.floor < best[0].seconds * _WORTH_A_TRY]
+            if not tried:
+                break
+            search = _choose_fast(tried, random)
+        found = search.try_priorities()
+        if found is not None and found[0].seconds < best[0].seconds:
+            best, failures = found, 0
+        else:
+            failures += 1
+        longest = max(longest, time.monotonic() - now)
+    return best
+
+
+def _choose_fast(tried: Sequence[PrioritySearch], random: np.random.Generator) -> PrioritySearch:
+    """Choose one of the fastest searches, mostly the first."""
+    by_time = sorted(tried, key=lambda one: (one.seconds, -one.floor))
+    return by_time[min(int(random.exponential(0.7)), len(by_time) - 1)]
+
+
+def _searches(
+    choices: Sequence[EvictionChoice], arena: Arena, random: np.random.Generator
+) -> Iterator[PrioritySearch]:
+    """Yield a search for each strategy, each choice, and smaller and smaller arenas."""
+    for share in _SURVEYED_SHARES:
+        for choice in choices:
+            smaller = ResidencySearch(choice.sequence, arena).at(choice.shares * share)
+            if smaller is not None:
+                for strategy in PRIORITY_STRATEGIES:
+                    yield PrioritySearch(smaller, arena, strategy, random)

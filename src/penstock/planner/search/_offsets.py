@@ -17,17 +17,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from penstock.errors import InfeasibleError
-from penstock.planner._link_rates import LinkRates
+from penstock.planner._live_ranges import occupied_bytes
+from penstock.planner._request import LinkRates
 from penstock.planner.packing import Buffer, pack
-from penstock.planner.search._intervals import (
-    ALWAYS,
-    StorageInterval,
-    chain_intervals,
-    cut_into_intervals,
-    list_evicted_holes,
-)
+from penstock.planner.search._problem import ALWAYS, INTERVAL
 from penstock.planner.search._residency import Arena, EvictionChoice, ResidencySearch
-from penstock.planner.search._sequence import INTERVAL, NUM_STRATEGIES, ReplayTimes, resident_bytes
+from penstock.planner.search._sequence import NUM_STRATEGIES
 
 # Share of the arena by which it is lowered where an interval found no place; twice as much each
 # time that this was not enough.
@@ -48,11 +43,8 @@ def assign_offsets(
 ) -> Addressed | None:
     """Find offsets by the engine, for the choice, or for one for a little less where none fit.
 
-    Args:
-        choice: The choice, with times for which bytes alone were counted.
-        arena: The arena.
-        worth: Seconds of a step that has to be beaten.
-        deadline: Time by `time.monotonic` at which to stop, unless any plan would do.
+    The choice has times for which bytes alone were counted; `worth` are the seconds of a step
+    that have to be beaten, after the deadline any plan does.
 
     Returns:
         The fastest that was found; None if there are no offsets, or none that beat `worth`.
@@ -115,7 +107,8 @@ def _assign_by(
         less = np.maximum(_STEP, missing[lacking] / capacity / 4)
         if time.monotonic() > deadline:  # now any plan will do
             less *= 8
-        resident = resident_bytes(intervals, len(shares))[lacking] / capacity
+        ends = intervals["start"], intervals["end"]
+        resident = occupied_bytes(*ends, intervals["bytes"], len(shares))[lacking] / capacity
         shares[lacking] = np.minimum(shares[lacking], resident) - less * 2.0 ** failures[lacking]
         failures[lacking] += 1
         choice = search.at(np.maximum(shares, 0.0))
@@ -127,26 +120,21 @@ def pack_offsets(
 ) -> Addressed:
     """Find offsets by the packer.
 
-    Args:
-        choice: The choice.
-        arena: The arena.
-        pack_seconds: Time for each packing.
-        deadline: Time by `time.monotonic` after which bytes are reserved for uses only.
-        seed: For the packer.
+    After the deadline bytes are reserved for uses only.
 
     Raises:
         InfeasibleError: No packing fits the capacity; `sufficient_device_bytes` is the lowest.
     """
-    core = _chains(choice, _shrink_windows(choice, 0.0))
+    core = choice.parts(slack=0.0)
     rates = arena.lower.rates if arena.lower is not None else (LinkRates(1.0, 1.0),)
     best: Addressed | None = None
     failure: InfeasibleError | None = None
     for slack in _SLACKS if choice.evicted.any() else (0.0,):
         if slack and time.monotonic() > deadline:
             continue
-        chains = core if slack == 0 else _chains(choice, _shrink_windows(choice, slack))
+        buffers = _buffers(choice, choice.parts(slack))
         try:
-            packing = pack(list(_buffers(choice, chains)), arena.capacity, pack_seconds, seed)
+            packing = pack(list(buffers), arena.capacity, pack_seconds, seed)
         except InfeasibleError as error:
             failure = better_failure(failure, error)
             continue
@@ -177,56 +165,39 @@ def better_failure(one: InfeasibleError | None, other: InfeasibleError) -> Infea
     return one
 
 
-def _chains(choice: EvictionChoice, replay: ReplayTimes) -> list[list[StorageInterval]]:
-    holes = list_evicted_holes(choice, replay)
-    return chain_intervals(cut_into_intervals(choice.sequence, holes))
+def _chain_ends(parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first and the last part of each chain."""
+    last = parts[parts["next"] < 0]
+    return parts[parts["before"] < 0], last[np.argsort(last["chain"])]
 
 
-def _shrink_windows(choice: EvictionChoice, slack: float) -> ReplayTimes:
-    """Return the times of a choice with a part of the boundaries of each transfer."""
-    sequence, replay = choice.sequence, choice.replay
-    uses = sequence.hole_end % len(sequence.order)
-    after = sequence.hole_start + 1
-    out_end = np.minimum(replay.out_end, sequence.hole_end)
-    out_end = after + ((out_end - after) * slack).astype(np.int64)
-    in_start = np.maximum(replay.in_start, uses - len(sequence.order)).astype(np.int64)
-    in_start = uses - ((uses - in_start) * slack).astype(np.int64)
-    return replay._replace(out_end=out_end, in_start=in_start)
-
-
-def _buffers(
-    choice: EvictionChoice, chains: Sequence[Sequence[StorageInterval]]
-) -> Iterator[Buffer]:
+def _buffers(choice: EvictionChoice, parts: np.ndarray) -> Iterator[Buffer]:
     """Yield buffers for the packer; one across the end of the step has a gap inside the step.
 
     Bytes are not rounded up: the arena may end before a multiple of the alignment.
     """
-    num_positions = len(choice.sequence.order)
-    problem = choice.sequence.problem
-    for chain in chains:
-        start, end, gaps = chain[0].start, chain[-1].end, ()
-        num_bytes = max(int(problem.actual_bytes[interval.storage]) for interval in chain)
+    num_positions, problem = len(choice.sequence.order), choice.sequence.problem
+    first, last = _chain_ends(parts)
+    num_bytes = np.zeros(len(first), np.int64)
+    np.maximum.at(num_bytes, parts["chain"], problem.actual_bytes[parts["object"]])
+    columns = first["start"].tolist(), last["end"].tolist(), num_bytes.tolist()
+    for start, end, size in zip(*columns, strict=True):
+        gaps = ()
         if end > num_positions:
             gaps = ((end - num_positions, start),) if end - num_positions < start else ()
             start, end = 0, num_positions
-        yield Buffer(start, end, num_bytes, alignment=problem.alignment, gaps=gaps)
+        yield Buffer(start, end, size, alignment=problem.alignment, gaps=gaps)
 
 
 def engine_intervals(
-    choice: EvictionChoice,
-    rates: Sequence[LinkRates],
-    chains: Sequence[Sequence[StorageInterval]] | None = None,
+    choice: EvictionChoice, rates: Sequence[LinkRates], parts: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return chains as `INTERVAL`s for the engine, by uses alone if None; offsets are 0."""
-    if chains is None:
-        chains = _chains(choice, _shrink_windows(choice, 0.0))
-    intervals = np.zeros(len(chains), INTERVAL)
-    first = [chain[0].storage for chain in chains]
-    intervals["bytes"] = choice.sequence.problem.object_bytes[first]
-    intervals["start"] = [chain[0].start for chain in chains]
-    intervals["end"] = [chain[-1].end for chain in chains]
-    intervals["arrives"] = [chain[0].arrives for chain in chains]
-    intervals["leaves"] = [chain[-1].leaves for chain in chains]
+    """Return chains of parts as `INTERVAL`s, by uses alone if None; offsets are 0."""
+    first, last = _chain_ends(choice.parts(slack=0.0) if parts is None else parts)
+    intervals = np.zeros(len(first), INTERVAL)
+    intervals["bytes"] = choice.sequence.problem.object_bytes[first["object"]]
+    for name, ends in (("start", first), ("end", last), ("arrives", first), ("leaves", last)):
+        intervals[name] = ends[name]
     # When the place of each is occupied from, and free again, if no transfer waits.
     last, leaving = intervals["end"].astype(np.int64), intervals["leaves"] >= 0
     num_positions = len(choice.sequence.order)

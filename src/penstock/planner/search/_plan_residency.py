@@ -11,18 +11,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from penstock.memory import Link
+import numpy as np
+
+from penstock.memory import Link, Tier
 from penstock.planner._assemble import assemble
 from penstock.planner._plan import Plan
 from penstock.planner._plan_records import Bound, Placement, Transfer
 from penstock.planner._request import PlanRequest
-from penstock.planner.search._intervals import (
-    EvictedHole,
-    StorageInterval,
-    chain_intervals,
-    cut_into_intervals,
-    list_evicted_holes,
-)
+from penstock.planner.search._problem import NO_HOLE
 from penstock.planner.search._residency import EvictionChoice
 from penstock.planner.search._sequence import OperatorSequence
 
@@ -38,35 +34,19 @@ def plan_residency(
 ) -> Plan:
     """Turn a choice of evictions with addresses into a plan.
 
-    Args:
-        request: The step, and what the plan is for; tiers of the choice are those of its `links`.
-        choice: The choice, with the times that its addresses allow.
-        offsets: Of each chain of intervals (`chain_intervals`).
-        method: As of `assemble`; so are the others.
-        bound: Lower bound of the time of a step.
-        notes: For `Plan.notes`.
+    Tiers of the choice are those of the request's `links`, its times those that its addresses
+    allow; there is an offset for each chain of parts that reuse each other's place.
     """
-    sequence, links = choice.sequence, request.links
-    values = _Values(sequence)
-    holes = list_evicted_holes(choice, choice.replay)
-    chains = chain_intervals(cut_into_intervals(sequence, holes))
+    values, links = _Values(choice.sequence), request.links
     placements = [
         placement
-        for chain, offset in zip(chains, offsets, strict=True)
-        for interval in chain
-        for placement in values.placements(interval, offset)
+        for part in choice.parts()
+        for placement in values.placements(part, offsets[part["chain"]])
     ]
-    transfers: list[Transfer] = []
-    for tier, tier_links in enumerate(links):
-        transfers += _transfers(values, [h for h in holes if h.tier == tier], *tier_links)
-    unused = {
-        values.initial(hole.storage): links[hole.tier][0].destination
-        for hole in holes
-        if hole.is_unused
-    }
+    transfers, unused = _transfers(values, choice, links)
     return assemble(
         request,
-        sequence.order.tolist(),
+        choice.sequence.order.tolist(),
         placements,
         transfers,
         method=method,
@@ -115,50 +95,62 @@ class _Values:
         assert current is not None, "a storage is used before it is made"
         return current
 
-    def placements(self, interval: StorageInterval, offset: int) -> Iterator[Placement]:
-        """Yield one placement for each value that the storage holds during the interval."""
-        num_positions, storage = self.num_positions, interval.storage
-        # Where the interval goes on in the next step, `final` becomes `initial`.
+    def placements(self, part: np.void, offset: int) -> Iterator[Placement]:
+        """Yield one placement for each value that the storage holds during a `PART`."""
+        num_positions = self.num_positions
+        index, begin, end, arrives = (
+            int(part[name]) for name in ("object", "start", "end", "arrives")
+        )
+        storage = self.graph.storages[index]
+        is_made = arrives == NO_HOLE and (begin > 0 or storage.initial is None)
+        # Where the part goes on in the next step, `final` becomes `initial`.
         boundaries = sorted(
             position + around
-            for position, _ in self._changes.get(storage, ())
+            for position, _ in self._changes.get(index, ())
             for around in (0, num_positions)
-            if interval.start <= position + around < interval.end
+            if begin <= position + around < end
         )
-        points = [*boundaries, interval.end]
+        points = [*boundaries, end]
         pieces = [*itertools.pairwise(points)]
-        if not interval.is_made:  # comes in, perhaps only for the operator that changes it there
-            pieces = [(interval.start, points[0]), *pieces]
-        for number, (start, end) in enumerate(pieces):
-            is_made = number > 0 or interval.is_made
-            value = self.after(storage, start if is_made else start - 1)
-            if not is_made and start == 0:
-                value = self.initial(storage)
+        if not is_made:  # comes in, perhaps only for the operator that changes it there
+            pieces = [(begin, points[0]), *pieces]
+        for number, (start, stop) in enumerate(pieces):
+            is_given = number == 0 and not is_made
+            value = self.after(index, start - 1 if is_given else start)
+            if is_given and start == 0:
+                value = self.initial(index)
             shift = num_positions if start >= num_positions else 0
-            num_bytes = self.graph.storages[storage].num_bytes
-            yield Placement(value, offset, num_bytes, start - shift, end - shift)
+            yield Placement(value, offset, storage.num_bytes, start - shift, stop - shift)
+
+    def transfer(self, storage: int, use: int, link: Link, start: int, end: int) -> Transfer:
+        """Return the transfer of what a storage holds after a use."""
+        value, shift = self.after(storage, use), 0
+        if start >= self.num_positions:
+            value, shift = self.initial(storage), self.num_positions
+        num_bytes = self.graph.storages[storage].num_bytes
+        return Transfer(value, link, num_bytes, start - shift, end - shift)
 
 
 def _transfers(
-    values: _Values, holes: Sequence[EvictedHole], out_link: Link, back_link: Link
-) -> list[Transfer]:
-    """Return transfers out, then transfers in, by their start: the engine's order on the links."""
-    num_positions = values.num_positions
-
-    def transfer(hole: EvictedHole, link: Link, start: int, end: int) -> Transfer:
-        value, shift = values.after(hole.storage, hole.use), 0
-        if start >= num_positions:
-            value, shift = values.initial(hole.storage), num_positions
-        num_bytes = values.graph.storages[hole.storage].num_bytes
-        return Transfer(value, link, num_bytes, start - shift, end - shift)
-
-    out = [transfer(hole, out_link, hole.use + 1, hole.out_end) for hole in holes if hole.is_dirty]
-    back = [
-        transfer(hole, back_link, hole.in_start, hole.next_use)
-        for hole in holes
-        if not hole.is_unused
-    ]
-    return [
-        *sorted(out, key=lambda t: (t.start, t.end, t.value)),
-        *sorted(back, key=lambda t: (t.start, t.end, t.value)),
-    ]
+    values: _Values, choice: EvictionChoice, links: Sequence[tuple[Link, Link]]
+) -> tuple[list[Transfer], dict[int, Tier]]:
+    """Return transfers by link and start, the engine's order; and tiers of what nothing uses."""
+    sequence, unused = choice.sequence, {}
+    tiers = np.zeros(len(choice.evicted)) if choice.tier is None else choice.tier
+    columns = sequence.hole_object, sequence.hole_start, sequence.hole_end, *choice.windows()
+    holes = np.stack([*columns, sequence.dirty(choice.evicted)], axis=1)
+    transfers: list[Transfer] = []
+    for tier, (out, back) in enumerate(links):
+        leaving, returning = [], []
+        for storage, use, next_use, out_end, in_start, is_dirty in holes[
+            (choice.evicted != 0) & (tiers == tier)
+        ].tolist():
+            if use < 0:
+                unused[values.initial(storage)] = out.destination
+                continue
+            if is_dirty:
+                leaving.append(values.transfer(storage, use, out, use + 1, out_end))
+            returning.append(values.transfer(storage, use, back, in_start, next_use))
+        for moved in (leaving, returning):
+            transfers += sorted(moved, key=lambda t: (t.start, t.end, t.value))
+    return transfers, unused

@@ -1,21 +1,121 @@
-"""A step graph as arrays for the engine: objects, accesses, and in-place reuse."""
+"""The search engine: its C++ library, and a step graph as arrays for it.
+
+Objects are storages; the engine knows their accesses, and results that may reuse their place.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from penstock.codegen import to_struct
-from penstock.graph import Kind, StepGraph, alignment_bytes
-from penstock.planner.search._library import engine
+from penstock.codegen import load_optional_library, why_nothing_can_be_built
+from penstock.errors import BuildError
+from penstock.graph import Kind, StepGraph, Storage, alignment_bytes
+from penstock.planner._native_calls import flatten
 
+_SOURCES = (
+    "sequence.cpp",
+    "evictions.cpp",
+    "allocators.cpp",
+    "size_classes.cpp",
+    "replay.cpp",
+    "offset_assignment.cpp",
+    "order.cpp",
+    "recompute.cpp",
+    "engine.cpp",
+)
+
+
+# An interval of an object on the device, with the fields of `struct Interval` of allocators.cpp.
+INTERVAL = np.dtype(
+    [(name, np.int64) for name in ("offset", "bytes")]
+    + [(name, np.float64) for name in ("from", "until")]
+    + [(name, np.int32) for name in ("start", "end", "arrives", "leaves")]
+)
+# A part of a live range between evicted holes: `struct Part` of evictions.cpp. It comes in after
+# the hole `arrives`, leaves in `leaves`, reuses the place of `before`, and `next` reuses its place.
+PART = np.dtype(
+    [
+        (name, np.int32)
+        for name in ("object", "start", "end", "arrives", "leaves", "before", "next", "chain")
+    ]
+)
+NO_HOLE, ALWAYS = -1, -2  # in place of the hole at an end of an interval
 READ, WRITE, CREATE = 0, 1, 2
-PERSISTENT, INPUT, KEPT, PINNED = 1, 2, 4, 8
+PERSISTENT, INPUT, KEPT = 1, 2, 4
+
+
+def _array(dtype: npt.DTypeLike) -> Any:
+    """Return the type of an argument that is a contiguous array of elements of a type, or None."""
+    array = np.ctypeslib.ndpointer(dtype, flags="C_CONTIGUOUS")
+
+    def from_param(value: np.ndarray | None) -> Any:
+        return None if value is None else array.from_param(value)
+
+    return type("Array", (), {"from_param": staticmethod(from_param)})
+
+
+def engine() -> ctypes.CDLL:
+    """Return the engine.
+
+    Raises:
+        BuildError: There is no compiler.
+    """
+    library = load_engine()
+    if library is None:
+        raise BuildError(f"nothing can be searched without C++: {why_nothing_can_be_built()}")
+    return library
+
+
+@functools.cache
+def load_engine() -> ctypes.CDLL | None:
+    """Return the engine, or None where there is no compiler."""
+    pointer, i32, i64, f64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
+    i32s, i64s, f64s, bools = map(_array, (np.int32, np.int64, np.float64, np.uint8))
+    intervals, parts = _array(INTERVAL), _array(PART)
+    replay = [pointer, bools, bools, f64s, i32, i32s, i32s, f64s]
+    functions = {
+        "problem_new": (
+            pointer,
+            [i32, i32, f64s, i64s, bools, i32s, i32s, bools, i32s, i32s, i32s, i32s, i32s],
+        ),
+        "problem_free": (None, [pointer]),
+        "problem_greedy_order": (None, [pointer, i32s, i32, i32, f64s, i32s]),
+        "sequence_new": (pointer, [pointer, i32s, bools, i32]),
+        "sequence_free": (None, [pointer]),
+        "sequence_num_holes": (i32, [pointer]),
+        "sequence_most_parts": (i32, [pointer]),
+        "sequence_read": (None, [pointer, i32s, i32s, i32s, i64s]),
+        "sequence_evict": (i64, [pointer, i64s, i64, f64s, bools]),
+        "sequence_cut": (i32, [pointer, bools, i32s, i32s, parts]),
+        "sequence_class_needs": (None, [pointer, i32s, i32, i64s, i64s]),
+        "sequence_evict_in_classes": (i32, [pointer, i32s, i32, i64s, i64s, bools, intervals]),
+        "sequence_dirty": (None, [pointer, bools, bools]),
+        "sequence_replay": (i64, [*replay, i64]),
+        "sequence_replay_at": (i64, [*replay, intervals, i32]),
+        "sequence_assign_tiers": (None, [pointer, bools, i64, bools]),
+        "assign_offsets": (None, [intervals, i32, i32, i64, i64, i32, f64, i32, f64s, i64s]),
+        "expander_new": (pointer, [i32, i32, i32, i32s, i32s, bools, i32s, i32s]),
+        "expander_free": (None, [pointer]),
+        "expander_expand": (i32, [pointer, i32s, i32, i32s, i32, i32]),
+        "expander_read": (None, [pointer, i32s]),
+    }
+    sources = [Path(__file__).with_name(name) for name in _SOURCES]
+    return load_optional_library(
+        "planner_engine",
+        sources,
+        flags=("-O3",),
+        functions=functions,
+        work="plans are made",
+        otherwise="by paging, without a search",
+    )
 
 
 class GreedyWeights(NamedTuple):
@@ -24,58 +124,14 @@ class GreedyWeights(NamedTuple):
     The ready operator with the least score runs next:
 
         fetch * bytes fetched + create * bytes made - release * bytes freed + late * overtaken
-
-    Attributes:
-        fetch: Of operands that were last used long ago.
-        create: Of new results.
-        release: Of operands that are used for the last time.
-        late: Of each earlier operator of the program that has to wait, in bytes.
-        capacity: Bytes touched since its last use after which an operand counts as far away.
-        window: Number of candidates, the earliest in the program first.
     """
 
-    fetch: float
-    create: float
-    release: float
-    late: float
-    capacity: int
-    window: int = 128
-
-
-@dataclass(frozen=True)
-class _ProblemArguments:
-    """`struct ProblemArguments` of engine.cpp."""
-
-    num_operators: int
-    num_objects: int
-    seconds: np.ndarray
-    bytes: np.ndarray
-    flags: np.ndarray
-    first_access: np.ndarray
-    access_object: np.ndarray
-    access_kind: np.ndarray
-    first_reuse: np.ndarray
-    reuse_from: np.ndarray
-    reuse_by: np.ndarray
-
-
-@dataclass(frozen=True)
-class _GreedyArguments:
-    """`struct GreedyArguments` of engine.cpp."""
-
-    first_predecessor: np.ndarray
-    predecessors: np.ndarray
-    base: np.ndarray
-    begin: int
-    end: int
-    fetch: float
-    create: float
-    release: float
-    late: float
-    capacity: int
-    window: int
-    noise: np.ndarray | None
-    order: np.ndarray
+    fetch: float  # of operands that were last used long ago
+    create: float  # of new results
+    release: float  # of operands that are used for the last time
+    late: float  # of each earlier operator of the program that has to wait, in bytes
+    capacity: int  # bytes touched since its last use after which an operand counts as far away
+    window: int = 128  # number of candidates, the earliest in the program first
 
 
 class Problem:
@@ -99,78 +155,47 @@ class Problem:
         self.actual_bytes = np.array([s.num_bytes for s in graph.storages], dtype=np.int64)
         self.alignment = alignment_bytes(graph) if alignment is None else alignment
         self.object_bytes = -(-self.actual_bytes // self.alignment) * self.alignment
-        flags = [_flags(graph, storage) for storage in range(len(graph.storages))]
-        self.object_flags = np.array(flags, np.uint8)
-        accesses = [_accesses(graph, operator) for operator in range(len(graph.operators))]
-        reuses = [_reuses(graph, operator) for operator in range(len(graph.operators))]
-        self.first_access = _offsets(accesses)
-        self.access_object = np.array([o for part in accesses for o, _ in part], dtype=np.int32)
-        self.access_kind = np.array([kind for part in accesses for _, kind in part], dtype=np.uint8)
-        arguments = _ProblemArguments(
-            num_operators=len(graph.operators),
-            num_objects=len(graph.storages),
-            seconds=self.operator_seconds,
-            bytes=self.object_bytes,
-            flags=self.object_flags,
-            first_access=self.first_access,
-            access_object=self.access_object,
-            access_kind=self.access_kind,
-            first_reuse=_offsets(reuses),
-            reuse_from=np.array([a for part in reuses for a, _ in part], dtype=np.int32),
-            reuse_by=np.array([b for part in reuses for _, b in part], dtype=np.int32),
+        operators = range(len(graph.operators))
+        accesses = [_accesses(graph, operator) for operator in operators]
+        reuses = [_reuses(graph, operator) for operator in operators]
+        self.handle = engine().problem_new(
+            len(graph.operators),
+            len(graph.storages),
+            self.operator_seconds,
+            self.object_bytes,
+            np.array([_flags(storage) for storage in graph.storages], np.uint8),
+            *flatten([list(kinds) for kinds in accesses], np.int32),
+            flatten([list(kinds.values()) for kinds in accesses], np.int32)[1].astype(np.uint8),
+            *flatten([[old for old, _ in pairs] for pairs in reuses], np.int32),
+            flatten([[new for _, new in pairs] for pairs in reuses], np.int32)[1],
+            *flatten(graph.predecessors, np.int32),
         )
-        self.handle = engine().problem_new(ctypes.byref(to_struct(arguments)))
         weakref.finalize(self, engine().problem_free, self.handle)
-        self._first_predecessor = np.cumsum([0, *map(len, graph.predecessors)], dtype=np.int32)
-        self._predecessors = np.array(
-            [before for part in graph.predecessors for before in part], dtype=np.int32
-        )
 
     def greedy_order(
-        self,
-        base: np.ndarray,
-        weights: GreedyWeights,
-        *,
-        begin: int = 0,
-        end: int | None = None,
-        noise: np.ndarray | None = None,
+        self, base: np.ndarray, weights: GreedyWeights, *, begin: int = 0, end: int | None = None
     ) -> np.ndarray:
         """Order the operators at positions [begin, end) of a valid order anew, greedily.
-
-        Args:
-            base: A valid order, each operator once.
-            weights: Weights of the score.
-            begin: First position that may change.
-            end: Last one, exclusive; None: the end.
-            noise: For each operator the fraction by which its score is changed.
 
         Returns:
             A valid order.
         """
-        arguments = _GreedyArguments(
-            first_predecessor=self._first_predecessor,
-            predecessors=self._predecessors,
-            base=np.ascontiguousarray(base, np.int32),
-            begin=begin,
-            end=len(base) if end is None else end,
-            **weights._asdict(),
-            noise=None if noise is None else np.ascontiguousarray(noise, np.float32),
-            order=np.empty(len(base), np.int32),
-        )
-        engine().problem_greedy_order(self.handle, ctypes.byref(to_struct(arguments)))
-        return arguments.order
+        base, order = np.ascontiguousarray(base, np.int32), np.empty(len(base), np.int32)
+        end = len(base) if end is None else end
+        parameters = np.array(weights, np.float64)
+        engine().problem_greedy_order(self.handle, base, begin, end, parameters, order)
+        return order
 
 
-def _flags(graph: StepGraph, index: int) -> int:
-    storage = graph.storages[index]
+def _flags(storage: Storage) -> int:
     if storage.persistent:
         return PERSISTENT
     flags = INPUT if storage.initial is not None else 0
     return flags | (KEPT if storage.final is not None else 0)
 
 
-def _accesses(graph: StepGraph, index: int) -> list[tuple[int, int]]:
-    """Return the objects that an operator accesses and the kinds of access, each object once."""
+def _accesses(graph: StepGraph, index: int) -> dict[int, int]:
+    """Return the kind of access by object that an operator accesses."""
     operator = graph.operators[index]
     kinds: dict[int, int] = {}
     for value in operator.reads:
@@ -180,7 +205,7 @@ def _accesses(graph: StepGraph, index: int) -> list[tuple[int, int]]:
     for value in operator.creates:
         storage = graph.storage_of_value[value]
         kinds[storage] = WRITE if graph.storages[storage].persistent else CREATE
-    return [(o, kind) for o, kind in kinds.items() if graph.storages[o].num_bytes]
+    return {item: kind for item, kind in kinds.items() if graph.storages[item].num_bytes}
 
 
 def _reuses(graph: StepGraph, index: int) -> list[tuple[int, int]]:
@@ -191,7 +216,3 @@ def _reuses(graph: StepGraph, index: int) -> list[tuple[int, int]]:
         if not graph.storages[graph.storage_of_value[created]].persistent
         and graph.storages[graph.storage_of_value[read]].kind != Kind.INPUT
     ]
-
-
-def _offsets(parts: list[list[tuple[int, int]]]) -> np.ndarray:
-    return np.cumsum([0, *map(len, parts)], dtype=np.int32)

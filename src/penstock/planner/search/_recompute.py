@@ -12,16 +12,14 @@ apart, it may be dropped after each of them, and made again for each: such a sto
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.codegen import to_struct
 from penstock.graph import Phase, StepGraph
-from penstock.planner.search._library import engine, pointer_to
+from penstock.planner._native_calls import flatten
+from penstock.planner.search._problem import engine
 
 _MAX_CHAIN = 512  # operators run again for one operand
 
@@ -31,25 +29,8 @@ def mark_brief(items: Iterable[int]) -> frozenset[int]:
     return frozenset(~item for item in items)
 
 
-@dataclass(frozen=True)
-class _ExpanderArguments:
-    """`struct ExpanderArguments` of engine.cpp; `first` and `items` hold addresses of arrays."""
-
-    num_operators: int
-    num_objects: int
-    num_values: int
-    object_of: np.ndarray
-    initial: np.ndarray
-    is_forward: np.ndarray
-    first: np.ndarray
-    items: np.ndarray
-
-
 class RecomputeChains:
     """Chains of operators by which the values of a graph can be made again.
-
-    Args:
-        graph: The graph.
 
     Attributes:
         chain_of: For each storage that can be dropped the operators that make it, in order.
@@ -73,30 +54,24 @@ class RecomputeChains:
         graph = self.graph
         again = [operator.recompute_target is not None for operator in graph.operators]
         operators = list(zip(graph.operators, again, strict=True))
-        lists = (
-            [operator.needs for operator in graph.operators],
-            [operator.makes for operator in graph.operators],
-            [operator.reads if other else operator.needs for operator, other in operators],
-            [operator.creates if other else operator.makes for operator, other in operators],
-            [self.chain_of.get(item, ()) for item in range(len(graph.storages))],
-        )
-        first = [np.cumsum([0, *map(len, parts)], dtype=np.int32) for parts in lists]
-        items = [np.array([i for part in parts for i in part], np.int32) for parts in lists]
+        rows = [
+            *(operator.needs for operator in graph.operators),
+            *(operator.makes for operator in graph.operators),
+            *(operator.reads if other else operator.needs for operator, other in operators),
+            *(operator.creates if other else operator.makes for operator, other in operators),
+            *(self.chain_of.get(item, ()) for item in range(len(graph.storages))),
+        ]
         object_of = np.array(graph.storage_of_value, np.int32)
         given = [storage.initial for storage in graph.storages]
-        initial = np.array([-1 if value is None else value for value in given], np.int32)
-        is_forward = np.array([o.phase is Phase.FORWARD for o in graph.operators], np.uint8)
-        arguments = _ExpanderArguments(
-            num_operators=len(graph.operators),
-            num_objects=len(graph.storages),
-            num_values=len(object_of),
-            object_of=object_of,
-            initial=initial,
-            is_forward=is_forward,
-            first=np.array([array.ctypes.data for array in first], np.uintp),
-            items=np.array([array.ctypes.data for array in items], np.uintp),
+        return engine().expander_new(
+            len(graph.operators),
+            len(graph.storages),
+            len(object_of),
+            object_of,
+            np.array([-1 if value is None else value for value in given], np.int32),
+            np.array([o.phase is Phase.FORWARD for o in graph.operators], np.uint8),
+            *flatten(rows, np.int32),
         )
-        return engine().expander_new(ctypes.byref(to_struct(arguments)))
 
     def _can_drop(self, item: int, chain: list[int]) -> bool:
         storage = self.graph.storages[item]
@@ -128,10 +103,10 @@ class RecomputeChains:
         order = np.ascontiguousarray(order, np.int32)
         items = np.fromiter(dropped, np.int32, len(dropped))
         length = engine().expander_expand(
-            self._expander, pointer_to(order), len(order), pointer_to(items), len(items), _MAX_CHAIN
+            self._expander, order, len(order), items, len(items), _MAX_CHAIN
         )
         if length < 0:
             return None
         expanded = np.empty(length, np.int32)
-        engine().expander_read(self._expander, pointer_to(expanded))
+        engine().expander_read(self._expander, expanded)
         return expanded

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.planner._link_rates import LinkRates
+from penstock.planner._request import LinkRates
 from penstock.planner.search._sequence import MAX_PREFETCH_DISTANCE, OperatorSequence, ReplayTimes
 
 SHARES = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.25)
@@ -25,66 +25,64 @@ _NUM_TIER_TRIES = 5
 
 @dataclass(frozen=True)
 class LowerTiers:
-    """Tiers below the device, as the search sees them.
+    """Tiers below the device, as the search sees them."""
 
-    Attributes:
-        rates: Of the links to the first tier, and of those to the second one, if there is one.
-        first_bytes: Bytes of the first tier; None: as many as needed.
-        interference: For each tier the seconds by which moving a byte slows the operators down.
-    """
-
+    # Of the links to the first tier, and of those to the second one, if there is one.
     rates: tuple[LinkRates, ...]
-    first_bytes: int | None = None
+    first_bytes: int | None = None  # bytes of the first tier; None: as many as needed
+    # For each tier the seconds by which moving a byte slows the operators down.
     interference: tuple[float, ...] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class Arena:
-    """Memory of a search.
+    """Memory of a search."""
 
-    Attributes:
-        capacity: Bytes of the arena.
-        lower: The lower tiers; None: there are none, so nothing leaves.
-    """
-
-    capacity: int
-    lower: LowerTiers | None
+    capacity: int  # bytes of the arena
+    lower: LowerTiers | None  # the lower tiers; None: there are none, so nothing leaves
+    workspace_bytes: int = 0  # of the device, beside the arena
 
 
 @dataclass(frozen=True, eq=False)
 class EvictionChoice:
-    """Evictions for one order, with the times that follow.
-
-    Attributes:
-        sequence: The order.
-        evicted: For each hole whether its storage leaves.
-        replay: Times of the step and of the transfers.
-        shares: By position the share of the capacity for which the choice was made.
-        tier: For each hole the tier that its storage leaves to; None: all to the first.
-        interference_seconds: Time by which its transfers slow the operators down.
-    """
+    """Evictions for one order, with the times that follow."""
 
     sequence: OperatorSequence
-    evicted: np.ndarray
-    replay: ReplayTimes
-    shares: np.ndarray
+    evicted: np.ndarray  # for each hole whether its storage leaves
+    replay: ReplayTimes  # times of the step and of the transfers
+    shares: np.ndarray  # by position the share of the capacity for which the choice was made
+    # For each hole the tier that its storage leaves to; None: all to the first.
     tier: np.ndarray | None = None
-    interference_seconds: float = 0.0
+    interference_seconds: float = 0.0  # time by which its transfers slow the operators down
 
     @property
     def seconds(self) -> float:
         """Time of a step, interference included."""
         return self.replay.step_seconds + self.interference_seconds
 
+    def windows(self, slack: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+        """Return for each hole when its storage has left, and when it begins to come back.
+
+        Both are boundaries; those of the next step count on.
+
+        Args:
+            slack: Part of the boundaries of each transfer that it has; 0: transfers take no time.
+        """
+        sequence, replay, num_positions = self.sequence, self.replay, len(self.shares)
+        after, use = sequence.hole_start + np.int64(1), sequence.hole_end.astype(np.int64)
+        left = np.where(sequence.dirty(self.evicted), replay.out_end, after)
+        left = after + ((np.clip(left, after, use) - after) * slack).astype(np.int64)
+        # The engine counts from the step of the next use.
+        ahead = np.minimum(use % num_positions - replay.in_start, num_positions)
+        return left, np.clip(use - (ahead * slack).astype(np.int64), left, use)
+
+    def parts(self, slack: float = 1.0) -> np.ndarray:
+        """Return the `PART`s between evicted holes; `slack` as of `windows`."""
+        return self.sequence.cut(self.evicted, *self.windows(slack))
+
 
 class ResidencySearch:
-    """A search for evictions of one order.
-
-    Args:
-        sequence: The order.
-        arena: The arena.
-        prefetch_distance: Positions ahead of their use at which values may be fetched, at most.
-    """
+    """A search for evictions of one order."""
 
     def __init__(
         self,
@@ -167,11 +165,6 @@ class ResidencySearch:
         on_better: Callable[[EvictionChoice], object],
     ) -> EvictionChoice:
         """Change the profile piece by piece while that helps and time is left.
-
-        Args:
-            best: The choice to begin with.
-            deadline: Time by `time.monotonic` at which to stop.
-            on_better: Called with each improvement.
 
         Returns:
             The best found.

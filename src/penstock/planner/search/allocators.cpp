@@ -13,6 +13,10 @@ constexpr int kTiers = 2;  // below the device: the host, and the file
 struct Links {
   double out[kTiers], in[kTiers];  // seconds per byte
   const std::uint8_t* tier;        // of each hole; null: all go to the first
+  Links(const double* seconds_per_byte, const std::uint8_t* tier_of) : tier(tier_of) {
+    std::copy_n(seconds_per_byte, kTiers, out);
+    std::copy_n(seconds_per_byte + kTiers, kTiers, in);
+  }
   i32 of(i32 hole) const { return tier ? tier[hole] : 0; }
 };
 

@@ -27,9 +27,9 @@ class OffsetAssignment {
         beginning_(NUM_MOMENTS),
         seen_(num_intervals, 0) {}
 
-  // Returns the number of intervals without a place, and for each position the bytes that its largest
-  // free piece lacks for one of them. Those are left out, so the others may wait less than they would.
-  i32 run(i64* missing) {
+  // Returns for each position the bytes that its largest free piece lacks for an interval without a place.
+  // Those are left out, so the others may wait less than they would.
+  void run(i64* missing) {
     if (strategy_ >= FULLEST_TIGHT) note_fullness();
     for (i64 part = 1 << 12; part <= 1 << 20 && !reserve_tiny(capacity_ / part); part *= 4) {}
     std::vector<i32> order;
@@ -39,7 +39,6 @@ class OffsetAssignment {
     for (i32 interval = 0; interval < num_intervals_; ++interval) keys.push_back(key(interval));
     std::stable_sort(order.begin(), order.end(), [&](i32 a, i32 b) { return keys[a] < keys[b]; });
     i64 top = lowest_;
-    i32 num_failed = 0;
     for (i32 interval : order) {
       Interval& it = intervals_[interval];
       i32 position = it.start % n_;
@@ -53,12 +52,10 @@ class OffsetAssignment {
       }
       if (shortage) {
         missing[position] = std::max(missing[position], shortage);
-        ++num_failed;
       } else {
         put(interval);
       }
     }
-    return num_failed;
   }
 
  private:

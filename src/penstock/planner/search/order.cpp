@@ -10,9 +10,8 @@ struct GreedyWeights {
   i32 window;    // candidates, the earliest of the program first
 };
 
-// List scheduling of positions [begin, end) of `base`; the others interval where they are.
-void order_greedily(const Problem& p, const i32* first_predecessor, const i32* predecessors, const i32* base,
-            i32 begin, i32 end, const GreedyWeights& weights, const float* noise, i32* order) {
+// List scheduling of positions [begin, end) of `base`; the others stay where they are.
+void order_greedily(const Problem& p, const i32* base, i32 begin, i32 end, const GreedyWeights& weights, i32* order) {
   const i32 n = p.num_operators;
   std::copy(base, base + n, order);
   std::vector<i32> rank(n), waiting(n, 0), uses(p.num_objects, 0);
@@ -21,8 +20,8 @@ void order_greedily(const Problem& p, const i32* first_predecessor, const i32* p
   for (i32 position = 0; position < n; ++position) rank[base[position]] = position;
   for (i32 position = begin; position < end; ++position) {
     const i32 op = base[position];
-    for (i32 k = first_predecessor[op]; k < first_predecessor[op + 1]; ++k) {
-      const i32 before = predecessors[k];
+    for (i32 k = p.first_predecessor[op]; k < p.first_predecessor[op + 1]; ++k) {
+      const i32 before = p.predecessors[k];
       if (rank[before] < begin) continue;
       ++waiting[op];
       successors[before].push_back(op);
@@ -58,9 +57,8 @@ void order_greedily(const Problem& p, const i32* first_predecessor, const i32* p
         else if (clock - touched[object] > static_cast<double>(weights.capacity)) fetch += bytes;
         if (uses[object] == 1 && !(p.flags[object] & (kPersistent | kKept))) release += bytes;
       }
-      double score = weights.fetch * fetch + weights.create * create - weights.release * release +
-                     weights.late * (ready[r] - ready[0]);
-      if (noise) score *= 1 + noise[op];
+      const double score = weights.fetch * fetch + weights.create * create - weights.release * release +
+                           weights.late * (ready[r] - ready[0]);
       if (score < best) {
         best = score;
         chosen = r;

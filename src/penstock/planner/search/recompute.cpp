@@ -2,17 +2,17 @@
 
 namespace {
 
-// Lists of numbers in one array (CSR): list i is at [first[i], first[i + 1]).
+// Lists of numbers in one array (CSR), some of those of a longer one.
 struct Lists {
   std::vector<i32> first, items;
   Lists(const i32* first_of, i32 count, const i32* all)
-      : first(first_of, first_of + count + 1), items(all, all + first_of[count]) {}
+      : first(first_of, first_of + count + 1), items(all + first_of[0], all + first_of[count]) {}
   struct Range {
     const i32 *from, *to;
     const i32* begin() const { return from; }
     const i32* end() const { return to; }
   };
-  Range operator[](i32 i) const { return {items.data() + first[i], items.data() + first[i + 1]}; }
+  Range operator[](i32 i) const { return {items.data() + first[i] - first[0], items.data() + first[i + 1] - first[0]}; }
 };
 
 // Accesses and chains by which the values of a graph are made again.

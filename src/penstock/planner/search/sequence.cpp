@@ -9,12 +9,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <map>
 #include <numeric>
 #include <queue>
-#include <set>
 #include <tuple>
 #include <vector>
 
@@ -24,7 +22,7 @@ using i32 = std::int32_t;
 using i64 = std::int64_t;
 
 enum Access : std::uint8_t { kRead = 0, kWrite = 1, kCreate = 2 };
-enum ObjectFlags : std::uint8_t { kPersistent = 1, kInput = 2, kKept = 4, kPinned = 8 };
+enum ObjectFlags : std::uint8_t { kPersistent = 1, kInput = 2, kKept = 4 };
 
 struct Problem {
   i32 num_operators, num_objects;
@@ -34,8 +32,10 @@ struct Problem {
   std::vector<i32> first_access;        // CSR over operators
   std::vector<i32> access_object;
   std::vector<std::uint8_t> access_kind;
-  std::vector<i32> first_reuse;      // CSR over operators: (operand, result) in one place
+  std::vector<i32> first_reuse;         // CSR over operators: (operand, result) in one place
   std::vector<i32> reuse_from, reuse_by;
+  std::vector<i32> first_predecessor;   // CSR over operators
+  std::vector<i32> predecessors;
 };
 
 // Range maximum under range addition.

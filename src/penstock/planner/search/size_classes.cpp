@@ -33,83 +33,6 @@ void class_needs(const Sequence& s, const i32* class_of, i32 num_classes, i64* l
   }
 }
 
-// The intervals of objects between their evicted holes, by uses alone: transfers take no time.
-class Intervals {
- public:
-  Intervals(const Sequence& s, const std::uint8_t* evicted) : s_(s), evicted_(evicted) {
-    for (i32 object = 0; object < s.problem.num_objects; ++object) {
-      first_.push_back(static_cast<i32>(parts.size()));
-      if (s.problem.bytes[object] == 0) continue;
-      if (s.problem.flags[object] & kPersistent) add_persistent(object);
-      else add_temporary(object);
-    }
-    first_.push_back(static_cast<i32>(parts.size()));
-    join();
-  }
-  struct Part {
-    i32 object, start, end, arrives, leaves;
-    i32 next = -1;  // the part that reuses its place
-    bool is_first = true;
-  };
-  std::vector<Part> parts;
-
- private:
-  void add_persistent(i32 object) {
-    const i32 n = s_.length;
-    std::vector<i32> out;
-    for (i32 g = s_.first_hole[object]; g < s_.first_hole[object + 1]; ++g)
-      if (evicted_[g]) out.push_back(g);
-    if (out.empty()) parts.push_back({object, 0, n, -2, -2});
-    for (size_t k = 0; k < out.size() && s_.holes[out[k]].start >= 0; ++k) {
-      const bool around = k + 1 == out.size();
-      const i32 following = around ? out[0] : out[k + 1], start = s_.holes[out[k]].end;
-      const i32 end = s_.holes[following].start + 1 + (around ? n : 0), shift = start >= n ? n : 0;
-      parts.push_back({object, start - shift, end - shift, out[k], following});
-    }
-  }
-  void add_temporary(i32 object) {
-    const auto& at = s_.uses[object];
-    const auto& kinds = s_.use_kinds[object];
-    const i32 count = static_cast<i32>(at.size());
-    i32 g = s_.first_hole[object], arrives = -1;
-    i32 begin = s_.problem.flags[object] & kInput ? 0 : -1;
-    for (i32 k = 0; k < count; ++k) {
-      if (begin < 0) begin = at[k];
-      const bool last = k + 1 == count;
-      const bool has_hole = g < s_.first_hole[object + 1] && s_.holes[g].start == at[k] && (last || at[k + 1] > at[k]);
-      if (has_hole && evicted_[g]) {
-        parts.push_back({object, begin, at[k] + 1, arrives, g});
-        begin = s_.holes[g].end, arrives = g;
-      } else if (last || kinds[k + 1] == kCreate) {
-        const bool kept = last && (s_.problem.flags[object] & kKept);
-        parts.push_back({object, begin, kept ? s_.length : at[k] + 1, arrives, -1});
-        begin = arrives = -1;
-      }
-      if (has_hole) ++g;
-    }
-  }
-  // In-place reuse: a result goes on in the slot of its operand.
-  void join() {
-    for (i32 position = 0; position < s_.length; ++position) {
-      if (s_.reused_from[position] < 0) continue;
-      Part* old = find(s_.reused_from[position], &Part::end, position + 1);
-      Part* made = find(s_.reused_by[position], &Part::start, position);
-      if (!old || !made) continue;
-      old->end = position;
-      old->next = static_cast<i32>(made - parts.data());
-      made->is_first = false;
-    }
-  }
-  Part* find(i32 object, i32 Part::*boundary, i32 position) {
-    for (i32 index = first_[object]; index < first_[object + 1]; ++index)
-      if (parts[index].*boundary == position) return &parts[index];
-    return nullptr;
-  }
-  const Sequence& s_;
-  const std::uint8_t* evicted_;
-  std::vector<i32> first_;  // part of each object
-};
-
 // Assigns a slot to each interval of one class, the same one in every step: `offset` is its number, or -1.
 // What is there over the end of the step comes first, then the others by their start; each takes the
 // slot that is free the shortest of those that are free for long enough.
@@ -174,13 +97,13 @@ i32 evict_in_classes(const Sequence& s, const SizeClasses& classes, std::uint8_t
       }
       for (size_t g = 0; g < s.holes.size(); ++g) evicted[g] |= chosen[name][g];
     }
-    const Intervals found(s, evicted);
+    const Cut cut(s, evicted, nullptr, nullptr);
     std::vector<std::vector<Interval*>> of_class(num_classes);
     i32 num_intervals = 0;
-    for (const Intervals::Part& part : found.parts) {
-      if (!part.is_first) continue;
-      const Intervals::Part* last = &part;
-      while (last->next >= 0) last = &found.parts[last->next];
+    for (const Part& part : cut.parts) {
+      if (part.before >= 0) continue;
+      const Part* last = &part;
+      while (last->next >= 0) last = &cut.parts[last->next];
       intervals[num_intervals] = {0, s.problem.bytes[part.object], 0, 0, part.start, last->end, part.arrives, last->leaves};
       of_class[classes.class_of[part.object]].push_back(&intervals[num_intervals++]);
     }

@@ -1,12 +1,13 @@
-"""Threads for long calls of C++, so that Ctrl-C stops them.
+"""Calls of C++: lists as arrays, and threads for long calls, so that Ctrl-C stops them.
 
 Python handles signals only between bytecodes of the main thread: a call there would hold them back.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -34,3 +35,12 @@ def run_stoppable(calls: Sequence[Callable[[], object]], stop: np.ndarray, *, na
         for thread in threads:
             thread.join()
         raise
+
+
+def flatten(
+    rows: Collection[Sequence[int]], dtype: type[np.integer]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return where each list begins and the last one ends, and the lists' numbers in one array."""
+    rows = list(rows)
+    first = np.cumsum([0, *map(len, rows)], dtype=dtype)
+    return first, np.fromiter(itertools.chain.from_iterable(rows), dtype)
