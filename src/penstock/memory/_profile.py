@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from penstock.memory._tiers import Link, Tier
 from penstock.tables import report_table
@@ -208,10 +208,10 @@ class MachineProfile:
 
 def _read_plain(kind: Any, data: Any) -> Any:
     """Return a value of a type from the plain data that JSON has for it."""
-    if is_dataclass(kind) and isinstance(kind, type):
-        types = get_type_hints(kind)
+    if is_dataclass(kind):
+        types, make = get_type_hints(kind), cast(Any, kind)
         given = [each for each in fields(kind) if each.name in data or _is_required(each)]
-        return kind(**{each.name: _read_plain(types[each.name], data[each.name]) for each in given})
+        return make(**{each.name: _read_plain(types[each.name], data[each.name]) for each in given})
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (dict, Mapping):
         return {_read_plain(parts[0], key): _read_plain(parts[1], data[key]) for key in data}
