@@ -12,9 +12,8 @@ import torch
 
 from penstock.tables import report_table
 from penstock.unified._devices import check_process, in_forked_child
-from penstock.unified.device._staging import ReadRows
 from penstock.unified.device.hot_rows import HotRows
-from penstock.unified.device.table import DeviceTable, MemoryUse
+from penstock.unified.device.table import DeviceTable, MemoryUse, ReadRows
 
 CPU = torch.device("cpu")
 

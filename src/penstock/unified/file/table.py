@@ -12,9 +12,8 @@ import torch
 from penstock.errors import StoreReadError, StoreWriteError
 from penstock.unified._row_index import as_index, resolve_index
 from penstock.unified._table import CPU, Table, UnifiedReport
-from penstock.unified.device._staging import ReadRows
 from penstock.unified.device.hot_rows import HotRows
-from penstock.unified.device.table import DeviceTable
+from penstock.unified.device.table import DeviceTable, ReadRows
 from penstock.unified.file._journal import forget_journal, recover
 from penstock.unified.file._pool import open_file
 from penstock.unified.file._rows import RowReader, write_places

@@ -19,9 +19,8 @@ from penstock.codegen import load_optional_library
 from penstock.unified._devices import gpu_of
 from penstock.unified._row_index import as_index, index_error, resolve_index
 from penstock.unified._table import CPU, Counters, Table, UnifiedReport
-from penstock.unified.device._staging import ReadRows
 from penstock.unified.device.hot_rows import HotRows
-from penstock.unified.device.table import MemoryUse
+from penstock.unified.device.table import MemoryUse, ReadRows
 from penstock.unified.host.memory import TableMemory
 
 _HERE = Path(__file__).parent
