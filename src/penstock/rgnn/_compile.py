@@ -77,7 +77,7 @@ def compile(
 
 
 _Specialization = tuple[TracedFunction, CompiledProgram, tuple[int, ...], torch.dtype | None]
-"""What calls of one kind share: the trace, its program, the places of the program's tensors among
+"""Parts that calls of one kind share: trace, program, the places of the program's tensors among
 the arguments, and the dtype that they are converted to, if to any."""
 
 

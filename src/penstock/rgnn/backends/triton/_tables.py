@@ -148,17 +148,18 @@ def sort_groups(graph: Graph, row_map: RowMap) -> tuple[tuple[Bucket, ...], CutG
     starts = graph.grouped(row_map)[0].cpu().long()
     sizes, groups = torch.sort(starts[1:] - starts[:-1], stable=True)
     bounds = [
-        (-1, LIGHT, (4, 64)),
-        (LIGHT, MIDDLING, (16, 8)),
-        (MIDDLING, HEAVY, _HEAVY_LANES),
+        (-1, LIGHT, 4, 64),
+        (LIGHT, MIDDLING, 16, 8),
+        (MIDDLING, HEAVY, *_HEAVY_LANES),
     ]
     found = []
-    for above, most, lanes in bounds:
+    for above, most, num_rows, num_groups in bounds:
         of = groups[(sizes > above) & (sizes <= most)]
         if len(of):
             dtype = dtype_for(int(starts[1:][of].max()))
             begins, ends = (each[of].to(graph.device, dtype) for each in (starts[:-1], starts[1:]))
-            found.append(Bucket(*lanes, of.to(graph.device, torch.int32), begins, ends))
+            of = of.to(graph.device, torch.int32)
+            found.append(Bucket(num_rows, num_groups, of, begins, ends))
     cut_groups = groups[sizes > HEAVY]
     if not len(cut_groups):
         return tuple(found), None
