@@ -191,12 +191,18 @@ class TrafficSearch:
                 return Incumbent(found, best.least, False)
         return best
 
+    def find_offsets(
+        self, order: Sequence[int], intervals: Sequence[ResidentInterval]
+    ) -> Sequence[int] | None:
+        """Return an address for each interval, if some were found."""
+        return find_offsets(
+            self.graph, order, intervals, self.device_bytes, time_limit=_PACK_SECONDS
+        )
+
     def _pack_solution(self, solution: Solution) -> Packed | None:
         order = solution.order
         intervals, transfers = derive_movement(
             self.graph, len(order), solution.live_ranges, solution.evictions
         )
-        offsets = find_offsets(
-            self.graph, order, intervals, self.device_bytes, time_limit=_PACK_SECONDS
-        )
+        offsets = self.find_offsets(order, intervals)
         return None if offsets is None else Packed(order, intervals, transfers, offsets)
