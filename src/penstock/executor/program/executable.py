@@ -273,10 +273,8 @@ class Segments:
     @property
     def num_recorded(self) -> int:
         """Operators that are replayed."""
-        segments = [
-            call for call in self.calls if isinstance(call, _CallSegment) and call.is_recorded
-        ]
-        return sum(len(segment.calls) for segment in segments)
+        segments = (call for call in self.calls if isinstance(call, _CallSegment))
+        return sum(len(each.calls) for each in segments if each.is_recorded)
 
 
 class _CallSegment:
@@ -284,6 +282,7 @@ class _CallSegment:
 
     Attributes:
         at: The index of the last call, while they are called one by one.
+        is_recorded: Whether they are replayed.
     """
 
     def __init__(self, calls: Sequence[Call], device: Device) -> None:
@@ -291,18 +290,15 @@ class _CallSegment:
         self.at = 0
         self._device = device
         self._replay: Call | None = None
-
-    @property
-    def is_recorded(self) -> bool:
-        """True if the operators are replayed."""
-        return self._replay is not None and self._replay != self._run_one_by_one
+        self.is_recorded = False
 
     def __call__(self) -> None:
         if self._replay is None:
-            self._replay = self._device.record(self.calls)
-            if self._replay is not None:
+            recorded = self._device.record(self.calls)
+            self._replay = recorded or self._run_one_by_one
+            self.is_recorded = recorded is not None
+            if self.is_recorded:  # recording has run them
                 return
-            self._replay = self._run_one_by_one
         self._replay()
 
     def _run_one_by_one(self) -> None:

@@ -79,13 +79,8 @@ class Execution:
         self.interrupts = Interrupts()
         self._recovery = StepRecovery(self.memory, self.state, self._links)
         self._loss = LossCheck(self.memory, self._recovery.commit)
-        self._executable = compile_plan(
-            self.memory,
-            self._links,
-            self._scalars,
-            self._iter_calls_after_leaving,
-            self._iter_calls_before_operator,
-        )
+        further = self._iter_calls_after_leaving, self._iter_calls_before_operator
+        self._executable = compile_plan(self.memory, self._links, self._scalars, *further)
         is_behind = self._device.is_behind
         self._segments = Segments(self._executable, self._device) if is_behind else None
         self._timing = Timing(self._graph, self._plan, self._executable)
