@@ -87,6 +87,8 @@ class Planning:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Surround the script with the planning of its trainers."""
+        from unittest import mock
+
         import torch
 
         backward = torch.autograd.backward
@@ -95,12 +97,11 @@ class Planning:
             self._check_loop()
             return backward(*args, **kwargs)
 
-        torch.autograd.backward = checked_backward  # Tensor.backward calls it
-        try:
-            with self._trainers as self._trainings:
-                yield
-        finally:
-            torch.autograd.backward = backward
+        with (
+            mock.patch.object(torch.autograd, "backward", checked_backward),  # of Tensor.backward
+            self._trainers as self._trainings,
+        ):
+            yield
 
     def finish(self) -> None:
         """Accept a script that has come to its end, if steps of it were planned.

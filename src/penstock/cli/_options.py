@@ -19,34 +19,21 @@ NEEDS_VIZ = "as a PNG (or SVG, PDF); needs the extra `viz`."
 INTERRUPTED = 130  # the status that a shell reports for a program that SIGINT ended
 
 
-def size_option(help_text: str) -> Any:
-    """Return an option for bytes: a number, or a size such as 8GiB."""
-    return typer.Option(metavar="SIZE", help=help_text, show_default=False)
+def _kind_of_option(**settings: Any) -> Callable[..., Any]:
+    """Return a function of the help text, and of names and further settings if need be."""
+
+    def make(help_text: str, *names: str, **more: Any) -> Any:
+        return typer.Option(*names, help=help_text, **settings | more)
+
+    return make
 
 
-def file_option(help_text: str) -> Any:
-    """Return an option for a file to write."""
-    return typer.Option(metavar="FILE", help=help_text, show_default=False)
-
-
-def directory_option(help_text: str) -> Any:
-    """Return an option for a directory of offloaded bytes."""
-    return typer.Option(metavar="DIR", help=help_text, show_default=False)
-
-
-def name_option(help_text: str) -> Any:
-    """Return an option for one of some names."""
-    return typer.Option(metavar="NAME", help=help_text)
-
-
-def number_option(help_text: str, **settings: Any) -> Any:
-    """Return an option for a whole number; settings such as `min=1` are typer's."""
-    return typer.Option(metavar="N", help=help_text, **settings)
-
-
-def hidden_option(help_text: str, *names: str) -> Any:
-    """Return an option for a whole number that `--help` leaves out."""
-    return typer.Option(*names, help=help_text, hidden=True, min=1)
+size_option = _kind_of_option(metavar="SIZE", show_default=False)  # bytes, or such as 8GiB
+file_option = _kind_of_option(metavar="FILE", show_default=False)  # written
+directory_option = _kind_of_option(metavar="DIR", show_default=False)  # of offloaded bytes
+name_option = _kind_of_option(metavar="NAME")  # one of some
+number_option = _kind_of_option(metavar="N")  # a whole number
+hidden_option = _kind_of_option(hidden=True, min=1)  # a whole number that `--help` leaves out
 
 
 def add_command(

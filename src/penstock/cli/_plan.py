@@ -116,19 +116,13 @@ class CapturedModel:
         """Plan the step for a budget, with the method of the options."""
         from penstock.planner import plan
 
-        options = self.options
+        names = ("host_memory", "store", "reorder", "recompute", "method", "time_limit", "seed")
         return plan(
             self.graph,
             device_memory=device_bytes,
-            host_memory=options.host_memory,
-            store=options.store,
             machine=self.machine,
-            reorder=options.reorder,
-            recompute=options.recompute,
-            method=options.method,
-            time_limit=options.time_limit,
-            seed=options.seed,
             progress=progress,
+            **{name: getattr(self.options, name) for name in names},
         )
 
 

@@ -14,8 +14,7 @@ from penstock.report._picture import draw_timeline
 from penstock.report._trace import chrome_trace, write_chrome_trace
 
 if TYPE_CHECKING:
-    from penstock.report._plan_picture import draw_plan
-    from penstock.report._plan_text import plan_blocks, plan_table
+    from penstock.report._plan_picture import draw_plan, plan_blocks, plan_table
     from penstock.report._plan_timeline import plan_timeline, plan_trace, write_plan_trace
 
 __all__ = [

@@ -222,9 +222,9 @@ def _plot(
     """Draw a curve, or a single point as a larger marker; `line` has other settings of it."""
     colour, marker = style
     is_single = len(places) == 1
+    settings: dict[str, Any] = {"linestyle": "none" if is_single else "-"}
     memory, speed = [each for each, _ in places], [each for _, each in places]
-    settings: dict[str, Any] = {"linewidth": 2, "zorder": 3, "markersize": 9 if is_single else 5}
-    settings |= {"linestyle": "none", **line} if is_single else line
+    settings |= {"markersize": 9 if is_single else 5, "linewidth": 2, "zorder": 3, **line}
     axes.plot(memory, speed, color=colour, marker=marker, label=label, **settings)
 
 

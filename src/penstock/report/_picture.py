@@ -16,7 +16,7 @@ from penstock.report._figures import (
     style_axes,
     write_figure,
 )
-from penstock.report._lanes import LaneKind, find_bounds, sort_into_lanes
+from penstock.report._lanes import Lane, LaneKind, find_bounds, sort_into_lanes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,26 +77,7 @@ def draw_timeline(
     )
     origin_ns, end_ns = find_bounds(timeline)
     _draw_memory(memory_axes, timeline, origin_ns, end_ns)
-    draw_lanes(
-        lane_axes,
-        lanes,
-        [lane.title.replace(" ", "\n", 1) for lane in lanes],
-        _STYLES,
-        origin_ns=origin_ns,
-        unit_ns=1e6,
-        edge_width=0.3,
-        title="activity",
-        **_LEGEND_SIZES,
-    )
-    lane_axes.tick_params(labelsize=11)
-    lane_axes.set_xlabel("time, ms", fontsize=12)
-    if not lanes:
-        _write_note(lane_axes, "no compute, transfer or stall was recorded")
-    # An empty timeline still gets an axis of positive length.
-    lane_axes.set_xlim(0, max((end_ns - origin_ns) / 1e6, 1e-3))
-    if end_ns - origin_ns > _MOST_MILLISECONDS * 1_000_000:  # as in the headline
-        lane_axes.xaxis.set_major_formatter(lambda time_ms, _: f"{time_ms / 1000:g}")
-        lane_axes.set_xlabel("time, s", fontsize=12)
+    _draw_activity(lane_axes, lanes, origin_ns, end_ns)
     figure.suptitle(title or _make_headline(timeline), fontsize=15)
     return write_figure(figure, path)
 
@@ -135,6 +116,29 @@ def _draw_memory(axes: "Axes", timeline: Timeline, origin_ns: int, end_ns: int) 
         axes.legend(title="resident bytes by tier", **LEGEND_OUTSIDE, **_LEGEND_SIZES)
     else:
         _write_note(axes, "no resident bytes were recorded")
+
+
+def _draw_activity(axes: "Axes", lanes: list[Lane], origin_ns: int, end_ns: int) -> None:
+    draw_lanes(
+        axes,
+        lanes,
+        [lane.title.replace(" ", "\n", 1) for lane in lanes],
+        _STYLES,
+        origin_ns=origin_ns,
+        unit_ns=1e6,
+        edge_width=0.3,
+        title="activity",
+        **_LEGEND_SIZES,
+    )
+    axes.tick_params(labelsize=11)
+    axes.set_xlabel("time, ms", fontsize=12)
+    if not lanes:
+        _write_note(axes, "no compute, transfer or stall was recorded")
+    # An empty timeline still gets an axis of positive length.
+    axes.set_xlim(0, max((end_ns - origin_ns) / 1e6, 1e-3))
+    if end_ns - origin_ns > _MOST_MILLISECONDS * 1_000_000:  # as in the headline
+        axes.xaxis.set_major_formatter(lambda time_ms, _: f"{time_ms / 1000:g}")
+        axes.set_xlabel("time, s", fontsize=12)
 
 
 def _write_note(axes: "Axes", text: str) -> None:

@@ -1,10 +1,15 @@
-"""A plan as a picture: device memory over time by kind of tensor, and the streams below."""
+"""A plan as a picture, with the streams of device and links, and as a table and blocks of text.
+
+Picture and blocks show device memory over time by kind of tensor.
+"""
 
 from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,15 +25,17 @@ from penstock.report._figures import (
 )
 from penstock.report._lanes import LaneKind, sort_into_lanes
 from penstock.report._plan_timeline import plan_timeline
+from penstock.tables import report_table
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from rich.text import Text
 
 _GIB = 1 << 30
 
 
-class KindStyle(NamedTuple):
+class _KindStyle(NamedTuple):
     """Drawing of a kind of tensor: its name, its colour, and its character in blocks.
 
     Shades tell kinds apart on terminals without colours, letters on those without Unicode.
@@ -41,14 +48,14 @@ class KindStyle(NamedTuple):
 
 
 # Okabe and Ito's palette; lasting values are dark, temporary ones light.
-KIND_STYLES: Mapping[Kind, KindStyle] = {
-    Kind.PARAMETER: KindStyle("parameters", "#0072B2", "\N{FULL BLOCK}", "P"),
-    Kind.OPTIMIZER_STATE: KindStyle("optimizer state", "#56B4E9", "\N{DARK SHADE}", "O"),
-    Kind.BUFFER: KindStyle("buffers", "#7F7F7F", "#", "b"),
-    Kind.INPUT: KindStyle("batch", "#F0E442", "=", "i"),
-    Kind.ACTIVATION: KindStyle("activations", "#E69F00", "\N{LIGHT SHADE}", "a"),
-    Kind.GRADIENT: KindStyle("gradients", "#CC79A7", "\N{MEDIUM SHADE}", "g"),
-    Kind.SCALAR: KindStyle("scalars", "#000000", ".", "s"),
+_KIND_STYLES: Mapping[Kind, _KindStyle] = {
+    Kind.PARAMETER: _KindStyle("parameters", "#0072B2", "\N{FULL BLOCK}", "P"),
+    Kind.OPTIMIZER_STATE: _KindStyle("optimizer state", "#56B4E9", "\N{DARK SHADE}", "O"),
+    Kind.BUFFER: _KindStyle("buffers", "#7F7F7F", "#", "b"),
+    Kind.INPUT: _KindStyle("batch", "#F0E442", "=", "i"),
+    Kind.ACTIVATION: _KindStyle("activations", "#E69F00", "\N{LIGHT SHADE}", "a"),
+    Kind.GRADIENT: _KindStyle("gradients", "#CC79A7", "\N{MEDIUM SHADE}", "g"),
+    Kind.SCALAR: _KindStyle("scalars", "#000000", ".", "s"),
 }
 _LANE_STYLES = {
     "forward": ("forward", "#009E73"),
@@ -59,6 +66,14 @@ _LANE_STYLES = {
     LaneKind.READ: ("transfers in", "#44AA99"),
     LaneKind.STALL: ("waiting for a transfer", "#D55E00"),
 }
+
+_BOX = (
+    "\N{BOX DRAWINGS LIGHT VERTICAL}",
+    "\N{BOX DRAWINGS LIGHT HORIZONTAL}",
+    "\N{BOX DRAWINGS LIGHT UP AND RIGHT}",
+)
+_ASCII_BOX = ("|", "-", "+")
+_NUM_TARGETS = 3  # names of recomputed operators in the table
 
 
 def draw_plan(
@@ -121,16 +136,17 @@ def bin_memory(simulation: Simulation, times: Sequence[float]) -> dict[Kind, lis
     totals = [sum(column) for column in zip(*simulation.memory_bytes.values(), strict=True)]
     starts = [start for start, _ in simulation.positions]
     fullest = []
-    for begin, end in itertools.pairwise(times):
-        first = max(bisect.bisect_right(starts, begin) - 1, 0)  # it has begun before
-        last = max(bisect.bisect_right(starts, end), first + 1)
+    for begin, end in itertools.pairwise([*times[:-1], math.inf]):
+        before = max(bisect.bisect_right(starts, begin) - 1, 0)
+        first = min(before, bisect.bisect_left(starts, begin))
+        last = max(bisect.bisect_left(starts, end), first + 1)
         fullest.append(max(range(first, last), key=totals.__getitem__))
     return {kind: [simulation.memory_bytes[kind][p] for p in fullest] for kind in kinds}
 
 
 def _list_kinds(simulation: Simulation) -> list[Kind]:
     """Return the kinds that take memory, in the order in which they are stacked."""
-    return [kind for kind in KIND_STYLES if any(simulation.memory_bytes.get(kind, ()))]
+    return [kind for kind in _KIND_STYLES if any(simulation.memory_bytes.get(kind, ()))]
 
 
 def _draw_memory(axes: Axes, plan: Plan, simulation: Simulation) -> None:
@@ -146,9 +162,9 @@ def _draw_memory(axes: Axes, plan: Plan, simulation: Simulation) -> None:
             base,
             top,
             step="post",
-            color=KIND_STYLES[kind].colour,
+            color=_KIND_STYLES[kind].colour,
             linewidth=0,
-            label=f"{KIND_STYLES[kind].name}, at most {format_bytes(max(taken))}",
+            label=f"{_KIND_STYLES[kind].name}, at most {format_bytes(max(taken))}",
         )
         base = top
     limit = plan.budget.device_bytes
@@ -168,3 +184,133 @@ def _draw_memory(axes: Axes, plan: Plan, simulation: Simulation) -> None:
     axes.set_ylabel("device memory, GiB", fontsize=11)
     style_axes(axes)
     axes.legend(**LEGEND_OUTSIDE, fontsize=10)
+
+
+def plan_table(graph: StepGraph, plan: Plan) -> str:
+    """Lay out a plan as a table: times, bound, memory, bytes on the links, recomputation.
+
+    Example:
+        >>> print(plan_table(graph, plan))  # doctest: +SKIP
+
+    Args:
+        graph: The graph that the plan is for.
+        plan: The plan.
+
+    Returns:
+        Lines of text, in colour if standard output is a terminal.
+    """
+    share = plan.ideal_seconds / plan.step_seconds if plan.step_seconds else 1.0
+    budget = plan.budget.device_bytes
+    peak = format_bytes(plan.peak_device_bytes)
+    rows: list[tuple[str, object]] = [
+        ("step", f"{format_seconds(plan.step_seconds)}  ({share:.1%} of the ideal's speed)"),
+        ("ideal", f"{format_seconds(plan.ideal_seconds)}  (unlimited memory, nothing moves)"),
+        ("no plan beats", f"{format_seconds(plan.lower_bound_seconds)}  ({plan.bound.binding})"),
+        ("gap", f"{max(plan.gap, 0.0):.1%}  (a better plan is faster by at most this)"),
+        ("device", f"{peak}  of {format_bytes(budget)}" if budget is not None else peak),
+    ]
+    if plan.split_bytes is not None:
+        num_parts = len(plan.operator_seconds) - len(graph.operators)
+        rows.append(("split", f"{num_parts} operators more, each with some rows or one parameter"))
+    if plan.workspace_bytes:
+        rows.append(("of it workspace", format_bytes(plan.workspace_bytes)))
+    for name, num_bytes in (("host", plan.peak_host_bytes), ("file", plan.peak_file_bytes)):
+        if num_bytes:
+            rows.append((name, format_bytes(num_bytes)))
+    for link, num_bytes in plan.bytes_moved.items():
+        busy = num_bytes / plan.machine.links[link].bytes_per_second / plan.step_seconds
+        moved = f"{format_bytes(num_bytes)} a step  (busy {busy:.0%} of the time)"
+        rows.append((link.value, moved))
+    if not plan.bytes_moved:
+        rows.append(("moved", "nothing"))
+    rows += _list_recomputed(plan.planned_graph(graph), plan)
+    rows.append(("method", f"{plan.method}, seed {plan.seed}, for {plan.machine.name}"))
+    return report_table(rows, title="penstock plan")
+
+
+def _list_recomputed(graph: StepGraph, plan: Plan) -> list[tuple[str, object]]:
+    positions = plan.recomputed
+    if not positions:
+        return [("recomputed", "nothing")]
+    seconds: dict[str, float] = {}
+    counts: Counter[str] = Counter()
+    for position in positions:
+        index = plan.order[position]
+        target = graph.operators[index].target.removeprefix("aten.").split(".")[0]
+        seconds[target] = seconds.get(target, 0.0) + plan.operator_seconds[index]
+        counts[target] += 1
+    total = sum(seconds.values())
+    named = [
+        f"{counts[target]} {target} ({format_seconds(time)})"
+        for target, time in sorted(seconds.items(), key=lambda item: -item[1])[:_NUM_TARGETS]
+    ]
+    more = len(seconds) - len(named)
+    rest = f", {more} more kinds" if more > 0 else ""
+    return [
+        ("recomputed", f"{len(positions)} operators, {format_seconds(total)}"),
+        ("of them", ", ".join(named) + rest),
+    ]
+
+
+def plan_blocks(
+    graph: StepGraph,
+    plan: Plan,
+    *,
+    num_columns: int = 78,
+    num_rows: int = 12,
+    unicode: bool = True,
+) -> Text:
+    """Draw device memory over time as blocks of characters, stacked by kind of tensor.
+
+    Example:
+        >>> rich.print(plan_blocks(graph, plan))  # doctest: +SKIP
+
+    Args:
+        graph: The graph that the plan is for.
+        plan: The plan.
+        num_columns: Width of the drawing, without the axis.
+        num_rows: Height of the drawing.
+        unicode: True if the terminal shows more than ASCII.
+
+    Returns:
+        Text for `rich`, in colour.
+    """
+    from rich.text import Text
+
+    simulation = simulate(graph, plan)
+    step = simulation.step_seconds
+    times = [step * column / num_columns for column in range(num_columns + 1)]
+    memory = bin_memory(simulation, times)
+    cells = {kind: s.shade if unicode else s.letter for kind, s in _KIND_STYLES.items()}
+    top = max(plan.arena_bytes, 1)
+    columns = [_fill_column(memory, place, top, num_rows) for place in range(num_columns)]
+    text = Text()
+    axis, line, corner = _BOX if unicode else _ASCII_BOX
+    width = max(len(format_bytes(top)), 9)
+    for row in range(num_rows - 1, -1, -1):
+        label = format_bytes(top) if row == num_rows - 1 else ""
+        text.append(f"{label:>{width}} {axis}")
+        for column in columns:
+            if row < len(column):
+                text.append(cells[column[row]], style=_KIND_STYLES[column[row]].colour)
+            else:
+                text.append(" ")
+        text.append("\n")
+    text.append(f"{'0 B':>{width}} {corner}{line * num_columns}\n")
+    text.append(f"{'':>{width}}  0{format_seconds(step):>{num_columns - 1}}\n{'':>{width}}  ")
+    shown = {kind for column in columns for kind in column}
+    for kind in (kind for kind in memory if kind in shown):
+        text.append(cells[kind] * 2, style=_KIND_STYLES[kind].colour)
+        text.append(f" {_KIND_STYLES[kind].name}  ")
+    return text
+
+
+def _fill_column(memory: dict[Kind, list[int]], place: int, top: int, num_rows: int) -> list[Kind]:
+    """Return the kinds of one column's cells from below; each cell has the kind at its middle."""
+    cells: list[Kind] = []
+    level, cell = 0, top / num_rows
+    for kind, taken in memory.items():
+        level += taken[place]
+        while (len(cells) + 0.5) * cell < level and len(cells) < num_rows:
+            cells.append(kind)
+    return cells

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from penstock.integrations.pyg._prefetch import PrefetchIterator
+from penstock.integrations.pyg._loader import PrefetchIterator
 
 
 def loader_threads() -> list[threading.Thread]:

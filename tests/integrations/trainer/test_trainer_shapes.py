@@ -18,8 +18,12 @@ import transformers
 
 from _trainers import SMALL, VOCAB, arguments_of, assert_same, outcome_of
 from penstock.integrations.transformers import PlannedTraining, plan_training
-from penstock.integrations.transformers._batches import Padding, choose_buckets, group_updates
-from penstock.integrations.transformers._epoch import read_epoch
+from penstock.integrations.transformers._batches import (
+    Padding,
+    choose_buckets,
+    group_updates,
+    read_epoch,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

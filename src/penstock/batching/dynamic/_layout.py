@@ -12,14 +12,14 @@ from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from penstock.batching._arrays import Integers
 from penstock.batching.dynamic._native import lay_out_by_library, load_library_for
-from penstock.batching.dynamic._node_graph import NodeGraph, drop_repeats, expand_ranges
+from penstock.batching.dynamic._node_graph import NodeGraph
 from penstock.batching.dynamic._schedule import Order, order_nodes
 
 
@@ -63,11 +63,17 @@ class ExecutionPlan:
     pool_of_node: Integers
     row_of_node: Integers
     batch_of_node: Integers
-    pool_rows: list[int]
-    """Rows of each pool."""
     lower_bound: int
     planned_by: str
     """"C++", or "NumPy" where there is no compiler."""
+
+    @cached_property
+    def pool_rows(self) -> list[int]:
+        """Rows of each pool."""
+        rows = [0] * (max((batch.pool for batch in self.batches), default=-1) + 1)
+        for batch in self.batches:
+            rows[batch.pool] = max(rows[batch.pool], batch.start + batch.num_nodes)
+        return rows
 
     @cached_property
     def shared_pools(self) -> frozenset[int]:
@@ -100,7 +106,6 @@ def _plan_by_library(
     laid = lay_out_by_library(compiled, graph, order, first_rows)
     begins = order[1].tolist()
     numbers = iter(laid.plan.tolist())
-    pool_rows = [0] * (int(laid.pool_of_kind.max(initial=-1)) + 1)
     batches: list[BatchPlan] = []
     for first, kind in zip(begins, numbers, strict=False):
         count, pool, start, inputs, num_operands = islice(numbers, 5)
@@ -114,7 +119,6 @@ def _plan_by_library(
         in_order = None if inputs < 0 else inputs
         rows = slice(first, first + count)
         batches.append(BatchPlan(kind, count, pool, start, tuple(operands), rows, in_order))
-        pool_rows[pool] = max(pool_rows[pool], start + count)
     return ExecutionPlan(
         batches=batches,
         index=laid.index,
@@ -122,7 +126,6 @@ def _plan_by_library(
         pool_of_node=laid.pool_of_kind[graph.types],
         row_of_node=laid.row_of,
         batch_of_node=laid.batch_of,
-        pool_rows=pool_rows,
         lower_bound=graph.lower_bound,
         planned_by="C++",
     )
@@ -132,48 +135,111 @@ def plan_by_numpy(
     graph: NodeGraph, order: Order, first_rows: Integers | None = None
 ) -> ExecutionPlan:
     """Lay out a graph without the compiled library."""
-    nodes, begins, kinds = order
-    num_batches = len(kinds)
-    bounds = begins.tolist()
-    batch_of = np.empty(graph.num_nodes, dtype=np.int64)
-    batch_of[nodes] = np.repeat(np.arange(num_batches), np.diff(begins))
-    nodes = _sort_by_reader(graph, nodes, bounds, batch_of)
-    pool_of_kind = _number_pools(graph)
-    row_of = np.empty(graph.num_nodes, dtype=np.int64)
-    pool_rows = [0] * (int(pool_of_kind.max(initial=-1)) + 1)
-    place_in_kind = _number_within_kinds(graph)
-    is_read = np.diff(graph.readers[0]) > 0
+    kinds, pool_of_kind = order[2].tolist(), _number_pools(graph)
+    pool_of, batch_of = pool_of_kind[graph.types], _find_batches(order)
+    row_of, places = np.empty_like(batch_of), _number_within_kinds(graph)
+    nodes, num_read = _sort_by_reader(graph, order)
+    next_rows = [0] * (int(pool_of_kind.max(initial=-1)) + 1)
     batches: list[BatchPlan] = []
-    gathered: list[Integers] = []
-    num_gathered = 0
-    for batch in range(num_batches):
-        first, last = bounds[batch], bounds[batch + 1]
-        members, kind = nodes[first:last], int(kinds[batch])
+    index: list[Integers] = [np.zeros(0, dtype=np.int64)]
+    for batch, (first, last) in enumerate(pairwise(order[1].tolist())):
+        own, kind = nodes[first:last], kinds[batch]
+        unread = own[num_read[batch] :]
+        if len(unread) and graph.num_arguments[unread[0]]:  # these take the order of operands
+            unread[:] = unread[np.argsort(row_of[_list_columns(graph, unread)[0]], kind="stable")]
         pool = int(pool_of_kind[kind])
-        _sort_unread(graph, members, row_of, int(is_read[members].sum()))
-        start = pool_rows[pool] if first_rows is None else int(first_rows[batch])
-        row_of[members] = np.arange(start, start + last - first)
-        operands, indices = _find_operands(
-            graph, members, pool_of_kind, row_of, batch_of, num_gathered
-        )
-        gathered += indices
-        num_gathered += sum(map(len, indices))
-        places = place_in_kind[members]
-        in_order = int(places[0]) if _are_consecutive(places) else None
+        start = next_rows[pool] if first_rows is None else int(first_rows[batch])
+        row_of[own] = np.arange(start, start + len(own))
+        operands = _find_operands(_list_columns(graph, own), pool_of, row_of, batch_of, index)
+        in_order = int(places[own[0]]) if _are_consecutive(places[own]) else None
         rows = slice(first, last)
-        batches.append(BatchPlan(kind, last - first, pool, start, operands, rows, in_order))
-        pool_rows[pool] = max(pool_rows[pool], start + last - first)
+        batches.append(BatchPlan(kind, len(own), pool, start, operands, rows, in_order))
+        next_rows[pool] = start + len(own)
     return ExecutionPlan(
         batches=batches,
-        index=np.concatenate(gathered) if gathered else np.zeros(0, dtype=np.int64),
-        input_index=place_in_kind[nodes],
-        pool_of_node=pool_of_kind[graph.types],
+        index=np.concatenate(index),
+        input_index=places[nodes],
+        pool_of_node=pool_of,
         row_of_node=row_of,
         batch_of_node=batch_of,
-        pool_rows=pool_rows,
         lower_bound=graph.lower_bound,
         planned_by="NumPy",
     )
+
+
+def _list_columns(graph: NodeGraph, nodes: Integers) -> Integers:
+    """Return the arguments of nodes of one type: `[arguments, nodes]`."""
+    slots = np.arange(int(graph.num_arguments[nodes[0]]))
+    return graph.flat[graph.starts[nodes] + slots[:, None]]
+
+
+def _sort_by_reader(graph: NodeGraph, order: Order) -> tuple[Integers, list[int]]:
+    """Sort the nodes of each batch by their first reader: its batch, the argument, its place.
+
+    Returns the nodes, and the number of those of each batch that are read; they come first.
+    """
+    nodes, bounds = order[0].copy(), order[1].tolist()
+    most, width = int(graph.num_arguments.max(initial=0)), graph.num_nodes
+    never = np.iinfo(np.int64).max
+    first_read = np.full(graph.num_nodes, never)
+    for batch, (first, last) in reversed([*enumerate(pairwise(bounds))]):
+        own = nodes[first:last]
+        own[:] = own[np.argsort(first_read[own], kind="stable")]
+        for slot, arguments in reversed([*enumerate(_list_columns(graph, own))]):
+            # Of a node that is read several times the last key stays: that of its first reader.
+            keys = (batch * most + slot) * width + np.arange(last - first)
+            first_read[arguments[::-1]] = keys[::-1]
+    is_read = first_read[nodes] < never
+    return nodes, [int(is_read[first:last].sum()) for first, last in pairwise(bounds)]
+
+
+def _find_operands(
+    columns: Integers,
+    pool_of: Integers,
+    row_of: Integers,
+    batch_of: Integers,
+    index: list[Integers],
+) -> tuple[Operands, ...]:
+    """Find the operands of a batch, `[slots, nodes]`; `index` gets the rows that are no slice."""
+    operands: list[Operands] = []
+    scattered: dict[int, list[int]] = {}
+    num_gathered = sum(map(len, index))
+    for slot, nodes in enumerate(columns):
+        rows, pool = row_of[nodes], int(pool_of[nodes[0]])
+        if _are_consecutive(rows):
+            sources = tuple(np.unique(batch_of[nodes]).tolist())
+            operands.append(Operands((slot,), pool, int(rows[0]), slice(0, len(rows)), sources))
+        else:
+            scattered.setdefault(pool, []).append(slot)
+    for pool, slots in scattered.items():
+        nodes = columns[slots].ravel()
+        rows = slice(num_gathered, num_gathered + len(nodes))
+        num_gathered += len(nodes)
+        index.append(row_of[nodes])
+        sources = tuple(np.unique(batch_of[nodes]).tolist())
+        operands.append(Operands(tuple(slots), pool, None, rows, sources))
+    return tuple(operands)
+
+
+def _number_within_kinds(graph: NodeGraph) -> Integers:
+    """Number the nodes of each type."""
+    places = np.empty(graph.num_nodes, dtype=np.int64)
+    for kind in range(graph.num_types):
+        own = np.flatnonzero(graph.types == kind)
+        places[own] = np.arange(len(own))
+    return places
+
+
+def _find_batches(order: Order) -> Integers:
+    """Return the batch of each node of a schedule."""
+    nodes, begins, kinds = order
+    batch_of = np.empty(len(nodes), dtype=np.int64)
+    batch_of[nodes] = np.repeat(np.arange(len(kinds)), np.diff(begins))
+    return batch_of
+
+
+def _are_consecutive(rows: Integers) -> bool:
+    return int(rows[-1]) - int(rows[0]) == len(rows) - 1 and bool((np.diff(rows) == 1).all())
 
 
 def _reuse_rows(graph: NodeGraph, order: Order, kept: Collection[int]) -> Integers:
@@ -182,10 +248,8 @@ def _reuse_rows(graph: NodeGraph, order: Order, kept: Collection[int]) -> Intege
     A batch's rows are free for those after the last batch that reads any of them, unless its type
     is kept.
     """
-    nodes, begins, kinds = order
-    num_batches = len(kinds)
-    batch_of = np.empty(graph.num_nodes, dtype=np.int64)
-    batch_of[nodes] = np.repeat(np.arange(num_batches), np.diff(begins))
+    _, begins, kinds = order
+    num_batches, batch_of = len(kinds), _find_batches(order)
     last_read = np.arange(num_batches)
     np.maximum.at(last_read, batch_of[graph.flat], batch_of[graph.readers_flat])
     last_read[np.isin(kinds, list(kept))] = num_batches
@@ -232,110 +296,14 @@ class _FreeRows:
         self._ranges = merged
 
 
-def _sort_unread(graph: NodeGraph, members: Integers, row_of: Integers, num_read: int) -> None:
-    """Sort, in place, the nodes at the end, which have no readers, by the rows that they read."""
-    unread = members[num_read:]
-    if len(unread) > 1 and graph.num_arguments[unread[0]]:
-        read = row_of[graph.flat[graph.starts[unread]]]
-        members[num_read:] = unread[np.argsort(read, kind="stable")]
-
-
-def _sort_by_reader(
-    graph: NodeGraph, nodes: Integers, bounds: list[int], batch_of: Integers
-) -> Integers:
-    """Sort the nodes of each batch by their first reader: its batch, the argument, its place."""
-    starts, readers = graph.readers
-    slots = np.arange(len(graph.flat)) - graph.starts[graph.readers_flat]
-    slots = slots[graph.by_argument]
-    width = max(graph.num_nodes, 1)
-    most = int(slots.max(initial=0)) + 1
-    # All of the key but the reader's place in its batch, which is known once that is sorted.
-    keys = (batch_of[readers] * most + slots) * width
-    place = np.zeros(graph.num_nodes, dtype=np.int64)
-    nodes = nodes.copy()
-    is_read = np.diff(starts) > 0
-    no_reader = np.iinfo(np.int64).max
-    for first, last in zip(bounds[-2::-1], bounds[:0:-1], strict=True):
-        members = nodes[first:last]
-        if last - first > 1:
-            read = is_read[members]
-            found, begins = expand_ranges(starts, members[read])
-            key = np.full(last - first, no_reader)
-            if len(found):
-                key[read] = np.minimum.reduceat(keys[found] + place[readers[found]], begins[:-1])
-            members = members[np.argsort(key, kind="stable")]
-            nodes[first:last] = members
-        place[members] = np.arange(last - first)
-    return nodes
-
-
 def _number_pools(graph: NodeGraph) -> Integers:
     """Number the pools: types that are read as the same argument of one type share a pool."""
-    parent = list(range(graph.num_types))
-
-    def root(kind: int) -> int:
-        while parent[kind] != kind:
-            parent[kind] = parent[parent[kind]]
-            kind = parent[kind]
-        return kind
-
+    pool_of = np.arange(graph.num_types)
     slots = np.arange(len(graph.flat)) - graph.starts[graph.readers_flat]
     readers = graph.types[graph.readers_flat] * (int(slots.max(initial=0)) + 1) + slots
     first: dict[int, int] = {}
-    for pair in drop_repeats(readers * graph.num_types + graph.types[graph.flat]).tolist():
+    for pair in np.unique(readers * graph.num_types + graph.types[graph.flat]).tolist():
         reader, kind = divmod(pair, graph.num_types)
-        one, other = root(kind), root(first.setdefault(reader, kind))
-        parent[max(one, other)] = min(one, other)
-    _, pools = np.unique([root(kind) for kind in range(graph.num_types)], return_inverse=True)
-    return pools.astype(np.int64)
-
-
-def _number_within_kinds(graph: NodeGraph) -> Integers:
-    """Number the nodes of each type."""
-    narrow = graph.types.astype(np.uint16) if graph.num_types < 1 << 16 else graph.types
-    by_kind = np.argsort(narrow, kind="stable")  # 16 bits are sorted by radix
-    firsts = np.cumsum([0, *np.bincount(graph.types, minlength=graph.num_types)])
-    places = np.empty(graph.num_nodes, dtype=np.int64)
-    places[by_kind] = np.arange(graph.num_nodes) - firsts[graph.types[by_kind]]
-    return places
-
-
-def _find_operands(
-    graph: NodeGraph,
-    nodes: Integers,
-    pool_of_kind: Integers,
-    row_of: Integers,
-    batch_of: Integers,
-    num_gathered: int,
-) -> tuple[tuple[Operands, ...], list[Integers]]:
-    """Find the operands of a batch: slices, and per pool the rows to gather at once."""
-    first = int(nodes[0])
-    arity = int(graph.starts[first + 1] - graph.starts[first])
-    operands: list[Operands] = []
-    scattered: dict[int, list[tuple[int, Integers]]] = {}
-    for slot in range(arity):
-        arguments = graph.flat[graph.starts[nodes] + slot]
-        rows, pool = row_of[arguments], int(pool_of_kind[graph.types[arguments[0]]])
-        if _are_consecutive(rows):
-            sources = _to_tuple(batch_of[arguments])
-            start = int(rows[0])
-            operands.append(Operands((slot,), pool, start, slice(0, len(rows)), sources))
-        else:
-            scattered.setdefault(pool, []).append((slot, arguments))
-    indices: list[Integers] = []
-    for pool, parts in scattered.items():
-        arguments = np.concatenate([each for _, each in parts])
-        rows = slice(num_gathered, num_gathered + len(arguments))
-        num_gathered += len(arguments)
-        indices.append(row_of[arguments])
-        slots = tuple(slot for slot, _ in parts)
-        operands.append(Operands(slots, pool, None, rows, _to_tuple(batch_of[arguments])))
-    return tuple(operands), indices
-
-
-def _are_consecutive(rows: Integers) -> bool:
-    return int(rows[-1]) - int(rows[0]) == len(rows) - 1 and bool((np.diff(rows) == 1).all())
-
-
-def _to_tuple(batches: Integers) -> tuple[int, ...]:
-    return tuple(drop_repeats(batches).tolist())
+        one, other = sorted(pool_of[[kind, first.setdefault(reader, kind)]])
+        pool_of[pool_of == other] = one
+    return np.unique(pool_of, return_inverse=True)[1].astype(np.int64)

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
-from typing import Any
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -27,7 +26,7 @@ class NodeGraph:
     Example:
         >>> graph = NodeGraph.of([0, 0, 1], [[], [], [0, 1]])
         >>> graph.num_nodes, graph.ahead.tolist()
-        (3, [[1, 1], [1, 1], [0, 1]])
+        (3, [[1, 1, 2], [1, 1, 2], [0, 1, 1]])
     """
 
     types: Integers
@@ -109,20 +108,10 @@ class NodeGraph:
         """Number of nodes."""
         return len(self.types)
 
-    @property
-    def ahead(self) -> Integers:
-        """Most nodes of each type on one path from a node on, itself included: `[nodes, types]`."""
-        return self._ahead_and_length[0]
-
-    @property
-    def path_length(self) -> Integers:
-        """Nodes on the longest path from a node on, itself included: `[num_nodes]`."""
-        return self._ahead_and_length[1]
-
     @cached_property
     def lower_bound(self) -> int:
         """Least number of batches of any schedule (ED-Batch, arXiv 2302.03851, section 2.2)."""
-        return int(self.ahead.max(axis=0, initial=0).sum())
+        return int(self.ahead[:, :-1].max(axis=0, initial=0).sum())
 
     @cached_property
     def num_arguments(self) -> Integers:
@@ -135,72 +124,34 @@ class NodeGraph:
         return np.repeat(np.arange(self.num_nodes), self.num_arguments)
 
     @cached_property
-    def readers(self) -> tuple[Integers, Integers]:
-        """Readers of each node, as often as they read it: `[num_nodes + 1]` firsts, and nodes."""
-        counts = np.bincount(self.flat, minlength=self.num_nodes)
-        starts = np.zeros(self.num_nodes + 1, dtype=np.int64)
-        np.cumsum(counts, out=starts[1:])
-        return starts, self.readers_flat[self.by_argument]
+    def ahead(self) -> Integers:
+        """Most nodes of each type on one path from a node on, itself included.
 
-    @cached_property
-    def by_argument(self) -> Integers:
-        """The places of `flat`, sorted by the node that is read, `[num_arguments]`."""
-        return np.argsort(self.flat, kind="stable")
-
-    @cached_property
-    def _ahead_and_length(self) -> tuple[Integers, Integers]:
-        """Computed from the nodes without readers backwards, a level at a time."""
-        ahead = np.zeros((self.num_nodes, self.num_types), dtype=np.int64)
-        length = np.ones(self.num_nodes, dtype=np.int64)
-        starts, readers = self.readers
-        waits = np.diff(starts)
-        level = np.flatnonzero(waits == 0)
-        depth = 1
-        while len(level):
-            if depth > 1:
-                found, begins = expand_ranges(starts, level)
-                ahead[level] = np.maximum.reduceat(ahead[readers[found]], begins[:-1], axis=0)
-                length[level] = depth
-            ahead[level, self.types[level]] += 1
-            found, _ = expand_ranges(self.starts, level)
-            arguments = self.flat[found]
-            np.subtract.at(waits, arguments, 1)
-            level = drop_repeats(arguments[waits[arguments] == 0])
-            depth += 1
-        return ahead, length
+        The last column counts nodes of any type: `[num_nodes, num_types + 1]`.
+        """
+        own = np.eye(self.num_types, self.num_types + 1, dtype=np.int64)[self.types]
+        own[:, -1] = 1
+        ahead, readers = own.copy(), self.readers_flat
+        level = self.depth[readers]
+        from_last = np.lexsort((self.flat, -level))
+        for edges in np.split(from_last, np.flatnonzero(np.diff(level[from_last])) + 1):
+            begins = np.flatnonzero(np.diff(self.flat[edges], prepend=-1))
+            most = np.maximum.reduceat(ahead[readers[edges]], begins, axis=0)
+            arguments = self.flat[edges[begins]]
+            ahead[arguments] = np.maximum(ahead[arguments], most + own[arguments])
+        return ahead
 
     @cached_property
     def depth(self) -> Integers:
         """Nodes on the longest path up to a node, itself excluded: `[num_nodes]`."""
-        depth = np.zeros(self.num_nodes, dtype=np.int64)
-        starts, readers = self.readers
-        waits = self.num_arguments.copy()
-        level, at = np.flatnonzero(waits == 0), 0
-        while len(level):
-            depth[level] = at
-            found, _ = expand_ranges(starts, level)
-            np.subtract.at(waits, readers[found], 1)
-            level = drop_repeats(readers[found][waits[readers[found]] == 0])
-            at += 1
-        return depth
+        depth: list[int] = []
+        flat = self.flat.tolist()
+        for first, last in pairwise(self.starts.tolist()):
+            depth.append(1 + max(map(depth.__getitem__, flat[first:last]), default=-1))
+        return np.array(depth, dtype=np.int64)
 
 
-def expand_ranges(starts: Integers, chosen: Any) -> tuple[Integers, Integers]:
-    """Return the places `starts[c]` up to `starts[c + 1]` of all chosen, and the first of each."""
-    first = starts[chosen]
-    counts = starts[chosen + 1] - first
-    begins = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=begins[1:])
-    places = np.arange(begins[-1]) + np.repeat(first - begins[:-1], counts)
-    return places, begins
-
-
-def drop_repeats(numbers: Integers) -> Integers:
-    """Return each number once, in order: `np.unique`, but fast on a few numbers."""
-    if len(numbers) < 2:
-        return numbers
-    ordered = np.sort(numbers)
-    keep = np.empty(len(ordered), dtype=bool)
-    keep[0] = True
-    np.not_equal(ordered[1:], ordered[:-1], out=keep[1:])
-    return ordered[keep]
+def list_places(starts: Integers, chosen: Integers) -> Integers:
+    """Return the places `starts[c]` up to `starts[c + 1]` of all chosen, one after the other."""
+    first, counts = starts[chosen], np.diff(starts)[chosen]
+    return np.arange(counts.sum()) + np.repeat(first - np.cumsum(counts) + counts, counts)

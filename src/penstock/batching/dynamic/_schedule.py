@@ -29,13 +29,15 @@ from typing import Any
 
 import numpy as np
 
-from penstock.batching._arrays import Floats, Integers
+from penstock.batching._arrays import Integers
 from penstock.batching.dynamic._native import load_library_for, order_by_library
-from penstock.batching.dynamic._node_graph import NodeGraph, drop_repeats, expand_ranges
+from penstock.batching.dynamic._node_graph import NodeGraph, list_places
 from penstock.tables import report_table
 
 Order = tuple[Integers, Integers, Integers]
 """Nodes in execution order, the first of each batch, and its type: see `order_nodes`."""
+
+_Batch = tuple[int, Integers]  # its type and its nodes
 
 # Exponents of path lengths in the urgency; infinity takes the longest path only.
 # They are tried one after the other until the bound is met, and the best result is taken.
@@ -122,11 +124,9 @@ def order_nodes(graph: NodeGraph, *, search: bool = False, frees_most: bool = Fa
 
 def order_by_numpy(graph: NodeGraph) -> Order:
     """Schedule a graph by the rule alone."""
-    best: list[tuple[int, Integers]] | None = None
-    path_length = graph.path_length / max(int(graph.path_length.max(initial=1)), 1)
+    best: list[_Batch] | None = None
     for exponent in _EXPONENTS:
-        weights = None if np.isinf(exponent) else path_length**exponent
-        found = _apply_rule(graph, weights)
+        found = _apply_rule(graph, exponent)
         if best is None or len(found) < len(best):
             best = found
         if len(best) == graph.lower_bound:
@@ -135,70 +135,54 @@ def order_by_numpy(graph: NodeGraph) -> Order:
     return _to_arrays(best)
 
 
-def _to_arrays(batches: list[tuple[int, Integers]]) -> Order:
-    if not batches:
-        nothing = np.zeros(0, dtype=np.int64)
-        return nothing, np.zeros(1, dtype=np.int64), nothing
-    nodes = [np.sort(batch) for _, batch in batches]
-    starts = np.cumsum([0, *map(len, nodes)])
-    return np.concatenate(nodes), starts, np.array([kind for kind, _ in batches])
+def _to_arrays(batches: list[_Batch]) -> Order:
+    nodes = [np.zeros(0, dtype=np.int64), *(np.sort(members) for _, members in batches)]
+    kinds = np.array([kind for kind, _ in batches], dtype=np.int64)
+    return np.concatenate(nodes), np.cumsum([*map(len, nodes)]), kinds
 
 
-def _apply_rule(graph: NodeGraph, weights: Floats | None) -> list[tuple[int, Integers]]:
-    """Apply the rule until all nodes have run; `weights` None takes the longest path."""
-    starts, readers = graph.readers
+def _apply_rule(graph: NodeGraph, exponent: float) -> list[_Batch]:
+    """Apply the rule until all nodes have run."""
+    num_types, length = graph.num_types, graph.ahead[:, -1]
+    weights, join = (length / max(int(length.max(initial=1)), 1)) ** exponent, np.sum
+    if np.isinf(exponent):
+        weights, join = length.astype(np.float64), np.max
+    by_argument = np.argsort(graph.flat, kind="stable")
+    readers = graph.readers_flat[by_argument]
+    starts = np.searchsorted(graph.flat[by_argument], np.arange(graph.num_nodes + 1))
     waits = graph.num_arguments.copy()
-    num_types = graph.num_types
     ready: list[list[Integers]] = [[] for _ in range(num_types)]
     ahead = np.zeros((num_types, num_types), dtype=np.int64)  # the most, over each type's ready
     urgency = [0.0] * num_types
-    done: list[tuple[int, Integers]] = []
-    values = graph.path_length if weights is None else weights
-    ahead_of = np.ascontiguousarray(graph.ahead.T)
+    done: list[_Batch] = []
     arrived = np.flatnonzero(waits == 0)
     while True:
-        for kind, nodes in _group_by_type(graph.types, arrived):
+        for kind, nodes in _group(graph.types[arrived], arrived):
             ready[kind].append(nodes)
-            np.maximum(ahead[kind], ahead_of.take(nodes, axis=1).max(axis=1), out=ahead[kind])
-            if weights is None:
-                urgency[kind] = max(urgency[kind], float(values[nodes].max()))
-            else:
-                urgency[kind] += float(values[nodes].sum())
+            np.maximum(ahead[kind], graph.ahead[nodes, :-1].max(axis=0), out=ahead[kind])
+            urgency[kind] = float(join([urgency[kind], join(weights[nodes])]))
         waiting = [kind for kind in range(num_types) if ready[kind]]
         if not waiting:
             return done
-        if len(waiting) > 1:
-            others = ahead.copy()
-            np.fill_diagonal(others, 0)
-            is_free = ahead.diagonal() > others.max(axis=0)
-            free = [kind for kind in waiting if is_free[kind]]
-            kind = max(free or waiting, key=urgency.__getitem__)
-        else:
-            kind = waiting[0]
-        parts = ready[kind]
-        batch = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        others = ahead.copy()
+        np.fill_diagonal(others, 0)
+        is_free = ahead.diagonal() > others.max(axis=0)
+        kind = max([k for k in waiting if is_free[k]] or waiting, key=urgency.__getitem__)
+        done.append((kind, np.concatenate(ready[kind])))
         ready[kind], ahead[kind], urgency[kind] = [], 0, 0.0
-        done.append((kind, batch))
-        found, _ = expand_ranges(starts, batch)
-        reached = readers[found]
+        reached = readers[list_places(starts, done[-1][1])]
         np.subtract.at(waits, reached, 1)
-        arrived = drop_repeats(reached[waits[reached] == 0])
+        arrived = np.unique(reached[waits[reached] == 0])
 
 
-def _group_by_type(types: Integers, nodes: Integers) -> list[tuple[int, Integers]]:
-    if len(nodes) == 0:
-        return []
-    kinds = types[nodes]
-    first = int(kinds[0])
-    if (kinds == first).all():
-        return [(first, nodes)]
-    return [(kind, nodes[kinds == kind]) for kind in drop_repeats(kinds).tolist()]
-
-
-def _batch_by_depth(graph: NodeGraph) -> list[tuple[int, Integers]]:
+def _batch_by_depth(graph: NodeGraph) -> list[_Batch]:
     """Batch nodes of one type and depth (TensorFlow Fold), the reference that is never exceeded."""
-    by_depth = np.lexsort((graph.types, graph.depth))
-    keys = graph.depth[by_depth] * max(graph.num_types, 1) + graph.types[by_depth]
-    cuts = np.flatnonzero(np.diff(keys)) + 1
-    parts = np.split(by_depth, cuts) if len(by_depth) else []
-    return [(int(graph.types[part[0]]), part) for part in parts]
+    keys = graph.depth * max(graph.num_types, 1) + graph.types
+    return [
+        (key % max(graph.num_types, 1), nodes) for key, nodes in _group(keys, np.arange(len(keys)))
+    ]
+
+
+def _group(keys: Integers, nodes: Integers) -> list[_Batch]:
+    """Return the nodes of each key, by key."""
+    return [(key, nodes[keys == key]) for key in np.unique(keys).tolist()]

@@ -165,32 +165,24 @@ class Unread {
       left_[v] = graph.reader_starts[v + 1] - graph.reader_starts[v];
   }
 
-  void run(const Ints& batch) { subtract(batch, 1); }
+  void run(const Ints& batch) {
+    each_read(batch, [](int32_t& left) { --left; });
+  }
 
   // Number of nodes that a batch frees, minus its own, which become live.
   int64_t freed_by(const Ints& batch) {
-    subtract(batch, 1);
     int64_t freed = -int64_t(batch.size());
-    for (int32_t node : batch)
-      for (int32_t k = graph_.starts[node]; k < graph_.starts[node + 1]; ++k) {
-        int32_t& left = left_[graph_.arguments[k]];
-        if (left == 0) {
-          ++freed;
-          left = -1;  // counted once
-        }
-      }
-    for (int32_t node : batch)
-      for (int32_t k = graph_.starts[node]; k < graph_.starts[node + 1]; ++k)
-        left_[graph_.arguments[k]] = std::max(left_[graph_.arguments[k]], 0);
-    subtract(batch, -1);
+    each_read(batch, [&](int32_t& left) { freed += --left == 0; });
+    each_read(batch, [](int32_t& left) { ++left; });
     return freed;
   }
 
  private:
-  void subtract(const Ints& batch, int32_t number) {
+  template <class Visit>
+  void each_read(const Ints& batch, Visit visit) {
     for (int32_t node : batch)
       for (int32_t k = graph_.starts[node]; k < graph_.starts[node + 1]; ++k)
-        left_[graph_.arguments[k]] -= number;
+        visit(left_[graph_.arguments[k]]);
   }
 
   const Graph& graph_;

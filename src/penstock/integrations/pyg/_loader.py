@@ -11,19 +11,23 @@ import copy
 import dataclasses
 import functools
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch_geometric.data import Data, FeatureStore, HeteroData
 from torch_geometric.loader import NodeLoader
 
 from penstock.integrations.pyg._feature_store import UnifiedFeatureStore
-from penstock.integrations.pyg._prefetch import PrefetchIterator
 from penstock.integrations.pyg._sampler import UnifiedSampler
 from penstock.tables import report_table
 from penstock.traversal import NeighborSampler
 from penstock.unified import UnifiedTensor
+
+Item = TypeVar("Item")
 
 # Options of PyG's loader, with the one value that this loader supports.
 _ONLY_VALUES = {
@@ -159,9 +163,7 @@ class NeighborLoader(NodeLoader):
         """Return the time of the batches so far."""
         return LoaderReport(
             num_batches=self._num_batches,
-            sample_seconds=self._seconds["sample"],
-            gather_seconds=self._seconds["gather"],
-            wait_seconds=self._seconds["wait"],
+            **{f"{name}_seconds": seconds for name, seconds in self._seconds.items()},
         )
 
     def _jobs(self, seed: int) -> Iterator[Callable[[], Any]]:
@@ -199,6 +201,51 @@ class NeighborLoader(NodeLoader):
             batch = job()
             self._count_wait(time.perf_counter() - start)
             yield batch
+
+
+class PrefetchIterator(Iterator[Item], Generic[Item]):
+    """An iterator over the results of jobs, in their order, which computes the next ones ahead.
+
+    Jobs are drawn by the thread that iterates, and run by one other thread, one after the other.
+    The error of a job is raised in place of its result, and ends the iteration. If the iteration is
+    abandoned, at most the job that is running is completed.
+
+    Args:
+        jobs: Functions that compute the results.
+        ahead: Number of jobs that may run, or wait, ahead of the next result.
+        count_wait: Function that takes the seconds that each result was waited for.
+    """
+
+    def __init__(
+        self, jobs: Iterator[Callable[[], Item]], *, ahead: int, count_wait: Callable[[float], None]
+    ) -> None:
+        self._jobs, self._ahead, self._count_wait = jobs, ahead, count_wait
+        self._pending: deque[Future[Item]] = deque()
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="penstock-loader")
+        self._stop = weakref.finalize(self, self._threads.shutdown, wait=False, cancel_futures=True)
+        self._refill()
+
+    def __next__(self) -> Item:
+        self._refill()
+        if not self._pending:
+            self._stop()
+            raise StopIteration
+        try:
+            start = time.perf_counter()
+            result = self._pending.popleft().result()
+            self._count_wait(time.perf_counter() - start)
+            self._refill()
+        except BaseException:
+            self._pending.clear()
+            self._jobs = iter(())
+            self._stop()
+            raise
+        return result
+
+    def _refill(self) -> None:
+        """Submit jobs until `ahead` of them are under way."""
+        while len(self._pending) < self._ahead and (job := next(self._jobs, None)) is not None:
+            self._pending.append(self._threads.submit(job))
 
 
 def _check_data(data: Any) -> None:

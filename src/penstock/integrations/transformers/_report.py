@@ -60,17 +60,10 @@ class TrainingReport:
         return report_table(rows, title="penstock.plan_training")
 
 
-def sum_reports(
-    plans: Sequence[ExecutionReport],
-    *,
-    num_plans: int,
-    num_padded: int,
-    num_ordinary: int,
-    padding: str,
-    padded_share: float,
-) -> TrainingReport:
-    """Sum up the reports of plans that have run."""
+def summarize_plans(plans: Sequence[ExecutionReport]) -> dict[str, Any]:
+    """Return the fields of a training's report that follow from the reports of its plans."""
     num_planned = sum(each.num_steps for each in plans)
+    divisor = max(1, num_planned)
 
     def total(values: Iterable[Any]) -> Any:
         return sum(each.num_steps * value for each, value in zip(plans, values, strict=True))
@@ -78,20 +71,13 @@ def sum_reports(
     sizes = ("arena_bytes", "workspace_bytes", "host_bytes", "file_bytes")
     times = ("step_seconds", "predicted_step_seconds", "stall_seconds")
     links = dict.fromkeys(link for each in plans for link in each.moved_bytes)
-    divisor = max(1, num_planned)
-    return TrainingReport(
-        num_steps=num_planned + num_ordinary,
-        num_planned_steps=num_planned,
-        num_padded_steps=num_padded,
-        num_ordinary_steps=num_ordinary,
-        padding=padding,
-        padded_share=padded_share,
-        num_plans=num_plans,
-        moved_bytes={
+    return {
+        "num_planned_steps": num_planned,
+        "moved_bytes": {
             link: total(each.moved_bytes.get(link, 0) for each in plans) // divisor
             for link in links
         },
-        plans=tuple(plans),
+        "plans": tuple(plans),
         **{name: max((getattr(each, name) for each in plans), default=0) for name in sizes},
         **{name: total(getattr(each, name) for each in plans) / divisor for name in times},
-    )
+    }

@@ -28,12 +28,13 @@ from penstock.integrations.transformers._batches import (
     choose_longer,
     group_updates,
     mask_partly,
+    preserve_random_states,
+    read_epoch,
     read_form,
     take_rows,
 )
-from penstock.integrations.transformers._epoch import preserve_random_states, read_epoch
 from penstock.integrations.transformers._loss import TrainerLoss
-from penstock.integrations.transformers._report import TrainingReport, sum_reports
+from penstock.integrations.transformers._report import TrainingReport, summarize_plans
 from penstock.units import format_bytes, parse_bytes
 
 _logger = logging.getLogger(__name__)
@@ -126,13 +127,15 @@ class PlannedShapes:
 
     def report(self) -> TrainingReport:
         """Sum up the steps of all plans."""
-        return sum_reports(
-            self._step.reports(),
-            num_plans=len(self._forms),
-            num_padded=self._num_padded,
-            num_ordinary=self._num_ordinary,
+        plans = summarize_plans(self._step.reports())
+        return TrainingReport(
+            num_steps=plans["num_planned_steps"] + self._num_ordinary,
+            num_padded_steps=self._num_padded,
+            num_ordinary_steps=self._num_ordinary,
             padding=self._padding,
             padded_share=self._padded_positions / max(1, self._positions),
+            num_plans=len(self._forms),
+            **plans,
         )
 
     def _read_updates(self, first: Update) -> list[Update]:
@@ -151,11 +154,14 @@ class PlannedShapes:
     def _read_form(self, update: Update) -> Kind:
         return read_form(update, with_masks=self._is_half)
 
+    def _find_lengths(self, update: Update) -> Lengths | None:
+        return self._pad.find_lengths(update) if self._pads else None
+
     def _find_fitting(self, update: Update) -> Update | None:
         """Return the update in a form that has a plan, padded if need be; None if there is none."""
         if self._read_form(update) in self._forms:
             return update
-        lengths = self._pad.find_lengths(update) if self._pads else None
+        lengths = self._find_lengths(update)
         if lengths is None:
             return None
         longer = choose_longer(lengths, self._planned.get(self._pad.find_kind(update), []))
@@ -210,14 +216,14 @@ class PlannedShapes:
     def _note(self, update: Update) -> Update:
         """Note that the form of an update has a plan."""
         self._forms.add(self._read_form(update))
-        lengths = self._pad.find_lengths(update) if self._pads else None
+        lengths = self._find_lengths(update)
         if lengths is not None:
             self._planned.setdefault(self._pad.find_kind(update), []).append(lengths)
         return update
 
     def _plan_now(self, update: Update) -> Update:
         """Plan for an update of another form, in the middle of training."""
-        lengths = self._pad.find_lengths(update) if self._pads else None
+        lengths = self._find_lengths(update)
         if lengths is not None:  # similar lengths will follow
             most = self._most_positions or max(lengths) * 2
             longer = tuple(max(each, min(most, -(-each * 9 // 64) * 8)) for each in lengths)
@@ -238,7 +244,7 @@ class PlannedShapes:
         store = self._options.get("store")
         if not isinstance(store, str | os.PathLike) or self._count_free_bytes() <= 0:
             return False
-        lengths = self._pad.find_lengths(update) if self._pads else None
+        lengths = self._find_lengths(update)
         key = (
             self._read_form(update) if lengths is None else ("padded", self._pad.find_kind(update))
         )

@@ -1,21 +1,45 @@
-"""The steps of a trainer as planned: its `training_step` and its clipping are replaced."""
+"""The steps of a trainer as planned: its `training_step` and its clipping are replaced.
+
+A planned step is forward, backward, clipping and the optimizer. Methods and callbacks inside of an
+update would not run, so trainers that have any are refused by name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
 from torch import nn
 
 from penstock.integrations.transformers._batches import Batch, Update
-from penstock.integrations.transformers._guards import refuse_unplanned, refuse_wrapped
 from penstock.integrations.transformers._loss import TrainerLoss
 from penstock.integrations.transformers._report import TrainingReport
 from penstock.integrations.transformers._shapes import PlannedShapes, check_lengths
 from penstock.units import parse_bytes
+
+_METHODS = (
+    "training_step",
+    "_clip_grad_norm",
+    "_get_grad_norm",
+    "_run_epoch",
+    "_inner_training_loop",
+)
+"""Methods of `Trainer` that planned steps replace, or depend on the order of."""
+
+_EVENTS = {
+    "on_pre_optimizer_step": "gradients before the update",
+    "on_optimizer_step": "gradients after the update",
+}
+"""Methods of callbacks that find no gradients in a planned step, with the values they look for."""
+
+_ONE_PROCESS = (
+    "plan_training is for one process. penstock.fit with before_step=lambda: "
+    "penstock.executor.average_gradients(model) is for several"
+)
 
 
 def plan_training(
@@ -102,11 +126,8 @@ def plan_trainers(**options: Any) -> Iterator[list[PlannedTraining]]:
         with training:
             return train(self, *args, **kwargs)
 
-    transformers.Trainer.train = planned_train
-    try:
+    with mock.patch.object(transformers.Trainer, "train", planned_train):
         yield trainings
-    finally:
-        transformers.Trainer.train = train
 
 
 class PlannedTraining:
@@ -126,6 +147,7 @@ class PlannedTraining:
         self._loss: TrainerLoss | None = None
         self._micro_batches: list[Batch] = []
         self._is_ordinary = False
+        self._replaced = ExitStack()
 
     def report(self) -> TrainingReport | None:
         """Return the measured steps beside all plans; None before the first step."""
@@ -133,24 +155,18 @@ class PlannedTraining:
 
     def __enter__(self) -> PlannedTraining:
         trainer = self._trainer
-        refuse_unplanned(trainer, PlannedTraining)
-        self._replaced = []  # attributes of the instances themselves, if any
+        _refuse_unplanned(trainer)
         for owner, name, method in (
             (trainer, "training_step", self._take_training_step),
             (trainer.accelerator, "clip_grad_norm_", self._return_grad_norm),
         ):
-            self._replaced.append((owner, name, vars(owner).get(name)))
-            setattr(owner, name, method)
+            self._replaced.enter_context(mock.patch.object(owner, name, method))
         _TRAINING.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         _TRAINING.remove(self)
-        for owner, name, before in self._replaced:
-            if before is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
+        self._replaced.close()
         self._micro_batches = []
         if self._shapes is not None:
             shapes, self._shapes = self._shapes, None
@@ -201,11 +217,60 @@ class PlannedTraining:
         self, model: nn.Module, update: Update, num_items: torch.Tensor | int | None
     ) -> None:
         trainer = self._trainer
-        refuse_unplanned(trainer, PlannedTraining)  # also callbacks that were added since
-        refuse_wrapped(trainer, model)
+        _refuse_unplanned(trainer)  # also callbacks that were added since
+        _refuse_wrapped(trainer, model)
         self._loss = TrainerLoss(trainer, model, is_scaled=_is_scaled(trainer, num_items))
         self._shapes = PlannedShapes(
             trainer, self._loss, self._options, self._lengths, first=(update, num_items)
+        )
+
+
+def _refuse_unplanned(trainer: Any) -> None:
+    """Refuse a trainer with parts of its program that planned steps would not run."""
+    for name in _METHODS:
+        stock = getattr(transformers.Trainer, name, None)
+        instead = vars(trainer).get(name)
+        is_own = isinstance(getattr(instead, "__self__", None), PlannedTraining)
+        if getattr(type(trainer), name, None) is not stock or not (instead is None or is_own):
+            raise ValueError(
+                f"{type(trainer).__name__}.{name} is not Trainer's own, and planned steps would "
+                "not call it: put its work into compute_loss, into the model or into the "
+                "optimizer, or train without a plan (penstock.offload)"
+            )
+    events = dict(_EVENTS)
+    if trainer.args.gradient_accumulation_steps > 1:
+        events["on_substep_end"] = "gradients between micro-batches"
+    for callback in trainer.callback_handler.callbacks:
+        for name, meaning in events.items():
+            stock = getattr(transformers.TrainerCallback, name, None)
+            if getattr(type(callback), name, None) is not stock or name in vars(callback):
+                raise ValueError(
+                    f"{type(callback).__name__}.{name} may look at {meaning}, which a planned step "
+                    "does not have, as it is one with its update: remove the callback, use "
+                    "on_step_end, or train without a plan (penstock.offload)"
+                )
+    _refuse_setting(trainer)
+
+
+def _refuse_setting(trainer: Any) -> None:
+    accelerator = trainer.accelerator
+    if accelerator.num_processes > 1:
+        raise ValueError(
+            f"the trainer runs in {accelerator.num_processes} processes: {_ONE_PROCESS}"
+        )
+    if getattr(accelerator, "scaler", None) is not None or trainer.args.fp16:
+        raise ValueError("fp16=True scales the loss by what it finds in a step: use bf16=True")
+    if "backward" in vars(accelerator):
+        raise ValueError(
+            "accelerator.backward has been replaced, and planned steps would not call it: train "
+            "without a plan (penstock.offload)"
+        )
+
+
+def _refuse_wrapped(trainer: Any, model: nn.Module) -> None:
+    if model is not trainer.accelerator.unwrap_model(model):
+        raise ValueError(
+            f"the trainer's model is wrapped as a {type(model).__name__}: {_ONE_PROCESS}"
         )
 
 
