@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-from penstock.tables import report_table
+from penstock.tables import Report
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OffloadReport:
+class OffloadReport(Report, title="penstock.offload"):
     """Account of an `Offload`, from its creation until `report()` was called.
 
     Sums run over all steps; a step is what is saved up to a backward pass, and that pass (a
@@ -57,10 +56,3 @@ class OffloadReport:
     where it cannot be built."""
     moved_bytes: dict[str, int]
     """Bytes moved per link."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data, for JSON."""
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        return report_table(self, title="penstock.offload")

@@ -14,11 +14,11 @@ import logging
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 from penstock.codegen import load_library
 from penstock.errors import BuildError
 from penstock.memory import _fork
+from penstock.tables import Report
 from penstock.units import parse_bytes
 
 _logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _NO_LIMIT = ctypes.c_size_t(-1).value
 
 
 @dataclasses.dataclass(frozen=True)
-class AllocatorStatistics:
+class AllocatorStatistics(Report, title="penstock.memory.CachingAllocator"):
     """Memory that the allocator holds, and its reuse; all zero where it is not available."""
 
     # In the order of `struct Statistics` of cpu_allocator.cpp.
@@ -50,10 +50,6 @@ class AllocatorStatistics:
     """Allocations that made further memory resident, so far."""
     huge_pages: bool = False
     """True if the kernel backs the blocks with pages of 2 MiB."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dictionary that JSON can hold."""
-        return dataclasses.asdict(self)
 
 
 _FUNCTIONS = {
