@@ -1,4 +1,5 @@
-"""Ledger: bytes resident per tier, bytes moved per link, and the time the computation waited.
+"""Tiers, the links between them, and the ledger: bytes resident per tier, bytes moved per link, and
+the time the computation waited.
 
 All that moves bytes writes here and every report reads here, so that two numbers about one run
 cannot disagree. Writing must be cheap enough for hot paths and safe in destructors: see `_mailbox`.
@@ -6,18 +7,63 @@ cannot disagree. Writing must be cheap enough for hot paths and safe in destruct
 
 from __future__ import annotations
 
+import enum
 import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
 from penstock.memory._mailbox import Mailbox
-from penstock.memory._tiers import Link, Tier
 
 _MAX_EVENTS_PER_STEP = 100_000
 _PATIENCE = 64  # events that wait for a reader
 _BANDWIDTH_WINDOW = 128  # transfers of a link that its bandwidth is taken from
 _NS_PER_SECOND = 1e9
+
+
+class Tier(enum.StrEnum):
+    """Memory with a capacity, in which bytes can be resident.
+
+    On a machine without a GPU `DEVICE` is the RAM that a budget allows, and there is no `HOST`.
+
+    Example:
+        >>> Tier("file"), str(Tier.DEVICE)
+        (<Tier.FILE: 'file'>, 'device')
+    """
+
+    DEVICE = "device"
+    HOST = "host"
+    FILE = "file"
+
+
+class Link(enum.StrEnum):
+    """Direction in which bytes can move between two tiers.
+
+    `DEVICE_TO_FILE` and `FILE_TO_DEVICE` are for machines where the device tier is RAM (or where
+    the GPU reads and writes files itself).
+
+    Example:
+        >>> Link.HOST_TO_FILE.source, Link.HOST_TO_FILE.destination
+        (<Tier.HOST: 'host'>, <Tier.FILE: 'file'>)
+    """
+
+    DEVICE_TO_HOST = "device->host"
+    HOST_TO_DEVICE = "host->device"
+    HOST_TO_FILE = "host->file"
+    FILE_TO_HOST = "file->host"
+    DEVICE_TO_FILE = "device->file"
+    FILE_TO_DEVICE = "file->device"
+
+    @property
+    def source(self) -> Tier:
+        """The tier that the bytes come from."""
+        return Tier(self.value.partition("->")[0])
+
+    @property
+    def destination(self) -> Tier:
+        """The tier that the bytes go to."""
+        return Tier(self.value.partition("->")[2])
+
 
 # Typed as the strings that tiers and links are: an event carries either, or the name of a lane.
 _TIERS: tuple[str, ...] = tuple(Tier)

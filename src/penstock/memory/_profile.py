@@ -8,7 +8,7 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dat
 from types import UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
-from penstock.memory._tiers import Link, Tier
+from penstock.memory._ledger import Link, Tier
 from penstock.tables import report_table
 from penstock.units import format_bandwidth, format_bytes
 
