@@ -117,8 +117,7 @@ class CachingAllocator:
             if library is None:
                 return False
             if self._num_acquired == 1:
-                problem = library.penstock_allocator_install()
-                if problem is not None:
+                if problem := library.penstock_allocator_install():
                     self._give_up(problem.decode())
                     return False
             return True
@@ -188,22 +187,18 @@ class CachingAllocator:
         """Build and load the library once; the caller holds the lock."""
         if self._library is not None or self._reason is not None:
             return self._library
-        if not sys.platform.startswith("linux"):
-            self._give_up(f"it needs Linux, and this is {sys.platform}")
-            return None
         try:
+            if not sys.platform.startswith("linux"):
+                raise BuildError(f"it needs Linux, and this is {sys.platform}")
             library = load_library(
                 "penstock_cpu_allocator", _SOURCE, include_torch=True, functions=_FUNCTIONS
             )
+            if problem := library.penstock_allocator_prepare():
+                raise BuildError(problem.decode())
+            self._library = library
         except BuildError as error:
             self._give_up(str(error))
-            return None
-        problem = library.penstock_allocator_prepare()
-        if problem is not None:
-            self._give_up(problem.decode())
-            return None
-        self._library = library
-        return library
+        return self._library
 
     def _give_up(self, reason: str) -> None:
         self._library, self._reason = None, reason

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from penstock.memory._mailbox import Mailbox
@@ -115,11 +115,7 @@ class Timeline:
     def to_dict(self) -> dict[str, object]:
         """Return the fields as plain data for JSON: samples as `[ns, bytes]`, spans by name."""
         samples = {str(t): [list(s) for s in taken] for t, taken in self.samples.items()}
-        spans = [
-            {name: getattr(span, name) for name in Span.__dataclass_fields__} for span in self.spans
-        ]
-        own = {name: getattr(self, name) for name in Timeline.__dataclass_fields__}
-        return {**own, "samples": samples, "spans": spans}
+        return {**asdict(replace(self, samples={})), "samples": samples}
 
 
 class Ledger:
@@ -167,8 +163,7 @@ class Ledger:
             ValueError: The interval ends before it starts.
         """
         end_ns = time.perf_counter_ns() if end_ns is None else end_ns
-        _check_interval(start_ns, end_ns)
-        self._mailbox.put((_TRANSFER, link, "", start_ns, end_ns, num_bytes))
+        self._put(_TRANSFER, link, "", start_ns, end_ns, num_bytes)
 
     def record_stall(self, reason: str, start_ns: int, end_ns: int) -> None:
         """Record that the computation waited in `[start_ns, end_ns)` of `time.perf_counter_ns`.
@@ -181,8 +176,7 @@ class Ledger:
         Raises:
             ValueError: The interval ends before it starts.
         """
-        _check_interval(start_ns, end_ns)
-        self._mailbox.put((_STALL, "stall", reason, start_ns, end_ns, 0))
+        self._put(_STALL, "stall", reason, start_ns, end_ns)
 
     def record_span(self, lane: str, name: str, start_ns: int, end_ns: int) -> None:
         """Record an event for the timeline.
@@ -196,8 +190,7 @@ class Ledger:
         Raises:
             ValueError: The interval ends before it starts.
         """
-        _check_interval(start_ns, end_ns)
-        self._mailbox.put((_SPAN, lane, name, start_ns, end_ns, 0))
+        self._put(_SPAN, lane, name, start_ns, end_ns)
 
     def begin_step(self) -> None:
         """End the current step's timeline, which becomes the last one, and start a new one.
@@ -266,6 +259,16 @@ class Ledger:
         last = self._mailbox.read(lambda: self._last)
         return last or Timeline(now, now, {tier: [] for tier in Tier}, [])
 
+    def _put(
+        self, kind: int, key: str, name: str, start_ns: int, end_ns: int, num_bytes: int = 0
+    ) -> None:
+        if end_ns < start_ns:
+            raise ValueError(
+                f"end_ns must not be before start_ns; got start_ns={start_ns}, end_ns={end_ns}; "
+                "take both from time.perf_counter_ns"
+            )
+        self._mailbox.put((kind, key, name, start_ns, end_ns, num_bytes))
+
     def _begin_step(self, now: int) -> None:
         if self._num_events:
             self._last = self._recorded(now)
@@ -307,12 +310,4 @@ class Ledger:
                 for lane, name, start_ns, end_ns, num_bytes in self._spans
             ],
             num_dropped=max(0, self._num_events - self._max_events_per_step),
-        )
-
-
-def _check_interval(start_ns: int, end_ns: int) -> None:
-    if end_ns < start_ns:
-        raise ValueError(
-            f"end_ns must not be before start_ns; got start_ns={start_ns}, end_ns={end_ns}; "
-            "take both from time.perf_counter_ns"
         )

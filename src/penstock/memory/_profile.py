@@ -237,37 +237,16 @@ _HOST_BYTES = 256 * 2**30  # assumed: such machines have at least this per GPU
 _MEMCPY = 10e9
 _LAUNCH_SECONDS = 4e-6
 
-
-# By name: the device's name, its bytes, TFLOP/s by dtype, GB/s of its memory, bytes/s of PCIe.
-_MACHINES: dict[str, tuple[str, int, dict[str, float], float, float]] = {
-    "v100-16gb-pcie3": (
-        "Tesla V100 16 GB",
-        16 * 2**30,
-        {"float64": 7.8, "float32": 15.7, "float16": 125.0, "bfloat16": 15.7},
-        900.0,
-        12.5e9,
-    ),
-    "a100-80gb": (
-        "A100 80 GB",
-        80 * 2**30,
-        {"float64": 9.7, "float32": 19.5, "float16": 312.0, "bfloat16": 312.0},
-        2039.0,
-        25e9,
-    ),
-    "h100-80gb": (
-        "H100 80 GB",
-        80 * 2**30,
-        {"float64": 34.0, "float32": 67.0, "float16": 989.0, "bfloat16": 989.0},
-        3350.0,
-        50e9,
-    ),
-    "h200": (
-        "H200 141 GB",
-        141 * 10**9,
-        {"float64": 34.0, "float32": 67.0, "float16": 989.0, "bfloat16": 989.0},
-        4800.0,
-        50e9,
-    ),
+# TFLOP/s by dtype.
+_VOLTA = {"float64": 7.8, "float32": 15.7, "float16": 125.0, "bfloat16": 15.7}
+_AMPERE = {"float64": 9.7, "float32": 19.5, "float16": 312.0, "bfloat16": 312.0}
+_HOPPER = {"float64": 34.0, "float32": 67.0, "float16": 989.0, "bfloat16": 989.0}
+# By name: the device's name, its bytes, its arithmetic, GB/s of its memory, bytes/s of PCIe.
+_MACHINES = {
+    "v100-16gb-pcie3": ("Tesla V100 16 GB", 16 * 2**30, _VOLTA, 900.0, 12.5e9),
+    "a100-80gb": ("A100 80 GB", 80 * 2**30, _AMPERE, 2039.0, 25e9),
+    "h100-80gb": ("H100 80 GB", 80 * 2**30, _HOPPER, 3350.0, 50e9),
+    "h200": ("H200 141 GB", 141 * 10**9, _HOPPER, 4800.0, 50e9),
 }
 
 

@@ -12,12 +12,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import StoreFullError, StoreReadError, StoreWriteError
 from penstock.memory import _fork
 from penstock.memory._extents import FULL_ERRNOS
+from penstock.memory.pages import round_up
 from penstock.memory.raw_memory import MAX_VIEW_BYTES, BounceBuffers, copy_bytes, view_at
 
 _logger = logging.getLogger(__name__)
@@ -97,19 +98,21 @@ class Transfers:
     def write(self, fd: int, offset: int, address: int, num_bytes: int) -> None:
         """Write memory to the file; its blocks are written whole, so padding follows the end."""
         direct_bytes = self._direct_bytes(address, num_bytes)
-        self._write_aligned(fd, offset, address, direct_bytes)
+        self._move(fd, offset, address, direct_bytes, writes=True)
         for at, length in _chunks(direct_bytes, num_bytes):
             with self.bounce.take() as buffer:
                 copy_bytes(buffer, address + at, length)
-                self._write_aligned(fd, offset + at, buffer, self._padded(length))
+                padded = round_up(length, self.length_alignment)
+                self._move(fd, offset + at, buffer, padded, writes=True)
 
     def read(self, fd: int, offset: int, address: int, num_bytes: int) -> None:
         """Read from an aligned offset of the file into memory."""
         direct_bytes = self._direct_bytes(address, num_bytes)
-        self._read_aligned(fd, offset, address, direct_bytes)
+        self._move(fd, offset, address, direct_bytes, writes=False)
         for at, length in _chunks(direct_bytes, num_bytes):
             with self.bounce.take() as buffer:
-                self._read_aligned(fd, offset + at, buffer, self._padded(length))
+                padded = round_up(length, self.length_alignment)
+                self._move(fd, offset + at, buffer, padded, writes=False)
                 copy_bytes(address + at, buffer, length)
 
     def _direct_bytes(self, address: int, num_bytes: int) -> int:
@@ -117,25 +120,10 @@ class Transfers:
             return 0
         return num_bytes - num_bytes % self.length_alignment
 
-    def _padded(self, num_bytes: int) -> int:
-        return -(-num_bytes // self.length_alignment) * self.length_alignment
-
-    def _write_aligned(self, fd: int, offset: int, address: int, num_bytes: int) -> None:
-        self._move(self._write_once, self.write_throttle, fd, offset, address, num_bytes)
-
-    def _read_aligned(self, fd: int, offset: int, address: int, num_bytes: int) -> None:
-        self._move(self._read_once, self.read_throttle, fd, offset, address, num_bytes)
-
-    def _move(
-        self,
-        move_once: Callable[[int, memoryview, int], int],
-        throttle: Throttle | None,
-        fd: int,
-        offset: int,
-        address: int,
-        num_bytes: int,
-    ) -> None:
+    def _move(self, fd: int, offset: int, address: int, num_bytes: int, *, writes: bool) -> None:
         """Move all bytes by requests of at most 8 MiB; a short one is continued where aligned."""
+        move_once = self._write_once if writes else self._read_once
+        throttle = self.write_throttle if writes else self.read_throttle
         num_done = num_stuck = 0
         while num_done < num_bytes:
             view = view_at(address + num_done, min(num_bytes - num_done, MAX_VIEW_BYTES))
@@ -146,11 +134,12 @@ class Transfers:
             num_done += num_new
             num_stuck = 0 if num_new else num_stuck + 1
             if num_stuck > _MAX_MOVES_WITHOUT_PROGRESS:
-                write = move_once == self._write_once
-                raise (StoreWriteError if write else StoreReadError)(
+                raise (StoreWriteError if writes else StoreReadError)(
                     f"store {self.path!r} moved {num_moved} of {len(view)} bytes at offset "
                     f"{offset + num_done} and would not move more; the "
-                    + ("file system refuses the write" if write else "file is shorter than it was"),
+                    + (
+                        "file system refuses the write" if writes else "file is shorter than it was"
+                    ),
                     path=self.path,
                     offset=offset + num_done,
                 )
