@@ -116,10 +116,9 @@ class CachingAllocator:
             library = self._prepare()
             if library is None:
                 return False
-            if self._num_acquired == 1:
-                if problem := library.penstock_allocator_install():
-                    self._give_up(problem.decode())
-                    return False
+            if self._num_acquired == 1 and (problem := library.penstock_allocator_install()):
+                self._give_up(problem.decode())
+                return False
             return True
 
     def release(self) -> None:

@@ -134,12 +134,10 @@ class Transfers:
             num_done += num_new
             num_stuck = 0 if num_new else num_stuck + 1
             if num_stuck > _MAX_MOVES_WITHOUT_PROGRESS:
+                problem = "file system refuses it" if writes else "file is shorter than it was"
                 raise (StoreWriteError if writes else StoreReadError)(
                     f"store {self.path!r} moved {num_moved} of {len(view)} bytes at offset "
-                    f"{offset + num_done} and would not move more; the "
-                    + (
-                        "file system refuses the write" if writes else "file is shorter than it was"
-                    ),
+                    f"{offset + num_done} and would not move more; the {problem}",
                     path=self.path,
                     offset=offset + num_done,
                 )

@@ -33,10 +33,10 @@
 #include <bit>
 #include <chrono>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
-#include <cstring>
+#include <fstream>
 #include <mutex>
+#include <string>
 
 namespace {
 
@@ -68,7 +68,7 @@ struct Statistics {  // the fields of `AllocatorStatistics`
 };
 
 // First line of a file of the kernel's, or "".
-std::string read_line(const char* path) {
+std::string read_line(const std::string& path) {
   std::string line;
   std::getline(std::ifstream(path), line);
   return line;
@@ -79,7 +79,7 @@ std::string read_line(const char* path) {
 bool chunks_are_huge_pages() {
   const std::string folder = "/sys/kernel/mm/transparent_hugepage/";
   return read_line(folder + "hpage_pmd_size") == std::to_string(kChunkBytes) &&
-         !read_line(folder + "enabled").contains("[never]");
+         read_line(folder + "enabled").find("[never]") == std::string::npos;
 }
 
 // A set of chunk indices that gives its highest member; the words lie in lazily touched memory.
