@@ -113,9 +113,9 @@ class Offload:
         self._hooks = Hooks(self._engine, self._modules, self._routes)
         _ENGINES.add(self._engine)
         _OFFLOADS.add(self)
-        self._finalizer = weakref.finalize(
-            self, _release, self._engine, list(self._routes.values())
-        )
+        # After it was garbage collected; its graphs may live on.
+        close = functools.partial(_close, list(self._routes.values()))
+        self._finalizer = weakref.finalize(self, self._engine.abandon, close)
         self._finalizer.atexit = False  # there `_close_all` is called
 
     def _make_routes(self, host_memory: int | None) -> dict[str, Route]:
@@ -342,11 +342,6 @@ def _parse_store(
             "Raise max_bytes of the FileStore, or lower min_bytes."
         )
     return store
-
-
-def _release(engine: Engine, routes: list[Route]) -> None:
-    """End the work of an `Offload` that was garbage collected; its graphs may live on."""
-    engine.abandon(functools.partial(_close, routes))
 
 
 def _close(routes: list[Route]) -> None:
