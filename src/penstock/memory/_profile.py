@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from types import UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
@@ -210,8 +210,8 @@ def _read_plain(kind: Any, data: Any) -> Any:
     """Return a value of a type from the plain data that JSON has for it."""
     if is_dataclass(kind):
         types, make = get_type_hints(kind), cast(Any, kind)
-        given = [each for each in fields(kind) if each.name in data or _is_required(each)]
-        return make(**{each.name: _read_plain(types[each.name], data[each.name]) for each in given})
+        given = [each.name for each in fields(kind) if each.name in data]
+        return make(**{name: _read_plain(types[name], data[name]) for name in given})
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (dict, Mapping):
         return {_read_plain(parts[0], key): _read_plain(parts[1], data[key]) for key in data}
@@ -220,10 +220,6 @@ def _read_plain(kind: Any, data: Any) -> Any:
     if origin is UnionType:  # with None
         return None if data is None else _read_plain(parts[0], data)
     return kind(data)
-
-
-def _is_required(each: Field[Any]) -> bool:
-    return each.default is MISSING and each.default_factory is MISSING
 
 
 # Machines that are not there, from published figures times what is reached. The rates of arithmetic
