@@ -21,11 +21,7 @@ import numpy as np
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_CTYPES: dict[object, Any] = {
-    "int": ctypes.c_int64,
-    "bool": ctypes.c_int64,
-    "float": ctypes.c_double,
-}
+_CTYPES: dict[Any, Any] = {"int": ctypes.c_int64, "bool": ctypes.c_int64, "float": ctypes.c_double}
 
 
 @functools.cache
