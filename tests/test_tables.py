@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from penstock import tables
 from penstock.tables import report_table
 
 
@@ -95,3 +96,28 @@ def test_names_that_would_look_the_same_are_shown_whole():
     assert "num saved" in shown
     assert "saved bytes" in shown
     assert "num steps" not in shown
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sums(tables.Report, title="two sums", hidden={"parts"}):
+    num_steps: int
+    parts: tuple[int, ...] = ()
+
+
+class SumsAndMore(Sums, title="more"):
+    def _rows(self) -> list[tuple[str, object]]:
+        return [*super()._rows(), ("seconds", 2)]
+
+
+def test_reports_are_plain_data_and_tables_without_what_is_hidden():
+    report = Sums(num_steps=3, parts=(1, 2))
+    assert report.to_dict() == {"num_steps": 3, "parts": (1, 2)}
+    assert "two sums" in str(report).splitlines()[0]
+    assert rows(str(report)) == {"steps": "3"}
+    assert repr(report) == "Sums(num_steps=3, parts=(1, 2))"
+
+
+def test_reports_may_show_more_than_their_fields():
+    more = SumsAndMore(num_steps=3)
+    assert rows(str(more)) == {"steps": "3", "parts": "()", "seconds": "2.00 s"}
+    assert more.to_dict() == {"num_steps": 3, "parts": ()}

@@ -55,22 +55,10 @@ _INTERNALS = {
 }
 """Private names of torch, each with the part of Penstock that does not work without it."""
 _TORCH_QUESTIONS = f"""
-import importlib, json, torch
-def has(name):
-    module, parts = "torch", name.split(".")[1:]
-    found = torch
-    for part in parts:
-        module += "." + part
-        if not hasattr(found, part):
-            try:
-                importlib.import_module(module)
-            except ImportError:
-                return False
-        found = getattr(found, part)
-    return True
+import json, pydoc, torch
 cuda = torch.cuda.is_available()
 print(json.dumps({{
-    "lacks": [name for name in {list(_INTERNALS)} if not has(name)],
+    "lacks": [name for name in {list(_INTERNALS)} if pydoc.locate(name) is None],
     "version": torch.__version__,
     "threads": torch.get_num_threads(),
     "cuda": torch.version.cuda,
@@ -282,9 +270,7 @@ def _check_cache() -> Iterator[Finding]:
         "or set PENSTOCK_CACHE_DIR to a directory that you own."
     )
     # A missing directory is made at first use, so the nearest existing parent decides.
-    existing = directory
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
+    existing = next(filter(Path.exists, [directory, *directory.parents]))
     state = existing.stat()
     if not stat.S_ISDIR(state.st_mode):
         problem = f"{existing} is not a directory"

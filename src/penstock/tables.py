@@ -1,4 +1,4 @@
-"""Reports as tables for the terminal, so that all read the same.
+"""Reports: frozen dataclasses that are plain data for JSON, and tables on the terminal.
 
 The unit of a number is the end of its name: `peak_file_bytes` is shown in GiB and `stall_seconds`
 in milliseconds without the report saying so again.
@@ -10,8 +10,8 @@ import dataclasses
 import io
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from penstock.units import format_bandwidth, format_bytes, format_seconds
 
@@ -24,6 +24,41 @@ _UNITS = {
     "_bytes": format_bytes,
     "_seconds": format_seconds,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Base of reports, which are frozen dataclasses without slots; printing one shows a table.
+
+    Example:
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Demo(Report, title="demo", hidden={"losses"}):
+        ...     peak_file_bytes: int
+        ...     losses: tuple[float, ...] = ()
+        >>> print(Demo(3 * 2**30))
+        ╭─ demo ────────────────╮
+        │ peak file    3.00 GiB │
+        ╰───────────────────────╯
+    """
+
+    _title: ClassVar[str]
+    _hidden: ClassVar[Collection[str]]
+
+    def __init_subclass__(cls, *, title: str, hidden: Collection[str] = ()) -> None:
+        """Take the headline of the table, and the names of fields that are not in it."""
+        cls._title, cls._hidden = title, hidden
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data, for JSON."""
+        return dataclasses.asdict(self)
+
+    def _rows(self) -> list[tuple[str, object]]:
+        """Return names and values of the table, as `report_table` takes them."""
+        names = (field.name for field in dataclasses.fields(self))
+        return [(name, getattr(self, name)) for name in names if name not in self._hidden]
+
+    def __str__(self) -> str:
+        return report_table(self._rows(), title=self._title)
 
 
 def report_table(report: DataclassInstance | Iterable[tuple[str, object]], *, title: str) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.activations._gds_route import GdsRoute
+from penstock.activations._cuda import GdsRoute
 from penstock.errors import PenstockError, StoreReadError, StoreWriteError
 from penstock.memory import ExtentFile, FileStore, Ledger, Link, Tier
 

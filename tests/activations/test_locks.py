@@ -15,8 +15,8 @@ import torch
 import penstock
 from _waiting import wait_until, wait_until_nothing_is_resident
 from penstock.activations import _engine
-from penstock.activations._reaper import Reaper
 from penstock.activations._routes import FileRoute
+from penstock.activations._transfers import Reaper
 from penstock.memory import Tier, deferred_signals
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]

@@ -126,8 +126,7 @@ def auto(device_memory: int | None = None) -> AutoPolicy:
         Limits(
             device_memory=device_memory,
             min_bytes=MIB,
-            in_flight_bytes=64 * MIB,
-            window_bytes=64 * MIB,
+            ahead_bytes=64 * MIB,
         )
     )
 

@@ -56,7 +56,7 @@ def resident_in_backward(offload: Offload) -> list[int]:
 def test_reads_fill_the_window_and_the_room_of_what_was_kept(store, num_kept):
     offload = penstock.offload(store, policy="all", min_bytes="1MiB")
     engine = offload._engine
-    engine._reads._limits = dataclasses.replace(engine.limits, window_bytes=WINDOW_BYTES)
+    engine._reads._limits = dataclasses.replace(engine.limits, ahead_bytes=WINDOW_BYTES)
     engine.policy = engine.steps.policy = KeepsTail(num_kept)
     resident = resident_in_backward(offload)
     allowed = num_kept * MIB + WINDOW_BYTES

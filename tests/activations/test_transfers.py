@@ -5,8 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.activations._reaper import Reaper
-from penstock.activations._transfers import Callbacks, Changed, Workers
+from penstock.activations._transfers import Callbacks, Changed, Reaper, Workers
 
 NAME = "penstock-test"
 

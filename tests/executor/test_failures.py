@@ -18,7 +18,7 @@ from penstock.errors import (
     StoreWriteError,
     TornStepError,
 )
-from penstock.memory import _extent_file
+from penstock.memory import _transfers
 
 pytest.importorskip("pytest_timeout", reason="a hang would not end")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(120)]
@@ -35,8 +35,8 @@ class Fault:
         self.error = errno.EIO
         self.count = {"read": 0, "write": 0}
         for kind, name in (("read", "_preadv"), ("write", "_pwritev")):
-            real = getattr(_extent_file, name)
-            monkeypatch.setattr(_extent_file, name, self._failing(kind, real))
+            real = getattr(_transfers, name)
+            monkeypatch.setattr(_transfers, name, self._failing(kind, real))
 
     def _failing(self, kind, real):
         def move(fd, buffers, offset):

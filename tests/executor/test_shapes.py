@@ -18,7 +18,7 @@ from _planned import (
 from penstock.errors import StoreReadError
 from penstock.executor import bind
 from penstock.graph import capture
-from penstock.memory import Tier, _extent_file
+from penstock.memory import Tier, _transfers
 from penstock.planner import plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -122,7 +122,7 @@ def test_a_step_that_fails_after_a_turn_is_undone(store, monkeypatch):
             raise OSError(5, "no")
 
         with monkeypatch.context() as patch:
-            patch.setattr(_extent_file, "_preadv", fails)
+            patch.setattr(_transfers, "_preadv", fails)
             with pytest.raises(StoreReadError):
                 step(batches_of(case)[TURNS[3]])
         losses += [step(batches_of(case)[turn]) for turn in TURNS[3:]]

@@ -45,7 +45,7 @@ from penstock.errors import (
     StoreUnavailableError,
     StoreWarning,
 )
-from penstock.memory import FileStore, Tier, _extent_file
+from penstock.memory import FileStore, Tier, _transfers
 
 pytest.importorskip("pytest_timeout", reason="a hang would not end")
 pytestmark = pytest.mark.timeout(60)
@@ -146,8 +146,8 @@ class Disk:
         self.num_writes = 0
         self.write: Callable[[int, Sequence[memoryview], int], int] = os.pwritev
         self.read: Callable[[int, Sequence[memoryview], int], int] = os.preadv
-        monkeypatch.setattr(_extent_file, "_pwritev", self._pwritev)
-        monkeypatch.setattr(_extent_file, "_preadv", self._preadv)
+        monkeypatch.setattr(_transfers, "_pwritev", self._pwritev)
+        monkeypatch.setattr(_transfers, "_preadv", self._preadv)
 
     def _pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self.num_writes += 1

@@ -18,7 +18,7 @@ import pytest
 
 from _round_trips import BLOCK, LENGTHS, MIB, Memory, assert_comes_back
 from penstock.errors import StoreError
-from penstock.memory import ExtentFile, FileStore, _extent_file
+from penstock.memory import ExtentFile, FileStore, _transfers
 
 
 @pytest.mark.parametrize("num_bytes", LENGTHS)
@@ -73,7 +73,7 @@ def test_requests_are_at_most_8_mib(file: ExtentFile, monkeypatch: pytest.Monkey
         requests.append(sum(map(len, buffers)))
         return os.pwritev(fd, buffers, offset)
 
-    monkeypatch.setattr(_extent_file, "_pwritev", write)
+    monkeypatch.setattr(_transfers, "_pwritev", write)
     source = Memory(20 * MIB)
     file.store(source.address, 20 * MIB)
     assert requests == [8 * MIB, 8 * MIB, 4 * MIB]
@@ -191,7 +191,7 @@ def test_close_lets_a_transfer_end(file: ExtentFile, monkeypatch: pytest.MonkeyP
         assert go_on.wait(10)
         return os.preadv(fd, buffers, offset)
 
-    monkeypatch.setattr(_extent_file, "_preadv", read)
+    monkeypatch.setattr(_transfers, "_preadv", read)
     thread = threading.Thread(target=file.load, args=(span, target.address))
     thread.start()
     assert reading.wait(10)
@@ -318,7 +318,7 @@ def test_a_fork_waits_for_reads(file: ExtentFile, monkeypatch: pytest.MonkeyPatc
         ended.append(time.monotonic())
         return os.preadv(fd, buffers, offset)
 
-    monkeypatch.setattr(_extent_file, "_preadv", read)
+    monkeypatch.setattr(_transfers, "_preadv", read)
     thread = threading.Thread(target=file.load, args=(span, memory.address))
     thread.start()
     assert reading.wait(10)

@@ -24,7 +24,7 @@ from penstock.errors import (
     StoreWarning,
     StoreWriteError,
 )
-from penstock.memory import ExtentFile, FileStore, _extent_file, _file_space, _store
+from penstock.memory import ExtentFile, FileStore, _extent_file, _extents, _store, _transfers
 
 
 def test_short_transfers_are_completed(file: ExtentFile, monkeypatch: pytest.MonkeyPatch):
@@ -46,8 +46,8 @@ def test_short_transfers_are_completed(file: ExtentFile, monkeypatch: pytest.Mon
 
         return short
 
-    monkeypatch.setattr(_extent_file, "_pwritev", shorten(os.pwritev))
-    monkeypatch.setattr(_extent_file, "_preadv", shorten(os.preadv))
+    monkeypatch.setattr(_transfers, "_pwritev", shorten(os.pwritev))
+    monkeypatch.setattr(_transfers, "_preadv", shorten(os.preadv))
     for num_bytes in LENGTHS[3:]:
         assert_comes_back(file, num_bytes, 64, 64)
     assert num_short > 20
@@ -56,7 +56,7 @@ def test_short_transfers_are_completed(file: ExtentFile, monkeypatch: pytest.Mon
 def test_a_write_that_never_moves_anything_ends(file: ExtentFile, monkeypatch: pytest.MonkeyPatch):
     memory = Memory(2 * BLOCK)
     for stuck in (0, 100):
-        monkeypatch.setattr(_extent_file, "_pwritev", lambda *_, stuck=stuck: stuck)
+        monkeypatch.setattr(_transfers, "_pwritev", lambda *_, stuck=stuck: stuck)
         with pytest.raises(StoreWriteError, match=f"moved {stuck} of 8192 bytes"):
             file.store(memory.address, 2 * BLOCK)
     assert file.used_bytes == 0
@@ -87,7 +87,7 @@ def test_a_write_that_fails_keeps_nothing(
         return os.pwritev(fd, buffers, offset)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_extent_file, "_pwritev", write)
+        patch.setattr(_transfers, "_pwritev", write)
         with pytest.raises(expected) as caught:
             file.store(source.address, 20 * MIB)
     error = caught.value
@@ -115,7 +115,7 @@ def test_reads_are_tried_again(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return os.preadv(fd, buffers, offset)
 
-    monkeypatch.setattr(_extent_file, "_preadv", read)
+    monkeypatch.setattr(_transfers, "_preadv", read)
     if succeeds:
         file.load(span, target.address)
         assert np.array_equal(source.bytes, target.bytes)
@@ -133,7 +133,7 @@ def test_other_read_errors_are_not_tried_again(file: ExtentFile, monkeypatch: py
     def read(*_: object) -> int:
         raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
 
-    monkeypatch.setattr(_extent_file, "_preadv", read)
+    monkeypatch.setattr(_transfers, "_preadv", read)
     with pytest.raises(StoreReadError, match="after 0 retries"):
         file.load(span, memory.address)
 
@@ -202,8 +202,8 @@ def test_a_disk_that_fills_up_under_a_sparse_file(
     def no_preallocation(*_: object):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-    monkeypatch.setattr(_file_space, "_fallocate", no_preallocation)
-    monkeypatch.setattr(_file_space, "free_bytes", lambda _: 2**40)
+    monkeypatch.setattr(_extents, "_fallocate", no_preallocation)
+    monkeypatch.setattr(_extents, "free_bytes", lambda _: 2**40)
     file = ExtentFile(FileStore(small_disk, reserve_bytes=0))
     memory, target = Memory(12 * MIB, 0, 1), Memory(12 * MIB, 0, 2)
     span = file.store(memory.address, 12 * MIB)
@@ -226,7 +226,7 @@ def test_a_failed_growth_is_cut_back(file: ExtentFile, monkeypatch: pytest.Monke
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(_file_space, "_fallocate", fail_late)
+        patch.setattr(_extents, "_fallocate", fail_late)
         with pytest.raises(StoreFullError, match="cannot grow") as caught:
             file.allocate(file_bytes)
     assert caught.value.errno == errno.ENOSPC
@@ -374,7 +374,7 @@ def test_a_disk_that_wants_aligned_pages(store: Path, monkeypatch: pytest.Monkey
         assert all(np.frombuffer(b, np.uint8).ctypes.data % 4096 == 0 for b in buffers)
         return os.pwritev(fd, buffers, offset)
 
-    monkeypatch.setattr(_extent_file, "_pwritev", write)
+    monkeypatch.setattr(_transfers, "_pwritev", write)
     with contextlib.closing(ExtentFile(store)) as file:
         for num_bytes in LENGTHS:
             assert_comes_back(file, num_bytes, 64, 576)

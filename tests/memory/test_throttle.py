@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.memory import Throttle, _throttle
+from penstock.memory import Throttle, _transfers
 
 
 class Clock:
@@ -26,7 +26,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(_throttle, "time", clock)
+    monkeypatch.setattr(_transfers, "time", clock)
     return clock
 
 
@@ -61,7 +61,7 @@ def test_idle_time_is_no_credit_beyond_ten_milliseconds(clock: Clock):
 def test_the_rate_is_never_exceeded(rate: float, requests: list[tuple[int, float]]):
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock()
-        patch.setattr(_throttle, "time", clock)
+        patch.setattr(_transfers, "time", clock)
         throttle = Throttle(rate)
         start, num_bytes = clock.now, 0
         for length, idle_seconds in requests:
@@ -100,7 +100,7 @@ class SharedClock(Clock):
 
 def test_threads_share_the_rate_and_none_is_starved(monkeypatch: pytest.MonkeyPatch):
     clock = SharedClock(4)
-    monkeypatch.setattr(_throttle, "time", clock)
+    monkeypatch.setattr(_transfers, "time", clock)
     throttle, start = Throttle(1e6), clock.now
     ends: dict[int, float] = {}
 
@@ -128,7 +128,7 @@ def test_a_long_request_does_not_hold_the_lock_while_it_sleeps(monkeypatch: pyte
             assert not throttle._lock.locked()
             super().sleep(seconds)
 
-    monkeypatch.setattr(_throttle, "time", Checks())
+    monkeypatch.setattr(_transfers, "time", Checks())
     throttle.acquire(5000)
 
 

@@ -4,7 +4,6 @@ Read `_offload.py` (the public surface), `_record.py` (a saved storage), `_engin
 `_transfers.py` (how it moves), `_routes.py` (along which way), `_policy.py` (what leaves).
 """
 
-from penstock.activations._offload import Offload, offload
-from penstock.activations._report import OffloadReport
+from penstock.activations._offload import Offload, OffloadReport, offload
 
 __all__ = ["Offload", "OffloadReport", "offload"]

@@ -66,7 +66,7 @@ class DeviceBudget:
                     "raise device_memory."
                 )
         elif limits_backlog:
-            limit = self._limits.in_flight_bytes - num_bytes
+            limit = self._limits.ahead_bytes - num_bytes
             self._wait_while(lambda: 0 < self._writes.backlog_bytes > limit, "write")
 
     def make_room(self, num_bytes: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
@@ -24,9 +24,6 @@ from penstock.activations._record import (
     version_probe,
     view_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _get_ident = threading.get_ident
 

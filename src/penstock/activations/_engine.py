@@ -21,7 +21,6 @@ from penstock.activations._account import DeviceAccount
 from penstock.activations._budget import DeviceBudget
 from penstock.activations._chunks import Chunk, SmallHandle, SmallSaves, unpack
 from penstock.activations._policy import Limits, Policy
-from penstock.activations._reaper import Reaper
 from penstock.activations._record import (
     Activity,
     DeferredSaves,
@@ -32,7 +31,7 @@ from penstock.activations._record import (
 )
 from penstock.activations._routes import Route
 from penstock.activations._steps import StepTracker
-from penstock.activations._transfers import Callbacks, Changed, RecordReads, RecordWrites
+from penstock.activations._transfers import Callbacks, Changed, Reaper, RecordReads, RecordWrites
 from penstock.compat.autograd import current_graph_task_id
 from penstock.errors import PenstockError, StoreError, stacklevel_of_user
 from penstock.memory import Ledger, deferred_signals, interruptible, uninterrupted

@@ -32,6 +32,7 @@ from penstock.memory import (
     available_ram,
 )
 from penstock.memory.pages import DIRECT_IO_BYTES, round_up
+from penstock.memory.pinned import pin, unpin
 
 _SLAB_BYTES = 256 * 1024**2
 _BOUNCE_BYTES = 16 * 1024**2  # a file read on its way to the device passes through this much
@@ -162,11 +163,11 @@ class HostRoute(Route):
 
     def _make_pinned_pool(self, budget_bytes: int) -> StagingPool:
         def register(address: int, num_bytes: int) -> None:
-            self._copies.register(address, num_bytes)
+            pin(address, num_bytes, remedy="lower host_memory")
             self._ledger.add(Tier.HOST, num_bytes)
 
         def unregister(address: int, num_bytes: int) -> None:
-            self._copies.unregister(address)
+            unpin(address)
             self._ledger.add(Tier.HOST, -num_bytes)
 
         return StagingPool(

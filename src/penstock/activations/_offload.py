@@ -1,4 +1,4 @@
-"""`penstock.offload`: the context manager around any number of training steps."""
+"""`penstock.offload`: the context manager around any number of training steps, and its report."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import os
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
 from penstock.activations._engine import Engine
-from penstock.activations._hooks import Hooks
-from penstock.activations._owners import ModuleStorages
+from penstock.activations._hooks import Hooks, ModuleStorages
 from penstock.activations._policy import AutoPolicy, Limits, Policy
-from penstock.activations._report import OffloadReport
 from penstock.activations._routes import FileRoute, Route
 from penstock.memory import (
+    CachingAllocator,
     ExtentFile,
     FileStore,
     Ledger,
@@ -29,13 +28,62 @@ from penstock.memory import (
     deferred_signals,
     uninterrupted,
 )
+from penstock.tables import Report
 from penstock.units import parse_bytes
-
-if TYPE_CHECKING:
-    from penstock.memory import CachingAllocator
 
 # By device type how many bytes writes may lag behind, and reads run ahead of, the computation.
 _AHEAD_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OffloadReport(Report, title="penstock.offload"):
+    """Account of an `Offload`, from its creation until `report()` was called.
+
+    Sums run over all steps; a step is what is saved up to a backward pass, and that pass (a
+    micro-batch of gradient accumulation is a step).
+    """
+
+    num_steps: int
+    """Steps begun."""
+    num_saved: int
+    """Storages that autograd saved, each once, without parameters, buffers and views of them."""
+    num_kept: int
+    """Those of them whose write was never started."""
+    saved_bytes: int
+    """Bytes of the `num_saved` storages."""
+    offloaded_bytes: int
+    """Bytes whose write was started, whether or not they were forwarded before it had ended."""
+    bytes_written: int
+    """Bytes whose write was completed."""
+    forwarded_bytes: int
+    """Offloaded bytes that were forwarded from memory, without a read."""
+    bytes_read: int
+    """Bytes read back; more than once where a graph is used more than once."""
+    peak_device_bytes: int
+    """Most saved bytes resident on the device tier at once, bytes in flight included."""
+    peak_host_bytes: int
+    """Most bytes of host memory that Penstock held at once."""
+    peak_file_bytes: int
+    """Most bytes in the file at once."""
+    stall_seconds: float
+    """Time for which the computation waited for a transfer."""
+    policy: str
+    """"all" or "auto"."""
+    reason: str
+    """Why the policy chose what it chose; or why offloading stopped."""
+    device: str
+    """Device type of the tensors that were offloaded: "cpu", "cuda", or "none"."""
+    store: str | None
+    """Directory of the file tier."""
+    direct_io: bool | None
+    """True if the file is read and written past the page cache; None without a file."""
+    allocator: str
+    """CPU allocator that served the tensors: "caching", or "stock" and why."""
+    hooks: str
+    """Language of the hooks for parameters and small tensors: "C++", or "Python", which is slower,
+    where it cannot be built."""
+    moved_bytes: dict[str, int]
+    """Bytes moved per link."""
 
 
 class Offload:
@@ -61,14 +109,13 @@ class Offload:
         self._file = None if store is None else ExtentFile(store)
         self._routes = self._make_routes(host_memory)
         self._engine.file_route = self._routes.get("cpu")
-        # Imported here: in a block, other threads may fork while the module's lock is held.
-        self._allocator = None if "cuda" in self._routes else _cpu_allocator()
+        self._allocator = None if "cuda" in self._routes else CachingAllocator.instance()
         self._hooks = Hooks(self._engine, self._modules, self._routes)
         _ENGINES.add(self._engine)
         _OFFLOADS.add(self)
-        self._finalizer = weakref.finalize(
-            self, _release, self._engine, list(self._routes.values())
-        )
+        # After it was garbage collected; its graphs may live on.
+        close = functools.partial(_close, list(self._routes.values()))
+        self._finalizer = weakref.finalize(self, self._engine.abandon, close)
         self._finalizer.atexit = False  # there `_close_all` is called
 
     def _make_routes(self, host_memory: int | None) -> dict[str, Route]:
@@ -77,7 +124,7 @@ class Offload:
         if self._file is not None:
             routes["cpu"] = FileRoute(self._file, self.ledger, host_memory=host_memory)
         if self._file is not None and self._file.file_store.gpu_direct:
-            from penstock.activations._gds_route import GdsRoute
+            from penstock.activations._cuda import GdsRoute
 
             routes["cuda"] = GdsRoute.for_cuda(self._file, self.ledger)
         elif torch.cuda.is_available():
@@ -253,12 +300,10 @@ def offload(
     """
     if policy not in ("auto", "all"):
         raise ValueError(f'policy={policy!r}: expected "auto" or "all"')
-    ahead_bytes = _AHEAD_BYTES["cuda" if torch.cuda.is_available() else "cpu"]
     limits = Limits(
         min_bytes=parse_bytes(min_bytes, name="min_bytes"),
         device_memory=_parse_optional(device_memory, "device_memory"),
-        in_flight_bytes=ahead_bytes,
-        window_bytes=ahead_bytes,
+        ahead_bytes=_AHEAD_BYTES["cuda" if torch.cuda.is_available() else "cpu"],
     )
     return Offload(
         _parse_store(store, limits),
@@ -297,17 +342,6 @@ def _parse_store(
             "Raise max_bytes of the FileStore, or lower min_bytes."
         )
     return store
-
-
-def _cpu_allocator() -> CachingAllocator:
-    from penstock.memory import CachingAllocator  # builds C++; a GPU machine needs none of it
-
-    return CachingAllocator.instance()
-
-
-def _release(engine: Engine, routes: list[Route]) -> None:
-    """End the work of an `Offload` that was garbage collected; its graphs may live on."""
-    engine.abandon(functools.partial(_close, routes))
 
 
 def _close(routes: list[Route]) -> None:

@@ -47,10 +47,9 @@ class Limits:
     """Budget for saved storages on the device tier."""
     min_bytes: int
     """Length of a storage; a shorter one leaves only where the budget demands it."""
-    in_flight_bytes: int
-    """Backlog of writes beyond which saving waits, where there is no budget."""
-    window_bytes: int
-    """Distance that reads run ahead of the backward pass."""
+    ahead_bytes: int
+    """Distance that reads run ahead of the backward pass; and the backlog of writes beyond which
+    saving waits, where there is no budget."""
 
     @property
     def has_budget(self) -> bool:
@@ -191,8 +190,8 @@ class AutoPolicy(Policy):
         assert self._kind is not None
         rates = self._best_rates()
         last = self._quotas.get(self._kind) or _Quota(amount=total, kept_bytes=0)
-        count = count_hidden(entries, rates, window_bytes=self._limits.window_bytes)
-        amount = _eligible_bytes(entries[:count])
+        count = count_hidden(entries, rates, window_bytes=self._limits.ahead_bytes)
+        amount = sum(entry.num_bytes for entry in entries[:count] if entry.offloadable)
         if stall_seconds <= _TOLERANCE * _duration(entries):
             num_waited, ceiling = 0, last.ceiling + _GROWTH * total
             amount = int(min(max(amount, _left_bytes(entries)), ceiling))
@@ -217,7 +216,7 @@ class AutoPolicy(Policy):
 
     def _meet_budget(self, total: int, device_memory: int) -> _Quota:
         """Return the quota with which the rest, and writes in flight, fit the budget."""
-        room = min(device_memory // 2, self._limits.in_flight_bytes)
+        room = min(device_memory // 2, self._limits.ahead_bytes)
         amount = 0 if total <= device_memory else total - (device_memory - room)
         self.reason = (
             f"a step saves {format_bytes(total)} and the device budget is "
@@ -252,10 +251,6 @@ def _duration(entries: Sequence[SavedEntry]) -> float:
     """Return the seconds from the first save to the last use."""
     used = [entry.used_seconds for entry in entries if entry.used_seconds is not None]
     return max(used) - entries[0].packed_seconds if used else 0.0
-
-
-def _eligible_bytes(entries: Sequence[SavedEntry]) -> int:
-    return sum(entry.num_bytes for entry in entries if entry.offloadable)
 
 
 def _left_bytes(entries: Sequence[SavedEntry]) -> int:

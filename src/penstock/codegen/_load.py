@@ -138,7 +138,12 @@ def load_module(name: str, source: str) -> types.ModuleType:
     path = private_directory(LIBRARIES) / f"{name}-{digest(source)}.py"
     if path not in _loaded:
         try:
-            _write(path, source)
+            if not path.exists() or path.read_text(encoding="utf-8") != source:
+                # By one atomic rename: several processes may do so at once.
+                with tempfile.TemporaryDirectory(prefix="module-", dir=path.parent) as temporary:
+                    unfinished = Path(temporary, path.name)
+                    unfinished.write_text(source, encoding="utf-8")
+                    os.replace(unfinished, path)
         except OSError as error:
             raise cannot_write(path, error) from error
         module = types.ModuleType(path.stem)
@@ -147,17 +152,3 @@ def load_module(name: str, source: str) -> types.ModuleType:
         exec(compile(source, str(path), "exec"), module.__dict__)
         _loaded[path] = module
     return _loaded[path]
-
-
-def _write(path: Path, source: str) -> None:
-    """Put `source` at `path` by one atomic rename; several processes may do so at once."""
-    if path.exists() and path.read_text(encoding="utf-8") == source:
-        return
-    descriptor, unfinished = tempfile.mkstemp(prefix="module-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(source)
-        os.replace(unfinished, path)
-    except BaseException:
-        Path(unfinished).unlink(missing_ok=True)
-        raise

@@ -21,7 +21,7 @@ import numpy as np
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_CTYPES = {"int": ctypes.c_int64, "bool": ctypes.c_int64, "float": ctypes.c_double}
+_CTYPES: dict[Any, Any] = {"int": ctypes.c_int64, "bool": ctypes.c_int64, "float": ctypes.c_double}
 
 
 @functools.cache
@@ -40,12 +40,11 @@ def struct_type(arguments: type[DataclassInstance]) -> type[ctypes.Structure]:
         arguments: The dataclass. Its annotations decide: `int`, `bool` and `float` are numbers, all
             others pointers.
     """
-    fields = []
-    for field in dataclasses.fields(arguments):
-        annotation = (
-            field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
-        )
-        fields.append((field.name, _CTYPES.get(annotation, ctypes.c_void_p)))
+    fields = [
+        # An annotation may be a text, which is its own name.
+        (field.name, _CTYPES.get(getattr(field.type, "__name__", field.type), ctypes.c_void_p))
+        for field in dataclasses.fields(arguments)
+    ]
     return type(arguments.__name__, (ctypes.Structure,), {"_fields_": fields})
 
 
@@ -72,21 +71,15 @@ def to_struct(arguments: DataclassInstance) -> ctypes.Structure:
         ValueError: An array or a tensor is not contiguous.
     """
     kind = struct_type(type(arguments))
-    struct = kind(
-        *[
-            value if value is None or isinstance(value, _NUMBERS) else _address(name, value)
-            for name, value in ((field[0], getattr(arguments, field[0])) for field in kind._fields_)
-        ]
-    )
+    struct = kind(*[_value(field[0], getattr(arguments, field[0])) for field in kind._fields_])
     struct.arguments = arguments
     return struct
 
 
-_NUMBERS = (int, float)
-
-
-def _address(name: str, value: Any) -> int:
-    """Return the address of an array's or a tensor's first element."""
+def _value(name: str, value: Any) -> float | None:
+    """Return a number as it is, and the address of an array's or a tensor's first element."""
+    if value is None or isinstance(value, (int, float)):
+        return value
     is_array = isinstance(value, np.ndarray)
     if not (value.flags.c_contiguous if is_array else value.is_contiguous()):
         raise ValueError(f"{name} must be contiguous, as C++ reads it")

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 from penstock._lazy import load_lazily
 from penstock.memory._extent_file import Extent, ExtentFile, StoredSpan
 from penstock.memory._extents import ExtentAllocator
-from penstock.memory._ledger import Ledger, Span, Timeline
+from penstock.memory._ledger import Ledger, Link, Span, Tier, Timeline
 from penstock.memory._ram import available_ram, installed_ram
 from penstock.memory._signals import deferred_signals, interruptible, uninterrupted
 from penstock.memory._staging import StagingBuffer, StagingPool
 from penstock.memory._store import RAM_FILESYSTEMS, FileStore, filesystem_type
-from penstock.memory._throttle import Throttle
-from penstock.memory._tiers import Link, Tier
+from penstock.memory._transfers import Throttle
 
 if TYPE_CHECKING:
     from penstock.memory._cpu_allocator import CachingAllocator

@@ -14,11 +14,11 @@ import logging
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 from penstock.codegen import load_library
 from penstock.errors import BuildError
 from penstock.memory import _fork
+from penstock.tables import Report
 from penstock.units import parse_bytes
 
 _logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _NO_LIMIT = ctypes.c_size_t(-1).value
 
 
 @dataclasses.dataclass(frozen=True)
-class AllocatorStatistics:
+class AllocatorStatistics(Report, title="penstock.memory.CachingAllocator"):
     """Memory that the allocator holds, and its reuse; all zero where it is not available."""
 
     # In the order of `struct Statistics` of cpu_allocator.cpp.
@@ -50,10 +50,6 @@ class AllocatorStatistics:
     """Allocations that made further memory resident, so far."""
     huge_pages: bool = False
     """True if the kernel backs the blocks with pages of 2 MiB."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dictionary that JSON can hold."""
-        return dataclasses.asdict(self)
 
 
 _FUNCTIONS = {
@@ -120,11 +116,9 @@ class CachingAllocator:
             library = self._prepare()
             if library is None:
                 return False
-            if self._num_acquired == 1:
-                problem = library.penstock_allocator_install()
-                if problem is not None:
-                    self._give_up(problem.decode())
-                    return False
+            if self._num_acquired == 1 and (problem := library.penstock_allocator_install()):
+                self._give_up(problem.decode())
+                return False
             return True
 
     def release(self) -> None:
@@ -192,22 +186,18 @@ class CachingAllocator:
         """Build and load the library once; the caller holds the lock."""
         if self._library is not None or self._reason is not None:
             return self._library
-        if not sys.platform.startswith("linux"):
-            self._give_up(f"it needs Linux, and this is {sys.platform}")
-            return None
         try:
+            if not sys.platform.startswith("linux"):
+                raise BuildError(f"it needs Linux, and this is {sys.platform}")
             library = load_library(
                 "penstock_cpu_allocator", _SOURCE, include_torch=True, functions=_FUNCTIONS
             )
+            if problem := library.penstock_allocator_prepare():
+                raise BuildError(problem.decode())
+            self._library = library
         except BuildError as error:
             self._give_up(str(error))
-            return None
-        problem = library.penstock_allocator_prepare()
-        if problem is not None:
-            self._give_up(problem.decode())
-            return None
-        self._library = library
-        return library
+        return self._library
 
     def _give_up(self, reason: str) -> None:
         self._library, self._reason = None, reason

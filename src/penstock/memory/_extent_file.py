@@ -10,35 +10,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from penstock.errors import StoreError
 from penstock.memory import _fork
-from penstock.memory._file_space import FileSpace
-from penstock.memory._store import (
-    FileStore,
-    open_nameless,
-    reserved_bytes,
-    warn_if_ram,
-)
-from penstock.memory._throttle import Throttle
-from penstock.memory._transfers import Transfers
+from penstock.memory._extents import FileSpace
+from penstock.memory._store import FileStore, open_nameless, reserved_bytes, warn_if_ram
+from penstock.memory._transfers import Throttle, Transfers
 from penstock.memory.pages import DIRECT_IO_BYTES
 from penstock.memory.raw_memory import view_at
 
 _ADDRESS_PERIOD_BYTES = 512
-
-
-def _pwritev(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Write; every byte to the file goes through here, so that tests can make it fail."""
-    return os.pwritev(fd, buffers, offset)
-
-
-def _preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Read; every byte from the file goes through here, so that tests can make it fail."""
-    return os.preadv(fd, buffers, offset)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,9 +113,6 @@ class ExtentFile:
         self._live: dict[int, Extent] = {}
         self._transfers = Transfers(
             path=self.path,
-            # Looked up at every call, so that tests can replace them.
-            pwritev=lambda fd, buffers, offset: _pwritev(fd, buffers, offset),
-            preadv=lambda fd, buffers, offset: _preadv(fd, buffers, offset),
             address_alignment=opened.address_alignment,
             length_alignment=opened.length_alignment,
             write_throttle=_throttle(limits.write_bytes_per_second),

@@ -1,4 +1,5 @@
-"""Ledger: bytes resident per tier, bytes moved per link, and the time the computation waited.
+"""Tiers, the links between them, and the ledger: bytes resident per tier, bytes moved per link, and
+the time the computation waited.
 
 All that moves bytes writes here and every report reads here, so that two numbers about one run
 cannot disagree. Writing must be cheap enough for hot paths and safe in destructors: see `_mailbox`.
@@ -6,18 +7,63 @@ cannot disagree. Writing must be cheap enough for hot paths and safe in destruct
 
 from __future__ import annotations
 
+import enum
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from penstock.memory._mailbox import Mailbox
-from penstock.memory._tiers import Link, Tier
 
 _MAX_EVENTS_PER_STEP = 100_000
 _PATIENCE = 64  # events that wait for a reader
 _BANDWIDTH_WINDOW = 128  # transfers of a link that its bandwidth is taken from
 _NS_PER_SECOND = 1e9
+
+
+class Tier(enum.StrEnum):
+    """Memory with a capacity, in which bytes can be resident.
+
+    On a machine without a GPU `DEVICE` is the RAM that a budget allows, and there is no `HOST`.
+
+    Example:
+        >>> Tier("file"), str(Tier.DEVICE)
+        (<Tier.FILE: 'file'>, 'device')
+    """
+
+    DEVICE = "device"
+    HOST = "host"
+    FILE = "file"
+
+
+class Link(enum.StrEnum):
+    """Direction in which bytes can move between two tiers.
+
+    `DEVICE_TO_FILE` and `FILE_TO_DEVICE` are for machines where the device tier is RAM (or where
+    the GPU reads and writes files itself).
+
+    Example:
+        >>> Link.HOST_TO_FILE.source, Link.HOST_TO_FILE.destination
+        (<Tier.HOST: 'host'>, <Tier.FILE: 'file'>)
+    """
+
+    DEVICE_TO_HOST = "device->host"
+    HOST_TO_DEVICE = "host->device"
+    HOST_TO_FILE = "host->file"
+    FILE_TO_HOST = "file->host"
+    DEVICE_TO_FILE = "device->file"
+    FILE_TO_DEVICE = "file->device"
+
+    @property
+    def source(self) -> Tier:
+        """The tier that the bytes come from."""
+        return Tier(self.value.partition("->")[0])
+
+    @property
+    def destination(self) -> Tier:
+        """The tier that the bytes go to."""
+        return Tier(self.value.partition("->")[2])
+
 
 # Typed as the strings that tiers and links are: an event carries either, or the name of a lane.
 _TIERS: tuple[str, ...] = tuple(Tier)
@@ -69,11 +115,7 @@ class Timeline:
     def to_dict(self) -> dict[str, object]:
         """Return the fields as plain data for JSON: samples as `[ns, bytes]`, spans by name."""
         samples = {str(t): [list(s) for s in taken] for t, taken in self.samples.items()}
-        spans = [
-            {name: getattr(span, name) for name in Span.__dataclass_fields__} for span in self.spans
-        ]
-        own = {name: getattr(self, name) for name in Timeline.__dataclass_fields__}
-        return {**own, "samples": samples, "spans": spans}
+        return {**asdict(replace(self, samples={})), "samples": samples}
 
 
 class Ledger:
@@ -121,8 +163,7 @@ class Ledger:
             ValueError: The interval ends before it starts.
         """
         end_ns = time.perf_counter_ns() if end_ns is None else end_ns
-        _check_interval(start_ns, end_ns)
-        self._mailbox.put((_TRANSFER, link, "", start_ns, end_ns, num_bytes))
+        self._put(_TRANSFER, link, "", start_ns, end_ns, num_bytes)
 
     def record_stall(self, reason: str, start_ns: int, end_ns: int) -> None:
         """Record that the computation waited in `[start_ns, end_ns)` of `time.perf_counter_ns`.
@@ -135,8 +176,7 @@ class Ledger:
         Raises:
             ValueError: The interval ends before it starts.
         """
-        _check_interval(start_ns, end_ns)
-        self._mailbox.put((_STALL, "stall", reason, start_ns, end_ns, 0))
+        self._put(_STALL, "stall", reason, start_ns, end_ns)
 
     def record_span(self, lane: str, name: str, start_ns: int, end_ns: int) -> None:
         """Record an event for the timeline.
@@ -150,8 +190,7 @@ class Ledger:
         Raises:
             ValueError: The interval ends before it starts.
         """
-        _check_interval(start_ns, end_ns)
-        self._mailbox.put((_SPAN, lane, name, start_ns, end_ns, 0))
+        self._put(_SPAN, lane, name, start_ns, end_ns)
 
     def begin_step(self) -> None:
         """End the current step's timeline, which becomes the last one, and start a new one.
@@ -220,6 +259,16 @@ class Ledger:
         last = self._mailbox.read(lambda: self._last)
         return last or Timeline(now, now, {tier: [] for tier in Tier}, [])
 
+    def _put(
+        self, kind: int, key: str, name: str, start_ns: int, end_ns: int, num_bytes: int = 0
+    ) -> None:
+        if end_ns < start_ns:
+            raise ValueError(
+                f"end_ns must not be before start_ns; got start_ns={start_ns}, end_ns={end_ns}; "
+                "take both from time.perf_counter_ns"
+            )
+        self._mailbox.put((kind, key, name, start_ns, end_ns, num_bytes))
+
     def _begin_step(self, now: int) -> None:
         if self._num_events:
             self._last = self._recorded(now)
@@ -261,12 +310,4 @@ class Ledger:
                 for lane, name, start_ns, end_ns, num_bytes in self._spans
             ],
             num_dropped=max(0, self._num_events - self._max_events_per_step),
-        )
-
-
-def _check_interval(start_ns: int, end_ns: int) -> None:
-    if end_ns < start_ns:
-        raise ValueError(
-            f"end_ns must not be before start_ns; got start_ns={start_ns}, end_ns={end_ns}; "
-            "take both from time.perf_counter_ns"
         )

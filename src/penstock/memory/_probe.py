@@ -23,6 +23,7 @@ from typing import NamedTuple
 from penstock.codegen import cache_entry
 from penstock.errors import StoreUnavailableError
 from penstock.memory._extent_file import Extent, ExtentFile
+from penstock.memory._ledger import Link, Tier
 from penstock.memory._profile import (
     MAX_LOAD,
     ComputeProfile,
@@ -32,7 +33,6 @@ from penstock.memory._profile import (
 )
 from penstock.memory._ram import installed_ram
 from penstock.memory._store import FileStore, free_bytes, reserved_bytes
-from penstock.memory._tiers import Link, Tier
 from penstock.memory.pages import map_anonymous, round_down
 from penstock.memory.raw_memory import address_of, copy_bytes
 

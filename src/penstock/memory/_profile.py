@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from types import UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
-from penstock.memory._tiers import Link, Tier
+from penstock.memory._ledger import Link, Tier
 from penstock.tables import report_table
 from penstock.units import format_bandwidth, format_bytes
 
@@ -210,8 +210,8 @@ def _read_plain(kind: Any, data: Any) -> Any:
     """Return a value of a type from the plain data that JSON has for it."""
     if is_dataclass(kind):
         types, make = get_type_hints(kind), cast(Any, kind)
-        given = [each for each in fields(kind) if each.name in data or _is_required(each)]
-        return make(**{each.name: _read_plain(types[each.name], data[each.name]) for each in given})
+        given = [each.name for each in fields(kind) if each.name in data]
+        return make(**{name: _read_plain(types[name], data[name]) for name in given})
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (dict, Mapping):
         return {_read_plain(parts[0], key): _read_plain(parts[1], data[key]) for key in data}
@@ -220,10 +220,6 @@ def _read_plain(kind: Any, data: Any) -> Any:
     if origin is UnionType:  # with None
         return None if data is None else _read_plain(parts[0], data)
     return kind(data)
-
-
-def _is_required(each: Field[Any]) -> bool:
-    return each.default is MISSING and each.default_factory is MISSING
 
 
 # Machines that are not there, from published figures times what is reached. The rates of arithmetic
@@ -237,37 +233,16 @@ _HOST_BYTES = 256 * 2**30  # assumed: such machines have at least this per GPU
 _MEMCPY = 10e9
 _LAUNCH_SECONDS = 4e-6
 
-
-# By name: the device's name, its bytes, TFLOP/s by dtype, GB/s of its memory, bytes/s of PCIe.
-_MACHINES: dict[str, tuple[str, int, dict[str, float], float, float]] = {
-    "v100-16gb-pcie3": (
-        "Tesla V100 16 GB",
-        16 * 2**30,
-        {"float64": 7.8, "float32": 15.7, "float16": 125.0, "bfloat16": 15.7},
-        900.0,
-        12.5e9,
-    ),
-    "a100-80gb": (
-        "A100 80 GB",
-        80 * 2**30,
-        {"float64": 9.7, "float32": 19.5, "float16": 312.0, "bfloat16": 312.0},
-        2039.0,
-        25e9,
-    ),
-    "h100-80gb": (
-        "H100 80 GB",
-        80 * 2**30,
-        {"float64": 34.0, "float32": 67.0, "float16": 989.0, "bfloat16": 989.0},
-        3350.0,
-        50e9,
-    ),
-    "h200": (
-        "H200 141 GB",
-        141 * 10**9,
-        {"float64": 34.0, "float32": 67.0, "float16": 989.0, "bfloat16": 989.0},
-        4800.0,
-        50e9,
-    ),
+# TFLOP/s by dtype.
+_VOLTA = {"float64": 7.8, "float32": 15.7, "float16": 125.0, "bfloat16": 15.7}
+_AMPERE = {"float64": 9.7, "float32": 19.5, "float16": 312.0, "bfloat16": 312.0}
+_HOPPER = {"float64": 34.0, "float32": 67.0, "float16": 989.0, "bfloat16": 989.0}
+# By name: the device's name, its bytes, its arithmetic, GB/s of its memory, bytes/s of PCIe.
+_MACHINES = {
+    "v100-16gb-pcie3": ("Tesla V100 16 GB", 16 * 2**30, _VOLTA, 900.0, 12.5e9),
+    "a100-80gb": ("A100 80 GB", 80 * 2**30, _AMPERE, 2039.0, 25e9),
+    "h100-80gb": ("H100 80 GB", 80 * 2**30, _HOPPER, 3350.0, 50e9),
+    "h200": ("H200 141 GB", 141 * 10**9, _HOPPER, 4800.0, 50e9),
 }
 
 

@@ -188,19 +188,14 @@ class StagingPool:
             offset = slab.extents.allocate(num_bytes)
             if offset is not None:
                 return StagingBuffer(self, slab, offset, num_bytes)
-        slab = self._map(round_up(num_bytes))
-        if slab is None:
-            return None
-        offset = slab.extents.allocate(num_bytes)
-        assert offset is not None
-        return StagingBuffer(self, slab, offset, num_bytes)
+        return self._take(num_bytes) if self._map(round_up(num_bytes)) else None
 
-    def _map(self, length: int) -> _Slab | None:
-        """Map a slab for a buffer of `length` bytes; None if the budget has no room for it."""
+    def _map(self, length: int) -> bool:
+        """Map a slab for a buffer of `length` bytes; False if the budget has no room for it."""
         unused = [slab for slab in self._slabs if not slab.extents.used_bytes]
         room_bytes = self.budget_bytes - self._mapped_bytes
         if room_bytes + sum(slab.num_bytes for slab in unused) < length:
-            return None
+            return False
         while self.budget_bytes - self._mapped_bytes < length:
             self._unmap(unused.pop())
         slab = _Slab(min(max(self._slab_bytes, length), self.budget_bytes - self._mapped_bytes))
@@ -209,7 +204,7 @@ class StagingPool:
         self._slabs.append(slab)
         self._mapped_bytes += slab.num_bytes
         self._peak_bytes = max(self._peak_bytes, self._mapped_bytes)
-        return slab
+        return True
 
     def _unmap(self, slab: _Slab) -> None:
         if self._on_unmap is not None:

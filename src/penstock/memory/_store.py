@@ -232,10 +232,7 @@ def _address_alignment(fd: int) -> int | None:
 
 
 def _path_text(path: str | os.PathLike[str]) -> str:
-    try:
-        text = os.fspath(path)
-    except TypeError:
-        text = None
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text:
         raise TypeError(
             f"store must be the path of a directory or a FileStore; got {path!r} of type "

@@ -2,28 +2,76 @@
 
 A transfer either moves every byte or raises. The operating system may move fewer bytes than it was
 asked to, at any count; direct I/O can only go on from an aligned position, so what lies beyond the
-last aligned one is moved again.
+last aligned one is moved again. A throttle shares a disk fairly, or stands for a slower one.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import StoreFullError, StoreReadError, StoreWriteError
 from penstock.memory import _fork
-from penstock.memory._file_space import FULL_ERRNOS
-from penstock.memory._throttle import Throttle
+from penstock.memory._extents import FULL_ERRNOS
+from penstock.memory.pages import round_up
 from penstock.memory.raw_memory import MAX_VIEW_BYTES, BounceBuffers, copy_bytes, view_at
 
 _logger = logging.getLogger(__name__)
 
 _MAX_READ_RETRIES = 3
 _MAX_MOVES_WITHOUT_PROGRESS = 3
+_BURST_SECONDS = 0.010
 
-RawIO = Callable[[int, Sequence[memoryview], int], int]  # (fd, buffers, offset) -> bytes moved
+
+def _pwritev(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Write; every byte to the file goes through here, so that tests can make it fail."""
+    return os.pwritev(fd, buffers, offset)
+
+
+def _preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Read; every byte from the file goes through here, so that tests can make it fail."""
+    return os.preadv(fd, buffers, offset)
+
+
+class Throttle:
+    """Limit on the rate at which bytes pass, first come first served; thread-safe.
+
+    A request of n bytes takes n / rate seconds, as it would on a device of that rate, so that the
+    rate measured over busy time is the rate asked for. Idle time is credited up to 10 ms, which
+    covers the real transfer between two requests.
+
+    Example:
+        >>> throttle = Throttle(1e9)
+        >>> throttle.acquire(1_000_000)  # returns within 1 ms
+
+    Args:
+        bytes_per_second: The rate, above 0.
+
+    Raises:
+        ValueError: The rate is not above 0.
+    """
+
+    def __init__(self, bytes_per_second: float) -> None:
+        if not bytes_per_second > 0:
+            raise ValueError(f"bytes_per_second must be above 0; got {bytes_per_second}")
+        self.bytes_per_second = bytes_per_second
+        self._lock = threading.Lock()
+        self._booked_until = time.monotonic()  # all time before this belongs to earlier requests
+
+    def acquire(self, num_bytes: int) -> None:
+        """Sleep until a request's bytes may have passed; also more than a second's worth."""
+        with self._lock:
+            now = time.monotonic()
+            begin = max(self._booked_until, now - _BURST_SECONDS)
+            self._booked_until = end = begin + num_bytes / self.bytes_per_second
+        # Outside the lock: the turn is booked, later requests only need to book theirs behind it.
+        if end > now:
+            time.sleep(end - now)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +79,6 @@ class Transfers:
     """Transfers between raw memory and one file; thread-safe."""
 
     path: str  # for messages
-    pwritev: RawIO
-    preadv: RawIO
     address_alignment: int  # of memory that needs no copy, in bytes
     length_alignment: int  # of file offsets and lengths, in bytes
     write_throttle: Throttle | None
@@ -52,19 +98,21 @@ class Transfers:
     def write(self, fd: int, offset: int, address: int, num_bytes: int) -> None:
         """Write memory to the file; its blocks are written whole, so padding follows the end."""
         direct_bytes = self._direct_bytes(address, num_bytes)
-        self._write_aligned(fd, offset, address, direct_bytes)
+        self._move(fd, offset, address, direct_bytes, writes=True)
         for at, length in _chunks(direct_bytes, num_bytes):
             with self.bounce.take() as buffer:
                 copy_bytes(buffer, address + at, length)
-                self._write_aligned(fd, offset + at, buffer, self._padded(length))
+                padded = round_up(length, self.length_alignment)
+                self._move(fd, offset + at, buffer, padded, writes=True)
 
     def read(self, fd: int, offset: int, address: int, num_bytes: int) -> None:
         """Read from an aligned offset of the file into memory."""
         direct_bytes = self._direct_bytes(address, num_bytes)
-        self._read_aligned(fd, offset, address, direct_bytes)
+        self._move(fd, offset, address, direct_bytes, writes=False)
         for at, length in _chunks(direct_bytes, num_bytes):
             with self.bounce.take() as buffer:
-                self._read_aligned(fd, offset + at, buffer, self._padded(length))
+                padded = round_up(length, self.length_alignment)
+                self._move(fd, offset + at, buffer, padded, writes=False)
                 copy_bytes(address + at, buffer, length)
 
     def _direct_bytes(self, address: int, num_bytes: int) -> int:
@@ -72,25 +120,10 @@ class Transfers:
             return 0
         return num_bytes - num_bytes % self.length_alignment
 
-    def _padded(self, num_bytes: int) -> int:
-        return -(-num_bytes // self.length_alignment) * self.length_alignment
-
-    def _write_aligned(self, fd: int, offset: int, address: int, num_bytes: int) -> None:
-        self._move(self._write_once, self.write_throttle, fd, offset, address, num_bytes)
-
-    def _read_aligned(self, fd: int, offset: int, address: int, num_bytes: int) -> None:
-        self._move(self._read_once, self.read_throttle, fd, offset, address, num_bytes)
-
-    def _move(
-        self,
-        move_once: Callable[[int, memoryview, int], int],
-        throttle: Throttle | None,
-        fd: int,
-        offset: int,
-        address: int,
-        num_bytes: int,
-    ) -> None:
+    def _move(self, fd: int, offset: int, address: int, num_bytes: int, *, writes: bool) -> None:
         """Move all bytes by requests of at most 8 MiB; a short one is continued where aligned."""
+        move_once = self._write_once if writes else self._read_once
+        throttle = self.write_throttle if writes else self.read_throttle
         num_done = num_stuck = 0
         while num_done < num_bytes:
             view = view_at(address + num_done, min(num_bytes - num_done, MAX_VIEW_BYTES))
@@ -101,18 +134,17 @@ class Transfers:
             num_done += num_new
             num_stuck = 0 if num_new else num_stuck + 1
             if num_stuck > _MAX_MOVES_WITHOUT_PROGRESS:
-                write = move_once == self._write_once
-                raise (StoreWriteError if write else StoreReadError)(
+                problem = "file system refuses it" if writes else "file is shorter than it was"
+                raise (StoreWriteError if writes else StoreReadError)(
                     f"store {self.path!r} moved {num_moved} of {len(view)} bytes at offset "
-                    f"{offset + num_done} and would not move more; the "
-                    + ("file system refuses the write" if write else "file is shorter than it was"),
+                    f"{offset + num_done} and would not move more; the {problem}",
                     path=self.path,
                     offset=offset + num_done,
                 )
 
     def _write_once(self, fd: int, view: memoryview, offset: int) -> int:
         try:
-            return self.pwritev(fd, [view], offset)
+            return _pwritev(fd, [view], offset)
         except OSError as error:
             is_full = error.errno in FULL_ERRNOS
             problem = "ran full while writing" if is_full else "could not write"
@@ -133,7 +165,7 @@ class Transfers:
             try:
                 # A fork must wait for reads: see _fork.
                 with _fork.read_gate:
-                    return self.preadv(fd, [view], offset)
+                    return _preadv(fd, [view], offset)
             except OSError as error:
                 if error.errno == errno.EIO and num_retries < _MAX_READ_RETRIES:
                     num_retries += 1

@@ -33,10 +33,10 @@
 #include <bit>
 #include <chrono>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
-#include <cstring>
+#include <fstream>
 #include <mutex>
+#include <string>
 
 namespace {
 
@@ -68,22 +68,18 @@ struct Statistics {  // the fields of `AllocatorStatistics`
 };
 
 // First line of a file of the kernel's, or "".
-void read_line(const char* path, char* line, int num_bytes) {
-  line[0] = '\0';
-  if (FILE* file = std::fopen(path, "r")) {
-    if (!std::fgets(line, num_bytes, file)) line[0] = '\0';
-    std::fclose(file);
-  }
+std::string read_line(const std::string& path) {
+  std::string line;
+  std::getline(std::ifstream(path), line);
+  return line;
 }
 
 // Whether the kernel can back a chunk with one page. With base pages of 64 KiB a huge page has
 // 512 MiB, and asking for those would make tiny blocks resident by the gigabyte.
 bool chunks_are_huge_pages() {
-  char line[64];
-  read_line("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size", line, sizeof line);
-  if (std::strtoull(line, nullptr, 10) != kChunkBytes) return false;
-  read_line("/sys/kernel/mm/transparent_hugepage/enabled", line, sizeof line);
-  return std::strstr(line, "[never]") == nullptr;
+  const std::string folder = "/sys/kernel/mm/transparent_hugepage/";
+  return read_line(folder + "hpage_pmd_size") == std::to_string(kChunkBytes) &&
+         read_line(folder + "enabled").find("[never]") == std::string::npos;
 }
 
 // A set of chunk indices that gives its highest member; the words lie in lazily touched memory.

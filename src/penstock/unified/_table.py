@@ -6,11 +6,10 @@ import abc
 import collections
 import dataclasses
 import threading
-from typing import Any
 
 import torch
 
-from penstock.tables import report_table
+from penstock.tables import Report
 from penstock.unified._devices import check_process, in_forked_child
 from penstock.unified.device.hot_rows import HotRows
 from penstock.unified.device.table import DeviceTable, MemoryUse, ReadRows
@@ -19,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UnifiedReport:
+class UnifiedReport(Report, title="penstock.unified"):
     """The account of a table since it was made, over all tensors that share it in this process."""
 
     num_gathers: int
@@ -52,13 +51,6 @@ class UnifiedReport:
     """Method of copying rows. To the CPU: "cpp" or "torch" from memory, "io_uring", "threads" or
     "python" from a file. To a GPU: "triton", which reads host memory itself, or "staged", through
     buffers of pinned memory; "none yet" before the first gather, which decides it."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data, for JSON."""
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        return report_table(self, title="penstock.unified")
 
 
 class Counters(collections.Counter[str]):

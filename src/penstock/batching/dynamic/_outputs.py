@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,11 @@ from torch import Tensor
 from penstock.batching._arrays import Integers
 from penstock.batching.dynamic._layout import ExecutionPlan, Operands
 from penstock.batching.dynamic._pools import OutputPools, ReadOperands
-from penstock.tables import report_table
+from penstock.tables import Report
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchReport:
+class BatchReport(Report, title="dynamic batches"):
     """Counts, bytes and times of one run of graphs."""
 
     num_graphs: int
@@ -42,13 +42,6 @@ class BatchReport:
     """True if graphs of these shapes had been run together before."""
     planned_by: str
     """"C++", or "NumPy" where there is no compiler."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        return report_table(self, title="dynamic batches")
 
 
 class BatchedOutputs:

@@ -25,14 +25,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from penstock.batching._arrays import Integers
 from penstock.batching.dynamic._native import load_library_for, order_by_library
 from penstock.batching.dynamic._node_graph import NodeGraph, list_places
-from penstock.tables import report_table
+from penstock.tables import Report
 
 Order = tuple[Integers, Integers, Integers]
 """Nodes in execution order, the first of each batch, and its type: see `order_nodes`."""
@@ -45,7 +44,7 @@ _EXPONENTS = (8.0, np.inf, 4.0)
 
 
 @dataclass(frozen=True)
-class BatchSchedule:
+class BatchSchedule(Report, title="schedule"):
     """Batches of nodes of one type, in an order in which every node comes after its arguments."""
 
     batches: list[list[int]]
@@ -60,18 +59,13 @@ class BatchSchedule:
         """Number of batches."""
         return len(self.batches)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return {"batches": self.batches, "types": self.types, "lower_bound": self.lower_bound}
-
-    def __str__(self) -> str:
-        rows = [
+    def _rows(self) -> list[tuple[str, object]]:
+        return [
             ("num_nodes", sum(map(len, self.batches))),
             ("num_batches", self.num_batches),
             ("lower_bound", self.lower_bound),
             ("largest_batch", max(map(len, self.batches), default=0)),
         ]
-        return report_table(rows, title="schedule")
 
 
 def schedule(types: Sequence[int], arguments: Sequence[Sequence[int]]) -> BatchSchedule:

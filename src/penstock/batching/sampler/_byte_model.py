@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from penstock.batching.sampler._costs import (
     check_numbers,
     round_up_bytes,
 )
-from penstock.tables import report_table
+from penstock.tables import Report
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ Features = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ByteModel:
+class ByteModel(Report, title="byte model"):
     """Bytes that a batch needs at the peak of a step.
 
     Example:
@@ -186,10 +186,6 @@ class ByteModel:
             padded_bytes=tuple(padded),
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return asdict(self)
-
     def save(self, path: str | Path) -> None:
         """Write the model as JSON."""
         text = json.dumps({"format": _FORMAT, "version": _VERSION, **self.to_dict()}, indent=1)
@@ -212,7 +208,7 @@ class ByteModel:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} does not hold a byte model: {error}") from error
 
-    def __str__(self) -> str:
+    def _rows(self) -> list[tuple[str, object]]:
         rows: list[tuple[str, object]] = [
             ("fixed_bytes", round(self.fixed_bytes)),
             ("least_bytes", round(self.least_bytes)),
@@ -226,7 +222,7 @@ class ByteModel:
             errors = [predicted / max(measured, 1) - 1 for measured, predicted in pairs]
             rows.append(("probes", len(pairs)))
             rows.append(("errors of probes", f"{min(errors):+.1%} to {max(errors):+.1%}"))
-        return report_table(rows, title="byte model")
+        return rows
 
     def _list_coefficients(self, arrays: dict[str, tuple[Floats, bool]]) -> list[float]:
         bytes_of = {**self.summed_bytes, **self.padded_bytes}

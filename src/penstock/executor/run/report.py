@@ -14,13 +14,13 @@ from penstock.executor.program.executable import BoundaryStage, Executable
 from penstock.graph import StepGraph
 from penstock.memory import Link
 from penstock.planner import Plan, Simulation, simulate
-from penstock.tables import report_table
+from penstock.tables import Report
 
 _MAX_STEPS = 5  # that are timed; a clock costs less than a tenth of a microsecond a call
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExecutionReport:
+class ExecutionReport(Report, title="penstock.bind", hidden={"operator_seconds"}):
     """Measurements of the steps since the plan was bound, next to the plan's predictions."""
 
     num_steps: int
@@ -97,18 +97,8 @@ class ExecutionReport:
         moved = self.moved_bytes.items()
         return sum(n / rates[link] for link, n in moved if "file" in link and rates[link])
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data, for JSON."""
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        rows = [
-            (field.name, getattr(self, field.name))
-            for field in dataclasses.fields(self)
-            if field.name != "operator_seconds"
-        ]
-        rows.append(("disk_alone_seconds", self.disk_alone_seconds))
-        return report_table(rows, title="penstock.bind")
+    def _rows(self) -> list[tuple[str, object]]:
+        return [*super()._rows(), ("disk_alone_seconds", self.disk_alone_seconds)]
 
 
 def predict(

@@ -23,7 +23,7 @@ from torch_geometric.loader import NodeLoader
 
 from penstock.integrations.pyg._feature_store import UnifiedFeatureStore
 from penstock.integrations.pyg._sampler import UnifiedSampler
-from penstock.tables import report_table
+from penstock.tables import Report
 from penstock.traversal import NeighborSampler
 from penstock.unified import UnifiedTensor
 
@@ -42,7 +42,7 @@ _ONLY_VALUES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LoaderReport:
+class LoaderReport(Report, title="penstock.integrations.pyg"):
     """The time of a loader's batches, over all iterations in this process.
 
     Batches that worker processes have made (`num_workers`) are not in it.
@@ -56,13 +56,6 @@ class LoaderReport:
     """Time of gathering the features of the sampled nodes and edges."""
     wait_seconds: float
     """Time in which the consumer waited for both. Without prefetch, their sum."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data, for JSON."""
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        return report_table(self, title="penstock.integrations.pyg")
 
 
 class NeighborLoader(NodeLoader):

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from penstock.executor import ExecutionReport
-from penstock.tables import report_table
+from penstock.tables import Report
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainingReport:
+class TrainingReport(Report, title="penstock.plan_training", hidden={"plans"}):
     """Steps of a training and their plans; times and bytes are means of steps."""
 
     num_steps: int
@@ -46,18 +46,6 @@ class TrainingReport:
     """Time of a planned step for which the computation waited for transfers."""
     plans: tuple[ExecutionReport, ...]
     """The report of each plan, in their order; a plan that was bound again has two."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data for JSON."""
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        rows = [
-            (field.name, getattr(self, field.name))
-            for field in dataclasses.fields(self)
-            if field.name != "plans"
-        ]
-        return report_table(rows, title="penstock.plan_training")
 
 
 def summarize_plans(plans: Sequence[ExecutionReport]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from penstock.tables import report_table
+from penstock.tables import Report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ def as_buffers(buffers: Sequence[BufferLike]) -> list[Buffer]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Packing:
+class Packing(Report, title="packing", hidden={"offsets"}):
     """Offsets of buffers, and how good they are; printing it shows a table without the offsets.
 
     Example:
@@ -127,9 +127,4 @@ class Packing:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dictionary that JSON can hold."""
-        return {**dataclasses.asdict(self), "offsets": list(self.offsets)}
-
-    def __str__(self) -> str:
-        fields = self.to_dict()
-        del fields["offsets"]
-        return report_table(fields.items(), title="packing")
+        return {**super().to_dict(), "offsets": list(self.offsets)}

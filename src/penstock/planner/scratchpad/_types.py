@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.tables import report_table
+from penstock.tables import Report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Residency:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ScratchpadPlan:
+class ScratchpadPlan(Report, title="scratchpad plan", hidden={"order", "residencies"}):
     """Order, addresses and spills of a program; printing it shows a table without the lists."""
 
     order: tuple[int, ...]
@@ -181,12 +181,3 @@ class ScratchpadPlan:
     searched: bool
     """True if orders were searched, which takes a C++ compiler."""
     plan_seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dictionary that JSON can hold."""
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        fields = self.to_dict()
-        del fields["order"], fields["residencies"]
-        return report_table(fields.items(), title="scratchpad plan")
