@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -55,15 +54,11 @@ class RegisteredFunction:
     compile: Callable[[TracedFunction, Graph, tuple[str, ...]], CompiledProgram]
     programs: dict[str, _RegisteredProgram] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        _functions[self.name] = self
+
 
 _functions: weakref.WeakValueDictionary[str, RegisteredFunction] = weakref.WeakValueDictionary()
-
-
-def register(name: str, **fields: Any) -> RegisteredFunction:
-    """Register a compiled function; `fields` are those of `RegisteredFunction`."""
-    unique = f"{name} {secrets.token_hex(8)}"
-    registered = _functions[unique] = RegisteredFunction(unique, **fields)
-    return registered
 
 
 def call(name: str, graph: Graph | GraphTensors, arguments: tuple[Any, ...]) -> Any:

@@ -155,6 +155,17 @@ def coordinates(row_map: RowMap) -> frozenset[Coordinate]:
     return _COORDINATES[row_map.into]
 
 
+COUNT_OF = {
+    Space.EDGE: "num_edges",
+    Space.SRC_PAIR: "num_src_pairs",
+    Space.DST_PAIR: "num_dst_pairs",
+    Space.NODE: "num_nodes",
+    Space.RELATION: "num_relations",
+    Space.NODE_TYPE: "num_node_types",
+}
+"""The names of the numbers of rows, of counts and of graphs, by space."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counts:
     """Rows in each space of a graph, and what else of it the compiler's decisions need."""
@@ -170,12 +181,4 @@ class Counts:
 
     def rows(self, space: Space) -> int:
         """Return the number of rows of a value in `space`."""
-        return {
-            Space.EDGE: self.num_edges,
-            Space.SRC_PAIR: self.num_src_pairs,
-            Space.DST_PAIR: self.num_dst_pairs,
-            Space.NODE: self.num_nodes,
-            Space.RELATION: self.num_relations,
-            Space.NODE_TYPE: self.num_node_types,
-            Space.ONE: 1,
-        }[space]
+        return 1 if space is Space.ONE else getattr(self, COUNT_OF[space])

@@ -44,35 +44,23 @@ class _Names:
     has_imports: bool
 
 
-class FreeValues:
-    """The free values of a function."""
+def read_free_values(
+    function: Callable[..., Any],
+) -> tuple[tuple[Hashable, ...] | None, tuple[str, ...]]:
+    """Return a function's free values and the variables that hold them.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        # Ours read nothing that changes.
-        self._is_ours = _is_ours(getattr(function, "__module__", None))
-
-    def key(self) -> tuple[Hashable, ...] | None:
-        """Return their present values, to be compared; None if only another trace can tell."""
-        return self._read()[0]
-
-    def names(self) -> tuple[str, ...]:
-        """Return the variables that hold them, of this function and of those that it calls.
-
-        After the first one that cannot be compared none is looked for.
-        """
-        key, names = self._read()
-        return names or (("something that has no name",) if key is None else ())
-
-    def _read(self) -> tuple[tuple[Hashable, ...] | None, tuple[str, ...]]:
-        if self._is_ours:
-            return (), ()
-        snapshot = _ValueSnapshot()
-        try:
-            snapshot.add(self._function, _NO_NAMES)
-        except (_Opaque, RuntimeError):  # too deep, or changed by another thread
-            return None, tuple(snapshot.names)
-        return tuple(snapshot.parts), tuple(snapshot.names)
+    Returns:
+        Their present values, to be compared; None if only another trace can tell. The variables of
+        this function and of those that it calls, up to the first one that cannot be compared.
+    """
+    if _is_ours(getattr(function, "__module__", None)):
+        return (), ()  # ours read nothing that changes
+    snapshot = _ValueSnapshot()
+    try:
+        snapshot.add(function, _NO_NAMES)
+    except (_Opaque, RuntimeError):  # too deep, or changed by another thread
+        return None, tuple(snapshot.names) or ("something that has no name",)
+    return tuple(snapshot.parts), tuple(snapshot.names)
 
 
 class _ValueSnapshot:

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
-from penstock.rgnn.frontend._free_values import FreeValues
+from penstock.rgnn.frontend._free_values import read_free_values
 from penstock.rgnn.frontend.arguments import Constant, Kind, TensorKind, check_constants
 from penstock.rgnn.frontend.errors import add_user_line
 from penstock.rgnn.frontend.values import Argument, Trace, TracedGraph, Value, describe_operand
@@ -67,22 +67,16 @@ State = tuple[Hashable, ...] | TracedFunction
 class Traces:
     """The traces of one function."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self._only_by_name = tuple(
-            name
-            for name, parameter in inspect.signature(function).parameters.items()
-            if parameter.kind is parameter.KEYWORD_ONLY
-        )
-        self.free_values = FreeValues(function)
+    def __init__(self, function: Callable[..., Any], signature: inspect.Signature) -> None:
+        self._function, self._signature = function, signature
         self._lock = threading.RLock()
-        self._by_shapes = functools.lru_cache(_NUM_KEPT)(_make_empty)
-        self._by_program = functools.lru_cache(_NUM_KEPT)(_make_empty)
+        self._by_shapes: Any = functools.lru_cache(_NUM_KEPT)(lambda shapes: [])
+        self._by_program: Any = functools.lru_cache(_NUM_KEPT)(lambda program: [])
         self._num_by_shapes = functools.lru_cache(_NUM_KEPT)(lambda shapes: [0])
 
     def state(self, names: Iterable[str], kinds: Iterable[Kind]) -> State:
         """Return the free values, which decide the trace too; or else the trace itself."""
-        known = self.free_values.key()
+        known, _ = read_free_values(self._function)
         if known is not None:
             return known
         by_name = dict(zip(names, kinds, strict=True))
@@ -99,9 +93,13 @@ class Traces:
         if isinstance(state, TracedFunction):
             return state
         with self._lock:
-            alike = self._by_shapes(
-                (*(_describe_visible(name, kind) for name, kind in kinds.items()), *state)
+            visible = (
+                (name, len(kind.shape), kind.shape[1:])
+                if isinstance(kind, TensorKind)
+                else (name, kind)
+                for name, kind in kinds.items()
             )
+            alike: list[TracedFunction] = self._by_shapes((*visible, *state))
             for traced in alike:
                 lengths = ((kinds[name], length) for name, length in traced.lengths)
                 if all(isinstance(k, TensorKind) and k.shape[:1] == n for k, n in lengths):
@@ -115,7 +113,7 @@ class Traces:
         self, traced: TracedFunction, state: State, kinds: Mapping[str, Kind]
     ) -> Callable[[], None] | None:
         """Return a check that raises if a trace is out of date; None without free values."""
-        if not self.free_values.names():
+        if not read_free_values(self._function)[1]:
             return None
         whole = {name for name, _ in traced.lengths}
         # Numbers of rows may be symbols of a compiler, which are not to be kept.
@@ -132,7 +130,7 @@ class Traces:
                 now.program == traced.program if isinstance(now, TracedFunction) else now == state
             )
             if not is_same:
-                read = ", ".join(self.free_values.names())
+                read = ", ".join(read_free_values(self._function)[1])
                 raise RuntimeError(
                     f"{self._function.__name__} reads values besides its arguments ({read}), which "
                     f"changed since torch.compile compiled it; pass what changes as an argument, "
@@ -154,7 +152,7 @@ class Traces:
                 _MANY_TRACES,
                 ", ".join(
                     [n for n, kind in kinds.items() if isinstance(kind, Constant)]
-                    + list(self.free_values.names())
+                    + list(read_free_values(self._function)[1])
                 ),
             )
 
@@ -167,9 +165,10 @@ class Traces:
             else Argument(trace, name, functools.partial(trace.bind, name))
             for name, kind in kinds.items()
         }
-        named = {name: arguments.pop(name) for name in self._only_by_name}
+        bound = self._signature.bind_partial(TracedGraph(trace))
+        bound.arguments.update(arguments)
         with add_user_line(self._function):
-            result = self._function(TracedGraph(trace), *arguments.values(), **named)
+            result = self._function(*bound.args, **bound.kwargs)
             values = result if isinstance(result, tuple) else (result,)
             for value in values:
                 if not isinstance(value, Value):
@@ -190,13 +189,3 @@ class Traces:
             used=frozenset(name for name, at in inputs.items() if at in used),
             whole_weights=tuple(trace.whole_weights),
         )
-
-
-def _make_empty(seen: tuple[Any, ...]) -> list[TracedFunction]:
-    return []
-
-
-def _describe_visible(name: str, kind: Kind) -> tuple[Any, ...]:
-    if isinstance(kind, TensorKind):
-        return name, len(kind.shape), kind.shape[1:]
-    return name, kind

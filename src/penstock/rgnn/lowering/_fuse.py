@@ -101,7 +101,7 @@ def _find_biased_product(program: Program, kernel: Kernel) -> int | None:
         return None
     for product, row in (total.operands, total.operands[::-1]):
         node, added = program.nodes[product], program.nodes[row]
-        if node.op != "matmul" or not is_typed_product(program, node):
+        if not is_typed_product(program, node):
             continue
         is_of_argument = program.nodes[find_source(program, row)].op == "input"
         is_of_type = added.op == "gather" and added.map == program.nodes[node.operands[1]].map
@@ -113,20 +113,18 @@ def _find_biased_product(program: Program, kernel: Kernel) -> int | None:
 def _find_summed_product(program: Program, kernel: Kernel) -> int | None:
     """Return the product of which a kernel sums the rows, if its loop does nothing else."""
     grouping = kernel.grouped_by
-    if grouping is None or _SUMS.get(kernel.space) != grouping or len(kernel.stages) != 1:
+    if grouping is None or _SUMS.get(kernel.space) != grouping:
         return None
-    if len(kernel.stages[0]) != 1:
+    if [len(stage) for stage in kernel.stages] != [1]:
         return None
     total = program.nodes[kernel.stages[0][0]]
     if total.op != "sum" or find_maps(program, total.operands[0]):
         return None
     product = find_source(program, total.operands[0])
     node = program.nodes[product]
-    if node.op != "matmul" or node.space is not kernel.space:
+    if node.space is not kernel.space or not is_typed_product(program, node):
         return None
-    matrix = program.nodes[node.operands[1]]
-    is_typed = matrix.op == "gather" and matrix.map.into is Space.RELATION
-    return product if is_typed and 1 not in matrix.shape[-2:] else None
+    return product if program.nodes[node.operands[1]].map.into is Space.RELATION else None
 
 
 def _is_read_elsewhere(program: Program, value: int, reader: Kernel) -> bool:

@@ -6,9 +6,8 @@ import dataclasses
 
 from penstock.rgnn.ir import find_source
 from penstock.rgnn.lowering._fuse import fuse_biases, fuse_sums
-from penstock.rgnn.lowering._lower import assign_kernels
 from penstock.rgnn.lowering._order import ScratchNumbers, order_kernels
-from penstock.rgnn.lowering._schedule import Kernel, KernelSchedule
+from penstock.rgnn.lowering._schedule import Kernel, KernelSchedule, assign_kernels
 from penstock.rgnn.passes import OptimizedProgram
 
 
