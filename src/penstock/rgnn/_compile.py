@@ -136,7 +136,7 @@ class CompiledFunction:
         arguments = bind_arguments(self._signature, args, kwargs)
         if torch.compiler.is_dynamo_compiling():
             return _custom_ops.call(self._registered.name, graph, arguments)
-        _check_graph(graph)
+        _custom_ops.check_graph(graph)
         if are_functorch_transforms_active():
             raise RuntimeError(
                 "a compiled program cannot be transformed by torch.func (grad, vmap, jacrev, ...); "
@@ -213,7 +213,7 @@ class CompiledFunction:
         self, graph: Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[TracedFunction, dict[str, torch.Tensor]]:
         """Return the trace of a call and the tensors that its program takes, by name."""
-        _check_graph(graph)
+        _custom_ops.check_graph(graph)
         arguments = bind_arguments(self._signature, args, kwargs)
         traced, tensors, _ = self._trace(split_graph(graph), arguments)
         return traced, dict(zip(traced.program.inputs(), tensors, strict=True))
@@ -292,13 +292,6 @@ class CompiledFunction:
     ) -> CompiledProgram:
         optimized = optimize(traced.program, counts, wrt=wrt, without=self._without)
         return CompiledProgram(optimized, backend)
-
-
-def _check_graph(graph: Graph) -> None:
-    if not isinstance(graph, Graph):
-        raise TypeError(
-            f"the first argument must be a penstock.rgnn.Graph; got {type(graph).__name__}"
-        )
 
 
 def _convert(tensors: list[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:

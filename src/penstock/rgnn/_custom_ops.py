@@ -61,14 +61,19 @@ class RegisteredFunction:
 _functions: weakref.WeakValueDictionary[str, RegisteredFunction] = weakref.WeakValueDictionary()
 
 
+def check_graph(graph: object, kind: type = Graph) -> None:
+    """Raise unless the first argument of a compiled function is a graph."""
+    if not isinstance(graph, kind):
+        raise TypeError(
+            f"the first argument must be a penstock.rgnn.Graph; got {type(graph).__name__}"
+        )
+
+
 def call(name: str, graph: Graph | GraphTensors, arguments: tuple[Any, ...]) -> Any:
     """Call a registered function while Dynamo traces, with a value for each parameter."""
     if isinstance(graph, Graph):
         graph = split_graph(graph)
-    if not isinstance(graph, GraphTensors):
-        raise TypeError(
-            f"the first argument must be a penstock.rgnn.Graph; got {type(graph).__name__}"
-        )
+    check_graph(graph, GraphTensors)
     tensors, integers, floats, strings, kinds = [], [], [], [], ""
     for value in arguments:
         if isinstance(value, torch.Tensor):

@@ -16,8 +16,7 @@ import torch
 from _relational import random_graph, random_tensor
 from penstock import rgnn
 from penstock.rgnn import _custom_ops
-from penstock.rgnn.frontend._free_values import read_free_values
-from penstock.rgnn.frontend.traces import Traces
+from penstock.rgnn.frontend.traces import Traces, read_free_values
 
 GRAPH = random_graph()
 X = random_tensor(GRAPH.num_nodes, 3).detach()

@@ -234,11 +234,9 @@ def _parse_ids(path: Path, table: list[tuple[int, list[str]]]) -> torch.Tensor:
         ids = None
     if ids is not None and not (ids < 0).any():
         return torch.from_numpy(ids)
-    for number, fields in table:
-        for field in fields:
-            if not _ID.fullmatch(field) or field.startswith("-"):
-                _refuse(path, number, f"expected ids from 0 on, found {field!r}")
-    raise AssertionError(path)
+    cells = ((number, field) for number, fields in table for field in fields)
+    number, wrong = next(cell for cell in cells if not _ID.fullmatch(cell[1]) or cell[1][0] == "-")
+    _refuse(path, number, f"expected ids from 0 on, found {wrong!r}")
 
 
 def _refuse(path: Path, number: int, reason: str) -> NoReturn:

@@ -30,13 +30,12 @@ _CANDIDATES = {
 def choose_rows(program: Program, counts: Counts) -> dict[int, RowMap]:
     """Choose the fewest rows for each value that can be computed on fewer than its space has."""
     depends = find_coordinates(program)
-    layout = {}
-    for position, node in enumerate(program.nodes):
-        if node.op in ROWWISE:
-            best = _find_best(node.space, depends[position], counts)
-            if best is not None:
-                layout[position] = best
-    return layout
+    found = {
+        position: _find_best(node.space, depends[position], counts)
+        for position, node in enumerate(program.nodes)
+        if node.op in ROWWISE
+    }
+    return {position: best for position, best in found.items() if best is not None}
 
 
 def make_row_counter(program: Program, counts: Counts, can_compact: bool) -> CountRows:

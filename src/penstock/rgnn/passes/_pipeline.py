@@ -156,7 +156,6 @@ def _count_numbers(program: Program, position: int, counts: Counts) -> int:
 def _recompute_values(
     program: Program, forward: Collection[int], again: Collection[int]
 ) -> Program:
-    """Return the program with some values of the forward recomputed in the backward."""
     rewriter, nodes = Rewriter(program, "recompute"), program.nodes
     copies: dict[int, int] = {}
 

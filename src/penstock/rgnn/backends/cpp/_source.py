@@ -1,10 +1,10 @@
 """The C++ source of a program: a function for each kernel, and one that runs a direction's.
 
 Matrix products are here, on rows that are gathered as they are read; `_traversals.py` has the rest.
-Products that are only summed are added up where they are made (`lowering/_fuse.py` finds them). A
-thread takes a range of nodes, keeps their sums in its cache, and goes over the relations: in each,
-the rows of the range lie one after another, and no two of them are of one node. So a node's sum
-adds relation after relation, whatever the ranges are.
+Products that are only summed are added up where they are made (`lowering/_program.py` finds them).
+A thread takes a range of nodes, keeps their sums in its cache, and goes over the relations: in
+each, the rows of the range lie one after another, and no two of them are of one node. So a node's
+sum adds relation after relation, whatever the ranges are.
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ from penstock.rgnn.lowering import (
 )
 
 _logger = logging.getLogger(__name__)
+_PRODUCTS = {KernelKind.GEMM: run_typed_product, KernelKind.WEIGHT_GRADIENT: run_weight_gradient}
 
 
 class TritonBackend(Backend):
@@ -129,10 +130,8 @@ class TritonBackend(Backend):
         value, (source, functions, _) = kernel.values[0], self._module
         node = context.program.nodes[value]
         try:
-            if kernel.kind is KernelKind.GEMM:
-                context.memory[value] = run_typed_product(context, node)
-            elif kernel.kind is KernelKind.WEIGHT_GRADIENT:
-                context.memory[value] = run_weight_gradient(context, node)
+            if kernel.kind in _PRODUCTS:
+                context.memory[value] = _PRODUCTS[kernel.kind](context, node)
             elif number in source.traversals:
                 run_traversal(context, source.traversals[number], functions, kernel)
             else:

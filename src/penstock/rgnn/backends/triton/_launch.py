@@ -182,11 +182,12 @@ def run_typed_product(context: LaunchContext, node: Node) -> torch.Tensor:
         "PRECISION": _choose_precision(operand.dtype),
         "SUM": sum_type(operand.dtype),
     }
-    operand_rows = (operand, operand if operand_index is None else operand_index)
-    out_rows = (out, out if out_index is None else out_index)
-    table = (tiles.targets, tiles.begins, tiles.ends)
     grid = (tiles.count * ceil_div(width, blocks["BLOCK_WIDTH"]), num_heads)
-    arguments = (*operand_rows, weight, *out_rows, *table)
+    arguments = (
+        *(operand, operand if operand_index is None else operand_index, weight),
+        *(out, out if out_index is None else out_index),
+        *(tiles.targets, tiles.begins, tiles.ends),
+    )
     context.run(
         KernelLaunch(_kernels.segment_gemm, grid, arguments, {**constants, **blocks}, num_stages=3)
     )

@@ -283,18 +283,24 @@ class _GroupedWriter:
 
     def _load_totals(self, number: int) -> list[str]:
         """Write loads of the totals of the stages before one."""
-        totals: list[str] = []
-        for stage in range(number):
-            for value in self.find_reduced(stage):
-                totals += [self._load_total(value, part) for part in PARTS[self._op(value)]]
-                self.body.totals[value] = self._name(value)
-        return totals
+        lines: list[str] = []
+        for value in (value for stage in range(number) for value in self.find_reduced(stage)):
+            name = self.body.totals[value] = self._name(value)
+            indices = self.body.index_all(value)
+            axes = sort_axes(indices)
+            self.body.note_axes(axes)
+            for part in PARTS[self._op(value)]:
+                total = Reduced(value, part, "total")
+                address, mask = self.body.address(
+                    total, Variable("giant"), "is_group", indices, axes
+                )
+                lines.append(f"{name}{part} = tl.load({address}, mask={mask}, other=0)")
+        return lines
 
     def _write_epilogue(self) -> list[str]:
-        """Write the epilogue."""
         self.body.is_epilogue = True
         for value in self._epilogue:
-            _store_rows(self.body, value, self._index_features(value))
+            _store_rows(self.body, value, self.body.index_all(value))
         return [*self.body.before, *self.body.loop]
 
     def _add_group_lines(self, statements: list[str]) -> list[str]:
@@ -312,14 +318,14 @@ class _GroupedWriter:
         body, stage = self.body, self.stages[number]
         for value in self.stages[number - 1] if number else ():
             if self._op(value) == "softmax" and value in self._stored:
-                _store_rows(body, value, self._index_features(value))
+                _store_rows(body, value, self.body.index_all(value))
         for value in stage:
             if self._op(value) == "sum":
                 self._write_sum(value)
             elif self._op(value) == "softmax":
                 self._write_softmax(value)
             elif value in self._stored:
-                _store_rows(body, value, self._index_features(value))
+                _store_rows(body, value, self.body.index_all(value))
         lines = list(body.before)
         if body.loop:
             lines += [
@@ -344,7 +350,7 @@ class _GroupedWriter:
     def _write_sum(self, value: int) -> None:
         body, name = self.body, self._name(value)
         lengths, axes = self._shape_block(value)
-        block = body.read(body.nodes[value].operands[0], self._index_features(value))
+        block = body.read(body.nodes[value].operands[0], self.body.index_all(value))
         is_row = body.lift(Variable("is_row"), axes)
         rows = f"tl.where({is_row}, {body.lift(block, axes)}, 0.0)"
         body.before.append(f"{name} = tl.zeros([{lengths}], COMPUTE)")
@@ -354,7 +360,7 @@ class _GroupedWriter:
         """Write an online softmax: m' = max(m, s), z' = z * exp(m - m') + sum of exp(s - m')."""
         body, name = self.body, self._name(value)
         lengths, axes = self._shape_block(value)
-        block = body.read(body.nodes[value].operands[0], self._index_features(value))
+        block = body.read(body.nodes[value].operands[0], self.body.index_all(value))
         is_row, score = body.lift(Variable("is_row"), axes), body.lift(block, axes)
         body.before += [
             f"{name}_max = tl.full([{lengths}], {_LOWEST}, COMPUTE)",
@@ -370,22 +376,14 @@ class _GroupedWriter:
         ]
 
     def _store(self, into: InMemory, row: str, value: int, part: str) -> str:
-        indices = self._index_features(value)
+        indices = self.body.index_all(value)
         axes = sort_axes(indices)
         address, mask = self.body.address(into, Variable(row), "is_group", indices, axes)
         return f"tl.store({address}, {self._name(value)}{part}, mask={mask})"
 
-    def _load_total(self, value: int, part: str) -> str:
-        indices = self._index_features(value)
-        axes = sort_axes(indices)
-        self.body.note_axes(axes)
-        total = Reduced(value, part, "total")
-        address, mask = self.body.address(total, Variable("giant"), "is_group", indices, axes)
-        return f"{self._name(value)}{part} = tl.load({address}, mask={mask}, other=0)"
-
     def _shape_block(self, value: int) -> tuple[str, tuple[Axis, ...]]:
         """Return the shape, as source, of a reduction for a block of groups, and its axes."""
-        axes = sort_axes(self._index_features(value))
+        axes = sort_axes(self.body.index_all(value))
         self.body.note_axes(axes)
         return ", ".join(["GROUPS", "1", *(str(power_of_two(a.length)) for a in axes)]), axes
 
@@ -394,6 +392,3 @@ class _GroupedWriter:
 
     def _op(self, value: int) -> str:
         return self.body.nodes[value].op
-
-    def _index_features(self, value: int) -> tuple[Index, ...]:
-        return self.body.index_all(self.body.nodes[value].shape)
