@@ -17,7 +17,7 @@ from collections.abc import Iterable
 import torch
 
 from penstock.compat.dispatch import num_owners
-from penstock.memory.pages import HUGE_PAGE_BYTES, advise_huge_pages
+from penstock.memory.pages import HUGE_PAGE_BYTES, advise_huge_pages, round_up
 
 ALIGNMENT = 64
 _MIN_POOLED_BYTES = 2**20
@@ -145,13 +145,13 @@ def assign_offsets(
         else:
             place = (None, _find_lowest_gap(in_arena, value))
         host, begin = found[value.value] = place
-        placed[host].append((begin, begin + _align(value.num_bytes), value))
+        placed[host].append((begin, begin + round_up(value.num_bytes, ALIGNMENT), value))
     return found, max((end for _, end, _ in in_arena), default=0)
 
 
 def _find_lowest_gap(placed: Iterable[_Placed], value: ArenaValue) -> int:
     """Return the lowest offset at which a value is clear of those that are alive with it."""
-    length, begin = _align(value.num_bytes), 0
+    length, begin = round_up(value.num_bytes, ALIGNMENT), 0
     for other_begin, other_end, other in sorted(placed, key=lambda place: place[:2]):
         is_disjoint = other.last < value.first or value.last < other.first
         if is_disjoint or other_end <= begin:
@@ -160,7 +160,3 @@ def _find_lowest_gap(placed: Iterable[_Placed], value: ArenaValue) -> int:
             break
         begin = other_end
     return begin
-
-
-def _align(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from penstock.rgnn.backends.cpp._kernel import Field, KernelTask
-from penstock.rgnn.backends.cpp._rowwise import Lines, stretch, write_offset
+from penstock.rgnn.backends.cpp._kernel import Field, KernelTask, Lines, stretch, write_offset
 from penstock.rgnn.backends.cpp._traversals import TraversalWriter, write_traversal
 from penstock.rgnn.ir import Program, broadcast, describe_read
 from penstock.rgnn.lowering import Kernel, KernelKind, LoweredProgram
