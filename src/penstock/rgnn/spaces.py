@@ -55,18 +55,15 @@ NODE_TYPE_OF = RowMap("node_type", Space.NODE, Space.NODE_TYPE)
 RELATION_SRC_TYPE = RowMap("type.src_type", Space.RELATION, Space.NODE_TYPE)
 RELATION_DST_TYPE = RowMap("type.dst_type", Space.RELATION, Space.NODE_TYPE)
 
-_TO_ONE = {space: RowMap(f"{space.name.lower()}.one", space, Space.ONE) for space in Space}
-_IDENTITY = {space: RowMap(f"{space.name.lower()}.self", space, space) for space in Space}
-
 
 def to_one(space: Space) -> RowMap:
     """Return the map that sends every row of `space` to the single row of `Space.ONE`."""
-    return _TO_ONE[space]
+    return RowMap(f"{space.name.lower()}.one", space, Space.ONE)
 
 
 def identity(space: Space) -> RowMap:
     """Return the map that sends every row of `space` to itself."""
-    return _IDENTITY[space]
+    return RowMap(f"{space.name.lower()}.self", space, space)
 
 
 _SORTED = frozenset({EDGE_TYPE, EDGE_DST_PAIR, SRC_PAIR_TYPE, DST_PAIR_TYPE})

@@ -31,8 +31,8 @@ MIN_ROWS_OF_RELATION = 64
 again; below, the matrices weigh more than the rows."""
 
 _FindProduct = Callable[[Kernel], int | None]
-_Fuse = Callable[[Kernel, Kernel, int], tuple[Kernel, Kernel] | None]
-"""From the kernels that make and read a product: what takes their places; None to leave them."""
+_Fuse = Callable[[Kernel, Kernel, int], tuple[Kernel, Kernel]]
+"""From the kernels that make and read a product: what takes their places."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -130,9 +130,9 @@ def fuse_biases(program: Program, schedule: KernelSchedule) -> KernelSchedule:
     The kernel stands where the product stood.
     """
 
-    def fuse(maker: Kernel, reader: Kernel, product: int) -> tuple[Kernel, Kernel] | None:
-        if maker.kind is not KernelKind.GEMM or maker.values != (product,):
-            return None
+    def fuse(maker: Kernel, reader: Kernel, product: int) -> tuple[Kernel, Kernel]:
+        assert maker.kind is KernelKind.GEMM, maker
+        assert maker.values == (product,), maker
         biased = dataclasses.replace(maker, stages=((product, reader.values[0]),))
         return biased, dataclasses.replace(reader, stages=())
 
@@ -152,10 +152,8 @@ def _fuse_products(
         is_of_one_direction = (maker < split) == (place < split)
         if not is_of_one_direction or _is_read_elsewhere(program, product, kernel):
             continue
-        pair = fuse(kernels[maker], kernel, product)
-        if pair is not None:
-            kernels[maker], kernels[place] = pair
-            fused.add(product)
+        kernels[maker], kernels[place] = fuse(kernels[maker], kernel, product)
+        fused.add(product)
     return KernelSchedule(
         tuple(kernel for kernel in kernels if kernel.stages),
         sum(bool(kernel.stages) for kernel in kernels[:split]),
