@@ -25,7 +25,7 @@ from penstock.rgnn._compiled_program import CompiledProgram
 from penstock.rgnn.backends import Invocation, Results
 from penstock.rgnn.ir import find_maps, find_source
 from penstock.rgnn.lowering import Direction, Kernel, LoweredProgram, find_fused_outers
-from penstock.rgnn.passes import JointProgram
+from penstock.rgnn.passes import name_seed
 from penstock.rgnn.spaces import RowMap, Space
 
 REPETITIONS = 9
@@ -118,7 +118,7 @@ def _training_program(
         traced, tensors = compiled._trace_call(graph, args, {})
         wrt = tuple(name for name in tensors if tensors[name].requires_grad)
         result = compiled(graph, *args)
-        seeds = {JointProgram.seed(0): torch.ones_like(result)}
+        seeds = {name_seed(0): torch.ones_like(result)}
         optimized = compiled._compile_for(traced, graph, wrt).lowered.optimized
         found.append((graph, tensors | seeds, CompiledProgram(optimized, backend)))
         return result

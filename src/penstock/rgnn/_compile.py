@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -31,9 +32,9 @@ from penstock.rgnn.frontend.arguments import (
     read_signature,
 )
 from penstock.rgnn.frontend.traces import State, TracedFunction, Traces
-from penstock.rgnn.graph import Graph, GraphTensors
+from penstock.rgnn.graph import Graph, GraphTensors, split_graph
 from penstock.rgnn.interpreter import interpret
-from penstock.rgnn.passes import check_rewrites, optimize
+from penstock.rgnn.passes import REWRITES, optimize
 from penstock.rgnn.spaces import Counts, Space
 
 _NUM_REMEMBERED = 256  # programs of a function, and kinds of calls
@@ -94,7 +95,8 @@ class CompiledFunction:
         self, function: Callable[..., Any], *, without: Collection[str] = (), backend: str = "auto"
     ) -> None:
         functools.update_wrapper(self, function)
-        check_rewrites(without)
+        if unknown := sorted(set(without) - set(REWRITES)):
+            raise ValueError(f"without has {unknown}; the rewrites are {list(REWRITES)}")
         if backend not in BACKENDS:
             raise ValueError(f"backend is {backend!r}; the backends are {list(BACKENDS)}")
         self._function = function
@@ -102,11 +104,11 @@ class CompiledFunction:
         self._names = tuple(self._signature.parameters)[1:]
         self._without = frozenset(without)
         self._backend = backend
-        self._traces = Traces(function)
+        self._traces = Traces(function, self._signature)
         self._compiled = functools.lru_cache(_NUM_REMEMBERED)(self._compile)
         self._specialized = functools.lru_cache(_NUM_REMEMBERED)(self._specialize)
-        self._registered = _custom_ops.register(
-            function.__name__,
+        self._registered = _custom_ops.RegisteredFunction(
+            name=f"{function.__name__} {secrets.token_hex(8)}",
             options=f"{(tuple(sorted(without)), backend)}",
             trace=self._trace,
             compile=self._compile_for,
@@ -134,7 +136,7 @@ class CompiledFunction:
         arguments = bind_arguments(self._signature, args, kwargs)
         if torch.compiler.is_dynamo_compiling():
             return _custom_ops.call(self._registered.name, graph, arguments)
-        _check_graph(graph)
+        _custom_ops.check_graph(graph)
         if are_functorch_transforms_active():
             raise RuntimeError(
                 "a compiled program cannot be transformed by torch.func (grad, vmap, jacrev, ...); "
@@ -211,13 +213,13 @@ class CompiledFunction:
         self, graph: Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[TracedFunction, dict[str, torch.Tensor]]:
         """Return the trace of a call and the tensors that its program takes, by name."""
-        _check_graph(graph)
+        _custom_ops.check_graph(graph)
         arguments = bind_arguments(self._signature, args, kwargs)
-        traced, tensors, _ = self._trace(graph, arguments)
+        traced, tensors, _ = self._trace(split_graph(graph), arguments)
         return traced, dict(zip(traced.program.inputs(), tensors, strict=True))
 
     def _trace(
-        self, graph: Graph | GraphTensors, arguments: Sequence[Any]
+        self, graph: GraphTensors, arguments: Sequence[Any]
     ) -> tuple[TracedFunction, list[torch.Tensor], Callable[[], None] | None]:
         """Trace a call on tensors that may have no data.
 
@@ -225,8 +227,6 @@ class CompiledFunction:
             The trace; the tensors that its program takes; and a check that raises if what the
             function reads besides its arguments has changed since.
         """
-        device = graph.device
-        rows = graph.counts.rows if isinstance(graph, Graph) else graph.rows
         kinds = {}
         for name, kind in zip(self._names, describe(arguments), strict=True):
             if isinstance(kind, TensorKind):
@@ -234,9 +234,9 @@ class CompiledFunction:
                 features = tuple(int(length) for length in kind.shape[1:])
                 kind = kind._replace(shape=(*kind.shape[:1], *features))
             kinds[name] = kind
-        is_autocast = torch.is_autocast_enabled(device.type)
+        is_autocast = torch.is_autocast_enabled(graph.device.type)
         state = self._traces.state(self._names, kinds.values())
-        traced, dtype = self._find_trace(kinds, device, rows, is_autocast, state)
+        traced, dtype = self._find_trace(kinds, graph.device, graph.rows, is_autocast, state)
         by_name = dict(zip(self._names, arguments, strict=True))
         tensors = _convert([by_name[name] for name in traced.program.inputs()], dtype)
         return traced, tensors, self._traces.make_check(traced, state, kinds)
@@ -292,13 +292,6 @@ class CompiledFunction:
     ) -> CompiledProgram:
         optimized = optimize(traced.program, counts, wrt=wrt, without=self._without)
         return CompiledProgram(optimized, backend)
-
-
-def _check_graph(graph: Graph) -> None:
-    if not isinstance(graph, Graph):
-        raise TypeError(
-            f"the first argument must be a penstock.rgnn.Graph; got {type(graph).__name__}"
-        )
 
 
 def _convert(tensors: list[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ forward is kept, but never a gather, which is read again from its source.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -14,7 +15,7 @@ import torch
 
 from penstock.rgnn.backends import Backend, Invocation, Results, choose_dtype, load_backend
 from penstock.rgnn.graph import Graph
-from penstock.rgnn.passes import JointProgram, OptimizedProgram
+from penstock.rgnn.passes import OptimizedProgram, name_seed
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -35,7 +36,7 @@ class CompiledProgram:
         )
         """Places of the inputs that the backward reads."""
         self._saved_names = tuple(self.names[place] for place in self.saved)
-        self._seeds = tuple(JointProgram.seed(k) for k in range(optimized.num_outputs))
+        self._seeds = tuple(map(name_seed, range(optimized.num_outputs)))
 
     def __call__(self, graph: Graph, tensors: Sequence[torch.Tensor]) -> Tensors:
         """Run the program on a tensor for each of `names`, with gradients for its inputs `wrt`."""
@@ -72,15 +73,12 @@ class CompiledProgram:
         mean or softmax may be kept in the dtype of the arguments. Results are rounded once, at the
         end; what is kept for the backward stays in float32.
         """
-        arguments = invocation.arguments
-        dtype = next((each.dtype for each in arguments.values()), torch.get_default_dtype())
+        dtype = invocation.dtype
         computed = choose_dtype(self._backend, dtype)
         if computed is dtype:
             return self.run_direction(invocation)
-        wide = {name: tensor.to(computed) for name, tensor in arguments.items()}
-        results, kept = self.run_direction(
-            Invocation(invocation.direction, invocation.graph, wide, invocation.given)
-        )
+        wide = {name: tensor.to(computed) for name, tensor in invocation.arguments.items()}
+        results, kept = self.run_direction(dataclasses.replace(invocation, arguments=wide))
         return tuple(result.to(dtype) for result in results), kept
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -55,25 +54,26 @@ class RegisteredFunction:
     compile: Callable[[TracedFunction, Graph, tuple[str, ...]], CompiledProgram]
     programs: dict[str, _RegisteredProgram] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        _functions[self.name] = self
+
 
 _functions: weakref.WeakValueDictionary[str, RegisteredFunction] = weakref.WeakValueDictionary()
 
 
-def register(name: str, **fields: Any) -> RegisteredFunction:
-    """Register a compiled function; `fields` are those of `RegisteredFunction`."""
-    unique = f"{name} {secrets.token_hex(8)}"
-    registered = _functions[unique] = RegisteredFunction(unique, **fields)
-    return registered
+def check_graph(graph: object, kind: type = Graph) -> None:
+    """Raise unless the first argument of a compiled function is a graph."""
+    if not isinstance(graph, kind):
+        raise TypeError(
+            f"the first argument must be a penstock.rgnn.Graph; got {type(graph).__name__}"
+        )
 
 
 def call(name: str, graph: Graph | GraphTensors, arguments: tuple[Any, ...]) -> Any:
     """Call a registered function while Dynamo traces, with a value for each parameter."""
     if isinstance(graph, Graph):
         graph = split_graph(graph)
-    if not isinstance(graph, GraphTensors):
-        raise TypeError(
-            f"the first argument must be a penstock.rgnn.Graph; got {type(graph).__name__}"
-        )
+    check_graph(graph, GraphTensors)
     tensors, integers, floats, strings, kinds = [], [], [], [], ""
     for value in arguments:
         if isinstance(value, torch.Tensor):

@@ -134,12 +134,10 @@ def _binary(
 
 
 def _pad(node: Node, rows: torch.Tensor) -> torch.Tensor:
-    axis = node["axis"]
-    shape = list(rows.shape)
-    shape[1 + axis] = node["size"]
-    padded = rows.new_zeros(shape)
-    place = torch.arange(node["begin"], node["begin"] + rows.shape[1 + axis], device=rows.device)
-    return padded.index_copy(1 + axis, place, rows)
+    axis = 1 + node["axis"]
+    after = node["size"] - node["begin"] - rows.shape[axis]
+    behind = (0, 0) * (rows.dim() - 1 - axis)  # torch has the last axis first
+    return torch.nn.functional.pad(rows, (*behind, node["begin"], after))
 
 
 ROWWISE: dict[str, Callable[..., torch.Tensor]] = {

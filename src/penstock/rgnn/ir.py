@@ -87,14 +87,6 @@ class Program:
         """Return the position of each input, by name."""
         return {node["name"]: i for i, node in enumerate(self.nodes) if node.op == "input"}
 
-    def uses(self) -> list[list[int]]:
-        """Return, for each node, the positions of the nodes that read it (outputs not counted)."""
-        users: list[list[int]] = [[] for _ in self.nodes]
-        for position, node in enumerate(self.nodes):
-            for operand in node.operands:
-                users[operand].append(position)
-        return users
-
     def __str__(self) -> str:
         lines = [f"%{i} = {describe(node)}" for i, node in enumerate(self.nodes)]
         outputs = ", ".join(f"%{i}" for i in self.outputs)
@@ -152,8 +144,13 @@ class ProgramBuilder:
     def add(self, op: str, *operands: int, **attributes: Any) -> int:
         """Append an operator on earlier values; return the position of its result."""
         assert op in OPERATORS, op
-        if op == "gather" and (short := self._shorten_gather(operands[0], attributes["map"])):
-            return short[0]
+        if op == "gather":
+            (read,), row_map = operands, attributes["map"]
+            if row_map == spaces.identity(row_map.rows):
+                return read
+            if self.nodes[read].op == "gather" and self.nodes[read].map.into is Space.ONE:
+                (single,) = self.nodes[read].operands
+                return self.add("gather", single, map=spaces.to_one(row_map.rows))
         if op in ROWWISE:
             row_map = self.find_type_map(operands)
             if row_map is not None:
@@ -211,15 +208,6 @@ class ProgramBuilder:
         if self._known is not None:
             self._known[node] = position
         return position
-
-    def _shorten_gather(self, position: int, row_map: RowMap) -> tuple[int] | None:
-        """Return a shorter form of a gather: along an identity, or from a single row."""
-        node = self.nodes[position]
-        if row_map == spaces.identity(row_map.rows):
-            return (position,)
-        if node.op == "gather" and node.map.into is Space.ONE:
-            return (self.add("gather", node.operands[0], map=spaces.to_one(row_map.rows)),)
-        return None
 
     def find_type_map(self, operands: Sequence[int]) -> RowMap | None:
         """Return the one map into types (or the single row) along which every operand is read."""
@@ -363,10 +351,7 @@ def _joined_shape(op: str, shapes: list[Shape], attributes: dict[str, Any]) -> S
     if len(others) != 1:
         raise ValueError(f"concat of rows of shapes {_show(*shapes)}: only the last may differ")
     if op == "slice":
-        if not 0 <= attributes["begin"] <= attributes["end"] <= lengths[0]:
-            raise ValueError(
-                f"features {attributes['begin']} to {attributes['end']} of {lengths[0]}"
-            )
+        assert 0 <= attributes["begin"] <= attributes["end"] <= lengths[0], (attributes, shapes)
         length = attributes["end"] - attributes["begin"]
     else:
         length = sum(lengths) if op == "concat" else attributes["size"]

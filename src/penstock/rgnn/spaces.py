@@ -55,18 +55,15 @@ NODE_TYPE_OF = RowMap("node_type", Space.NODE, Space.NODE_TYPE)
 RELATION_SRC_TYPE = RowMap("type.src_type", Space.RELATION, Space.NODE_TYPE)
 RELATION_DST_TYPE = RowMap("type.dst_type", Space.RELATION, Space.NODE_TYPE)
 
-_TO_ONE = {space: RowMap(f"{space.name.lower()}.one", space, Space.ONE) for space in Space}
-_IDENTITY = {space: RowMap(f"{space.name.lower()}.self", space, space) for space in Space}
-
 
 def to_one(space: Space) -> RowMap:
     """Return the map that sends every row of `space` to the single row of `Space.ONE`."""
-    return _TO_ONE[space]
+    return RowMap(f"{space.name.lower()}.one", space, Space.ONE)
 
 
 def identity(space: Space) -> RowMap:
     """Return the map that sends every row of `space` to itself."""
-    return _IDENTITY[space]
+    return RowMap(f"{space.name.lower()}.self", space, space)
 
 
 _SORTED = frozenset({EDGE_TYPE, EDGE_DST_PAIR, SRC_PAIR_TYPE, DST_PAIR_TYPE})
@@ -155,6 +152,17 @@ def coordinates(row_map: RowMap) -> frozenset[Coordinate]:
     return _COORDINATES[row_map.into]
 
 
+COUNT_OF = {
+    Space.EDGE: "num_edges",
+    Space.SRC_PAIR: "num_src_pairs",
+    Space.DST_PAIR: "num_dst_pairs",
+    Space.NODE: "num_nodes",
+    Space.RELATION: "num_relations",
+    Space.NODE_TYPE: "num_node_types",
+}
+"""The names of the numbers of rows, of counts and of graphs, by space."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counts:
     """Rows in each space of a graph, and what else of it the compiler's decisions need."""
@@ -170,12 +178,4 @@ class Counts:
 
     def rows(self, space: Space) -> int:
         """Return the number of rows of a value in `space`."""
-        return {
-            Space.EDGE: self.num_edges,
-            Space.SRC_PAIR: self.num_src_pairs,
-            Space.DST_PAIR: self.num_dst_pairs,
-            Space.NODE: self.num_nodes,
-            Space.RELATION: self.num_relations,
-            Space.NODE_TYPE: self.num_node_types,
-            Space.ONE: 1,
-        }[space]
+        return 1 if space is Space.ONE else getattr(self, COUNT_OF[space])

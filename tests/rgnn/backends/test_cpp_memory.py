@@ -12,15 +12,9 @@ from hypothesis import strategies as st
 
 from _relational import random_graph
 from penstock import rgnn
-from penstock.rgnn.backends.cpp import _buffers
-from penstock.rgnn.backends.cpp._arena import (
-    ALIGNMENT,
-    ArenaValue,
-    assign_offsets,
-    place_in_results,
-)
-from penstock.rgnn.backends.cpp._buffers import BufferPool
+from penstock.rgnn.backends.cpp import _memory
 from penstock.rgnn.backends.cpp._graph_arrays import find_arrays
+from penstock.rgnn.backends.cpp._memory import ALIGNMENT, ArenaValue, BufferPool, assign_offsets
 
 LIFETIMES = st.lists(
     st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(0, 1000)), max_size=12
@@ -31,7 +25,9 @@ MEGABYTE = 2**20
 @given(LIFETIMES)
 def test_values_alive_together_do_not_overlap(drawn):
     values = [ArenaValue(i, first, first + span, n) for i, (first, span, n) in enumerate(drawn)]
-    offsets, arena_bytes = assign_offsets(values)
+    places, arena_bytes = assign_offsets(values)
+    assert all(host is None for host, _ in places.values())
+    offsets = {value: offset for value, (_, offset) in places.items()}
     assert all(offset % ALIGNMENT == 0 for offset in offsets.values())
     assert all(offsets[value.value] + value.num_bytes <= arena_bytes for value in values)
     for one, other in itertools.combinations(values, 2):
@@ -43,7 +39,7 @@ def test_values_alive_together_do_not_overlap(drawn):
 
 def test_values_that_follow_each_other_share_bytes():
     values = [ArenaValue(i, i, i, 640) for i in range(5)]
-    assert assign_offsets(values) == (dict.fromkeys(range(5), 0), 640)
+    assert assign_offsets(values) == (dict.fromkeys(range(5), (None, 0)), 640)
 
 
 @given(LIFETIMES, LIFETIMES)
@@ -53,8 +49,9 @@ def test_values_in_a_result_are_dead_before_it_and_overlap_no_other(drawn, resul
         100 + i: ArenaValue(100 + i, first, first + span, n)
         for i, (first, span, n) in enumerate(results)
     }
-    found, rest = place_in_results(values, hosts.values())
-    assert sorted([*found, *(value.value for value in rest)]) == list(range(len(values)))
+    places, _ = assign_offsets(values, hosts.values())
+    assert sorted(places) == list(range(len(values)))
+    found = {value: (host, begin) for value, (host, begin) in places.items() if host is not None}
     for value in values:
         if value.value in found:
             host, begin = found[value.value]
@@ -73,9 +70,8 @@ def test_values_in_a_result_are_dead_before_it_and_overlap_no_other(drawn, resul
 def test_a_value_lodges_with_the_result_that_is_needed_soonest():
     hosts = [ArenaValue(10, 5, 9, 640), ArenaValue(11, 3, 9, 640)]
     values = [ArenaValue(0, 0, 2, 640), ArenaValue(1, 1, 4, 640), ArenaValue(2, 2, 4, 64)]
-    found, rest = place_in_results(values, hosts)
-    assert found == {0: (11, 0), 1: (10, 0)}
-    assert [value.value for value in rest] == [2]
+    places, _ = assign_offsets(values, hosts)
+    assert places == {0: (11, 0), 1: (10, 0), 2: (None, 0)}
 
 
 def test_products_that_are_scaled_row_by_row_are_scaled_in_their_place():
@@ -108,7 +104,7 @@ def test_a_block_is_used_again_when_no_tensor_shares_it():
     del view
     third = buffers.empty((2, MEGABYTE // 2), torch.float32)
     assert third.data_ptr() == address
-    assert buffers.num_buffers == 2
+    assert len(buffers._buffers) == 2
 
 
 def test_much_larger_blocks_are_not_wasted_on_small_tensors():
@@ -123,22 +119,22 @@ def test_buffers_that_are_not_used_are_freed():
     buffers.empty((8 * MEGABYTE,), torch.uint8)
     for _ in range(70):
         buffers.empty((2 * MEGABYTE,), torch.uint8)
-    assert buffers.num_buffers == 2
+    assert len(buffers._buffers) == 2
     buffers.empty((MEGABYTE,), torch.uint8)
-    assert buffers.num_buffers == 2  # the idle one has made room for the new one
+    assert len(buffers._buffers) == 2  # the idle one has made room for the new one
 
 
 def test_two_threads_never_get_the_same_block(monkeypatch):
     buffers = BufferPool()
     buffers.scratch(4 * MEGABYTE)  # is free, and both threads ask for it
-    owners = _buffers._count_owners
+    owners = _memory._count_owners
 
     def slowly(tensor: torch.Tensor) -> int:
         found = owners(tensor)
         time.sleep(0.05)  # the other thread looks before this one has taken the block
         return found
 
-    monkeypatch.setattr(_buffers, "_count_owners", slowly)
+    monkeypatch.setattr(_memory, "_count_owners", slowly)
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(buffers.scratch, [3 * MEGABYTE] * 2))
     assert found[0].data_ptr() != found[1].data_ptr()
@@ -158,7 +154,7 @@ def test_layers_of_two_threads_on_one_graph_do_not_disturb_each_other():
         return [h.detach(), *torch.autograd.grad(h.square().sum(), [x, *layer.parameters()])]
 
     expected = [step(0), step(1)]
-    assert find_arrays(graph).buffers.num_buffers > 0
+    assert len(find_arrays(graph).buffers._buffers) > 0
     with ThreadPoolExecutor(2) as pool:
         for place, found in enumerate(pool.map(step, [0, 1] * 6)):
             pairs = zip(found, expected[place % 2], strict=True)
@@ -171,6 +167,6 @@ def test_scratch_memory_of_a_step_is_one_block():
         kept = buffers.empty((3 * MEGABYTE,), torch.uint8)
         buffers.scratch(4 * MEGABYTE)
         address = buffers.scratch(9 * MEGABYTE).data_ptr()
-        assert buffers.num_buffers == 2  # the larger one has replaced the smaller one
+        assert len(buffers._buffers) == 2  # the larger one has replaced the smaller one
         del kept
     assert buffers.scratch(4 * MEGABYTE).data_ptr() == address

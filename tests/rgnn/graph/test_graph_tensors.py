@@ -10,7 +10,7 @@ import torch
 
 from _relational import random_graph
 from penstock import rgnn
-from penstock.rgnn.graph import GraphTensors, _tensors, find_graph, split_graph
+from penstock.rgnn.graph import GraphTensors, _graph, find_graph, split_graph
 
 N, R = 12, 4
 
@@ -31,7 +31,7 @@ def test_the_same_tensors_are_the_same_graph():
 
 def test_layers_that_are_called_with_the_same_tensors_share_a_graph(monkeypatch):
     made = []
-    monkeypatch.setattr(_tensors, "Graph", lambda *a, **k: made.append(1) or rgnn.Graph(*a, **k))
+    monkeypatch.setattr(_graph, "Graph", lambda *a, **k: made.append(1) or rgnn.Graph(*a, **k))
     edge_index, edge_type, *_ = edges()
     layers = [rgnn.RGCNConv(6, 6, R), rgnn.RGATConv(6, 6, R)]
     h = torch.randn(N, 6)
@@ -91,7 +91,7 @@ def test_graphs_are_let_go_after_their_tensors():
 
 
 def test_only_the_last_graphs_are_remembered():
-    several = [edges(seed) for seed in range(_tensors._NUM_REMEMBERED + 1)]
+    several = [edges(seed) for seed in range(_graph._NUM_REMEMBERED + 1)]
     watched = [weakref.ref(find_graph(each)) for each in several]
     gc.collect()
     assert watched[0]() is None

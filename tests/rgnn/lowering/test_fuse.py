@@ -18,7 +18,7 @@ from _relational import (
 from penstock import rgnn
 from penstock.codegen import find_compiler
 from penstock.rgnn.backends.cpp import _graph_arrays
-from penstock.rgnn.lowering import KernelKind, _fuse, lower, lower_for_arena
+from penstock.rgnn.lowering import KernelKind, _program, lower, lower_for_arena
 from penstock.rgnn.passes import OptimizedProgram, optimize
 from penstock.rgnn.spaces import DST_PAIR_DST, SRC_PAIR_SRC
 
@@ -31,7 +31,7 @@ SUMMED = KernelKind.SUMMED_GEMM.value
 @pytest.fixture
 def small(monkeypatch):
     """Products are joined on the smallest graph, and its nodes cut into several ranges."""
-    monkeypatch.setattr(_fuse, "MIN_ROWS_OF_RELATION", 0)
+    monkeypatch.setattr(_program, "MIN_ROWS_OF_RELATION", 0)
     monkeypatch.setattr(_graph_arrays, "_MIN_RANGES", 3)
 
 
@@ -94,7 +94,7 @@ def test_kernels_of_the_forward_stay_in_it(small):
 def test_with_few_rows_of_each_relation_products_stay_alone():
     graph = few_sources()
     rows = graph.counts.num_src_pairs
-    assert rows < _fuse.MIN_ROWS_OF_RELATION * graph.num_relations
+    assert rows < _program.MIN_ROWS_OF_RELATION * graph.num_relations
     assert joined(optimized_program(sums, graph)) == []
 
 
@@ -107,7 +107,7 @@ def test_a_product_that_is_read_elsewhere_is_made(small):
     outputs = (*optimized.program.outputs, product)
     program = dataclasses.replace(optimized.program, outputs=outputs)
     assert (
-        _fuse.fuse_sums(program, lower(optimized).schedule, graph.counts)
+        _program.fuse_sums(program, lower(optimized).schedule, graph.counts)
         == lower(optimized).schedule
     )
 
@@ -172,7 +172,7 @@ def test_bits_are_those_of_products_that_stay_alone(name, dim, monkeypatch):
     ]
     found = []
     for least, ranges in ((10**9, 8), (0, 8), (0, 1), (0, 40)):
-        monkeypatch.setattr(_fuse, "MIN_ROWS_OF_RELATION", least)
+        monkeypatch.setattr(_program, "MIN_ROWS_OF_RELATION", least)
         monkeypatch.setattr(_graph_arrays, "_MIN_RANGES", ranges)
         fresh = random_graph(40, 700)
         function = rgnn.compile(LAYERS[name].__wrapped__, backend="cpp")

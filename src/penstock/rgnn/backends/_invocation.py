@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
@@ -36,10 +37,8 @@ class Invocation:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the arguments, else of the given values."""
-        for tensors in (self.arguments, self.given):
-            for tensor in tensors.values():
-                return tensor.dtype
-        return torch.get_default_dtype()
+        tensors = itertools.chain(self.arguments.values(), self.given.values())
+        return next((tensor.dtype for tensor in tensors), torch.get_default_dtype())
 
 
 class Backend(abc.ABC):

@@ -32,17 +32,12 @@ class TorchBackend(Backend):
 
     def __call__(self, invocation: Invocation) -> Results:
         """Compute the values of a direction."""
-        return run_in_torch(self._program, invocation)
+        # Everything is in the dtype of the arguments, whatever autocast would have products be.
+        with torch.autocast(invocation.graph.device.type, enabled=False):
+            return Evaluation(self._program, invocation).run()
 
 
-def run_in_torch(program: Program, invocation: Invocation) -> Results:
-    """Compute the values of a direction; `Backend` has the arguments and results."""
-    # Everything is in the dtype of the arguments, whatever autocast would have products be.
-    with torch.autocast(invocation.graph.device.type, enabled=False):
-        return _Evaluation(program, invocation).run()
-
-
-class _Evaluation:
+class Evaluation:
     """One pass over the values of a direction; each is dropped after its last reader.
 
     Reads, inverse counts and per-row outers are lazy: they are made when a reader needs rows, and a
@@ -69,7 +64,6 @@ class _Evaluation:
             self._values[position] = self._compute(nodes[position])
             for done in last.get(position, ()):
                 del self._values[done]
-
         return leave_results(self._program, self._invocation, self._values)
 
     def _compute(self, node: Node) -> torch.Tensor:

@@ -9,17 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.rgnn.ir import Program
-from penstock.rgnn.spaces import Space
+from penstock.rgnn.spaces import COUNT_OF, Space
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 Scalar = bool | int | float | str | None
-_COUNTED_BY = {
-    Space.NODE: "num_nodes",
-    Space.RELATION: "num_relations",
-    Space.NODE_TYPE: "num_node_types",
-}
-"""Arguments of a graph that say how many rows there are."""
 _SCALARS = (int, float, str, type(None))  # a bool is an int
 
 
@@ -130,8 +124,8 @@ def check_rows(program: Program, kinds: Mapping[str, Kind], rows: Callable[[Spac
         assert isinstance(kind, TensorKind)
         if space is not Space.ONE and kind.shape[0] != rows(space):
             shape = tuple(int(length) for length in kind.shape)
-            option = _COUNTED_BY.get(space)
-            remedy = "" if option is None else f"; give Graph {option}= if some do not occur"
+            remedy = f"; give Graph {COUNT_OF[space]}= if some do not occur"
+            remedy = "" if space is Space.EDGE else remedy
             raise ValueError(
                 f"{name} is used with one row for each {space.value}, of which the graph has "
                 f"{int(rows(space)):,}; it has shape {shape}{remedy}"

@@ -146,7 +146,8 @@ class Argument(_Operand):
                 f"{self.name!r} is indexed with {index!r}; arguments are indexed with the types of "
                 f"a graph's edges or nodes: {meant}"
             )
-        return index.read(self)
+        position = self.bind(index.map.into)
+        return Value(self.trace, self.trace.add("gather", position, map=index.map))
 
     def __repr__(self) -> str:
         return f"argument {self.name!r}"
@@ -248,15 +249,10 @@ class TypeIndex(_GraphPart):
 
     def __init__(self, trace: Trace, row_map: RowMap) -> None:
         super().__init__(trace)
-        self._map = row_map
-
-    def read(self, weight: Argument) -> Value:
-        """Return the weight of each row's type."""
-        position = weight.bind(self._map.into)
-        return Value(self._trace, self._trace.add("gather", position, map=self._map))
+        self.map = row_map
 
     def __repr__(self) -> str:
-        return "g.edges.type" if self._map == spaces.EDGE_TYPE else "g.nodes.type"
+        return "g.edges.type" if self.map == spaces.EDGE_TYPE else "g.nodes.type"
 
 
 class Edges(_GraphPart):
@@ -338,10 +334,19 @@ def require_rows(v: Any, space: Space, what: str) -> Value:
 
 def apply_elementwise(op: str, left: Any, right: Any) -> Any:
     """Apply a binary operator to values, arguments and plain numbers."""
-    if isinstance(right, int | float) and not isinstance(right, bool):
-        return _apply_number(op, left, float(right))
     if isinstance(left, int | float) and not isinstance(left, bool):
-        return _apply_to_number(op, float(left), right)
+        if op == "sub":  # n - x is -x + n, and n / x is 1 / x * n
+            op, right = "add", apply_unary("scale", right, value=-1.0)
+        elif op == "div":
+            op, right = "mul", apply_unary("reciprocal", right)
+        left, right = right, left
+    if isinstance(right, int | float) and not isinstance(right, bool):
+        number = float(right)
+        if op in ("add", "sub"):
+            return apply_unary("shift", left, value=number if op == "add" else -number)
+        if op == "div" and number == 0:
+            raise TraceError("division by zero")
+        return apply_unary("scale", left, value=number if op == "mul" else 1 / number)
     operands = align_rows(op, left, right)
     if isinstance(operands, Argument):
         return operands
@@ -403,22 +408,6 @@ def align_rows(op: str, *operands: Any) -> Argument | list[Value]:
         operand.broadcast(space) if isinstance(operand, Argument) else operand
         for operand in operands
     ]
-
-
-def _apply_number(op: str, x: Any, number: float) -> Any:
-    if op in ("mul", "div"):
-        if op == "div" and number == 0:
-            raise TraceError("division by zero")
-        return apply_unary("scale", x, value=number if op == "mul" else 1 / number)
-    return apply_unary("shift", x, value=number if op == "add" else -number)
-
-
-def _apply_to_number(op: str, number: float, x: Any) -> Any:
-    if op == "sub":
-        return apply_unary("shift", apply_unary("scale", x, value=-1.0), value=number)
-    if op == "div":
-        return apply_unary("scale", apply_unary("reciprocal", x), value=number)
-    return _apply_number(op, x, number)
 
 
 def _read_rows(trace: Trace, x: Any, space: Space, what: str = "") -> Value:

@@ -8,7 +8,6 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -181,12 +180,9 @@ def _read_array(array: np.ndarray) -> tuple[torch.Tensor, GraphNames | None]:
 
 def _parse_file(path: Path) -> tuple[torch.Tensor, GraphNames | None]:
     stem = path.name.removesuffix(".gz")
-    with ExitStack() as stack:
-        encoding = "utf-8-sig"  # a byte order mark is no part of the first name
-        if stem != path.name:
-            lines = stack.enter_context(gzip.open(path, "rt", encoding=encoding))
-        else:
-            lines = stack.enter_context(path.open(encoding=encoding))
+    open_file: Any = open if stem == path.name else gzip.open
+    # A byte order mark is no part of the first name.
+    with open_file(path, "rt", encoding="utf-8-sig") as lines:
         if stem.endswith(".nt"):
             return _number_names(_parse_n_triples(path, lines))
         first = lines.readline().strip()
@@ -238,11 +234,9 @@ def _parse_ids(path: Path, table: list[tuple[int, list[str]]]) -> torch.Tensor:
         ids = None
     if ids is not None and not (ids < 0).any():
         return torch.from_numpy(ids)
-    for number, fields in table:
-        for field in fields:
-            if not _ID.fullmatch(field) or field.startswith("-"):
-                _refuse(path, number, f"expected ids from 0 on, found {field!r}")
-    raise AssertionError(path)
+    cells = ((number, field) for number, fields in table for field in fields)
+    number, wrong = next(cell for cell in cells if not _ID.fullmatch(cell[1]) or cell[1][0] == "-")
+    _refuse(path, number, f"expected ids from 0 on, found {wrong!r}")
 
 
 def _refuse(path: Path, number: int, reason: str) -> NoReturn:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -20,14 +20,10 @@ from penstock.rgnn.spaces import Counts, RowMap, Space
 
 _INT32_MAX = 2**31 - 1
 _outside_inference_mode = torch.inference_mode(False)
-_P = ParamSpec("_P")
-_Owner = TypeVar("_Owner")
-_Result = TypeVar("_Result")
+_Build = TypeVar("_Build", bound=Callable[..., Any])
 
 
-def build_once(
-    build: Callable[Concatenate[_Owner, _P], _Result],
-) -> Callable[Concatenate[_Owner, _P], _Result]:
+def build_once(build: _Build) -> _Build:
     """Make a function or method keep its results in its first argument, such as a graph.
 
     They are plain tensors even if the first use of one is in inference mode.
@@ -35,14 +31,14 @@ def build_once(
     build_outside: Any = _outside_inference_mode(build)
 
     @functools.wraps(build)
-    def read(owner: _Owner, *args: _P.args, **kwargs: _P.kwargs) -> _Result:
+    def read(owner: Any, *args: Any, **kwargs: Any) -> Any:
         results = owner.__dict__.setdefault("_built", {})
         key = (build, args, *kwargs.items())
         if key not in results:
             results[key] = build_outside(owner, *args, **kwargs)
         return results[key]
 
-    return read
+    return cast("_Build", read)
 
 
 def dtype_for(count: int) -> torch.dtype:
@@ -74,12 +70,8 @@ class GraphTensors(NamedTuple):
 
     def rows(self, space: Space) -> int:
         """Return the number of rows in a space that arguments and results can have."""
-        return {
-            Space.EDGE: self.edge_index.shape[1],
-            Space.NODE: self.num_nodes,
-            Space.RELATION: self.num_relations,
-            Space.NODE_TYPE: self.num_node_types,
-        }[space]
+        is_edge = space is Space.EDGE
+        return self.edge_index.shape[1] if is_edge else getattr(self, spaces.COUNT_OF[space])
 
 
 class Indices:

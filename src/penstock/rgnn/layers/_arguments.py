@@ -103,9 +103,8 @@ def check_entities(entities: torch.Tensor, num_entities: int, num_nodes: int) ->
             f"x of integers must have shape ({num_nodes},), one entity for each node of the graph; "
             f"got {tuple(entities.shape)}"
         )
-    if entities.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
-        return
-    if entities.numel():
+    is_readable = entities.device.type == "cpu" and not torch.compiler.is_dynamo_compiling()
+    if is_readable and entities.numel():
         low, high = (int(bound) for bound in torch.aminmax(entities))
         if low < 0 or high >= num_entities:
             raise ValueError(

@@ -242,13 +242,7 @@ class HGTConv(nn.Module):
 
 @build_once
 def _has_sources_of_types(graph: Graph, sizes: tuple[int, ...], sources: tuple[int, ...]) -> bool:
-    """Return whether the edges of each relation begin in its source type.
-
-    Args:
-        graph: Its nodes are of one type after another.
-        sizes: Nodes of each type.
-        sources: The type for each relation.
-    """
+    """Return whether the edges of each relation begin in its source; nodes are type by type."""
     end = torch.tensor(sizes).cumsum(0)
     first, last = ((end - torch.tensor(sizes))[[*sources]], end[[*sources]])
     source, relation = (graph.index(m).cpu().long() for m in (SRC_PAIR_SRC, SRC_PAIR_TYPE))

@@ -14,6 +14,7 @@ from penstock.rgnn._compile import compile
 from penstock.rgnn.frontend.functions import combine, edge_softmax, leaky_relu
 from penstock.rgnn.graph import Graph
 from penstock.rgnn.layers._arguments import (
+    OTHERWISE,
     as_graph,
     check_channels,
     check_message_passing,
@@ -275,18 +276,14 @@ class RGATConv(nn.Module):
 def _check_options(
     attention_mechanism: str, attention_mode: str, mod: str | None, dim: int, dropout: float
 ) -> None:
-    if attention_mechanism not in _WITHIN:
-        raise ValueError(
-            f"attention_mechanism must be one of {list(_WITHIN)}; got {attention_mechanism!r}"
-        )
-    if attention_mode not in _MODES:
-        raise ValueError(f"attention_mode must be one of {_MODES}; got {attention_mode!r}")
+    for name, value, known in (
+        ("attention_mechanism", attention_mechanism, tuple(_WITHIN)),
+        ("attention_mode", attention_mode, _MODES),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {known}; got {value!r}")
     if not 0 <= dropout <= 1:
         raise ValueError(f"dropout must be a probability, between 0 and 1; got {dropout!r}")
-    given = {"mod": mod, "dim": dim}
-    for name, supported in {"mod": None, "dim": 1}.items():
-        if given[name] != supported:
-            raise ValueError(
-                f"{name}={given[name]!r} is not supported, only {supported!r}; write the layer "
-                f"with penstock.rgnn.compile, or use PyG's"
-            )
+    for name, value, supported in (("mod", mod, None), ("dim", dim, 1)):
+        if value != supported:
+            raise ValueError(f"{name}={value!r} is not supported, only {supported!r}. {OTHERWISE}")

@@ -6,17 +6,16 @@ what it left, with the reason.
 
 from penstock.rgnn.passes._compact import choose_rows, lay_out
 from penstock.rgnn.passes._decision import Decision
-from penstock.rgnn.passes._differentiate import JointProgram, differentiate
-from penstock.rgnn.passes._pipeline import REWRITES, OptimizedProgram, check_rewrites, optimize
+from penstock.rgnn.passes._differentiate import differentiate, name_seed
+from penstock.rgnn.passes._pipeline import REWRITES, OptimizedProgram, optimize
 
 __all__ = [
     "REWRITES",
     "Decision",
-    "JointProgram",
     "OptimizedProgram",
-    "check_rewrites",
     "choose_rows",
     "differentiate",
     "lay_out",
+    "name_seed",
     "optimize",
 ]

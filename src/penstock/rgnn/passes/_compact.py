@@ -8,13 +8,15 @@ and `lay_out` carries it out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from penstock.rgnn import spaces
 from penstock.rgnn.ir import ROWWISE, Program, describe, find_coordinates
 from penstock.rgnn.passes._decision import Decision, PassResult, Rewriter
 from penstock.rgnn.spaces import Coordinate, Counts, RowMap, Space
 
+CountRows = Callable[[int], int]
+"""From a value of a program to the number of rows that it is computed on."""
 Layout = Mapping[int, RowMap]
 """For each value that gets fewer rows than its space has: the map to them."""
 
@@ -28,23 +30,28 @@ _CANDIDATES = {
 def choose_rows(program: Program, counts: Counts) -> dict[int, RowMap]:
     """Choose the fewest rows for each value that can be computed on fewer than its space has."""
     depends = find_coordinates(program)
-    layout = {}
-    for position, node in enumerate(program.nodes):
-        if node.op in ROWWISE:
-            best = _find_best(node.space, depends[position], counts)
-            if best is not None:
-                layout[position] = best
-    return layout
+    found = {
+        position: _find_best(node.space, depends[position], counts)
+        for position, node in enumerate(program.nodes)
+        if node.op in ROWWISE
+    }
+    return {position: best for position, best in found.items() if best is not None}
 
 
-def count_fewest_rows(space: Space, depends: frozenset[Coordinate], counts: Counts) -> int:
-    """Return the number of rows of a value with these dependencies after compaction."""
-    if not depends:
-        return 1
-    if depends == {Coordinate.TYPE}:
-        return counts.num_relations
-    best = _find_best(space, depends, counts)
-    return counts.rows(space if best is None else best.into)
+def make_row_counter(program: Program, counts: Counts, can_compact: bool) -> CountRows:
+    """Return a function that returns on how many rows a value is computed, compact if it can be."""
+    depends = find_coordinates(program)
+
+    def count_rows(position: int) -> int:
+        space = program.nodes[position].space
+        if can_compact and not depends[position]:
+            return 1
+        if can_compact and depends[position] == {Coordinate.TYPE}:
+            return counts.num_relations
+        best = _find_best(space, depends[position], counts) if can_compact else None
+        return counts.rows(space if best is None else best.into)
+
+    return count_rows
 
 
 def lay_out(program: Program, layout: Layout) -> Program:

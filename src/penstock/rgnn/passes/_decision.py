@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from penstock.rgnn.ir import TYPES, Program, ProgramBuilder
+from penstock.rgnn.ir import READS, TYPES, Program, ProgramBuilder
 from penstock.rgnn.spaces import RowMap
 
 
@@ -43,26 +43,25 @@ class Rewriter:
     place: list[int] = dataclasses.field(default_factory=list)
     """Position of each old node in the new program."""
     decisions: list[Decision] = dataclasses.field(default_factory=list)
-    uses: list[list[int]] = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        self.uses = self.program.uses()
 
     def run(self, rewrite: Callable[[Rewriter, int], int | None]) -> PassResult:
         """Rebuild the program; where `rewrite` returns a new position, that replaces the node."""
         for position, node in enumerate(self.program.nodes):
             self.builder.where = node.where
             new = rewrite(self, position)
-            if new is None:
-                operands = [self.place[operand] for operand in node.operands]
-                new = self.builder.copy(node, operands)
-            self.place.append(new)
+            self.place.append(self.copy(position) if new is None else new)
         outputs = [self.place[output] for output in self.program.outputs]
         return self.builder.program(outputs), self.decisions
 
+    def copy(self, position: int) -> int:
+        """Add a node as it is, on the new operands."""
+        node = self.program.nodes[position]
+        return self.builder.copy(node, [self.place[operand] for operand in node.operands])
+
     def is_only_used_by(self, position: int, user: int) -> bool:
         """Return whether a value has no reader but one node and is no output."""
-        return set(self.uses[position]) == {user} and position not in self.program.outputs
+        users = {at for at, node in enumerate(self.program.nodes) if position in node.operands}
+        return users == {user} and position not in self.program.outputs
 
     def decide(self, position: int, applied: bool, what: str, reason: str) -> bool:
         """Record a decision about a node; return whether the rewrite applies."""
@@ -78,15 +77,15 @@ class Rewriter:
 
 def common_subexpressions(program: Program) -> PassResult:
     """Let equal nodes be one, and drop what nothing needs."""
-    builder = ProgramBuilder(share=True)
-    place: list[int] = []
-    decisions = []
-    for node in program.nodes:
-        num_before = len(builder.nodes)
-        place.append(builder.copy(node, [place[operand] for operand in node.operands]))
+
+    def rewrite(rewriter: Rewriter, position: int) -> int:
+        node, num_before = program.nodes[position], len(rewriter.builder.nodes)
+        new = rewriter.copy(position)
         # Reads cost nothing by themselves and need no mention.
-        if len(builder.nodes) == num_before and node.op not in ("gather", "reshape"):
-            first = builder.nodes[place[-1]].where
-            reason = f"computed already by {first}"
-            decisions.append(Decision("common subexpressions", True, node.op, reason, node.where))
-    return builder.program(place[out] for out in program.outputs), decisions
+        if len(rewriter.builder.nodes) == num_before and node.op not in READS:
+            reason = f"computed already by {rewriter.builder.nodes[new].where}"
+            rewriter.decide(position, True, node.op, reason)
+        return new
+
+    builder = ProgramBuilder(share=True)
+    return Rewriter(program, "common subexpressions", builder).run(rewrite)

@@ -8,30 +8,17 @@ one, and are never added up before it: a lowered program multiplies them as matr
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from penstock.rgnn.ir import Node, Program, ProgramBuilder, Shape
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class JointProgram:
-    """A program that computes what another does, and then gradients."""
-
-    program: Program
-    """Outputs of the original, then one gradient for each name in `wrt`."""
-    num_outputs: int
-    """Number of outputs of the original."""
-    wrt: tuple[str, ...]
-    """The inputs that have a gradient: those of the asked-for ones that an output depends on."""
-
-    @staticmethod
-    def seed(output: int) -> str:
-        """Return the name of the input with the gradient of the given output."""
-        return f"gradient of output {output}"
+def name_seed(output: int) -> str:
+    """Return the name of the input with the gradient of the given output."""
+    return f"gradient of output {output}"
 
 
-def differentiate(program: Program, wrt: Sequence[str]) -> JointProgram:
+def differentiate(program: Program, wrt: Sequence[str]) -> tuple[Program, tuple[str, ...]]:
     """Append the gradients of a program's outputs with respect to some of its inputs.
 
     Args:
@@ -39,8 +26,9 @@ def differentiate(program: Program, wrt: Sequence[str]) -> JointProgram:
         wrt: Names of inputs.
 
     Returns:
-        The joint program. It has an input `JointProgram.seed(k)` for the gradient of output `k`,
-        with the rows and the row shape of that output.
+        The joint program, with a gradient for each name behind the outputs of the original; and the
+        names that have one: those of `wrt` that an output depends on. The program has an input
+        `name_seed(k)` for the gradient of output `k`, with its rows and its row shape.
     """
     builder = ProgramBuilder()
     for node in program.nodes:
@@ -51,7 +39,7 @@ def differentiate(program: Program, wrt: Sequence[str]) -> JointProgram:
     for output, position in enumerate(program.outputs):
         node = program.nodes[position]
         if is_active[position]:
-            seed = builder.input(JointProgram.seed(output), node.space, node.shape)
+            seed = builder.input(name_seed(output), node.space, node.shape)
             terms.setdefault(position, []).append(seed)
     gradients: dict[str, int] = {}
     for position in range(len(program.nodes) - 1, -1, -1):
@@ -69,7 +57,7 @@ def differentiate(program: Program, wrt: Sequence[str]) -> JointProgram:
                     terms.setdefault(operand, []).append(term)
     reached = tuple(name for name in wrt if name in gradients)
     outputs = (*program.outputs, *(gradients[name] for name in reached))
-    return JointProgram(builder.program(outputs), len(program.outputs), reached)
+    return builder.program(outputs), reached
 
 
 def _find_active(program: Program, wrt: frozenset[str]) -> list[bool]:
@@ -138,12 +126,6 @@ def _sub(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
     yield _sum_stretched(b, b.add("scale", g, value=-1.0), b.nodes[right].shape)
 
 
-def _mul(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
-    left, right = node.operands
-    yield _multiply(b, g, right, b.nodes[left].shape)
-    yield _multiply(b, g, left, b.nodes[right].shape)
-
-
 def _div(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
     # y = l / r: dl = g / r, dr = -g * y / r
     left, right = node.operands
@@ -151,12 +133,6 @@ def _div(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
     yield _sum_stretched(b, share, b.nodes[left].shape)
     minus = b.add("scale", b.add("mul", share, at), value=-1.0)
     yield _sum_stretched(b, minus, b.nodes[right].shape)
-
-
-def _dot(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
-    left, right = node.operands
-    yield _sum_stretched(b, b.add("mul", g, right), b.nodes[left].shape)
-    yield _sum_stretched(b, b.add("mul", g, left), b.nodes[right].shape)
 
 
 def _matmul(b: ProgramBuilder, node: Node, at: int, g: int) -> Iterable[int]:
@@ -181,6 +157,11 @@ def _slice(b: ProgramBuilder, x: int, axis: int, begin: int, length: int) -> int
     return b.add("slice", x, axis=axis, begin=begin, end=begin + length)
 
 
+def _pair(node: Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return each of two operands with the other one."""
+    return node.operands, node.operands[::-1]
+
+
 def _subtract_from_one(b: ProgramBuilder, x: int) -> int:
     return b.add("shift", b.add("scale", x, value=-1.0), value=1.0)
 
@@ -200,7 +181,9 @@ _RULES: dict[str, Rule] = {
     "softmax": _softmax,
     "add": lambda b, node, at, g: (_sum_stretched(b, g, s) for s in _find_shapes(b, node)),
     "sub": _sub,
-    "mul": _mul,
+    "mul": lambda b, node, at, g: (
+        _multiply(b, g, other, b.nodes[of].shape) for of, other in _pair(node)
+    ),
     "div": _div,
     "scale": lambda b, node, at, g: (b.add("scale", g, value=node["value"]),),
     "shift": lambda b, node, at, g: (g,),
@@ -221,7 +204,9 @@ _RULES: dict[str, Rule] = {
         b.add("mul", g, b.add("leaky_relu_slope", node.operands[0], value=node["value"])),
     ),
     "leaky_relu_slope": lambda b, node, at, g: (),
-    "dot": _dot,
+    "dot": lambda b, node, at, g: (
+        _sum_stretched(b, b.add("mul", g, other), b.nodes[of].shape) for of, other in _pair(node)
+    ),
     "matmul": _matmul,
     "reshape": lambda b, node, at, g: (
         b.add("reshape", g, shape=shape) for shape in _find_shapes(b, node)

@@ -4,32 +4,44 @@ The order matters. Reordering and aggregate-first look at what else needs an int
 come before differentiation, which needs nearly all of them; compaction comes before it too, because
 the backward of a compact program is compact by itself. What the backward recomputes is decided
 last, when it is known what it reads.
+
+A cheap value that only the backward still needs is recomputed, not kept: a score of an edge is
+often made of one number of its source and one of its destination, of which there are fewer.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 
-from penstock.rgnn.ir import Program, find_dependencies, find_source
-from penstock.rgnn.passes._aggregate import aggregate_first
+from penstock.rgnn.ir import (
+    BINARY,
+    LEAVES,
+    READS,
+    Program,
+    find_dependencies,
+    find_source,
+)
 from penstock.rgnn.passes._compact import compact
-from penstock.rgnn.passes._decision import Decision, PassResult, common_subexpressions
+from penstock.rgnn.passes._decision import Decision, PassResult, Rewriter, common_subexpressions
 from penstock.rgnn.passes._differentiate import differentiate
-from penstock.rgnn.passes._recompute import recompute
-from penstock.rgnn.passes._reorder import reorder, split_concat
+from penstock.rgnn.passes._reorder import aggregate_first, reorder, split_concat
 from penstock.rgnn.spaces import Counts
 
-REWRITES = (
-    "common subexpressions",
-    "split concat",
-    "reorder",
-    "aggregate first",
-    "compaction",
-    "recompute",
-)
+_BEFORE_GRADIENTS: dict[str, Callable[[Program, Counts, bool], PassResult]] = {
+    "common subexpressions": lambda program, *_: common_subexpressions(program),
+    "split concat": lambda program, *_: split_concat(program),
+    "reorder": reorder,
+    "aggregate first": aggregate_first,
+    "compaction": lambda program, counts, _: compact(program, counts),
+}
+REWRITES = (*_BEFORE_GRADIENTS, "recompute")
 """The rewrites by name, in the order in which they run; each can be switched off."""
+
+_CHEAP = BINARY | {"scale", "shift", "reciprocal", "relu", "leaky_relu", "leaky_relu_slope"}
+_MAX_FEATURES = 16  # of a row; longer rows cost as much to compute as to read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +89,6 @@ class OptimizedProgram:
         return frozenset(at for at in found if nodes[at].op != "inverse_count")
 
 
-def check_rewrites(without: Collection[str]) -> None:
-    """Raise `ValueError` if a name is none of `REWRITES`."""
-    if unknown := sorted(set(without) - set(REWRITES)):
-        raise ValueError(f"without has {unknown}; the rewrites are {list(REWRITES)}")
-
-
 def optimize(
     traced: Program, counts: Counts, *, wrt: Sequence[str] = (), without: Collection[str] = ()
 ) -> OptimizedProgram:
@@ -94,29 +100,83 @@ def optimize(
         wrt: Inputs that get gradients.
         without: Names of `REWRITES` to leave out.
     """
-    check_rewrites(without)
-    can_compact = "compaction" not in without
-    before_gradients: dict[str, Callable[[Program], PassResult]] = {
-        "common subexpressions": common_subexpressions,
-        "split concat": split_concat,
-        "reorder": lambda p: reorder(p, counts, can_compact=can_compact),
-        "aggregate first": lambda p: aggregate_first(p, counts, can_compact=can_compact),
-        "compaction": lambda p: compact(p, counts),
-    }
     program, decisions = traced, []
-    for name, rewrite in before_gradients.items():
+    for name, rewrite in _BEFORE_GRADIENTS.items():
         if name not in without:
-            program, found = rewrite(program)
+            program, found = rewrite(program, counts, "compaction" not in without)
             decisions += found
-    joint = differentiate(program, wrt)
-    program = joint.program
+    num_outputs = len(program.outputs)
+    program, reached = differentiate(program, wrt)
     if "common subexpressions" not in without:
         # Of the backward only: the forward's have been decided, and are not mentioned again.
         program, _ = common_subexpressions(program)
     optimized = OptimizedProgram(
-        traced, program, joint.num_outputs, joint.wrt, (), frozenset(without), counts
+        traced, program, num_outputs, reached, (), frozenset(without), counts
     )
     if "recompute" not in without:
         program, found = recompute(program, optimized.forward, optimized.kept, counts)
         decisions += found
     return dataclasses.replace(optimized, program=program, decisions=tuple(decisions))
+
+
+def recompute(
+    program: Program, forward: Collection[int], kept: Collection[int], counts: Counts
+) -> PassResult:
+    """Compute values of the forward again for the backward, where that leaves less to keep.
+
+    `forward` are the values that the outputs need, `kept` those of them that the backward reads.
+    """
+    nodes = program.nodes
+    keeping, again, decisions = set(kept), set(), []
+    for position in range(len(nodes) - 1, -1, -1):
+        node = nodes[position]
+        if position not in keeping or node.op not in _CHEAP:
+            continue
+        if math.prod(node.shape) > _MAX_FEATURES or position in program.outputs:
+            continue
+        read = {find_source(program, operand) for operand in node.operands}
+        new = {at for at in read - keeping if nodes[at].op not in LEAVES}
+        num_new = sum(_count_numbers(program, at, counts) for at in new)
+        num_saved = _count_numbers(program, position, counts)
+        applies = num_new < num_saved
+        if applies:
+            again.add(position)
+            keeping.remove(position)
+            keeping |= new
+        reason = f"{num_new:,} numbers kept in its place, {num_saved:,} saved"
+        decisions.append(Decision("recompute", applies, node.op, reason, node.where))
+    return _recompute_values(program, forward, again), decisions
+
+
+def _count_numbers(program: Program, position: int, counts: Counts) -> int:
+    node = program.nodes[position]
+    return counts.rows(node.space) * math.prod(node.shape)
+
+
+def _recompute_values(
+    program: Program, forward: Collection[int], again: Collection[int]
+) -> Program:
+    rewriter, nodes = Rewriter(program, "recompute"), program.nodes
+    copies: dict[int, int] = {}
+
+    def copy(position: int) -> int:
+        """Return the position at which the backward reads a value."""
+        if position not in copies:
+            node = nodes[position]
+            is_copied = position in again or (
+                node.op in READS and find_source(program, position) in again
+            )
+            copies[position] = (
+                rewriter.builder.copy(node, [copy(operand) for operand in node.operands])
+                if is_copied
+                else rewriter.place[position]
+            )
+        return copies[position]
+
+    def rewrite(_: Rewriter, position: int) -> int | None:
+        if position in forward:
+            return None
+        node = nodes[position]
+        return rewriter.builder.copy(node, [copy(operand) for operand in node.operands])
+
+    return rewriter.run(rewrite)[0]

@@ -24,11 +24,10 @@ from penstock.rgnn.backends._invocation import (
     enter_arguments,
     leave_results,
 )
-from penstock.rgnn.backends.cpp._arena import ArenaValue, assign_offsets, place_in_results
 from penstock.rgnn.backends.cpp._graph_arrays import GraphArrays, find_arrays
 from penstock.rgnn.backends.cpp._kernel import FIELDS_OF_CALL, Field
-from penstock.rgnn.backends.cpp._products import count_packed_elements
-from penstock.rgnn.backends.cpp._source import write_source
+from penstock.rgnn.backends.cpp._memory import ArenaValue, assign_offsets
+from penstock.rgnn.backends.cpp._source import count_packed_elements, write_source
 from penstock.rgnn.ir import TYPES, find_source
 from penstock.rgnn.lowering import (
     Direction,
@@ -194,9 +193,7 @@ class _DirectionFunction:
         )
         results = [each for value, each in placed.items() if value in owned]
         others = [each for value, each in placed.items() if value not in owned]
-        in_results, rest = place_in_results([*others, *self._find_workspaces(arrays)], results)
-        offsets, arena_bytes = assign_offsets(rest)
-        places = in_results | {name: (None, offset) for name, offset in offsets.items()}
+        places, arena_bytes = assign_offsets([*others, *self._find_workspaces(arrays)], results)
         addresses = []
         for place, kind, value in self._of_call:
             name = -1 - value if kind in _WORKSPACES else value

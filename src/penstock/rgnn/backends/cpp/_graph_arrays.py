@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 
 from penstock.rgnn import interpreter, spaces
-from penstock.rgnn.backends.cpp._buffers import BufferPool
 from penstock.rgnn.backends.cpp._kernel import Field
+from penstock.rgnn.backends.cpp._memory import BufferPool
 from penstock.rgnn.graph import Graph, build_once, compute_offsets
 from penstock.rgnn.spaces import RowMap, Space
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from penstock.rgnn.backends.cpp import _graph_arrays
-from penstock.rgnn.backends.cpp._kernel import KernelTask
-from penstock.rgnn.backends.cpp._rowwise import (
+from penstock.rgnn.backends.cpp._kernel import (
+    KernelTask,
     Lines,
     Scope,
     declare_array,

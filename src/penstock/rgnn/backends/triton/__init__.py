@@ -1,10 +1,9 @@
 """Programs in Triton kernels, for NVIDIA and AMD GPUs.
 
 Files, in the order in which to read them: `_backend.py` goes through the kernels of a schedule;
-`_products.py` launches its matrix products, which `_kernels.py` has, and `_traversals.py` its
-traversals. Those are written by `_source.py`: `_traversal_writers.py` has their loops, `_body.py`
-and `_operators.py` the statements in them, `_index.py` the features that a statement reads.
-`_tables.py` keeps what is precomputed per graph.
+`_launch.py` launches its matrix products, which `_kernels.py` has, and its traversals. Those are
+written by `_source.py`; `_body.py` and `_operators.py` have the statements in their loops,
+`_index.py` the features that a statement reads. `_tables.py` keeps what is precomputed per graph.
 
 Importing this package imports Triton.
 """

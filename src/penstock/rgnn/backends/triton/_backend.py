@@ -20,12 +20,17 @@ from penstock.rgnn.backends._invocation import (
     enter_arguments,
     leave_results,
 )
-from penstock.rgnn.backends._torch import run_in_torch
+from penstock.rgnn.backends._torch import Evaluation
 from penstock.rgnn.backends.triton._body import Inexpressible
-from penstock.rgnn.backends.triton._launch import KernelLaunch, LaunchContext, compile_together
-from penstock.rgnn.backends.triton._products import run_typed_product, run_weight_gradient
+from penstock.rgnn.backends.triton._launch import (
+    KernelLaunch,
+    LaunchContext,
+    compile_together,
+    run_traversal,
+    run_typed_product,
+    run_weight_gradient,
+)
 from penstock.rgnn.backends.triton._source import TritonSource, write_source
-from penstock.rgnn.backends.triton._traversals import run_traversal
 from penstock.rgnn.interpreter import wide_dtype
 from penstock.rgnn.ir import find_source
 from penstock.rgnn.lowering import (
@@ -38,6 +43,7 @@ from penstock.rgnn.lowering import (
 )
 
 _logger = logging.getLogger(__name__)
+_PRODUCTS = {KernelKind.GEMM: run_typed_product, KernelKind.WEIGHT_GRADIENT: run_weight_gradient}
 
 
 class TritonBackend(Backend):
@@ -124,10 +130,8 @@ class TritonBackend(Backend):
         value, (source, functions, _) = kernel.values[0], self._module
         node = context.program.nodes[value]
         try:
-            if kernel.kind is KernelKind.GEMM:
-                context.memory[value] = run_typed_product(context, node)
-            elif kernel.kind is KernelKind.WEIGHT_GRADIENT:
-                context.memory[value] = run_weight_gradient(context, node)
+            if kernel.kind in _PRODUCTS:
+                context.memory[value] = _PRODUCTS[kernel.kind](context, node)
             elif number in source.traversals:
                 run_traversal(context, source.traversals[number], functions, kernel)
             else:
@@ -142,5 +146,6 @@ class TritonBackend(Backend):
         dtype = wide_dtype(context.dtype)
         wide = {at: rows.to(dtype) for at, rows in context.memory.items()}
         direction = Direction(frozenset(kernel.values), (kernel,), 0, (), stored)
-        _, found = run_in_torch(context.program, Invocation(direction, context.graph, {}, wide))
+        invocation = Invocation(direction, context.graph, {}, wide)
+        _, found = Evaluation(context.program, invocation).run()
         context.memory.update({at: rows.to(context.dtype) for at, rows in found.items()})

@@ -124,8 +124,9 @@ class KernelBody:
         """Return the axes that a block has for all features of rows of a shape."""
         return self._layouts.get(math.prod(shape)) or shape
 
-    def index_all(self, shape: Shape) -> tuple[Index, ...]:
-        """Return the indices of all features of rows of a shape."""
+    def index_all(self, value: int) -> tuple[Index, ...]:
+        """Return the indices of all features of rows of a value."""
+        shape = self.nodes[value].shape
         layout = self.find_layout(shape)
         return reshape_indices(index_row(layout), layout, shape)
 
@@ -149,7 +150,11 @@ class KernelBody:
                 indices = reshape_indices(indices, node.shape, self.nodes[operand].shape)
             position = operand
         if node.op == "inverse_count":
-            return self._read_inverse_count(node.map, maps, name)
+            sizes = self.name_parameter(GroupSizes(node.map))
+            row, mask = self._find_row(maps)
+            guard = "" if mask is None else f", mask={mask}, other=1"
+            count = f"tl.load({sizes} + {row.name}{guard})"
+            return self.assign(f"1 / tl.maximum({count}, 1).to(COMPUTE)", (), row.is_shared, name)
         if position not in self._computed:
             return self._load(position, maps, indices, name)
         if node.op == "sum":
@@ -187,13 +192,6 @@ class KernelBody:
         places = [self.num_leading + axes.index(axis) for axis in sorted(axes)]
         order = ", ".join(map(str, [*range(self.num_leading), *places]))
         return self.assign(f"tl.permute({name}, {order})", tuple(sorted(axes)), True, f"{name}_of")
-
-    def _read_inverse_count(self, row_map: RowMap, maps: tuple[RowMap, ...], name: str) -> Variable:
-        sizes = self.name_parameter(GroupSizes(row_map))
-        row, mask = self._find_row(maps)
-        guard = "" if mask is None else f", mask={mask}, other=1"
-        count = f"tl.load({sizes} + {row.name}{guard})"
-        return self.assign(f"1 / tl.maximum({count}, 1).to(COMPUTE)", (), row.is_shared, name)
 
     # ---------------------------------------------------------------- memory
 

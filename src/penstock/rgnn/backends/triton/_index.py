@@ -179,7 +179,6 @@ def unravel(flat: Index, shape: Shape) -> tuple[Index, ...]:
 
 
 def _divide(index: Index, divisor: int) -> tuple[Index, Index]:
-    """Return quotient and remainder of an index."""
     whole_part = tuple((base, n // divisor) for base, n in index.terms if n % divisor == 0)
     terms = tuple((base, n) for base, n in index.terms if n % divisor)
     rest = Index(terms, index.offset % divisor)

@@ -53,8 +53,10 @@ def _sum_axes(body: KernelBody, block: Variable, axes: list[Axis | None], name: 
 
 
 def _contract(
-    body: KernelBody, operands: list[Variable], axes: list[Axis | None], name: str
+    body: KernelBody, node: Node, reads: list[Indices], axes: list[Axis | None], name: str
 ) -> Variable:
+    """Sum the product of two operands, at the features that `reads` has for each, over axes."""
+    operands = (body.read(*each) for each in zip(node.operands, reads, strict=True))
     product = body.compute("{0} * {1}", *operands, name=f"{name}_terms")
     return _sum_axes(body, product, axes, name)
 
@@ -62,24 +64,17 @@ def _contract(
 def _dot(body: KernelBody, node: Node, indices: Indices, name: str) -> Variable:
     shapes = [body.nodes[operand].shape for operand in node.operands]
     axis = _make_inner_axis(indices, shapes[0][-1])
-    operands = [
-        body.read(operand, (*_stretch(indices, shape[:-1]), _index_along(axis)))
-        for operand, shape in zip(node.operands, shapes, strict=True)
-    ]
-    return _contract(body, operands, [axis], name)
+    reads = [(*_stretch(indices, shape[:-1]), _index_along(axis)) for shape in shapes]
+    return _contract(body, node, reads, [axis], name)
 
 
 def _matmul(body: KernelBody, node: Node, indices: Indices, name: str) -> Variable:
-    vector, matrix = node.operands
-    batch = body.nodes[vector].shape[:-1]
-    *heads, _, _ = body.nodes[matrix].shape
-    axis = _make_inner_axis(indices, body.nodes[vector].shape[-1])
-    left = body.read(vector, (*_stretch(indices, batch), _index_along(axis)))
-    ends = (_index_along(axis), indices[-1])
-    if node["transposed"]:
-        ends = ends[::-1]
-    right = body.read(matrix, (*_stretch(indices, tuple(heads)), *ends))
-    return _contract(body, [left, right], [axis], name)
+    vector, matrix = (body.nodes[operand].shape for operand in node.operands)
+    axis = _make_inner_axis(indices, vector[-1])
+    inner = _index_along(axis)
+    ends = (indices[-1], inner) if node["transposed"] else (inner, indices[-1])
+    reads = [(*_stretch(indices, vector[:-1]), inner), (*_stretch(indices, matrix[:-2]), *ends)]
+    return _contract(body, node, reads, [axis], name)
 
 
 def _outer(body: KernelBody, node: Node, indices: Indices, name: str) -> Variable:
@@ -88,11 +83,9 @@ def _outer(body: KernelBody, node: Node, indices: Indices, name: str) -> Variabl
     lengths = broadcast(shapes[0][:-1], shapes[1][:-1])[heads:]
     axes = [_make_inner_axis(indices, length, further) for further, length in enumerate(lengths)]
     batch = (*indices[:heads], *map(_index_along, axes))
-    operands = [
-        body.read(operand, (*_stretch(batch, shape[:-1]), index))
-        for operand, shape, index in zip(node.operands, shapes, indices[-2:], strict=True)
-    ]
-    return _contract(body, operands, axes, name)
+    ends = zip(shapes, indices[-2:], strict=True)
+    reads = [(*_stretch(batch, shape[:-1]), index) for shape, index in ends]
+    return _contract(body, node, reads, axes, name)
 
 
 def _expand(body: KernelBody, node: Node, indices: Indices, name: str) -> Variable:
@@ -113,21 +106,24 @@ def _total(body: KernelBody, node: Node, indices: Indices, name: str) -> Variabl
     return _sum_axes(body, body.read(operand, read), list(axes.values()), name)
 
 
+def _read_part(
+    body: KernelBody, operand: int, indices: Indices, place: int, begin: int
+) -> tuple[Variable, Variable]:
+    """Read what lies from `begin` on along an axis, and the mask of the lanes that have some."""
+    length, index = body.nodes[operand].shape[place], indices[place]
+    at = ZERO if length == 1 else index.plus(-begin)
+    part = body.read(operand, (*indices[:place], at, *indices[place + 1 :]))
+    return part, body.is_between(index, begin, begin + length)
+
+
 def _concat(body: KernelBody, node: Node, indices: Indices, name: str) -> Variable:
-    place = node["axis"]
-    index, begin = indices[place], 0
-    found: Variable | None = None
-    for operand in node.operands:
-        length = body.nodes[operand].shape[place]
-        at = ZERO if length == 1 else index.plus(-begin)
-        part = body.read(operand, (*indices[:place], at, *indices[place + 1 :]))
-        if found is None:
-            found = part
-        else:
-            is_here = body.is_between(index, begin, begin + length)
-            found = body.compute("tl.where({0}, {1}, {2})", is_here, part, found, name=name)
-        begin += length
-    assert found is not None
+    first, *others = node.operands
+    found, _ = _read_part(body, first, indices, node["axis"], 0)
+    begin = body.nodes[first].shape[node["axis"]]
+    for operand in others:
+        part, is_here = _read_part(body, operand, indices, node["axis"], begin)
+        found = body.compute("tl.where({0}, {1}, {2})", is_here, part, found, name=name)
+        begin += body.nodes[operand].shape[node["axis"]]
     return found
 
 
@@ -138,13 +134,7 @@ def _slice(body: KernelBody, node: Node, indices: Indices, name: str) -> Variabl
 
 
 def _pad(body: KernelBody, node: Node, indices: Indices, name: str) -> Variable:
-    place, begin = node["axis"], node["begin"]
-    (operand,) = node.operands
-    length = body.nodes[operand].shape[place]
-    index = indices[place]
-    at = ZERO if length == 1 else index.plus(-begin)
-    part = body.read(operand, (*indices[:place], at, *indices[place + 1 :]))
-    is_here = body.is_between(index, begin, begin + length)
+    part, is_here = _read_part(body, node.operands[0], indices, node["axis"], node["begin"])
     return body.compute("tl.where({0}, {1}, 0.0)", is_here, part, name=name)
 
 
