@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.report._figures import choose_unit, new_figure, style_axes, write_figure
+from penstock.report._picture import choose_unit, new_figure, style_axes, write_figure
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.graph import Kind, StepGraph
 from penstock.planner import Plan, Simulation, simulate
-from penstock.report._figures import (
+from penstock.report._picture import (
     LEGEND_OUTSIDE,
     draw_lanes,
     new_figure,
     style_axes,
     write_figure,
 )
-from penstock.report._lanes import LaneKind, sort_into_lanes
 from penstock.report._plan_timeline import plan_timeline
+from penstock.report._trace import LaneKind, sort_into_lanes
 from penstock.tables import report_table
 from penstock.units import format_bytes, format_seconds
 

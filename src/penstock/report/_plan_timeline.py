@@ -42,7 +42,7 @@ def plan_timeline(
     """
     simulation = simulate(graph, plan) if simulation is None else simulation
     planned = plan.planned_graph(graph)
-    spans = [*_list_computations(planned, plan, simulation, name_operators=name_operators)]
+    spans = _list_computations(planned, plan, simulation, name_operators=name_operators)
     spans += _list_stalls(simulation)
     spans += _list_transfers(plan, simulation)
     return Timeline(
@@ -59,23 +59,21 @@ def _to_ns(seconds: float) -> int:
 
 def _list_computations(
     graph: StepGraph, plan: Plan, simulation: Simulation, *, name_operators: bool
-) -> Iterator[Span]:
+) -> list[Span]:
     again = set(plan.recomputed)
-    open_name, begin, end = "", 0.0, 0.0
+    spans: list[Span] = []
     for position, (start, stop) in enumerate(simulation.positions):
         operator = graph.operators[plan.order[position]]
         if name_operators:
             name = f"{operator.name} (again)" if position in again else operator.name
-            yield Span("compute", name, _to_ns(start), _to_ns(stop))
-            continue
-        name = "recomputation" if position in again else operator.phase.value
-        if name != open_name or start - end > 1e-9:
-            if open_name:
-                yield Span("compute", open_name, _to_ns(begin), _to_ns(end))
-            open_name, begin = name, start
-        end = stop
-    if open_name:
-        yield Span("compute", open_name, _to_ns(begin), _to_ns(end))
+        else:
+            name = "recomputation" if position in again else operator.phase.value
+        begin = _to_ns(start)
+        follows = spans and spans[-1].name == name and begin - spans[-1].end_ns <= 1
+        if follows and not name_operators:
+            begin = spans.pop().start_ns
+        spans.append(Span("compute", name, begin, _to_ns(stop)))
+    return spans
 
 
 def _list_stalls(simulation: Simulation) -> Iterator[Span]:
@@ -116,16 +114,14 @@ def _sample_tiers(plan: Plan, simulation: Simulation) -> dict[Tier, list[tuple[i
 
 def _sum_copies(copies: list[Copy], num_positions: int) -> list[int]:
     """Return the bytes of copies at each position of the step."""
-    change = [0] * (num_positions + 1)
+    change = [0] * (2 * num_positions + 1)
     for copy in copies:
-        whole = copy.end - copy.start >= num_positions
-        start, end = (0, num_positions) if whole else (copy.start, copy.end)
-        change[start] += copy.num_bytes
-        change[min(end, num_positions)] -= copy.num_bytes
-        if end > num_positions:
-            change[0] += copy.num_bytes
-            change[end - num_positions] -= copy.num_bytes
-    return list(itertools.accumulate(change[:-1]))
+        change[copy.start] += copy.num_bytes
+        change[min(copy.end, copy.start + num_positions)] -= copy.num_bytes
+    held = list(itertools.accumulate(change[:-1]))
+    # What is held beyond the end of the step is held at its beginning.
+    halves = zip(held[:num_positions], held[num_positions:], strict=True)
+    return [now + later for now, later in halves]
 
 
 def plan_trace(graph: StepGraph, plan: Plan, *, title: str = "Penstock plan") -> dict[str, Any]:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from penstock.batching._meter import measured_peak
 from penstock.batching.dynamic._layout import BatchPlan, ExecutionPlan, Operands
-from penstock.batching.dynamic._pools import OutputPools, has_gradient
+from penstock.batching.dynamic._outputs import OutputPools, has_gradient
 from penstock.compat.dispatch import tree_leaves, tree_map
 from penstock.errors import CapacityError
 from penstock.units import format_bytes
