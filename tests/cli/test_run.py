@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import penstock
 from penstock import cli
-from penstock.cli import _modes, _run
+from penstock.cli import _run, _script
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 OURS = re.compile(r"^penstock.*\n", re.MULTILINE)
@@ -357,7 +357,7 @@ def test_a_loop_of_the_scripts_own_is_refused_before_it_trains(tmp_path: Path, v
 def test_a_script_that_does_not_train_has_not_been_planned():
     pytest.importorskip("transformers", reason="penstock[demo] installs Transformers")
     for is_optional in (True, False):
-        planning = _modes.Planning({"device_memory": "1MiB"}, is_optional=is_optional)
+        planning = _script.Planning({"device_memory": "1MiB"}, is_optional=is_optional)
         with planning.running():
             pass
         entries, (line,) = planning.results()
@@ -366,7 +366,7 @@ def test_a_script_that_does_not_train_has_not_been_planned():
         if is_optional:
             planning.finish()
         else:
-            with pytest.raises(_modes.NothingPlannedError, match="nothing was planned"):
+            with pytest.raises(_script.NothingPlannedError, match="nothing was planned"):
                 planning.finish()
 
 
@@ -375,7 +375,7 @@ def test_a_script_that_calls_fit_has_planned_itself():
     import torch
 
     model = torch.nn.Linear(2, 1)
-    planning = _modes.Planning({"device_memory": "1MiB"})
+    planning = _script.Planning({"device_memory": "1MiB"})
     with planning.running():
         penstock.capture(
             model,

@@ -2,7 +2,7 @@
 
 The order matters. The process is set up first (the allocator, before the script makes its first
 tensor), then the store is opened, then the script becomes `__main__` (`_script.py`). A mode
-(`_modes.py`) surrounds it: offloading, or planned steps of its trainers. The report is written at
+surrounds it: offloading, or planned steps of its trainers. The report is written at
 every end of the script, also after an exception or Ctrl-C.
 """
 
@@ -22,7 +22,6 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from penstock.cli._modes import Offloading, Planning
 from penstock.cli._options import (
     NEEDS_VIZ,
     OPEN_TRACE,
@@ -30,7 +29,7 @@ from penstock.cli._options import (
     file_option,
     size_option,
 )
-from penstock.cli._script import Ending, Script, run_script, say
+from penstock.cli._script import Ending, Offloading, Planning, Script, run_script, say
 from penstock.cli._vector_math import settle_vector_math
 from penstock.errors import PenstockError
 from penstock.units import parse_bytes

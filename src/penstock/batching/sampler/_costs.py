@@ -10,7 +10,7 @@ so every padded cost counts as the largest of the batch for each of its samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -67,9 +67,8 @@ class SampleCosts:
     def extend(self, more_bytes: Sequence[int]) -> SampleCosts:
         """Return these costs with further samples, which are not padded."""
         added = np.asarray(more_bytes, dtype=np.int64)
-        return SampleCosts(
-            fixed_bytes=self.fixed_bytes,
-            least_bytes=self.least_bytes,
+        return replace(
+            self,
             summed_bytes=np.concatenate([self.summed_bytes, added]),
             padded_bytes=tuple(
                 np.concatenate([each, np.zeros_like(added)]) for each in self.padded_bytes

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli._vector_math import settle_vector_math
-from penstock.cli.demo._config import PLANNED, DemoConfig, DemoError
+from penstock.cli.demo._processes import PLANNED, DemoConfig, DemoError
 
 if TYPE_CHECKING:
     import torch
