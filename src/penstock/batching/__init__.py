@@ -6,7 +6,7 @@ from penstock.batching.dynamic._outputs import BatchedOutputs, BatchReport
 from penstock.batching.dynamic._schedule import BatchSchedule, schedule
 from penstock.batching.dynamic._typed_graph import TypedGraph
 from penstock.batching.sampler._byte_model import ByteModel, Padded, probe_batches
-from penstock.batching.sampler._costs import SampleCosts
+from penstock.batching.sampler._packing import SampleCosts
 from penstock.batching.sampler._sampler import BalancedBatchSampler
 
 __all__ = [

@@ -16,7 +16,7 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -313,9 +313,7 @@ class NeighborLoader(NodeLoader):
         # Drawn here, so that no other thread advances the generator of the training.
         seed = torch.empty((), dtype=torch.int64).random_(generator=self.generator).item()
         jobs = self._jobs(int(seed))
-        if self.prefetch:
-            return run_ahead(jobs, ahead=self.prefetch, count_wait=self._count_wait)
-        return self._run_in_turn(jobs)
+        return run_ahead(jobs, ahead=self.prefetch, count_wait=self._count_wait)
 
     @property
     def graph(self) -> NeighborSampler:
@@ -363,13 +361,6 @@ class NeighborLoader(NodeLoader):
     def _count_wait(self, seconds: float) -> None:
         self._seconds["wait"] += seconds
 
-    def _run_in_turn(self, jobs: Iterator[Callable[[], Any]]) -> Iterator[Any]:
-        for job in jobs:
-            start = time.perf_counter()
-            batch = job()
-            self._count_wait(time.perf_counter() - start)
-            yield batch
-
 
 def run_ahead(
     jobs: Iterator[Callable[[], Item]], *, ahead: int, count_wait: Callable[[float], None]
@@ -382,21 +373,22 @@ def run_ahead(
 
     Args:
         jobs: Functions that compute the results.
-        ahead: Number of jobs that may run, or wait, ahead of the next result.
+        ahead: Number of jobs that may run, or wait, ahead of the next result; at 0 the thread that
+            iterates runs them.
         count_wait: Function that takes the seconds that each result was waited for.
     """
-    pending: deque[Future[Item]] = deque()
+    pending: deque[Callable[[], Item]] = deque()
     threads = ThreadPoolExecutor(1, thread_name_prefix="penstock-loader")
 
     def refill() -> None:
         for job in islice(jobs, ahead - len(pending)):
-            pending.append(threads.submit(job))
+            pending.append(threads.submit(job).result)
 
     try:
         refill()
-        while pending:
+        while pending or (pending := deque(islice(jobs, 1))):
             start = time.perf_counter()
-            result = pending.popleft().result()
+            result = pending.popleft()()
             count_wait(time.perf_counter() - start)
             refill()
             yield result

@@ -24,7 +24,7 @@ import torch
 
 from penstock.batching._arrays import Floats, Integers
 from penstock.batching._meter import measured_peak
-from penstock.batching.sampler._costs import SampleCosts, check_numbers, round_up_bytes
+from penstock.batching.sampler._packing import SampleCosts, check_numbers, round_up_bytes
 from penstock.tables import report_table
 
 logger = logging.getLogger(__name__)
