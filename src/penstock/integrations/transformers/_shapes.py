@@ -181,15 +181,29 @@ class PlannedShapes:
 
     def report(self) -> TrainingReport:
         """Sum up the steps of all plans."""
-        plans = _summarize_plans(self._step.reports())
+        plans = self._step.reports()
+        num_planned = sum(each.num_steps for each in plans)
+
+        def total(values: Iterable[Any]) -> Any:
+            return sum(each.num_steps * value for each, value in zip(plans, values, strict=True))
+
+        sizes = ("arena_bytes", "workspace_bytes", "host_bytes", "file_bytes")
+        times = ("step_seconds", "predicted_step_seconds", "stall_seconds")
+        links = dict.fromkeys(link for each in plans for link in each.moved_bytes)
+        moved = {link: total(each.moved_bytes.get(link, 0) for each in plans) for link in links}
+        divisor = max(1, num_planned)
         return TrainingReport(
-            num_steps=plans["num_planned_steps"] + self._num_ordinary,
+            num_steps=num_planned + self._num_ordinary,
+            num_planned_steps=num_planned,
             num_padded_steps=self._num_padded,
             num_ordinary_steps=self._num_ordinary,
             padding=self._padding,
             padded_share=self._padded_positions / max(1, self._positions),
             num_plans=len(self._forms),
-            **plans,
+            moved_bytes={link: num_bytes // divisor for link, num_bytes in moved.items()},
+            plans=tuple(plans),
+            **{name: max((getattr(each, name) for each in plans), default=0) for name in sizes},
+            **{name: total(getattr(each, name) for each in plans) / divisor for name in times},
         )
 
     def _read_updates(self, first: Update) -> list[Update]:
@@ -364,29 +378,6 @@ class PlannedShapes:
         if abs(losses[0] - losses[1]) > tolerance * abs(losses[0]):
             return f"not padded: the loss of a batch would be {losses[1]} instead of {losses[0]}"
         return "padded"
-
-
-def _summarize_plans(plans: Sequence[ExecutionReport]) -> dict[str, Any]:
-    """Return the fields of a training's report that follow from the reports of its plans."""
-    num_planned = sum(each.num_steps for each in plans)
-    divisor = max(1, num_planned)
-
-    def total(values: Iterable[Any]) -> Any:
-        return sum(each.num_steps * value for each, value in zip(plans, values, strict=True))
-
-    sizes = ("arena_bytes", "workspace_bytes", "host_bytes", "file_bytes")
-    times = ("step_seconds", "predicted_step_seconds", "stall_seconds")
-    links = dict.fromkeys(link for each in plans for link in each.moved_bytes)
-    return {
-        "num_planned_steps": num_planned,
-        "moved_bytes": {
-            link: total(each.moved_bytes.get(link, 0) for each in plans) // divisor
-            for link in links
-        },
-        "plans": tuple(plans),
-        **{name: max((getattr(each, name) for each in plans), default=0) for name in sizes},
-        **{name: total(getattr(each, name) for each in plans) / divisor for name in times},
-    }
 
 
 def check_lengths(lengths: Sequence[int | Sequence[int]] | None) -> None:
