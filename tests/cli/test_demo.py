@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from penstock.cli import demo
-from penstock.cli.demo import _processes, _training
+from penstock.cli.demo import _training
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
@@ -91,7 +91,7 @@ def test_a_slow_or_unsteady_machine_is_said():
 
 def test_an_arm_that_dies_is_reported_with_its_last_words():
     code = "import sys; print('{}', flush=True); sys.stdin.readline(); sys.exit('killed it')"
-    with _processes.Arm("checkpoint", [sys.executable, "-c", code]) as arm:
+    with demo.Arm("checkpoint", [sys.executable, "-c", code]) as arm:
         arm.wait_until_loaded()
         with pytest.raises(demo.DemoError, match=r"(?s)checkpointing.*status 1.*killed it"):
             arm.take_step()
@@ -99,7 +99,7 @@ def test_an_arm_that_dies_is_reported_with_its_last_words():
 
 def test_an_arm_is_ended_with_the_demo():
     code = "import time; print('{}', flush=True); time.sleep(600)"
-    with _processes.Arm("stock", [sys.executable, "-c", code]) as arm:
+    with demo.Arm("stock", [sys.executable, "-c", code]) as arm:
         arm.wait_until_loaded()
     assert arm._process.returncode == -9
 
@@ -122,10 +122,10 @@ class SlowArm:
 
 def test_a_slow_machine_takes_fewer_steps():
     arms = [SlowArm(), SlowArm()]
-    _processes.take_turns(arms, 6, 0.0, lambda text, done: None)  # type: ignore[arg-type]
+    demo.take_turns(arms, 6, 0.0, lambda text, done: None)  # type: ignore[arg-type]
     assert [arm.num_steps for arm in arms] == [3, 3]  # the warm-up and two measured ones
     arms = [SlowArm(), SlowArm()]
-    _processes.take_turns(arms, 6, float("inf"), lambda text, done: None)  # type: ignore[arg-type]
+    demo.take_turns(arms, 6, float("inf"), lambda text, done: None)  # type: ignore[arg-type]
     assert [arm.num_steps for arm in arms] == [7, 7]
 
 

@@ -117,17 +117,15 @@ def draw_lanes(
         height = _LANE_HEIGHT / len(lane.rows)
         for row_index, row in enumerate(lane.rows):
             bottom = position - _LANE_HEIGHT / 2 + row_index * height
-            ranges: list[tuple[float, float]] = []
-            of_spans: list[str] = []
-            for span in row:
-                is_named = lane.kind is LaneKind.COMPUTE and span.name in styles
-                label, colour = styles[span.name if is_named else lane.kind]
-                colours.setdefault(label, colour)
-                of_spans.append(colour)
-                ranges.append(
-                    ((span.start_ns - origin_ns) / unit_ns, (span.end_ns - span.start_ns) / unit_ns)
-                )
-            axes.broken_barh(ranges, (bottom, height), color=of_spans, linewidth=edge_width)
+            named = styles if lane.kind is LaneKind.COMPUTE else {}
+            chosen = [styles[span.name if span.name in named else lane.kind] for span in row]
+            colours |= dict(chosen)
+            ranges = [
+                ((span.start_ns - origin_ns) / unit_ns, (span.end_ns - span.start_ns) / unit_ns)
+                for span in row
+            ]
+            faces = [colour for _, colour in chosen]
+            axes.broken_barh(ranges, (bottom, height), color=faces, linewidth=edge_width)
     arrow = "\N{RIGHTWARDS ARROW}"
     axes.set_yticks(range(len(lanes)), [name.replace("->", arrow) for name in names])
     axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)  # the first lane is on top

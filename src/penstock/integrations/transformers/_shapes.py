@@ -128,8 +128,7 @@ class PlannedShapes:
         # roundings differ, so a plan for such masks is for no others.
         self._dtypes = {each.dtype for each in loss.parameters() if each.dtype.is_floating_point}
         self._is_half = trainer.args.bf16 or not self._dtypes <= _TOLERANCES.keys()
-        self._num_ordinary = self._num_padded = 0
-        self._positions = self._padded_positions = 0
+        self._num_ordinary = self._num_padded = self._positions = self._padded_positions = 0
         update, self._num_items = first
         epoch = self._read_updates(update)
         self._padding = self._decide_padding(epoch, lengths)
