@@ -153,7 +153,6 @@ def plan(options: PlanOptions) -> None:
 
 
 def _show_plans(options: PlanOptions) -> None:
-    """Capture and plan the step of a model, and show the plan or the sweep."""
     from rich.console import Console
 
     from penstock.graph import with_workspace

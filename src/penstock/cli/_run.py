@@ -174,7 +174,7 @@ def launch(options: RunOptions) -> int:
     """
     options = _resolve(options)
     setup = set_up_process(is_planned=options.is_planned)
-    mode = _open_planning(options) if options.is_planned else _open_offloading(options)
+    mode = _open_mode(options)
     process_id = os.getpid()
     start = time.perf_counter()
     ending = run_script(options.target, mode)
@@ -270,7 +270,11 @@ def _find_rank() -> str | None:
     return os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or None
 
 
-def _open_offloading(options: RunOptions) -> Offloading:
+def _open_mode(options: RunOptions) -> Offloading | Planning:
+    if options.is_planned:
+        names = ("device_memory", "host_memory", "store", "time_limit")
+        chosen = {name: getattr(options, name) for name in names}
+        return Planning(chosen, is_optional=options.plan_auto)
     import torch
 
     import penstock
@@ -291,12 +295,6 @@ def _open_offloading(options: RunOptions) -> Offloading:
     return Offloading(offload, options.trace, options.picture)
 
 
-def _open_planning(options: RunOptions) -> Planning:
-    names = ("device_memory", "host_memory", "store", "time_limit")
-    chosen = {name: getattr(options, name) for name in names}
-    return Planning(chosen, is_optional=options.plan_auto)
-
-
 def _write_results(
     options: RunOptions,
     mode: Offloading | Planning,
@@ -311,30 +309,24 @@ def _write_results(
         lines = []  # what went wrong is said alone
     rank = _find_rank()
     if options.report:
-        _write_json(
-            options.report,
-            {
-                "penstock_version": penstock.__version__,
-                "target": options.script,
-                "arguments": list(options.arguments or ()),
-                "is_module": options.module,
-                "rank": rank,
-                "exit_code": ending.exit_code,
-                "exception": ending.exception,
-                "duration_seconds": duration_seconds,
-                "arrangement": setup,
-                **entries,
-            },
-        )
+        content = {
+            "penstock_version": penstock.__version__,
+            "target": options.script,
+            "arguments": list(options.arguments or ()),
+            "is_module": options.module,
+            "rank": rank,
+            "exit_code": ending.exit_code,
+            "exception": ending.exception,
+            "duration_seconds": duration_seconds,
+            "arrangement": setup,
+            **entries,
+        }
+        # Renamed into place: a program that watches for the file never reads half of it.
+        unfinished = options.report.with_name(f".{options.report.name}.{os.getpid()}")
+        unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        os.replace(unfinished, options.report)
     results = {"report": options.report, "trace": options.trace, "picture": options.picture}
     written = [f"{name} in {path}" for name, path in results.items() if path]
     prefix = "penstock" if rank is None else f"penstock rank {rank}"
     for line in lines + ([", ".join(written)] if written else []):
         say(f"{prefix}: {line}")
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    # Renamed into place: a program that watches for the file never reads half of it.
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)

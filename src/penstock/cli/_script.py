@@ -172,12 +172,9 @@ class Offloading:
                 write_chrome_trace(timeline, self._trace_path)
             if self._picture_path:
                 draw_timeline(timeline, self._picture_path)
-        entries = {
-            "offload": report.to_dict(),
-            "trace": str(self._trace_path) if self._trace_path else None,
-            "picture": str(self._picture_path) if self._picture_path else None,
-        }
-        return entries, _offload_lines(report)
+        paths = {"trace": self._trace_path, "picture": self._picture_path}
+        written = {name: str(path) if path else None for name, path in paths.items()}
+        return {"offload": report.to_dict(), **written}, _offload_lines(report)
 
 
 class Planning:

@@ -97,7 +97,6 @@ class DynamicBatcher(nn.Module):
         self._clear_caches()
 
     def _clear_caches(self) -> None:
-        """Empty all caches."""
         self._graphs: weakref.WeakKeyDictionary[TypedGraph, _NumberedGraph] = (
             weakref.WeakKeyDictionary()
         )

@@ -255,7 +255,6 @@ def _find_operands(
 
 
 def _number_within_kinds(graph: NodeGraph) -> Integers:
-    """Number the nodes of each type."""
     places = np.empty(graph.num_nodes, dtype=np.int64)
     for kind in range(graph.num_types):
         own = np.flatnonzero(graph.types == kind)

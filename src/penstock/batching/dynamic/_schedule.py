@@ -218,7 +218,6 @@ def _to_arrays(batches: list[_Batch]) -> Order:
 
 
 def _apply_rule(graph: NodeGraph, exponent: float) -> list[_Batch]:
-    """Apply the rule until all nodes have run."""
     num_types, length = graph.num_types, graph.ahead[:, -1]
     weights, join = (length / max(int(length.max(initial=1)), 1)) ** exponent, np.sum
     if np.isinf(exponent):

@@ -47,9 +47,6 @@ class EpochPlan:
     items: Integers
     starts: Integers
 
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
 
 @dataclass(frozen=True, kw_only=True)
 class PackingOptions:

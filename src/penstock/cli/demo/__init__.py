@@ -141,24 +141,19 @@ def run_demo(options: DemoOptions) -> None:
     ```
     """
     try:
-        is_equal = compare_arms(options)
+        is_equal = _compare_arms(options)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     if not is_equal:
         raise DemoError("the losses differ: that is a bug in Penstock, please report it")
 
 
-def compare_arms(options: DemoOptions) -> bool:
-    """Run all arms, print the comparison, draw it, write the timeline of Penstock's last step.
+def _compare_arms(options: DemoOptions) -> bool:
+    """Run all arms and show the comparison; return True if all bits are those of stock PyTorch.
 
     The directory `out` gets ``memory.png`` (the comparison), ``timeline.png``,
     ``timeline.trace.json``, ``report.json`` (of `penstock run`) and ``demo.json`` (the numbers of
-    the table). Returns True if Penstock's losses and weights are those of stock PyTorch, bit for
-    bit.
-
-    Raises:
-        DemoError: An arm did not finish, or a package is missing.
-        OSError: `out` cannot be written.
+    the table).
     """
     from rich.console import Console
 
@@ -247,7 +242,6 @@ def _show_progress(console: Console, *, num_turns: int) -> Iterator[Callable[[st
 
 
 def _make_table(results: Sequence[ArmResult], config: DemoConfig) -> Table:
-    """Return memory, times and losses of all arms as a table."""
     from rich import box
     from rich.table import Table
 
@@ -306,7 +300,6 @@ def list_remarks(stock: ArmResult, num_steps: int) -> Iterator[str]:
 
 
 def _draw(results: Sequence[ArmResult], config: DemoConfig, path: Path) -> None:
-    """Draw throughput against memory, of all arms."""
     from penstock.report import ComparisonPoint, draw_comparison
 
     points = [

@@ -404,7 +404,6 @@ def _expand_lengths(given: int | Sequence[int], num: int) -> Lengths:
 
 
 def _count_positions(update: Update) -> int:
-    """Return the positions of all attention masks."""
     return sum(
         each["attention_mask"].numel()
         for each in update
