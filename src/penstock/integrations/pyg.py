@@ -20,16 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise
 from typing import Any, NoReturn, TypeVar, cast
 
-import torch
-
-from penstock.tables import report_table
-from penstock.traversal import NeighborSampler
-from penstock.unified import UnifiedTensor, unify
-
 try:
-    from torch_geometric.data import Data, FeatureStore, HeteroData, TensorAttr
-    from torch_geometric.loader import NodeLoader
-    from torch_geometric.sampler import BaseSampler, NodeSamplerInput, SamplerOutput
+    import torch_geometric as _torch_geometric  # noqa: F401
 except ModuleNotFoundError as error:
     if error.name != "torch_geometric":  # it is there, and something that it needs is not
         raise
@@ -37,6 +29,15 @@ except ModuleNotFoundError as error:
         "penstock.integrations.pyg needs PyTorch Geometric: pip install 'penstock[pyg]'",
         name=error.name,
     ) from error
+
+import torch
+from torch_geometric.data import Data, FeatureStore, HeteroData, TensorAttr
+from torch_geometric.loader import NodeLoader
+from torch_geometric.sampler import BaseSampler, NodeSamplerInput, SamplerOutput
+
+from penstock.tables import report_table
+from penstock.traversal import NeighborSampler
+from penstock.unified import UnifiedTensor, unify
 
 __all__ = ["LoaderReport", "NeighborLoader", "UnifiedFeatureStore", "UnifiedSampler"]
 
