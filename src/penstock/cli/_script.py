@@ -158,9 +158,6 @@ class Offloading:
         """Return the context manager in which the script runs."""
         return self._offload
 
-    def finish(self) -> None:
-        """Accept a script that has come to its end."""
-
     def results(self) -> tuple[dict[str, Any], list[str]]:
         """Write the trace and the picture; return entries of the report, and lines to print."""
         report = self._offload.report()
@@ -200,7 +197,11 @@ class Planning:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Surround the script with the planning of its trainers."""
+        """Surround the script with the planning of its trainers.
+
+        Raises:
+            NothingPlannedError: It ended without a planned step, and planning is not optional.
+        """
         from unittest import mock
 
         import torch
@@ -216,13 +217,6 @@ class Planning:
             self._trainers as self._trainings,
         ):
             yield
-
-    def finish(self) -> None:
-        """Accept a script that has come to its end, if steps of it were planned.
-
-        Raises:
-            NothingPlannedError: No step was planned, and planning is not optional.
-        """
         if not (self._is_optional or self.has_trained or self._has_planned_itself):
             raise NothingPlannedError(
                 "no transformers.Trainer took a step in the script, so nothing was planned; "
@@ -340,7 +334,6 @@ def run_script(script: Script, mode: Offloading | Planning) -> Ending:
         with mode.running():
             # The module stays in sys.modules: threads, atexit handlers and pickle still need it.
             exec(code, main.__dict__)
-        mode.finish()
     except SystemExit as stop:
         return dataclasses.replace(_read_exit(stop.code), has_started=has_started)
     except NothingPlannedError as error:

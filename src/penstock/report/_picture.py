@@ -86,8 +86,11 @@ def style_axes(axes: Axes, *, grid: Literal["both", "x"] = "both") -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def write_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
+def write_figure(
+    figure: Figure, path: str | os.PathLike[str], title: str, *, font_size: int = 13
+) -> Path:
     """Write a figure, and make the directories that are missing; the suffix decides the format."""
+    figure.suptitle(title, fontsize=font_size)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=_DOTS_PER_INCH)
@@ -168,8 +171,7 @@ def draw_timeline(
     origin_ns, end_ns = find_bounds(timeline)
     _draw_memory(memory_axes, timeline, origin_ns, end_ns)
     _draw_activity(lane_axes, lanes, origin_ns, end_ns)
-    figure.suptitle(title or _make_headline(timeline), fontsize=15)
-    return write_figure(figure, path)
+    return write_figure(figure, path, title or _make_headline(timeline), font_size=15)
 
 
 def _make_headline(timeline: Timeline) -> str:
@@ -178,10 +180,6 @@ def _make_headline(timeline: Timeline) -> str:
     if timeline.num_dropped:
         headline += f" ({timeline.num_dropped:,} later events were not recorded)"
     return headline
-
-
-def _format_mib(num_bytes: int) -> str:
-    return f"{num_bytes / _MIB:,.{0 if num_bytes >= 10 * _MIB else 2}f} MiB"
 
 
 def _draw_memory(axes: Axes, timeline: Timeline, origin_ns: int, end_ns: int) -> None:
@@ -194,7 +192,8 @@ def _draw_memory(axes: Axes, timeline: Timeline, origin_ns: int, end_ns: int) ->
         times_ms = [(at_ns - origin_ns) / 1e6 for at_ns, _ in [*samples, (end_ns, 0)]]
         sizes_mib = [num_bytes / _MIB for _, num_bytes in [*samples, samples[-1]]]
         colour = _TIER_COLOURS[tier]
-        label = f"{tier}: peak {_format_mib(peak_bytes)}"
+        digits = 0 if peak_bytes >= 10 * _MIB else 2
+        label = f"{tier}: peak {peak_bytes / _MIB:,.{digits}f} MiB"
         axes.step(times_ms, sizes_mib, where="post", color=colour, linewidth=1.8, label=label)
         axes.fill_between(times_ms, sizes_mib, step="post", color=colour, alpha=0.15, linewidth=0)
         highest_mib = max(highest_mib, peak_bytes / _MIB)

@@ -284,8 +284,7 @@ def draw_plan(
     draw_lanes(lane_axes, lanes, names, _LANE_STYLES, unit_ns=1e9, fontsize=10)
     lane_axes.set_xlabel("time within a step, seconds", fontsize=11)
     lane_axes.set_xlim(0, max(simulation.step_seconds, 1e-9))
-    figure.suptitle(title or _make_headline(plan), fontsize=13)
-    return write_figure(figure, path)
+    return write_figure(figure, path, title or _make_headline(plan))
 
 
 def _make_headline(plan: Plan) -> str:

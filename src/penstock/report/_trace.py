@@ -13,7 +13,6 @@ start of the timeline.
 import enum
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,7 +125,12 @@ def chrome_trace(timeline: Timeline, *, title: str = "Penstock") -> dict[str, An
             events.append(_make_metadata("thread_name", thread_id, name=name))
             events.append(_make_metadata("thread_sort_index", thread_id, sort_index=thread_id))
             events.extend(_make_span_event(span, thread_id, origin_ns) for span in row)
-    events += _make_counters(timeline, origin_ns, end_ns)
+    for tier, samples in timeline.samples.items():
+        # The viewer holds a counter's last value to the end; one closing event marks it.
+        closing = [(end_ns, samples[-1][1])] if samples and samples[-1][0] < end_ns else []
+        for at_ns, num_bytes in [*samples, *closing]:
+            at = _to_microseconds(at_ns - origin_ns)
+            events.append(make_counter(f"{tier} resident bytes", at, {"bytes": num_bytes}))
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -136,15 +140,6 @@ def chrome_trace(timeline: Timeline, *, title: str = "Penstock") -> dict[str, An
             "num_dropped_events": timeline.num_dropped,
         },
     }
-
-
-def _make_counters(timeline: Timeline, origin_ns: int, end_ns: int) -> Iterator[dict[str, Any]]:
-    for tier, samples in timeline.samples.items():
-        # The viewer holds a counter's last value to the end; one closing event marks it.
-        closing = [(end_ns, samples[-1][1])] if samples and samples[-1][0] < end_ns else []
-        for at_ns, num_bytes in [*samples, *closing]:
-            at = _to_microseconds(at_ns - origin_ns)
-            yield make_counter(f"{tier} resident bytes", at, {"bytes": num_bytes})
 
 
 def make_counter(name: str, microseconds: float, values: dict[str, int]) -> dict[str, Any]:
